@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from support.wire_server import ThreadServer
 
 # Before anything imports torch or transformers: two threads (the machine of the CI has two cores, and
 # tests run beside other work), and no look at a model hub, whatever a test loads.
@@ -37,6 +43,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.full)
 
 
+def pytest_collection_finish() -> None:
+    """Excludes the imported modules from garbage collections, which many tests run."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(params=["asyncio", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Tests marked ``anyio`` run on both event loops, unless their file overrides this fixture."""
@@ -50,3 +62,15 @@ def model_folder() -> Path:
     from agentflow.protocol.wire import DEFAULT_MODEL
 
     return pull_model(DEFAULT_MODEL, progress=False)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ThreadServer]:
+    """A server on the scripted backend for the tests that need one with the default limits. It waits 60 s for
+    a client whose connection is broken, longer than any test takes to resume."""
+    from support.wire_server import thread_server
+
+    from agentflow.server.config.limits import ServerLimits
+
+    with thread_server(ServerLimits(resume_grace_s=60.0)) as running:
+        yield running

@@ -125,6 +125,7 @@ async def test_a_native_cancel_while_a_step_runs_ends_the_session(no_patience: N
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for another process")
+@pytest.mark.trio_in_full
 @pytest.mark.parametrize("num_interrupts", [1, 2])
 @pytest.mark.parametrize("loop", ["asyncio", "trio"])
 @pytest.mark.parametrize("phase", PHASES)

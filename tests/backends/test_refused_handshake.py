@@ -4,14 +4,12 @@ session does that comes back and is refused. The answers are real ones, over TCP
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 
 import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.wire_peer import Listener, count_words, gen
+from support.wire_peer import count_words, gen, opened
 from support.wire_server import Proxy, ThreadServer, proxied, thread_server
 from websockets.datastructures import Headers
 from websockets.http11 import Response
@@ -29,23 +27,9 @@ from agentflow.errors import (
     ServerUnreachable,
 )
 from agentflow.protocol import ops
-from agentflow.protocol.backend import Connection
 from agentflow.server.config.limits import ServerLimits
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ThreadServer]:
-    with thread_server(ServerLimits(resume_grace_s=60.0)) as running:
-        yield running
-
-
-@asynccontextmanager
-async def opened(remote: Remote) -> AsyncIterator[tuple[Connection, Listener]]:
-    listener = Listener()
-    async with remote.connect(listener.deliver, listener.lost) as connection:
-        yield connection, listener
 
 
 def answer(status: str, body: object = None, *headers: str) -> bytes:

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import ssl
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
 import msgspec
 import pytest
 from anyio.abc import ByteStream
-from support.wire_peer import Listener, gen
+from support.wire_peer import Listener, gen, opened
 from websockets.client import ClientProtocol
 from websockets.exceptions import ConnectionClosed
 from websockets.protocol import State
@@ -32,7 +32,6 @@ from agentflow.errors import (
     ServerUnreachable,
 )
 from agentflow.protocol import ops
-from agentflow.protocol.backend import Connection
 from agentflow.protocol.events import Capabilities, Delta, ErrorInfo, Stats, StatsReply, Usage, Value
 from agentflow.protocol.wire import (
     VERSION,
@@ -98,13 +97,6 @@ def welcome(connection: ServerConnection, ack: int = 0) -> Hello:
     assert isinstance(hello, Hello)
     say(connection, msgspec.structs.replace(WELCOME, ack=ack))
     return hello
-
-
-@asynccontextmanager
-async def opened(remote: Remote) -> AsyncIterator[tuple[Connection, Listener]]:
-    listener = Listener()
-    async with remote.connect(listener.deliver, listener.lost) as connection:
-        yield connection, listener
 
 
 # In place of a welcome

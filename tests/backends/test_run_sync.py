@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from support.map_programs import ask, echo
-from support.observed_backends import assert_left_nothing
+from support.observed_backends import assert_idle
+from support.programs import ask, echo
 
 import agentflow as af
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 def backend():
     backend = af.Scripted(echo)
     yield backend
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 def test_run_gives_what_the_program_returns(backend):

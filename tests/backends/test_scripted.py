@@ -5,8 +5,10 @@ from typing import TypedDict
 
 import pytest
 from pydantic import BaseModel
+from support.programs import echo
 
 import agentflow as af
+from agentflow.backends.scripted import ScriptedGenerator
 
 pytestmark = pytest.mark.anyio
 
@@ -134,3 +136,58 @@ async def test_a_text_is_one_answer():
         s += af.gen("y")
         with pytest.raises(af.RunFailed, match="only 1 answers"):
             await s["y"]
+
+
+# Scripts and their answers
+
+
+async def answers(script, *prompts: str, **options) -> list[str]:
+    async with af.session(backend=af.Scripted(script)) as flow, flow.state() as s:
+        found = []
+        for prompt in prompts:
+            s += prompt + af.gen("x", **options)
+            found.append((await s["x"], "".join([delta async for delta in s["x"]]), s["x"].finish_reason))
+        assert all(value == streamed for value, streamed, _ in found)
+        return [(value, reason) for value, _, reason in found]
+
+
+async def test_a_script_may_be_a_list_a_mapping_or_a_function():
+    assert await answers(["one", "two"], "a", "b") == [("one", "eos"), ("two", "eos")]
+    assert await answers({"b": "short", "ab": "long"}, "cb", "ab") == [("short", "eos"), ("long", "eos")]
+    assert await answers(echo, "a", "b") == [("<a>", "eos"), ("<a<a>b>", "eos")]
+
+
+async def test_a_script_that_has_no_answer_says_so():
+    with pytest.raises(af.RunFailed, match="the script has only 1 answers"):
+        await answers(["one"], "a", "b")
+    with pytest.raises(af.RunFailed, match="no answer for a prompt that ends in 'ab'"):
+        await answers({"c": "x"}, "ab")
+    with pytest.raises(af.RunFailed, match="answers 'x', which is none of the choices"):
+        await pick_from_script(["x"])
+
+
+async def pick_from_script(script) -> None:
+    async with af.session(backend=af.Scripted(script)) as flow, flow.state() as s:
+        s += af.select("pick", ["a", "b"])
+        await s
+
+
+@pytest.mark.parametrize(
+    "answer", ["", " ", " leading words here", "  two more words", "trailing ", "a  b", "line\nbreak"]
+)
+async def test_every_space_of_a_scripted_answer_is_delivered(answer):
+    assert await answers([answer], "a") == [(answer, "eos")]
+
+
+async def test_an_exception_as_an_answer_is_raised():
+    with pytest.raises(af.PromptTooLong, match="too long"):
+        await answers([af.PromptTooLong("too long")], "a")
+    with pytest.raises(af.EngineFailed, match="gen failed: ZeroDivisionError") as failure:
+        await answers([ZeroDivisionError("x")], "a")
+    assert "ZeroDivisionError" in str(failure.value.__cause__)
+
+
+def test_a_turn_that_never_began_cannot_end():
+    generator = ScriptedGenerator([])
+    with pytest.raises(af.BadArgument, match="never began"):
+        generator.end_role(generator.open(""))

@@ -12,7 +12,7 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 import pytest
-from support.observed_backends import Noted, assert_left_nothing, settle
+from support.observed_backends import Observed, assert_idle, settle
 
 import agentflow as af
 from agentflow.protocol import ops
@@ -28,7 +28,7 @@ def echo(prompt: str) -> str:
 
 @pytest.mark.parametrize("how", ["append", "turn", "set", "read", "fork", "hint", "join"])
 async def test_tasks_that_alternate_are_refused(how):
-    noted = Noted(af.Scripted(echo))
+    observed = Observed(af.Scripted(echo))
     ways = {
         "append": lambda s: s.add("x"),
         "turn": lambda s: s.begin("user"),
@@ -38,7 +38,7 @@ async def test_tasks_that_alternate_are_refused(how):
         "hint": lambda s: s.hint(forks=1),
         "join": lambda s: s.join(branches),
     }
-    async with af.session(backend=noted) as flow, flow.state() as s:
+    async with af.session(backend=observed) as flow, flow.state() as s:
         branches = s.fork(1)
         other_waits = anyio.Event()
 
@@ -50,10 +50,10 @@ async def test_tasks_that_alternate_are_refused(how):
         async with anyio.create_task_group() as group:
             group.start_soon(other)
             await settle()
-            num_ops = len(noted.ops)
+            num_ops = len(observed.ops)
             with pytest.raises(af.ConcurrentAppend, match=TOLD):
                 ways[how](s)
-            assert len(noted.ops) == num_ops
+            assert len(observed.ops) == num_ops
             other_waits.set()
         ways[how](s)  # the other has ended
         await s
@@ -78,7 +78,7 @@ async def test_of_two_tasks_that_append_in_turn_one_is_refused_and_nothing_is_to
         assert len(refused) == 1
         text = await s.text()
         assert (text.count(refused[0]), text.count("ab".replace(refused[0], ""))) == (1, 5)
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_a_parent_waits_for_its_child_and_goes_on():
@@ -193,11 +193,11 @@ async def test_maps_and_streams_and_programs_in_programs():
 
 
 async def test_a_thread_without_the_loop_is_told_so():
-    noted = Noted(af.Scripted(echo))
-    async with af.session(backend=noted) as flow, flow.state() as s:
+    observed = Observed(af.Scripted(echo))
+    async with af.session(backend=observed) as flow, flow.state() as s:
         with pytest.raises(af.ConcurrentAppend, match=r"this thread has no event loop.*from_thread.run_sync"):
             await anyio.to_thread.run_sync(s.add, "x")
-        assert noted.ops == [ops.Open(s.id)]
+        assert observed.ops == [ops.Open(s.id)]
         await anyio.to_thread.run_sync(anyio.from_thread.run_sync, s.add, "y")
         assert await s.text() == "y"
         assert threading.current_thread() is threading.main_thread()

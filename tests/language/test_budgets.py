@@ -5,40 +5,24 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.observed_backends import Noted, Spoken, assert_left_nothing
+from support.observed_backends import Observed, Stepped, assert_idle
+from support.programs import words
 
 import agentflow as af
 
 pytestmark = pytest.mark.anyio
 
 
-def words(count: int) -> str:
-    return " ".join(["w"] * count)
-
-
 async def test_a_gen_is_cut_where_the_budget_ends_and_that_is_no_value():
     backend = af.Scripted([words(10)])
-    noted = Noted(backend)
-    async with af.session(backend=noted) as flow, flow.state() as s:
+    observed = Observed(backend)
+    async with af.session(backend=observed) as flow, flow.state() as s:
         s.limit(output_tokens=4)
         s += af.gen("x", max_tokens=100)
         with pytest.raises(af.BudgetExceeded, match="4 output tokens is used up"):
             await s["x"]
         assert s["x"].text == words(4)
-    assert_left_nothing(backend)
-
-
-@pytest.mark.parametrize("max_tokens", [4, 100])
-async def test_what_fits_a_budget_is_a_value_and_what_comes_next_is_not(max_tokens):
-    backend = af.Scripted([words(4), words(1)])
-    async with af.session(backend=backend) as flow, flow.state() as s:
-        s.limit(output_tokens=4)
-        s += af.gen("x", max_tokens=max_tokens)
-        assert await s["x"] == words(4)
-        s += af.gen("y")
-        with pytest.raises(af.BudgetExceeded, match="limit of 4 output tokens"):
-            await s["y"]
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_a_select_and_what_no_model_wrote_take_nothing_of_a_budget():
@@ -67,11 +51,11 @@ async def test_forks_share_the_budget_of_their_parent():
         for state in (after, s):  # one of the two is cut, and the other finds nothing left
             await state.settled()
         assert sorted([state._node.error is None for state in (after, s)]) == [False, False]
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_several_that_run_at_once_are_told_at_their_end():
-    backend = Spoken(lambda prompt: words(3))
+    backend = Stepped(lambda prompt: words(3))
     async with af.session(backend=backend) as flow, flow.state() as s:
         s.limit(output_tokens=4)
         branches = s.fork(2)
@@ -85,7 +69,7 @@ async def test_several_that_run_at_once_are_told_at_their_end():
             except af.BudgetExceeded as error:
                 ends.append(type(error))
         assert sorted(ends, key=str) == [af.BudgetExceeded, words(3)]
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_the_tightest_of_several_limits_holds():
@@ -105,7 +89,7 @@ async def test_the_tightest_of_several_limits_holds():
 
 
 async def test_a_limit_holds_for_what_is_running():
-    backend = Spoken([words(3)])
+    backend = Stepped([words(3)])
     async with af.session(backend=backend) as flow, flow.state() as s:
         s += af.gen("x")
         await backend.allow(1)
@@ -113,7 +97,7 @@ async def test_a_limit_holds_for_what_is_running():
         await backend.allow(2)
         with pytest.raises(af.BudgetExceeded, match="limit of 2 output tokens"):
             await s["x"]
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 # The session
@@ -161,4 +145,4 @@ async def test_one_after_the_other_exactly_what_is_allowed_is_spent(budgets, siz
                 break
             assert await s[f"x{index}"] == words(wanted)
             left -= wanted
-    assert_left_nothing(backend)
+    assert_idle(backend)

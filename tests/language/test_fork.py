@@ -2,7 +2,8 @@
 
 import anyio
 import pytest
-from support.observed_backends import Noted, Spoken, assert_left_nothing, settle
+from support.observed_backends import Observed, Stepped, assert_idle, settle
+from support.programs import echo
 
 import agentflow as af
 from agentflow.protocol import ops
@@ -10,18 +11,13 @@ from agentflow.protocol import ops
 pytestmark = pytest.mark.anyio
 
 
-def echo(prompt: str) -> str | Exception:
-    """Answers with the prompt; a prompt that ends in ``!`` fails."""
-    return af.EngineFailed(f"cannot answer {prompt}") if prompt.endswith("!") else f"<{prompt}>"
-
-
 @pytest.mark.parametrize("count", [0, -1, True, False, 1.0, "2", None])
 async def test_a_fork_needs_a_number_of_branches(count):
-    noted = Noted(af.Scripted(echo))
-    async with af.session(backend=noted) as flow, flow.state() as s:
+    observed = Observed(af.Scripted(echo))
+    async with af.session(backend=observed) as flow, flow.state() as s:
         with pytest.raises(af.BadArgument, match=r"fork\(.*say how many branches, 1 or more"):
             s.fork(count)
-        assert noted.ops == [ops.Open(s.id)]
+        assert observed.ops == [ops.Open(s.id)]
 
 
 async def test_branches_go_on_from_where_the_state_was_and_each_for_itself():
@@ -71,7 +67,7 @@ async def test_forks_of_forks():
 
 
 async def test_leaving_the_block_seals_the_branches_and_does_not_wait():
-    backend = Spoken({"": "one two"})
+    backend = Stepped({"": "one two"})
     async with af.session(backend=backend) as flow, flow.state() as s:
         async with s.fork(2) as branches:
             for branch in branches:
@@ -86,9 +82,9 @@ async def test_leaving_the_block_seals_the_branches_and_does_not_wait():
 
 
 async def test_awaiting_the_branches_waits_for_all_and_asks_for_all_at_once():
-    backend = Spoken({"": "one two"})
-    noted = Noted(backend)
-    async with af.session(backend=noted) as flow, flow.state() as s:
+    backend = Stepped({"": "one two"})
+    observed = Observed(backend)
+    async with af.session(backend=observed) as flow, flow.state() as s:
         async with s.fork(3) as branches:
             for branch in branches:
                 branch += af.gen("x") + "end"
@@ -101,7 +97,7 @@ async def test_awaiting_the_branches_waits_for_all_and_asks_for_all_at_once():
         async with anyio.create_task_group() as group:
             group.start_soon(wait)
             await settle()
-            assert [op.state for op in noted.of(ops.Await)] == [branch.id for branch in branches]
+            assert [op.state for op in observed.of(ops.Await)] == [branch.id for branch in branches]
             await backend.allow(5)
             assert steps == []
             await backend.allow(1)
@@ -160,7 +156,7 @@ async def test_a_failure_inside_nested_groups_goes_up_to_the_root():
 
 
 async def test_a_failure_takes_the_forks_of_the_siblings_along():
-    async with af.session(backend=Spoken(echo)) as flow, flow.state() as s:
+    async with af.session(backend=Stepped(echo)) as flow, flow.state() as s:
         async with s.fork(2) as branches:
             grandchild = branches[0].fork(1)[0]
             grandchild += many_words(3) + af.gen("x")
@@ -170,7 +166,7 @@ async def test_a_failure_takes_the_forks_of_the_siblings_along():
 
 
 async def test_cancelling_a_branch_leaves_its_siblings_and_its_parent_alone():
-    backend = Spoken({"": "one two"})
+    backend = Stepped({"": "one two"})
     async with af.session(backend=backend) as flow, flow.state() as s:
         async with s.fork(2) as branches:
             for branch in branches:
@@ -201,7 +197,7 @@ async def test_a_gen_that_was_cancelled_by_its_backend_is_no_failure_of_its_grou
 
 
 async def test_cancelling_the_parent_cancels_what_was_forked_from_it():
-    async with af.session(backend=Spoken({"": "never"})) as flow, flow.state() as s:
+    async with af.session(backend=Stepped({"": "never"})) as flow, flow.state() as s:
         branch = s.fork(1)[0]
         leaf = branch.fork(1)[0]
         leaf += af.gen("x")
@@ -214,7 +210,7 @@ async def test_cancelling_the_parent_cancels_what_was_forked_from_it():
 
 
 async def test_an_exception_in_the_block_cancels_the_branches():
-    backend = Spoken({"": "never"})
+    backend = Stepped({"": "never"})
     async with af.session(backend=backend) as flow, flow.state() as s:
         with pytest.raises(ZeroDivisionError):
             await divide_by_zero_beside(s.fork(2))
@@ -233,7 +229,7 @@ async def divide_by_zero_beside(branches: af.Branches) -> None:
 
 
 async def test_leaving_the_block_by_cancellation_cancels_the_branches():
-    backend = Spoken({"": "never"})
+    backend = Stepped({"": "never"})
     async with af.session(backend=backend) as flow, flow.state() as s:
         with anyio.CancelScope() as scope:
             async with s.fork(2) as branches:
@@ -289,7 +285,7 @@ async def test_a_fork_of_a_failed_state_fails_with_it():
 
 
 async def test_a_branch_that_is_cancelled_before_it_began_leaves_nothing_open():
-    backend = Spoken({"": "one"})
+    backend = Stepped({"": "one"})
     async with af.session(backend=backend) as flow:
         async with flow.state() as s:
             s += af.gen("x")
@@ -299,15 +295,15 @@ async def test_a_branch_that_is_cancelled_before_it_began_leaves_nothing_open():
             assert backend.generator.num_open == 3
         await settle()
         assert backend.generator.num_open == 0
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_a_parent_may_end_its_run_while_its_branches_are_still_unborn():
-    backend = Spoken({"": "one"})
+    backend = Stepped({"": "one"})
     async with af.session(backend=backend) as flow:
         async with flow.state() as s:
             s += af.gen("x")
             for branch in s.fork(3):
                 branch += af.gen("y")
         await settle()
-    assert_left_nothing(backend)
+    assert_idle(backend)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from support.fake_engine import FakeEngine
-from support.observed_backends import Noted, assert_left_nothing
+from support.observed_backends import Observed, assert_idle
 
 import agentflow as af
 from agentflow.engine.process.ipc import Submit
@@ -36,7 +36,7 @@ def answer(prompt: str) -> str:
 
 async def test_a_mapped_graph_gives_what_the_program_gives() -> None:
     inputs = [("tea", "dry"), {"tone": "warm", "topic": "rain"}, ("ink", "flat")]
-    backend = Noted(af.Scripted(answer))
+    backend = Observed(af.Scripted(answer))
     async with af.session(backend=backend, seed=1) as flow:
         graph = ask.trace()
         results = await flow.map(graph, inputs)
@@ -79,7 +79,7 @@ async def test_a_streamed_graph_that_is_left_is_cancelled() -> None:
     async with af.session(backend=backend) as flow, flow.stream(ask.trace(), "tea", "dry") as events:
         async for _ in events:
             break
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_a_graph_without_a_result_runs_to_its_end() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.observed_backends import Dribbling, Noted, Spoken, assert_left_nothing, settle
-from support.wire_server import ThreadServer, thread_server
+from support.observed_backends import Observed, Stepped, Unbatched, assert_idle, settle
+from support.programs import echo
 
 import agentflow as af
 from agentflow.protocol import ops
@@ -16,20 +14,10 @@ from agentflow.protocol import ops
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ThreadServer]:
-    with thread_server() as running:
-        yield running
-
-
-def echo(prompt: str) -> str | Exception:
-    return af.EngineFailed(f"cannot answer {prompt}") if prompt.endswith("!") else f"<{prompt}>"
-
-
 async def test_values_come_in_the_order_of_the_branches():
-    backend = Spoken(lambda prompt: "a b c" if prompt == "0" else prompt)
-    noted = Noted(backend)
-    async with af.session(backend=noted) as flow, flow.state() as s:
+    backend = Stepped(lambda prompt: "a b c" if prompt == "0" else prompt)
+    observed = Observed(backend)
+    async with af.session(backend=observed) as flow, flow.state() as s:
         async with s.fork(3) as branches:
             for index, branch in enumerate(branches):
                 branch += str(index) + af.gen("x")
@@ -40,13 +28,13 @@ async def test_values_come_in_the_order_of_the_branches():
 
         flow._link.start_soon(gather)
         await settle()
-        assert [op.state for op in noted.of(ops.Await)] == [branch.id for branch in branches]
+        assert [op.state for op in observed.of(ops.Await)] == [branch.id for branch in branches]
         await backend.allow(3)
         assert not found
         await backend.allow(2)
         assert found == [["a b c", "1", "2"]]
         assert await branches.gather("x") == found[0]
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_typed_values_are_gathered_as_values():
@@ -84,10 +72,10 @@ async def test_gather_raises_the_first_failure():
 
 
 @pytest.mark.parametrize("separator", ["", "; ", "\n\n"])
-@pytest.mark.parametrize("dribbles", [False, True])
-async def test_a_join_appends_what_the_branches_appended(separator, dribbles):
+@pytest.mark.parametrize("unbatched", [False, True])
+async def test_a_join_appends_what_the_branches_appended(separator, unbatched):
     backend = af.Scripted(echo)
-    async with af.session(backend=Dribbling(backend) if dribbles else backend) as flow, flow.state() as s:
+    async with af.session(backend=Unbatched(backend) if unbatched else backend) as flow, flow.state() as s:
         s += "p" + af.gen("own")
         async with s.fork(3) as branches:
             for index, branch in enumerate(branches):
@@ -96,11 +84,11 @@ async def test_a_join_appends_what_the_branches_appended(separator, dribbles):
         assert s.join(branches, separator=separator) is s
         parts = ["0<p<p>0><P>", "1<p<p>1><P><p<p>1<p<p>1><P>>", "2<p<p>2><P>"]
         assert await s.text() == "p<p>" + separator.join(parts)
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_a_join_waits_for_nothing_and_takes_what_is_there_by_then():
-    backend = Spoken(["one two", "one two"])
+    backend = Stepped(["one two", "one two"])
     async with af.session(backend=backend) as flow, flow.state() as s:
         branches = s.fork(2)
         for branch in branches:
@@ -112,7 +100,7 @@ async def test_a_join_waits_for_nothing_and_takes_what_is_there_by_then():
         assert not text.is_done
         await backend.allow(1)
         assert await text == "one two and one two"
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_an_overwritten_variable_keeps_its_value():
@@ -143,13 +131,13 @@ async def test_turns_lose_their_marks_and_may_be_joined_inside_a_turn():
 
 
 async def test_images_are_joined_as_images():
-    noted = Noted(af.Scripted([]))
-    async with af.session(backend=noted) as flow, flow.state() as s:
+    observed = Observed(af.Scripted([]))
+    async with af.session(backend=observed) as flow, flow.state() as s:
         branches = s.fork(1)
         branches[0] += af.user("see ", af.image("https://example.com/a.png"))
         s.join(branches)
         assert await s.text() == "see <image>"
-        assert [op.source for op in noted.of(ops.Image)] == ["https://example.com/a.png"] * 2
+        assert [op.source for op in observed.of(ops.Image)] == ["https://example.com/a.png"] * 2
 
 
 async def test_a_branch_that_appended_nothing_is_nothing_between_separators():
@@ -177,7 +165,7 @@ async def test_a_failed_branch_fails_the_join_with_its_cause(coupled):
         assert isinstance(failure.value.__cause__, af.EngineFailed)
         with pytest.raises(af.RunFailed, match="'after' was not generated"):
             await s["after"]
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 @pytest.mark.parametrize("coupled", [True, False])
@@ -196,7 +184,7 @@ async def test_a_branch_whose_text_is_there_and_that_failed_all_the_same_fails_t
         with pytest.raises(af.RunFailed, match=r"finds nothing|the end of branch \(1,\)|branch 1"):
             await s
         assert await branches[0]["x"] == "<fine>"
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_a_branch_of_plain_text_that_was_cancelled_fails_the_join():
@@ -212,7 +200,7 @@ async def test_a_branch_of_plain_text_that_was_cancelled_fails_the_join():
 
 
 async def test_a_cancelled_branch_fails_the_join():
-    backend = Spoken(["one two"] * 2)
+    backend = Stepped(["one two"] * 2)
     async with af.session(backend=backend) as flow, flow.state() as s:
         branches = s.fork(2)
         for branch in branches:
@@ -222,21 +210,21 @@ async def test_a_cancelled_branch_fails_the_join():
         with pytest.raises(af.RunFailed, match="the text needs 'x', which has no value") as failure:
             await s
         assert isinstance(failure.value.__cause__, af.Cancelled)
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_only_the_branches_of_the_state_are_joined():
-    noted = Noted(af.Scripted([]))
-    async with af.session(backend=noted) as flow, flow.state() as s, flow.state() as other:
+    observed = Observed(af.Scripted([]))
+    async with af.session(backend=observed) as flow, flow.state() as s, flow.state() as other:
         branches, foreign = s.fork(2), other.fork(2)
         inner = branches[0].fork(1)
-        num_ops = len(noted.ops)
+        num_ops = len(observed.ops)
         for wrong in (foreign, inner, list(branches), branches[:1], [], None):
             with pytest.raises(af.ForeignState, match="the branches are not of this state"):
                 s.join(wrong)
         with pytest.raises(af.BadArgument, match="the separator must be a string, not 3"):
             s.join(branches, separator=3)
-        assert len(noted.ops) == num_ops
+        assert len(observed.ops) == num_ops
         branches[0].join(inner)
         s.join(branches)
         await s
@@ -281,4 +269,4 @@ async def test_a_join_is_the_texts_of_its_branches_after_the_prefix(plan):
         s.join(branches, separator="|")
         texts = [(await branch.text()).removeprefix(prefix) for branch in branches]
         assert await s.text() == prefix + "|".join(texts)
-    assert_left_nothing(backend)
+    assert_idle(backend)

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Iterator
 
 import anyio
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support.map_programs import ask, echo
-from support.observed_backends import Noted, Spoken, assert_left_nothing, settle
+from support.observed_backends import Observed, Stepped, assert_idle, settle
+from support.programs import ask, echo
 
 import agentflow as af
 
@@ -21,11 +21,11 @@ async def flow():
     backend = af.Scripted(echo)
     async with af.session(backend=backend) as flow:
         yield flow
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_the_first_failure_is_raised_and_cancels_the_rest():
-    backend = Spoken({"bad": "one", "": "never ever"})
+    backend = Stepped({"bad": "one", "": "never ever"})
     ended = []
 
     async def fragile(s: af.State, question: str) -> None:
@@ -95,8 +95,8 @@ async def test_a_failure_of_the_inputs_is_raised_in_any_case(flow, on_error, is_
 
 
 async def test_a_lost_session_is_no_failure_of_an_input():
-    noted = Noted(Spoken({"": "never"}))
-    async with af.session(backend=noted) as flow, anyio.create_task_group() as group:
+    observed = Observed(Stepped({"": "never"}))
+    async with af.session(backend=observed) as flow, anyio.create_task_group() as group:
 
         async def collect() -> None:
             with pytest.raises(af.ServerLost, match="gone") as failure:
@@ -105,7 +105,7 @@ async def test_a_lost_session_is_no_failure_of_an_input():
 
         group.start_soon(collect)
         await settle()
-        noted.lose(af.ServerLost("gone"))
+        observed.lose(af.ServerLost("gone"))
 
 
 async def test_an_input_with_a_wild_repr_is_named_in_a_line():
@@ -147,7 +147,6 @@ async def test_a_program_that_is_cancelled_from_within_leaves_nobody_waiting(any
     plans=st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.booleans()), max_size=25),
     concurrency=st.integers(1, 6),
 )
-@settings(max_examples=40)
 async def test_a_map_is_what_a_plain_loop_would_be(plans, concurrency):
     """The twin: the same program, one input after the other."""
 
@@ -188,4 +187,4 @@ async def test_a_map_is_what_a_plain_loop_would_be(plans, concurrency):
             assert (failures, len(heard)) == ([], len(plans))
         assert heard == expected[: len(heard)]
         await settle()
-        assert_left_nothing(backend)
+        assert_idle(backend)

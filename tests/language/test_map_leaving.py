@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_engine import FakeEngine
-from support.map_programs import agen, ask, echo
-from support.observed_backends import Spoken, assert_left_nothing, settle
+from support.observed_backends import Stepped, assert_idle, settle
+from support.programs import agen, ask, echo
 
 import agentflow as af
 
@@ -24,7 +24,7 @@ class Leaving:
     """A map whose programs wait for ever, and whose inputs note their end."""
 
     def __init__(self) -> None:
-        self.backend = Spoken({"": "one two"})
+        self.backend = Stepped({"": "one two"})
         self.num_ended = 0
         self.has_closed = False
 
@@ -207,5 +207,5 @@ async def test_a_map_may_be_cancelled_at_any_turn(num_turns, num_taken, concurre
             assert flow._link.states == {}
         await settle()
         assert (flow._link.states, flow._link.variables) == ({}, {})
-        assert_left_nothing(backend)
+        assert_idle(backend)
     assert running in ([], [0])

@@ -10,8 +10,8 @@ from contextlib import suppress
 import anyio
 import anyio.lowlevel
 import pytest
-from support.map_programs import ask, echo
-from support.observed_backends import Dribbling, assert_left_nothing, settle
+from support.observed_backends import Unbatched, assert_idle, settle
+from support.programs import ask, echo
 from support.wire_server import thread_server
 
 import agentflow as af
@@ -82,17 +82,17 @@ async def map_eventfully(flow: af.Session, num_runs: int) -> None:
     assert set(tables(flow).values()) == {0}
 
 
-@pytest.mark.parametrize("wrap", [lambda backend: backend, Dribbling], ids=["plain", "dribbling"])
+@pytest.mark.parametrize("wrap", [lambda backend: backend, Unbatched], ids=["plain", "unbatched"])
 async def test_all_tables_are_empty_after_many_runs(wrap):
     backend = af.Scripted(echo)
     async with af.session(backend=wrap(backend)) as flow:
-        await map_eventfully(flow, 400)
-        if wrap is not Dribbling:
+        await map_eventfully(flow, 160)
+        if wrap is not Unbatched:
             interpreter = flow._link._connection._interpreter
             with anyio.fail_after(10):
                 while any(tables_of(interpreter).values()):
                     await anyio.lowlevel.checkpoint()
-        assert_left_nothing(backend)
+        assert_idle(backend)
 
 
 async def test_a_server_and_its_client_hold_nothing_after_many_runs():
@@ -133,7 +133,7 @@ class Growth:
 
 
 async def test_memory_is_constant_over_many_inputs():
-    growth = Growth([500, 1000, 4000])
+    growth = Growth([250, 500, 2000])
     tracemalloc.start()
     try:
         async with af.session(backend=af.Scripted(echo)) as flow:
@@ -142,9 +142,9 @@ async def test_memory_is_constant_over_many_inputs():
                 num_results += 1
     finally:
         tracemalloc.stop()
-    assert num_results == 4001
-    # 3,000 runs lie between the marks: anything that each left behind would show.
-    assert growth.bytes_at[2] - growth.bytes_at[1] < 3000 * 16
+    assert num_results == 2001
+    # 1,500 runs lie between the marks: anything that each left behind would show.
+    assert growth.bytes_at[2] - growth.bytes_at[1] < 1500 * 16
     assert growth.peaks[2] < 2 * growth.peaks[1]
 
 

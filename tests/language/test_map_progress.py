@@ -9,7 +9,7 @@ from io import StringIO
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from support.map_programs import ask, echo
+from support.programs import ask, echo
 
 import agentflow as af
 from agentflow.language.map import ProgramMap, Tally

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 
 import pytest
 from support.fake_engine import FakeEngine
-from support.observed_backends import Noted
-from support.wire_server import ThreadServer, thread_server
+from support.observed_backends import Observed
 
 import agentflow as af
 from agentflow.protocol import ops
@@ -20,19 +18,14 @@ PNG = b"\x89PNG\r\n\x1a\n rest"
 URL = "https://example.com/a.png"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ThreadServer]:
-    with thread_server() as running:
-        yield running
-
-
 async def test_a_name_that_was_not_declared():
     async with af.session(backend=af.Scripted(["a"])) as flow, flow.state() as s:
         with pytest.raises(af.UnknownVariable, match=r"'x' \(it has: none yet\): append its gen first"):
             s["x"]
         s += af.gen("y")
+        s += af.gen("z")
         for name in ("x", 0, None, ["y"], {}, af.gen("x"), slice(1)):
-            with pytest.raises(af.UnknownVariable, match=r"this state has no variable .* \(it has: 'y'\)"):
+            with pytest.raises(af.UnknownVariable, match=r"no variable .* \(it has: 'y', 'z'\)"):
                 s[name]
         with pytest.raises(KeyError):
             s["x"]
@@ -54,12 +47,12 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 async def test_a_state_after_its_scope(use):
-    noted = Noted(af.Scripted(["a"]))
-    async with af.session(backend=noted) as flow:
+    observed = Observed(af.Scripted(["a"]))
+    async with af.session(backend=observed) as flow:
         async with flow.state() as s:
             s += af.gen("x")
             await s["x"]
-        num_ops = len(noted.ops)
+        num_ops = len(observed.ops)
         with pytest.raises(
             af.StateClosed, match=r"state \(\) has ended with its run: nothing can be appended"
         ):
@@ -73,21 +66,24 @@ async def test_a_state_after_its_scope(use):
             s.cancel()
             with pytest.raises(af.StateClosed, match="was cancelled"):
                 USES[use](s)
-        assert len(noted.ops) == num_ops + 7  # open, fork, task group, seal, cancel, two closes
+        assert len(observed.ops) == num_ops + 7  # open, fork, task group, seal, cancel, two closes
     with pytest.raises(af.StateClosed, match="the session has ended: do this inside its `async with` block"):
         USES[use](s)
 
 
-@pytest.mark.parametrize("item", [3, None, b"text", ["a"], {"a": 1}, True, object(), af.gen, af.State])
-@pytest.mark.parametrize(
-    "around", [lambda item: item, lambda item: "a" + af.gen("x") + item, lambda item: af.user("a", item)]
-)
-async def test_what_is_no_text_is_not_appended(item, around):
-    noted = Noted(af.Scripted([]))
-    async with af.session(backend=noted) as flow, flow.state() as s:
-        with pytest.raises(af.BadArgument, match=r"cannot append \w+ .*: append a string, a variable, gen"):
-            s += around(item)
-        assert noted.ops == [ops.Open(s.id)]
+async def test_what_is_no_text_is_not_appended():
+    observed = Observed(af.Scripted([]))
+    async with af.session(backend=observed) as flow, flow.state() as s:
+        for item in (3, 1.5, None, b"text", ["a"], {"a": 1}, True, object(), af.gen, af.State, s):
+            for around in (
+                lambda item: item,
+                lambda item: "a" + af.gen("x") + item,
+                lambda item: af.user("a", item),
+                lambda item: "a" + (af.gen("x") + item),
+            ):
+                with pytest.raises(af.BadArgument, match=f"cannot append {type(item).__name__}"):
+                    s.add(around(item))
+        assert observed.ops == [ops.Open(s.id)]
 
 
 VALUE_USES = {
@@ -124,26 +120,27 @@ async def test_a_variable_is_not_its_value(use, kind):
         assert hash(reference) == hash(reference)
 
 
-@pytest.mark.parametrize("use", [str, "{0!s}".format, "%s".__mod__, print])
-async def test_a_variable_is_no_text(use):
+async def test_a_variable_is_no_text():
     async with af.session(backend=af.Scripted(["yes"])) as flow, flow.state() as s:
         s += af.gen("x")
-        with pytest.raises(
-            af.BadArgument, match=r"str\(\) of variable 'x': await it for its value, or append"
-        ):
-            use(s["x"])
-        with pytest.raises(af.BadArgument, match="cannot be formatted with '>10': use a plain"):
-            f"{s['x']:>10}"
+        for _ in range(2):  # before it has a value, and after
+            for use in (str, "{0!s}".format, "%s".__mod__, print):
+                with pytest.raises(af.BadArgument, match=r"str\(\) of variable 'x'"):
+                    use(s["x"])
+            for spec in (">10", "s", "\n"):
+                with pytest.raises(af.BadArgument, match="cannot be formatted"):
+                    format(s["x"], spec)
+            await s
 
 
 async def test_a_damaged_marker():
-    noted = Noted(af.Scripted(["yes"]))
-    async with af.session(backend=noted) as flow, flow.state() as s:
+    observed = Observed(af.Scripted(["yes"]))
+    async with af.session(backend=observed) as flow, flow.state() as s:
         s += af.gen("x")
         for use in (s.add, lambda text: s.set("q", text), lambda text: s.add(af.user(text))):
             with pytest.raises(af.BadArgument, match="a variable's marker in this text is damaged"):
                 use(f"{s['x'].strip()}"[:-3])
-        assert len(noted.of(ops.Text) + noted.of(ops.Set) + noted.of(ops.Begin)) == 0
+        assert len(observed.of(ops.Text) + observed.of(ops.Set) + observed.of(ops.Begin)) == 0
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, "1", True, float("nan"), [1]])
@@ -165,20 +162,20 @@ HINTS = [
 
 @pytest.mark.parametrize(("hint", "message"), HINTS)
 async def test_a_hint_that_is_none(hint, message):
-    noted = Noted(af.Scripted([]))
-    async with af.session(backend=noted) as flow, flow.state() as s:
+    observed = Observed(af.Scripted([]))
+    async with af.session(backend=observed) as flow, flow.state() as s:
         with pytest.raises(af.BadArgument, match=message):
             s.hint(**hint)
-        assert noted.ops == [ops.Open(s.id)]
+        assert observed.ops == [ops.Open(s.id)]
 
 
 async def test_hints_go_to_the_backend_and_change_nothing(server):
-    noted = Noted(af.Remote(server.url))
-    async with af.session(backend=noted) as flow, flow.state() as s:
+    observed = Observed(af.Remote(server.url))
+    async with af.session(backend=observed) as flow, flow.state() as s:
         s.hint(objective="throughput", output_tokens=3, forks=2)
         s += "say this" + af.gen("x")
         assert await s["x"] == "this"
-        assert noted.of(ops.Hint) == [ops.Hint(s.id, "throughput", 3, 2)]
+        assert observed.of(ops.Hint) == [ops.Hint(s.id, "throughput", 3, 2)]
 
 
 IMAGES = [
@@ -219,11 +216,11 @@ def test_images_of_all_kinds(tmp_path):
 
 
 async def test_an_image_without_vision():
-    noted = Noted(FakeEngine())
-    async with af.session(backend=noted) as flow, flow.state() as s:
+    observed = Observed(FakeEngine())
+    async with af.session(backend=observed) as flow, flow.state() as s:
         with pytest.raises(af.NotSupported, match="does not accept images"):
             s += af.user("look", af.image(PNG))
-        assert noted.ops == [ops.Open(s.id)]
+        assert observed.ops == [ops.Open(s.id)]
 
 
 async def test_an_image_that_a_wire_client_sends_without_vision(server):
@@ -238,13 +235,6 @@ async def test_an_image_that_a_wire_client_sends_without_vision(server):
                 await s
         finally:
             server.call(lambda: setattr(server.generator, "capabilities", able))
-
-
-@pytest.mark.parametrize("name", ["", None, 3, ["x"]])
-def test_a_variable_without_a_name(name):
-    for make in (af.gen, lambda name: af.select(name, ["a"])):
-        with pytest.raises(af.BadArgument, match="needs a name for its variable"):
-            make(name)
 
 
 # Arguments of the public functions that make no sense: one error, before anything is opened or sent.
@@ -263,13 +253,13 @@ def test_what_is_no_program_is_refused_before_a_session_opens(wrong):
 
 @pytest.mark.parametrize("wrong", NO_PROGRAM)
 async def test_what_is_no_program_is_refused_at_once(wrong):
-    noted = Noted(af.Scripted([]))
-    async with af.session(backend=noted) as flow:
+    observed = Observed(af.Scripted([]))
+    async with af.session(backend=observed) as flow:
         with pytest.raises(af.BadArgument, match=r"run: .* cannot be called"):
             await flow.run(wrong, "essay")
         with pytest.raises(af.BadArgument, match=r"stream: .* cannot be called"):
             flow.stream(wrong, "essay")
-    assert noted.ops == []
+    assert observed.ops == []
 
 
 async def test_a_function_that_is_not_async_is_no_program():
@@ -341,12 +331,6 @@ def test_a_conversation_is_not_made_of_nonsense(options, why):
         af.conversation([{"role": "user", "content": "?"}], **options)
 
 
-@pytest.mark.parametrize("messages", ["\ud83d", ["\ud83d"], [{"\ud83d": 1}], [3], [None]])
-def test_what_is_no_message_is_refused(messages):
-    with pytest.raises(af.BadArgument, match="is not a message"):
-        af.conversation(messages)
-
-
 @pytest.mark.parametrize("inputs", [3, "text", ["essay"], object()])
 async def test_inputs_of_a_graph_are_a_dict(inputs):
     @af.program
@@ -378,13 +362,13 @@ async def test_inputs_of_a_graph_are_a_dict(inputs):
 )
 async def test_a_variable_in_a_text_that_is_sent_as_it_is_is_refused(use):
     """Its marker would reach the model as text."""
-    noted = Noted(af.Scripted({"": "a"}))
-    async with af.session(backend=noted) as flow, flow.state() as s, flow.state() as t:
+    observed = Observed(af.Scripted({"": "a"}))
+    async with af.session(backend=observed) as flow, flow.state() as s, flow.state() as t:
         s += af.gen("x")
-        num_ops = len(noted.ops)
+        num_ops = len(observed.ops)
         with pytest.raises(af.BadArgument, match="await it and use its value"):
             t += use(s["x"])
-        assert len(noted.ops) == num_ops
+        assert len(observed.ops) == num_ops
         assert await s["x"] == "a"
 
 

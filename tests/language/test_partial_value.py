@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.observed_backends import Spoken
+from support.observed_backends import Stepped, unconstrained
 
 import agentflow as af
-from agentflow.backends.scripted import ScriptedGenerator
 from agentflow.language.variable import NothingYet, partial_value
 
 pytestmark = pytest.mark.anyio
@@ -187,7 +186,7 @@ async def parts_of(text: str, **wanted: Any) -> list[Any]:
 
 @pytest.mark.parametrize("schema", [Report, {"type": "object"}])
 async def test_a_reader_sees_the_value_grow(schema):
-    backend = Spoken([REPORT])
+    backend = Stepped([REPORT])
     report = af.gen("report", schema=schema)
     async with af.session(backend=backend) as flow, flow.state() as s:
         s += report
@@ -242,13 +241,6 @@ async def test_everything_else_comes_as_text(text, wanted):
     assert "".join(deltas) == text
 
 
-class Careless(ScriptedGenerator):
-    """Says what it likes, whatever the constraint."""
-
-    async def generate(self, context, params, on_text, constraint=None):
-        return await super().generate(context, params, on_text)
-
-
 @pytest.mark.parametrize(
     ("text", "max_tokens", "last", "message"),
     [
@@ -260,9 +252,7 @@ class Careless(ScriptedGenerator):
 )
 async def test_a_value_that_never_got_complete_is_told_to_its_readers(text, max_tokens, last, message):
     report = af.gen("r", schema=Report, max_tokens=max_tokens)
-    backend = af.Scripted([text])
-    backend.generator = Careless([text])
-    async with af.session(backend=backend) as flow, flow.state() as s:
+    async with af.session(backend=unconstrained([text])) as flow, flow.state() as s:
         s += report
         reader = aiter(s[report])
         await s

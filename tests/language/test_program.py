@@ -2,18 +2,14 @@
 
 import anyio
 import pytest
-from support.observed_backends import Dribbling, Noted, Spoken, assert_left_nothing, settle
+from support.observed_backends import Observed, Stepped, Unbatched, assert_idle, settle
+from support.programs import echo
 
 import agentflow as af
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend
 
 pytestmark = pytest.mark.anyio
-
-
-def echo(prompt: str) -> str | Exception:
-    """Answers with the prompt; a prompt that ends in ``!`` fails."""
-    return af.EngineFailed(f"cannot answer {prompt}") if prompt.endswith("!") else f"<{prompt}>"
 
 
 @af.program
@@ -55,7 +51,7 @@ async def test_a_program_wants_a_state():
 
 
 async def test_a_run_waits_for_what_nobody_awaited():
-    backend = Spoken({"": "one two three"})
+    backend = Stepped({"": "one two three"})
 
     @af.program
     async def careless(s: af.State) -> str:
@@ -77,7 +73,7 @@ async def test_a_run_waits_for_what_nobody_awaited():
         assert results == ["done"]
 
 
-@pytest.fixture(params=[lambda backend: backend, Dribbling], ids=["at once", "dribbling"])
+@pytest.fixture(params=[lambda backend: backend, Unbatched], ids=["at once", "unbatched"])
 def backend(request) -> Backend:
     """The scripted backend, whose events come together or one by one."""
     return request.param(af.Scripted(echo))
@@ -180,7 +176,7 @@ async def test_being_told_by_the_parent_is_enough(backend):
 
 
 async def test_what_was_cancelled_on_purpose_is_no_failure():
-    backend = Spoken({"": "never"})
+    backend = Stepped({"": "never"})
 
     @af.program
     async def abandons(s: af.State) -> str:
@@ -205,7 +201,7 @@ class OwnError(Exception):
 )
 @pytest.mark.parametrize("depth", [0, 2])
 async def test_an_exception_of_the_program_leaves_as_itself(error, depth):
-    backend = Spoken({"": "never"})
+    backend = Stepped({"": "never"})
 
     async def fails(s: af.State, depth: int) -> None:
         s += af.gen("x")
@@ -220,7 +216,7 @@ async def test_an_exception_of_the_program_leaves_as_itself(error, depth):
             await flow.run(fails, depth)
         assert failure.value is error
         await settle()
-        assert_left_nothing(backend)
+        assert_idle(backend)
         assert await flow.run(returns_at_once) == "at once"
 
 
@@ -233,10 +229,10 @@ async def test_an_exception_of_the_program_leaves_the_session_as_itself():
         async with af.session(backend=backend) as flow:
             await flow.run(fail_beside_a_gen)
 
-    backend = Spoken({"": "never"})
+    backend = Stepped({"": "never"})
     with pytest.raises(OwnError):
         await open_and_fail()
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def fail_beside_a_gen(s: af.State) -> None:
@@ -248,7 +244,7 @@ async def fail_beside_a_gen(s: af.State) -> None:
 @pytest.mark.parametrize("num_words", range(6))
 async def test_cancelling_a_run_leaves_nothing_of_it(num_words):
     """At any point of a program with a fork, a wired join and an await."""
-    backend = Spoken({"": "one two"})
+    backend = Stepped({"": "one two"})
 
     @af.program
     async def program(s: af.State) -> str:
@@ -268,22 +264,22 @@ async def test_cancelling_a_run_leaves_nothing_of_it(num_words):
             await backend.allow(num_words)
             group.cancel_scope.cancel()
         await settle()
-        assert_left_nothing(backend)
-    assert_left_nothing(backend)
+        assert_idle(backend)
+    assert_idle(backend)
 
 
 async def test_a_run_that_has_ended_leaves_nothing_in_the_session():
     backend = af.Scripted(echo)
-    noted = Noted(backend)
-    async with af.session(backend=noted) as flow:
+    observed = Observed(backend)
+    async with af.session(backend=observed) as flow:
         for _ in range(3):
             await flow.run(ask, "why")
             with pytest.raises(af.EngineFailed):
                 await flow.run(ask, "!")
         await settle()
-        assert_left_nothing(backend)
+        assert_idle(backend)
         assert (flow._link.states, flow._link.variables) == ({}, {})
-        assert len(noted.of(ops.Close)) == len(noted.of(ops.Open)) == 6
+        assert len(observed.of(ops.Close)) == len(observed.of(ops.Open)) == 6
 
 
 async def test_runs_side_by_side_do_not_touch_each_other():

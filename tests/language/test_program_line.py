@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator
 
 import pytest
-from support.observed_backends import Dribbling
+from support.observed_backends import Unbatched
 from support.wire_peer import HANG
-from support.wire_server import ThreadServer, thread_server
 
 import agentflow as af
 
 pytestmark = pytest.mark.anyio
 
 FILE = os.path.basename(__file__)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ThreadServer]:
-    with thread_server() as running:
-        yield running
 
 
 BROKEN = af.EngineFailed("broken")  # one and the same, as often as it is raised
@@ -105,10 +97,10 @@ async def append_failing(s: af.State, kind: str, failed: af.Variable) -> tuple[i
 
 
 @pytest.mark.parametrize("kind", OPS)
-@pytest.mark.parametrize("dribbles", [False, True])
-async def test_each_op_that_fails_names_its_line(kind, dribbles):
+@pytest.mark.parametrize("unbatched", [False, True])
+async def test_each_op_that_fails_names_its_line(kind, unbatched):
     name = "test_each_op_that_fails_names_its_line"
-    backend = Dribbling(af.Scripted(echo)) if dribbles else af.Scripted(echo)
+    backend = Unbatched(af.Scripted(echo)) if unbatched else af.Scripted(echo)
     async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as other:
         other += "!" + af.gen("failed")
         failing = here(-1)

@@ -4,23 +4,14 @@ import anyio
 import anyio.lowlevel
 import pytest
 from support.fake_engine import FakeEngine
-from support.observed_backends import Noted, Spoken, assert_left_nothing, settle
+from support.observed_backends import Observed, Stepped, assert_idle, settle
+from support.programs import ask, echo
 from support.wire_peer import WireGenerator
 
 import agentflow as af
 from agentflow.backends.remote import Remote
-from agentflow.backends.scripted import ScriptedGenerator
 
 pytestmark = pytest.mark.anyio
-
-
-def echo(prompt: str) -> str:
-    return f"<{prompt}>"
-
-
-async def ask(s: af.State, question: str) -> str:
-    s += question + af.gen("x")
-    return await s["x"]
 
 
 async def test_two_sessions_at_once():
@@ -55,6 +46,8 @@ async def test_a_session_is_entered_once():
     flow = af.session(backend=af.Scripted(echo))
     with pytest.raises(af.StateClosed):
         flow.check_alive()
+    with pytest.raises(af.StateClosed, match="not open yet"):
+        flow.state()
     async with flow:
         with pytest.raises(af.BadArgument, match="entered once"):
             await flow.__aenter__()
@@ -64,7 +57,7 @@ async def test_a_session_is_entered_once():
 
 
 async def test_nothing_outlives_the_session():
-    backend = Spoken({"": "never"})
+    backend = Stepped({"": "never"})
     ended = []
 
     async def background():
@@ -83,11 +76,11 @@ async def test_nothing_outlives_the_session():
         assert backend.generator.num_running == 5
     del stream
     assert ended == ["background"]
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_whoever_still_waits_outside_hears_of_the_end():
-    backend = Spoken({"": "never"})
+    backend = Stepped({"": "never"})
     heard = []
 
     async def expect(error, wait, *args):
@@ -110,12 +103,12 @@ async def test_whoever_still_waits_outside_hears_of_the_end():
 
 
 async def test_a_lost_backend_is_heard_by_everybody():
-    noted = Noted(Spoken({"": "one two"}))
-    async with af.session(backend=noted) as flow, flow.state() as s:
+    observed = Observed(Stepped({"": "one two"}))
+    async with af.session(backend=observed) as flow, flow.state() as s:
         s += af.gen("x")
         t = s.fork(1)[0]
         t += s["x"]
-        noted.lose(af.ServerLost("gone"))
+        observed.lose(af.ServerLost("gone"))
         for wait in (s, s["x"], t, flow.stats(), flow.run(ask, "a")):
             with pytest.raises(af.ServerLost, match="gone"):
                 await wait
@@ -127,9 +120,9 @@ async def test_a_lost_backend_is_heard_by_everybody():
 
 
 async def test_a_backend_that_is_lost_for_another_reason_is_lost_all_the_same():
-    noted = Noted(af.Scripted(echo))
-    async with af.session(backend=noted) as flow:
-        noted.lose(OSError("cable"))
+    observed = Observed(af.Scripted(echo))
+    async with af.session(backend=observed) as flow:
+        observed.lose(OSError("cable"))
         with pytest.raises(af.ServerLost, match="the backend is gone: OSError\\('cable'\\)"):
             await flow.run(ask, "a")
 
@@ -140,7 +133,7 @@ async def test_a_backend_that_is_lost_for_another_reason_is_lost_all_the_same():
     ids=repr,
 )
 async def test_an_error_of_the_block_leaves_as_itself(error):
-    backend = Spoken({"": "never"})
+    backend = Stepped({"": "never"})
 
     async def block() -> None:
         async with af.session(backend=backend) as flow:
@@ -153,7 +146,7 @@ async def test_an_error_of_the_block_leaves_as_itself(error):
     with pytest.raises(type(error)) as failure:
         await block()
     assert failure.value is error
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_an_error_of_a_background_task_ends_the_session_with_it():
@@ -165,15 +158,15 @@ async def test_an_error_of_a_background_task_ends_the_session_with_it():
             flow._link.start_soon(fails)
             await flow.run(ask, "a")
 
-    backend = Spoken({"": "never"})
+    backend = Stepped({"": "never"})
     with pytest.raises(KeyError, match="own"):
         await block()
     await anyio.lowlevel.checkpoint()  # whoever opened the session is not cancelled
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_cancelling_a_session_from_outside():
-    backend = Spoken({"": "never"})
+    backend = Stepped({"": "never"})
     with anyio.CancelScope() as scope:
         async with af.session(backend=backend) as flow:
             flow._link.start_soon(flow.run, ask, "a")
@@ -181,7 +174,7 @@ async def test_cancelling_a_session_from_outside():
             scope.cancel()
             await flow.run(ask, "b")
     assert scope.cancelled_caught
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_an_error_while_connecting_leaves_as_itself():
@@ -254,64 +247,3 @@ def test_a_session_has_one_backend(monkeypatch):
     monkeypatch.delenv("AGENTFLOW_URL")
     assert isinstance(af.session()._backend, af.Embedded)
     assert isinstance(af.session(model="m")._backend, af.Embedded)
-
-
-# The scripted backend.
-
-
-async def answers(script, *prompts: str, **options) -> list[str]:
-    async with af.session(backend=af.Scripted(script)) as flow, flow.state() as s:
-        found = []
-        for prompt in prompts:
-            s += prompt + af.gen("x", **options)
-            found.append((await s["x"], "".join([delta async for delta in s["x"]]), s["x"].finish_reason))
-        assert all(value == heard for value, heard, _ in found)
-        return [(value, reason) for value, _, reason in found]
-
-
-async def test_a_script_may_be_a_list_a_mapping_or_a_function():
-    assert await answers(["one", "two"], "a", "b") == [("one", "eos"), ("two", "eos")]
-    assert await answers({"b": "short", "ab": "long"}, "cb", "ab") == [("short", "eos"), ("long", "eos")]
-    assert await answers(echo, "a", "b") == [("<a>", "eos"), ("<a<a>b>", "eos")]
-
-
-async def test_a_script_that_has_no_answer_says_so():
-    with pytest.raises(af.RunFailed, match="the script has only 1 answers"):
-        await answers(["one"], "a", "b")
-    with pytest.raises(af.RunFailed, match="no answer for a prompt that ends in 'ab'"):
-        await answers({"c": "x"}, "ab")
-    with pytest.raises(af.RunFailed, match="answers 'x', which is none of the choices"):
-        await pick_from_script(["x"])
-
-
-async def pick_from_script(script) -> None:
-    async with af.session(backend=af.Scripted(script)) as flow, flow.state() as s:
-        s += af.select("pick", ["a", "b"])
-        await s
-
-
-@pytest.mark.parametrize(
-    "answer", ["", " ", " leading words here", "  two more words", "trailing ", "a  b", "line\nbreak"]
-)
-async def test_every_space_of_a_scripted_answer_is_heard(answer):
-    assert await answers([answer], "a") == [(answer, "eos")]
-
-
-async def test_a_scripted_answer_ends_where_the_gen_says():
-    assert await answers(["one two three"], "a", max_tokens=2) == [("one two", "length")]
-    assert await answers(["one two three"], "a", stop=["three", "two"]) == [("one ", "stop")]
-    assert await answers(["one two three"], "a", stop="x") == [("one two three", "eos")]
-
-
-async def test_an_exception_as_an_answer_is_raised():
-    with pytest.raises(af.PromptTooLong, match="too long"):
-        await answers([af.PromptTooLong("too long")], "a")
-    with pytest.raises(af.EngineFailed, match="gen failed: ZeroDivisionError") as failure:
-        await answers([ZeroDivisionError("x")], "a")
-    assert "ZeroDivisionError" in str(failure.value.__cause__)
-
-
-def test_a_turn_that_never_began_cannot_end():
-    generator = ScriptedGenerator([])
-    with pytest.raises(af.BadArgument, match="never began"):
-        generator.end_role(generator.open(""))

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from support.fake_engine import TOKENIZER, FakeEngine
-from support.observed_backends import Dribbling, Noted, Spoken, assert_left_nothing, settle
-from support.wire_server import ThreadServer, thread_server
+from support.observed_backends import Observed, Stepped, Unbatched, assert_idle, settle
+from support.programs import echo
 
 import agentflow as af
 from agentflow.protocol import ops
 from agentflow.runtime import state_tree
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ThreadServer]:
-    with thread_server() as running:
-        yield running
-
-
-def echo(prompt: str) -> str | Exception:
-    return af.EngineFailed("broken") if prompt.endswith("!") else f"<{prompt}>"
 
 
 VALUES = {
@@ -37,11 +25,11 @@ VALUES = {
 
 
 @pytest.mark.parametrize("kind", VALUES)
-@pytest.mark.parametrize("dribbles", [False, True])
-async def test_a_set_variable_has_its_text_and_the_state_stays_as_it_is(kind, dribbles):
+@pytest.mark.parametrize("unbatched", [False, True])
+async def test_a_set_variable_has_its_text_and_the_state_stays_as_it_is(kind, unbatched):
     make, expected = VALUES[kind]
     backend = af.Scripted(echo)
-    async with af.session(backend=Dribbling(backend) if dribbles else backend) as flow, flow.state() as s:
+    async with af.session(backend=Unbatched(backend) if unbatched else backend) as flow, flow.state() as s:
         s += "p" + af.gen("x")
         variable = s.set("q", make(s["x"]))
         assert variable is s["q"]
@@ -52,11 +40,11 @@ async def test_a_set_variable_has_its_text_and_the_state_stays_as_it_is(kind, dr
         assert (variable.finish_reason, variable.usage, variable.logprobs) == ("set", af.Usage(), None)
         assert [v.name for v in s.variables] == ["x", "q", "y"]
         assert await s.messages() == []
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_a_set_variable_is_passed_on_before_it_is_there():
-    backend = Spoken({"p": "one two", "why one two?": "because"})
+    backend = Stepped({"p": "one two", "why one two?": "because"})
     async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as other:
         s += "p" + af.gen("x")
         s.set("q", f"why {s['x']}?")
@@ -93,11 +81,11 @@ async def test_a_set_variable_whose_source_failed_fails_its_state():
 
 @pytest.mark.parametrize("value", [3, None, ["a"], b"text", af.gen("g"), af.user("u"), "a" + af.gen("g")])
 async def test_only_text_is_set(value):
-    noted = Noted(af.Scripted(echo))
-    async with af.session(backend=noted) as flow, flow.state() as s:
+    observed = Observed(af.Scripted(echo))
+    async with af.session(backend=observed) as flow, flow.state() as s:
         with pytest.raises(af.BadArgument, match="the value must be text, which may hold variables"):
             s.set("q", value)
-        assert noted.ops == [ops.Open(s.id)]
+        assert observed.ops == [ops.Open(s.id)]
         assert "q" not in s
 
 
@@ -109,7 +97,7 @@ async def test_a_set_variable_has_a_name(name):
 
 
 async def test_what_a_state_holds_is_read_where_it_is_read():
-    backend = Spoken({"a": "one two"})
+    backend = Stepped({"a": "one two"})
     async with af.session(backend=backend) as flow, flow.state() as s:
         empty = s.text()
         s += "a" + af.gen("x")
@@ -154,8 +142,8 @@ async def test_reads_are_none_of_the_programs_variables_and_not_in_its_streams()
 
 async def test_reads_sets_maps_selects_and_hints_shift_no_seed():
     async def seeds(busy: bool) -> list[int | None]:
-        noted = Noted(af.Scripted(lambda prompt: "yes"))
-        async with af.session(backend=noted, seed=7) as flow, flow.state() as s:
+        observed = Observed(af.Scripted(lambda prompt: "yes"))
+        async with af.session(backend=observed, seed=7) as flow, flow.state() as s:
             for name in "abc":
                 s += af.gen(name)
                 if busy:
@@ -167,7 +155,7 @@ async def test_reads_sets_maps_selects_and_hints_shift_no_seed():
                 else:
                     s += af.gen(f"{name}2")
             await s
-        return [op.params.seed for op in noted.of(ops.Gen)]
+        return [op.params.seed for op in observed.of(ops.Gen)]
 
     plain = await seeds(False)
     assert plain == await seeds(True)
@@ -176,9 +164,9 @@ async def test_reads_sets_maps_selects_and_hints_shift_no_seed():
 
 async def test_a_sum_draws_as_its_parts_do():
     async def seeds(whole: bool) -> list[int | None]:
-        noted = Noted(af.Scripted(lambda prompt: "yes"))
+        observed = Observed(af.Scripted(lambda prompt: "yes"))
         items = [af.gen("a"), af.select("s", ["yes", "no"]), af.gen("b"), af.gen("c", seed=3), af.gen("d")]
-        async with af.session(backend=noted, seed=7) as flow, flow.state() as s:
+        async with af.session(backend=observed, seed=7) as flow, flow.state() as s:
             if whole:
                 s += "" + items[0] + items[1] + items[2] + items[3] + items[4]
             else:
@@ -186,18 +174,18 @@ async def test_a_sum_draws_as_its_parts_do():
                     s += item
             s += af.gen("e")
             await s
-        return [op.params.seed for op in noted.of(ops.Gen)]
+        return [op.params.seed for op in observed.of(ops.Gen)]
 
     assert await seeds(True) == await seeds(False)
     assert len(set(await seeds(True))) == 5
 
 
 async def test_token_ids_are_refused_where_there_are_none():
-    noted = Noted(af.Scripted(echo))
-    async with af.session(backend=noted) as flow, flow.state() as s:
+    observed = Observed(af.Scripted(echo))
+    async with af.session(backend=observed) as flow, flow.state() as s:
         with pytest.raises(af.NotSupported):
             s.token_ids()
-        assert noted.ops == [ops.Open(s.id)]
+        assert observed.ops == [ops.Open(s.id)]
 
 
 async def test_token_ids_are_those_of_the_text_and_reading_them_changes_none():
@@ -237,7 +225,7 @@ async def test_a_copy_goes_on_by_itself():
 
 
 async def test_a_read_that_nobody_awaited_leaves_nothing_behind():
-    backend = Spoken(["one two"])
+    backend = Stepped(["one two"])
     async with af.session(backend=backend) as flow:
         async with flow.state() as s:
             s += af.gen("x")
@@ -246,7 +234,7 @@ async def test_a_read_that_nobody_awaited_leaves_nothing_behind():
         with pytest.raises(af.Cancelled):
             await text
         await settle()
-        assert_left_nothing(backend)
+        assert_idle(backend)
 
 
 @pytest.mark.parametrize("how", ["set", "text"])
@@ -263,7 +251,7 @@ async def test_texts_that_double_have_an_end(how):
                 s += variable
         with pytest.raises(af.RunFailed, match="this text has more than 8,388,608 characters"):
             await s
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_set_and_read_over_the_wire(server):
@@ -279,12 +267,12 @@ async def test_set_and_read_over_the_wire(server):
     await server.wait_until_idle()
 
 
-@pytest.mark.parametrize("how", ["embedded", "server", "dribbling"])
+@pytest.mark.parametrize("how", ["embedded", "server", "unbatched"])
 async def test_a_branch_is_read_after_its_block_is_left(how, server):
     backend = {
         "embedded": FakeEngine(),
         "server": af.Remote(server.url),
-        "dribbling": Dribbling(FakeEngine()),
+        "unbatched": Unbatched(FakeEngine()),
     }[how]
     async with af.session(backend=backend) as flow:
         async with flow.state() as s:
@@ -307,7 +295,7 @@ async def test_a_branch_is_read_after_its_block_is_left(how, server):
 
 
 async def test_a_branch_that_was_cancelled_is_not_read():
-    backend = Spoken({"": "never"})
+    backend = Stepped({"": "never"})
     async with af.session(backend=backend) as flow, flow.state() as s:
         async with s.fork(1) as branches:
             branches[0].add(af.gen("x"))
@@ -317,7 +305,7 @@ async def test_a_branch_that_was_cancelled_is_not_read():
             await text
         with pytest.raises(af.Cancelled):
             await branches[0].text()
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_what_sealed_branches_hold_is_bounded(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_engine import FakeEngine
-from support.observed_backends import Noted, Spoken, assert_left_nothing, settle
+from support.observed_backends import Observed, Stepped, assert_idle, settle
 
 import agentflow as af
 from agentflow.protocol import ops
@@ -66,24 +66,8 @@ async def test_deltas_add_up_to_the_values_of_every_variable(letters):
     assert heard == {}
 
 
-async def test_branches_stream_side_by_side():
-    backend = Spoken({"": "one two three"})
-
-    @af.program
-    async def program(s: af.State) -> None:
-        for branch in s.fork(2):
-            branch += af.gen("x")
-
-    async with af.session(backend=backend) as flow, flow.stream(program) as stream:
-        heard = []
-        for _ in range(2):
-            await backend.allow(2)
-            heard.append({(await anext(stream)).path for _ in range(2)})
-        assert heard == [{(0,), (1,)}] * 2
-
-
 async def test_branches_that_both_have_news_take_turns():
-    backend = Spoken({"": "a b c d e f g h"})
+    backend = Stepped({"": "a b c d e f g h"})
 
     @af.program
     async def program(s: af.State) -> None:
@@ -175,7 +159,7 @@ async def endless(s: af.State, log: list[str]) -> None:
 
 
 async def test_leaving_the_block_of_a_stream_ends_its_program_at_once():
-    backend = Spoken({"": "one two"})
+    backend = Stepped({"": "one two"})
     async with af.session(backend=backend) as flow:
         log: list[str] = []
         async with flow.stream(endless, log) as stream:
@@ -187,11 +171,11 @@ async def test_leaving_the_block_of_a_stream_ends_its_program_at_once():
         await stream.aclose()  # may be repeated
         assert await events_of(stream) == []
         await settle()
-        assert_left_nothing(backend)
+        assert_idle(backend)
 
 
 async def test_a_stream_that_is_just_left_ends_with_the_session():
-    backend = Spoken({"": "one two"})
+    backend = Stepped({"": "one two"})
     log: list[str] = []
     async with af.session(backend=backend) as flow:
         stream = flow.stream(endless, log)
@@ -201,7 +185,7 @@ async def test_a_stream_that_is_just_left_ends_with_the_session():
         await settle()
         assert log == []  # the program goes on
     assert log == ["ended"]
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_a_stream_that_nobody_reads_runs_to_its_end():
@@ -213,7 +197,7 @@ async def test_a_stream_that_nobody_reads_runs_to_its_end():
 
 
 async def test_a_stream_ends_with_an_error_when_the_session_ends_beneath_it():
-    backend = Spoken({"": "one two"})
+    backend = Stepped({"": "one two"})
     heard: list[af.ProgramEvent] = []
 
     async def read(stream: af.ProgramStream) -> None:
@@ -280,10 +264,10 @@ async def test_several_tasks_may_share_one_stream():
 
 
 async def test_a_stream_asks_the_backend_for_nothing():
-    noted = Noted(af.Scripted(echo))
-    async with af.session(backend=noted) as flow:
+    observed = Observed(af.Scripted(echo))
+    async with af.session(backend=observed) as flow:
         await events_of(flow.stream(tree, "ab"))
-    assert noted.of(ops.Await) == []
+    assert observed.of(ops.Await) == []
 
 
 # Where an event comes from.

@@ -5,26 +5,18 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
 from pydantic import BaseModel
-from support.observed_backends import assert_left_nothing
-from support.wire_server import ThreadServer, thread_server
+from support.observed_backends import assert_idle
 
 import agentflow as af
 from agentflow.language.values import Toolbox
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ThreadServer]:
-    with thread_server() as running:
-        yield running
 
 
 @dataclass
@@ -73,7 +65,7 @@ async def called(tools: list[Any], *calls: dict[str, Any]) -> list[af.ToolCall]:
         expression = af.gen("calls", tools=tools)
         s += expression
         found = await s[expression]
-    assert_left_nothing(backend)
+    assert_idle(backend)
     return found
 
 

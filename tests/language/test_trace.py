@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.language.random_programs import Step, answer, steps, whole
+from support.observed_backends import Observed
 
 import agentflow as af
 from agentflow.backends.scripted import ScriptedGenerator
 from agentflow.protocol import ops
-from agentflow.protocol.events import Event
 
 pytestmark = pytest.mark.anyio
 
@@ -90,31 +90,15 @@ class TestSeeds:
         assert sorted(seeds[:3]) == sorted(seeds[3:6]) != sorted(seeds[6:9]) == sorted(seeds[9:])
 
 
-class Overheard(af.Scripted):
-    def __init__(self, script, heard: list[Event]) -> None:
-        super().__init__(script)
-        self.heard = heard
-
-    def connect(self, deliver, lost):
-        def overhear(events):
-            self.heard += events
-            deliver(events)
-
-        return super().connect(overhear, lost)
-
-
 async def test_one_op_goes_and_only_what_was_asked_comes_back():
     graph = judge.trace(dimensions=["a", "b"])
-    sent: list[ops.Op] = []
-    heard: list[Event] = []
-    async with af.session(backend=Overheard(judged, heard)) as flow:
-        send = flow._link._connection.send
-        flow._link._connection.send = lambda more: (sent.extend(more), send(more))
+    backend = Observed(af.Scripted(judged))
+    async with af.session(backend=backend) as flow:
         result = await flow.submit(graph, {"essay": "Stars"})
         assert result["related"] == "yes"
         assert result["report"].startswith("saw ")
-        assert [type(event).__name__ for event in heard] == ["Value", "Value", "Reached"]
-        assert [type(op).__name__ for op in sent] == ["Submit", "Close"]
+        assert [type(event).__name__ for event in backend.events] == ["Value", "Value", "Reached"]
+        assert [type(op).__name__ for op in backend.ops] == ["Submit", "Close"]
         assert not flow._link.states
         assert not flow._link.variables
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -12,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_engine import FakeEngine
-from support.observed_backends import Dribbling, Noted, Spoken
-from support.wire_server import ThreadServer, thread_server
+from support.observed_backends import Observed, Stepped, Unbatched
 
 import agentflow as af
 from agentflow.protocol import ops
@@ -23,12 +21,6 @@ pytestmark = pytest.mark.anyio
 ROLES = ("system", "user", "assistant", "tool")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ThreadServer]:
-    with thread_server() as running:
-        yield running
-
-
 def answer(prompt: str) -> str:
     """What follows from the prompt and from nothing else."""
     return f"so {zlib.crc32(prompt.encode()) % 1000}"
@@ -36,8 +28,8 @@ def answer(prompt: str) -> str:
 
 @pytest.mark.parametrize("role", ROLES)
 async def test_a_call_a_block_and_begin_and_end_make_the_same_turn(role):
-    noted = Noted(af.Scripted(answer))
-    async with af.session(backend=noted, seed=1) as flow:
+    observed = Observed(af.Scripted(answer))
+    async with af.session(backend=observed, seed=1) as flow:
         texts = []
         for way in range(3):
             async with flow.state() as s:
@@ -57,7 +49,7 @@ async def test_a_call_a_block_and_begin_and_end_make_the_same_turn(role):
                 texts.append(await s.text())
                 assert await s.messages() == [{"role": role, "content": f"a{answer(f'<{role}>a')}b"}]
     assert texts == [f"<{role}>a{answer(f'<{role}>a')}b</{role}>"] * 3
-    assert [op.role for op in noted.of(ops.Begin)] == [role] * 3
+    assert [op.role for op in observed.of(ops.Begin)] == [role] * 3
 
 
 OPENINGS = {
@@ -70,11 +62,11 @@ OPENINGS = {
 
 @pytest.mark.parametrize("how", OPENINGS)
 async def test_no_turn_stands_in_another(how):
-    noted = Noted(af.Scripted(answer))
-    async with af.session(backend=noted) as flow, flow.state() as s:
+    observed = Observed(af.Scripted(answer))
+    async with af.session(backend=observed) as flow, flow.state() as s:
         s += "before"
         async with s.assistant():
-            num_ops = len(noted.ops)
+            num_ops = len(observed.ops)
             with pytest.raises(af.BadArgument, match=r"a \w+ turn cannot stand inside another turn: the"):
                 OPENINGS[how](s)
             with pytest.raises(af.BadArgument, match="the assistant turn is open"):
@@ -84,17 +76,17 @@ async def test_no_turn_stands_in_another(how):
             num_ops += 1
             with pytest.raises(af.BadArgument, match="turn cannot stand inside another turn"):
                 OPENINGS[how](branch)
-            assert len(noted.ops) == num_ops, "something was submitted"
+            assert len(observed.ops) == num_ops, "something was submitted"
         s += af.user("y")
         assert await s.text() == "before<assistant></assistant><user>y</user>"
 
 
 async def test_a_turn_inside_a_call_is_refused_before_anything_is_appended():
-    noted = Noted(af.Scripted(answer))
-    async with af.session(backend=noted) as flow, flow.state() as s:
+    observed = Observed(af.Scripted(answer))
+    async with af.session(backend=observed) as flow, flow.state() as s:
         with pytest.raises(af.BadArgument, match="the user turn is open"):
             s += "text" + af.user("a", af.gen("x"), af.assistant("b"))
-        assert noted.ops == [ops.Open(s.id)]
+        assert observed.ops == [ops.Open(s.id)]
         assert "x" not in s
         s += af.user("no turn is open")
         assert await s.messages() == [{"role": "user", "content": "no turn is open"}]
@@ -182,7 +174,7 @@ async def test_a_block_that_raises_leaves_its_turn_open():
 
 
 async def test_the_conversation_waits_for_what_is_being_generated_and_is_that_of_the_call():
-    backend = Spoken(["one two", "three"])
+    backend = Stepped(["one two", "three"])
     async with af.session(backend=backend) as flow, flow.state() as s:
         s += af.assistant("a ", af.gen("x"))
         reading = s.messages()
@@ -288,11 +280,11 @@ KINDS = ["text", "gen", "upper", "marker", "sum", "set", "fork", "turn", "turn"]
 
 @given(
     steps=st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 20)), min_size=5, max_size=40),
-    dribbles=st.booleans(),
+    unbatched=st.booleans(),
 )
-async def test_conversations_are_as_their_twin_has_them(steps, dribbles):
+async def test_conversations_are_as_their_twin_has_them(steps, unbatched):
     backend = af.Scripted(answer)
-    async with af.session(backend=Dribbling(backend) if dribbles else backend) as flow, flow.state() as root:
+    async with af.session(backend=Unbatched(backend) if unbatched else backend) as flow, flow.state() as root:
         states = [(root, Twin())]
         for kind, number in steps:
             step(kind, number, states)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict
 
 import msgspec
@@ -13,21 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
-from support.observed_backends import assert_left_nothing
-from support.wire_server import ThreadServer, thread_server
+from support.observed_backends import assert_idle, unconstrained
 
 import agentflow as af
-from agentflow.backends.scripted import ScriptedGenerator
 from agentflow.language.values import value_type
 from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ThreadServer]:
-    with thread_server() as running:
-        yield running
 
 
 class Part(BaseModel):
@@ -64,7 +56,7 @@ async def valued(text: str, **wanted: Any) -> Any:
             assert await s[expression].whole_text() == text
             return await s[expression]
     finally:
-        assert_left_nothing(backend)
+        assert_idle(backend)
 
 
 VALUES = [
@@ -107,23 +99,10 @@ def len_of(text: str) -> int:
     return len(text)
 
 
-class Careless(ScriptedGenerator):
-    """Says what it likes, whatever the constraint: as a model does whose tokens are used up."""
-
-    async def generate(self, context, params, on_text, constraint=None):
-        return await super().generate(context, params, on_text)
-
-
-def careless(script: Any) -> af.Scripted:
-    backend = af.Scripted(script)
-    backend.generator = Careless(script)
-    return backend
-
-
 @pytest.mark.parametrize(("wanted", "text", "message", "cause"), INVALID)
 async def test_a_text_that_is_no_such_value(wanted, text, message, cause):
     expression = af.gen("r", max_tokens=200_000, **wanted)
-    backend = careless([text])
+    backend = unconstrained([text])
     async with af.session(backend=backend) as flow, flow.state() as s:
         s += expression
         with pytest.raises(
@@ -136,7 +115,7 @@ async def test_a_text_that_is_no_such_value(wanted, text, message, cause):
         await s  # the state holds the text and goes on
         assert await s[expression].upper() == text.upper()
         assert await s.text() == text
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 CUT = [
@@ -157,8 +136,8 @@ async def test_a_text_that_was_cut_is_no_value_even_where_it_could_be_one(wanted
     num_tokens = len(text.split(" "))
     expression = af.gen("r", max_tokens=num_tokens, **wanted)
     script = [f"{text} {rest}"]
-    # No number is of two words: only a careless script is cut in one.
-    backend = careless(script) if "type" in wanted else af.Scripted(script)
+    # No number has two words: only a script that ignores constraints is truncated within one.
+    backend = unconstrained(script) if "type" in wanted else af.Scripted(script)
     async with af.session(backend=backend) as flow, flow.state() as s:
         s += expression
         told = rf"'r' was truncated after {num_tokens} tokens? and is {message}, raise max_tokens: "
@@ -186,7 +165,7 @@ async def test_a_map_tells_which_input_was_cut():
         s += text + count
         return await s[count]
 
-    async with af.session(backend=careless({"a": "1", "b": "2 3"})) as flow:
+    async with af.session(backend=unconstrained({"a": "1", "b": "2 3"})) as flow:
         with pytest.raises(af.InvalidValue, match="was truncated after 1 token") as failed:
             await flow.map(counted, ["a", "b"])
         (line, which) = failed.value.__notes__

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 import pytest
-from support.observed_backends import Noted
-from support.wire_server import ThreadServer, thread_server
+from support.observed_backends import Observed
 
 import agentflow as af
 from agentflow.protocol import ops
@@ -15,12 +12,6 @@ from agentflow.protocol.constraint import Constraint, TagRule
 from agentflow.protocol.events import Capabilities
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ThreadServer]:
-    with thread_server() as running:
-        yield running
 
 
 KINDS = {
@@ -100,12 +91,12 @@ async def test_a_backend_that_cannot_keep_it_refuses_before_anything_is_submitte
     backend = af.Scripted(["a"])
     others = tuple(other for other in KINDS if other != kind)
     backend.generator.capabilities = Capabilities("small", constraints=others)
-    noted = Noted(backend)
-    async with af.session(backend=noted) as flow, flow.state() as s:
+    observed = Observed(backend)
+    async with af.session(backend=observed) as flow, flow.state() as s:
         told = rf"small does not support constraints of the kind '{kind}' \(supported: {', '.join(others)}"
         with pytest.raises(af.NotSupported, match=told):
             s += af.user("first") + af.assistant(af.gen("r", **KINDS[kind]))
-        assert noted.ops == [ops.Open(s.id)]
+        assert observed.ops == [ops.Open(s.id)]
         assert await s.messages() == []
 
 

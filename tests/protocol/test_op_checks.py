@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
-from support.wire_server import ThreadServer, thread_server
+from support.wire_server import ThreadServer
 
 import agentflow as af
 from agentflow.backends.scripted import ScriptedGenerator
@@ -38,12 +38,6 @@ BAD: dict[str, Callable[[af.Session, af.State], Any]] = {
     "half a character to stop at": lambda flow, s: s.add(af.gen("y", stop=HALF)),
     "a name with half a character": lambda flow, s: s.add(af.gen(HALF)),
 }
-
-
-@pytest.fixture(scope="module")
-def server():
-    with thread_server() as running:
-        yield running
 
 
 def opened(server: ThreadServer | None) -> af.Session:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
 from contextlib import suppress
 
 import anyio
@@ -12,8 +11,7 @@ import anyio.lowlevel
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.observed_backends import Noted, assert_left_nothing
-from support.wire_server import ThreadServer, thread_server
+from support.observed_backends import Observed, assert_idle
 
 import agentflow as af
 from agentflow.protocol import ops
@@ -22,12 +20,6 @@ from agentflow.protocol.transform import MAX_PATTERN_CHARS, Transform, apply_tra
 pytestmark = pytest.mark.anyio
 
 HOSTILE, VICTIM = r"(a|aa)+$", "a" * 80 + "b"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ThreadServer]:
-    with thread_server() as running:
-        yield running
 
 
 PLACE = '{"city": {"name": "Köln", "parts": ["Deutz", "Ehrenfeld"], "size": 1.5, "old": true, "mayor": null}}'
@@ -95,7 +87,7 @@ async def test_what_it_cannot_make_fails_the_await_and_the_consumer_and_nobody_e
             await other["y"]
         await s
         assert await s.text() == text
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_transforms_over_the_wire(server):
@@ -177,7 +169,7 @@ async def test_a_hostile_pattern_holds_up_nobody():
         with pytest.raises(af.RunFailed, match="takes too long"):
             await bad
         assert await s.text() == ""
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_leaving_while_a_pattern_is_searched_for_ends_soon():
@@ -187,7 +179,7 @@ async def test_leaving_while_a_pattern_is_searched_for_ends_soon():
             for _ in range(50):
                 s.copy().add(s.set("x", VICTIM).regex(HOSTILE))
             await s
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 @pytest.mark.parametrize(
@@ -268,11 +260,11 @@ async def test_a_transform_names_itself():
 
 
 async def test_a_transform_of_a_variable_of_an_ended_run_is_its_value():
-    noted = Noted(af.Scripted([" A "]))
-    async with af.session(backend=noted) as flow, flow.state() as other:
+    observed = Observed(af.Scripted([" A "]))
+    async with af.session(backend=observed) as flow, flow.state() as other:
         async with flow.state() as s:
             s += af.gen("x")
             await s
         other += f"{s['x'].strip().lower()}!"
         assert await other.text() == "a!"
-        assert noted.of(ops.Text)[-1].parts == ("a", "!")
+        assert observed.of(ops.Text)[-1].parts == ("a", "!")

@@ -3,8 +3,6 @@ command shows it."""
 
 import io
 import os
-from collections.abc import Iterable
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import anyio
@@ -12,13 +10,12 @@ import anyio.lowlevel
 import pytest
 from rich.console import Console
 from support.fake_engine import FakeEngine
-from support.observed_backends import Noted, Spoken, settle
+from support.observed_backends import Observed, Stepped, settle
 
 import agentflow as af
 from agentflow.cli.main import main
 from agentflow.cli.replay import run_replay
 from agentflow.protocol import ops
-from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.events import Event, Value
 from agentflow.recording.file import VERSION, read_recording
 
@@ -50,26 +47,8 @@ async def record_judge(path: Path, *, seed: int | None = None) -> None:
         await flow.stats()
 
 
-class Overheard:
-    """Another backend whose events are noted on their way."""
-
-    def __init__(self, backend: Backend) -> None:
-        self.events: list[Event] = []
-        self._backend = backend
-
-    def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
-        def hear(events: Iterable[Event]) -> None:
-            told = list(events)
-            self.events += told
-            deliver(iter(told))
-
-        return self._backend.connect(hear, lost)
-
-
-async def test_everything_that_passes_is_recorded(tmp_path):
-    path = tmp_path / "run.jsonl"
-    overheard = Overheard(af.Scripted(answer))
-    backend = Noted(overheard)
+async def test_everything_that_passes_is_recorded(path):
+    backend = Observed(af.Scripted(answer))
     async with af.session(backend=backend, record=path, seed=7) as flow:
         assert await flow.run(judge, "an essay") == "a short answer"
         with pytest.raises(af.EngineFailed):
@@ -82,21 +61,20 @@ async def test_everything_that_passes_is_recorded(tmp_path):
     assert (recording.header.recording, recording.header.agentflow) == (VERSION, af.__version__)
     assert (recording.header.seed, recording.header.capabilities.model) == (7, "scripted")
     assert [entry.sent for entry in recording.entries if entry.sent is not None] == backend.ops
-    assert [entry.received for entry in recording.entries if entry.received is not None] == overheard.events
-    assert {type(event) for event in overheard.events} == set(Event.__args__)
+    assert [entry.received for entry in recording.entries if entry.received is not None] == backend.events
+    assert {type(event) for event in backend.events} == set(Event.__args__)
     times = [entry.at_s for entry in recording.entries]
     assert times == sorted(times)
     assert (recording.ending, recording.is_truncated) == ("complete", False)
 
 
-async def test_the_seed_is_recorded_where_none_was_given(tmp_path):
-    async with af.session(backend=af.Scripted(answer), record=tmp_path / "run.jsonl") as flow:
+async def test_the_seed_is_recorded_where_none_was_given(path):
+    async with af.session(backend=af.Scripted(answer), record=path) as flow:
         pass
-    assert read_recording(tmp_path / "run.jsonl").header.seed == flow.seed
+    assert read_recording(path).header.seed == flow.seed
 
 
-async def test_the_real_engine_is_recorded(tmp_path):
-    path = tmp_path / "run.jsonl"
+async def test_the_real_engine_is_recorded(path):
     async with af.session(backend=FakeEngine(), record=path) as flow, flow.state() as s:
         s += af.user("a question") + af.assistant(af.gen("x", max_tokens=6, ignore_eos=True))
         text = await s["x"]
@@ -108,8 +86,7 @@ async def test_the_real_engine_is_recorded(tmp_path):
         assert (await s["x"], s["x"].usage) == (text, usage)
 
 
-async def test_how_the_session_ended_is_recorded(tmp_path):
-    path = tmp_path / "run.jsonl"
+async def test_how_the_session_ended_is_recorded(path):
     with pytest.raises(ZeroDivisionError):
         async with af.session(backend=af.Scripted(answer), record=path):
             raise ZeroDivisionError
@@ -121,8 +98,7 @@ async def test_how_the_session_ended_is_recorded(tmp_path):
     assert (read_recording(path).ending, read_recording(path).is_truncated) == ("cancelled", True)
 
 
-async def test_an_exception_handled_outside_is_no_failure_of_the_session(tmp_path):
-    path = tmp_path / "run.jsonl"
+async def test_an_exception_handled_outside_is_no_failure_of_the_session(path):
     try:
         raise ZeroDivisionError
     except ZeroDivisionError:
@@ -143,8 +119,8 @@ async def test_a_replay_can_be_recorded(tmp_path):
     assert read_recording(second).ending == "failed"
 
 
-async def test_a_lost_backend_is_recorded(tmp_path):
-    path, backend = tmp_path / "run.jsonl", Noted(Spoken({"": "one two"}))
+async def test_a_lost_backend_is_recorded(path):
+    backend = Observed(Stepped({"": "one two"}))
     async with af.session(backend=backend, record=path) as flow, flow.state() as s:
         s += af.gen("x")
         backend.lose(af.ServerLost("it is gone"))
@@ -153,16 +129,16 @@ async def test_a_lost_backend_is_recorded(tmp_path):
     assert [entry.lost.code for entry in read_recording(path).entries if entry.lost] == ["server_lost"]
 
 
-async def test_what_cannot_be_recorded_is_not_run(tmp_path):
-    backend = Noted(af.Scripted(answer))
-    async with af.session(backend=backend, record=tmp_path / "run.jsonl") as flow, flow.state() as s:
+async def test_what_cannot_be_recorded_is_not_run(path):
+    backend = Observed(af.Scripted(answer))
+    async with af.session(backend=backend, record=path) as flow, flow.state() as s:
         with pytest.raises(af.BadArgument):
             s += "\ud800"
     assert not backend.of(ops.Text)
 
 
 async def test_a_file_that_cannot_be_written_is_told_before_anything_opens(tmp_path):
-    backend = Noted(af.Scripted(answer))
+    backend = Observed(af.Scripted(answer))
     with pytest.raises(af.BadArgument, match=r"cannot record to .*nowhere"):
         async with af.session(backend=backend, record=tmp_path / "nowhere" / "run.jsonl"):
             pass
@@ -178,8 +154,7 @@ async def test_a_full_disk_ends_the_recording_and_not_the_program(caplog):
     ]
 
 
-async def test_a_file_that_was_cut_is_read_up_to_its_last_whole_line(tmp_path):
-    path = tmp_path / "run.jsonl"
+async def test_a_file_that_was_cut_is_read_up_to_its_last_whole_line(path):
     await record_judge(path)
     whole = path.read_bytes()
     entries = read_recording(path).entries
@@ -205,8 +180,7 @@ async def test_a_file_that_was_cut_is_read_up_to_its_last_whole_line(tmp_path):
         ),
     ],
 )
-async def test_a_foreign_or_broken_file_is_told_in_one_line(tmp_path, capsys, content, message):
-    path = tmp_path / "run.jsonl"
+async def test_a_foreign_or_broken_file_is_told_in_one_line(path, capsys, content, message):
     await record_judge(path)
     path.write_bytes(content.replace(b"HEADER", path.read_bytes().splitlines()[0]))
     with pytest.raises(af.BadRecording, match=message):
@@ -229,8 +203,7 @@ def shown(path: Path, width: int = 80) -> list[str]:
     return [line.rstrip() for line in output.getvalue().splitlines()]
 
 
-async def test_the_command_shows_the_fork_tree(tmp_path):
-    path = tmp_path / "run.jsonl"
+async def test_the_command_shows_the_fork_tree(path):
     await record_judge(path)
     lines = shown(path)
     assert all(len(line) <= 80 for line in lines)
@@ -257,8 +230,7 @@ async def test_the_command_shows_the_fork_tree(tmp_path):
     assert any(line.startswith("1 run, 3 states, 4 variables, ") for line in lines)
 
 
-async def test_the_command_shows_what_a_reply_says(tmp_path):
-    path = tmp_path / "run.jsonl"
+async def test_the_command_shows_what_a_reply_says(path):
     said = af.Reply("It is cold.", (af.CalledTool("c1", "weather", '{"city": "Oslo"}'),))
     async with af.session(backend=af.Scripted([said]), record=path) as flow, flow.state() as s:
         s += af.conversation([{"role": "user", "content": "?"}]) + af.reply("answer")
@@ -266,9 +238,8 @@ async def test_the_command_shows_what_a_reply_says(tmp_path):
     assert 'It is cold. weather({"city": "Oslo"})' in "\n".join(shown(path, width=160))
 
 
-async def test_the_command_shows_failures_cancellations_and_strange_text(tmp_path):
-    path = tmp_path / "run.jsonl"
-    backend = Spoken({"": "[bold]one\x1b[31m\ntwo three"})
+async def test_the_command_shows_failures_cancellations_and_strange_text(path):
+    backend = Stepped({"": "[bold]one\x1b[31m\ntwo three"})
     async with af.session(backend=backend, record=path) as flow, flow.state() as s:
         doomed, idle = s.fork(2)
         doomed += "x" + af.gen("said")
@@ -277,7 +248,7 @@ async def test_the_command_shows_failures_cancellations_and_strange_text(tmp_pat
         idle += af.gen("waiting")
         await settle()
     lines = "\n".join(shown(path, width=120))
-    assert "[bold]one·[31m two" not in lines  # it failed: why is more than the text that there was
+    assert "[bold]one·[31m two" not in lines  # the failure is shown instead of the text
     assert "\x1b" not in lines
     assert "cancelled" in lines
     async with af.session(backend=af.Scripted(answer), record=path) as flow:
@@ -298,13 +269,12 @@ async def failing(s: af.State) -> None:
     await s["x"]
 
 
-async def test_the_command_shows_a_chain_of_forks_deeper_than_the_stack(tmp_path):
-    path = tmp_path / "run.jsonl"
+async def test_the_command_shows_a_chain_of_forks_deeper_than_the_stack(path):
     async with af.session(backend=af.Scripted(answer), record=path) as flow, flow.state() as s:
-        for _ in range(1200):
+        for _ in range(1050):
             s = s.fork(1)[0]
         s += af.gen("deep")
         await s["deep"]
     lines = shown(path, width=120)
     assert any("deep" in line and "a short answer" in line for line in lines)
-    assert any(line.startswith("1 run, 1,201 states, 1 variable,") for line in lines)
+    assert any(line.startswith("1 run, 1,051 states, 1 variable,") for line in lines)

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.language.random_recorded_programs import Branch, Clumsy, ClumsyBackend, branches, play
-from support.observed_backends import Noted, Spoken
-from support.wire_peer import HANG
+from support.observed_backends import Observed, Stepped
+from support.programs import measure
+from support.wire_peer import HANG, WireGenerator
 from support.wire_server import thread_server
 
 import agentflow as af
@@ -29,17 +30,11 @@ from agentflow.runtime.generator import Generated
 pytestmark = pytest.mark.anyio
 
 
-def answer(prompt: str) -> str | Exception:
-    if prompt.endswith("yes or no? "):
-        return "yes"
-    return af.EngineFailed(f"cannot answer {prompt[-6:]}") if prompt.endswith("!") else f"{len(prompt)} chars"
-
-
 class Detailed:
     """A scripted backend with log-probabilities and cached tokens, so that a replay has them to lose."""
 
     def connect(self, deliver, lost):
-        return interpreted(DetailedGenerator(answer), deliver)
+        return interpreted(DetailedGenerator(measure), deliver)
 
 
 class DetailedGenerator(ScriptedGenerator):
@@ -51,11 +46,6 @@ class DetailedGenerator(ScriptedGenerator):
         params = msgspec.structs.replace(params, logprobs=False)
         end = await super().generate(context, params, on_text, constraint)
         return Generated(end.text, end.finish_reason, Usage(end.usage.prompt_tokens, 1, 2), (-0.5, None))
-
-
-@pytest.fixture
-def path(tmp_path) -> Path:
-    return tmp_path / "run.jsonl"
 
 
 @af.program
@@ -291,7 +281,7 @@ async def test_runs_side_by_side_may_begin_in_another_order(path):
                 group.start_soon(one, number)
         return answers
 
-    async with af.session(backend=af.Scripted(answer), record=path) as flow:
+    async with af.session(backend=af.Scripted(measure), record=path) as flow:
         first = await ask_all(flow, range(6))
     for order in ([5, 4, 3, 2, 1, 0], [3, 1, 4, 5, 2, 0]):
         async with af.session(backend=af.Replay(path)) as flow:
@@ -307,7 +297,7 @@ async def test_a_cut_recording_is_replayed_up_to_where_it_ends(path):
             s += f"question {number} " + af.gen("x")
             heard.append(await s["x"])
 
-    async with af.session(backend=af.Scripted(answer), record=path) as flow:
+    async with af.session(backend=af.Scripted(measure), record=path) as flow:
         await flow.run(talk, whole := [])
     lines = path.read_bytes().splitlines(keepends=True)
     lengths = set()
@@ -334,7 +324,7 @@ async def test_where_the_session_was_cancelled_the_replay_says_so(path):
             stop()
             await s
 
-    backend = Spoken({"first ": "one", "second ": "never said"})
+    backend = Stepped({"first ": "one", "second ": "never said"})
     with anyio.CancelScope() as scope:
         async with af.session(backend=backend, record=path) as flow, anyio.create_task_group() as group:
             group.start_soon(wait, flow, scope.cancel)
@@ -348,7 +338,7 @@ async def test_where_the_session_was_cancelled_the_replay_says_so(path):
 
 
 async def test_a_lost_backend_is_lost_again(path):
-    backend = Noted(Spoken({"": "one two"}))
+    backend = Observed(Stepped({"": "one two"}))
 
     async def use(flow: af.Session, lose: Callable[[], None]) -> str:
         async with flow.state() as s:
@@ -365,12 +355,24 @@ async def test_a_lost_backend_is_lost_again(path):
             assert await use(flow, lambda: None) == first
 
 
+async def test_failing_stats_fail_again(path):
+    backend = af.Scripted([])
+    backend.generator = WireGenerator()
+    backend.generator.stats_fault = af.EngineFailed("it restarts")
+    async with af.session(backend=backend, record=path) as flow:
+        with pytest.raises(af.EngineFailed, match="it restarts"):
+            await flow.stats()
+    async with af.session(backend=af.Replay(path)) as flow:
+        with pytest.raises(af.EngineFailed, match="it restarts"):
+            await flow.stats()
+
+
 class Picky:
     """A scripted backend that refuses ops with long text."""
 
     @asynccontextmanager
     async def connect(self, deliver, lost):
-        async with af.Scripted(answer).connect(deliver, lost) as connection:
+        async with af.Scripted(measure).connect(deliver, lost) as connection:
             self.capabilities = connection.capabilities
             self._connection = connection
             yield self

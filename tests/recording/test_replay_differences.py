@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import anyio
 import pytest
+from support.programs import ask, measure
 
 import agentflow as af
 
 pytestmark = pytest.mark.anyio
-
-
-def answer(prompt: str) -> str | Exception:
-    if prompt.endswith("yes or no? "):
-        return "yes"
-    return af.EngineFailed(f"cannot answer {prompt[-6:]}") if prompt.endswith("!") else f"{len(prompt)} chars"
-
-
-@pytest.fixture
-def path(tmp_path) -> Path:
-    return tmp_path / "run.jsonl"
-
-
-async def ask(s: af.State, question: str) -> str:
-    s += af.system("same") + af.user(question) + af.gen("x", temperature=1.0)
-    return await s["x"]
 
 
 @af.program
@@ -110,7 +94,7 @@ async def judge(s: af.State, change: str = "") -> list[str]:
     ],
 )
 async def test_a_changed_program_is_told_where_it_differs(path, change, message):
-    async with af.session(backend=af.Scripted(answer), record=path) as flow:
+    async with af.session(backend=af.Scripted(measure), record=path) as flow:
         first = await flow.run(judge)
     async with af.session(backend=af.Replay(path)) as flow:
         assert await flow.run(judge) == first
@@ -124,18 +108,18 @@ async def test_a_changed_program_is_told_where_it_differs(path, change, message)
 
 
 async def test_more_at_the_end_is_a_difference(path):
-    async with af.session(backend=af.Scripted(answer), record=path) as flow:
+    async with af.session(backend=af.Scripted(measure), record=path) as flow:
         await flow.run(ask, "a question")
     async with af.session(backend=af.Replay(path)) as flow, flow.state() as s:
-        assert await ask(s, "a question") == "44 chars"
+        assert await ask(s, "a question") == "10 chars"
         with pytest.raises(
-            af.ReplayDiffers, match="op 8: the recording has no more, and the program has text 'and'"
+            af.ReplayDiffers, match="op 3: the recording has no more, and the program has text 'and'"
         ):
             s += "and"
 
 
 async def test_more_runs_and_fewer_runs_are_differences(path):
-    async with af.session(backend=af.Scripted(answer), record=path) as flow:
+    async with af.session(backend=af.Scripted(measure), record=path) as flow:
         await flow.run(ask, "one")
         await flow.run(ask, "two")
     with pytest.raises(
@@ -151,7 +135,7 @@ async def test_more_runs_and_fewer_runs_are_differences(path):
 
 
 async def test_an_exception_handled_outside_spares_no_check(path):
-    async with af.session(backend=af.Scripted(answer), record=path) as flow:
+    async with af.session(backend=af.Scripted(measure), record=path) as flow:
         await flow.run(ask, "one")
     try:
         raise ZeroDivisionError
@@ -162,7 +146,7 @@ async def test_an_exception_handled_outside_spares_no_check(path):
 
 
 async def test_a_failure_of_the_block_is_not_hidden_by_what_did_not_come(path):
-    async with af.session(backend=af.Scripted(answer), record=path) as flow:
+    async with af.session(backend=af.Scripted(measure), record=path) as flow:
         await flow.run(ask, "one")
     with pytest.raises(ZeroDivisionError) as caught:
         async with af.session(backend=af.Replay(path)):
@@ -179,7 +163,7 @@ async def test_a_failing_gen_that_does_not_come_is_told_where_its_branch_ends(pa
         with pytest.raises(af.AgentflowError):
             await group
 
-    async with af.session(backend=af.Scripted(answer), record=path) as flow:
+    async with af.session(backend=af.Scripted(measure), record=path) as flow:
         await flow.run(partial(program, fails=True))
     async with af.session(backend=af.Replay(path)) as flow:
         await flow.run(partial(program, fails=True))
@@ -194,7 +178,7 @@ async def test_another_salt_is_a_difference(path):
             s += af.gen("x")
             await s["x"]
 
-    async with af.session(backend=af.Scripted(answer), record=path) as flow:
+    async with af.session(backend=af.Scripted(measure), record=path) as flow:
         await use(flow, "one")
     async with af.session(backend=af.Replay(path)) as flow:
         with pytest.raises(af.ReplayDiffers, match="open 'one' with cache_salt 'one', and the program"):
@@ -202,7 +186,7 @@ async def test_another_salt_is_a_difference(path):
 
 
 async def test_the_seed_is_the_recorded_one(path):
-    async with af.session(backend=af.Scripted(answer), record=path, seed=5) as flow:
+    async with af.session(backend=af.Scripted(measure), record=path, seed=5) as flow:
         await flow.run(ask, "one")
     assert af.session(backend=af.Replay(path)).seed == 5
     assert af.session(backend=af.Replay(path), seed=5).seed == 5
@@ -211,7 +195,7 @@ async def test_the_seed_is_the_recorded_one(path):
 
 
 async def test_stats_that_were_not_recorded_are_empty(path):
-    async with af.session(backend=af.Scripted(answer), record=path):
+    async with af.session(backend=af.Scripted(measure), record=path):
         pass
     async with af.session(backend=af.Replay(path)) as flow:
         assert await flow.stats() == af.Stats(model="scripted")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 import anyio
 import anyio.lowlevel
@@ -14,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.language.op_programs import ANSWERS, CERTAIN, Failure, OpProgram, Pause, answer, op_programs
 from support.observed_backends import settle
+from support.wire_peer import Listener
 
 import agentflow as af
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
@@ -24,7 +24,6 @@ from agentflow.protocol.events import (
     ErrorInfo,
     Event,
     Reached,
-    StateFailed,
     StatsReply,
     Value,
     VarFailed,
@@ -39,47 +38,13 @@ from agentflow.runtime.limits import STATE_BYTES, MemoryBudget
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 
 
-@dataclass
-class Heard:
-    """What a listener has. Text that is lost, told twice or told too late fails the test."""
-
-    texts: dict[int, str] = field(default_factory=dict)
-    ends: dict[int, Value | ErrorInfo] = field(default_factory=dict)
-    reached: dict[int, int] = field(default_factory=dict)
-    failures: dict[int, ErrorInfo] = field(default_factory=dict)
-
-    def hear(self, event: Event) -> None:
-        match event:
-            case Delta(var, at, text):
-                self._extend(var, at, text)
-                assert text
-            case Value(var, at, text):
-                self._extend(var, at, text)
-                self.ends[var] = event
-            case VarFailed(var, error):
-                assert var not in self.ends
-                self.ends[var] = error
-            case Reached(state, ticket):
-                assert ticket > self.reached.get(state, 0)
-                self.reached[state] = ticket
-            case StateFailed(state, error):
-                assert state not in self.failures
-                self.failures[state] = error
-
-    def _extend(self, var: int, at: int, text: str) -> None:
-        assert var not in self.ends
-        heard = self.texts.get(var, "")
-        assert at == len(heard)
-        self.texts[var] = heard + text
-
-
 class Bench:
     """An interpreter on the scripted generator, without a pump: the test says when somebody listens."""
 
     def __init__(self, generator: ScriptedGenerator, interpreter: Interpreter[ScriptedContext]) -> None:
         self.generator = generator
         self.interpreter = interpreter
-        self.heard = Heard()
+        self.listener = Listener()
 
     def submit(self, *submitted: ops.Op) -> None:
         for op in submitted:
@@ -87,8 +52,7 @@ class Bench:
 
     def listen(self) -> list[Event]:
         events = self.interpreter.events.drain()
-        for event in events:
-            self.heard.hear(event)
+        self.listener.deliver(events)
         return events
 
     async def play(self, program: OpProgram) -> None:
@@ -101,7 +65,7 @@ class Bench:
 
     async def listen_until_all_ended(self, variables: list[int]) -> None:
         with anyio.fail_after(10):
-            while not all(var in self.heard.ends for var in variables):
+            while not all(var in self.listener.ends for var in variables):
                 await self.interpreter.events.wait()
                 self.listen()
 
@@ -133,30 +97,26 @@ def gen(state: int, var: int, **params) -> ops.Gen:
     return ops.Gen(state, var, f"v{var}", SamplingParams(**params))
 
 
-def origin(info: ErrorInfo) -> str:
-    return info.origin.message
-
-
-def check(program: OpProgram, heard: Heard) -> None:
+def check(program: OpProgram, listener: Listener) -> None:
     uncertain = program.uncertain_states()
     for var, (state, _) in program.variables.items():
-        expected, end = program.outcome(var), heard.ends[var]
-        if state.id in uncertain and isinstance(end, ErrorInfo):
-            continue  # cancelled, or it failed with what was
+        expected, end = program.outcome(var), listener.ends[var]
+        if state.id in uncertain and isinstance(end, VarFailed):
+            continue  # it was cancelled, or failed with its state
         if isinstance(expected, Failure):
-            assert isinstance(end, ErrorInfo)
-            assert origin(end) == expected.origin
-            assert end.code == ("engine_failed" if expected.is_own else "run_failed")
+            assert isinstance(end, VarFailed)
+            assert end.error.origin.message == expected.origin
+            assert end.error.code == ("engine_failed" if expected.is_own else "run_failed")
         else:
             assert isinstance(end, Value)
-            assert heard.texts[var] == expected
+            assert listener.texts[var] == expected
     for state in program.states:
         if state.id not in uncertain:
             failure = program.failure_of(state)
-            assert (state.id in heard.failures) == (failure is not None)
+            assert (state.id in listener.failed) == (failure is not None)
             tickets = [op.ticket for op in state.stream if isinstance(op, ops.Await)]
             if tickets and failure is None:
-                assert heard.reached[state.id] == tickets[-1]
+                assert listener.reached[state.id] == tickets[-1]
 
 
 @given(program=op_programs())
@@ -166,7 +126,7 @@ async def test_any_program_gives_what_its_variables_give_alone(program):
         await at.listen_until_all_ended(list(program.variables))
         await at.until_idle()
         at.listen()
-        check(program, at.heard)
+        check(program, at.listener)
         at.submit(*[ops.Close(state.id) for state in program.states])
         await at.until_idle()
         at.assert_has_nothing()
@@ -191,26 +151,22 @@ async def test_whatever_runs_when_a_session_ends_is_given_back(program, num_turn
     losses=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=20),
 )
 async def test_after_a_rewind_nothing_is_missing_and_nothing_is_told_twice(program, losses):
-    """The listener comes back from each loss having heard only some of the events that were told."""
+    """The listener comes back from each loss having received only some of the events that were sent."""
     async with bench() as at:
         await at.play(program)
-        for num_turns, num_heard in losses:
+        for num_turns, num_received in losses:
             for _ in range(num_turns):
                 await anyio.lowlevel.checkpoint()
-            for event in at.interpreter.events.drain()[:num_heard]:
-                at.heard.hear(event)
+            at.listener.deliver(at.interpreter.events.drain()[:num_received])
+            received = at.listener
             at.interpreter.rewind(
-                {v: len(at.heard.texts.get(v, "")) for v in program.variables if v not in at.heard.ends},
-                {
-                    s.id: at.heard.reached.get(s.id, 0)
-                    for s in program.states
-                    if s.id not in at.heard.failures
-                },
+                {v: len(received.texts.get(v, "")) for v in program.variables if v not in received.ends},
+                {s.id: received.reached.get(s.id, 0) for s in program.states if s.id not in received.failed},
             )
         await at.listen_until_all_ended(list(program.variables))
         await at.until_idle()
         at.listen()
-        check(program, at.heard)
+        check(program, at.listener)
         at.submit(*[ops.Close(state.id) for state in program.states])
 
 
@@ -304,7 +260,7 @@ async def test_an_op_that_has_no_state_to_fail_is_not_taken(op, why, when):
             at.submit(op)
         at.submit(ops.Text(2, (ops.Ref(3),)), gen(2, 5), ops.Fork(2, (7,)), gen(7, 6))
         await at.listen_until_all_ended([3, 5, 6])
-        assert at.heard.texts == {3: "<a>", 5: "<a<a>>", 6: "<a<a><a<a>>>"}
+        assert at.listener.texts == {3: "<a>", 5: "<a<a>>", 6: "<a<a><a<a>>>"}
         at.submit(*map(ops.Close, (1, 2, 7)))
         await settle()
         at.assert_has_nothing()
@@ -349,13 +305,13 @@ async def test_an_op_that_makes_no_sense_fails_its_state_in_its_turn(op, state, 
         at.submit(gen(2, 10), ops.Close(4), ops.Open(5), ops.Text(5, ("c",)))
         at.submit(op, ops.Text(state, ("more",)), ops.Text(5, (ops.Ref(3), ops.Ref(10))), gen(5, 6))
         await at.listen_until_all_ended([3, 6, 10])
-        assert at.heard.texts == {3: "<a>", 10: "<ab>", 6: "<c<a><ab>>"}  # what came before has run
+        assert at.listener.texts == {3: "<a>", 10: "<ab>", 6: "<c<a><ab>>"}  # what came before has run
         await settle()
         at.listen()
-        assert at.heard.failures[state].code == code
-        assert at.heard.failures.keys() <= {state, 17}
+        assert at.listener.failed[state].error.code == code
+        assert at.listener.failed.keys() <= {state, 17}
         later = [var for var in (11, 21) if var in at.interpreter._variables]
-        assert all(isinstance(at.heard.ends[var], ErrorInfo) for var in later)
+        assert all(isinstance(at.listener.ends[var], VarFailed) for var in later)
         at.submit(*[ops.Close(cell.id) for cell in at.interpreter._states])
         await settle()
         at.assert_has_nothing()
@@ -382,9 +338,9 @@ async def test_arguments_that_no_frontend_checked_fail_their_own_state_only(bad)
     async with bench(ScriptedGenerator(lambda prompt: f"<{prompt}>")) as at:
         at.submit(ops.Open(1), ops.Open(2), bad, gen(2, 4), ops.Text(1, ("a",)), gen(1, 5))
         await at.listen_until_all_ended([3, 4, 5])
-        assert at.heard.ends[3].code == "bad_argument"
-        assert at.heard.ends[4].code == "run_failed"
-        assert at.heard.texts == {5: "<a>"}
+        assert at.listener.ends[3].error.code == "bad_argument"
+        assert at.listener.ends[4].error.code == "run_failed"
+        assert at.listener.texts == {5: "<a>"}
         assert at.generator.num_open == 1  # what has failed holds nothing
 
 
@@ -394,9 +350,9 @@ async def test_too_many_pending_ops_fail_their_state_with_all_that_it_declares()
         at.submit(gen(1, 3), ops.Fork(1, (4,)), ops.Text(1, ("b",)), gen(4, 6))
         at.submit(ops.Text(5, ("c",)), gen(5, 7))
         await at.listen_until_all_ended([2, 3, 6, 7])
-        assert at.heard.failures[1].code == "overloaded"
-        assert at.heard.failures[4].cause.code == "overloaded"
-        assert at.heard.texts == {7: "<c>"}
+        assert at.listener.failed[1].error.code == "overloaded"
+        assert at.listener.failed[4].error.cause.code == "overloaded"
+        assert at.listener.texts == {7: "<c>"}
         at.submit(*map(ops.Close, (1, 4, 5)))
         await at.until_idle()
         at.assert_has_nothing()
@@ -408,10 +364,9 @@ async def test_too_many_states_fail_their_fork(monkeypatch):
         at.submit(ops.Open(1), ops.Open(2), ops.Text(2, ("a",)), ops.Fork(1, (3, 4)), gen(4, 5), ops.Open(6))
         at.submit(gen(2, 7))
         await at.listen_until_all_ended([5, 7])
-        assert {state: info.origin.code for state, info in at.heard.failures.items()} == dict.fromkeys(
-            (1, 3, 4, 6), "overloaded"
-        )
-        assert at.heard.texts == {7: "<a>"}
+        codes = {state: event.error.origin.code for state, event in at.listener.failed.items()}
+        assert codes == dict.fromkeys((1, 3, 4, 6), "overloaded")
+        assert at.listener.texts == {7: "<a>"}
         at.submit(*map(ops.Close, (1, 2, 3, 4, 6)))
         await settle()
         at.assert_has_nothing()
@@ -426,7 +381,7 @@ async def test_a_limit_that_is_refused_is_not_counted(monkeypatch):
                 at.submit(ops.Limit(0, output_tokens=100))  # one for the session, one for its state
         at.submit(ops.Limit(1, output_tokens=100), gen(1, 2))
         await at.listen_until_all_ended([2])
-        assert at.heard.texts == {2: "<a>"}
+        assert at.listener.texts == {2: "<a>"}
         at.submit(ops.Close(1))
         await settle()
         at.assert_has_nothing()
@@ -439,13 +394,13 @@ async def test_a_session_without_room_closes_what_it_has_and_goes_on():
         interpreter = at.interpreter = Interpreter(generator, at.interpreter._tasks, memory)
         at.submit(ops.Open(1), ops.Text(1, ("x" * 12_000,)), gen(1, 2), gen(1, 3), ops.Open(4), gen(4, 5))
         await at.listen_until_all_ended([2, 3, 5])
-        assert at.heard.failures[1].code == "overloaded"
+        assert at.listener.failed[1].error.code == "overloaded"
         at.submit(*[ops.Close(cell.id) for cell in interpreter._states])
         await settle()
         at.listen()
         at.submit(ops.Open(10), ops.Text(10, ("a",)), gen(10, 11))
         await at.listen_until_all_ended([11])
-        assert at.heard.texts == {11: "<a>"}
+        assert at.listener.texts == {11: "<a>"}
 
 
 async def test_rejected_ops_take_no_more_memory_than_they_may(monkeypatch):
@@ -468,10 +423,9 @@ async def test_ops_after_a_seal_fail():
     async with bench() as at:
         at.submit(ops.Open(1), ops.Text(1, ("a",)), ops.Seal(1), ops.Await(1, 1), gen(1, 2))
         await at.listen_until_all_ended([2])
-        assert at.heard.reached == {1: 1}
-        assert at.heard.ends[2] == ErrorInfo(
-            "state_closed", "state 1 was sealed: nothing can be appended to it", state=1, op=2
-        )
+        assert at.listener.reached == {1: 1}
+        error = at.listener.ends[2].error
+        assert (error.code, error.state, error.op) == ("state_closed", 1, 2)
         assert at.generator.num_open == 0
 
 
@@ -479,7 +433,7 @@ async def test_a_sealed_state_is_read_until_it_is_closed():
     async with bench() as at:
         at.submit(ops.Open(1), ops.Text(1, ("a",)), ops.Seal(1), ops.Read(1, 2, "text()", "text"))
         await at.listen_until_all_ended([2])
-        assert at.heard.texts[2] == "a"
+        assert at.listener.texts[2] == "a"
         assert at.generator.num_open == 0
         at.submit(ops.Close(1))
         await settle()
@@ -491,7 +445,7 @@ async def test_what_a_state_has_reached_is_told_after_its_variables():
         at.submit(ops.Open(1), ops.Await(1, 1), gen(1, 2), ops.Await(1, 2), gen(1, 3), ops.Await(1, 3))
         await settle()
         assert [type(event) for event in at.listen()] == [Value, Value, Reached]
-        assert at.heard.reached == {1: 3}
+        assert at.listener.reached == {1: 3}
 
 
 async def test_text_that_came_while_nobody_listened_leaves_as_one_delta():
@@ -505,18 +459,18 @@ async def test_text_that_came_while_nobody_listened_leaves_as_one_delta():
         assert words.startswith(delta.text)
         assert len(delta.text) > 50
         await at.listen_until_all_ended([2])
-        assert at.heard.texts[2] == words
+        assert at.listener.texts[2] == words
 
 
 async def test_a_stream_of_texts_does_not_hold_up_other_states():
     async with bench(ScriptedGenerator(lambda prompt: "a b c")) as at:
         at.submit(ops.Open(1), *[ops.Text(1, ("a",))] * 5000, ops.Await(1, 1), ops.Open(2), gen(2, 3))
         await at.listen_until_all_ended([3])
-        assert at.heard.reached == {}
+        assert at.listener.reached == {}
         await settle()
         await settle()
         at.listen()
-        assert at.heard.reached == {1: 1}
+        assert at.listener.reached == {1: 1}
 
 
 async def test_a_state_forgets_its_closed_forks():
@@ -535,7 +489,7 @@ async def test_an_op_keeps_what_it_refers_to_when_that_state_is_closed():
         at.submit(ops.Open(1), ops.Text(1, ("a",)), gen(1, 2), ops.Open(3))
         at.submit(*[ops.Text(3, ("-",))] * 500, ops.Text(3, (ops.Ref(2),)), gen(3, 4), ops.Close(1))
         await at.listen_until_all_ended([4])
-        assert at.heard.texts[4] == "<" + "-" * 500 + "<a>>"
+        assert at.listener.texts[4] == "<" + "-" * 500 + "<a>>"
         assert 2 not in at.interpreter._variables
 
 
@@ -554,7 +508,7 @@ async def test_a_fault_of_the_generator_fails_the_op_with_what_happened(caplog):
     async with bench(ScriptedGenerator(lambda prompt: 1 / 0)) as at:
         at.submit(ops.Open(1), gen(1, 2), ops.Open(3), ops.End(3), ops.Await(3, 1))
         await at.listen_until_all_ended([2])
-        assert at.heard.ends[2] == ErrorInfo(
+        assert at.listener.ends[2].error == ErrorInfo(
             "engine_failed",
             "gen failed: ZeroDivisionError('division by zero')",
             ErrorInfo("run_failed", "ZeroDivisionError('division by zero')"),
@@ -562,9 +516,8 @@ async def test_a_fault_of_the_generator_fails_the_op_with_what_happened(caplog):
             op=1,
         )
         assert "an op failed" in caplog.text
-        assert at.heard.failures[3] == ErrorInfo(
-            "bad_argument", "a turn ends that never began", state=3, op=1
-        )
+        error = at.listener.failed[3].error
+        assert (error.code, error.state, error.op) == ("bad_argument", 3, 1)
 
 
 async def test_a_rewind_knows_only_what_is_there():
@@ -596,7 +549,8 @@ async def test_cancelling_while_a_fork_is_under_way(num_turns):
             await anyio.lowlevel.checkpoint()
         at.submit(ops.Cancel(1))
         await at.listen_until_all_ended([4, 6])
-        assert {end.code for end in at.heard.ends.values() if isinstance(end, ErrorInfo)} <= {"cancelled"}
+        ends = at.listener.ends.values()
+        assert {end.error.code for end in ends if isinstance(end, VarFailed)} <= {"cancelled"}
         at.submit(*map(ops.Close, (1, 2, 3, 5)))
         await settle()
         at.assert_has_nothing()
@@ -623,9 +577,10 @@ async def test_what_follows_from_a_failure_is_told_in_short_however_long_the_row
         at.submit(ops.Set(1 if not downwards else num_states, 1, "value", ("x",)))
         await at.until_idle()
         at.listen()
-        assert len(at.heard.failures) == num_states
-        last = at.heard.failures[num_states if downwards else 1]
-        assert origin(last) == origin(at.heard.failures[1 if downwards else num_states])
+        failed = {state: event.error for state, event in at.listener.failed.items()}
+        assert len(failed) == num_states
+        first, last = (1, num_states) if downwards else (num_states, 1)
+        assert failed[last].origin.message == failed[first].origin.message
         messages = [str(state.error) for state in at.interpreter._states]
-        messages += [info.message for info in at.heard.failures.values()]
+        messages += [error.message for error in failed.values()]
         assert max(map(len, messages)) <= MAX_MESSAGE_CHARS + 3

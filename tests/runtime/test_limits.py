@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import anyio
 import msgspec
 import pytest
-from support.observed_backends import Dribbling, Noted, Spoken, assert_left_nothing, settle
+from support.observed_backends import Observed, Stepped, Unbatched, assert_idle, settle
 from support.wire_peer import HANG
-from support.wire_server import ThreadServer, thread_server
 
 import agentflow as af
 from agentflow.protocol import ops
@@ -19,20 +16,10 @@ pytestmark = pytest.mark.anyio
 SOON_S = 0.001
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ThreadServer]:
-    with thread_server() as running:
-        yield running
-
-
-def words(count: int) -> str:
-    return " ".join(["w"] * count)
-
-
-@pytest.mark.parametrize("dribbles", [False, True])
-async def test_after_its_deadline_a_state_goes_on_with_nothing(dribbles):
+@pytest.mark.parametrize("unbatched", [False, True])
+async def test_after_its_deadline_a_state_goes_on_with_nothing(unbatched):
     backend = af.Scripted(lambda prompt: "yes")
-    async with af.session(backend=Dribbling(backend) if dribbles else backend) as flow, flow.state() as s:
+    async with af.session(backend=Unbatched(backend) if unbatched else backend) as flow, flow.state() as s:
         s += "a" + af.gen("x")
         assert await s["x"] == "yes"
         s.limit(deadline_s=0)
@@ -49,7 +36,7 @@ async def test_after_its_deadline_a_state_goes_on_with_nothing(dribbles):
         with pytest.raises(af.RunFailed, match="the fork did not happen"):
             await branch
         assert await s["x"] == "yes"
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 @pytest.mark.parametrize("op", ["gen", "select", "text", "fork", "set", "read", "turn", "hint"])
@@ -79,7 +66,7 @@ async def test_each_op_is_held_to_the_deadline(op):
 
 @pytest.mark.parametrize("limits_first", [False, True])
 async def test_a_deadline_ends_what_is_running(limits_first):
-    backend = Spoken(["one two three"])
+    backend = Stepped(["one two three"])
     async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as free:
         if limits_first:
             s.limit(deadline_s=SOON_S)
@@ -96,11 +83,11 @@ async def test_a_deadline_ends_what_is_running(limits_first):
         assert isinstance(failure.value.__cause__, af.DeadlineExceeded)
         await settle()
         assert backend.generator.num_running == 0
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_a_state_that_waits_for_another_is_held_to_its_own_deadline():
-    backend = Spoken(["one two"])
+    backend = Stepped(["one two"])
     async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as other:
         s += af.gen("x")
         other.limit(deadline_s=SOON_S)
@@ -109,11 +96,11 @@ async def test_a_state_that_waits_for_another_is_held_to_its_own_deadline():
             await other
         await backend.allow(2)
         assert await s["x"] == "one two"
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_a_gen_that_takes_too_long_fails_and_its_time_counts_from_its_turn():
-    backend = Spoken(["one", "two three"])
+    backend = Stepped(["one", "two three"])
     async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as other:
         other += af.gen("first")
         s += other["first"] + af.gen("x", timeout_s=SOON_S)
@@ -128,7 +115,7 @@ async def test_a_gen_that_takes_too_long_fails_and_its_time_counts_from_its_turn
             await s
         await settle()
         assert backend.generator.num_running == 0
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_a_gen_that_is_in_time_is_not_touched():
@@ -141,7 +128,7 @@ async def test_a_gen_that_is_in_time_is_not_touched():
 
 
 async def test_a_task_group_fails_with_the_branch_whose_time_is_over():
-    backend = Spoken(["one two three"] * 3)
+    backend = Stepped(["one two three"] * 3)
     async with af.session(backend=backend) as flow, flow.state() as s:
         async with s.fork(3) as branches:
             for branch in branches:
@@ -156,11 +143,11 @@ async def test_a_task_group_fails_with_the_branch_whose_time_is_over():
         with pytest.raises(af.RunFailed, match="branch 1 of a fork failed: the time") as failure:
             await s
         assert isinstance(failure.value.__cause__, af.DeadlineExceeded)
-    assert_left_nothing(backend)
+    assert_idle(backend)
 
 
 async def test_a_deadline_of_the_session_ends_what_runs_and_what_comes():
-    backend = Spoken(["one two"])
+    backend = Stepped(["one two"])
     async with af.session(backend=backend) as flow, flow.state() as s:
         s += af.gen("x")
         await backend.allow(1)
@@ -171,7 +158,7 @@ async def test_a_deadline_of_the_session_ends_what_runs_and_what_comes():
             late += "text"
             with pytest.raises(af.DeadlineExceeded):
                 await late
-    assert_left_nothing(backend)
+    assert_idle(backend)
     with pytest.raises(af.StateClosed, match="the session has ended"):
         flow.limit(deadline_s=1)
 
@@ -204,12 +191,12 @@ NO_LIMITS = [
 
 @pytest.mark.parametrize(("limit", "message"), NO_LIMITS)
 async def test_what_is_no_limit_is_refused(limit, message):
-    noted = Noted(af.Scripted([]))
-    async with af.session(backend=noted) as flow, flow.state() as s:
+    observed = Observed(af.Scripted([]))
+    async with af.session(backend=observed) as flow, flow.state() as s:
         for limited in (s, flow):
             with pytest.raises(af.BadArgument, match=message):
                 limited.limit(**limit)
-        assert noted.of(ops.Limit) == []
+        assert observed.of(ops.Limit) == []
 
 
 @pytest.mark.parametrize("limit", [{"deadline_s": -1.0}, {"deadline_s": float("nan")}, {"output_tokens": -1}])

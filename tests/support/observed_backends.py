@@ -1,4 +1,5 @@
-"""Backends for tests of the frontend: one that notes what passes, one that speaks word by word."""
+"""Backends for tests of the frontend: they record ops and events, deliver events one at a time, generate
+word by word, or ignore constraints."""
 
 from __future__ import annotations
 
@@ -19,11 +20,12 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.generator import Generated, OnText
 
 
-class Noted:
-    """Another backend whose ops are noted on their way. ``lose`` makes it gone."""
+class Observed:
+    """Records the ops and the events of another backend. ``lose`` loses its connection."""
 
     def __init__(self, backend: Backend) -> None:
         self.ops: list[ops.Op] = []
+        self.events: list[Event] = []
         self.lose: Lost
         self._backend = backend
 
@@ -33,28 +35,33 @@ class Noted:
 
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        def observe(events: Iterable[Event]) -> None:
+            observed = list(events)
+            self.events += observed
+            deliver(iter(observed))
+
         self.lose = lost
-        async with self._backend.connect(deliver, lost) as connection:
-            yield _NotingConnection(connection, self.ops)
+        async with self._backend.connect(observe, lost) as connection:
+            yield _ObservedConnection(connection, self.ops)
 
 
-class _NotingConnection:
-    def __init__(self, connection: Connection, noted: list[ops.Op]) -> None:
+class _ObservedConnection:
+    def __init__(self, connection: Connection, observed: list[ops.Op]) -> None:
         self.capabilities = connection.capabilities
         self._connection = connection
-        self._noted = noted
+        self._observed = observed
 
     def send(self, ops: Sequence[ops.Op]) -> None:
         self._connection.send(ops)
-        self._noted += ops
+        self._observed += ops
 
     def end(self, error: BaseException | None) -> None:
         self._connection.end(error)
 
 
-class Dribbling:
-    """Another backend whose events come one at a time, as if each had a frame of its own: whatever is
-    not told in the same breath, the frontend must not take for told."""
+class Unbatched:
+    """Delivers the events of another backend one at a time, as if each had come in a frame of its own: the
+    frontend must not rely on two events arriving together."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -81,8 +88,26 @@ class Dribbling:
                 group.cancel_scope.cancel()
 
 
-class SpokenGenerator(ScriptedGenerator):
-    """Says a word only when one is allowed."""
+class _Unconstrained(ScriptedGenerator):
+    async def generate(
+        self,
+        context: ScriptedContext,
+        params: SamplingParams,
+        on_text: OnText,
+        constraint: Constraint | None = None,
+    ) -> Generated:
+        return await super().generate(context, params, on_text)
+
+
+def unconstrained(script: Script) -> Scripted:
+    """A scripted backend that does not check its answers against constraints."""
+    backend = Scripted(script)
+    backend.generator = _Unconstrained(script)
+    return backend
+
+
+class SteppedGenerator(ScriptedGenerator):
+    """Generates a word only when one is allowed."""
 
     def __init__(self, script: Script) -> None:
         super().__init__(script)
@@ -90,7 +115,7 @@ class SpokenGenerator(ScriptedGenerator):
         self._num_waiting = 0
 
     async def allow(self, num_words: int) -> None:
-        """Lets so many words be said, one after the other, each heard before the next."""
+        """Generates so many words, and lets each be delivered before the next."""
         for _ in range(num_words):
             self._allowance.release()
             await settle()
@@ -114,28 +139,28 @@ class SpokenGenerator(ScriptedGenerator):
         return Generated(" ".join(words), "eos", Usage(1, 0, len(words)))
 
 
-class Spoken:
-    """A scripted backend whose words are allowed one by one: ``await backend.allow(1)``."""
+class Stepped:
+    """A scripted backend that generates word by word: ``await backend.allow(1)``."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
-        self.generator: SpokenGenerator
+        self.generator: SteppedGenerator
 
     async def allow(self, num_words: int) -> None:
-        """See ``SpokenGenerator.allow``."""
+        """See ``SteppedGenerator.allow``."""
         await self.generator.allow(num_words)
 
     def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
-        self.generator = SpokenGenerator(self._script)
+        self.generator = SteppedGenerator(self._script)
         return interpreted(self.generator, deliver)
 
 
 async def settle() -> None:
-    """Lets everything run that can run: nothing here waits for anything but the loop."""
+    """Lets all tasks run until they wait for something else than the event loop."""
     for _ in range(40):
         await anyio.lowlevel.checkpoint()
 
 
-def assert_left_nothing(backend: Scripted | Spoken) -> None:
-    """After the session: no context is open and nothing runs."""
+def assert_idle(backend: Scripted | Stepped) -> None:
+    """No context is open and nothing runs."""
     assert (backend.generator.num_open, backend.generator.num_running) == (0, 0)

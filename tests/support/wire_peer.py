@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 
 import anyio
 
+from agentflow.backends.remote import Remote
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.errors import AgentflowError
 from agentflow.protocol import ops
+from agentflow.protocol.backend import Connection
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Delta, Event, Reached, StateFailed, Stats, StatsReply, Value, VarFailed
 from agentflow.protocol.sampling import SamplingParams
@@ -137,3 +140,11 @@ class Listener:
     def _change(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
+
+
+@asynccontextmanager
+async def opened(remote: Remote) -> AsyncIterator[tuple[Connection, Listener]]:
+    """A connection to a server, and what listens to it."""
+    listener = Listener()
+    async with remote.connect(listener.deliver, listener.lost) as connection:
+        yield connection, listener

@@ -1,8 +1,8 @@
-"""A script that stands in one phase of a session until it is interrupted.
+"""A script that blocks in one phase of a session until it is interrupted.
 
 ``interrupted_session.py PHASE LOOP``
 
-It prints the phase when it is there. What it stands in never ends by itself.
+It prints the phase when it has reached it. The call that it blocks in never returns by itself.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from agentflow.runtime.task_group import loop_caller
 PHASES = ("connecting", "loading", "running", "closing")
 
 
-def stand(phase: str) -> None:
+def block(phase: str) -> None:
     print(phase, flush=True)
     threading.Event().wait()
 
 
-class StandingEngine:
-    """An engine in this process that stands in its load, or in its first step."""
+class BlockingEngine:
+    """An engine in this process that blocks while it loads, or in its first step."""
 
     def __init__(self, phase: str) -> None:
         self._phase = phase
@@ -45,13 +45,13 @@ class StandingEngine:
 
     def _load(self) -> tuple[FakeRunner, object, SchedulerConfig]:
         if self._phase == "loading":
-            stand("loading")
+            block("loading")
         runner = FakeRunner(vocab_size=TOKENIZER.vocab_size, on_step=self._step)
         return runner, TOKENIZER, SchedulerConfig()
 
     def _step(self, batch: Batch) -> None:
         if self._phase == "running":
-            stand("running")
+            block("running")
         self._call_in_loop(self.has_begun.set)
         threading.Event().wait()
 
@@ -65,20 +65,20 @@ class StandingEngine:
 
 
 def silent_server() -> Backend:
-    """Takes a connection, and never says a word."""
+    """Accepts a connection and never sends anything."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
         connection, _ = listener.accept()
         connection.recv(1)
-        stand("connecting")
+        block("connecting")
 
     threading.Thread(target=serve, daemon=True).start()
     return af.Remote(f"ws://127.0.0.1:{listener.getsockname()[1]}")
 
 
 async def main(phase: str) -> None:
-    engine = StandingEngine(phase)
+    engine = BlockingEngine(phase)
     backend = silent_server() if phase == "connecting" else engine
     async with af.session(backend=backend) as flow:
         s = await flow.state().__aenter__()
@@ -93,5 +93,5 @@ if __name__ == "__main__":
     try:
         anyio.run(main, sys.argv[1], backend=sys.argv[2])
     finally:
-        # A second interrupt that arrives when the session has ended would cut off the traceback.
+        # A second interrupt after the end of the session would cut off the traceback.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

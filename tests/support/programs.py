@@ -1,0 +1,41 @@
+"""Scripts and programs that many tests share."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio.lowlevel
+
+import agentflow as af
+
+
+def echo(prompt: str) -> str | Exception:
+    """A script that answers with the prompt; a prompt that ends in ``!`` fails."""
+    return af.EngineFailed(f"cannot answer {prompt}") if prompt.endswith("!") else f"<{prompt}>"
+
+
+def measure(prompt: str) -> str | Exception:
+    """A script that answers with the prompt's length; ``yes or no? `` is answered with yes, ``!`` fails."""
+    if prompt.endswith("yes or no? "):
+        return "yes"
+    return af.EngineFailed(f"cannot answer {prompt[-6:]}") if prompt.endswith("!") else f"{len(prompt)} chars"
+
+
+def words(count: int) -> str:
+    """A text of so many words, which a scripted backend counts as so many tokens."""
+    return " ".join(["w"] * count)
+
+
+@af.program
+async def ask(s: af.State, question: str, *, mark: str = "") -> str:
+    """Asks a question."""
+    s += f"{question}{mark}" + af.gen("x")
+    return await s["x"]
+
+
+async def agen(items: list[Any]) -> AsyncIterator[Any]:
+    """An asynchronous generator of the items."""
+    for item in items:
+        await anyio.lowlevel.checkpoint()
+        yield item
