@@ -21,7 +21,6 @@ import anyio
 import anyio.lowlevel
 import msgspec
 from anyio.abc import TaskGroup
-from anyio.abc import TaskGroup as AnyioTaskGroup
 
 from agentflow.errors import (
     AgentflowError,
@@ -36,7 +35,7 @@ from agentflow.errors import (
 )
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation
-from agentflow.protocol.events import MAX_CAUSES, ErrorInfo, StatsReply, Usage, Value
+from agentflow.protocol.events import MAX_CAUSES, ErrorInfo, Event, StatsReply, Usage, Value
 from agentflow.protocol.op_table import (
     OP_BYTES,
     OPS,
@@ -47,9 +46,8 @@ from agentflow.protocol.op_table import (
     rejected,
     spec_of,
 )
-from agentflow.protocol.ops import check_number
 from agentflow.protocol.transform import apply_in_turn
-from agentflow.runtime.generator import ContextT, Generator, Scored, StateHint
+from agentflow.runtime.generator import ContextT, Generator, StateHint
 from agentflow.runtime.limits import (
     FORKED_CHAR_BYTES,
     TURN_CHARS,
@@ -69,7 +67,6 @@ from agentflow.runtime.state_tree import (
     PendingOp,
     StateRecord,
     StateTree,
-    StatsRecord,
     VariableRecord,
     because,
     origin_of,
@@ -94,7 +91,7 @@ class Interpreter(Generic[ContextT]):
     def __init__(
         self,
         generator: Generator[ContextT],
-        task_group: AnyioTaskGroup,
+        task_group: TaskGroup,
         memory: MemoryBudget | None = None,
         *,
         hides_faults: bool = False,
@@ -171,17 +168,20 @@ class Interpreter(Generic[ContextT]):
             self._memory.close()
             self._memory_of_rejected.close()
 
-    def _enqueue(self, state: StateRecord[ContextT], op: ops.Op, events: EventCursor | None = None) -> None:
-        held = Reservation(self._memory, 0)
+    def _enqueue(self, state: StateRecord[ContextT], op: ops.Op) -> None:
+        reservation = Reservation(self._memory, 0)
         if isinstance(op, ops.Close):  # always accepted, because it makes room
-            held.count(op_bytes(op))
+            reservation.count(op_bytes(op))
         elif len(state.pending) >= MAX_PENDING_OPS:
             raise Overloaded(
                 f"{MAX_PENDING_OPS} ops are waiting on state {state.id}: await some of them first"
             )
         else:
-            held.add(op_bytes(op))
-        sources = tuple([self._variable(var_id) for var_id in references(op)])
+            reservation.add(op_bytes(op))
+        try:
+            sources = tuple([self._variables[var_id] for var_id in references(op)])
+        except KeyError as error:
+            raise ProtocolError(f"there is no variable {error.args[0]}") from None
         children: tuple[StateRecord[ContextT], ...] = ()
         match op:
             case _ if isinstance(op, ops.Declaring):
@@ -191,7 +191,7 @@ class Interpreter(Generic[ContextT]):
                 variable = VariableRecord(
                     op.var,
                     op.name,
-                    events or self.events,
+                    self.events,
                     Reservation(self._memory, variable_bytes(op.name)),
                     is_expected=isinstance(op, ops.Expect),
                     is_reply=isinstance(op, ops.Gen) and op.reply,
@@ -209,20 +209,23 @@ class Interpreter(Generic[ContextT]):
             case _:
                 pass
         number = state.next_number() if spec_of(op).is_numbered else None
-        state.pending.append(PendingOp(op, held, number, sources, children))
+        state.pending.append(PendingOp(op, reservation, number, sources, children))
         self._kick(state)
 
     def _reject(self, op: ops.Rejected) -> None:
         """Fails the state of a rejected op once its earlier ops are done, and at once the variables and
         states that the op would have declared."""
         if op.kind == "provide":
-            self._fail_expected(op)
+            for number in op.names:
+                self._provide(ops.Provide(number, error=ErrorInfo.of(op.error)))
             return
         state = self._states.get(op.state)
         if state is None and op.kind in ("open", "submit") and ops.may_be_number(op.state):
             state = self._states.add_failed(op.state, None, op.error, self._memory_of_rejected)
         if state is None or state.is_closing:
-            raise _of_session(op.error)
+            # No state can fail for it, so the session does.
+            ends = isinstance(op.error, Overloaded | ProtocolError)
+            raise op.error if ends else ProtocolError(str(op.error))
         for child in op.children:
             if self._states.get(child) is None and ops.may_be_number(child):
                 error = because("the fork did not happen", op.error)
@@ -238,20 +241,11 @@ class Interpreter(Generic[ContextT]):
         number_here = state.next_number() if op.kind in _NUMBERED else None
         can_begin = state.has_begun or state.parent is not None
         if isinstance(op.error, Overloaded) or not can_begin:
-            self._states.end(
-                state, _placed(op.error, state, number_here)
-            )  # at once, because waiting ops take room
+            # At once, because waiting ops take room.
+            self._states.end(state, _placed(op.error, state, number_here))
         else:
             state.pending.append(PendingOp(op, Reservation(self._memory_of_rejected, OP_BYTES), number_here))
             self._kick(state)
-
-    def _fail_expected(self, op: ops.Rejected) -> None:
-        for number in op.names:
-            variable = self._variables.get(number)
-            if variable is not None and not variable.is_expected:
-                raise _of_session(op.error)
-            if variable is not None:
-                variable.fail(op.error)
 
     def _kick(self, state: StateRecord[ContextT]) -> None:
         if state.pending and not state.is_running and (state.has_begun or state.error is not None):
@@ -331,8 +325,7 @@ class Interpreter(Generic[ContextT]):
         self, state: StateRecord[ContextT], pending: PendingOp[ContextT], error: AgentflowError
     ) -> None:
         """Skips an op of a failed state: its variable and its children fail too."""
-        op = pending.op
-        match op:
+        match op := pending.op:
             case _ if isinstance(op, ops.Declaring):
                 variable = self._variables.get(op.var)  # None: its state is closed already
                 if variable is not None and not variable.done.is_set():
@@ -359,12 +352,6 @@ class Interpreter(Generic[ContextT]):
             variable.fail(error)
         self._states.end(state, error)
 
-    def _variable(self, var_id: int) -> VariableRecord:
-        variable = self._variables.get(var_id)
-        if variable is None:
-            raise ProtocolError(f"there is no variable {var_id}")
-        return variable
-
     def _provide(self, op: ops.Provide) -> None:
         variable = self._variables.get(op.var)
         if variable is not None and not variable.is_expected:
@@ -375,7 +362,7 @@ class Interpreter(Generic[ContextT]):
             variable.fail(op.error.to_exception())
             return
         try:
-            variable.complete(op.text, Value(op.var, 0, "", "provided", Usage()))
+            _complete(variable, op.text, "provided")
         except Overloaded as error:
             variable.fail(error)
 
@@ -395,20 +382,15 @@ class Interpreter(Generic[ContextT]):
         """Enqueues all ops of a graph before the first of them runs; if one is rejected, none runs."""
         outputs = {op.session_number(number) for number in op.outputs}
         inputs = {op.session_number(number): text for number, text in op.inputs.items()}
-        unread = EventCursor()
         graph: GraphExecution[ContextT] | None = None
         try:
             for part in expanded(op):
+                self._take(part)
                 if isinstance(part, ops.Declaring):
-                    self._enqueue(
-                        self._states.open_state(part.state), part, None if part.var in outputs else unread
-                    )
-                    self._variables[part.var].is_output = True
+                    self._variables[part.var].reports = "end" if part.var in outputs else "nothing"
                     if part.var in inputs:
                         self._provide(ops.Provide(part.var, inputs[part.var]))
-                else:
-                    self._take(part)
-                if isinstance(part, ops.Open):
+                elif isinstance(part, ops.Open):
                     graph = GraphExecution(self._states.open_state(part.state))
                 if graph is not None:
                     for state_id in opened(part):
@@ -445,15 +427,14 @@ class _OpExecution(Generic[ContextT]):
     async def execute(self, state: StateRecord[ContextT], pending: PendingOp[ContextT]) -> None:
         """Runs an op, after it has waited for the variables that its text refers to."""
         context, op = state.context, pending.op
-        if isinstance(op, ops.Set):  # needs no context: the state may be sealed
-            await self._set(op, pending)
-            return
-        if isinstance(op, ops.Read):
-            await self._read(op, state, pending)
-            return
-        if context is None:
-            raise StateClosed(f"state {state.id} was sealed: nothing can be appended to it")
         match op:
+            case ops.Set():  # needs no context: the state may be sealed
+                variable = self._variables[op.var]
+                _complete(variable, await self._resolved(op.parts, pending.sources), "set")
+            case ops.Read():
+                await self._read(op, state, pending)
+            case _ if context is None:
+                raise StateClosed(f"state {state.id} was sealed: nothing can be appended to it")
             case ops.Text():
                 text = await self._resolved(op.parts, pending.sources)
                 state.reserve_text(text)
@@ -470,12 +451,19 @@ class _OpExecution(Generic[ContextT]):
             case ops.Select():
                 variable = self._variables[op.var]  # now, because its state may be closed by the end
                 scored = await self._generator.score(context, op.choices, op.method)
-                state.reserve_text(op.choices[scored.index])
-                variable.complete(op.choices[scored.index], _selected(op, scored))
+                choice = op.choices[scored.index]
+                scores = dict(zip(op.choices, scored.scores, strict=True))
+                state.reserve_text(choice)
+                variable.complete(Value(op.var, 0, choice, "choice", scored.usage, choices=scores))
             case ops.Fork():
                 await self._fork(state, context, pending.children)
+            case ops.Image():
+                self._generator.image(context, op.source)
+            case ops.Hint():
+                hint = StateHint(op.objective, op.output_tokens, op.forks, op.deadline_s)
+                self._generator.hint(context, hint)
             case _:
-                await self._look(context, pending)
+                raise ProtocolError(f"an op that cannot stand in a stream: {op!r}")
 
     async def _converse(
         self, state: StateRecord[ContextT], context: ContextT, conversation: Conversation
@@ -485,10 +473,6 @@ class _OpExecution(Generic[ContextT]):
             state.reserve_text(message.content, TURN_CHARS + called)
         state.reserve_text("", sum(len(msgspec.json.encode(tool)) for tool in conversation.tools))
         await self._generator.converse(context, conversation)
-
-    async def _set(self, op: ops.Set, pending: PendingOp[ContextT]) -> None:
-        variable = self._variables[op.var]
-        _complete(variable, await self._resolved(op.parts, pending.sources), "set")
 
     async def _fork(
         self, state: StateRecord[ContextT], context: ContextT, children: Sequence[StateRecord[ContextT]]
@@ -506,27 +490,13 @@ class _OpExecution(Generic[ContextT]):
             dropped = StateClosed(
                 f"the content of sealed state {state.id} was dropped to make room for newer ones"
             )
-            dropped.place = None if pending.number is None else (state.id, pending.number)
-            self._variables[op.var].fail(dropped)
+            self._variables[op.var].fail(_placed(dropped, state, pending.number))
             return
         if op.what == "token_ids":
             text = json.dumps(await self._generator.token_ids(context))
         else:
             text = self._generator.text(context)
         _complete(self._variables[op.var], text, "read")
-
-    async def _look(self, context: ContextT, pending: PendingOp[ContextT]) -> None:
-        """Runs a hint or an image."""
-        op = pending.op
-        match op:
-            case ops.Hint():
-                self._generator.hint(
-                    context, StateHint(op.objective, op.output_tokens, op.forks, op.deadline_s)
-                )
-            case ops.Image():
-                self._generator.image(context, op.source)
-            case _:
-                raise ProtocolError(f"an op that cannot stand in a stream: {op!r}")
 
     async def _generate(self, state: StateRecord[ContextT], context: ContextT, op: ops.Gen) -> None:
         params = clipped(op.params, state.budgets)
@@ -538,11 +508,9 @@ class _OpExecution(Generic[ContextT]):
             raise DeadlineExceeded(f"{op.name!r} took longer than its {op.timeout_s} s")
         was_cut = end.finish_reason == "length" and params.max_tokens < op.params.max_tokens
         spend(end.usage.output_tokens, state.budgets, was_cut=was_cut)
-        value = Value(
-            op.var, 0, "", end.finish_reason, end.usage, end.logprobs, top_logprobs=end.top_logprobs
-        )
         state.reserve_text(end.text)
-        variable.complete(end.text, value)
+        value = Value(op.var, 0, end.text, end.finish_reason, end.usage, end.logprobs, None, end.top_logprobs)
+        variable.complete(value)
 
     async def _resolved(self, parts: ops.Parts, sources: Sequence[VariableRecord]) -> str:
         """The text of the parts. ``sources``: the variables that they refer to, in their order."""
@@ -569,12 +537,7 @@ class _OpExecution(Generic[ContextT]):
 
 
 def _complete(variable: VariableRecord, text: str, reason: str) -> None:
-    variable.complete(text, Value(variable.id, 0, "", reason, Usage()))
-
-
-def _selected(op: ops.Select, scored: Scored) -> Value:
-    choices = dict(zip(op.choices, scored.scores, strict=True))
-    return Value(op.var, 0, "", "choice", scored.usage or Usage(), None, choices)
+    variable.complete(Value(variable.id, 0, text, reason, Usage()))
 
 
 MAX_TICKETS = 1_000
@@ -588,10 +551,11 @@ class _StatsAnswers(Generic[ContextT]):
         self._tasks = tasks
         self._events = events
         self._tickets: list[int] = []
+        self._replies: list[Event] = []
 
     def ask(self, ticket: int) -> None:
         """Asks for an answer with this ticket. ``Overloaded`` if too many are waiting."""
-        check_number(ticket)
+        ops.check_number(ticket)
         if len(self._tickets) >= MAX_TICKETS:
             raise Overloaded(f"{MAX_TICKETS} requests for counters are waiting: receive some answers first")
         self._tickets.append(ticket)
@@ -604,13 +568,13 @@ class _StatsAnswers(Generic[ContextT]):
         except AgentflowError as error:  # such as an engine that restarts
             reply = StatsReply(0, error=ErrorInfo.of(error))
         tickets, self._tickets = self._tickets, []
-        for ticket in tickets:
-            self._events.mark(StatsRecord(msgspec.structs.replace(reply, ticket=ticket)))
+        self._replies += [msgspec.structs.replace(reply, ticket=ticket) for ticket in tickets]
+        self._events.mark(self)
 
-
-def _of_session(error: AgentflowError) -> AgentflowError:
-    """The error that ends the session, of an op that has no state to fail."""
-    return error if isinstance(error, Overloaded | ProtocolError) else ProtocolError(str(error))
+    def take_events(self) -> list[Event]:
+        """The replies since the last call."""
+        replies, self._replies = self._replies, []
+        return replies
 
 
 def _placed(error: AgentflowError, state: StateRecord[ContextT], number: int | None) -> AgentflowError:

@@ -142,9 +142,9 @@ def error_bytes(error: BaseException, text: str = "") -> int:
     return sys.getsizeof(str(error)) + sys.getsizeof(text)
 
 
-def value_bytes(text: str, value: Value) -> int:
+def value_bytes(value: Value) -> int:
     """The memory of a complete value."""
-    num_bytes = sys.getsizeof(text)
+    num_bytes = sys.getsizeof(value.text)
     if value.logprobs is not None:
         num_bytes += NUMBER_BYTES * len(value.logprobs)
     if value.top_logprobs is not None:

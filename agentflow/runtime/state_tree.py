@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import Generic, Literal, Protocol
 
 import anyio
 import msgspec
@@ -28,7 +28,6 @@ from agentflow.protocol.events import (
     Event,
     Reached,
     StateFailed,
-    StatsReply,
     Value,
     VarFailed,
 )
@@ -47,7 +46,8 @@ from agentflow.runtime.limits import (
 
 
 class Record(Protocol):
-    """A variable, a state or an answer, with its own position in the events that it has sent."""
+    """A source of events that knows which of them the reader has taken: a variable, a state, the answers to
+    ``GetStats``."""
 
     def take_events(self) -> list[Event]:
         """The events since the last call."""
@@ -89,7 +89,7 @@ class EventCursor:
 class VariableRecord:
     """One variable: its text so far, its end, and the position of the reader of its events. ``is_expected``:
     the client provides the value. ``is_reply``: the text is the notation of a reply. ``reservation``: its
-    memory."""
+    memory. ``reports``: which events it sends."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class VariableRecord:
         self.done = anyio.Event()
         self._events = events
         self._reservation = reservation
-        self.is_output = False
+        self.reports: Literal["all", "end", "nothing"] = "all"
         self._num_sent = 0
         self._has_sent_end = False
 
@@ -121,24 +121,27 @@ class VariableRecord:
         return read_reply(self.text).text if self._is_reply else self.text
 
     def extend(self, delta: str) -> None:
-        """Appends text. Of a graph's output only the end is reported."""
+        """Appends text."""
         self.text += delta
-        if not self.is_output:
+        if self.reports == "all":
             self._events.mark(self)
 
-    def complete(self, text: str, value: Value) -> None:
-        """Completes the variable with all of its ``text``, and ``value`` for the rest. ``Overloaded``."""
-        self._reservation.add(value_bytes(text, value))
-        self.text, self.value = text, value
-        self.done.set()
-        self._events.mark(self)
+    def complete(self, value: Value) -> None:
+        """Completes the variable; ``value`` has all of its text. ``Overloaded``."""
+        self._reservation.add(value_bytes(value))
+        self.text, self.value = value.text, value
+        self._end()
 
     def fail(self, error: AgentflowError) -> None:
         """Ends the variable without a value. Has no effect after its end."""
         if not self.done.is_set():
             self._reservation.count(error_bytes(error, self.text))
             self.error = error
-            self.done.set()
+            self._end()
+
+    def _end(self) -> None:
+        self.done.set()
+        if self.reports != "nothing":
             self._events.mark(self)
 
     def rewind(self, num_chars: int) -> None:
@@ -157,7 +160,7 @@ class VariableRecord:
             return [*events, VarFailed(self.id, ErrorInfo.of(self.error))]
         if self.value is not None:
             self._has_sent_end = True
-            return [msgspec.structs.replace(self.value, var=self.id, at=at, text=rest)]
+            return [msgspec.structs.replace(self.value, at=at, text=rest)]
         return [Delta(self.id, at, rest)] if rest else []
 
 
@@ -293,16 +296,6 @@ class GraphExecution(Generic[ContextT]):
             self._root.reach(GRAPH_TICKET)
 
 
-class StatsRecord:
-    """The answer to a ``GetStats``."""
-
-    def __init__(self, reply: StatsReply) -> None:
-        self._reply = reply
-
-    def take_events(self) -> list[Event]:
-        return [self._reply]
-
-
 MAX_STATES = 100_000
 # Each limit counts once for each state that it applies to: every op of the state checks it.
 MAX_LIMITS = 100_000
@@ -362,7 +355,7 @@ class StateTree(Generic[ContextT]):
         self._check_new(children)
         reservations = [Reservation(self._memory, STATE_BYTES) for _ in children]  # all of them, or none
         return tuple(
-            [self._add(child, parent, held) for child, held in zip(children, reservations, strict=True)]
+            [self._add(child, parent, one) for child, one in zip(children, reservations, strict=True)]
         )
 
     def add_failed(

@@ -25,7 +25,6 @@ from agentflow.protocol.events import (
 from agentflow.runtime.limits import MemoryBudget, Reservation
 from agentflow.runtime.state_tree import EventCursor, StateRecord, VariableRecord
 
-VALUE = Value(0, 0, "", "eos", Usage())
 FAILURE = ErrorInfo("run_failed", "why")
 steps = st.lists(
     st.one_of(
@@ -60,7 +59,7 @@ def test_each_thing_is_heard_once_across_broken_connections(recorded: list[tuple
         if name == "extend" and not variables[int(which)].done.is_set():
             variables[int(which)].extend(text)
         elif action == "complete 2" and not variables[2].done.is_set():
-            variables[2].complete(variables[2].text, VALUE)
+            variables[2].complete(Value(2, 0, variables[2].text, "eos", Usage()))
         elif action == "fail 3":
             variables[3].fail(Cancelled("enough"))
         elif action == "reach" and state.error is None:

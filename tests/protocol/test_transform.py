@@ -147,7 +147,7 @@ async def test_a_hostile_pattern_holds_up_nobody():
         bad = s.copy()
         bad += hostile
         num_turns = 0
-        while bad._record.error is None:
+        while bad._node.error is None:
             await anyio.lowlevel.checkpoint()
             num_turns += 1
         assert num_turns > 100

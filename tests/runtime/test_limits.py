@@ -107,7 +107,7 @@ async def test_a_gen_that_takes_too_long_fails_and_its_time_counts_from_its_turn
         for _ in range(3):
             with anyio.move_on_after(SOON_S):
                 await s["x"]
-        assert s._record.error is None, "the time began before the turn"
+        assert s._node.error is None, "the time began before the turn"
         await backend.allow(1)
         with pytest.raises(af.DeadlineExceeded, match=r"'x' took longer than its 0\.001 s"):
             await s["x"]
