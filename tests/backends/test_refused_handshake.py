@@ -166,7 +166,7 @@ async def test_a_session_comes_back_to_a_server_that_was_overloaded_for_a_while(
 
 
 async def test_it_does_not_try_again_before_the_server_wants_it_to() -> None:
-    with thread_server(ServerLimits(resume_grace_s=1.0)) as other:
+    with thread_server(ServerLimits(resume_grace_s=0.5)) as other:
         async with proxied(other.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
             proxy.answers = [answer("503 Service Unavailable", {"reason": "full"}, "Retry-After: 100")] * 50
             proxy.current.up = 0

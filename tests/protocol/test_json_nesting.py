@@ -1,9 +1,10 @@
-"""How deep a value nests, against the recursion that it saves others from; and what the server says then."""
+"""How deep a value nests, against a recursive reference; and that the server refuses requests that nest too
+deep."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +12,7 @@ import httpx2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.api_server import MODEL, api_server
+from support.api_server import MODEL, ApiServer, api_server
 
 from agentflow.engine.text.chat_template import ToolDialect, message_values
 from agentflow.errors import BadArgument
@@ -33,37 +34,21 @@ def depth(value: Any) -> int:
 
 
 @given(VALUES, st.integers(0, 6))
-def test_as_by_recursion(value: Any, most: int) -> None:
+def test_the_depth_is_that_of_a_recursive_reference(value: Any, most: int) -> None:
     assert nests_deeper(value, most) == (depth(value) > most)
 
 
-def schema_of(levels: int) -> str:
-    """As text: what writes JSON in Python calls itself, too."""
-    return '{"properties":{"a":' * levels + "{}" + "}}" * levels
+def openai_tool(schema: str) -> tuple[str, str]:
+    tool = '{"type":"function","function":{"name":"f","parameters":' + schema + "}}"
+    return "/v1/chat/completions", f'{USER},"tools":[{tool}]'
 
 
-def in_tool(schema: str) -> str:
-    return '"tools":[{"type":"function","function":{"name":"f","parameters":' + schema + "}}]"
-
-
-def in_format(schema: str) -> str:
-    return '"response_format":{"type":"json_schema","json_schema":{"name":"f","schema":' + schema + "}}"
-
-
-@pytest.mark.parametrize("field", [in_tool, in_format])
-def test_a_schema_that_nests_too_deep_is_refused(field: Callable[[str], str]) -> None:
-    with api_server() as server:
-        for levels in (MOST_NESTING // 2, MOST_NESTING // 2 + 1, 300, 400, *range(430, 500), 2000):
-            body = '{"model":"%s","messages":[{"role":"user","content":"x"}],"max_tokens":2,%s}'
-            answer = httpx2.post(
-                f"{server.url}/v1/chat/completions", content=body % (MODEL, field(schema_of(levels)))
-            )
-            assert answer.status_code == 400
-            assert answer.json()["error"]["type"] == "invalid_request_error"
-        server.assert_idle()
-
-
-DEPTHS = (MOST_NESTING + 1, 400, 900, 930, *range(940, 1000, 4), 2000)
+def openai_format(schema: str) -> tuple[str, str]:
+    json_schema = '{"name":"f","schema":' + schema + "}"
+    return (
+        "/v1/chat/completions",
+        f'{USER},"response_format":{{"type":"json_schema","json_schema":{json_schema}}}',
+    )
 
 
 def openai_call(deep: str) -> tuple[str, str]:
@@ -81,20 +66,47 @@ def anthropic_call(deep: str) -> tuple[str, str]:
 
 
 def anthropic_format(deep: str) -> tuple[str, str]:
-    said = '"messages":[{"role":"user","content":"x"}],"output_config":'
-    return "/v1/messages", said + '{"format":{"type":"json_schema","schema":' + deep + "}}"
+    messages = '"messages":[{"role":"user","content":"x"}],"output_config":'
+    return "/v1/messages", messages + '{"format":{"type":"json_schema","schema":' + deep + "}}"
 
 
-@pytest.mark.parametrize("asking", [openai_call, anthropic_call, anthropic_format])
-def test_calls_and_formats_that_nest_too_deep_are_refused(asking: Callable[[str], tuple[str, str]]) -> None:
-    with api_server() as server:
-        for levels in DEPTHS:
-            path, fields = asking('{"a":' * levels + "{}" + "}" * levels)
-            body = f'{{"model":"{MODEL}","max_tokens":2,{fields}}}'
-            answer = httpx2.post(server.url + path, content=body)
+def nested(levels: int) -> str:
+    """As text: Python's JSON encoder recurses."""
+    return '{"a":' * levels + "{}" + "}" * levels
+
+
+def nested_schema(levels: int) -> str:
+    return '{"properties":{"a":' * levels + "{}" + "}}" * levels
+
+
+USER = '"messages":[{"role":"user","content":"x"}]'
+DEPTHS = (MOST_NESTING + 1, 400, 900, 930, *range(940, 1000, 4), 2000)
+# Each level of such a schema is two objects.
+SCHEMA_DEPTHS = (MOST_NESTING // 2, MOST_NESTING // 2 + 1, 300, 400, *range(430, 500), 2000)
+REQUESTS = [
+    (openai_tool, nested_schema, SCHEMA_DEPTHS),
+    (openai_format, nested_schema, SCHEMA_DEPTHS),
+    (openai_call, nested, DEPTHS),
+    (anthropic_call, nested, DEPTHS),
+    (anthropic_format, nested, DEPTHS),
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    with api_server() as running:
+        yield running
+
+
+@pytest.mark.parametrize(("request_with", "value", "depths"), REQUESTS)
+def test_a_request_that_nests_too_deep_is_refused(server: ApiServer, request_with, value, depths) -> None:
+    with httpx2.Client(base_url=server.url) as client:
+        for levels in depths:
+            path, fields = request_with(value(levels))
+            answer = client.post(path, content=f'{{"model":"{MODEL}","max_tokens":2,{fields}}}')
             assert answer.status_code == 400, answer.text
             assert answer.json()["error"]["type"] == "invalid_request_error"
-        server.assert_idle()
+    server.assert_idle()
 
 
 def test_arguments_that_nest_as_deep_as_they_may_are_read() -> None:

@@ -176,7 +176,7 @@ async def test_leaving_while_a_pattern_is_searched_for_ends_soon():
     backend = af.Scripted([])
     with anyio.fail_after(10):
         async with af.session(backend=backend) as flow, flow.state() as s:
-            for _ in range(50):
+            for _ in range(20):
                 s.copy().add(s.set("x", VICTIM).regex(HOSTILE))
             await s
     assert_idle(backend)
