@@ -1,6 +1,6 @@
 """Plans the attention of a batch for ``torch_ops``, once for all layers.
 
-A request's keys are divided into runs that it shares with other requests, and a tail of its own.
+The planner divides a request's keys into runs that it shares with other requests, and a tail of its own.
 
 * A *context part* is a run of slots that all of its query rows see whole: a prefix that requests share, or
   the cached part of a long prefill chunk. It is read once for all of its rows and merged with the other parts
@@ -14,8 +14,8 @@ A request's keys are divided into runs that it shares with other requests, and a
 
 Every row is in exactly one single, short or causal group, and in any number of context parts.
 
-Sizes are rounded to a few values, because oneDNN compiles a matrix product for each number of rows that it
-meets. Flash attention on CPUs divides queries, from about 64 on, into blocks of up to 256, and keys into
+Sizes are rounded to a few values, because oneDNN compiles a matrix product for each number of rows that
+occurs. Flash attention on CPUs divides queries, from about 64 on, into blocks of up to 256, and keys into
 blocks of 512, and has two products compiled for each pair of sizes. That takes a millisecond, and most of it
 stays in memory: 0.7 MB for a product with a weight, 0.1 to 0.4 MB for attention.
 """
@@ -122,7 +122,7 @@ class AttentionPlan(AttentionBatch):
 
 @dataclass(slots=True, frozen=True)
 class SharedRun:
-    """Columns ``start`` to ``end`` of the page table, equal for all ``members`` (request indices)."""
+    """Columns ``start`` to ``end`` of ``req_to_token``, equal for all ``members`` (request indices)."""
 
     members: IntArray
     start: int
@@ -136,12 +136,11 @@ def find_shared_runs(
     starts.
 
     Only the first ``limits[r]`` columns of request r can be shared. Requests with equal slots form a
-    tree; it is walked from the root. A run that n requests share saves (n - 1) times its length of
-    reading; where that is less than ``least_saving`` tokens, the run stays with its requests' tails
-    or is joined to the longer runs below it. The runs of one request are consecutive and start at
-    column 0; their lengths are multiples of ``step``, and what is left over is joined likewise. The
-    work is in the shared part of the table only: requests that share nothing cost one comparison of
-    their first slots.
+    tree; the search walks it from the root. A run that n requests share saves reading (n - 1) times its
+    length. If that is less than ``least_saving`` tokens, the run stays with its requests' tails or is
+    joined to a longer run below it. The runs of one request are consecutive and start at column 0.
+    Their lengths are multiples of ``step``; remainders are joined in the same way. Only the shared
+    part of the table is read: requests that share nothing cost one comparison of their first slots.
     """
     runs: list[SharedRun] = []
     tails = np.zeros(len(req_rows), dtype=np.int64)

@@ -1,8 +1,8 @@
 """What the kernels receive: a model's weights, and the batch of one forward pass.
 
 The weights are a ``DecoderWeights`` of ``LayerWeights`` of ``LinearWeight``s. A batch is a ``ForwardInput``;
-its rows, one per token to compute, attend as an ``AttentionBatch`` says, in which the last rows may be
-``TreeAttention`` of trees; ``ChoiceRows`` says how to choose a token for each row of logits.
+it has one row per token to compute. ``AttentionBatch`` describes what each row attends to; its last rows may
+belong to trees (``TreeAttention``). ``ChoiceRows`` describes how to choose a token for each row of logits.
 """
 
 from __future__ import annotations

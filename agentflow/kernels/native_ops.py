@@ -1,7 +1,7 @@
 """The kernels in C++ (``native/``): a whole forward pass in one call, on a thread team of its own.
 
-Weights are read once and in order, in the layout of the products, and no operation is dispatched between
-them. The single functions run the same code, one kernel at a time, and are tested against the reference.
+Weights are stored in the order in which the products read them, and Python does no work between the kernels.
+The single functions run the same code, one kernel at a time, and are tested against the reference.
 
 First come the ctypes structures and signatures, field by field as in ``native/*.h``; then the functions of
 ``ops.Kernels``; last, ``NativeForward``.
@@ -363,7 +363,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-# ``NativeForward`` has its own; this one serves callers of single kernels.
+# ``NativeForward`` does not use it; this one serves callers of single kernels.
 rope_and_write = torch_ops.rope_and_write
 
 

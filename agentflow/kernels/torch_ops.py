@@ -1,8 +1,8 @@
 """The kernels in torch operations, for every device: tuned for CPUs, correct on GPUs.
 
-Each kernel uses as few operations as possible: a step of a small model runs thousands of operations of some
-microseconds each, so their number matters beside bytes and FLOPs. In order: linear layers, norms and RoPE,
-attention by the parts of an ``AttentionPlan``, and the choice of tokens.
+Each kernel uses as few operations as possible: a step of a small model runs thousands of operations that
+take a few microseconds each, so their number matters as much as bytes and FLOPs. In order: linear layers,
+norms and RoPE, attention by the parts of an ``AttentionPlan``, and the choice of tokens.
 """
 
 from __future__ import annotations

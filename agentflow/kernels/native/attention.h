@@ -1,9 +1,8 @@
-// Softmax attention of a task's rows over a run of slots, and merging what a row has from several tasks.
+// Softmax attention of a task's rows over a run of slots, and the merging of partial results.
 //
-// Keys are taken KEY_BLOCK at a time and laid out as panels, keys as columns for the scores and dimensions as
-// columns for the weighted sum, so that both products are `tile`, for one row or for a hundred. The sums are
-// kept relative to the largest score so far (online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867;
-// FlashAttention-2, arXiv 2307.08691).
+// Keys and values are laid out as panels, KEY_BLOCK at a time: keys as columns for the scores, dimensions as columns
+// for the weighted sum. Both products then use `tile`, for any number of rows. Sums are relative to the largest score
+// so far (online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691).
 #pragma once
 
 #include <memory>
@@ -16,7 +15,7 @@
 
 namespace agentflow {
 
-// Queries [rows][heads][head_dim], and results [rows][heads * head_dim] as rows of a product.
+// Queries [rows][heads][head_dim], and the output [rows][heads * head_dim] in the row type of products.
 template <class S>
 struct Queries {
     const S* data;
@@ -26,10 +25,10 @@ struct Queries {
     float scale;
 };
 
-// A thread's own memory for one task.
+// A thread's buffers for one task.
 template <class S>
 struct Scratch {
-    int64_t depth = 0, dims = 0;  // head_dim, padded as rows and as columns
+    int64_t depth = 0, dims = 0;  // head_dim, padded as a depth and as columns
     std::vector<RowOf<S>> queries;  // [queries][depth]
     std::vector<float> sums;        // [queries][dims]
     std::vector<float> most, total; // [queries]: the largest score, and the sum of the weights relative to it
@@ -47,8 +46,8 @@ struct Scratch {
     }
 };
 
-// The scores of one query with up to KEY_BLOCK keys, of which it sees `num_seen`, become weights relative to the
-// largest score so far. Gives what the sums until now must be multiplied with.
+// Turns the scores of one query with up to KEY_BLOCK keys, of which it sees `num_seen`, into weights relative to the
+// largest score so far. Returns the factor by which earlier sums must be multiplied.
 template <class S>
 ALWAYS_INLINE float weigh(const float* scores, int num_seen, int num_lanes, float scale, float& most, float& total,
                           RowOf<S>* weights) {
@@ -79,13 +78,13 @@ ALWAYS_INLINE float weigh(const float* scores, int num_seen, int num_lanes, floa
     return decay;
 }
 
-// Floats that a part holds of one head: the largest score, the sum of the weights, and the weighed values.
+// The floats of a part for one head: the largest score, the sum of the weights, and the weighted sum of the values.
 inline int64_t part_size(const HeadShape& shape) { return 2 + round_up<int64_t>(shape.head_dim, PANEL); }
 
 template <class S>
 class TaskRun {
   public:
-    // `next`: what this thread is likely to run after this; or null.
+    // `next`: the task that this thread will probably run next, or null; its first keys are prefetched.
     TaskRun(const Plan& plan, const Task& task, const Task* next, const HeadShape& shape, const Queries<S>& queries,
             const KvLayer<S>& kv, float* parts, Scratch<S>& scratch)
         : plan_(plan), task_(task), next_(next), shape_(shape), q_(queries), kv_(kv), ahead_(kv), parts_(parts), s_(scratch),
@@ -106,7 +105,7 @@ class TaskRun {
     }
 
   private:
-    // Queries of one head stand together, row by row.
+    // Queries are ordered by KV head, then by row.
     int place(int head, int row, int i) const { return (head - task_.first_head) * per_head_ + row * group_ + i; }
 
     void gather_queries() {
@@ -138,7 +137,7 @@ class TaskRun {
         });
     }
 
-    // Whether blocks are worked on as they lie in the pool (few_queries.h).
+    // Whether keys and values are read from the pool directly (few_queries.h).
     bool has_few() const {
 #if defined(__AVX512BF16__)
         if (!std::is_same_v<S, bf16>) return false;
@@ -189,7 +188,7 @@ class TaskRun {
     }
 #endif
 
-    // How often `ahead_` takes a step while a block of `num` keys is worked on.
+    // The number of calls of ahead_.step() for a block of `num` keys.
     int num_steps(int num) const {
         const int num_heads = task_.end_head - task_.first_head;
         if (has_few()) return num_heads * 2 * round_up(num, LANES) / LANES;
@@ -199,7 +198,7 @@ class TaskRun {
 
     int64_t seen(int row) const { return int64_t(task_.seen) + row; }
 
-    // The first `num` keys of a block of `num_packed`.
+    // Adds the first `num` keys of a block, of which `num_packed` are laid out, to the sums of some queries.
     void take_tile(int query, int at, int num_queries, int first, int num, int num_packed) {
         alignas(64) float scores[MAX_TILE_ROWS * KEY_BLOCK];
         alignas(64) RowOf<S> weights[MAX_TILE_ROWS * KEY_BLOCK];
@@ -271,7 +270,7 @@ class TaskRun {
     const int group_, per_head_;
 };
 
-// The result of a row from its parts: their sums weighed by how large their scores are.
+// Merges the parts of a row into its result, after rescaling their sums to the largest score.
 template <class S>
 void merge_row(const Plan& plan, int32_t row, const HeadShape& shape, const float* parts, const Queries<S>& queries) {
     const int64_t size = part_size(shape);
@@ -300,10 +299,10 @@ Scratch<S>& scratch_of(int thread) {
     return *scratches[thread];
 }
 
-// `parts`: num_part_floats, [num_parts][num_heads][part_size].
+// `parts`: a buffer of num_part_floats floats, [num_parts][num_heads][part_size].
 template <class S>
 void attend(const Plan& plan, const HeadShape& shape, const Queries<S>& queries, const KvLayer<S>& kv, float* parts) {
-    // One by one: the long ones come first.
+    // One by one, as tasks are sorted by cost, the longest first.
     team().loop(int64_t(plan.tasks.size()), Team::ONE_BY_ONE, [&](int64_t first, int64_t end, int thread) {
         for (int64_t i = first; i < end; i++) {
             const size_t likely = i + team().num_threads();

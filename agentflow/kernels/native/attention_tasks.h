@@ -1,10 +1,10 @@
 // Divides the attention of a batch into tasks: some query rows over one run of slots.
 //
-// Requests whose page tables begin alike form a prefix tree. A run that several of them share is one task for all
-// of their rows, read once (Hydragen, arXiv 2402.05099; cascade attention of FlashInfer, arXiv 2501.01005), where
-// that saves more than keeping and merging partial results costs. Rows of a long chunk read their keys
-// together in any case, so only requests of few rows take part. Long tasks are divided along their keys, as many
-// threads as there are. What a row has from several tasks is merged by log-sum-exp.
+// Requests with a common prefix of slots form a prefix tree. A run that several of them share becomes one task for all
+// of their rows, so that it is read once (Hydragen, arXiv 2402.05099; cascade attention of FlashInfer, arXiv
+// 2501.01005), if that saves more than storing and merging partial results costs. Only requests of few rows take part:
+// the rows of a long chunk read their keys together in any case. Long tasks are divided along their keys, to occupy all
+// threads. A row's partial results from several tasks are merged by log-sum-exp.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +14,10 @@
 
 namespace agentflow {
 
-// As ops.AttentionBatch: R requests, G trees below prefixes (their rows come last).
+// As inputs.AttentionBatch: R requests, then G trees, each below a prefix.
 struct Batch {
     const int32_t* page_table;
-    int64_t page_stride;  // entries from one row of the table to the next
+    int64_t page_stride;  // entries between the starts of two rows of the table
     int64_t num_requests;
     const int64_t *page_rows, *query_lens, *kv_lens;
     int64_t num_trees;
@@ -27,13 +27,13 @@ struct Batch {
     const int64_t* path_lens;
 };
 
-// Query rows rows[0 .. num_rows) over slots[0 .. num_keys). Row i sees the first `seen + i` keys (all, where
-// that is more), and of the heads those of the KV heads first_head to end_head. parts[i]: where its partial
-// result goes; -1: what comes out is the row's result.
+// Attention of num_rows rows over slots[0 .. num_keys), for the KV heads first_head to end_head. Row i is
+// Plan::rows[first_row + i]; it sees the first `seen + i` keys (all if there are fewer). Plan::parts[first_row + i] is
+// where its partial result goes; -1: the task's output is the row's result.
 struct Task {
     const int32_t* slots;
     int32_t num_keys, seen;
-    int32_t num_rows, first_row;  // in Plan::rows
+    int32_t num_rows, first_row;  // `first_row`: in Plan::rows
     int32_t first_head, end_head;
 };
 
@@ -42,22 +42,22 @@ struct HeadShape {
     int64_t group() const { return num_heads / num_kv_heads; }
 };
 
-constexpr int KEY_BLOCK = 128;      // keys that a task takes at once
-constexpr int MAX_QUERIES = 192;    // query rows times heads of a KV head in a task
-constexpr int FEW_ROWS = 16;        // a chunk of so many rows shares its prefix with others
+constexpr int KEY_BLOCK = 128;      // keys that a task processes at once
+constexpr int MAX_QUERIES = 192;    // of a task: query rows times query heads per KV head
+constexpr int FEW_ROWS = 16;        // requests with at most this many rows share prefixes
 constexpr int MIN_SPLIT_KEYS = 128;
 constexpr int ALL = 1 << 30;
-// A part costs about as much as so many keys: each row's, to keep and merge it, and one more for the task.
+// The cost of a partial result in keys: per row, to store and merge it, and per task.
 constexpr int KEYS_PER_PART = 8;
 constexpr int KEYS_PER_TASK = 32;
 
 class Plan {
   public:
     std::vector<Task> tasks;
-    std::vector<int32_t> rows;         // of the batch, task after task
-    std::vector<int32_t> parts;        // beside `rows`
-    std::vector<int32_t> first_parts;  // [T + 1]: the parts of a row are first_parts[t] to first_parts[t + 1]
-    std::vector<int32_t> merged_rows;  // rows of several parts
+    std::vector<int32_t> rows;         // rows of the batch, task after task
+    std::vector<int32_t> parts;        // of each entry of `rows`: its partial result, or -1
+    std::vector<int32_t> first_parts;  // [T + 1]: row t has the parts first_parts[t] to first_parts[t + 1]
+    std::vector<int32_t> merged_rows;  // rows with several parts
     int32_t num_parts = 0;
 
     Plan(const Batch& batch, const HeadShape& shape, int num_threads) : batch_(batch), shape_(shape) {
@@ -72,13 +72,13 @@ class Plan {
     int32_t num_rows() const { return num_rows_; }
 
   private:
-    // A request, or the rows of a tree over their prefix.
+    // A request, or a tree's rows with the tree's prefix.
     struct Reader {
         const int32_t* slots;
-        int32_t limit;   // keys that can be shared: those that were there before this batch
-        int32_t end;     // keys in all
+        int32_t limit;   // keys that can be shared: those cached before this batch
+        int32_t end;     // the number of keys
         int32_t first_row, num_rows;
-        int32_t start = 0;  // of the keys that no run has taken
+        int32_t start = 0;  // the first key that is in no shared run
     };
 
     void add_readers() {
@@ -102,7 +102,7 @@ class Plan {
         return batch_.page_table + page_row * batch_.page_stride;
     }
 
-    // Finds the runs that `members`, equal up to `depth`, share below it.
+    // Finds the runs that `members`, which are equal up to `depth`, share after it.
     void share(std::vector<int32_t> members, int32_t depth) {
         std::erase_if(members, [&](int32_t m) { return readers_[m].limit <= depth; });
         std::stable_sort(members.begin(), members.end(), [&](int32_t a, int32_t b) {
@@ -151,7 +151,7 @@ class Plan {
         add_tasks(reader.slots + reader.start, length, seen, all_rows);
     }
 
-    // Each row of a tree over the nodes above it and itself.
+    // Adds a task for each row of a tree: over its ancestors and itself.
     void add_paths() {
         if (batch_.num_trees == 0) return;
         int32_t row = 0, num_slots = 0;
@@ -171,7 +171,7 @@ class Plan {
         for (int32_t i = 0; i < num; i++) rows.push_back(first + i);
     }
 
-    // Tasks of at most MAX_QUERIES queries; of many queries, one for each KV head.
+    // Adds tasks of at most MAX_QUERIES queries. If there are many queries, each KV head gets its own task.
     void add_tasks(const int32_t* slots, int32_t num_keys, int32_t seen, const std::vector<int32_t>& all_rows) {
         const int32_t num = int32_t(all_rows.size()), group = int32_t(shape_.group());
         const int32_t most = std::max(1, MAX_QUERIES / group), num_blocks = (num + most - 1) / most;
@@ -195,7 +195,7 @@ class Plan {
         return int64_t(task.num_keys + KEYS_PER_TASK) * (task.end_head - task.first_head) * (12 + queries);
     }
 
-    // Cuts tasks that are so long that threads would wait for one, and puts the longest first.
+    // Divides tasks that are so long that the other threads would wait, and sorts all by cost, the highest first.
     void split(int num_threads) {
         int64_t total = 0;
         for (const Task& task : tasks) total += cost(task);
@@ -214,7 +214,7 @@ class Plan {
                 piece.slots += first;
                 piece.num_keys = end - first;
                 if (task.seen != ALL) piece.seen -= first;
-                // Heads of the same rows stand in one place; pieces of keys each have rows of their own.
+                // Tasks for other heads of the same rows share entries of `rows`; each piece needs its own.
                 if (i > 0) piece.first_row = copy_rows(rows_at, task.num_rows, i);
                 cut.push_back(piece);
             }
@@ -223,7 +223,7 @@ class Plan {
         std::stable_sort(tasks.begin(), tasks.end(), [&](const Task& a, const Task& b) { return cost(a) > cost(b); });
     }
 
-    // The heads of a block of rows are cut alike, so piece i of each finds the copy that the first one made.
+    // Tasks for other heads of the same rows are divided alike, so their pieces i share one copy.
     int32_t copy_rows(int32_t from, int32_t num, int64_t piece) {
         for (const Copy& copy : copies_) {
             if (copy.from == from && copy.piece == piece) return copy.to;

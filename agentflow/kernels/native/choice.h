@@ -1,5 +1,5 @@
-// Chooses a token from each row of logits, as `ops.Kernels.choose` says it: all of a row while it is in a core's
-// cache, rows shared out among the team.
+// Chooses a token from each row of logits, as `ops.Kernels.choose` defines it. Each row is processed whole, while it is
+// in a core's cache; the team's threads take one row after the other.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 
 namespace agentflow {
 
-// S rows of logits [S][vocab_size]. `mask_places` [S]: which row of `mask_words` [..][num_words] holds the tokens that
-// are allowed, as bits; -1: all are. `uniforms` [S]: in [0, 1).
+// S rows of logits [S][vocab_size]. `mask_places` [S]: the row of `mask_words` [..][num_words] that holds the allowed
+// tokens as bits; -1: all are allowed. `uniforms` [S]: in [0, 1).
 struct Choices {
     const float* logits;
     int64_t num_rows, vocab_size;
@@ -36,16 +36,16 @@ class RowChoice {
     int64_t token() {
         if (c_.targets[row_] >= 0) return c_.targets[row_];
         const float highest = most();
-        if (highest == MINUS_INFINITY) return 0;  // nothing is allowed, or nothing is a number
+        if (highest == MINUS_INFINITY) return 0;  // no token is allowed, or all logits are NaN
         const float temperature = c_.temperatures[row_];
         return temperature > 0 ? drawn(highest, temperature) : first_of(highest);
     }
 
   private:
-    // Sums are kept for blocks, so that the drawn point is found without adding everything up again.
+    // Each block's sum is kept, so that only one block is added up again to find the drawn token.
     static constexpr int64_t BLOCK = 1024;
 
-    // Tokens first to first + 15; -inf where a token is not allowed or does not exist.
+    // The logits of tokens first to first + 15; -inf if a token is not allowed or past the vocabulary.
     Vec lanes(int64_t first) const {
         const int num = int(std::min<int64_t>(LANES, num_ - first));
         const Vec values = first_lanes(load_first(logits_ + first, num), num, MINUS_INFINITY);
@@ -71,7 +71,7 @@ class RowChoice {
 
     int64_t drawn(float highest, float temperature) {
         weights().resize(round_up<int64_t>(num_, BLOCK));
-        // Relative to the likeliest first: no temperature, however small, can then overflow.
+        // Relative to the largest logit, so that no temperature, however small, overflows.
         const Vec top = broadcast(highest), heat = broadcast(temperature), log2_e = broadcast(LOG2_E);
         float* weight = weights().data();
         for (int64_t first = 0; first < num_; first += LANES) {
@@ -90,7 +90,7 @@ class RowChoice {
         return at(std::min(c_.uniforms[row_] * total, std::nextafter(total, 0.0)));
     }
 
-    // Sums of blocks, and all of them.
+    // Computes the sum of each block, and returns the total.
     double add_up() {
         std::vector<double>& of_blocks = sums();
         of_blocks.assign(weights().size() / BLOCK, 0.0);
@@ -107,8 +107,8 @@ class RowChoice {
         return total;
     }
 
-    // The least weight that top_k, top_p and min_p keep, in this order. Only the likeliest are looked at; where these
-    // do not suffice, more.
+    // The smallest weight that top_k, top_p and min_p keep, applied in this order. Looks at the largest weights only,
+    // and at more of them if these are not enough.
     float least_kept(double total) {
         const int64_t top_k = c_.top_ks[row_];
         const float min_p = c_.min_ps[row_];
@@ -132,7 +132,7 @@ class RowChoice {
         }
     }
 
-    // All weights of at least `bound`.
+    // Collects the weights of at least `bound`.
     void collect(float bound) {
         std::vector<float>& likely = likeliest();
         const float* from = weights().data();
@@ -146,13 +146,13 @@ class RowChoice {
     }
 
     struct Likeliest {
-        float least;  // negative: not even all are enough
+        float least;  // negative: the collected weights are not enough
         double sum;
     };
 
-    // Of the collected weights the fewest likeliest of which is_enough(how many, their sum), equals of the last one
-    // with them. Nothing is sorted: weights are counted and added up by their upper bits, then those that have the
-    // bits where it becomes enough by the next ones, and so on. (Bits of positive floats are in the order of floats.)
+    // The smallest set of the largest collected weights for which is_enough(count, sum), with all ties of its last one.
+    // A radix select: weights are counted and added up by their upper bits, then those in the bucket where the set
+    // becomes enough by the next bits, and so on. The bits of positive floats have the order of the floats.
     template <class IsEnough>
     Likeliest fewest(const IsEnough& is_enough) {
         constexpr int NUM_KEYS = 4096, SHIFTS[] = {19, 7, 0};
@@ -160,14 +160,14 @@ class RowChoice {
         std::vector<double>& totals = memory<4, double>();
         std::vector<float>& left = memory<5, float>();
         left = likeliest();
-        int64_t number = 0;  // of those above what is left
+        int64_t number = 0;  // of the weights above those in `left`
         double sum = 0;
         for (const int shift : SHIFTS) {
             const uint32_t bits = shift ? NUM_KEYS - 1 : (1 << SHIFTS[1]) - 1;
             const auto key_of = [&](float weight) { return std::bit_cast<uint32_t>(weight) >> shift & bits; };
             numbers.assign(NUM_KEYS, 0), totals.assign(NUM_KEYS, 0.0);
             for (float weight : left) numbers[key_of(weight)]++, totals[key_of(weight)] += weight;
-            int last = -1;  // where it becomes enough, or by rounding nearly so: the last that there is
+            int last = -1;  // where the set becomes enough; if rounding prevents it, the last bucket
             bool is_found = false;
             for (int key = NUM_KEYS - 1; key >= 0 && !is_found; key--) {
                 if (!numbers[key]) continue;
@@ -181,12 +181,12 @@ class RowChoice {
         return {left[0], sum + double(left[0]) * double(left.size())};
     }
 
-    // The first token with which the sum of all up to it exceeds `point`.
+    // The first token at which the cumulative sum exceeds `point`.
     int64_t at(double point) const {
         double reached = 0;
         int64_t block = 0;
         for (; block + 1 < int64_t(sums().size()) && reached + sums()[block] <= point; block++) reached += sums()[block];
-        int64_t last = 0;  // of the tokens that can be drawn: for what rounding may leave over
+        int64_t last = 0;  // token with a weight: the result if rounding leaves the sum below `point`
         for (int64_t token = block * BLOCK; token < num_; token++) {
             const float weight = weights()[token];
             if (weight > 0) last = token;
@@ -196,7 +196,7 @@ class RowChoice {
         return last;
     }
 
-    // A thread's own memory, kept from row to row.
+    // Thread-local buffers, reused for each row.
     static std::vector<float>& weights() { return memory<0, float>(); }
     static std::vector<float>& likeliest() { return memory<1, float>(); }
     static std::vector<double>& sums() { return memory<2, double>(); }

@@ -1,4 +1,4 @@
-// The whole stack of layers of a Llama-shaped model, in one call.
+// A forward pass through all layers of a Llama-shaped model, in one call.
 #pragma once
 
 #include <stdexcept>
@@ -15,7 +15,7 @@ namespace agentflow {
 struct LayerWeights {
     const void* input_norm;
     Weight qkv;
-    const void *q_norm, *k_norm;  // null where the model has none
+    const void *q_norm, *k_norm;  // null if the model has none
     Weight output;
     const void* mlp_norm;
     Weight gate_up;  // gated
@@ -31,7 +31,7 @@ struct DecoderWeights {
     const LayerWeights* layers;
 };
 
-// T rows; `sampled` [num_sampled]: those whose hidden states are wanted.
+// T rows; `sampled` [num_sampled]: the rows whose hidden states or tokens the pass returns.
 struct Rows {
     int64_t num_rows;
     const int64_t *token_ids, *positions, *write_slots;
@@ -39,7 +39,7 @@ struct Rows {
     const int64_t* sampled;
 };
 
-// Memory for the rows of a forward, kept from one to the next.
+// Buffers for the rows of a forward pass, reused by the next one.
 template <class S>
 struct Activations {
     std::vector<S> residual, qkv;
@@ -61,7 +61,7 @@ struct Activations {
     }
 };
 
-// Throws std::out_of_range where a row's token does not exist.
+// Throws std::out_of_range if a token id is outside the vocabulary.
 inline void check_tokens(const DecoderWeights& weights, const Rows& rows) {
     for (int64_t t = 0; t < rows.num_rows; t++) {
         if (rows.token_ids[t] >= 0 && rows.token_ids[t] < weights.vocab_size) continue;
@@ -90,7 +90,7 @@ class Forward {
             normalize(layer.input_norm);
             project(layer.qkv);
             rotate_and_write(layer, static_cast<S*>(kv_layers[i]));
-            if (is_last && rows_.num_sampled == 0) return;  // a chunk of a prompt: its KV was all that was wanted
+            if (is_last && rows_.num_sampled == 0) return;  // a prompt's chunk: only its KV is needed
             attend_layer(static_cast<const S*>(kv_layers[i]));
             if (is_last) keep_sampled();
             add_to_residual(OUTPUT, m_.attended, m_.attended_stride, layer.output);
@@ -100,14 +100,14 @@ class Forward {
         }
     }
 
-    // The normed hidden states of the sampled rows, to out [num_sampled][hidden_size].
+    // Writes the normed hidden states of the sampled rows to out [num_sampled][hidden_size].
     void write_hidden(S* out) {
         for (int64_t t = 0; t < rows_.num_sampled; t++) {
             rms_norm(residual(t), static_cast<const S*>(w_.final_norm), w_.hidden_size, w_.norm_eps, out + t * w_.hidden_size);
         }
     }
 
-    // Their tokens, to out [num_sampled].
+    // Chooses the tokens of the sampled rows and writes them to out [num_sampled].
     void choose_tokens(const Weight& head, Choices choices, int64_t* out) {
         if (rows_.num_sampled == 0) return;
         normalize(w_.final_norm);
@@ -194,13 +194,13 @@ class Forward {
         fill_up(m_.attended, w_.num_heads * w_.head_dim, m_.attended_stride);
     }
 
-    // Zeros behind rows whose length is not a panel's: products may read that far.
+    // Pads rows with zeros to a whole panel, as products read that far.
     void fill_up(std::vector<RowOf<S>>& rows, int64_t size, int64_t stride) {
         if (size == stride) return;
         each_row([&](int64_t t) { std::fill(rows.data() + t * stride + size, rows.data() + (t + 1) * stride, RowOf<S>{}); });
     }
 
-    // What comes after the last layer's attention is computed only for the rows that are wanted.
+    // Drops all rows but the sampled ones, so that the rest of the last layer is computed for these only.
     void keep_sampled() {
         std::vector<S> kept(rows_.num_sampled * w_.hidden_size);
         std::vector<RowOf<S>> attended(rows_.num_sampled * m_.attended_stride);

@@ -1,5 +1,6 @@
-// What Python calls, by ctypes (native_library.py). Every function takes the team for as long as it runs.
-// `is_bf16`: whether values are bfloat16 or float. What can fail returns a Status; no exception leaves the library.
+// The functions that Python calls through ctypes (native_ops.py). Each one that computes holds the team's lock while
+// it runs. `is_bf16`: values are bfloat16, else float. A function that can fail returns a Status; no exception leaves
+// the library.
 
 #include <cstdio>
 #include <new>
@@ -11,19 +12,19 @@ using namespace agentflow;
 
 namespace {
 
-// As native_ops.FAILURES names them.
+// The keys of native_ops.FAILURES.
 enum Status : int { OK, OUT_OF_MEMORY, NO_SUCH_INDEX, FAILED };
 
 thread_local char failure_text[256];
 
-// What body threw, as a status, with its text in failure_text.
+// Runs body. Returns what it threw as a Status, with the message in failure_text.
 template <class Body>
 int guarded(const Body& body) {
     const auto failed = [](Status status, const char* text) {
         std::snprintf(failure_text, sizeof failure_text, "%s", text);
         return status;
     };
-    constexpr const char* NO_MEMORY = "there is no memory for what the native kernels compute";
+    constexpr const char* NO_MEMORY = "out of memory in the native kernels";
     try {
         body();
         return OK;
@@ -38,14 +39,14 @@ int guarded(const Body& body) {
     }
 }
 
-// Calls body with a value of the type that values have.
+// Calls body with a value of the type S that `is_bf16` selects.
 template <class Body>
 void as_type(int is_bf16, const Body& body) {
     if (is_bf16) body(bf16{});
     else body(float{});
 }
 
-// The same with the team.
+// Like as_type, holding the team's lock and returning a Status.
 template <class Body>
 int with_team(int is_bf16, const Body& body) {
     return guarded([&] {
@@ -54,7 +55,7 @@ int with_team(int is_bf16, const Body& body) {
     });
 }
 
-// Rows of any width as a product takes them: of its type, with zeros up to a whole panel.
+// Copies rows of any width to the form that products read: in their type, padded with zeros to a whole panel.
 template <class S>
 std::vector<RowOf<S>> padded_rows(const S* x, int64_t num_rows, int64_t width, int64_t stride) {
     std::vector<RowOf<S>> rows((num_rows + MAX_TILE_ROWS) * stride);
@@ -66,10 +67,10 @@ std::vector<RowOf<S>> padded_rows(const S* x, int64_t num_rows, int64_t width, i
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Of the last call of this thread that returned another status than OK.
+// The message of this thread's last call that failed.
 EXPORT const char* af_failure() { return failure_text; }
 
-// Returns how many threads could not be started since the last call.
+// Returns the number of threads that could not be started since the last call.
 EXPORT int af_set_num_threads(int num) { return team().set_num_threads(num); }
 
 EXPORT int64_t af_panel_size(int is_bf16, int64_t num_out, int64_t num_in, int gated) {
@@ -84,7 +85,7 @@ EXPORT int af_pack(int is_bf16, const void* matrix, int64_t num_out, int64_t num
     });
 }
 
-// out: S, or float where `exact`. Of a gated weight the gated product.
+// out: of type S, or float if `exact`; the gated product if `gated`.
 EXPORT int af_linear(int is_bf16, const void* x, int64_t num_rows, const Weight* weight, int gated, int exact, void* out) {
     return with_team(is_bf16, [&](auto type) {
         using S = decltype(type);
@@ -137,16 +138,16 @@ EXPORT int af_choose(const Choices* choices, int64_t* tokens) {
     });
 }
 
-// Seconds of each `Part` since the last call, to out [NUM_PARTS].
+// Writes the seconds spent in each Part since the last call to out [NUM_PARTS].
 EXPORT void af_part_seconds(double* out) {
     const std::lock_guard<std::mutex> lock(team().in_use);
     std::copy(part_seconds, part_seconds + NUM_PARTS, out);
     std::fill(part_seconds, part_seconds + NUM_PARTS, 0.0);
 }
 
-// Begins a forward pass; af_finish_forward ends it, and until then all arguments must live. For the sampled rows it
-// returns the tokens if `choices` is given, else the normed hidden states. With a status other than OK, nothing has
-// begun: NO_SUCH_INDEX for a token that does not exist.
+// Starts a forward pass, which af_finish_forward ends; all arguments must live until then. It writes the sampled rows'
+// tokens if `choices` is given, else their normed hidden states. If the status is not OK, nothing was started;
+// NO_SUCH_INDEX means that a token id is outside the vocabulary.
 EXPORT int af_start_forward(int is_bf16, const DecoderWeights* weights, const Rows* rows, const Batch* batch,
                             void* const* kv_layers, void* hidden, const Weight* head, const Choices* choices,
                             int64_t* tokens) {
@@ -167,7 +168,7 @@ EXPORT int af_start_forward(int is_bf16, const DecoderWeights* weights, const Ro
     });
 }
 
-// For the thread that began it, which works on it now.
+// Joins the team until the forward pass is done. Must be called by the thread that started it.
 EXPORT int af_finish_forward() {
     return guarded([] {
         const std::lock_guard<std::mutex> lock(team().in_use, std::adopt_lock);

@@ -1,5 +1,5 @@
-// Attention of so few queries that keys and values are not worth laying out: scores and sums are formed from the
-// rows of the pool as they are read. For bfloat16 instructions, of heads of 64 or 128 dimensions.
+// Attention for so few queries that laying out keys and values does not pay: scores and sums are computed from the
+// pool directly. Needs bfloat16 instructions and heads of 64 or 128 dimensions.
 #pragma once
 
 #include "product.h"
@@ -8,7 +8,7 @@ namespace agentflow {
 
 #if defined(__AVX512F__)
 
-// The words (pairs of dimensions) of 16 keys, turned: r[j] holds word j of each.
+// Transposes 16 words (pairs of dimensions) of 16 keys: r[j] then holds word j of each key.
 ALWAYS_INLINE void turn(__m512i (&r)[16]) {
     __m512i t[16];
 #pragma GCC unroll 8
@@ -24,7 +24,7 @@ ALWAYS_INLINE void turn(__m512i (&r)[16]) {
         r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
     }
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {  // r[i]: columns i, i + 4, .. of rows 0 to 3; r[4 + i]: of rows 4 to 7; ..
+    for (int i = 0; i < 4; i++) {  // r[4 * n + i]: columns i, i + 4, ... of rows 4 n to 4 n + 3
         t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
         t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xDD);
         t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
@@ -43,11 +43,11 @@ ALWAYS_INLINE void turn(__m512i (&r)[16]) {
 
 #if defined(__AVX512BF16__)
 
-// Of heads with CHUNKS times 32 dimensions so many queries have their sums in registers.
+// The number of queries whose sums fit into registers, for heads of 32 * CHUNKS dimensions.
 template <int CHUNKS>
 constexpr int MOST_FEW_QUERIES = CHUNKS == 2 ? 4 : 2;
 
-// scores[i] [16]: of each query (`stride` apart) with 16 keys.
+// scores[i] [16]: of query i with 16 keys. Queries are `stride` values apart.
 template <int QUERIES, int CHUNKS>
 void score_few(const bf16* queries, int64_t stride, const bf16* const (&keys)[LANES], Vec (&scores)[QUERIES]) {
     __m512 sums[QUERIES][2];
@@ -72,8 +72,8 @@ void score_few(const bf16* queries, int64_t stride, const bf16* const (&keys)[LA
     for (int i = 0; i < QUERIES; i++) scores[i].v = _mm512_add_ps(sums[i][0], sums[i][1]);
 }
 
-// sums[i] [32 CHUNKS] = decays[i] times themselves + the values weighed. weights[i * weight_stride + key]; `value`
-// gives the row of a key. step() is called once in a while.
+// sums[i] [32 * CHUNKS] = decays[i] * sums[i] + the weighted sum of the values. The weight of a key for query i is
+// weights[i * weight_stride + key]; value(key) returns the key's value. Calls step() every LANES keys.
 template <int QUERIES, int CHUNKS, class Value, class Step>
 void add_few(const bf16* weights, int64_t weight_stride, int num, const Value& value, const float* decays,
              float* sums, int64_t sums_stride, const Step& step) {
@@ -85,7 +85,7 @@ void add_few(const bf16* weights, int64_t weight_stride, int num, const Value& v
     }
     for (int key = 0; key < num; key += 2) {
         const bf16* a = value(key);
-        const bf16* b = key + 1 < num ? value(key + 1) : a;  // its weight is 0
+        const bf16* b = key + 1 < num ? value(key + 1) : a;  // an odd last key: b's weight is 0
         if (key % LANES == 0) step();
 #pragma GCC unroll 4
         for (int c = 0; c < CHUNKS; c++) {
@@ -100,7 +100,7 @@ void add_few(const bf16* weights, int64_t weight_stride, int num, const Value& v
             }
         }
     }
-    // Of each 8 dimensions the first 4 are in the low part and the others in the high one.
+    // Of each 8 dimensions, the low part has the first 4 and the high part the others.
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
 #pragma GCC unroll 4

@@ -1,4 +1,4 @@
-// A block of keys and values out of the pool, laid out as panels; and asking memory for the next one.
+// Lays out a block of keys and values from the pool as panels, and prefetches the next one.
 #pragma once
 
 #include "attention_tasks.h"
@@ -7,7 +7,7 @@
 
 namespace agentflow {
 
-// Where keys and values are: [slots, 2, num_kv_heads, head_dim], keys at 0.
+// One layer of the KV pool: [slots, 2, num_kv_heads, head_dim], keys at 0, values at 1.
 template <class S>
 struct KvLayer {
     const S* data;
@@ -17,7 +17,7 @@ struct KvLayer {
     const S* value(int32_t slot, int64_t head) const { return key(slot, num_kv_heads + head); }
 };
 
-// 16 x 16 words, transposed. Row i is at from[i] (all zeros: null); column i goes to `to + i * stride`.
+// Transposes 16 x 16 words. Row i is at from[i] (null: zeros); column i is written to `to + i * stride`.
 ALWAYS_INLINE void transpose_words(const uint32_t* const (&from)[16], uint32_t* to, int64_t stride) {
 #if defined(__AVX512F__)
     __m512i r[16];
@@ -33,7 +33,7 @@ ALWAYS_INLINE void transpose_words(const uint32_t* const (&from)[16], uint32_t* 
 #endif
 }
 
-// Keys as columns: panels [ceil(num / 32)][words of a key][32 words]; a word is a float or a pair of bfloat16.
+// Lays out keys as columns: panels [ceil(num / 32)][words of a key][32]. A word is a float or a pair of bfloat16.
 template <class S>
 void pack_keys(const KvLayer<S>& kv, const int32_t* slots, int num, int64_t head, S* panels) {
     constexpr int PAIR = Format<S>::PAIR;
@@ -61,7 +61,7 @@ void pack_keys(const KvLayer<S>& kv, const int32_t* slots, int num, int64_t head
     }
 }
 
-// Two rows of 32 bfloat16 side by side, value by value; b may be null: zeros.
+// Interleaves two rows of 32 bfloat16 value by value. b may be null, for zeros.
 ALWAYS_INLINE void interleave(const bf16* a, const bf16* b, bf16* to) {
     for (int part = 0; part < 2; part++) {
         const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a + part * 16));
@@ -73,7 +73,7 @@ ALWAYS_INLINE void interleave(const bf16* a, const bf16* b, bf16* to) {
     }
 }
 
-// Dimensions as columns: panels [ceil(head_dim / 32)][num, padded][32].
+// Lays out values with dimensions as columns: panels [ceil(head_dim / 32)][num, padded][32].
 template <class S>
 void pack_values(const KvLayer<S>& kv, const int32_t* slots, int num, int64_t head, S* panels) {
     constexpr int PAIR = Format<S>::PAIR;
@@ -103,14 +103,14 @@ void pack_values(const KvLayer<S>& kv, const int32_t* slots, int num, int64_t he
     }
 }
 
-// Asks memory for the keys and values of a block, a few at a time, while another block is worked on: asked for all at
-// once they would fill the queues of the core, which then waits for them as if it read them.
+// Prefetches the keys and values of a block, a few at a time, while another block is processed. Prefetching all at once
+// would fill the core's queues, and the core would stall as if it read them.
 template <class S>
 class FetchAhead {
   public:
     explicit FetchAhead(const KvLayer<S>& kv) : kv_(kv) {}
 
-    // From key `first` of a task (null: nothing); in about `num_steps` steps.
+    // Begins at key `first` of a task, to be done in about `num_steps` calls of step(). Null: nothing to prefetch.
     void begin(const Task* task, int first, int num_steps) {
         task_ = task;
         at_ = first;

@@ -1,4 +1,4 @@
-// Products of a batch's rows with a weight, and what becomes of them before they go to memory.
+// Products of a batch's rows with a weight, fused with what follows: bias, residual or gating.
 #pragma once
 
 #include <vector>
@@ -8,19 +8,19 @@
 
 namespace agentflow {
 
-// W [num_out, num_in] in panels: column n of panel p is output 32 p + n, outputs past the last are zero. Of a
-// weight that is `gated`, panel p holds 16 outputs of the gate and then the same 16 of what it gates.
-// `bias`: [num_out] in S, or null.
+// W [num_out, num_in] in panels: column n of panel p is output 32 p + n, and outputs past the last are zero. In a gated
+// weight, panel p holds 16 outputs of the gate projection, then the same 16 of the up projection.
+// `bias`: [num_out] of type S, or null.
 struct Weight {
     const void* panels;
     const void* bias;
     int64_t num_in, num_out;
 };
 
-constexpr int64_t ROW_BLOCK_BYTES = 448 * 1024;  // rows that stay in a core's own cache while panels pass
+constexpr int64_t ROW_BLOCK_BYTES = 448 * 1024;  // rows that fit a core's own cache beside the panels
 
-// Calls put(row, num_rows, panel, sums [num_rows][PANEL]) for all tiles of rows W^T. Rows are followed by memory for
-// MAX_TILE_ROWS more.
+// Calls put(row, num_rows, panel, sums [num_rows][PANEL]) for every tile of rows W^T. `rows` must be followed by
+// readable memory for MAX_TILE_ROWS more rows.
 template <class S, class Put>
 void multiply(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, const Put& put) {
     const int64_t depth = padded_depth<S>(weight.num_in);
@@ -44,7 +44,7 @@ void multiply(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weig
     });
 }
 
-// The sums of one row with the bias.
+// Adds the bias to LANES sums of one row.
 template <class S>
 ALWAYS_INLINE Vec biased(const float* sums, const Weight& weight, int64_t column, int num) {
     Vec value = load(sums);
@@ -74,7 +74,7 @@ void linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight
     });
 }
 
-// residual += rows W^T + b, each rounded as S.
+// residual += rows W^T + b; the product and the sum are each rounded to S.
 template <class S>
 void linear_add(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, S* residual,
                 int64_t residual_stride) {
@@ -88,15 +88,15 @@ void linear_add(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const We
     });
 }
 
-// out [num_rows][num_out / 2] = silu(rows Wg^T) * (rows Wu^T) of a gated weight; gate, product of it with its
-// sigmoid, and result are each rounded as S.
+// out [num_rows][num_out / 2] = silu(rows Wg^T) * (rows Wu^T) for a gated weight. Both products, the silu and the
+// result are each rounded to S.
 template <class S, class Out>
 void gated_linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, Out* out,
                   int64_t out_stride) {
     const int64_t half = weight.num_out / 2;
     Weight gate = weight, up = weight;
     if (weight.bias) up.bias = static_cast<const S*>(weight.bias) + half;
-    // Only these many panels hold anything: 16 outputs each.
+    // Each panel holds 16 outputs of both halves; the last one may be padded.
     Weight both = weight;
     both.num_out = round_up<int64_t>(half, LANES) * 2;
     multiply<S>(rows, stride, num_rows, both, [&](int64_t row, int num, int64_t panel, const float* sums) {
@@ -112,8 +112,8 @@ void gated_linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const 
     });
 }
 
-// The panels of W [num_out, num_in]; `panels` is zeroed before. `gated`: the second half of W's rows goes
-// beside the first, 16 by 16.
+// Writes W [num_out, num_in] to `panels`, which must be zeroed. `gated`: the two halves of W's rows are interleaved in
+// groups of 16.
 template <class S>
 void pack(const S* matrix, int64_t num_out, int64_t num_in, bool gated, S* panels) {
     constexpr int PAIR = Format<S>::PAIR;

@@ -1,16 +1,16 @@
-// How long each part of a forward takes, added up until they are asked for.
+// The time spent in each part of a forward pass, summed until af_part_seconds reads it.
 #pragma once
 
 #include <chrono>
 
 namespace agentflow {
 
-// As `native_ops.PARTS` names them.
+// In the order of `native_ops.PARTS`.
 enum Part { PLAN, EMBED, NORM, QKV, ROPE, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, CHOICE, NUM_PARTS };
 
 inline double part_seconds[NUM_PARTS];
 
-// Adds the time from its making to its end; two readings of a clock, about 50 nanoseconds.
+// Adds the time that it lives to a part. The two clock readings take about 50 nanoseconds.
 class Timed {
   public:
     explicit Timed(Part part) : part_(part), began_(Clock::now()) {}

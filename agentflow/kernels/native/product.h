@@ -1,11 +1,11 @@
-// Products of a few rows with a panel: 32 columns of a matrix, laid out in the order they are read in.
+// Products of a few rows with a panel: 32 columns of a matrix, laid out in the order in which they are read.
 //
-// A panel of depth k (the inner dimension of the product) holds, for float, [k][32], and for bfloat16
-// [k / 2][32][2]: pairs of neighbours along k side by side, which is what the processor's bfloat16 instructions
-// multiply (and, in 16 columns, a tile of AMX). Odd depths are filled up with a zero.
+// A panel of depth k (the inner dimension of the product) is [k][32] floats, or [k / 2][32][2] bfloat16: values that
+// are adjacent along k lie in pairs, as the processor's bfloat16 instructions and AMX tiles expect. The depth is padded
+// with zeros to a multiple of what these take at once.
 //
-// Rows are bfloat16 where the processor multiplies bfloat16. Elsewhere they are floats that hold bfloat16
-// values, and panels are widened as they are read: bytes from memory stay few, and sums are the same.
+// Rows are bfloat16 if the processor multiplies bfloat16. Otherwise they are floats that hold bfloat16 values, and
+// panels are widened as they are read: the bytes read from memory and the sums stay the same.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@ struct Format;
 template <>
 struct Format<float> {
     using Row = float;
-    static constexpr int PAIR = 1;  // values along k that stand side by side in a panel
+    static constexpr int PAIR = 1;  // adjacent values along k that lie together in a panel
 };
 
 template <>
@@ -43,22 +43,22 @@ struct Format<bf16> {
 template <class S>
 using RowOf = typename Format<S>::Row;
 
-// What the inner dimension of a product is filled up to, in panels and rows alike.
+// The inner dimension of a product, padded as in panels and rows.
 template <class S>
 constexpr int64_t padded_depth(int64_t depth) {
     return round_up<int64_t>(depth, std::is_same_v<S, bf16> ? TILE_DEPTH : 1);
 }
 
 #if defined(__AVX512F__)
-constexpr int MAX_VECTOR_ROWS = 12;  // 24 sums in registers, beside two pieces of the panel
+constexpr int MAX_VECTOR_ROWS = 12;  // 24 registers of sums, 2 of the panel
 constexpr int TILE_VECS = 2;
 #else
 constexpr int MAX_VECTOR_ROWS = 4;
 constexpr int TILE_VECS = 1;
 #endif
 
-// With the tile registers of AMX 16 or 32 rows are multiplied at once, whether there are so many or not: a product's
-// rows must be followed by memory for so many more, and so must its results.
+// AMX always multiplies 16 or 32 rows, however many there are. So a product's rows must be followed by readable memory
+// for that many more, and its results by writable memory.
 #if defined(AGENTFLOW_TILES)
 constexpr int MAX_TILE_ROWS = 2 * TILE_SIDE;
 constexpr int MIN_ROWS_FOR_TILES = 4;
@@ -104,7 +104,7 @@ ALWAYS_INLINE __m512bh pair_of(const bf16* row) {
 }
 #endif
 
-// Adds the products at depth k (and k + 1 for pairs) to the sums of ROWS rows.
+// Adds the products at depth k (for pairs, also at k + 1) to the sums of ROWS rows.
 template <int ROWS, int VECS>
 ALWAYS_INLINE void multiply_add(Vec (&sums)[ROWS][VECS], const float* row, int64_t stride, int64_t k,
                                 const float* panel) {
@@ -156,7 +156,7 @@ ALWAYS_INLINE void multiply_add(Vec (&sums)[ROWS][VECS], const bf16* row, int64_
 }
 #endif
 
-// out [ROWS][PANEL] = rows [ROWS][depth] times one panel. `depth` is padded; rows may be read up to it.
+// out [ROWS][PANEL] = rows [ROWS][depth] times one panel. `depth` is padded, and rows are readable up to it.
 template <int ROWS, class S>
 void tile(const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, float* out) {
     for (int first = 0; first < PANEL; first += TILE_VECS * LANES) {
@@ -186,7 +186,7 @@ void tile_of(int num_rows, const RowOf<S>* rows, int64_t stride, const S* panel,
     tile<ROWS, S>(rows, stride, panel, depth, out);
 }
 
-// The same for any number of rows up to max_rows. Where tiles are, they are this thread's (TilesInUse).
+// The same for any number of rows up to max_rows. With AMX, this thread must hold a TilesInUse.
 template <class S>
 void tile(int num_rows, const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, float* out) {
 #if defined(AGENTFLOW_TILES)
@@ -205,8 +205,8 @@ void tile(int num_rows, const RowOf<S>* rows, int64_t stride, const S* panel, in
     tile_of<S, MAX_VECTOR_ROWS>(num_rows, rows, stride, panel, depth, out);
 }
 
-// Calls body(first, num) for tiles that together are the rows 0 to num_rows: of about equal height, or as high as can
-// be where height costs nothing.
+// Divides rows 0 to num_rows into tiles and calls body(first, num) for each. The tiles have about equal height; with
+// AMX, where a tile takes the same time at any height, all but the last have the maximum.
 template <class S, class Body>
 ALWAYS_INLINE void each_tile(int64_t num_rows, const Body& body) {
     constexpr int MOST = max_rows<S>();

@@ -1,4 +1,4 @@
-// What happens to single rows between the products: norms, rotary embeddings, gathering.
+// Operations on single rows between the products: norms, rotary embeddings, copies.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace agentflow {
 
-// out = round(x / sqrt(mean(x^2) + eps)) * weight, rounded as S. out may be x.
+// out = round(x / sqrt(mean(x^2) + eps)) * weight, rounded to S. out may be x.
 template <class S, class Out>
 void rms_norm(const S* x, const S* weight, int64_t size, float eps, Out* out) {
     Vec squares = zero();
@@ -25,7 +25,7 @@ void rms_norm(const S* x, const S* weight, int64_t size, float eps, Out* out) {
     }
 }
 
-// cos and sin [head_dim / 2] at a position, rounded as S as transformers holds them.
+// cos and sin [head_dim / 2] at a position, rounded to S as in transformers.
 template <class S>
 void rope_angles(int64_t position, const float* frequencies, int64_t half, float* cos, float* sin) {
     for (int64_t i = 0; i < half; i++) {
@@ -40,7 +40,7 @@ void rope_angles(int64_t position, const float* frequencies, int64_t half, float
     }
 }
 
-// Rotates one head in place; products and sums are rounded as S.
+// Rotates one head in place; products and sums are rounded to S.
 template <class S>
 void rotate(S* head, int64_t half, const float* cos, const float* sin) {
     for (int64_t i = 0; i < half; i += LANES) {
@@ -52,7 +52,7 @@ void rotate(S* head, int64_t half, const float* cos, const float* sin) {
     }
 }
 
-// Buffers that are kept from one use to the next only grow.
+// Resizes a reused buffer, which never shrinks.
 template <class T>
 void grow(std::vector<T>& buffer, int64_t size) {
     if (int64_t(buffer.size()) < size) buffer.resize(size);

@@ -1,4 +1,4 @@
-// Sixteen float lanes on whatever the compiler was told the processor has: AVX-512, or AVX2 as two halves.
+// Vectors of 16 float lanes: one AVX-512 register or two AVX2 registers, as the compiler's flags say.
 #pragma once
 
 #include <immintrin.h>
@@ -14,7 +14,7 @@ constexpr int LANES = 16;
 constexpr float LOG2_E = 1.44269504f;
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
-// A bfloat16 as it lies in memory: the upper half of a float.
+// A bfloat16 as stored in memory: the upper half of a float.
 struct bf16 {
     uint16_t bits;
 };
@@ -40,16 +40,16 @@ ALWAYS_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c
 ALWAYS_INLINE float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
 ALWAYS_INLINE float largest(Vec a) { return _mm512_reduce_max_ps(a.v); }
 
-// The first n lanes of a, and `other` in the rest.
+// The first n lanes of a; `other` in the remaining ones.
 ALWAYS_INLINE Vec first_lanes(Vec a, int n, float other) {
     const __mmask16 mask = n >= LANES ? 0xFFFF : n <= 0 ? 0 : (1u << n) - 1;
     return {_mm512_mask_blend_ps(mask, _mm512_set1_ps(other), a.v)};
 }
 
-// As bits, which lanes are at least as large.
+// A bit for each lane that is at least `bound`.
 ALWAYS_INLINE uint32_t at_least(Vec a, Vec bound) { return _mm512_cmp_ps_mask(a.v, bound.v, _CMP_GE_OQ); }
 
-// The lanes whose bit is set, and `other` in the rest.
+// The lanes whose bit is set; `other` in the remaining ones.
 ALWAYS_INLINE Vec lanes_where(Vec a, uint32_t bits, float other) {
     return {_mm512_mask_blend_ps(__mmask16(bits), _mm512_set1_ps(other), a.v)};
 }
@@ -61,7 +61,7 @@ ALWAYS_INLINE Vec load(const bf16* p) {
     return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
-// To the nearest bfloat16, ties to even, NaN to NaN.
+// Rounds to the nearest bfloat16, ties to even. NaN stays NaN.
 ALWAYS_INLINE __m256i narrow(Vec a) {
 #if defined(__AVX512BF16__)
     return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(a.v));
@@ -76,8 +76,8 @@ ALWAYS_INLINE __m256i narrow(Vec a) {
 }
 ALWAYS_INLINE void store(bf16* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(a)); }
 
-// 2 to the power of x, for x up to 127: Taylor's polynomial on [-1/2, 1/2], scaled. Relative error below 2e-7; of
-// the short one, for what is rounded to bfloat16 in any case, below 5e-5.
+// 2^x for x up to 127: a Taylor polynomial on [-1/2, 1/2], scaled. The relative error is below 2e-7; with the shorter
+// polynomial, for results that are rounded to bfloat16, below 5e-5.
 template <bool IS_SHORT = false>
 ALWAYS_INLINE Vec exp2(Vec x) {
     const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-200.0f), x.v);  // NaN stays NaN
@@ -199,7 +199,7 @@ ALWAYS_INLINE Vec exp2(Vec x) {
 
 #endif
 
-// What is left of a value when it is held as S, as a float.
+// The value rounded to S, as a float.
 template <class S>
 ALWAYS_INLINE Vec rounded(Vec a);
 template <>
@@ -211,7 +211,7 @@ ALWAYS_INLINE Vec rounded<bf16>(Vec a) {
     return load(held);
 }
 
-// The first n of 16 values, zeros in the rest; and the first n lanes to memory.
+// Loads n values, with zeros in the remaining lanes; stores the first n lanes.
 template <class S>
 ALWAYS_INLINE Vec load_first(const S* p, int n) {
     if (n >= LANES) return load(p);

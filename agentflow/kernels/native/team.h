@@ -1,14 +1,13 @@
 // A team of threads that runs one loop at a time, divided into pieces; each free thread takes the next piece.
 //
-// A loop does not wait for a thread without a piece: when the system runs something else on a core, the other
-// threads take its pieces. Between loops that follow closely the threads spin; after SPIN_PAUSES without work they
-// sleep until the next loop.
+// A loop waits only for threads that have a piece: if the system runs another process on a core, the other threads take
+// the remaining pieces. Between loops the threads spin; after SPIN_PAUSES without work they sleep until the next loop.
 //
-// A job is a sequence of loops that one of these threads runs, so that the caller can do other work first and then
-// join the team.
+// A job is a sequence of loops that one of these threads runs, so that the caller can do other work before it joins the
+// team.
 //
-// An exception on any thread reaches the caller: that of a loop's body when all pieces are done, that of a job in
-// `finish`. If a thread cannot be started, the team works with the threads that it has.
+// An exception on any thread is rethrown to the caller: by `loop` when all pieces are done, for a job by `finish`. If a
+// thread cannot be started, the team works with the threads that it has.
 #pragma once
 
 #include <linux/futex.h>
@@ -35,16 +34,17 @@ class Team {
     static constexpr int MAX_THREADS = 64;
     static constexpr int64_t ONE_BY_ONE = 0;
 
-    // Threads that work on a loop, the calling one among them. Returns how many of those set before could not be started.
+    // Sets the number of threads that run a loop, including the caller. Returns how many of the number set before could
+    // not be started.
     int set_num_threads(int num) {
         num_threads_ = std::clamp(num, 1, MAX_THREADS);
         return num_refused_.exchange(0);
     }
     int num_threads() const { return num_threads_; }
 
-    // Calls body(first, end, thread) for pieces that together are 0 to num, and returns when all are done.
-    // The first pieces are large and the last of `least`, or each is of one. The first exception of a body is thrown
-    // then. Only the holder of `in_use` may call it.
+    // Divides 0 to num into pieces, calls body(first, end, thread) for each, and returns when all are done. Pieces
+    // become smaller towards the end, down to `least`; with ONE_BY_ONE, each has size 1. Rethrows the first exception
+    // of a body. The caller must hold `in_use`.
     template <class Body>
     void loop(int64_t num, int64_t least, const Body& body) {
         if (num <= 0) return;
@@ -76,8 +76,8 @@ class Team {
         }
     }
 
-    // Begins `job`, which may call `loop`, on another thread, if there is one. Until `finish`, which the same
-    // caller must call, no other caller may use the team.
+    // Starts `job`, which may call `loop`, on another thread; without another thread, `finish` runs it. The caller must
+    // hold `in_use` and call `finish`.
     void start(std::function<void()> job) {
         job_ = std::move(job);
         start_workers();
@@ -88,17 +88,17 @@ class Team {
         if (num_asleep_.load() > 0) wake();
     }
 
-    // Works on what was started until it is done, and throws what it threw.
+    // Runs pieces of the job's loops until the job is done, and rethrows its exception.
     void finish() {
         if (!is_elsewhere_) return job_();
         serve(1, [this] { return is_finished_.load(); });
         if (job_failure_) std::rethrow_exception(std::exchange(job_failure_, nullptr));
     }
 
-    // One forward pass at a time: held during `loop`, or from `start` to `finish`.
+    // Held during `loop`, or from `start` to `finish`: one forward pass runs at a time.
     std::mutex in_use;
 
-    // After a fork the child has none of the threads.
+    // For the child after a fork, which has none of the threads.
     void forget_workers() {
         num_workers_ = 0;
         num_asleep_.store(0);
@@ -118,8 +118,8 @@ class Team {
         std::atomic<int64_t> num, least;
     };
 
-    // Takes pieces of loop `epoch` until none is left. The epoch stands beside the place in one word, so that
-    // a thread that comes late can take nothing of a later loop by mistake.
+    // Runs pieces of loop `epoch` until none is left. `next_` holds the epoch and the next index in one word, so that
+    // a late thread cannot take a piece of a later loop by mistake.
     void work(uint32_t epoch, int thread) {
         const Loop& taken = loops_[epoch % 2];
         uint64_t seen = next_.load();
@@ -144,7 +144,7 @@ class Team {
         }
     }
 
-    // Works on loops as `thread` until is_over().
+    // Runs pieces of loops as `thread` until is_over().
     template <class IsOver>
     void serve(int thread, const IsOver& is_over) {
         uint32_t done = uint32_t(next_.load() >> 32) - 1;
@@ -171,8 +171,7 @@ class Team {
         num_asleep_.fetch_sub(1);
     }
 
-    // The main function of a thread of the team. The first thread also runs jobs; meanwhile the caller takes its
-    // place in loops.
+    // The main function of a worker. Worker 1 also runs jobs; `finish` then runs its pieces on the caller's thread.
     void live(int thread) {
         for (;;) {
             serve(thread, [&] { return thread == 1 && is_started_.load(); });
@@ -201,7 +200,7 @@ class Team {
             for (; num_workers_ < num_threads_ - 1; num_workers_++) {
                 std::thread([this, thread = num_workers_ + 1] { live(thread); }).detach();
             }
-        } catch (const std::exception&) {  // no thread, or no memory for one; the next set_num_threads tries again
+        } catch (const std::exception&) {  // no thread or no memory; the next set_num_threads allows another try
             num_refused_ = num_threads_ - 1 - num_workers_;
             num_threads_ = num_workers_ + 1;
         }
@@ -213,7 +212,7 @@ class Team {
     std::atomic<int> num_asleep_{0};
     Loop loops_[2] = {};
     std::function<void()> job_;
-    std::exception_ptr failure_, job_failure_;  // the first of a loop; a job's
+    std::exception_ptr failure_, job_failure_;  // of a loop's first failing piece; of the job
     std::atomic<bool> has_failed_{false};
     bool is_elsewhere_ = false;
     std::atomic<bool> is_started_{false}, is_finished_{true};
@@ -222,7 +221,7 @@ class Team {
     int num_workers_ = 0;
 };
 
-// Never destroyed: its threads outlive main.
+// Never destroyed, as its threads outlive main.
 inline Team& team() {
     static Team* const the_team = [] {
         Team* made = new Team;

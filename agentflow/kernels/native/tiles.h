@@ -1,4 +1,4 @@
-// The tile registers of AMX: products of 16 rows with 16 columns, 32 values deep, in one instruction.
+// AMX tile registers: one instruction multiplies 16 rows by 16 columns, 32 values deep.
 #pragma once
 
 #if defined(AGENTFLOW_TILES)
@@ -15,7 +15,7 @@ namespace agentflow {
 constexpr int TILE_SIDE = 16;
 constexpr int TILE_DEPTH = 32;  // bfloat16 values: 64 bytes, a tile's width
 
-// As assembler and not as the compiler's functions: gcc 12 does not know that those read and write memory.
+// Inline assembler instead of intrinsics, because gcc 12 does not know that those access memory.
 template <int T>
 ALWAYS_INLINE void load_tile(const void* from, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
@@ -33,15 +33,15 @@ ALWAYS_INLINE void multiply_tiles() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
-// Asks Linux for the right to use tiles, once for the process. False: it does not give it.
+// Asks Linux, once per process, for permission to use tiles. Returns false if it refuses.
 inline bool allow_tiles() {
     constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     static const bool allowed = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
     return allowed;
 }
 
-// While it lives, this thread's tiles are 16 rows of 64 bytes. Afterwards they are given back: a core whose tiles are
-// in use cannot sleep deeply.
+// Configures this thread's tiles as 16 rows of 64 bytes while it lives, then releases them: a core with tiles in use
+// cannot enter deep sleep states.
 class TilesInUse {
   public:
     TilesInUse() {
@@ -58,8 +58,8 @@ class TilesInUse {
     TilesInUse(const TilesInUse&) = delete;
 };
 
-// out [rows][32] = rows [16 or 32][depth] times one panel, for `depth` a multiple of TILE_DEPTH. Tiles 0 to 3 hold
-// the sums, 4 and 5 rows, 6 and 7 columns.
+// out [rows][32] = rows [16 or 32][depth] times one panel; `depth` is a multiple of TILE_DEPTH. Tiles 0 to 3 hold the
+// sums, 4 and 5 the rows, 6 and 7 the columns.
 template <bool IS_TALL>
 ALWAYS_INLINE void multiply_by_tiles(const bf16* rows, int64_t stride, const bf16* panel, int64_t depth, float* out) {
     constexpr int64_t COLUMNS = 2 * TILE_SIDE, PAIR_BYTES = 2 * COLUMNS * int64_t(sizeof(bf16));
