@@ -1,10 +1,9 @@
-"""Regular expressions as machines over bytes, against ``re.fullmatch`` and against interegular's machines."""
+"""Regular expressions as DFAs over bytes, against ``re.fullmatch``."""
 
 import itertools
 import random
 import re
 
-import interegular
 import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
@@ -24,7 +23,9 @@ from agentflow.engine.grammar.regex import (
 from agentflow.errors import BadArgument
 
 dice = st.integers(0, 2**32).map(random.Random)
-EVERY_CHAR = [chr(point) for point in range(0x110000) if not 0xD800 <= point <= 0xDFFF]
+EVERY_CHAR = "".join(chr(point) for point in range(0x110000) if not 0xD800 <= point <= 0xDFFF)
+CHARS_OF_LENGTH = ["".join(chars) for _, chars in itertools.groupby(EVERY_CHAR, lambda c: len(c.encode()))]
+"""The characters of one byte in UTF-8, of two, three and four."""
 
 
 def dfa_of(pattern: str) -> Dfa:
@@ -150,19 +151,6 @@ def test_from_every_state_the_text_can_end_and_every_state_is_reached(pattern, r
     assert set(dfa.class_of_byte.tolist()) == set(range(dfa.transitions.shape[1]))
 
 
-@settings(max_examples=150, deadline=None)
-@given(patterns(flags=()), st.lists(texts, max_size=10), dice)
-def test_it_agrees_with_interegular(pattern, others, rolls):
-    """Whose categories are ASCII's."""
-    try:
-        twin = interegular.parse_pattern(pattern).to_fsm()
-    except (interegular.Unsupported, interegular.InvalidSyntax):
-        assume(False)
-    dfa = dfa_of(f"(?a){pattern}")
-    for text in [*others, *(walked(dfa, rolls, 8).decode() for _ in range(4))]:
-        assert dfa.matches(text.encode()) == twin.accepts(text), text
-
-
 @pytest.mark.parametrize(
     "pattern",
     [
@@ -180,11 +168,16 @@ def test_it_agrees_with_interegular(pattern, others, rolls):
     ],
 )
 def test_a_set_holds_the_same_characters_of_all_unicode(pattern):
+    """All characters of one length in UTF-8 are read at once, byte by byte."""
     dfa = build_dfa(parse_regex(pattern))
-    matcher = re.compile(pattern)
-    assert [char for char in EVERY_CHAR if dfa.matches(char.encode())] == [
-        char for char in EVERY_CHAR if matcher.fullmatch(char)
-    ]
+    found = ""
+    for num_bytes, chars in enumerate(CHARS_OF_LENGTH, 1):
+        columns = np.frombuffer(chars.encode(), dtype=np.uint8).reshape(-1, num_bytes).T
+        states = np.full(len(chars), START)
+        for column in columns:
+            states = dfa.transitions[states, dfa.class_of_byte[column]]
+        found += "".join(itertools.compress(chars, dfa.accepting[states]))
+    assert found == "".join(re.findall(pattern, EVERY_CHAR))
 
 
 def test_far_out_no_character_has_a_case():
