@@ -3,6 +3,7 @@ and against float64 where numbers are narrow."""
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -94,13 +95,19 @@ def test_all_shapes_of_heads(
     assert_equals_reference(kernels, make_case(batch, dtype=dtype, **sizes))
 
 
+@functools.cache
+def long_cases() -> list[tuple[Case, torch.Tensor]]:
+    """One request whose keys are divided into pieces, and 40 over one prefix; with their exact attention."""
+    batches = ([Shape(-1, 0, 3000, 1)], [Shape(-1, 0, 600, 1), *[Shape(0, 600, 600, 1)] * 39])
+    sizes = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
+    cases = [make_case(batch, dtype=torch.bfloat16, **sizes) for batch in batches]
+    return [(case, naive(case)) for case in cases]
+
+
 @NATIVE_KERNELS
 def test_long_keys_in_bfloat16_are_near_float64(kernels: Kernels) -> None:
-    """One request alone, whose keys are cut into pieces, and a prefix that 40 rows share."""
-    for batch in ([Shape(-1, 0, 3000, 1)], [Shape(-1, 0, 600, 1), *[Shape(0, 600, 600, 1)] * 39]):
-        case = make_case(batch, dtype=torch.bfloat16, num_heads=9, num_kv_heads=3, head_dim=64)
+    for case, exact in long_cases():
         out = kernels.attention(case.q, case.kv_layer, batch_of(case), 0.3).double()
-        exact = naive(case)
         assert (out - exact).norm() < 1e-2 * exact.norm()
 
 

@@ -3,6 +3,7 @@ and the team of threads that runs it."""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -50,6 +51,7 @@ VOCAB = 50
 NUM_LAYERS = 3
 
 
+@functools.cache
 def model_of(sizes: Sizes, kernels: Kernels, dtype: torch.dtype, seed: int = 0) -> LlamaModel:
     generator = torch.Generator().manual_seed(seed)
 

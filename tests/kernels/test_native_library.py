@@ -26,6 +26,18 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 @pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty source, which compiles at once, and an empty cache."""
+    monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path / "cache"))
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    monkeypatch.setattr(native_library, "SOURCES", sources)
+    made = sources / "entry.cpp"
+    made.touch()
+    return made
+
+
+@pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A cache in which nothing is, and a compiler that fails."""
     monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
@@ -73,26 +85,25 @@ def test_an_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ops.kernels_for(CPU)
 
 
-def test_they_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
+@pytest.mark.usefixtures("source")
+def test_they_are_compiled_once(tmp_path: Path) -> None:
     library = load_library("avx2")
-    assert Path(library._name).parent == tmp_path / "kernels"
+    assert Path(library._name).parent == tmp_path / "cache/kernels"
     made = os.stat(library._name).st_mtime_ns
     assert os.stat(load_library("avx2")._name).st_mtime_ns == made
-    assert len(list((tmp_path / "kernels").iterdir())) == 1
+    assert len(list((tmp_path / "cache/kernels").iterdir())) == 1
 
 
-def test_other_sources_are_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = native_library._library_path("avx2")
-    for source in native_library.SOURCES.iterdir():
-        (tmp_path / source.name).write_bytes(source.read_bytes())
-    (tmp_path / "team.h").write_text("#error not the same")
-    monkeypatch.setattr(native_library, "SOURCES", tmp_path)
-    assert native_library._library_path("avx2") != before
+def test_other_sources_are_another_library(source: Path) -> None:
+    load_library("avx2")
+    source.with_name("team.h").write_text("")
+    assert not native_library.is_compiled("avx2")
+    source.write_text("#error not the same")
     with pytest.raises(NoNativeKernels, match=r"compiler failed: .*not the same"):
         load_library("avx2")
 
 
+@pytest.mark.usefixtures("source")
 @pytest.mark.parametrize(
     ("unknown", "level"), [("-DAGENTFLOW_TILES", "avx512_bf16"), ("-mavx512bf16", "avx512")]
 )
@@ -111,7 +122,6 @@ def test_an_old_compiler_costs_the_level_that_it_does_not_know(
     old.write_text(f'#!/bin/sh\ncase "$*" in *{unknown}*) {refuse};; esac\nexec {real} "$@"\n')
     old.chmod(0o755)
     monkeypatch.setattr(native_library, "_compiler", lambda: (str(old),))
-    monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
     monkeypatch.delenv("AGENTFLOW_CPU", raising=False)
     with caplog.at_level(logging.WARNING):
         library = load_best()
