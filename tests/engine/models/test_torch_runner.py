@@ -25,29 +25,21 @@ from agentflow.kernels.ops import kernels_for
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
 CPU = torch.device("cpu")
-NUM_TOKENS = 64
+NUM_TOKENS = 24
 PROMPTS = (
     "Once upon a time there was a small dragon who",
     "Water boils at 100 degrees Celsius because",
     "def fibonacci(n):\n    if n < 2:\n        return n\n",
     "Dear Sir or Madam,\n\nI am writing to complain about",
-    "SELECT name, age FROM users WHERE",
-    "In 1969 the first man walked on the Moon.",
     "La vie est belle et le soleil",
-    "To make bread you need flour, water, yeast and",
     "1, 2, 3, 4, 5, 6,",
-    "The three primary colours are red,",
     "<html>\n<head>\n<title>",
     "Q: What is the largest planet?\nA:",
-    "Photosynthesis is the process by which plants",
+    "The mitochondria is",
+    "import numpy as np\n\ndef softmax(x):",
+    "x" * 40,
     "It was a dark and stormy night. The rain fell in torrents, and the old house on the hill stood "
     "silent, as it had for many years. Inside, by a dying fire, an old man",
-    "# Shopping list\n\n- milk\n- eggs\n-",
-    "The mitochondria is",
-    "A haiku about autumn:\n",
-    "import numpy as np\n\ndef softmax(x):",
-    "My favourite thing about the sea is that",
-    "x" * 40,
 )
 ARTICLE = (
     "Bees are flying insects closely related to wasps and ants, known for their role in pollination and, in "
@@ -55,7 +47,7 @@ ARTICLE = (
     "20,000 known species of bees in seven recognized biological families. Some species live socially in "
     "colonies while most species are solitary. Bees are found on every continent except for Antarctica, in "
     "every habitat on the planet that contains insect-pollinated flowering plants. "
-) * 3
+) * 2
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +104,7 @@ def test_the_info_says_what_the_model_is(runner: TorchRunner, model_folder: Path
     assert info.weight_bytes >= 4 * 134_515_008
 
 
-@pytest.mark.parametrize("index", [0, *[pytest.param(n, marks=pytest.mark.full) for n in (5, 10, 15)]])
+@pytest.mark.parametrize("index", [0, *[pytest.param(n, marks=pytest.mark.full) for n in (3, 7, 11)]])
 def test_a_prompt_alone_gives_the_tokens_of_generate(
     driver: Driver, prompts: list[list[int]], expected: list[list[int]], index: int
 ) -> None:
@@ -125,10 +117,10 @@ def test_a_prompt_alone_gives_the_tokens_of_generate(
 def test_a_batch_of_mixed_lengths_gives_the_tokens_of_generate(
     driver: Driver, prompts: list[list[int]], expected: list[list[int]], max_chunk: int
 ) -> None:
-    """All 20 prompts: sixteen from the start, in whole or in random chunks, the others joining late."""
-    batch = [driver.add(ids) for ids in prompts[:16]]
+    """Eight prompts from the start, in whole or in random chunks, the others joining late."""
+    batch = [driver.add(ids) for ids in prompts[:8]]
     driver.generate(batch, 9, max_chunk=max_chunk)
-    batch += [driver.add(ids) for ids in prompts[16:]]
+    batch += [driver.add(ids) for ids in prompts[8:]]
     driver.generate(batch, NUM_TOKENS, max_chunk=max_chunk)
     assert [sequence.generated for sequence in batch] == expected
 
@@ -137,7 +129,7 @@ def test_a_prefix_computed_by_another_request_changes_nothing(
     driver: Driver, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     """A hit at several split points of a prompt, the last of them inside what was generated."""
-    tokens = prompts[13]
+    tokens = prompts[-1]
     first = driver.add(tokens)
     driver.generate([first], 12)
     splits = [1, 2, len(tokens) // 2, len(tokens) - 1]
@@ -145,8 +137,8 @@ def test_a_prefix_computed_by_another_request_changes_nothing(
     child = driver.add(first.tokens[:-2], first, len(first.tokens) - 3)
     driver.generate([*forks, child], NUM_TOKENS - 10)
     for fork in forks:
-        assert fork.generated == expected[13][: NUM_TOKENS - 10]
-    assert child.tokens[len(tokens) :] == expected[13]
+        assert fork.generated == expected[-1][: NUM_TOKENS - 10]
+    assert child.tokens[len(tokens) :] == expected[-1]
 
 
 def test_requests_over_a_long_shared_prefix_give_what_they_give_alone(
@@ -158,12 +150,12 @@ def test_requests_over_a_long_shared_prefix_give_what_they_give_alone(
     driver.generate([trunk], 1)
     questions = [tokenizer.encode(f"\nQuestion {i}: {text}").ids for i, text in enumerate(PROMPTS[:8])]
     together = [driver.add(article + ids, trunk, len(article) - i) for i, ids in enumerate(questions)]
-    driver.generate(together, 10)
+    driver.generate(together, 6)
     together += [driver.add(together[0].tokens[:-1], together[0], len(article) + 6) for _ in range(2)]
-    driver.generate(together, 16)
-    for sequence in together[:8:3]:
+    driver.generate(together, 10)
+    for sequence in together[:8:4]:
         alone = driver.add(sequence.tokens[: sequence.prompt_len])
-        driver.generate([alone], 16)
+        driver.generate([alone], 10)
         assert sequence.generated == alone.generated
     for late in together[8:]:
         assert late.tokens[: len(together[0].tokens)] == together[0].tokens
@@ -173,7 +165,7 @@ def test_targets_get_the_log_probabilities_of_transformers(
     driver: Driver, transformers_model: PreTrainedModel, prompts: list[list[int]]
 ) -> None:
     """Scoring 300 tokens at once, more than the rows of logits that are held at a time."""
-    tokens = (prompts[13] * 8)[:301]
+    tokens = (prompts[-1] * 8)[:301]
     rows = np.arange(300)
     output = driver.step(
         [(driver.add(tokens), 300)], rows=rows, target_ids=np.array(tokens[1:]), needs_logprobs=True
@@ -191,7 +183,7 @@ def test_edits_and_likeliest_tokens_are_those_of_their_rows(
 ) -> None:
     """Of 300 rows, in more than one part: one early and one late row may not take their likeliest token,
     and two others are told which these are."""
-    tokens = (prompts[13] * 8)[:300]
+    tokens = (prompts[-1] * 8)[:300]
     with torch.inference_mode():
         exact = torch.log_softmax(transformers_model(torch.tensor([tokens])).logits[0], -1)
     best = exact.topk(3, dim=-1)
@@ -227,23 +219,32 @@ def test_edits_and_likeliest_tokens_are_those_of_their_rows(
         np.testing.assert_allclose([value for _, value in top], best.values[row], atol=1e-3)
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
-def test_in_bfloat16_logits_stay_within_the_spread_of_transformers(
-    model_folder: Path, prompts: list[list[int]], kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rounding differs between any two ways to compute the same; ours is about as near to transformers' sdpa
-    attention as its eager attention is: with errors of one size each distance is the same but for chance."""
-    monkeypatch.setenv("AGENTFLOW_KERNELS", kernels)
-    short = [ids[:14] for ids in prompts[:12]]
-    theirs = []
+@pytest.fixture(scope="module")
+def eager_and_sdpa(model_folder: Path, prompts: list[list[int]]) -> list[torch.Tensor]:
+    """transformers' logits of the beginnings of all prompts in bfloat16, with either kind of attention."""
+    found = []
     for implementation in ("eager", "sdpa"):
         model = AutoModelForCausalLM.from_pretrained(
             model_folder, dtype=torch.bfloat16, attn_implementation=implementation
         ).eval()
         with torch.inference_mode():
-            theirs.append(torch.cat([model(torch.tensor([ids])).logits[0].float() for ids in short]))
-    eager, sdpa = theirs
-    ours = torch.cat(_logits_in_bfloat16(model_folder, short))
+            found.append(torch.cat([model(torch.tensor([ids[:14]])).logits[0].float() for ids in prompts]))
+    return found
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_in_bfloat16_logits_stay_within_the_spread_of_transformers(
+    model_folder: Path,
+    prompts: list[list[int]],
+    eager_and_sdpa: list[torch.Tensor],
+    kernels: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rounding differs between any two ways to compute the same; ours is about as near to transformers' sdpa
+    attention as its eager attention is: with errors of one size each distance is the same but for chance."""
+    monkeypatch.setenv("AGENTFLOW_KERNELS", kernels)
+    eager, sdpa = eager_and_sdpa
+    ours = torch.cat(_logits_in_bfloat16(model_folder, [ids[:14] for ids in prompts]))
     spread = (eager - sdpa).abs().mean()
     assert min((ours - eager).abs().mean(), (ours - sdpa).abs().mean()) <= 1.2 * spread
 
