@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import anyio
 import msgspec
@@ -44,7 +45,7 @@ def constraint(pattern: str) -> CompiledConstraint:
 
 @dataclass(frozen=True)
 class Asked:
-    prompt: list[int]
+    prompt: tuple[int, ...]
     pattern: str
     max_tokens: int
     jumps: bool
@@ -57,7 +58,7 @@ class Asked:
 
 ASKED = st.builds(
     Asked,
-    prompt=st.lists(st.sampled_from(PLAIN_IDS[:3]), min_size=1, max_size=40),
+    prompt=st.lists(st.sampled_from(PLAIN_IDS[:3]), min_size=1, max_size=40).map(tuple),
     pattern=st.sampled_from(PATTERNS),
     max_tokens=st.sampled_from([1, 2, 5, 20, 60, 60, 60]),
     jumps=st.sampled_from([True, True, False]),
@@ -65,6 +66,7 @@ ASKED = st.builds(
 )
 
 
+@cache
 def twin(asked: Asked) -> Written:
     def choose(ids: list[int], allowed: set[int]) -> int:
         token = plain_token([*asked.prompt, *ids])
@@ -94,7 +96,7 @@ def check_end(asked: Asked, end: Finished, heard: str) -> None:
 async def ask(client: EngineClient, asked: Asked) -> None:
     heard: list[str] = []
     end = await client.generate(
-        asked.prompt,
+        [*asked.prompt],
         asked.params,
         seed=0,
         on_text=heard.append,
@@ -207,7 +209,7 @@ async def test_forced_text_takes_few_steps_and_is_counted() -> None:
         steps: list[int] = []
         for jumps in (True, False):
             before = (await client.stats()).steps
-            await ask(client, Asked([5, 6], PATTERNS[-1], 60, jumps, logprobs=False))
+            await ask(client, Asked((5, 6), PATTERNS[-1], 60, jumps, logprobs=False))
             steps.append((await client.stats()).steps - before)
         stats = await client.stats()
     assert steps[0] == 0  # all of it is forced: nothing had to be computed

@@ -25,7 +25,7 @@ from agentflow.errors import RequestRefused
 from agentflow.protocol.sampling import SamplingParams
 
 ALL_ASKED = [
-    Asked([7, 8, number], pattern, 60, jumps=jumps, logprobs=logprobs)
+    Asked((7, 8, number), pattern, 60, jumps=jumps, logprobs=logprobs)
     for number, (pattern, jumps, logprobs) in enumerate(
         (pattern, jumps, logprobs)
         for pattern in PATTERNS
@@ -131,7 +131,7 @@ async def test_a_hostile_stop_in_forced_text_fails_its_own_request_only() -> Non
             await client.generate([5, 6], params, seed=0, on_text=lambda text: None, constraint=forced)
         asked = ALL_ASKED[0]
         end = await client.generate(
-            asked.prompt,
+            [*asked.prompt],
             asked.params,
             seed=0,
             on_text=lambda text: None,

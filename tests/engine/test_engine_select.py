@@ -116,6 +116,7 @@ async def test_a_select_that_does_not_fit_into_memory_runs_in_halves(most_rows):
         assert end.choice_logprobs == expected_logprobs(PROMPT, choices)
 
 
+@pytest.mark.trio_in_full
 async def test_a_select_is_run_again_when_its_process_dies(tmp_path):
     hold = Hold(tmp_path / "hold")
     ends: list[Finished] = []
@@ -187,6 +188,7 @@ async def test_the_pass_after_nothing_is_not_what_the_state_needs_next():
         assert end.match.num_tokens == len(context.tokens.ids()) - 1
 
 
+@pytest.mark.trio_in_full
 async def test_a_select_over_a_thousand_choices_after_a_long_text():
     """Encoded in a thread, scored in two passes, and the text's ids are computed once."""
     text, choices = "the answer to the question is " * 150, [f"{number}" for number in range(1000)]

@@ -125,6 +125,7 @@ def test_on_what_a_model_runs() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.trio_in_full
 async def test_the_gpu_is_asked_in_a_process_of_its_own_where_a_model_may_run_on_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -147,6 +148,7 @@ class cuda:
 
 
 @pytest.mark.anyio
+@pytest.mark.trio_in_full
 @pytest.mark.parametrize(
     ("source", "devices", "cuda_bytes"),
     [

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+import anyio.lowlevel
 import anyio.to_thread
 
 
@@ -30,3 +32,10 @@ class Hold:
     def release(self) -> None:
         """Lets the process go on, where it was not killed."""
         os.close(self._pipe)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Waits until ``is_so()``, for what gives no event."""
+    while not is_so():
+        os.sched_yield()  # another process may need this processor to get there
+        await anyio.lowlevel.checkpoint()

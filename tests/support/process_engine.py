@@ -43,7 +43,8 @@ class Ticks:
         await self._next.wait()
 
     async def tick(self) -> None:
-        """Whatever sleeps has slept enough."""
+        """Ends every sleep."""
+        os.sched_yield()  # the engine process may need this processor
         before, self._next = self._next, anyio.Event()
         before.set()
         await checkpoint()
@@ -52,12 +53,6 @@ class Ticks:
         """Lets time pass until something is so."""
         while not is_so():
             await self.tick()
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    """Waits until something is so."""
-    while not is_so():
-        await checkpoint()
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ from agentflow.engine.grammar.compiler.worker_handle import CompileWorkerHandle
 from agentflow.errors import AgentflowError, BadArgument, NotSupported, Overloaded, RequestRefused
 from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 
 PID = Constraint("regex", "pid")
 
