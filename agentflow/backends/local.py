@@ -6,7 +6,7 @@ imported only when a session opens: this is the only place of the frontend that 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any, Generic
 
 from agentflow.errors import ModelError
@@ -91,12 +91,9 @@ class Embedded:
             "max_unfinished": None,
         }
 
-    def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
-        """Loads the model and starts the engine. For the session."""
-        return self._connect(deliver)
-
     @asynccontextmanager
-    async def _connect(self, deliver: Deliver) -> AsyncIterator[Connection]:
+    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        """Loads the model and starts the engine. For the session."""
         try:
             from agentflow.engine.local_engine import open_generator
         except ImportError as error:

@@ -13,7 +13,7 @@ import re
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, cast
 from urllib.parse import urlsplit, urlunsplit
@@ -111,13 +111,10 @@ class Remote:
     def __repr__(self) -> str:
         return f"Remote({self.url!r})"
 
-    def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
+    @asynccontextmanager
+    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
         """Opens a session on the server. ``ServerUnreachable`` if no server answers, or the error with which
         it rejects the client: ``NotAuthorized`` for a wrong key, ``Overloaded``. For the session."""
-        return self._connect(deliver, lost)
-
-    @asynccontextmanager
-    async def _connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
         websocket, welcome = await self.open(None)
         connection = RemoteConnection(self.url, self.open, websocket, welcome, deliver, lost)
         async with open_task_group() as group:
@@ -193,6 +190,8 @@ _GOODBYE_S = 1.0
 _LAST_READ_S = 1.0
 _FIRST_BACKOFF_S = 0.05
 _LAST_BACKOFF_S = 1.0
+# A frame may have events of thousands of variables; the loop yields after so many.
+_EVENTS_PER_TURN = 128
 
 # Close codes of RFC 6455, section 7.4.1, and the server's own (docs/reference/protocol.md).
 _TOO_BIG = 1009
@@ -205,10 +204,6 @@ _FINAL_CODES = {
     1012: "the server was shut down, and the session ended with it",
     TAKEN_OVER: "another connection has taken the session over",
 }
-
-
-# A frame may have events of thousands of variables; the loop yields after so many.
-_EVENTS_PER_TURN = 128
 
 
 class RemoteConnection:
@@ -292,15 +287,14 @@ class RemoteConnection:
                 ended = await self._exchange(self._websocket)
                 if self._is_leaving:
                     return None
-                self._check_final(ended)
-                await self._take_up(ended)
+                self._check_resumable(ended)
+                await self._reconnect(ended)
         except AgentflowError as error:
             return error
 
     async def _exchange(self, websocket: WebSocket) -> WebSocketEnded:
         """Sends ops and receives events until the websocket ends. Raises the error that ends the session."""
         ended = WebSocketEnded("the connection broke while sending")
-        failure: AgentflowError | None = None
         async with open_task_group() as group:
             group.start_soon(self._write, websocket, group.cancel_scope)
             try:
@@ -308,11 +302,7 @@ class RemoteConnection:
                     await self._take(await websocket.receive())
             except WebSocketEnded as error:
                 ended = error
-            except AgentflowError as error:
-                failure = error
             group.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
         return ended
 
     async def _write(self, websocket: WebSocket, scope: anyio.CancelScope) -> None:
@@ -341,7 +331,8 @@ class RemoteConnection:
                         with anyio.CancelScope(shield=True):  # received events must be delivered
                             await anyio.lowlevel.checkpoint()
                     self._deliver(new[start : start + _EVENTS_PER_TURN])
-                self._send_due_closes()
+                if closes := self._cursors.due_closes():
+                    self.send(closes)
             case Refused(error=error):
                 raise error.to_exception()
             case frame:
@@ -349,14 +340,8 @@ class RemoteConnection:
                     f"expected an events frame from the server, got a {frame_name(frame)} frame"
                 )
 
-    def _send_due_closes(self) -> None:
-        closes = self._cursors.due_closes()
-        for close in closes:
-            self._queue.add(self._queue.encoded(close))
-        if closes:
-            self._wake()
-
-    def _check_final(self, ended: WebSocketEnded) -> None:
+    def _check_resumable(self, ended: WebSocketEnded) -> None:
+        """Raises the error for a close code with which the session itself has ended."""
         if ended.code == _TOO_BIG:
             raise FrameTooLarge(
                 f"{self._url}, or a proxy in front of it, accepts only smaller frames than announced"
@@ -364,7 +349,7 @@ class RemoteConnection:
         if ended.code in _FINAL_CODES:
             raise ServerLost(f"{_FINAL_CODES[ended.code]} ({self._url} {ended})")
 
-    async def _take_up(self, ended: WebSocketEnded) -> None:
+    async def _reconnect(self, ended: WebSocketEnded) -> None:
         """Opens a new websocket for the session within the grace period. ``ServerLost``."""
         assert self._websocket is not None
         await self._websocket.aclose()
@@ -383,20 +368,19 @@ class RemoteConnection:
                     at_least_s = (error.retry_after_s if isinstance(error, Overloaded) else None) or 0.0
                 else:
                     self._websocket = websocket
-                    self._go_on(self._welcome)
+                    self._resend()
                     return
-        lost = ServerLost(
+        raise ServerLost(
             f"the connection to {self._url} broke and could not be resumed within {grace_s} s ({why})"
-        )
-        raise lost from ended
+        ) from ended
 
-    def _go_on(self, welcome: Welcome) -> None:
-        self._queue.frame_bytes = welcome.limits.frame_bytes
-        self._queue.resume(welcome.ack)
+    def _resend(self) -> None:
+        self._queue.frame_bytes = self._welcome.limits.frame_bytes
+        self._queue.resume(self._welcome.ack)
         # No cursor covers an answer that was lost with the connection: ask again.
         for ticket, number in list(self._cursors.unanswered.items()):
             if self._queue.is_acknowledged(number):
-                self._cursors.unanswered[ticket] = self._queue.add(self._queue.encoded(GetStats(ticket)))
+                self.send([GetStats(ticket)])
 
 
 def _backoff() -> Iterator[float]:
@@ -465,8 +449,8 @@ class OpQueue:
 
     def acknowledge(self, ack: int) -> None:
         """The server has taken the ops up to number ``ack``."""
-        if ack > self._num_acked + len(self._sent):
-            last = self._num_acked + len(self._sent)
+        last = self._num_acked + len(self._sent)
+        if ack > last:
             raise ProtocolError(f"the server acknowledged op {ack}, but only {last} were sent")
         while self._num_acked < ack:
             self._sent.popleft()

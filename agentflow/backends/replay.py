@@ -54,7 +54,7 @@ from agentflow.protocol.events import (
     Value,
     VarFailed,
 )
-from agentflow.protocol.op_table import GRAPH_TICKET, declared, opened, spec_of
+from agentflow.protocol.op_table import GRAPH_TICKET, declared, spec_of
 from agentflow.recording.file import Recording, read_recording
 from agentflow.recording.places import Content, ForkTree, Node, Path, describe, difference
 from agentflow.recording.runs import (
@@ -176,7 +176,6 @@ class _ReplayConnection:
         match op:
             case ops.Open() | ops.Submit():
                 state = self._tree.open(op)
-                state.id = op.state
                 self._runs.add(state)
             case ops.GetStats():
                 self._answer_stats(op.ticket)
@@ -218,18 +217,11 @@ class _ReplayConnection:
             found = self._match(state, content)
             if found is not None and found.refusal is not None:
                 return found.refusal
-            self._answer(state, op, found, self._enter(op, state))
+            self._answer(state, op, found, self._tree.enter(op, state))
         else:
-            run.kept.append(_KeptOp(state, op, content, self._enter(op, state)))
+            run.kept.append(_KeptOp(state, op, content, self._tree.enter(op, state)))
             state.num_kept += 1
         return None
-
-    def _enter(self, op: ops.Op, state: _LiveState) -> list[_LiveState]:
-        forks = self._tree.enter(op, state)
-        if forks:
-            for child, child_id in zip(forks, opened(op), strict=True):
-                child.id = child_id
-        return forks
 
     def _must_know(self, run: _LiveRun, op: ops.Op) -> bool:
         """Whether the op needs an answer, so that its run must be identified."""
@@ -310,10 +302,10 @@ class _ReplayConnection:
     def _missing(self, state: _LiveState, *, is_new: bool) -> ErrorInfo | None:
         """Why an answer never comes. ``is_new``: the recording did not ask for it. None if the program itself
         or the end of the backend ends the wait."""
-        above: _LiveState | None = state
-        while above is not None and above.recorded is None:
-            above = above.above
-        recorded = above.recorded if above is not None else None
+        found: _LiveState | None = state
+        while found is not None and found.recorded is None:
+            found = found.parent
+        recorded = found.recorded if found is not None else None
         if self._recorded.lost is not None or recorded is None:
             return None
         if recorded.failure is not None:
@@ -408,10 +400,10 @@ class _LiveState(Node):
     """A state of the running program. ``recorded``: its counterpart; None while it is unknown, and below an
     op that was not recorded."""
 
+    parent: _LiveState | None
+
     def __init__(self, run: int, path: Path, parent: _LiveState | None) -> None:
         super().__init__(run, path, parent)
-        self.above = parent
-        self.id = 0
         self.recorded: RecordedState | None = None
         self.num_ops = 0  # compared
         self.num_kept = 0  # until its run was known

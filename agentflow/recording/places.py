@@ -44,9 +44,11 @@ class _VariablePlace(NamedTuple):
 
 
 class Node:
-    """A state: its run (numbered from 0 in the order of opening), its path, and its forks."""
+    """A state: its run (numbered from 0 in the order of opening), its path, and its forks. ``id``: its number
+    in the session."""
 
     def __init__(self, run: int, path: Path, parent: Node | None) -> None:
+        self.id = 0
         self.run = run
         self.path = path
         self.parent = parent
@@ -87,8 +89,12 @@ class ForkTree(Generic[NodeT]):
 
     def open(self, op: ops.Open | ops.Submit) -> NodeT:
         """Adds the root of a new run."""
-        node = self._nodes[op.state] = self._make_node(self.num_runs, (), None)
         self.num_runs += 1
+        return self._add(op.state, self._make_node(self.num_runs - 1, (), None))
+
+    def _add(self, state_id: int, node: NodeT) -> NodeT:
+        node.id = state_id
+        self._nodes[state_id] = node
         return node
 
     def node(self, state_id: int) -> NodeT:
@@ -130,8 +136,10 @@ class ForkTree(Generic[NodeT]):
         node.num_gens += isinstance(op, ops.Gen)
         children = op.children if isinstance(op, ops.Fork) else ()
         first = len(node.forks)
-        forks = [self._make_node(node.run, (*node.path, first + i), node) for i in range(len(children))]
-        self._nodes.update(zip(children, forks, strict=True))
+        forks = [
+            self._add(child, self._make_node(node.run, (*node.path, first + i), node))
+            for i, child in enumerate(children)
+        ]
         node.forks += forks
         return forks
 
