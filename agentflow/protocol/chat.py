@@ -100,24 +100,29 @@ class Conversation(msgspec.Struct, frozen=True, omit_defaults=True):
     choice: ToolChoice = FREE_CHOICE
 
     def check(self) -> Self:
-        """Returns itself, or raises ``BadArgument`` for a message, tool or choice that makes no sense."""
+        """Returns itself. ``BadArgument``, whose ``param`` is ``messages``, ``tools`` or ``choice``, for an
+        unknown role or tool, tool calls outside of an assistant's message, or two tools of one name."""
         for message in self.messages:
             if message.role not in ROLES:
                 known = ", ".join(ROLES)
-                raise BadArgument(f"conversation: unknown role {message.role!r} (known: {known})")
+                raise BadArgument(
+                    f"conversation: unknown role {message.role!r} (known: {known})", param="messages"
+                )
             if message.tool_calls and message.role != "assistant":
                 raise BadArgument(
-                    f"conversation: a {message.role} message cannot have tool calls, only an assistant's can"
+                    f"conversation: a {message.role} message cannot have tool calls, only an assistant's can",
+                    param="messages",
                 )
         names = [tool.name for tool in self.tools]
         if len(set(names)) < len(names):
             twice = next(name for name, count in Counter(names).items() if count > 1)
-            raise BadArgument(f"conversation: two tools are named {twice!r}")
+            raise BadArgument(f"conversation: two tools are named {twice!r}", param="tools")
         if self.choice.mode == "required" and not names:
-            raise BadArgument("conversation: the choice is 'required', but there are no tools")
+            raise BadArgument("conversation: a call is required, but there are no tools", param="choice")
         if self.choice.name is not None and self.choice.name not in names:
             known = ", ".join(map(repr, names))
-            raise BadArgument(f"conversation: unknown tool {self.choice.name!r} (known: {known})")
+            text = f"conversation: unknown tool {self.choice.name!r} (known: {known})"
+            raise BadArgument(text, param="choice")
         return self
 
 

@@ -97,7 +97,7 @@ def tool_use(template: ChatTemplate, conversation: Conversation) -> ToolUse:
     ``BadArgument`` for invalid tools. ``NotSupported`` if the model has no chat template.
     """
     choice, tools = conversation.choice, conversation.tools
-    _check(conversation)
+    _check_bounds(conversation.check())
     messages = _with_names(conversation.messages)
     form = tool_format(template)
     given = tools
@@ -135,19 +135,6 @@ def _with_names(messages: Sequence[Message]) -> tuple[Message, ...]:
         is_unnamed = message.role == "tool" and message.name is None
         named.append(replace(message, name=names.get(message.tool_call_id)) if is_unnamed else message)
     return tuple(named)
-
-
-def _check(conversation: Conversation) -> None:
-    choice, names = conversation.choice, [tool.name for tool in conversation.tools]
-    _check_bounds(conversation)
-    if len(set(names)) != len(names):
-        raise BadArgument(f"tool names must be unique: {', '.join(names)}")
-    if choice.mode == "required" and not names:
-        raise BadArgument("a tool call is required, but there are no tools")
-    if choice.name is not None and choice.name not in names:
-        raise BadArgument(
-            f"tool {choice.name!r} is to be called, but the tools are: {', '.join(names) or 'none'}"
-        )
 
 
 def _check_bounds(conversation: Conversation) -> None:

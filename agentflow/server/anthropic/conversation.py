@@ -13,9 +13,9 @@ from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_of, object_text
 from agentflow.server.anthropic.types import (
     AnyChoice,
+    AutoChoice,
     CountRequest,
     InputMessage,
-    NoChoice,
     OneToolChoice,
     Text,
     TextBlock,
@@ -23,14 +23,9 @@ from agentflow.server.anthropic.types import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from agentflow.server.http.errors import ApiError
+from agentflow.server.http.errors import invalid_field
 
 _BETWEEN_MESSAGES = "\n\n"
-
-
-def invalid_field(param: str, message: str) -> ApiError:
-    """The error for a field whose value is wrong."""
-    return ApiError(400, "invalid_value", f"{param}: {message}", param=param)
 
 
 @dataclass(slots=True)
@@ -159,30 +154,29 @@ def _only_text(block: object, place: str) -> str:
 
 def tools_of(tools: Sequence[Tool]) -> tuple[ToolSpec, ...]:
     """The tools that the model may call."""
-    specs: dict[str, ToolSpec] = {}
     scan = JsonScan(OBJECT_BOUNDS)
-    for number, tool in enumerate(tools):
-        if tool.name in specs:
-            raise invalid_field(f"tools[{number}].name", f"two tools are named {tool.name!r}")
-        schema = object_of(tool.input_schema, f"tools[{number}].input_schema", scan)
-        specs[tool.name] = ToolSpec(tool.name, tool.description or "", schema)
-    return tuple(specs.values())
+    return tuple(
+        [
+            ToolSpec(
+                tool.name,
+                tool.description or "",
+                object_of(tool.input_schema, f"tools[{number}].input_schema", scan),
+            )
+            for number, tool in enumerate(tools)
+        ]
+    )
 
 
-def tool_choice_of(body: CountRequest, tools: Sequence[ToolSpec]) -> ToolChoice:
+def tool_choice_of(body: CountRequest) -> ToolChoice:
     """Which tools the model may or must call."""
     choice = body.tool_choice
-    if choice is None:
-        return ToolChoice("auto" if tools else "none")
-    if isinstance(choice, NoChoice) or (not tools and not isinstance(choice, AnyChoice | OneToolChoice)):
-        return ToolChoice("none")
-    parallel = not choice.disable_parallel_tool_use
-    if isinstance(choice, OneToolChoice):
-        if all(tool.name != choice.name for tool in tools):
-            raise invalid_field("tool_choice.name", f"{choice.name[:100]!r} is not in 'tools'")
-        return ToolChoice("required", choice.name, parallel)
-    if isinstance(choice, AnyChoice):
-        if not tools:
-            raise invalid_field("tool_choice", "it requires a call, but there are no tools")
-        return ToolChoice("required", None, parallel)
-    return ToolChoice("auto", None, parallel)
+    match choice:
+        case OneToolChoice():
+            return ToolChoice("required", choice.name, not choice.disable_parallel_tool_use)
+        case AnyChoice():
+            return ToolChoice("required", None, not choice.disable_parallel_tool_use)
+        case AutoChoice() if body.tools:
+            return ToolChoice("auto", None, not choice.disable_parallel_tool_use)
+        case None if body.tools:
+            return ToolChoice("auto")
+    return ToolChoice("none")

@@ -18,13 +18,13 @@ from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.json_bounds import schema_constraint
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.anthropic.answer import AnswerEvents, AnswerFrame
-from agentflow.server.anthropic.conversation import conversation_of, invalid_field, tool_choice_of, tools_of
+from agentflow.server.anthropic.conversation import conversation_of, tool_choice_of, tools_of
 from agentflow.server.anthropic.types import CountAnswer, CountRequest, MessagesRequest
 from agentflow.server.completion.completion import completing, prompt_ids
 from agentflow.server.completion.request import CompletionRequest
 from agentflow.server.completion.streaming import stream_completion
 from agentflow.server.http.call import ApiCall
-from agentflow.server.http.errors import ApiError
+from agentflow.server.http.errors import ApiError, invalid_field
 
 T = TypeVar("T")
 
@@ -89,9 +89,12 @@ def _of_tools(call: ApiCall) -> ApiError | None:
 
 def prompt_of(body: CountRequest) -> CompletionRequest:
     """The request with its prompt only. ``ApiError`` names the field that is wrong."""
-    tools = tools_of(body.tools or ())
-    choice = tool_choice_of(body, tools)
-    return CompletionRequest(conversation_of(body), SamplingParams(), tools=tools, tool_choice=choice)
+    return CompletionRequest(
+        conversation_of(body),
+        SamplingParams(),
+        tools=tools_of(body.tools or ()),
+        tool_choice=tool_choice_of(body),
+    )
 
 
 def completion_of(call: ApiCall, body: MessagesRequest) -> CompletionRequest:
@@ -150,6 +153,8 @@ def _naming_field() -> Iterator[None]:
     except (BadArgument, RequestRefused) as error:
         if error.param == "constraint":
             error.param = "output_config.format.schema"
+        elif error.param == "choice":
+            error.param = "tool_choice"
         raise
 
 

@@ -79,6 +79,16 @@ def truncated(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
+def invalid_field(param: str, message: str) -> ApiError:
+    """The error for a field whose value is wrong."""
+    return ApiError(400, "invalid_value", f"{param}: {message}", param=param)
+
+
+def unsupported(param: str, why: str) -> ApiError:
+    """The error for a field, or a value of it, that is not supported."""
+    return ApiError(400, "unsupported", f"{param} is not supported: {why}", param=param)
+
+
 def not_ready() -> ApiError:
     """The error of a server that is starting or shutting down."""
     return ApiError(503, "unready", ENDING, retry_after_s=RETRY_AFTER_S)

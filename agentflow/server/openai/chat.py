@@ -24,6 +24,7 @@ from agentflow.server.completion.request import (
 )
 from agentflow.server.completion.streaming import stream_completion
 from agentflow.server.http.call import ApiCall
+from agentflow.server.http.errors import invalid_field
 from agentflow.server.openai.answer import (
     AnswerIdentity,
     ChunkWriter,
@@ -35,7 +36,6 @@ from agentflow.server.openai.request import (
     check_num_logprobs,
     constraint_of,
     conversation_of,
-    invalid_field,
     is_given,
     naming_field,
     sampling_of,
@@ -93,7 +93,7 @@ def _request_of(call: ApiCall, body: ChatRequest, generator: EngineGenerator) ->
     limits = call.service.http_limits
     check_fields(body, limits.max_n)
     tools = tools_of(body.tools or ())
-    choice = tool_choice_of(body.tool_choice, tools, body.parallel_tool_calls)
+    choice = tool_choice_of(body.tool_choice, has_tools=bool(tools), parallel=body.parallel_tool_calls)
     max_tokens = body.max_completion_tokens or body.max_tokens
     params = sampling_of(body, generator, max_tokens, _top_logprobs(body))
     check_num_logprobs(params, generator, body.n or 1, "top_logprobs")
@@ -112,7 +112,7 @@ def _request_of(call: ApiCall, body: ChatRequest, generator: EngineGenerator) ->
 
 def _top_logprobs(body: ChatRequest) -> int | None:
     if body.top_logprobs is not None and not body.logprobs:
-        raise invalid_field("top_logprobs", "'top_logprobs' needs 'logprobs' to be true")
+        raise invalid_field("top_logprobs", "it needs 'logprobs' to be true")
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
@@ -121,7 +121,7 @@ def _form_of(body: ChatRequest) -> Constraint | None:
     constraints = {"regex or grammar": constraint_of(body), "response_format": _response_format(body)}
     names = [name for name, constraint in constraints.items() if constraint is not None]
     if len(names) > 1:
-        raise invalid_field("response_format", f"'response_format' and {names[0]} exclude each other")
+        raise invalid_field("response_format", f"it excludes {names[0]}: give one of them")
     return constraints[names[0]] if names else None
 
 

@@ -22,6 +22,7 @@ from agentflow.server.completion.request import (
 )
 from agentflow.server.completion.streaming import stream_completion
 from agentflow.server.http.call import ApiCall
+from agentflow.server.http.errors import invalid_field
 from agentflow.server.openai.answer import (
     AnswerIdentity,
     ChunkWriter,
@@ -32,7 +33,6 @@ from agentflow.server.openai.request import (
     check_fields,
     check_num_logprobs,
     constraint_of,
-    invalid_field,
     naming_field,
     sampling_of,
 )
@@ -152,7 +152,7 @@ def prompts_of(prompt: Prompt) -> list[str | TokenIds]:
     kinds = {type(member) for member in prompt}
     if len(kinds) > 1:
         raise invalid_field(
-            "prompt", "'prompt' must be a text, a list of texts, a list of token ids, or a list of those"
+            "prompt", "it must be a text, a list of texts, a list of token ids, or a list of those"
         )
     if kinds == {int}:
         return [TokenIds(tuple(cast("list[int]", prompt)))]

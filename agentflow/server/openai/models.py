@@ -16,10 +16,10 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.completion.completion import COUNTED_CONTEXTS, prompt_ids
 from agentflow.server.completion.request import CompletionRequest
 from agentflow.server.http.call import ApiCall
+from agentflow.server.http.errors import invalid_field
 from agentflow.server.models import Model
 from agentflow.server.openai.request import (
     conversation_of,
-    invalid_field,
     naming_field,
     naming_param,
     tools_of,
@@ -143,7 +143,7 @@ async def _ids_of(call: ApiCall, body: TokenizeRequest, generator: EngineGenerat
         raise invalid_field("prompt", "give either 'prompt' or 'messages'")
     if body.messages is not None:
         if body.add_special_tokens is not None:
-            raise invalid_field("add_special_tokens", "'add_special_tokens' needs 'prompt'")
+            raise invalid_field("add_special_tokens", "it needs 'prompt'")
         model = generator.capabilities.model
         request = CompletionRequest(
             await call.beside(conversation_of, body.messages, model),
@@ -154,7 +154,7 @@ async def _ids_of(call: ApiCall, body: TokenizeRequest, generator: EngineGenerat
         return await prompt_ids(generator, request)
     for name in ("tools", "add_generation_prompt"):
         if getattr(body, name) is not None:
-            raise invalid_field(name, f"{name!r} needs 'messages'")
+            raise invalid_field(name, "it needs 'messages'")
     prompt = body.prompt or ""
     if body.add_special_tokens is not False and prompt:
         return await prompt_ids(generator, CompletionRequest(prompt, SamplingParams()))

@@ -1,6 +1,6 @@
 """Translates the fields of OpenAI's requests: conversation, tools, sampling parameters, and constraint.
 
-Errors name the field that is wrong (``invalid_field``) or not supported (``unsupported``).
+Errors name the field that is wrong or not supported.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from contextlib import contextmanager
 import msgspec
 
 from agentflow.engine.generator import EngineGenerator
-from agentflow.engine.text.chat_template import read_arguments
 from agentflow.errors import BadArgument, PromptTooLong, RequestRefused
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
-from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, TooMuchJson, object_of, pieces_of
+from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_of, object_text
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.http.errors import ApiError
+from agentflow.server.http.errors import ApiError, invalid_field, unsupported
 from agentflow.server.openai.types import (
     AssistantMessage,
     AudioPart,
@@ -27,7 +26,6 @@ from agentflow.server.openai.types import (
     DeveloperMessage,
     FilePart,
     FunctionMessage,
-    FunctionSpec,
     ImagePart,
     MessageToolCall,
     NamedChoice,
@@ -77,16 +75,6 @@ def is_given(value: object) -> bool:
     )
 
 
-def unsupported(param: str, why: str) -> ApiError:
-    """The error for a field that is not supported."""
-    return ApiError(400, "unsupported", f"{param!r} is not supported: {why}", param=param)
-
-
-def invalid_field(param: str, message: str) -> ApiError:
-    """The error for a field whose value is wrong."""
-    return ApiError(400, "invalid_value", message, param=param)
-
-
 @contextmanager
 def naming_param(param: str | None = None) -> Iterator[None]:
     """Converts ``BadArgument`` to an ``ApiError`` that names the field ``param``, or the error's own."""
@@ -96,7 +84,7 @@ def naming_param(param: str | None = None) -> Iterator[None]:
         field = param or error.param
         if field is None:
             raise
-        raise invalid_field(field, str(error).removeprefix("gen: ")) from error
+        raise ApiError(400, "invalid_value", str(error).removeprefix("gen: "), field) from error
 
 
 @contextmanager
@@ -110,6 +98,8 @@ def naming_field(prompt: str, constraint: Constraint | None) -> Iterator[None]:
             error.param = prompt
         elif error.param == "constraint" and constraint is not None:
             error.param = _FIELD_OF_CONSTRAINT[constraint.kind]
+        elif error.param == "choice":
+            error.param = "tool_choice"
         raise
 
 
@@ -123,14 +113,14 @@ def check_fields(request: SharedFields, max_n: int) -> None:
     if request.best_of is not None and request.best_of != n:
         raise unsupported("best_of", "the server returns all answers; use n")
     if n > max_n:
-        raise invalid_field("n", f"'n' is {n}, and the limit is {max_n} answers to a request")
+        raise invalid_field("n", f"{n} answers exceed the limit of {max_n} for a request")
     if request.stream_options is not None:
         _check_stream_options(request, request.stream_options)
 
 
 def _check_stream_options(request: SharedFields, options: StreamOptions) -> None:
     if not request.stream:
-        raise invalid_field("stream_options", "'stream_options' needs 'stream' to be true")
+        raise invalid_field("stream_options", "it needs 'stream' to be true")
     if options.include_obfuscation:
         raise unsupported("stream_options.include_obfuscation", "chunks are not padded")
 
@@ -180,18 +170,17 @@ def check_num_logprobs(
     num_tokens = min(params.max_tokens, room)
     num_logprobs = num_answers * num_tokens * (1 + params.top_logprobs)
     if num_logprobs > MAX_LOGPROB_TOKENS:
-        asked = f"{num_answers} answers of up to {num_tokens:,} tokens with {params.top_logprobs} others each"
         raise invalid_field(
             param,
-            f"{param!r}: {num_logprobs:,} log-probabilities for {asked} exceed the limit of "
-            f"{MAX_LOGPROB_TOKENS:,}: ask for fewer of them, or for shorter or fewer answers",
+            f"{num_answers} answers of up to {num_tokens:,} tokens, with {params.top_logprobs} alternatives "
+            f"each, have {num_logprobs:,} log-probabilities; the limit is {MAX_LOGPROB_TOKENS:,}",
         )
 
 
 def constraint_of(request: SharedFields) -> Constraint | None:
     """The constraint of ``regex`` or ``grammar``."""
     if request.regex is not None and request.grammar is not None:
-        raise invalid_field("grammar", "'regex' and 'grammar' exclude each other: give one of them")
+        raise invalid_field("grammar", "it excludes 'regex': give one of them")
     if request.regex is not None:
         return Constraint("regex", request.regex)
     return None if request.grammar is None else Constraint("grammar", request.grammar)
@@ -221,7 +210,7 @@ def conversation_of(messages: Sequence[ChatMessage], model: str) -> tuple[Messag
                 if name is None:
                     raise invalid_field(
                         f"{place}.tool_call_id",
-                        f"no message before {place} has the tool call {message.tool_call_id[:100]!r}",
+                        f"no earlier message has the tool call {message.tool_call_id[:100]!r}",
                     )
                 text = _text_of(message.content, place, model)
                 turns.append(Message("tool", text, tool_call_id=message.tool_call_id, name=name))
@@ -240,26 +229,15 @@ def _assistant_turn(message: AssistantMessage, place: str, model: str, scan: Jso
     )
     content = message.content if message.content is not None else message.refusal
     if content is None and not calls:
-        raise invalid_field(f"{place}.content", f"{place} has neither content nor tool_calls")
+        raise invalid_field(f"{place}.content", "an assistant's message needs 'content' or 'tool_calls'")
     text = "" if content is None else _text_of(content, place, model)
     return Message("assistant", text, tool_calls=calls)
 
 
 def _called(call: MessageToolCall, place: str, scan: JsonScan) -> CalledTool:
     arguments = call.function.arguments.strip() or "{}"
-    param = f"{place}.function.arguments"
-    called = CalledTool(call.id, call.function.name, arguments)
-    try:
-        for piece in pieces_of(arguments.encode()):
-            scan.push(piece)
-        msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
-    except TooMuchJson as error:
-        raise invalid_field(param, f"{param}: the arguments up to this call have {error}") from None
-    except (msgspec.DecodeError, RecursionError):
-        raise invalid_field(param, f"{param} is not a JSON object") from None
-    with naming_param(param):
-        read_arguments(called)
-    return called
+    object_text(msgspec.Raw(arguments.encode()), f"{place}.function.arguments", scan)  # checks them
+    return CalledTool(call.id, call.function.name, arguments)
 
 
 def _text_of(content: Content, place: str, model: str) -> str:
@@ -283,39 +261,25 @@ def _part_text(part: Part, place: str, model: str) -> str:
 
 def tools_of(tools: Sequence[Tool]) -> tuple[ToolSpec, ...]:
     """The tools that the model may call."""
-    specs: dict[str, ToolSpec] = {}
     scan = JsonScan(OBJECT_BOUNDS)
-    for number, tool in enumerate(tools):
-        if isinstance(tool, CustomTool):
-            raise unsupported(f"tools[{number}].type", "use tools of the type 'function'")
-        spec = _tool_spec(tool.function, f"tools[{number}].function.parameters", scan)
-        if spec.name in specs:
-            raise invalid_field(f"tools[{number}].function.name", f"two tools are named {spec.name!r}")
-        specs[spec.name] = spec
-    return tuple(specs.values())
+    return tuple([_tool_spec(tool, f"tools[{number}]", scan) for number, tool in enumerate(tools)])
 
 
-def _tool_spec(function: FunctionSpec, param: str, scan: JsonScan) -> ToolSpec:
-    given = function.parameters
-    parameters = _NO_PARAMETERS if given is None or not is_given(given) else object_of(given, param, scan)
+def _tool_spec(tool: Tool, place: str, scan: JsonScan) -> ToolSpec:
+    if isinstance(tool, CustomTool):
+        raise unsupported(f"{place}.type", "use tools of the type 'function'")
+    function, given, parameters = tool.function, tool.function.parameters, _NO_PARAMETERS
+    if given is not None and is_given(given):
+        parameters = object_of(given, f"{place}.function.parameters", scan)
     return ToolSpec(function.name, function.description or "", parameters)
 
 
-def tool_choice_of(
-    choice: ToolChoiceField | None, tools: Sequence[ToolSpec], parallel: bool | None
-) -> ToolChoice:
+def tool_choice_of(choice: ToolChoiceField | None, *, has_tools: bool, parallel: bool | None) -> ToolChoice:
     """Which tools the model may or must call."""
     is_parallel = parallel is not False
     if isinstance(choice, NamedChoice):
-        name = choice.function.name
-        if all(tool.name != name for tool in tools):
-            raise invalid_field("tool_choice", f"'tool_choice' names {name!r}, which is not in 'tools'")
-        return ToolChoice("required", name, is_parallel)
+        return ToolChoice("required", choice.function.name, is_parallel)
     if choice is not None and not isinstance(choice, str):
-        raise unsupported(
-            "tool_choice", "its type must be 'function'; leave out tools that may not be called"
-        )
-    if choice == "required" and not tools:
-        raise invalid_field("tool_choice", "'tool_choice' requires a call, but there are no 'tools'")
-    mode = choice or ("auto" if tools else "none")
-    return ToolChoice(mode, None, is_parallel)
+        why = "its type must be 'function'; leave out tools that may not be called"
+        raise unsupported("tool_choice", why)
+    return ToolChoice(choice or ("auto" if has_tools else "none"), None, is_parallel)

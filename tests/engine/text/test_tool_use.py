@@ -243,18 +243,19 @@ def test_a_conversation_without_tools_stays_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "error", "message"),
+    ("wrong", "error", "param"),
     [
-        ({"prompt": "text"}, NotSupported, "need a conversation"),
-        ({"prompt": TokenIds((1, 2))}, NotSupported, "need a conversation"),
-        ({"tools": (NOW, NOW)}, BadArgument, "tool names must be unique: now, now"),
-        ({"tools": (), "choice": REQUIRED}, BadArgument, "there are no tools"),
-        ({"choice": ToolChoice("required", name="x")}, BadArgument, "tool 'x' is to be called, but"),
+        ({"prompt": "text"}, NotSupported, None),
+        ({"prompt": TokenIds((1, 2))}, NotSupported, None),
+        ({"tools": (NOW, NOW)}, BadArgument, "tools"),
+        ({"tools": (), "choice": REQUIRED}, BadArgument, "choice"),
+        ({"choice": ToolChoice("required", name="x")}, BadArgument, "choice"),
     ],
 )
-def test_requests_that_are_refused(wrong, error, message):
-    with pytest.raises(error, match=message):
+def test_invalid_requests_are_rejected(wrong, error, param):
+    with pytest.raises(error) as caught:
         use_of(TEMPLATES["hermes"], request(**wrong))
+    assert caught.value.param == param
 
 
 def test_a_result_is_given_the_name_of_what_was_called():

@@ -156,11 +156,11 @@ SEARCHED = {"type": "server_tool_use", "id": "x", "name": "web_search", "input":
         ({"tools": [{**TOOL, "descripton": ""}]}, "tools[0].descripton", "invalid_request"),
         ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name", "invalid_request"),
         ({"tools": [{**TOOL, "input_examples": [{}]}]}, None, "unsupported"),
-        ({"tools": [TOOL, TOOL]}, "tools[1].name", "invalid_value"),
+        ({"tools": [TOOL, TOOL]}, "tools", "invalid_value"),
         ({"tool_choice": {"type": "any"}}, "tool_choice", "invalid_value"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}},
-            "tool_choice.name",
+            "tool_choice",
             "invalid_value",
         ),
         (

@@ -108,8 +108,7 @@ def test_which_tools_are_called(
     choice: Any, has_tools: bool, parallel: bool | None, meant: ToolChoice
 ) -> None:
     body = read(**({} if choice is None else {"tool_choice": choice}))
-    tools = (ToolSpec("one", "", {}),) if has_tools else ()
-    assert tool_choice_of(body.tool_choice, tools, parallel) == meant
+    assert tool_choice_of(body.tool_choice, has_tools=has_tools, parallel=parallel) == meant
 
 
 UNREAD = {

@@ -242,7 +242,7 @@ CALLED = {"id": "c1", "type": "function", "function": {"name": "weather", "argum
     ("asked", "param", "code"),
     [
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type", "unsupported"),
-        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "invalid_value"),
+        ({"tools": [WEATHER, WEATHER]}, "tools", "invalid_value"),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},
             "tools[0].function.name",
