@@ -38,9 +38,8 @@ REMARKS = {
     "scheduler": (
         "`cold-tail.json` is the known failure of plain longest-prefix-first: a burst at 1.3 times the "
         "machine's capacity, in which a tenth of the requests share nothing. A step at 10,000 waiting "
-        "requests is everything that the scheduler does between two forward passes, with 100 requests in "
-        "each of its stages: about 50 µs for a request's whole life. Most of the cost is the same under "
-        "`fcfs`, which keeps no order but that of arrival."
+        "requests is everything that the scheduler does between two forward passes while 100 requests "
+        "arrive, 100 are admitted and 100 end."
     ),
     "frontend": (
         "CPU time of the client's process. The server is another process with a scripted generator. A "
