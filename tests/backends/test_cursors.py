@@ -1,5 +1,5 @@
-"""The cursors of a client, against an interpreter's own cells: whatever is repeated or comes in other
-pieces, each thing is heard once and whole."""
+"""The cursors of a client, against an interpreter's records: each event is delivered once and
+whole, whatever is repeated or split."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ steps = st.lists(
     st.one_of(
         st.tuples(st.sampled_from(["extend 2", "extend 3"]), st.text(max_size=5)),
         st.tuples(
-            st.sampled_from(["complete 2", "fail 3", "reach", "fail state", "hear", "lose", "resume"]),
+            st.sampled_from(["complete 2", "fail 3", "reach", "fail state", "deliver", "lose", "resume"]),
             st.just(""),
         ),
     ),
@@ -39,7 +39,7 @@ steps = st.lists(
 
 
 @given(steps)
-def test_each_thing_is_heard_once_across_broken_connections(recorded: list[tuple[str, str]]) -> None:
+def test_each_event_is_delivered_once_across_broken_connections(recorded: list[tuple[str, str]]) -> None:
     cursors, listener, events = Cursors(), Listener(), EventCursor()
     for op in (ops.Open(1), gen(1, 2), gen(1, 3), ops.Await(1, 100)):
         assert cursors.submit(op)
@@ -48,10 +48,10 @@ def test_each_thing_is_heard_once_across_broken_connections(recorded: list[tuple
     state: StateRecord[None] = StateRecord(1, None, events, Reservation(memory, 1))
 
     def resume() -> None:
-        said = cursors.resume("session", "secret")
-        for var, num_chars in said.variables.items():
+        resumed = cursors.resume("session", "secret")
+        for var, num_chars in resumed.variables.items():
             variables[var].rewind(num_chars)
-        for _, ticket in said.states.items():
+        for _, ticket in resumed.states.items():
             state.rewind(ticket)
 
     for action, text in recorded:
@@ -67,7 +67,7 @@ def test_each_thing_is_heard_once_across_broken_connections(recorded: list[tuple
         elif action == "fail state" and state.error is None:
             state.error = Cancelled("enough")
             state.mark()
-        elif action == "hear":
+        elif action == "deliver":
             listener.deliver(cursors.receive(events.drain()))
         elif action == "lose":
             events.drain()
@@ -83,7 +83,7 @@ def test_each_thing_is_heard_once_across_broken_connections(recorded: list[tuple
     assert (1 in listener.failed) == (state.error is not None)
 
 
-def test_text_with_something_missing_before_it_is_a_protocol_error() -> None:
+def test_a_gap_before_a_text_is_a_protocol_error() -> None:
     cursors = Cursors()
     cursors.submit(ops.Open(1))
     cursors.submit(gen(1, 2))
@@ -92,7 +92,7 @@ def test_text_with_something_missing_before_it_is_a_protocol_error() -> None:
         cursors.receive([Value(2, 4, "", "eos", Usage())])
 
 
-def test_a_close_waits_for_what_its_state_still_owes() -> None:
+def test_a_close_waits_for_the_pending_events_of_its_state() -> None:
     cursors = Cursors()
     for op in (ops.Open(1), gen(1, 2), gen(1, 3), ops.Await(1, 1), ops.Fork(1, (4,))):
         assert cursors.submit(op)
@@ -107,7 +107,7 @@ def test_a_close_waits_for_what_its_state_still_owes() -> None:
     assert cursors.resume("a", "b").states == {}
 
 
-def test_a_failed_state_owes_its_variables_but_no_ticket() -> None:
+def test_a_failed_state_has_pending_variables_and_no_pending_ticket() -> None:
     cursors = Cursors()
     for op in (ops.Open(1), gen(1, 2), ops.Await(1, 1)):
         cursors.submit(op)
@@ -118,7 +118,7 @@ def test_a_failed_state_owes_its_variables_but_no_ticket() -> None:
     assert cursors.due_closes() == [ops.Close(1)]
 
 
-def test_an_answer_is_heard_once_and_only_if_it_was_asked_for() -> None:
+def test_a_reply_is_delivered_once_and_only_if_it_was_requested() -> None:
     cursors = Cursors()
     cursors.unanswered[7] = 1
     reply = StatsReply(7, Stats("model"))

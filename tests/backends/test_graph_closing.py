@@ -23,10 +23,10 @@ WAITS: dict[str, tuple[Op, ...]] = {
 
 
 @pytest.mark.parametrize("waiting", WAITS)
-async def test_what_a_closed_graph_still_runs_is_cancelled(
+async def test_closing_a_graph_cancels_its_running_states(
     waiting: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever waits for one of its variables hears that there will be no value."""
+    """The consumers of its variables fail."""
     generator, listener = WireGenerator(), Listener()
     graph = (ops.Open(1), ops.Fork(1, (2,)), *WAITS[waiting], gen(2, 4))
     with anyio.fail_after(10):
@@ -34,24 +34,24 @@ async def test_what_a_closed_graph_still_runs_is_cancelled(
             connection.send([ops.Submit(11, graph, outputs=(3, 4))])
             await settle()
             connection.send([ops.Open(1), ops.Text(1, (ops.Ref(13),)), gen(1, 2), ops.Close(11)])
-            await listener.wait_for(lambda heard: {2, 13, 14} <= heard.ends.keys())
+            await listener.wait_for(lambda received: {2, 13, 14} <= received.ends.keys())
             for var in (2, 13, 14):
                 assert isinstance(listener.ends[var], VarFailed)
             connection.send([ops.Open(12), ops.Text(12, ("again",)), gen(12, 13), ops.Close(1)])
-            await listener.wait_for(lambda heard: generator.num_open == 1)
+            await listener.wait_for(lambda received: generator.num_open == 1)
     assert (generator.num_open, generator.num_running) == (0, 0)
     assert not caplog.records
 
 
-async def test_a_number_that_is_used_again_is_not_taken_for_the_closed_state() -> None:
+async def test_a_reused_number_is_not_the_closed_state() -> None:
     """A close that waits in a state of the graph finds, when its turn comes, another state of that number."""
     generator, listener = WireGenerator(), Listener()
     graph = (ops.Open(1), ops.Fork(1, (2,)), *WAITS["gen"])
     with anyio.fail_after(10):
         async with interpreted(generator, listener.deliver) as connection:
             connection.send([ops.Submit(11, graph, outputs=(3,)), ops.Close(12), ops.Close(11)])
-            await listener.wait_for(lambda heard: 13 in heard.ends)
+            await listener.wait_for(lambda received: 13 in received.ends)
             connection.send([ops.Open(12), ops.Text(12, ("say again",)), ops.Await(12, 1)])
-            await listener.wait_for(lambda heard: heard.reached.get(12) == 1)
+            await listener.wait_for(lambda received: received.reached.get(12) == 1)
             assert generator.num_open == 1
     assert generator.num_open == 0

@@ -31,7 +31,7 @@ TESTS = Path(__file__).parent.parent
 
 
 class ClosingRunner(FakeRunner):
-    """Says when it is closed."""
+    """Sets an event when it is closed."""
 
     def __init__(self) -> None:
         super().__init__(vocab_size=TOKENIZER.vocab_size)

@@ -93,14 +93,14 @@ def test_the_largest_op_that_is_taken_makes_a_frame_within_the_limit(binary: boo
     assert FRAME_BYTES - FRAME_OVERHEAD_BYTES < len(frame) <= FRAME_BYTES
 
 
-def test_what_cannot_be_written_is_a_bad_argument() -> None:
+def test_an_op_that_cannot_be_encoded_is_a_bad_argument() -> None:
     queue = OpQueue(binary=True, frame_bytes=FRAME_BYTES)
     with pytest.raises(BadArgument):
         queue.encoded(ops.Text(1, ("\udfff",)))
     assert len(queue) == 0
 
 
-def test_confirming_what_was_never_sent_is_a_protocol_error() -> None:
+def test_acknowledging_an_unsent_op_is_a_protocol_error() -> None:
     queue = OpQueue(binary=True, frame_bytes=FRAME_BYTES)
     queue.add(queue.encoded(ops.Seal(1)))
     with pytest.raises(ProtocolError, match="acknowledged op 1, but only 0 were sent"):

@@ -1,5 +1,5 @@
-"""A server that does not let a client in, or not now: which error that is, with which reason, and what a
-session does that comes back and is refused. The answers are real ones, over TCP."""
+"""Refused handshakes: their errors and reasons, and what a session does whose resume is refused. The answers
+are real ones, over TCP."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.anyio
 
 
 def answer(status: str, body: object = None, *headers: str) -> bytes:
-    """An HTTP response: of JSON, or of what the headers say where they tell the type of its content."""
+    """An HTTP response: JSON, unless the headers have another content type."""
     raw = body.encode() if isinstance(body, str) else b"" if body is None else json.dumps(body).encode()
     lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(raw)}", *headers]
     if body is not None and not any(header.startswith("Content-Type") for header in headers):
@@ -88,7 +88,7 @@ async def test_each_status_is_its_error_with_the_servers_reason(server: ThreadSe
             assert str(error).isprintable()
 
 
-async def test_retry_after_is_when_it_is_worth_another_try(server: ThreadServer) -> None:
+async def test_retry_after_is_read_from_the_header(server: ThreadServer) -> None:
     async with proxied(server.port) as proxy:
         for value, expected_s in [
             ("7", 7.0),
@@ -119,7 +119,7 @@ async def test_retry_after_is_when_it_is_worth_another_try(server: ThreadServer)
     ),
     retry_after=st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E)) | st.integers().map(str),
 )
-def test_whatever_comes_back_is_one_line(
+def test_the_error_is_one_line_for_any_response(
     status: int, body: bytes, content_type: str, retry_after: str
 ) -> None:
     headers = Headers({"Content-Type": content_type, "Retry-After": retry_after})
@@ -128,13 +128,13 @@ def test_whatever_comes_back_is_one_line(
     assert len(str(error)) < MAX_REASON_CHARS + 200
 
 
-def test_a_nested_body_is_no_reason() -> None:
+def test_a_nested_body_has_no_reason() -> None:
     headers = Headers({"Content-Type": "application/json"})
     for body in (b"[" * 200_000, b'{"reason": 3}', b'{"reason": {"reason": {"reason": "deep"}}}', b"[1]"):
         assert "no reason given" in str(handshake_error("ws://host:1/", Response(401, "", headers, body)))
 
 
-async def test_our_own_server_tells_why_a_page_of_another_site_may_not_come_in(server: ThreadServer) -> None:
+async def test_a_page_of_another_origin_is_rejected_with_the_reason(server: ThreadServer) -> None:
     remote = Remote(server.url, api_key="af-1")
     assert remote.headers == {"Authorization": "Bearer af-1"}
     remote.headers["Origin"] = "http://elsewhere.example"
@@ -144,7 +144,7 @@ async def test_our_own_server_tells_why_a_page_of_another_site_may_not_come_in(s
 
 
 @pytest.mark.parametrize("api_key", ["", " af-1", "line\r\nHost: other", "schlüssel"])
-def test_a_key_that_fits_into_no_header_is_refused_before_it_is_sent(api_key: str) -> None:
+def test_a_key_that_is_invalid_in_a_header_is_rejected(api_key: str) -> None:
     with pytest.raises(BadArgument, match="api_key must be printable ASCII, and not empty"):
         Remote("ws://127.0.0.1:1", api_key=api_key)
 
@@ -152,7 +152,7 @@ def test_a_key_that_fits_into_no_header_is_refused_before_it_is_sent(api_key: st
 # Coming back
 
 
-async def test_a_session_comes_back_to_a_server_that_was_overloaded_for_a_while(server: ThreadServer) -> None:
+async def test_a_session_resumes_after_an_overload(server: ThreadServer) -> None:
     async with proxied(server.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
         proxy.answers = [
             answer("503 Service Unavailable", {"reason": "starting"}),
@@ -165,7 +165,7 @@ async def test_a_session_comes_back_to_a_server_that_was_overloaded_for_a_while(
     await server.wait_until_idle()
 
 
-async def test_it_does_not_try_again_before_the_server_wants_it_to() -> None:
+async def test_a_session_does_not_retry_before_retry_after() -> None:
     with thread_server(ServerLimits(resume_grace_s=0.5)) as other:
         async with proxied(other.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
             proxy.answers = [answer("503 Service Unavailable", {"reason": "full"}, "Retry-After: 100")] * 50
@@ -178,7 +178,7 @@ async def test_it_does_not_try_again_before_the_server_wants_it_to() -> None:
         await other.wait_until_idle()
 
 
-async def test_a_key_that_has_been_taken_back_ends_the_session_at_once() -> None:
+async def test_a_revoked_key_ends_the_session_at_once() -> None:
     with thread_server(ServerLimits(resume_grace_s=60.0)) as other:
         async with proxied(other.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
             proxy.answers = [answer("401 Unauthorized", {"reason": "this API key is not known here"})]
@@ -193,7 +193,7 @@ async def test_a_key_that_has_been_taken_back_ends_the_session_at_once() -> None
 # Refused while it is open
 
 
-async def test_a_limit_that_a_request_runs_into_arrives_with_the_time_to_wait(server: ThreadServer) -> None:
+async def test_a_rate_limit_of_a_request_has_its_retry_after(server: ThreadServer) -> None:
     limited = RateLimited("slow down")
     limited.retry_after_s = 2.5
     server.generator.generate_fault = limited

@@ -110,7 +110,7 @@ async def test_thousands_of_ops_at_once(server: ThreadServer) -> None:
         assert listener.texts[2] == count_words("a " * 2500 + " #3")
 
 
-async def test_an_error_of_the_block_leaves_as_itself(server: ThreadServer) -> None:
+async def test_an_error_of_the_block_is_raised_unchanged(server: ThreadServer) -> None:
     async def fail() -> None:
         async with opened(Remote(server.url)) as (connection, _):
             connection.send([ops.Open(1)])
@@ -125,7 +125,7 @@ async def test_cancelling_the_scope_ends_the_session_on_the_server(server: Threa
     with anyio.CancelScope() as scope:
         async with opened(Remote(server.url)) as (connection, listener):
             connection.send([ops.Open(1), ops.Text(1, (HANG,)), gen(1, 2)])
-            await listener.wait_for(lambda heard: 2 in heard.texts)
+            await listener.wait_for(lambda received: 2 in received.texts)
             scope.cancel()
             await anyio.sleep_forever()
     assert scope.cancelled_caught
@@ -149,11 +149,11 @@ async def test_a_connection_that_breaks_anywhere_loses_and_repeats_nothing(
             # The Bye is to get through.
             proxy.current.up, proxy.current.down, proxy.budgets = None, None, []
             connection.send([ops.GetStats(1000)])
-            await listener.wait_for(lambda heard: 1000 in heard.stats)
+            await listener.wait_for(lambda received: 1000 in received.stats)
         await server.wait_until_idle()
 
 
-async def test_a_connection_that_breaks_again_and_again_still_gets_on(server: ThreadServer) -> None:
+async def test_a_connection_that_breaks_repeatedly_makes_progress(server: ThreadServer) -> None:
     async with proxied(server.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
         proxy.current.down = 500
         proxy.budgets = [Budget(down=2500) for _ in range(10)]
@@ -161,7 +161,7 @@ async def test_a_connection_that_breaks_again_and_again_still_gets_on(server: Th
         assert proxy.num_connections == 12  # the text alone is more than all eleven budgets
 
 
-async def test_a_connection_that_falls_silent_is_taken_up_anew() -> None:
+async def test_a_silent_connection_is_resumed() -> None:
     with thread_server() as own:
         async with proxied(own.port) as proxy, opened(Remote(proxy.url, keepalive_s=0.05)) as opening:
             proxy.current.freezes, proxy.current.down = True, 200
@@ -177,7 +177,7 @@ async def test_a_quiet_connection_is_probed_with_pings() -> None:
             assert listener.lost_with is None
 
 
-async def test_what_is_submitted_while_the_connection_is_broken_goes_out_later(server: ThreadServer) -> None:
+async def test_ops_submitted_while_disconnected_are_sent_later(server: ThreadServer) -> None:
     async with proxied(server.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
         proxy.refuses = True
         proxy.current.up = 0
@@ -223,7 +223,7 @@ async def test_without_grace_a_broken_connection_is_a_lost_session() -> None:
         await other.wait_until_idle()
 
 
-async def test_a_session_that_the_server_does_not_know_any_more_is_lost() -> None:
+async def test_a_session_unknown_to_the_server_is_lost() -> None:
     with thread_server() as first, thread_server() as other:
         async with proxied(first.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
             proxy.target_port = other.port  # as if it had been restarted
@@ -249,14 +249,14 @@ async def test_an_op_over_the_limit_is_refused_before_it_is_sent(strict_server: 
         assert await listener.text(2) == count_words("keep #2" + "x" * 3900 + "y" * 3900 + " #2")
 
 
-async def test_half_a_character_is_refused_before_it_is_sent(server: ThreadServer) -> None:
+async def test_a_lone_surrogate_is_rejected_before_it_is_sent(server: ThreadServer) -> None:
     async with opened(Remote(server.url)) as (connection, listener):
         with pytest.raises(BadArgument):
             connection.send([ops.Open(1), ops.Text(1, ("\ud800",))])
         await check_program(connection, listener)
 
 
-async def test_an_op_that_makes_no_sense_loses_the_session_with_the_reason(server: ThreadServer) -> None:
+async def test_an_invalid_op_loses_the_session_with_the_reason(server: ThreadServer) -> None:
     async with opened(Remote(server.url)) as (connection, listener):
         connection.send([ops.Text(7, ("a",))])
         error = await listener.wait_until_lost()
@@ -265,7 +265,7 @@ async def test_an_op_that_makes_no_sense_loses_the_session_with_the_reason(serve
     await server.wait_until_idle()
 
 
-async def test_a_full_server_says_so(strict_server: ThreadServer) -> None:
+async def test_a_full_server_rejects_a_session(strict_server: ThreadServer) -> None:
     async with opened(Remote(strict_server.url)):
         with pytest.raises(Overloaded, match="1 sessions open, which is its limit"):
             async with opened(Remote(strict_server.url)):
@@ -273,29 +273,29 @@ async def test_a_full_server_says_so(strict_server: ThreadServer) -> None:
     await strict_server.wait_until_idle()
 
 
-async def test_nobody_there_says_how_to_start_a_server() -> None:
+async def test_a_refused_connection_names_the_command_that_starts_a_server() -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))  # bound, and not listening
         port = taken.getsockname()[1]
         with pytest.raises(
             ServerUnreachable, match=rf"no server answers at ws://127\.0\.0\.1:{port}/.*`agentflow serve`"
         ):
             async with opened(Remote(f"ws://127.0.0.1:{port}")):
-                pytest.fail("connected to nobody")
+                pytest.fail("connected")
 
 
-async def test_a_server_of_another_kind_is_told_apart(server: ThreadServer) -> None:
+async def test_another_kind_of_server_is_reported(server: ThreadServer) -> None:
     with pytest.raises(ServerUnreachable, match=r"is not an agentflow server .HTTP 4"):
         async with opened(Remote(f"{server.url}/elsewhere")):
             pytest.fail("connected to something else")
 
 
-async def test_a_silent_server_is_given_up_on() -> None:
+async def test_opening_a_session_has_a_timeout() -> None:
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as silent:
         port = silent.extra(anyio.abc.SocketAttribute.local_port)
         with pytest.raises(ServerUnreachable, match=r"did not answer within 0\.05 s"):
             async with opened(Remote(f"ws://127.0.0.1:{port}", open_timeout_s=0.05)):
-                pytest.fail("connected to nobody")
+                pytest.fail("connected")
 
 
 async def test_plain_text_where_tls_is_expected_is_one_error(server: ThreadServer) -> None:
@@ -306,7 +306,7 @@ async def test_plain_text_where_tls_is_expected_is_one_error(server: ThreadServe
 
 
 @pytest.mark.parametrize("url", ["localhost:8410", "ftp://host", "ws://", "ws://host:port", "ws://[::1", ""])
-def test_what_is_no_url_is_refused(url: str) -> None:
+def test_an_invalid_url_is_rejected(url: str) -> None:
     with pytest.raises(BadArgument, match=r"ws://127\.0\.0\.1:8410"):
         Remote(url)
 

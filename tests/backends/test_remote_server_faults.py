@@ -1,5 +1,5 @@
 """The remote backend against servers that break the protocol, and over TLS: real websockets whose other
-end does what a test says."""
+end misbehaves as a test asks."""
 
 from __future__ import annotations
 
@@ -83,19 +83,19 @@ def canned_server(handler: Handler, ssl_context: ssl.SSLContext | None = None) -
         raise faults[0]
 
 
-def say(connection: ServerConnection, *frames: ServerFrame) -> None:
+def send(connection: ServerConnection, *frames: ServerFrame) -> None:
     """Sends frames."""
     for frame in frames:
         connection.send(encode(frame, binary=True))
 
 
 def welcome(connection: ServerConnection, ack: int = 0) -> Hello:
-    """Hears a hello and answers it."""
+    """Receives a hello and answers it."""
     data = connection.recv()
     assert isinstance(data, bytes)
     hello = client_frames().decode(data)
     assert isinstance(hello, Hello)
-    say(connection, msgspec.structs.replace(WELCOME, ack=ack))
+    send(connection, msgspec.structs.replace(WELCOME, ack=ack))
     return hello
 
 
@@ -104,12 +104,12 @@ def welcome(connection: ServerConnection, ack: int = 0) -> Hello:
 
 def _other_version(connection: ServerConnection) -> None:
     connection.recv()
-    say(connection, Welcome(VERSION + 1, "a", "b", Capabilities("canned"), Limits(4096, 1.0)))
+    send(connection, Welcome(VERSION + 1, "a", "b", Capabilities("canned"), Limits(4096, 1.0)))
 
 
 def _no_welcome(connection: ServerConnection) -> None:
     connection.recv()
-    say(connection, Events(0))
+    send(connection, Events(0))
 
 
 def _garbage(connection: ServerConnection) -> None:
@@ -119,7 +119,7 @@ def _garbage(connection: ServerConnection) -> None:
 
 def _refusal(connection: ServerConnection) -> None:
     connection.recv()
-    say(connection, Refused(ErrorInfo("engine_failed", "out of order", ErrorInfo("run_failed", "why"))))
+    send(connection, Refused(ErrorInfo("engine_failed", "out of order", ErrorInfo("run_failed", "why"))))
 
 
 def _close(connection: ServerConnection) -> None:
@@ -172,7 +172,7 @@ async def test_a_frame_that_makes_no_sense_loses_the_session(frame: ServerFrame,
     def handler(connection: ServerConnection) -> None:
         welcome(connection)
         connection.recv()
-        say(connection, frame)
+        send(connection, frame)
         connection.recv()
 
     error = await _lost_with(handler)
@@ -218,11 +218,11 @@ async def test_a_close_code_that_is_final_is_not_answered_by_resuming(
     assert len(hellos) == 1
 
 
-async def test_a_refusal_that_comes_with_a_broken_connection_is_still_heard() -> None:
+async def test_a_refusal_before_a_close_is_reported() -> None:
     def handler(connection: ServerConnection) -> None:
         welcome(connection)
         connection.recv()
-        say(connection, Refused(ErrorInfo("overloaded", "full")))
+        send(connection, Refused(ErrorInfo("overloaded", "full")))
         connection.close(1013)
 
     error = await _lost_with(handler)
@@ -230,10 +230,10 @@ async def test_a_refusal_that_comes_with_a_broken_connection_is_still_heard() ->
     assert (error.code, str(error)) == ("overloaded", "full")
 
 
-async def test_a_refusal_says_when_it_is_worth_another_try() -> None:
+async def test_a_refusal_has_its_retry_after() -> None:
     def handler(connection: ServerConnection) -> None:
         connection.recv()
-        say(connection, Refused(ErrorInfo("rate_limited", "slow down", retry_after_s=2.5)))
+        send(connection, Refused(ErrorInfo("rate_limited", "slow down", retry_after_s=2.5)))
 
     with canned_server(handler) as address, pytest.raises(RateLimited, match="slow down") as caught:
         async with opened(Remote(f"ws://{address}")):
@@ -267,7 +267,7 @@ class _BrokenWhenSending(ByteStream):
         await anyio.lowlevel.checkpoint()
 
 
-async def test_a_refusal_is_heard_even_when_sending_has_failed_already() -> None:
+async def test_a_refusal_is_reported_after_sending_has_failed() -> None:
     server_side = ServerProtocol(state=State.OPEN)
     server_side.send_binary(encode(Refused(ErrorInfo("overloaded", "full")), binary=True))
     stream = _BrokenWhenSending(b"".join(server_side.data_to_send()))
@@ -275,7 +275,7 @@ async def test_a_refusal_is_heard_even_when_sending_has_failed_already() -> None
     websocket = WebSocket(stream, client_side, binary=True, keepalive_s=60)
 
     async def reopen(resume: Resume | None) -> tuple[WebSocket, Welcome]:
-        raise ServerUnreachable("it came back before it had heard why")
+        raise ServerUnreachable("resumed before the refusal was received")
 
     listener = Listener()
     connection = RemoteConnection("url", reopen, websocket, WELCOME, listener.deliver, listener.lost)
@@ -291,15 +291,15 @@ async def test_the_cursors_of_a_broken_connection_are_exact_and_repeats_are_trim
         hellos.append(welcome(connection))
         if len(hellos) == 1:
             connection.recv()
-            say(
+            send(
                 connection,
                 Events(1, (Delta(2, 0, "abc"), Delta(3, 0, "x"), Value(3, 1, "y", "eos", Usage()))),
             )
             connection.close(1011)
         else:
             connection.recv()
-            say(connection, Events(3, (Delta(2, 1, "bc"), Delta(2, 1, "bcd"), Delta(3, 0, "xy"))))
-            say(connection, Events(3, (Value(2, 0, "abcdef", "eos", Usage()),)))
+            send(connection, Events(3, (Delta(2, 1, "bc"), Delta(2, 1, "bcd"), Delta(3, 0, "xy"))))
+            send(connection, Events(3, (Value(2, 0, "abcdef", "eos", Usage()),)))
             connection.recv()
 
     with canned_server(handler) as address:
@@ -313,7 +313,7 @@ async def test_the_cursors_of_a_broken_connection_are_exact_and_repeats_are_trim
     assert (resume.variables, resume.states) == ({2: 3}, {1: 0})
 
 
-async def test_an_answer_that_was_lost_is_asked_for_again() -> None:
+async def test_a_lost_reply_is_requested_again() -> None:
     hellos: list[Hello] = []
     frames: list[object] = []
 
@@ -327,13 +327,13 @@ async def test_an_answer_that_was_lost_is_asked_for_again() -> None:
         if len(hellos) == 1:
             connection.close(1011)
         else:
-            say(connection, Events(2, (StatsReply(5, Stats("canned")), StatsReply(5, Stats("canned")))))
+            send(connection, Events(2, (StatsReply(5, Stats("canned")), StatsReply(5, Stats("canned")))))
             connection.recv()
 
     with canned_server(handler) as address:
         async with opened(Remote(f"ws://{address}")) as (connection, listener):
             connection.send([ops.GetStats(5)])
-            await listener.wait_for(lambda heard: 5 in heard.stats)
+            await listener.wait_for(lambda received: 5 in received.stats)
     assert frames == [(1, [ops.GetStats(5)]), (2, [ops.GetStats(5)])]
 
 
@@ -344,7 +344,7 @@ async def test_messages_in_fragments_and_pings_between_are_understood() -> None:
         frame = encode(Events(2, (Delta(2, 0, "whole"),)), binary=True)
         connection.send([frame[:5], frame[5:6], frame[6:]])
         assert connection.ping("are you there").wait(60)
-        say(connection, Events(2, (Value(2, 5, "", "eos", Usage()),)))
+        send(connection, Events(2, (Value(2, 5, "", "eos", Usage()),)))
         connection.recv()
 
     with canned_server(handler) as address:
@@ -353,28 +353,28 @@ async def test_messages_in_fragments_and_pings_between_are_understood() -> None:
             assert await listener.text(2) == "whole"
 
 
-async def test_the_key_goes_into_the_header_and_goodbye_is_said() -> None:
-    heard: list[object] = []
+async def test_the_key_is_sent_in_the_header_and_the_session_ends_with_bye() -> None:
+    received: list[object] = []
     is_done = threading.Event()
 
     def handler(connection: ServerConnection) -> None:
         assert connection.request is not None
-        heard.append(connection.request.headers["Authorization"])
+        received.append(connection.request.headers["Authorization"])
         welcome(connection)
         data = connection.recv()
         assert isinstance(data, bytes)
-        heard.append(client_frames().decode(data))
+        received.append(client_frames().decode(data))
         with pytest.raises(ConnectionClosed) as caught:
             connection.recv()
         assert caught.value.rcvd is not None
-        heard.append(caught.value.rcvd.code)
+        received.append(caught.value.rcvd.code)
         is_done.set()
 
     with canned_server(handler) as address:
         async with opened(Remote(f"ws://{address}", api_key="my key")):
             pass
         assert is_done.wait(10)
-    assert heard == ["Bearer my key", Bye(), 1000]
+    assert received == ["Bearer my key", Bye(), 1000]
 
 
 async def test_a_session_over_tls() -> None:
@@ -384,7 +384,7 @@ async def test_a_session_over_tls() -> None:
     def handler(connection: ServerConnection) -> None:
         welcome(connection)
         connection.recv()
-        say(connection, Events(2, (Value(2, 0, "private" * 500, "eos", Usage()),)))
+        send(connection, Events(2, (Value(2, 0, "private" * 500, "eos", Usage()),)))
         connection.recv()
 
     with canned_server(handler, server_side) as address:

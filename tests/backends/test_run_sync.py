@@ -1,4 +1,4 @@
-"""The synchronous doors: what they give, where they are refused, and how a script is interrupted."""
+"""``af.run`` and ``af.map``: their results, where they are rejected, and how a script is interrupted."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_map_passes_its_options_on(backend, capsys):
         af.map(ask, ["a"], concurrency=0, session=session())
 
 
-def test_the_default_session_is_the_default_one(monkeypatch):
-    monkeypatch.setenv("AGENTFLOW_URL", "ws://127.0.0.1:9")  # a port that nobody listens on
+def test_the_default_session_connects_to_the_url_of_the_environment(monkeypatch):
+    monkeypatch.setenv("AGENTFLOW_URL", "ws://127.0.0.1:9")  # no server listens on this port
     with pytest.raises(af.ServerUnreachable, match=r"127\.0\.0\.1:9"):
         af.run(ask, "a")
     with pytest.raises(af.ServerUnreachable, match=r"127\.0\.0\.1:9"):
@@ -83,7 +83,7 @@ def test_a_session_is_used_once(backend):
 
 
 @pytest.mark.anyio
-async def test_inside_an_event_loop_they_say_what_to_do(backend):
+async def test_run_and_map_are_rejected_inside_an_event_loop(backend):
     with pytest.raises(af.ProgramError, match=r"use `await flow\.run\(\.\.\.\)` inside `async with"):
         af.run(ask, "a", session=af.session(backend=backend))
     with pytest.raises(af.ProgramError, match=r"use `await flow\.map\(\.\.\.\)` inside `async with"):

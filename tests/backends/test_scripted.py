@@ -1,4 +1,4 @@
-"""The scripted backend cuts its answers as a model's would be cut, and says what it cannot do."""
+"""The scripted backend truncates its answers like a model's, and rejects what it does not support."""
 
 import dataclasses
 from typing import TypedDict
@@ -47,7 +47,7 @@ async def cut(**options) -> tuple[str, str]:
         ({"temperature": 1.0, "frequency_penalty": 1.0, "logit_bias": {5: 1}, "seed": 4}, ANSWER, "eos"),
     ],
 )
-async def test_the_answer_is_cut(options, text, reason):
+async def test_answers_end_at_stops_and_max_tokens(options, text, reason):
     assert await cut(**options) == (text, reason)
 
 
@@ -93,7 +93,7 @@ async def test_a_value_stands_for_its_json(schema, value, text):
         assert (await s[expression], s[expression].text) == (value, text)
 
 
-async def test_what_no_json_can_be_made_of_is_told():
+async def test_an_answer_that_is_not_serializable_is_rejected():
     async with af.session(backend=af.Scripted([object()])) as flow, flow.state() as s:
         s += af.gen("r")
         with pytest.raises(af.BadArgument, match="an answer must be a text"):
@@ -104,7 +104,7 @@ LONG = "|".join(["[0-9]"] * 1000)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "answer", "told"),
+    ("wanted", "answer", "error"),
     [
         ({"regex": r"\p{Lu}\p{Ll}+"}, "Köln", None),
         ({"regex": LONG}, "7", None),
@@ -119,13 +119,13 @@ LONG = "|".join(["[0-9]"] * 1000)
         ({"tags": [af.Tag("<n>", regex="[", end="</n>")]}, "a <n>3</n> b", af.BadArgument),
     ],
 )
-async def test_an_answer_must_keep_what_was_asked_for(wanted, answer, told):
+async def test_an_answer_must_match_its_constraint(wanted, answer, error):
     async with af.session(backend=af.Scripted([answer])) as flow, flow.state() as s:
         s += af.gen("r", **wanted)
-        if told is None:
+        if error is None:
             assert await s["r"].whole_text() == answer
         else:
-            with pytest.raises(told, match=r"which is not what|regular expression"):
+            with pytest.raises(error, match=r"which is not what|regular expression"):
                 await s["r"]
 
 
@@ -157,7 +157,7 @@ async def test_a_script_may_be_a_list_a_mapping_or_a_function():
     assert await answers(echo, "a", "b") == [("<a>", "eos"), ("<a<a>b>", "eos")]
 
 
-async def test_a_script_that_has_no_answer_says_so():
+async def test_a_script_without_an_answer_fails_the_run():
     with pytest.raises(af.RunFailed, match="the script has only 1 answers"):
         await answers(["one"], "a", "b")
     with pytest.raises(af.RunFailed, match="no answer for a prompt that ends in 'ab'"):

@@ -18,7 +18,7 @@ async def asked_one_by_one():
         yield question
 
 
-async def test_a_turn_adds_to_what_was_said():
+async def test_each_prompt_extends_the_one_before():
     asked = Asked(in_turn(REPLIES))
     heard: list[str] = []
     talk = await run(chat.chat, scripted(asked), asked_one_by_one(), heard.append)
@@ -40,7 +40,7 @@ async def test_the_conversation_is_shown():
 
 
 @pytest.mark.parametrize("stdin", ["One?\n  Two?  \n\nThree?\n", "One?\nTwo?\n", "One?\nTwo?"])
-async def test_what_is_typed_is_asked_until_an_empty_line(monkeypatch, stdin):
+async def test_typed_lines_are_questions_until_an_empty_line(monkeypatch, stdin):
     monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
     asked = Asked(lambda prompt: "so")
     await shown(chat.main, scripted(asked), is_typed=True)
@@ -49,6 +49,6 @@ async def test_what_is_typed_is_asked_until_an_empty_line(monkeypatch, stdin):
     assert asked.prompts[1].endswith("<user>Two?</user><assistant>")
 
 
-async def test_nothing_typed_is_no_conversation(monkeypatch):
+async def test_an_empty_input_has_no_questions(monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert [text async for text in chat.typed(Console(file=io.StringIO()))] == []

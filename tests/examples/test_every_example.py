@@ -85,7 +85,7 @@ class FirstChoice(ScriptedGenerator):
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "essay_judge"])
-async def test_what_a_model_writes_is_shown_as_it_is(name):
+async def test_the_markup_in_a_models_text_is_shown_literally(name):
     """Square brackets mean something to rich, and a model may write them anywhere."""
     said: dict[str, Any] = {"extraction": {"name": "[/] [red", "born": 1900, "kind": "athlete"}}
     backend = scripted(str)
@@ -94,7 +94,7 @@ async def test_what_a_model_writes_is_shown_as_it_is(name):
     assert "[/] [red" in await shown(importlib.import_module(name).main, backend, **options)
 
 
-def test_a_server_that_is_not_there_is_told_in_a_few_words(capsys):
+def test_a_missing_server_is_reported(capsys):
     options = example_parser("An example.\n\nMore.").parse_args(["--url", "ws://127.0.0.1:1"])
 
     async def main(flow, console):
@@ -104,7 +104,7 @@ def test_a_server_that_is_not_there_is_told_in_a_few_words(capsys):
     assert "agentflow serve" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_document_that_is_not_there_is_told():
+def test_a_missing_document_is_reported():
     command = [sys.executable, ROOT / "examples" / "long_document.py", "no-such-file.txt"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
@@ -112,7 +112,7 @@ def test_a_document_that_is_not_there_is_told():
     assert "Traceback" not in result.stderr
 
 
-def test_the_figures_are_of_what_happened_in_between():
+def test_the_figures_are_differences():
     before = af.Stats("m", steps=5, prompt_tokens=100, cached_tokens=90, generated_tokens=7)
     after = af.Stats("m", steps=15, prompt_tokens=1300, cached_tokens=990, generated_tokens=1007)
     assert figures(before, after) == "m: 1,200 prompt tokens, 75% of them cached; 1,000 generated in 10 steps"

@@ -43,7 +43,7 @@ async def test_the_limits_are_part_of_the_type(wrong):
         await run(extract, scripted(lambda _: wrong), TEXTS[0])
 
 
-async def test_a_record_that_was_cut_is_none():
+async def test_a_truncated_record_has_no_value():
     endless = '{"name": "' + "Anna " * 200 + '", "born": 1867, "kind": "scientist"}'
     with pytest.raises(af.InvalidValue, match="was truncated after 96 tokens and is not a complete Person"):
         await run(extract, scripted(lambda _: endless), TEXTS[0])

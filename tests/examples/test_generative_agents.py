@@ -53,7 +53,7 @@ async def test_a_day_passes_as_it_was_lived():
     assert day.memories == {"Ada": " 3 voices", "Ben": " 4 voices", "Cleo": " 3 voices"}
 
 
-async def test_a_villager_remembers_what_was_heard_and_nothing_else():
+async def test_a_villagers_prompt_has_only_what_was_said_at_the_same_place():
     asked = Asked(villager)
     await run(live, scripted(asked), PEOPLE)
     memories = {whose(prompt): prompt for prompt in asked.ending("I will remember the")}
@@ -76,7 +76,7 @@ async def test_memories_only_grow():
 
 
 @pytest.mark.parametrize("person", PEOPLE, ids=lambda person: person.name)
-async def test_nobody_can_stay_at_home(person):
+async def test_staying_at_home_is_not_among_the_choices(person):
     script = lambda prompt: person.home if prompt.endswith("<assistant>") else "hello"  # noqa: E731
     others = [place for place in PLACES if place != person.home]
     with pytest.raises(af.RunFailed, match=f"none of the choices \\['{others[0]}', '{others[1]}'"):

@@ -72,7 +72,9 @@ async def test_a_call_made_twice_is_the_last():
     ("inputs", "num_calls", "max_steps"),
     [(["again", "again"], 2, 9), ("abcd", 4, 4), ("a", 1, 1), ("", 0, 0)],
 )
-async def test_then_and_after_the_last_round_finish_is_all_there_is(inputs, num_calls, max_steps):
+async def test_finish_is_the_only_choice_after_a_repeated_call_or_the_last_round(
+    inputs, num_calls, max_steps
+):
     trace = await run(react.react, scripted(stubborn(inputs, num_calls)), "What?", max_steps=max_steps)
     assert len(trace.steps) == num_calls
     async with af.session(backend=scripted(stubborn([*inputs, "more"], num_calls + 1))) as flow:

@@ -27,7 +27,7 @@ async def test_the_query_finds_what_the_answer_is_made_of():
     ]
 
 
-async def test_where_nothing_is_found_the_model_is_told():
+async def test_an_empty_search_result_is_part_of_the_prompt():
     asked = Asked(lambda prompt: " xyz")
     found = await run(ask, scripted(asked), "Qqq?", Index(PASSAGES))
     assert found.passages == "(nothing was found)"

@@ -43,7 +43,7 @@ async def test_each_line_of_thought_votes_and_the_most_votes_win():
     ("votes", "winner"),
     [([], None), ([None, None], None), ([None, 4], 4), ([3, 4, 4], 4), ([7, 5, 5, 7], 7), ([0], 0)],
 )
-def test_of_equals_the_first_wins_and_who_abstains_does_not_count(votes, winner):
+def test_the_first_of_equal_votes_wins_and_abstentions_do_not_count(votes, winner):
     assert Poll([("", vote) for vote in votes]).winner == winner
 
 

@@ -162,7 +162,7 @@ def test_tasks_do_not_see_the_callers_context(thread):
 
 
 @given(st.lists(st.sampled_from(["put", "take"]), max_size=30), st.booleans())
-def test_a_mailbox_hands_over_each_item_once_and_wakes_once_until_take(steps, fails):
+def test_a_mailbox_gives_each_item_once_and_wakes_once_until_take(steps, fails):
     num_woken = 0
 
     def wake() -> None:

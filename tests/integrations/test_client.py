@@ -68,8 +68,8 @@ def until(connection: ModelConnection, holds: Any) -> None:
 
 
 def test_a_reply_comes_in_pieces_and_ends(connection):
-    *said, end = connection.stream(ModelCall(ASKED, af.reply("answer")))
-    assert [one.piece for one in said] == [
+    *deltas, end = connection.stream(ModelCall(ASKED, af.reply("answer")))
+    assert [delta.piece for delta in deltas] == [
         TextPiece("It"),
         TextPiece(" is."),
         CallBegun("c1", "weather"),

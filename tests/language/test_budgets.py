@@ -13,7 +13,7 @@ import agentflow as af
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_gen_is_cut_where_the_budget_ends_and_that_is_no_value():
+async def test_a_gen_that_exceeds_the_budget_is_truncated_and_has_no_value():
     backend = af.Scripted([words(10)])
     observed = Observed(backend)
     async with af.session(backend=observed) as flow, flow.state() as s:
@@ -25,7 +25,7 @@ async def test_a_gen_is_cut_where_the_budget_ends_and_that_is_no_value():
     assert_idle(backend)
 
 
-async def test_a_select_and_what_no_model_wrote_take_nothing_of_a_budget():
+async def test_only_generated_tokens_count_against_a_budget():
     backend = af.Scripted(["yes", words(2)])
     async with af.session(backend=backend) as flow, flow.state() as s:
         s.limit(output_tokens=2)
@@ -48,13 +48,13 @@ async def test_forks_share_the_budget_of_their_parent():
             assert await state["x"] == words(3)
         after += af.gen("x")
         s += af.gen("x")
-        for state in (after, s):  # one of the two is cut, and the other finds nothing left
+        for state in (after, s):  # one is truncated, and the budget of the other is empty
             await state.settled()
         assert sorted([state._node.error is None for state in (after, s)]) == [False, False]
     assert_idle(backend)
 
 
-async def test_several_that_run_at_once_are_told_at_their_end():
+async def test_concurrent_gens_share_a_budget():
     backend = Stepped(lambda prompt: words(3))
     async with af.session(backend=backend) as flow, flow.state() as s:
         s.limit(output_tokens=4)
@@ -88,7 +88,7 @@ async def test_the_tightest_of_several_limits_holds():
         assert await s["x"] == words(3)
 
 
-async def test_a_limit_holds_for_what_is_running():
+async def test_a_limit_applies_to_running_gens():
     backend = Stepped([words(3)])
     async with af.session(backend=backend) as flow, flow.state() as s:
         s += af.gen("x")
@@ -103,7 +103,7 @@ async def test_a_limit_holds_for_what_is_running():
 # The session
 
 
-async def test_a_limit_of_the_session_holds_for_all_states_and_those_to_come():
+async def test_a_limit_of_the_session_applies_to_existing_and_later_states():
     backend = af.Scripted(lambda prompt: words(3))
     async with af.session(backend=backend) as flow, flow.state() as first:
         orphan = first.copy()
@@ -129,8 +129,8 @@ async def test_a_limit_of_the_session_holds_for_all_states_and_those_to_come():
     budgets=st.lists(st.integers(0, 12), min_size=1, max_size=3),
     sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=6),
 )
-async def test_one_after_the_other_exactly_what_is_allowed_is_spent(budgets, sizes):
-    """``sizes``: of each gen the words it would say, and its ``max_tokens``."""
+async def test_sequential_gens_spend_exactly_the_budget(budgets, sizes):
+    """``sizes``: of each gen, the words of its answer and its ``max_tokens``."""
     backend = af.Scripted([words(count) for count, _ in sizes])
     async with af.session(backend=backend) as flow, flow.state() as s:
         for budget in budgets:

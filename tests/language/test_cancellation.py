@@ -1,4 +1,4 @@
-"""Cancelling at each point of a request's life frees its slots within one engine step."""
+"""Cancelling in each phase of a request frees its slots within one engine step."""
 
 import contextlib
 
@@ -35,7 +35,7 @@ async def decoding(engine, flow, root):
 
 
 async def streaming(engine, flow, root):
-    """Somebody reads the text as it comes."""
+    """A task reads the text while it is generated."""
     root += af.gen("answer", max_tokens=400)
     flow._link.start_soon(read_quietly, root["answer"])
     return 9

@@ -43,7 +43,7 @@ def scripted(*answers: object) -> af.Session:
 # What is made of messages and tools
 
 
-def test_messages_as_openai_has_them_are_those_of_ours():
+def test_openai_messages_are_converted():
     assert written(*LATER).messages == (
         af.Message("user", "Is it cold in Oslo?"),
         af.Message("assistant", "", tool_calls=(CALL,)),
@@ -56,14 +56,14 @@ def test_tools_are_functions_schemas_or_specs():
     schema = {"type": "object", "properties": {"city": {"type": "string"}}}
     as_function = {"type": "function", "function": {"name": "b", "description": "B.", "parameters": schema}}
     spec = ToolSpec("c", "C.", {})
-    told = written(tools=[weather, as_function, spec]).tools
-    assert told[1:] == (ToolSpec("b", "B.", schema), spec)
-    assert (told[0].name, told[0].description) == ("weather", "The weather in a city.")
-    assert told[0].parameters["properties"] == {
+    tools = written(tools=[weather, as_function, spec]).tools
+    assert tools[1:] == (ToolSpec("b", "B.", schema), spec)
+    assert (tools[0].name, tools[0].description) == ("weather", "The weather in a city.")
+    assert tools[0].parameters["properties"] == {
         "city": {"type": "string"},
         "days": {"type": "integer", "minimum": 1},
     }
-    assert told[0].parameters["required"] == ["city"]
+    assert tools[0].parameters["required"] == ["city"]
 
 
 def test_the_types_of_a_tools_parameters_are_defined_in_its_schema():
@@ -75,9 +75,9 @@ def test_the_types_of_a_tools_parameters_are_defined_in_its_schema():
         return place.city
 
     at.__annotations__["place"] = Place
-    [told] = written(tools=[at]).tools
-    assert told.parameters["properties"] == {"place": {"$ref": "#/$defs/Place"}}
-    assert told.parameters["$defs"]["Place"]["required"] == ["city"]
+    [tool] = written(tools=[at]).tools
+    assert tool.parameters["properties"] == {"place": {"$ref": "#/$defs/Place"}}
+    assert tool.parameters["$defs"]["Place"]["required"] == ["city"]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_the_types_of_a_tools_parameters_are_defined_in_its_schema():
         (ToolChoice("none"), ToolChoice("none")),
     ],
 )
-def test_the_choice_is_a_word_or_a_tools_name(choice, expected):
+def test_the_tool_choice_is_a_mode_or_a_tools_name(choice, expected):
     assert written(tools=[weather], choice=choice, parallel=False).choice == expected
 
 
@@ -111,7 +111,7 @@ def test_the_choice_is_a_word_or_a_tools_name(choice, expected):
         ([{"role": "user", "tool_calls": [CALLED]}], "a user message cannot have tool calls"),
     ],
 )
-def test_what_is_no_message_is_refused_at_once(messages, why):
+def test_invalid_messages_are_rejected(messages, why):
     with pytest.raises(af.BadArgument) as caught:
         af.conversation(messages)
     assert why in str(caught.value)
@@ -120,7 +120,7 @@ def test_what_is_no_message_is_refused_at_once(messages, why):
 # In a program
 
 
-async def test_a_reply_is_its_prose_and_its_calls():
+async def test_a_reply_has_a_text_and_tool_calls():
     prompts = []
 
     def script(prompt: str) -> af.Reply:
@@ -135,24 +135,24 @@ async def test_a_reply_is_its_prose_and_its_calls():
     assert prompts == ["<user>Is it cold in Oslo?</user><assistant>"]
 
 
-async def test_a_reply_comes_as_it_is_said():
+async def test_a_reply_is_streamed_as_text_and_as_partial_replies():
     """Its prose by iteration; with its calls by ``partials``; both from the start, whenever one reads."""
-    said = af.Reply("It is cold, so take a coat.", (CALL,))
-    async with af.session(backend=Unbatched(af.Scripted([said]))) as flow, flow.state() as s:
+    reply = af.Reply("It is cold, so take a coat.", (CALL,))
+    async with af.session(backend=Unbatched(af.Scripted([reply]))) as flow, flow.state() as s:
         s += af.conversation(ASKED, tools=[weather]) + af.reply("answer")
         replies = [reply async for reply in s["answer"].partials()]
         assert len(replies) > 2
-        assert replies[-1] == said == await s["answer"]
+        assert replies[-1] == reply == await s["answer"]
         for before, after in itertools.pairwise(replies):
             assert after != before
             assert after.text.startswith(before.text)
             assert len(after.tool_calls) >= len(before.tool_calls)
-        assert [reply async for reply in s["answer"].partials()] == [said]
-        assert "".join([text async for text in s["answer"]]) == s["answer"].text == said.text
+        assert [reply async for reply in s["answer"].partials()] == [reply]
+        assert "".join([text async for text in s["answer"]]) == s["answer"].text == reply.text
         assert s["answer"].tool_calls == (CALL,)
 
 
-async def test_a_reply_that_says_nothing_is_one_all_the_same():
+async def test_an_empty_reply_is_a_value():
     async with scripted(af.Reply("")) as flow, flow.state() as s:
         s += af.conversation(ASKED) + af.reply("answer")
         assert [text async for text in s["answer"]] == []
@@ -160,14 +160,14 @@ async def test_a_reply_that_says_nothing_is_one_all_the_same():
 
 
 @pytest.mark.parametrize("unbatched", [False, True])
-async def test_the_text_of_a_reply_is_its_prose_wherever_a_text_is_wanted(unbatched):
+async def test_a_reply_stands_for_its_text_wherever_text_is_expected(unbatched):
     """In f-strings, sums, ``set``, transforms, ``join``, events: in the interpreter and in the frontend."""
-    said, prose = af.Reply('I "look"\nit up.', (CALL,)), 'I "look"\nit up.'
+    reply, prose = af.Reply('I "look"\nit up.', (CALL,)), 'I "look"\nit up.'
     prompts = []
 
     def script(prompt: str) -> af.Reply | str:
         prompts.append(prompt)
-        return said if prompt.endswith("<assistant>") else "fine"
+        return reply if prompt.endswith("<assistant>") else "fine"
 
     @af.program
     async def use(s: af.State) -> None:
@@ -199,7 +199,7 @@ async def test_the_text_of_a_reply_is_its_prose_wherever_a_text_is_wanted(unbatc
             assert await t.text() == f"[{prose}]"
 
 
-async def test_tool_calls_stand_in_the_messages_and_these_begin_another_state():
+async def test_messages_with_tool_calls_begin_another_state():
     messages = [
         {"role": "user", "content": "Is it cold?"},
         af.Message("assistant", "", tool_calls=(CALL,)).as_dict(),
@@ -210,9 +210,9 @@ async def test_tool_calls_stand_in_the_messages_and_these_begin_another_state():
         s += af.conversation(messages, tools=[weather]) + af.reply("answer")
         s.end()
         s += af.user("So: ", s["answer"])  # a text, not its calls
-        told = await s.messages()
-        assert told[:3] == messages
-        assert told[3:] == [
+        found = await s.messages()
+        assert found[:3] == messages
+        assert found[3:] == [
             {
                 "role": "assistant",
                 "content": "And there?",
@@ -227,14 +227,14 @@ async def test_tool_calls_stand_in_the_messages_and_these_begin_another_state():
             {"role": "user", "content": "So: And there?"},
         ]
         async with flow.state() as t:
-            t += af.conversation(told)
-            assert (await t.messages())[:-1] == told
+            t += af.conversation(found)
+            assert (await t.messages())[:-1] == found
             assert await t.text() == await s.text() + "<assistant>"
         branch = s.copy()
-        assert await branch.messages() == told
+        assert await branch.messages() == found
 
 
-async def test_a_conversation_goes_on():
+async def test_an_agent_loop_answers_tool_calls():
     """The loop of an agent: a reply's calls are answered, and the next reply knows of it."""
     prompts = []
 
@@ -261,7 +261,7 @@ async def test_a_conversation_goes_on():
     )
 
 
-async def test_gen_goes_on_in_the_assistants_turn_and_the_turn_can_be_ended():
+async def test_gen_continues_the_open_assistant_turn():
     async with scripted("cold, and", "Bring a coat.") as flow, flow.state() as s:
         s += af.conversation([*ASKED, {"role": "assistant", "content": "It is "}])
         s += af.gen("how")
@@ -280,7 +280,7 @@ async def test_gen_goes_on_in_the_assistants_turn_and_the_turn_can_be_ended():
         ]
 
 
-async def test_several_replies_are_a_fork():
+async def test_a_fork_generates_several_replies():
     async with scripted("One.", "Two.", "Three.") as flow, flow.state() as s:
         s += af.conversation(ASKED)
         async with s.fork(3) as branches:
@@ -289,7 +289,7 @@ async def test_several_replies_are_a_fork():
         assert sorted([(await branch["answer"]).text for branch in branches]) == ["One.", "Three.", "Two."]
 
 
-async def test_what_was_cut_is_a_reply_too():
+async def test_a_truncated_reply_is_a_value():
     schema = {"type": "object"}
     async with scripted('{"a": 1} ', "Some more words.") as flow, flow.state() as s:
         async with s.fork(2) as (one, two):
@@ -301,7 +301,7 @@ async def test_what_was_cut_is_a_reply_too():
         assert two["b"].finish_reason == "length"
 
 
-async def test_a_conversation_begins_a_state():
+async def test_a_conversation_must_be_the_first_append():
     async with scripted("x") as flow, flow.state() as s:
         why = "a conversation begins a state: append it first, and nothing before it"
         with pytest.raises(af.BadArgument, match=why):
@@ -329,7 +329,7 @@ async def test_a_conversation_begins_a_state():
         ),
     ],
 )
-async def test_a_backend_refuses_what_the_frontend_would_have(op, why):
+async def test_a_backend_rejects_invalid_conversations(op, why):
     async with scripted("x") as flow, flow.state() as s:
         flow._link._connection.send([ops.Converse(s.id, op.conversation)])
         s += af.gen("x")
@@ -349,9 +349,9 @@ async def test_a_reply_records_and_replays(tmp_path):
             return await s["answer"]
 
     async with af.session(backend=backend, record=path) as flow:
-        said = await ask(flow)
+        reply = await ask(flow)
     async with af.session(backend=af.Replay(path)) as flow:
-        assert await ask(flow) == said
+        assert await ask(flow) == reply
 
 
 async def test_a_traced_conversation_is_a_graph():
@@ -371,19 +371,19 @@ async def test_a_traced_conversation_is_a_graph():
 # On an engine
 
 
-async def test_an_engine_is_given_what_turns_would_be():
+async def test_a_conversation_has_the_token_ids_of_its_turns():
     engine = FakeEngine()
-    async with af.session(backend=engine, seed=1) as flow, flow.state() as s, flow.state() as twin:
+    async with af.session(backend=engine, seed=1) as flow, flow.state() as s, flow.state() as plain:
         s += af.conversation([{"role": "system", "content": "Be brief."}, *ASKED])
         s += af.reply("answer", max_tokens=12)
-        twin += af.system("Be brief.") + af.user(ASKED[0]["content"])
-        async with twin.assistant():
-            twin += af.gen("answer", max_tokens=12)
-            assert (await s["answer"]).text == await twin["answer"]
-            assert await s.token_ids() == await twin.token_ids()
+        plain += af.system("Be brief.") + af.user(ASKED[0]["content"])
+        async with plain.assistant():
+            plain += af.gen("answer", max_tokens=12)
+            assert (await s["answer"]).text == await plain["answer"]
+            assert await s.token_ids() == await plain.token_ids()
 
 
-async def test_an_engine_refuses_tools_that_it_cannot_keep():
+async def test_an_engine_without_tag_constraints_rejects_tools():
     async with af.session(backend=FakeEngine()) as flow, flow.state() as s:
         s += af.conversation(ASKED, tools=[weather], choice="required") + af.reply("answer")
         with pytest.raises(af.NotSupported, match="does not support constraints of the kind 'tags'"):

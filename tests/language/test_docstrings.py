@@ -1,4 +1,4 @@
-"""Every public name says what it is and shows it: docstrings are there, and their examples run."""
+"""Every public name has a docstring with an example, and the examples run."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ WITH_EXAMPLES = {
     for name, public in DOCUMENTED.items()
     if examples_in(inspect.getdoc(public) or "")
 }
-# What a script has not: an engine shows these, on a runner that makes tokens up.
+# The scripted backend has no tokens: these run on an engine with a fake runner.
 OF_TOKENS = {"State.token_ids", "TokenLogprob", "Variable.logprobs", "Variable.top_logprobs"}
-# These wait for their result by themselves, and refuse to inside of an event loop.
+# These block until their result is there, and are rejected inside an event loop.
 SYNCHRONOUS = {"run", "map"}
 
 
@@ -90,7 +90,7 @@ async def test_examples_run(name: str):
 @pytest.mark.parametrize("name", sorted(SYNCHRONOUS))
 def test_synchronous_examples_run(name: str):
     running = run_examples(examples_in(WITH_EXAMPLES[name]), names())
-    with pytest.raises(StopIteration):  # it never waits: there is no loop that it could wait in
+    with pytest.raises(StopIteration):  # it never waits
         running.send(None)
 
 
@@ -105,6 +105,6 @@ def test_synchronous_examples_run(name: str):
         ">>> af.gen('')\nTraceback (most recent call last):\nBadArgument: another message",
     ],
 )
-async def test_wrong_examples_are_noticed(wrong: str):
+async def test_wrong_examples_fail(wrong: str):
     with pytest.raises(AssertionError, match=r"raises nothing|shows"):
         await run_examples(examples_in(wrong), names())

@@ -41,7 +41,7 @@ def test_one_stop_string_needs_no_list():
     ignore_eos=st.booleans(),
     logprobs=st.booleans(),
 )
-def test_everything_in_range_is_taken_as_it_is(**options):
+def test_parameters_in_range_are_kept(**options):
     params = af.gen("x", **options).params
     for field, value in options.items():
         assert getattr(params, field) == (tuple(value) if isinstance(value, list) else value)
@@ -122,7 +122,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("field", "value"), WRONG, ids=repr)
-def test_a_wrong_argument_is_refused_by_name(field, value):
+def test_a_parameter_out_of_range_is_rejected(field, value):
     with pytest.raises(af.BadArgument, match=rf"^gen: {field} must be .* not "):
         af.gen("x", **{field: value})
 
@@ -157,12 +157,12 @@ def test_equal_biases_are_equal_parameters_and_can_be_hashed():
         ("(a)|b(?i)", "global flags"),
     ],
 )
-def test_a_regex_that_the_engine_could_not_use_well_is_refused(pattern, why):
+def test_unsupported_stop_regexes_are_rejected(pattern, why):
     with pytest.raises(af.BadArgument, match=rf"^gen: stop_regex must .*{why}.* not "):
         af.gen("x", stop_regex=pattern)
 
 
-def test_no_pattern_is_run_to_check_it():
+def test_checking_a_pattern_does_not_match_it():
     """This one would take until the sun goes out, on a text of no characters."""
     for pattern in ("(?:a?|b?){99}(?!)", "(|){99}(?<=x)"):
         assert af.gen("x", stop_regex=pattern).params.stop_regex == pattern
@@ -188,17 +188,17 @@ def test_a_variable_needs_a_name(make, name):
         ([str(n) for n in range(MAX_CHOICES + 1)], "at most 1000 choices"),
     ],
 )
-def test_choices_that_cannot_be_chosen_from_are_refused(choices, why):
+def test_invalid_choices_are_rejected(choices, why):
     with pytest.raises(af.BadArgument, match=rf"select\('pick'\).*{why}"):
         af.select("pick", choices)
 
 
-def test_a_select_takes_as_many_choices_as_it_says():
+def test_a_select_accepts_the_maximum_of_choices_from_any_iterable():
     assert len(af.select("pick", [str(n) for n in range(MAX_CHOICES)]).choices) == MAX_CHOICES
     assert af.select("pick", iter(["a", "b"])).choices == ("a", "b")
 
 
-def test_an_unknown_method_names_those_there_are():
+def test_an_unknown_select_method_is_rejected():
     with pytest.raises(af.BadArgument, match=r"'best'.*token_length_normalized"):
         af.select("pick", ["a"], method="best")
 
@@ -211,7 +211,7 @@ def test_a_sum_keeps_its_order():
     assert isinstance(second, SelectExpression)
 
 
-def test_a_long_sum_is_not_a_deep_one():
+def test_a_sum_of_sums_is_flat():
     row = af.gen("a") + ""
     for number in range(3000):
         row = row + str(number)

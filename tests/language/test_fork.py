@@ -20,7 +20,7 @@ async def test_a_fork_needs_a_number_of_branches(count):
         assert observed.ops == [ops.Open(s.id)]
 
 
-async def test_branches_go_on_from_where_the_state_was_and_each_for_itself():
+async def test_branches_continue_from_the_fork_independently():
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
         s += "a"
         branches = s.fork(2)
@@ -36,7 +36,7 @@ async def test_branches_go_on_from_where_the_state_was_and_each_for_itself():
         assert [b.path for b in (s, *branches, late)] == [(), (0,), (1,), (2,)]
 
 
-async def test_branches_know_the_names_of_their_parent_and_may_take_them_for_themselves():
+async def test_branches_inherit_variable_names_and_may_redefine_them():
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
         s += "1" + af.gen("x") + "2" + af.gen("y")
         first, second = s.fork(2)
@@ -81,7 +81,7 @@ async def test_leaving_the_block_seals_the_branches_and_does_not_wait():
         assert [await branch["x"] for branch in branches] == ["one two"] * 2
 
 
-async def test_awaiting_the_branches_waits_for_all_and_asks_for_all_at_once():
+async def test_awaiting_branches_sends_all_awaits_at_once():
     backend = Stepped({"": "one two"})
     observed = Observed(backend)
     async with af.session(backend=observed) as flow, flow.state() as s:
@@ -130,11 +130,11 @@ async def test_a_failed_branch_cancels_its_siblings_and_fails_its_parent_with_th
 
 
 def many_words(num_words: int) -> str:
-    """A text that takes a while to say again."""
+    """A text that takes a while to repeat."""
     return "word " * num_words
 
 
-async def test_a_failure_inside_nested_groups_goes_up_to_the_root():
+async def test_a_failure_in_nested_groups_propagates_to_the_root():
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
         async with s.fork(2) as outer:
             async with outer[0].fork(2) as inner:
@@ -155,7 +155,7 @@ async def test_a_failure_inside_nested_groups_goes_up_to_the_root():
                 await cancelled
 
 
-async def test_a_failure_takes_the_forks_of_the_siblings_along():
+async def test_a_failure_cancels_the_forks_of_siblings():
     async with af.session(backend=Stepped(echo)) as flow, flow.state() as s:
         async with s.fork(2) as branches:
             grandchild = branches[0].fork(1)[0]
@@ -165,7 +165,7 @@ async def test_a_failure_takes_the_forks_of_the_siblings_along():
             await grandchild["x"]
 
 
-async def test_cancelling_a_branch_leaves_its_siblings_and_its_parent_alone():
+async def test_cancelling_a_branch_does_not_affect_its_siblings_and_parent():
     backend = Stepped({"": "one two"})
     async with af.session(backend=backend) as flow, flow.state() as s:
         async with s.fork(2) as branches:
@@ -184,7 +184,7 @@ async def test_cancelling_a_branch_leaves_its_siblings_and_its_parent_alone():
             await branches
 
 
-async def test_a_gen_that_was_cancelled_by_its_backend_is_no_failure_of_its_group():
+async def test_a_gen_cancelled_by_the_backend_does_not_fail_its_group():
     script = {"first": af.Cancelled("by the backend"), "second": "answer"}
     async with af.session(backend=af.Scripted(script)) as flow, flow.state() as s:
         async with s.fork(2) as branches:
@@ -243,7 +243,7 @@ async def test_leaving_the_block_by_cancellation_cancels_the_branches():
         assert backend.generator.num_running == 0
 
 
-async def test_a_plain_fork_keeps_its_failure_to_itself():
+async def test_a_failed_branch_of_a_plain_fork_does_not_affect_the_others():
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
         s += "p"
         bad, good = s.fork(2)
@@ -257,7 +257,7 @@ async def test_a_plain_fork_keeps_its_failure_to_itself():
         await s
 
 
-async def test_branches_that_failed_before_they_became_a_group_fail_it_too():
+async def test_branches_that_failed_before_the_block_fail_the_group():
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
         branches = s.fork(3)
         branches[0].cancel()
@@ -298,7 +298,7 @@ async def test_a_branch_that_is_cancelled_before_it_began_leaves_nothing_open():
     assert_idle(backend)
 
 
-async def test_a_parent_may_end_its_run_while_its_branches_are_still_unborn():
+async def test_a_parent_may_end_before_its_fork_has_run():
     backend = Stepped({"": "one"})
     async with af.session(backend=backend) as flow:
         async with flow.state() as s:

@@ -46,7 +46,7 @@ async def test_a_mapped_graph_gives_what_the_program_gives() -> None:
 
 
 @pytest.mark.parametrize("bad", [("tea",), ("a", "b", "c"), {"topic": "a"}, {"topic": "a", "tone": 5}])
-async def test_arguments_that_do_not_fit_fail_their_input(bad) -> None:
+async def test_invalid_arguments_fail_only_their_input(bad) -> None:
     async with af.session(backend=af.Scripted(answer)) as flow:
         found = await flow.map(ask.trace(), [bad, ("tea", "dry")], on_error="return")
         assert isinstance(found[0], af.BadArgument)
@@ -74,7 +74,7 @@ async def test_a_streamed_graph_has_the_values_of_the_program_and_its_result() -
     assert {path for path, _, _ in of_graph[1]} == {(), (0,), (1,)}
 
 
-async def test_a_streamed_graph_that_is_left_is_cancelled() -> None:
+async def test_leaving_a_streamed_graph_cancels_it() -> None:
     backend = af.Scripted(answer)
     async with af.session(backend=backend) as flow, flow.stream(ask.trace(), "tea", "dry") as events:
         async for _ in events:

@@ -45,7 +45,7 @@ async def test_typed_values_are_gathered_as_values():
         assert sorted(await branches.gather("n")) == [1, 2]
 
 
-async def test_variables_are_those_of_each_branch_and_of_none_without_them():
+async def test_variables_needs_the_name_in_every_branch():
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
         branches = s.fork(2)
         branches[0] += "a" + af.gen("x")
@@ -87,7 +87,7 @@ async def test_a_join_appends_what_the_branches_appended(separator, unbatched):
     assert_idle(backend)
 
 
-async def test_a_join_waits_for_nothing_and_takes_what_is_there_by_then():
+async def test_a_join_takes_what_was_appended_before_it():
     backend = Stepped(["one two", "one two"])
     async with af.session(backend=backend) as flow, flow.state() as s:
         branches = s.fork(2)
@@ -112,7 +112,7 @@ async def test_an_overwritten_variable_keeps_its_value():
         assert await s.text() == "a<a>b<a<a>b>" == await branches[0].text()
 
 
-async def test_turns_lose_their_marks_and_may_be_joined_inside_a_turn():
+async def test_turns_are_joined_as_plain_text():
     async with af.session(backend=af.Scripted(lambda prompt: "yes")) as flow, flow.state() as s:
         s += af.system("be kind")
         async with s.fork(2) as branches:
@@ -140,7 +140,7 @@ async def test_images_are_joined_as_images():
         assert [op.source for op in observed.of(ops.Image)] == ["https://example.com/a.png"] * 2
 
 
-async def test_a_branch_that_appended_nothing_is_nothing_between_separators():
+async def test_an_empty_branch_joins_as_an_empty_text():
     async with af.session(backend=af.Scripted([])) as flow, flow.state() as s:
         branches = s.fork(3)
         branches[2] += "c"
@@ -169,7 +169,7 @@ async def test_a_failed_branch_fails_the_join_with_its_cause(coupled):
 
 
 @pytest.mark.parametrize("coupled", [True, False])
-async def test_a_branch_whose_text_is_there_and_that_failed_all_the_same_fails_the_join(coupled):
+async def test_a_branch_that_failed_outside_its_text_fails_the_join(coupled):
     """By a variable that is not part of its text."""
     backend = af.Scripted(echo)
     async with af.session(backend=backend) as flow, flow.state() as s:
@@ -187,7 +187,7 @@ async def test_a_branch_whose_text_is_there_and_that_failed_all_the_same_fails_t
     assert_idle(backend)
 
 
-async def test_a_branch_of_plain_text_that_was_cancelled_fails_the_join():
+async def test_a_cancelled_branch_of_plain_text_fails_the_join():
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
         branches = s.fork(2)
         for branch in branches:

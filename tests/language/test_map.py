@@ -94,7 +94,7 @@ async def test_tuples_and_dicts_are_spread_over_the_arguments(flow):
     assert await flow.map(ask, [{"question": "a", "mark": "?"}, ("b",)]) == ["<a?>", "<b>"]
 
 
-async def test_what_was_taken_already_is_not_in_the_list(flow):
+async def test_awaiting_a_map_gives_the_remaining_results(flow):
     async with flow.map(ask, ["a", "b", "c", "d"], concurrency=1) as results:
         assert await anext(results) == "<a>"
         assert await results == ["<b>", "<c>", "<d>"]
@@ -103,16 +103,16 @@ async def test_what_was_taken_already_is_not_in_the_list(flow):
 
 async def test_several_tasks_may_share_one_map(flow):
     results = flow.map(ask, (str(i) for i in range(50)), concurrency=3)
-    heard: list[str] = []
+    received: list[str] = []
 
     async def read() -> None:
         async for result in results:
-            heard.append(result)
+            received.append(result)
 
     async with anyio.create_task_group() as group:
         for _ in range(4):
             group.start_soon(read)
-    assert heard == [f"<{i}>" for i in range(50)]
+    assert received == [f"<{i}>" for i in range(50)]
 
 
 async def test_maps_within_a_map(flow):
@@ -122,7 +122,7 @@ async def test_maps_within_a_map(flow):
     assert await flow.map(outer, ["ab", "", "cde"]) == [["<a>", "<b>"], [], ["<c>", "<d>", "<e>"]]
 
 
-async def test_nothing_runs_before_somebody_asks(flow):
+async def test_nothing_runs_before_the_map_is_entered(flow):
     num_read = 0
 
     def inputs() -> Iterator[str]:
@@ -167,16 +167,16 @@ async def test_no_more_run_and_are_read_ahead_than_allowed(turns, concurrency, t
     assert crowd.max_ahead <= READ_AHEAD * concurrency
 
 
-async def test_all_that_may_run_at_once_does(flow):
+async def test_the_concurrency_is_used_fully(flow):
     crowd = Crowd()
     await flow.map(crowd, [20] * 20, concurrency=7)
     assert crowd.max_running == 7
     async with flow.map(crowd, crowd.inputs([0] * 100), concurrency=7):
         await settle()
-        assert crowd.num_read == READ_AHEAD * 7  # and no further, while nobody takes one
+        assert crowd.num_read == READ_AHEAD * 7  # and no more, while no result is taken
 
 
-async def test_a_slow_run_at_the_front_does_not_hold_up_a_list():
+async def test_a_slow_first_run_does_not_block_later_ones():
     backend = Stepped({"slow": "word", "": ""})
     async with af.session(backend=backend) as flow, anyio.create_task_group() as group:
         ended = []
@@ -196,7 +196,7 @@ async def test_a_slow_run_at_the_front_does_not_hold_up_a_list():
     assert ended[-1] == "slow"
 
 
-async def test_the_loop_lives_while_inputs_are_read_that_never_wait(flow):
+async def test_reading_inputs_yields_to_the_event_loop(flow):
     turns = 0
     seen = []
 
@@ -219,7 +219,7 @@ async def test_the_loop_lives_while_inputs_are_read_that_never_wait(flow):
 # Seeds, tables, arguments.
 
 
-async def test_each_input_draws_the_same_in_every_session_of_one_seed():
+async def test_the_seeds_of_a_map_do_not_depend_on_its_concurrency():
     async def seeds(concurrency: int) -> dict[str, int]:
         observed = Observed(af.Scripted(echo))
         async with af.session(backend=observed, seed=7) as flow:
@@ -243,7 +243,7 @@ async def test_a_map_is_refused_outside_its_session():
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"concurrency": 0}, "concurrency=0: say how many may run at once, 1 or more"),
         ({"concurrency": True}, "concurrency=True"),
@@ -256,6 +256,6 @@ async def test_a_map_is_refused_outside_its_session():
         ({"inputs": 5}, "inputs 5 cannot be iterated: give a list, a generator"),
     ],
 )
-async def test_arguments_that_make_no_sense_are_refused(flow, options, says):
-    with pytest.raises(af.BadArgument, match=says):
+async def test_invalid_arguments_are_rejected(flow, options, message):
+    with pytest.raises(af.BadArgument, match=message):
         flow.map(**{"program": ask, "inputs": ["a"]} | options)

@@ -1,4 +1,4 @@
-"""Maps whose programs or inputs fail: who is told what, and that a plain loop would tell the same."""
+"""Maps whose programs or inputs fail: what is raised, and that a plain loop raises the same."""
 
 from __future__ import annotations
 
@@ -44,30 +44,30 @@ async def test_the_first_failure_is_raised_and_cancels_the_rest():
 
         group.start_soon(collect)
         await settle()
-        await backend.allow(3)  # the third alone has only one word to say
+        await backend.allow(3)  # only the third generates a single word
         await settle()
         assert sorted(ended) == ["a", "b", "bad", "c"]  # the last one never began
         assert (backend.generator.num_open, backend.generator.num_running) == (0, 0)
 
 
 async def test_results_before_the_failure_come_first_and_it_is_raised_once(flow):
-    heard = []
+    received = []
     results = flow.map(ask, ["a", "b", "c!", "d"], concurrency=1)
 
     async def read() -> None:
         async for result in results:
-            heard.append(result)
+            received.append(result)
 
     with pytest.raises(af.EngineFailed, match="cannot answer c!"):
         await read()
-    assert heard == ["<a>", "<b>"]
+    assert received == ["<a>", "<b>"]
     await read()
     await results.aclose()
     await read()
-    assert heard == ["<a>", "<b>"]
+    assert received == ["<a>", "<b>"]
 
 
-async def test_failures_may_stand_among_the_results(flow):
+async def test_failures_are_returned_among_the_results(flow):
     async def typed(s: af.State, question: str) -> str:
         return await ask(s, question)
 
@@ -79,7 +79,7 @@ async def test_failures_may_stand_among_the_results(flow):
 
 @pytest.mark.parametrize("on_error", ["raise", "return"])
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_a_failure_of_the_inputs_is_raised_in_any_case(flow, on_error, is_async):
+async def test_a_failure_of_the_inputs_is_raised_with_either_on_error(flow, on_error, is_async):
     def broken() -> Iterator[str]:
         yield from "ab"
         raise OSError("the disk is gone")
@@ -94,7 +94,7 @@ async def test_a_failure_of_the_inputs_is_raised_in_any_case(flow, on_error, is_
     assert flow.is_alive
 
 
-async def test_a_lost_session_is_no_failure_of_an_input():
+async def test_a_lost_session_fails_the_map_and_not_an_input():
     observed = Observed(Stepped({"": "never"}))
     async with af.session(backend=observed) as flow, anyio.create_task_group() as group:
 
@@ -108,7 +108,7 @@ async def test_a_lost_session_is_no_failure_of_an_input():
         observed.lose(af.ServerLost("gone"))
 
 
-async def test_an_input_with_a_wild_repr_is_named_in_a_line():
+async def test_the_note_on_an_input_is_one_short_line():
     class Wild:
         def __repr__(self) -> str:
             raise ZeroDivisionError
@@ -126,8 +126,8 @@ async def test_an_input_with_a_wild_repr_is_named_in_a_line():
             assert "\n" not in note
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # trio lets nobody raise a cancellation
-async def test_a_program_that_is_cancelled_from_within_leaves_nobody_waiting(anyio_backend):
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # on trio, a program cannot raise a cancellation
+async def test_a_program_that_is_cancelled_from_within_ends_the_map(anyio_backend):
     """A task of another library was cancelled, and the program waited for it."""
 
     async def cancelled(s: af.State, i: int) -> int:
@@ -147,8 +147,8 @@ async def test_a_program_that_is_cancelled_from_within_leaves_nobody_waiting(any
     plans=st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.booleans()), max_size=25),
     concurrency=st.integers(1, 6),
 )
-async def test_a_map_is_what_a_plain_loop_would_be(plans, concurrency):
-    """The twin: the same program, one input after the other."""
+async def test_a_map_gives_what_a_plain_loop_gives(plans, concurrency):
+    """The reference: the same program, one input after the other."""
 
     @af.program
     async def plan(s: af.State, num_turns: int, forks: bool, fails: bool) -> str:
@@ -175,16 +175,16 @@ async def test_a_map_is_what_a_plain_loop_would_be(plans, concurrency):
                 expected.append(error)
         found = await flow.map(plan, plans, concurrency=concurrency, on_error="return")
         assert [*map(plainly, found)] == [*map(plainly, expected)]
-        heard: list[object] = []
+        received: list[object] = []
         failures = [plainly(each) for each in expected if isinstance(each, Exception)]
         try:
             async for result in flow.map(plan, plans, concurrency=concurrency):
-                heard.append(result)
+                received.append(result)
         except Exception as error:
             failure = plainly(error)
             assert failure in failures
         else:
-            assert (failures, len(heard)) == ([], len(plans))
-        assert heard == expected[: len(heard)]
+            assert (failures, len(received)) == ([], len(plans))
+        assert received == expected[: len(received)]
         await settle()
         assert_idle(backend)

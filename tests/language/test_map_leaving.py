@@ -1,4 +1,4 @@
-"""Maps that are left before their end: everything ends, and it is said when."""
+"""Maps that are left before their end: when their programs, inputs and slots end."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_leaving_the_block_ends_everything_at_once(leaving, leave):
 
 
 @pytest.mark.parametrize("leave", [read_one_and_break, read_one_and_raise])
-async def test_a_map_that_is_dropped_ends_without_a_block(leaving, leave):
+async def test_a_dropped_map_ends_without_a_block(leaving, leave):
     async with af.session(backend=leaving.backend) as flow:
         with suppress(ZeroDivisionError):
             await leave(flow.map(leaving.endless, leaving.inputs(), concurrency=5))
@@ -88,7 +88,7 @@ async def test_a_map_that_is_dropped_ends_without_a_block(leaving, leave):
         leaving.assert_ended()
 
 
-async def test_a_map_that_is_kept_ends_with_the_session(leaving):
+async def test_a_map_outside_a_block_ends_with_the_session(leaving):
     async with af.session(backend=leaving.backend) as flow:
         results = flow.map(leaving.endless, leaving.inputs(), concurrency=5)
         await read_one_and_break(results)
@@ -116,7 +116,7 @@ async def test_cancelling_the_await_ends_everything_before_it_returns(leaving):
         leaving.assert_ended()
 
 
-async def test_cancelling_the_wait_for_one_result_leaves_the_map_alone(leaving):
+async def test_cancelling_the_wait_for_one_result_does_not_cancel_the_map(leaving):
     async with af.session(backend=leaving.backend) as flow:
         async with flow.map(leaving.endless, leaving.inputs(), concurrency=5) as results:
             assert await anext(results) == "first"

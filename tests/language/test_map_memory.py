@@ -148,7 +148,7 @@ async def test_memory_is_constant_over_many_inputs():
     assert growth.peaks[2] < 2 * growth.peaks[1]
 
 
-async def test_results_that_nobody_takes_do_not_pile_up():
+async def test_unread_results_are_bounded():
     num_read = 0
 
     def endless() -> Iterator[str]:

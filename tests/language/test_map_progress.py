@@ -1,4 +1,4 @@
-"""What a map tells while it runs: a bar that fits its terminal and is final at the end, or rare lines."""
+"""The progress of a map: a bar that fits its terminal, or a line every 30 s."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from agentflow.runtime.generator import Generated
 
 @pytest.fixture(autouse=True)
 def _ordinary_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """rich looks at these; the tests say themselves whether there is a terminal."""
+    """rich reads these variables; each test sets whether there is a terminal."""
     monkeypatch.setenv("TERM", "xterm-256color")
     for name in ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
 
 
 class Clock:
-    """Seconds, as a test says."""
+    """A clock that a test moves, in seconds."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -52,7 +52,7 @@ def drawn(progress: MapProgress, width: int) -> list[str]:
 FULL = Tally(100_000, 1234, 3, af.Usage(1000, 812, 5))
 
 
-def test_a_line_says_how_far_how_fast_and_how_well() -> None:
+def test_the_line_has_the_progress_the_rate_the_hit_rate_and_the_time_left() -> None:
     assert progress_at(20, FULL).line() == "1,234/100,000  61.7/s  81% hits  3 failed  26:41 left"
     assert progress_at(5, FULL).line() == "1,234/100,000  247/s  81% hits  3 failed  6:40 left"
     assert progress_at(10_000, FULL).line().endswith("0.123/s  81% hits  3 failed  222:19:33 left")
@@ -73,7 +73,7 @@ def test_the_line_fits_every_terminal(width: int) -> None:
         assert progress_at(20, FULL).line() in line
 
 
-def test_what_matters_least_goes_first() -> None:
+def test_a_narrow_line_omits_the_least_important_parts() -> None:
     progress = progress_at(20, FULL)
     assert progress.line(45) == "1,234/100,000  61.7/s  81% hits  3 failed"
     assert progress.line(35) == "1,234/100,000  61.7/s  3 failed"
@@ -82,7 +82,7 @@ def test_what_matters_least_goes_first() -> None:
 
 
 @pytest.mark.parametrize(("num_done", "total", "cells"), [(0, 8, 0), (2, 8, 10), (8, 8, 40), (0, 0, 40)])
-def test_the_bar_shows_the_share_that_is_done(num_done: int, total: int, cells: int) -> None:
+def test_the_bar_shows_the_fraction_done(num_done: int, total: int, cells: int) -> None:
     console = Console(file=StringIO(), force_terminal=True, width=120, color_system="truecolor")
     with console.capture() as capture:
         console.print(progress_at(1, Tally(total, num_done)))
@@ -103,7 +103,7 @@ async def mapped(console: Console, inputs: object, **options: object) -> list[ob
 
 
 @pytest.mark.anyio
-async def test_in_a_terminal_the_final_bar_stays() -> None:
+async def test_the_final_bar_stays_in_a_terminal() -> None:
     out = StringIO()
     await mapped(Console(file=out, force_terminal=True, width=100), ["a", "b!", "c"], on_error="return")
     text = out.getvalue()
@@ -116,7 +116,7 @@ async def test_in_a_terminal_the_final_bar_stays() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_bar_of_a_failure_stays_where_it_was() -> None:
+async def test_the_bar_of_a_failed_map_stays_in_a_terminal() -> None:
     out = StringIO()
     with pytest.raises(af.EngineFailed):
         await mapped(Console(file=out, force_terminal=True, width=100), ["a", "b!", "c"], concurrency=1)
@@ -127,7 +127,9 @@ async def test_a_bar_of_a_failure_stays_where_it_was() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("term", ["dumb", "xterm"])
-async def test_elsewhere_there_is_one_line_at_the_end(monkeypatch: pytest.MonkeyPatch, term: str) -> None:
+async def test_outside_a_terminal_one_line_is_printed_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, term: str
+) -> None:
     monkeypatch.setenv("TERM", term)
     out = StringIO()
     await mapped(Console(file=out, force_terminal=term == "dumb", width=20), (c for c in "abc"))
@@ -136,7 +138,7 @@ async def test_elsewhere_there_is_one_line_at_the_end(monkeypatch: pytest.Monkey
     assert line.endswith("0% hits, in 0:00")
 
 
-def test_elsewhere_a_line_comes_every_half_minute() -> None:
+def test_outside_a_terminal_a_line_is_printed_every_30_s() -> None:
     out, clock, tally = StringIO(), Clock(), Tally(100)
     with shown_on(Console(file=out), tally, clock) as tick:
         for _ in range(100):
@@ -151,7 +153,7 @@ def test_elsewhere_a_line_comes_every_half_minute() -> None:
     ]
 
 
-def test_what_goes_to_a_file_is_not_drawn_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redirected_output_is_not_drawn_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     file, terminal = StringIO(), StringIO()
     monkeypatch.setattr(sys, "stdout", file)
     with shown_on(Console(file=terminal, force_terminal=True), Tally(1)):
@@ -161,7 +163,7 @@ def test_what_goes_to_a_file_is_not_drawn_above_the_bar(monkeypatch: pytest.Monk
 
 
 @pytest.mark.anyio
-async def test_progress_goes_to_stderr_where_it_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_progress_is_printed_to_stderr_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     async with af.session(backend=af.Scripted(echo)) as flow:
         await flow.map(ask, ["a"])
         assert capsys.readouterr() == ("", "")
@@ -172,7 +174,7 @@ async def test_progress_goes_to_stderr_where_it_is_wanted(capsys: pytest.Capture
 
 
 class HalfCached(af.Scripted):
-    """Says that it found a part of each prompt in a cache."""
+    """Reports that a part of each prompt was cached."""
 
     def __init__(self) -> None:
         super().__init__(echo)
@@ -186,7 +188,7 @@ class HalfCached(af.Scripted):
 
 
 @pytest.mark.anyio
-async def test_the_hit_rate_is_that_of_the_runs_of_the_map() -> None:
+async def test_the_hit_rate_counts_only_the_runs_of_the_map() -> None:
     @af.program
     async def forking(s: af.State, i: int) -> str:
         async with s.fork(3) as branches:
@@ -200,7 +202,7 @@ async def test_the_hit_rate_is_that_of_the_runs_of_the_map() -> None:
         yield from range(4)
 
     async with af.session(backend=HalfCached()) as flow:
-        await flow.run(forking, 0)  # somebody else's
+        await flow.run(forking, 0)  # not part of the map
         results = flow.map(forking, inputs(), concurrency=1)
         assert await results == ["<a>"] * 4
         usage = results._work.tally.usage
@@ -208,8 +210,8 @@ async def test_the_hit_rate_is_that_of_the_runs_of_the_map() -> None:
         assert usage.hit_rate == 0.4
 
 
-class Gone(StringIO):
-    """A pipe that nobody reads."""
+class ClosedPipe(StringIO):
+    """A pipe whose reader has closed it."""
 
     def write(self, text: str) -> int:
         raise BrokenPipeError
@@ -217,20 +219,20 @@ class Gone(StringIO):
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("is_terminal", [False, True])
-async def test_a_reader_that_is_gone_ends_the_progress_and_not_the_map(is_terminal: bool) -> None:
-    console = ProgressConsole(file=Gone(), force_terminal=is_terminal)
+async def test_a_closed_pipe_ends_the_progress_and_not_the_map(is_terminal: bool) -> None:
+    console = ProgressConsole(file=ClosedPipe(), force_terminal=is_terminal)
     assert await mapped(console, ["a", "b"]) == ["<a>", "<b>"]
     assert console.quiet
 
 
-class Full(StringIO):
-    """A file that takes no more."""
+class FullDisk(StringIO):
+    """A file on a full disk."""
 
     def write(self, text: str) -> int:
         raise OSError("no space left")
 
 
 @pytest.mark.anyio
-async def test_progress_that_cannot_be_written_fails_where_results_are_read() -> None:
+async def test_an_error_while_printing_progress_is_raised_by_the_map() -> None:
     with pytest.raises(OSError, match="no space left"):
-        await mapped(ProgressConsole(file=Full()), ["a"])
+        await mapped(ProgressConsole(file=FullDisk()), ["a"])

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("unbatched", [False, True])
-async def test_its_result_is_awaited_appended_formatted_and_mapped_again(unbatched):
+async def test_a_mapped_variable_is_a_variable(unbatched):
     backend = af.Scripted(echo)
     async with af.session(backend=Unbatched(backend) if unbatched else backend) as flow, flow.state() as s:
         s += "a" + af.gen("x")
@@ -32,7 +32,7 @@ async def test_its_result_is_awaited_appended_formatted_and_mapped_again(unbatch
     assert_idle(backend)
 
 
-async def test_a_typed_variable_gives_the_function_its_value():
+async def test_the_function_receives_the_typed_value():
     number = af.gen("n", type=int)
     async with af.session(backend=af.Scripted(["41"])) as flow, flow.state() as s:
         s += number
@@ -61,7 +61,7 @@ FUNCTIONS = [
 
 
 @pytest.mark.parametrize(("function", "kind", "message"), FUNCTIONS)
-async def test_a_function_that_fails_fails_its_variable_and_whatever_takes_it(function, kind, message):
+async def test_a_failing_function_fails_its_variable_and_its_consumers(function, kind, message):
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s, flow.state() as other:
         s += "a" + af.gen("x")
         mapped = s["x"].map(function)
@@ -75,7 +75,7 @@ async def test_a_function_that_fails_fails_its_variable_and_whatever_takes_it(fu
 
 
 @pytest.mark.parametrize("function", [None, "upper", 3, awaitable])
-async def test_what_is_no_function_is_refused(function):
+async def test_only_synchronous_functions_are_mapped(function):
     observed = Observed(af.Scripted(echo))
     async with af.session(backend=observed) as flow, flow.state() as s:
         s += "a" + af.gen("x")
@@ -85,7 +85,7 @@ async def test_what_is_no_function_is_refused(function):
         assert observed.of(ops.Expect) == []
 
 
-async def test_a_failed_variable_has_nothing_to_map():
+async def test_a_map_of_a_failed_variable_fails_with_it():
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s, flow.state() as other:
         s += "!" + af.gen("x")
         before = s["x"].map(str.upper)
@@ -99,7 +99,7 @@ async def test_a_failed_variable_has_nothing_to_map():
             await other
 
 
-async def test_a_sealed_branch_has_its_variables_mapped():
+async def test_variables_of_a_sealed_branch_can_be_mapped():
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
         async with s.fork(2) as branches:
             for branch in branches:
@@ -109,7 +109,7 @@ async def test_a_sealed_branch_has_its_variables_mapped():
         assert await s.text() == "<B><B>"
 
 
-async def test_a_variable_of_an_ended_run_is_not_mapped():
+async def test_a_variable_of_an_ended_run_cannot_be_mapped():
     observed = Observed(af.Scripted(echo))
     async with af.session(backend=observed) as flow:
         async with flow.state() as s:
@@ -122,9 +122,9 @@ async def test_a_variable_of_an_ended_run_is_not_mapped():
         s["x"].map(str.upper)
 
 
-async def test_a_run_waits_for_what_is_mapped_and_raises_what_failed_there():
+async def test_a_run_waits_for_its_maps_and_raises_their_failures():
     backend = Stepped(["one two", "one two"])
-    heard = []
+    received = []
 
     @af.program
     async def program(s: af.State, function) -> str:
@@ -133,16 +133,16 @@ async def test_a_run_waits_for_what_is_mapped_and_raises_what_failed_there():
         return "done"
 
     async with af.session(backend=backend) as flow, anyio.create_task_group() as group:
-        group.start_soon(flow.run, program, lambda text: heard.append(text) or text)
+        group.start_soon(flow.run, program, lambda text: received.append(text) or text)
         await backend.allow(2)
-        assert heard == ["one two"]
+        assert received == ["one two"]
         group.start_soon(backend.allow, 2)
         with pytest.raises(af.RunFailed, match="map failed: ZeroDivisionError"):
             await flow.run(program, fails)
     assert_idle(backend)
 
 
-async def test_a_failure_that_only_a_map_has_met_is_raised_by_the_run():
+async def test_a_failure_that_only_a_map_received_is_raised_by_the_run():
     @af.program
     async def program(s: af.State) -> str:
         s += "!" + af.gen("x")
@@ -154,7 +154,7 @@ async def test_a_failure_that_only_a_map_has_met_is_raised_by_the_run():
             await flow.run(program)
 
 
-async def test_what_is_left_before_it_is_mapped_is_cancelled_and_holds_up_nobody():
+async def test_leaving_a_state_cancels_its_pending_maps():
     backend = Stepped(["one two"])
     async with af.session(backend=backend) as flow, flow.state() as other:
         async with flow.state() as s:
@@ -169,7 +169,7 @@ async def test_what_is_left_before_it_is_mapped_is_cancelled_and_holds_up_nobody
     assert_idle(backend)
 
 
-async def test_a_cancelled_state_fails_what_others_expect_of_it():
+async def test_cancelling_a_state_fails_the_consumers_of_its_expected_variables():
     """The variable is one of the branch, and the client has not provided it."""
     backend = Stepped(["one two"])
     async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as other:
@@ -186,7 +186,7 @@ async def test_a_cancelled_state_fails_what_others_expect_of_it():
         assert await s["x"] == "one two"
 
 
-async def test_a_closed_state_fails_what_others_expect_of_it_over_the_bare_ops():
+async def test_closing_a_state_fails_the_consumers_of_its_expected_variables():
     backend = af.Scripted([])
     async with af.session(backend=backend) as flow, flow.state() as other:
         state, var = flow._link.next_id(), flow._link.next_id()
@@ -222,7 +222,7 @@ async def test_maps_over_the_wire(server):
 
 
 @pytest.mark.parametrize("is_told_of_both", [False, True])
-async def test_of_two_failures_with_equal_words_none_vanishes(is_told_of_both):
+async def test_failures_with_equal_messages_are_distinct(is_told_of_both):
     @af.program
     async def two(s: af.State) -> str:
         s += "a" + af.gen("x")

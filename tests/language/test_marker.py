@@ -1,4 +1,4 @@
-"""Markers: found again whatever stands around them, refused when damaged, unknown to other sessions."""
+"""Markers: found in any text, rejected when damaged, unknown to other sessions."""
 
 import gc
 import json
@@ -46,7 +46,7 @@ def test_variables_are_found_between_any_texts(pieces):
 
 @pytest.mark.parametrize("around", ["", "x", "⟦ ", " ⟧"])
 @pytest.mark.parametrize("change", [str, str.upper])
-def test_a_cut_marker_is_refused(around, change):
+def test_a_truncated_marker_is_rejected(around, change):
     """Wherever it is cut in one place or two, as long as fifteen digits of the nonce are left, or four
     with the marker's beginning or end."""
     for start in range(len(MARKER)):
@@ -77,7 +77,7 @@ def test_a_cut_marker_is_refused(around, change):
         lambda marker: marker.encode("utf-8").decode("latin-1"),
     ],
 )
-def test_a_changed_marker_is_refused(damage):
+def test_a_changed_marker_is_rejected(damage):
     damaged = damage(MARKER)
     assert damaged != MARKER
     with pytest.raises(af.BadArgument, match="damaged"):
@@ -88,7 +88,7 @@ def test_a_doubled_marker_is_two_references():
     assert MARKERS.split(MARKER * 2) == [VARIABLES[2]] * 2
 
 
-def test_a_damaged_marker_beside_a_whole_one_is_refused():
+def test_a_truncated_marker_beside_a_whole_one_is_rejected():
     with pytest.raises(af.BadArgument, match="damaged"):
         MARKERS.split(MARKER + MARKER[:30])
 
@@ -114,5 +114,5 @@ def test_a_marker_does_not_keep_its_variable():
         MARKERS.split(marker)
 
 
-def test_nothing_is_nothing():
+def test_an_empty_text_has_no_parts():
     assert MARKERS.split("") == []

@@ -1,4 +1,4 @@
-"""Each misuse of the language has an error of its own, which says what to do, and submits nothing."""
+"""Each misuse of the language raises an error that names it, and sends no op."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PNG = b"\x89PNG\r\n\x1a\n rest"
 URL = "https://example.com/a.png"
 
 
-async def test_a_name_that_was_not_declared():
+async def test_an_unknown_variable_is_rejected():
     async with af.session(backend=af.Scripted(["a"])) as flow, flow.state() as s:
         with pytest.raises(af.UnknownVariable, match=r"'x' \(it has: none yet\): append its gen first"):
             s["x"]
@@ -46,7 +46,7 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-async def test_a_state_after_its_scope(use):
+async def test_a_state_cannot_be_used_after_its_scope(use):
     observed = Observed(af.Scripted(["a"]))
     async with af.session(backend=observed) as flow:
         async with flow.state() as s:
@@ -71,7 +71,7 @@ async def test_a_state_after_its_scope(use):
         USES[use](s)
 
 
-async def test_what_is_no_text_is_not_appended():
+async def test_only_text_and_expressions_can_be_appended():
     observed = Observed(af.Scripted([]))
     async with af.session(backend=observed) as flow, flow.state() as s:
         for item in (3, 1.5, None, b"text", ["a"], {"a": 1}, True, object(), af.gen, af.State, s):
@@ -120,7 +120,7 @@ async def test_a_variable_is_not_its_value(use, kind):
         assert hash(reference) == hash(reference)
 
 
-async def test_a_variable_is_no_text():
+async def test_a_variable_cannot_be_formatted_as_text():
     async with af.session(backend=af.Scripted(["yes"])) as flow, flow.state() as s:
         s += af.gen("x")
         for _ in range(2):  # before it has a value, and after
@@ -133,7 +133,7 @@ async def test_a_variable_is_no_text():
             await s
 
 
-async def test_a_damaged_marker():
+async def test_a_damaged_marker_is_rejected():
     observed = Observed(af.Scripted(["yes"]))
     async with af.session(backend=observed) as flow, flow.state() as s:
         s += af.gen("x")
@@ -144,7 +144,7 @@ async def test_a_damaged_marker():
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, "1", True, float("nan"), [1]])
-def test_a_time_that_is_none(timeout_s):
+def test_an_invalid_timeout_is_rejected(timeout_s):
     with pytest.raises(af.BadArgument, match="gen: timeout_s must be a number of seconds above 0, not"):
         af.gen("x", timeout_s=timeout_s)
 
@@ -161,7 +161,7 @@ HINTS = [
 
 
 @pytest.mark.parametrize(("hint", "message"), HINTS)
-async def test_a_hint_that_is_none(hint, message):
+async def test_an_invalid_hint_is_rejected(hint, message):
     observed = Observed(af.Scripted([]))
     async with af.session(backend=observed) as flow, flow.state() as s:
         with pytest.raises(af.BadArgument, match=message):
@@ -169,7 +169,7 @@ async def test_a_hint_that_is_none(hint, message):
         assert observed.ops == [ops.Open(s.id)]
 
 
-async def test_hints_go_to_the_backend_and_change_nothing(server):
+async def test_hints_are_sent_and_change_no_result(server):
     observed = Observed(af.Remote(server.url))
     async with af.session(backend=observed) as flow, flow.state() as s:
         s.hint(objective="throughput", output_tokens=3, forks=2)
@@ -195,13 +195,13 @@ IMAGES = [
 
 
 @pytest.mark.parametrize(("source", "message"), IMAGES)
-def test_what_is_no_image(source, message):
+def test_invalid_images_are_rejected(source, message):
     with pytest.raises(af.BadArgument, match=message) as failure:
         af.image(source)
     assert len(str(failure.value)) < 400
 
 
-def test_images_of_all_kinds(tmp_path):
+def test_images_are_read_from_bytes_files_and_urls(tmp_path):
     for data, kind in (
         (PNG, "png"),
         (b"\xff\xd8\xff0", "jpeg"),
@@ -215,7 +215,7 @@ def test_images_of_all_kinds(tmp_path):
         assert af.image(path).source == af.image(str(path)).source == af.image(source).source == source
 
 
-async def test_an_image_without_vision():
+async def test_an_image_is_rejected_before_it_is_sent_to_a_backend_without_vision():
     observed = Observed(FakeEngine())
     async with af.session(backend=observed) as flow, flow.state() as s:
         with pytest.raises(af.NotSupported, match="does not accept images"):
@@ -223,7 +223,7 @@ async def test_an_image_without_vision():
         assert observed.ops == [ops.Open(s.id)]
 
 
-async def test_an_image_that_a_wire_client_sends_without_vision(server):
+async def test_a_server_without_vision_rejects_an_image(server):
     able = server.generator.capabilities
     async with af.session(server.url) as flow, flow.state() as s:
         s += af.image(URL)
@@ -243,7 +243,7 @@ NO_PROGRAM = [None, 3, "judge", ["a"], {}]
 
 
 @pytest.mark.parametrize("wrong", NO_PROGRAM)
-def test_what_is_no_program_is_refused_before_a_session_opens(wrong):
+def test_an_invalid_program_is_rejected_before_a_session_opens(wrong):
     with pytest.raises(af.BadArgument, match="is not a function"):
         af.program(wrong)
     for use in (lambda: af.run(wrong, "essay"), lambda: af.map(wrong, ["essay"])):
@@ -252,7 +252,7 @@ def test_what_is_no_program_is_refused_before_a_session_opens(wrong):
 
 
 @pytest.mark.parametrize("wrong", NO_PROGRAM)
-async def test_what_is_no_program_is_refused_at_once(wrong):
+async def test_an_invalid_program_is_rejected_before_an_op_is_sent(wrong):
     observed = Observed(af.Scripted([]))
     async with af.session(backend=observed) as flow:
         with pytest.raises(af.BadArgument, match=r"run: .* cannot be called"):
@@ -262,7 +262,7 @@ async def test_what_is_no_program_is_refused_at_once(wrong):
     assert observed.ops == []
 
 
-async def test_a_function_that_is_not_async_is_no_program():
+async def test_a_synchronous_function_is_rejected():
     def plain(s: af.State) -> str:
         return "done"
 
@@ -287,12 +287,12 @@ async def test_a_function_that_is_not_async_is_no_program():
         ({"backend": af.Scripted([]), "record": 3}, "the path must be a string or a Path"),
     ],
 )
-def test_a_session_is_not_made_of_nonsense(arguments, why):
+def test_invalid_arguments_of_a_session_are_rejected(arguments, why):
     with pytest.raises(af.BadArgument, match=why):
         af.session(**arguments)
 
 
-def test_paths_and_addresses_are_checked():
+def test_invalid_paths_and_addresses_are_rejected():
     for wrong in (None, 3, b"a", ["a"]):
         with pytest.raises(af.BadArgument, match="a string or a Path"):
             af.Replay(wrong)
@@ -305,7 +305,7 @@ def test_paths_and_addresses_are_checked():
             af.Replay(path)
 
 
-async def test_a_path_that_no_file_can_have_is_not_recorded_to():
+async def test_an_invalid_path_cannot_be_recorded_to():
     with pytest.raises(af.BadArgument, match="cannot record to"):
         async with af.session(backend=af.Scripted([]), record="no\0file"):
             pass
@@ -326,13 +326,13 @@ def look_up(city: str) -> str:
         ({"choice": "required"}, "there are no tools"),
     ],
 )
-def test_a_conversation_is_not_made_of_nonsense(options, why):
+def test_invalid_tools_and_choices_are_rejected(options, why):
     with pytest.raises(af.BadArgument, match=why):
         af.conversation([{"role": "user", "content": "?"}], **options)
 
 
 @pytest.mark.parametrize("inputs", [3, "text", ["essay"], object()])
-async def test_inputs_of_a_graph_are_a_dict(inputs):
+async def test_inputs_of_a_graph_must_be_a_dict(inputs):
     @af.program
     async def ask(s: af.State, essay: str) -> str:
         s += essay + af.gen("x")
@@ -360,7 +360,7 @@ async def test_inputs_of_a_graph_are_a_dict(inputs):
         ),
     ],
 )
-async def test_a_variable_in_a_text_that_is_sent_as_it_is_is_refused(use):
+async def test_a_variable_in_a_text_that_is_sent_literally_is_rejected(use):
     """Its marker would reach the model as text."""
     observed = Observed(af.Scripted({"": "a"}))
     async with af.session(backend=observed) as flow, flow.state() as s, flow.state() as t:
@@ -372,7 +372,7 @@ async def test_a_variable_in_a_text_that_is_sent_as_it_is_is_refused(use):
         assert await s["x"] == "a"
 
 
-async def test_a_variable_in_what_the_client_provides_is_refused():
+async def test_a_variable_in_a_text_that_the_client_provides_is_rejected():
     @af.program
     async def ask(s: af.State, essay: str) -> str:
         s += essay + af.gen("x")

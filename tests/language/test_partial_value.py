@@ -1,4 +1,4 @@
-"""Partial values: of every beginning of a JSON text, exactly what can be told already."""
+"""Partial values: of every beginning of a JSON text, exactly the part that is certain."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STYLES = st.builds(
 )
 
 
-# The twin: a writer that knows after each character what it has said.
+# The reference: a writer that gives the partial value after each character.
 
 
 def growth(value: Any, style: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -88,7 +88,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 @given(VALUES, STYLES)
-def test_every_beginning_shows_exactly_what_is_certain(value, style):
+def test_every_prefix_gives_exactly_the_certain_part(value, style):
     text = ""
     for piece, partial in growth(value, style):
         text += piece
@@ -122,7 +122,7 @@ def are_prefixes(part: list[Any], whole: list[Any]) -> bool:
 
 
 @given(VALUES, STYLES)
-def test_what_is_shown_is_a_prefix_of_all_that_is_shown_later(value, style):
+def test_partial_values_only_grow(value, style):
     text = json.dumps(value, **style)
     seen = [found for end in range(len(text)) if (found := shown(text[:end])) is not NOTHING]
     for earlier, later in itertools.pairwise([*seen, value]):
@@ -157,7 +157,7 @@ def test_what_is_shown_is_a_prefix_of_all_that_is_shown_later(value, style):
         ("[" * 1000, NOTHING),
     ],
 )
-def test_what_is_shown_of_a_text(text, partial):
+def test_the_partial_value_of_a_text(text, partial):
     assert is_same(shown(text), partial)
 
 
@@ -185,7 +185,7 @@ async def parts_of(text: str, **wanted: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("schema", [Report, {"type": "object"}])
-async def test_a_reader_sees_the_value_grow(schema):
+async def test_a_reader_receives_growing_values(schema):
     backend = Stepped([REPORT])
     report = af.gen("report", schema=schema)
     async with af.session(backend=backend) as flow, flow.state() as s:
@@ -204,12 +204,14 @@ async def test_a_reader_sees_the_value_grow(schema):
             await anext(reader)
         with pytest.raises(StopAsyncIteration):
             await anext(reader)
-        assert [part async for part in s[report]] == [json.loads(REPORT)]  # who comes late skips ahead
+        assert [part async for part in s[report]] == [
+            json.loads(REPORT)
+        ]  # a late reader starts at the latest value
         assert s[report].text == REPORT
 
 
 @given(VALUES, STYLES)
-async def test_no_part_comes_twice_and_the_last_is_the_value(value, style):
+async def test_partial_values_differ_and_the_last_is_the_value(value, style):
     parts = await parts_of(json.dumps(value, **style), schema={}, max_tokens=10_000)
     assert is_same(parts[-1], json.loads(json.dumps(value)))
     for earlier, later in itertools.pairwise(parts):
@@ -217,7 +219,7 @@ async def test_no_part_comes_twice_and_the_last_is_the_value(value, style):
         assert is_prefix(earlier, later)
 
 
-async def test_tool_calls_grow_too():
+async def test_tool_calls_are_streamed_as_partial_values():
     text = '[{"name": "look_up", "arguments": {"city": "Oslo"}}]'
     parts = await parts_of(text, tools=[look_up])
     assert parts[-1] == json.loads(text)
@@ -236,7 +238,7 @@ async def test_tool_calls_grow_too():
         ("a <n>1</n> b", {"tags": [af.Tag("<n>", regex="[0-9]", end="</n>")]}),
     ],
 )
-async def test_everything_else_comes_as_text(text, wanted):
+async def test_all_other_variables_are_streamed_as_text(text, wanted):
     deltas = await parts_of(text, **wanted)
     assert "".join(deltas) == text
 
@@ -250,7 +252,7 @@ async def test_everything_else_comes_as_text(text, wanted):
         ('{"title": "a" x', 9, {"title": "a"}, r"'r' ended \(eos\) with a text that is not a valid Report"),
     ],
 )
-async def test_a_value_that_never_got_complete_is_told_to_its_readers(text, max_tokens, last, message):
+async def test_an_incomplete_value_raises_after_its_last_part(text, max_tokens, last, message):
     report = af.gen("r", schema=Report, max_tokens=max_tokens)
     async with af.session(backend=unconstrained([text])) as flow, flow.state() as s:
         s += report
@@ -263,7 +265,7 @@ async def test_a_value_that_never_got_complete_is_told_to_its_readers(text, max_
             await anext(reader)
 
 
-async def test_a_failure_reaches_the_readers_of_parts():
+async def test_a_failure_is_raised_to_readers_of_partial_values():
     report = af.gen("r", schema=Report)
     async with af.session(backend=af.Scripted([af.Overloaded("later")])) as flow, flow.state() as s:
         s += report
@@ -271,7 +273,7 @@ async def test_a_failure_reaches_the_readers_of_parts():
             await anext(aiter(s[report]))
 
 
-async def test_streams_tell_of_text():
+async def test_program_streams_have_the_text_of_typed_variables():
     @af.program
     async def write(s: af.State) -> Report:
         report = af.gen("report", schema=Report)

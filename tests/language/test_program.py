@@ -45,12 +45,12 @@ async def test_programs_compose():
         assert await flow.run(twice) == "<one><one<one>two>"
 
 
-async def test_a_program_wants_a_state():
+async def test_a_program_requires_a_state():
     with pytest.raises(af.BadArgument, match="first argument is a state, not str: run it with flow"):
         await ask("why")
 
 
-async def test_a_run_waits_for_what_nobody_awaited():
+async def test_a_run_waits_for_unawaited_variables():
     backend = Stepped({"": "one two three"})
 
     @af.program
@@ -80,7 +80,7 @@ def backend(request) -> Backend:
 
 
 @pytest.mark.parametrize("where", ["root", "branch", "group", "text"])
-async def test_a_failure_that_nobody_awaited_is_raised_by_the_run(where, backend):
+async def test_an_unawaited_failure_is_raised_by_the_run(where, backend):
     @af.program
     async def careless(s: af.State) -> str:
         if where == "root":
@@ -99,16 +99,16 @@ async def test_a_failure_that_nobody_awaited_is_raised_by_the_run(where, backend
         return "done"
 
     async with af.session(backend=backend) as flow:
-        if where == "text":  # the program was told of what failed, and the rest follows from it
+        if where == "text":  # the program caught the failure that the other one follows from
             assert await flow.run(careless) == "done"
             return
-        # Of a group, the branch or the parent, whichever is heard of first.
+        # Of a group, the branch or the parent, whichever fails first.
         kinds = (af.EngineFailed, af.RunFailed) if where == "group" else af.EngineFailed
         with pytest.raises(kinds, match="cannot answer !"):
             await flow.run(careless)
 
 
-async def test_an_op_that_failed_after_the_last_value_is_raised_by_the_run(backend):
+async def test_a_failed_op_after_the_last_value_is_raised_by_the_run(backend):
     async with af.session(backend=backend) as flow, flow.state() as other:
 
         @af.program
@@ -122,7 +122,7 @@ async def test_an_op_that_failed_after_the_last_value_is_raised_by_the_run(backe
             await flow.run(consume)
 
 
-async def test_a_failure_that_the_program_was_told_of_is_its_own_affair(backend):
+async def test_a_failure_that_the_program_caught_is_not_raised_by_the_run(backend):
     @af.program
     async def careful(s: af.State, *, grouped: bool) -> list[str]:
         branches = s.fork(3)
@@ -143,7 +143,7 @@ async def test_a_failure_that_the_program_was_told_of_is_its_own_affair(backend)
         assert (await flow.run(careful, grouped=True))[1] == "EngineFailed"
 
 
-async def test_only_what_it_was_told_of(backend):
+async def test_other_failures_than_the_caught_one_are_raised_by_the_run(backend):
     @af.program
     async def half_careful(s: af.State) -> str:
         first, second = s.fork(2)
@@ -158,7 +158,7 @@ async def test_only_what_it_was_told_of(backend):
             await flow.run(half_careful)
 
 
-async def test_being_told_by_the_parent_is_enough(backend):
+async def test_a_failure_caught_at_the_parent_is_not_raised_by_the_run(backend):
     @af.program
     async def falls_back(s: af.State) -> str:
         async with s.fork(2) as branches:
@@ -175,7 +175,7 @@ async def test_being_told_by_the_parent_is_enough(backend):
         assert await flow.run(falls_back) == "fallback"
 
 
-async def test_what_was_cancelled_on_purpose_is_no_failure():
+async def test_a_cancelled_branch_does_not_fail_the_run():
     backend = Stepped({"": "never"})
 
     @af.program
@@ -200,7 +200,7 @@ class OwnError(Exception):
     "error", [OwnError("x"), KeyError("x"), ExceptionGroup("own", [OwnError()]), SystemExit()]
 )
 @pytest.mark.parametrize("depth", [0, 2])
-async def test_an_exception_of_the_program_leaves_as_itself(error, depth):
+async def test_an_exception_of_the_program_is_raised_unchanged_by_the_run(error, depth):
     backend = Stepped({"": "never"})
 
     async def fails(s: af.State, depth: int) -> None:
@@ -224,7 +224,7 @@ async def returns_at_once(s: af.State) -> str:
     return "at once"
 
 
-async def test_an_exception_of_the_program_leaves_the_session_as_itself():
+async def test_an_exception_of_the_program_is_raised_unchanged_by_the_session():
     async def open_and_fail() -> None:
         async with af.session(backend=backend) as flow:
             await flow.run(fail_beside_a_gen)

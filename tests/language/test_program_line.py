@@ -115,7 +115,7 @@ async def test_each_op_that_fails_names_its_line(kind, unbatched):
         assert await notes_of(s) == [expected]
 
 
-async def test_in_a_branch_it_is_the_line_of_the_branch():
+async def test_a_failed_branch_names_the_line_of_the_branch():
     async def work(branch: af.State, text: str) -> int:
         branch += text + af.gen("x")
         return here(-1)
@@ -131,7 +131,7 @@ async def test_in_a_branch_it_is_the_line_of_the_branch():
         assert await notes_of(branches.gather("x")) == [expected]
 
 
-async def test_failures_by_one_exception_each_name_their_own_line():
+async def test_failures_with_one_exception_name_their_own_lines():
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
         first, second = s.fork(2)
         first += "!" + af.gen("x")
@@ -139,7 +139,7 @@ async def test_failures_by_one_exception_each_name_their_own_line():
         second += "more before it"
         second += "!" + af.gen("x")
         for branch, at in ((first, line), (second, line + 3)):
-            expected = note(at, "test_failures_by_one_exception_each_name_their_own_line")
+            expected = note(at, "test_failures_with_one_exception_name_their_own_lines")
             assert await notes_of(branch["x"]) == [expected]
             assert await notes_of(branch) == [expected]
 
@@ -161,7 +161,7 @@ async def test_what_a_run_raises_at_its_end_names_its_line():
         assert failure.value.__notes__ == [note(lines[0], "program")]
 
 
-async def test_many_lines_are_told_apart():
+async def test_the_line_is_exact_among_many_appends():
     backend = af.Scripted(lambda prompt: "x" if len(prompt) < 200 else BROKEN)
     async with af.session(backend=backend) as flow, flow.state() as s:
         for _ in range(100):
@@ -171,17 +171,17 @@ async def test_many_lines_are_told_apart():
             await s["x"].settled()
             if s._node.error is not None:
                 break
-        assert await notes_of(s) == [note(line, "test_many_lines_are_told_apart")]
+        assert await notes_of(s) == [note(line, "test_the_line_is_exact_among_many_appends")]
 
 
-async def test_over_the_wire(server):
+async def test_failures_over_the_wire_name_their_line(server):
     async with af.session(server.url) as flow, flow.state() as s, flow.state() as other:
         other += f"a {HANG}" + af.gen("x", timeout_s=0.001)
         first = here(-1)
         s += "b " + af.gen("y")
         s += other["x"]
         s += "say c" + af.gen("z")
-        name = "test_over_the_wire"
+        name = "test_failures_over_the_wire_name_their_line"
         assert await notes_of(other["x"]) == [note(first, name)]
         assert await notes_of(s["z"]) == [note(first, name)]
         branch = flow.state()

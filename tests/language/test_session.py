@@ -1,4 +1,4 @@
-"""Sessions: what they open, what ends with them, and how their end is heard."""
+"""Sessions: what they open, what ends with them, and what their end raises."""
 
 import anyio
 import anyio.lowlevel
@@ -79,14 +79,14 @@ async def test_nothing_outlives_the_session():
     assert_idle(backend)
 
 
-async def test_whoever_still_waits_outside_hears_of_the_end():
+async def test_tasks_that_wait_outside_the_block_fail_at_its_end():
     backend = Stepped({"": "never"})
-    heard = []
+    failed = []
 
     async def expect(error, wait, *args):
         with pytest.raises(error):
             await wait(*args)
-        heard.append(wait.__name__)
+        failed.append(wait.__name__)
 
     async with anyio.create_task_group() as group, af.session(backend=backend) as flow:
         s, t = flow.state(), flow.state()
@@ -98,11 +98,11 @@ async def test_whoever_still_waits_outside_hears_of_the_end():
         group.start_soon(expect, af.Cancelled, t._wait)
         group.start_soon(expect, af.StateClosed, flow.stats)
         await settle()
-        assert heard == []
-    assert sorted(heard) == ["_wait", "_wait", "_wait", "stats"]
+        assert failed == []
+    assert sorted(failed) == ["_wait", "_wait", "_wait", "stats"]
 
 
-async def test_a_lost_backend_is_heard_by_everybody():
+async def test_a_lost_backend_fails_every_wait_and_use():
     observed = Observed(Stepped({"": "one two"}))
     async with af.session(backend=observed) as flow, flow.state() as s:
         s += af.gen("x")
@@ -119,7 +119,7 @@ async def test_a_lost_backend_is_heard_by_everybody():
         assert not flow.is_alive
 
 
-async def test_a_backend_that_is_lost_for_another_reason_is_lost_all_the_same():
+async def test_a_foreign_error_of_the_backend_is_server_lost():
     observed = Observed(af.Scripted(echo))
     async with af.session(backend=observed) as flow:
         observed.lose(OSError("cable"))
@@ -132,7 +132,7 @@ async def test_a_backend_that_is_lost_for_another_reason_is_lost_all_the_same():
     [KeyError("own"), KeyboardInterrupt(), af.BadArgument("x"), ExceptionGroup("own", [KeyError()])],
     ids=repr,
 )
-async def test_an_error_of_the_block_leaves_as_itself(error):
+async def test_an_error_of_the_block_is_raised_unchanged(error):
     backend = Stepped({"": "never"})
 
     async def block() -> None:
@@ -161,7 +161,7 @@ async def test_an_error_of_a_background_task_ends_the_session_with_it():
     backend = Stepped({"": "never"})
     with pytest.raises(KeyError, match="own"):
         await block()
-    await anyio.lowlevel.checkpoint()  # whoever opened the session is not cancelled
+    await anyio.lowlevel.checkpoint()  # the task that opened the session is not cancelled
     assert_idle(backend)
 
 
@@ -177,12 +177,12 @@ async def test_cancelling_a_session_from_outside():
     assert_idle(backend)
 
 
-async def test_an_error_while_connecting_leaves_as_itself():
+async def test_an_error_while_connecting_is_raised_unchanged():
     class Unreachable:
         def connect(self, deliver, lost):
-            raise af.ServerUnreachable("nobody answers")
+            raise af.ServerUnreachable("no server")
 
-    with pytest.raises(af.ServerUnreachable, match="nobody answers"):
+    with pytest.raises(af.ServerUnreachable, match="no server"):
         await af.session(backend=Unreachable()).__aenter__()
 
 
@@ -204,7 +204,7 @@ async def test_stats_come_from_the_backend():
         assert flow._link._answers == {}
 
 
-async def test_an_engine_without_counters_just_now_costs_no_session():
+async def test_failing_stats_do_not_end_the_session():
     backend = af.Scripted(echo)
     backend.generator = WireGenerator()
     async with af.session(backend=backend) as flow:

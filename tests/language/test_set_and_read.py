@@ -1,4 +1,4 @@
-"""Texts of the program's own as variables, and what a state holds read back: neither changes the state."""
+"""Variables that the program sets, and states read back: neither changes the state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VALUES = {
 
 @pytest.mark.parametrize("kind", VALUES)
 @pytest.mark.parametrize("unbatched", [False, True])
-async def test_a_set_variable_has_its_text_and_the_state_stays_as_it_is(kind, unbatched):
+async def test_set_makes_a_variable_and_does_not_append(kind, unbatched):
     make, expected = VALUES[kind]
     backend = af.Scripted(echo)
     async with af.session(backend=Unbatched(backend) if unbatched else backend) as flow, flow.state() as s:
@@ -43,7 +43,7 @@ async def test_a_set_variable_has_its_text_and_the_state_stays_as_it_is(kind, un
     assert_idle(backend)
 
 
-async def test_a_set_variable_is_passed_on_before_it_is_there():
+async def test_a_set_variable_is_wired_before_it_has_a_value():
     backend = Stepped({"p": "one two", "why one two?": "because"})
     async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as other:
         s += "p" + af.gen("x")
@@ -80,7 +80,7 @@ async def test_a_set_variable_whose_source_failed_fails_its_state():
 
 
 @pytest.mark.parametrize("value", [3, None, ["a"], b"text", af.gen("g"), af.user("u"), "a" + af.gen("g")])
-async def test_only_text_is_set(value):
+async def test_only_text_can_be_set(value):
     observed = Observed(af.Scripted(echo))
     async with af.session(backend=observed) as flow, flow.state() as s:
         with pytest.raises(af.BadArgument, match="the value must be text, which may hold variables"):
@@ -90,13 +90,13 @@ async def test_only_text_is_set(value):
 
 
 @pytest.mark.parametrize("name", ["", None, 3])
-async def test_a_set_variable_has_a_name(name):
+async def test_a_set_variable_needs_a_name(name):
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
         with pytest.raises(af.BadArgument, match="give the variable a name"):
             s.set(name, "text")
 
 
-async def test_what_a_state_holds_is_read_where_it_is_read():
+async def test_text_reads_the_state_at_its_place_in_the_stream():
     backend = Stepped({"a": "one two"})
     async with af.session(backend=backend) as flow, flow.state() as s:
         empty = s.text()
@@ -112,14 +112,14 @@ async def test_what_a_state_holds_is_read_where_it_is_read():
         assert before.finish_reason == "read"
 
 
-async def test_what_is_read_can_be_passed_on():
+async def test_a_read_text_can_be_wired():
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s, flow.state() as other:
         s += "a" + af.gen("x")
         other += f"it says: {s.text()}" + s.text().upper()
         assert await other.text() == "it says: a<a>A<A>"
 
 
-async def test_reads_are_none_of_the_programs_variables_and_not_in_its_streams():
+async def test_reads_are_not_among_the_variables_and_events_of_a_program():
     async with af.session(backend=af.Scripted(echo)) as flow:
 
         @af.program
@@ -135,9 +135,9 @@ async def test_reads_are_none_of_the_programs_variables_and_not_in_its_streams()
             return await text
 
         async with flow.stream(program) as events:
-            told = [event async for event in events]
-        assert {event.name for event in told[:-1]} == {"x", "q"}
-        assert told[-1] == af.RunDone("a<a>")
+            found = [event async for event in events]
+        assert {event.name for event in found[:-1]} == {"x", "q"}
+        assert found[-1] == af.RunDone("a<a>")
 
 
 async def test_reads_sets_maps_selects_and_hints_shift_no_seed():
@@ -180,7 +180,7 @@ async def test_a_sum_draws_as_its_parts_do():
     assert len(set(await seeds(True))) == 5
 
 
-async def test_token_ids_are_refused_where_there_are_none():
+async def test_token_ids_are_rejected_by_a_backend_without_them():
     observed = Observed(af.Scripted(echo))
     async with af.session(backend=observed) as flow, flow.state() as s:
         with pytest.raises(af.NotSupported):
@@ -188,7 +188,7 @@ async def test_token_ids_are_refused_where_there_are_none():
         assert observed.ops == [ops.Open(s.id)]
 
 
-async def test_token_ids_are_those_of_the_text_and_reading_them_changes_none():
+async def test_reading_token_ids_does_not_change_the_tokenization():
     engine = FakeEngine()
     async with af.session(backend=engine, seed=1) as flow:
         prompts = []
@@ -211,20 +211,20 @@ async def test_token_ids_are_those_of_the_text_and_reading_them_changes_none():
         await engine.assert_idle()
 
 
-async def test_a_copy_goes_on_by_itself():
+async def test_a_copy_is_independent():
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
         s += "a" + af.gen("x")
-        twin = s.copy()
-        twin += "b"
+        copy = s.copy()
+        copy += "b"
         s += "c"
-        assert twin["x"] is s["x"]
-        assert (await twin.text(), await s.text()) == ("a<a>b", "a<a>c")
-        assert twin.path == (0,)
+        assert copy["x"] is s["x"]
+        assert (await copy.text(), await s.text()) == ("a<a>b", "a<a>c")
+        assert copy.path == (0,)
         assert s.copy().path == (1,)
-        assert isinstance(twin, af.State)
+        assert isinstance(copy, af.State)
 
 
-async def test_a_read_that_nobody_awaited_leaves_nothing_behind():
+async def test_an_unawaited_read_is_cancelled_with_its_state():
     backend = Stepped(["one two"])
     async with af.session(backend=backend) as flow:
         async with flow.state() as s:
@@ -238,7 +238,7 @@ async def test_a_read_that_nobody_awaited_leaves_nothing_behind():
 
 
 @pytest.mark.parametrize("how", ["set", "text"])
-async def test_texts_that_double_have_an_end(how):
+async def test_the_length_of_a_text_is_limited(how):
     backend = af.Scripted([])
     async with af.session(backend=backend) as flow, flow.state() as s:
         variable = s.set("x", "0123456789abcdef")
@@ -308,7 +308,7 @@ async def test_a_branch_that_was_cancelled_is_not_read():
     assert_idle(backend)
 
 
-async def test_what_sealed_branches_hold_is_bounded(monkeypatch):
+async def test_the_memory_of_sealed_branches_is_limited(monkeypatch):
     """The newest can be read; the program goes on in any case."""
     monkeypatch.setattr(state_tree, "MAX_SEALED_BYTES", 250_000)
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
@@ -326,7 +326,7 @@ async def test_what_sealed_branches_hold_is_bounded(monkeypatch):
         assert len(await s.text()) == 10_001
 
 
-async def test_what_is_asked_of_sealed_branches_is_replayed(tmp_path):
+async def test_reads_of_sealed_branches_are_replayed(tmp_path):
     @af.program
     async def use(s: af.State) -> tuple[str, ...]:
         s += "q"

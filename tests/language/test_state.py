@@ -41,7 +41,7 @@ async def test_ops_are_in_the_order_of_appending(observed):
     ]
 
 
-async def test_texts_in_a_row_are_one_op(observed):
+async def test_consecutive_texts_are_one_op(observed):
     async with af.session(backend=observed) as flow, flow.state() as s:
         s += af.gen("x")
         s += af.user("a", "", "b" + s["x"] + "c", f"d{s['x']}")
@@ -74,7 +74,7 @@ async def test_an_append_that_fails_changes_nothing(before, wrong, after):
         assert await old == "0 chars"
 
 
-async def test_a_name_is_its_latest_variable_and_earlier_ones_stay(observed):
+async def test_a_name_refers_to_its_latest_variable(observed):
     async with af.session(backend=observed) as flow, flow.state() as s:
         s += af.gen("x")
         first = s["x"]
@@ -117,7 +117,7 @@ async def test_a_state_is_closed_when_its_run_ends(observed):
         s += "more"
 
 
-async def test_what_was_left_undone_when_a_state_closed_cannot_be_awaited():
+async def test_awaiting_a_state_that_closed_early_fails():
     backend = Stepped({"": "one two"})
     async with af.session(backend=backend) as flow:
         async with flow.state() as s:
@@ -133,25 +133,25 @@ async def test_what_was_left_undone_when_a_state_closed_cannot_be_awaited():
             await t
 
 
-async def test_whoever_awaits_a_state_that_closes_is_woken():
+async def test_tasks_that_await_a_state_fail_when_it_closes():
     async with af.session(backend=Stepped({"": "slow"})) as flow, flow.state() as slow:
-        heard = []
+        received = []
 
         async def wait(state):
             with pytest.raises(af.StateClosed) as failure:
                 await state
-            heard.append(str(failure.value))
+            received.append(str(failure.value))
 
         slow += af.gen("x")
         async with anyio.create_task_group() as group, flow.state() as s:
             s += slow["x"]
             group.start_soon(wait, s)
             await settle()
-            assert heard == []
-        assert heard == ["state () has ended with its run"]
+            assert received == []
+        assert received == ["state () has ended with its run"]
 
 
-async def test_a_cancelled_state_takes_nothing_and_stays_cancelled(observed):
+async def test_a_cancelled_state_cannot_be_used(observed):
     async with af.session(backend=observed) as flow, flow.state() as s:
         s += af.gen("x")
         branch = s.fork(1)[0]
@@ -211,7 +211,7 @@ async def test_a_state_is_not_done_when_its_last_gen_is():
             assert steps == ["variable", "state"]
 
 
-async def test_many_awaits_of_one_point_ask_once(observed):
+async def test_concurrent_awaits_send_one_op(observed):
     async with af.session(backend=observed) as flow, flow.state() as s:
         s += "text"
         async with anyio.create_task_group() as group:
@@ -224,7 +224,7 @@ async def test_many_awaits_of_one_point_ask_once(observed):
         assert [op.ticket for op in observed.of(ops.Await)] == [1, 2]
 
 
-async def test_a_turn_that_ends_in_a_gen_is_done_with_it(observed):
+async def test_awaiting_a_turn_that_ends_in_a_finished_gen_sends_no_op(observed):
     async with af.session(backend=observed) as flow, flow.state() as s:
         s += af.assistant("a", af.gen("x"))
         await s["x"]
@@ -248,7 +248,7 @@ async def test_a_failed_state_raises_at_every_await(as_told):
         assert isinstance(failure.value.__cause__, af.EngineFailed)
 
 
-async def test_a_full_backlog_is_refused_until_something_is_done(monkeypatch):
+async def test_a_full_backlog_rejects_appends_until_ops_are_done(monkeypatch):
     monkeypatch.setattr(op_log, "MAX_IN_FLIGHT", 100)
     engine = FakeEngine()
     async with af.session(backend=engine) as flow, flow.state() as s:
@@ -308,7 +308,7 @@ async def test_an_unfinished_variable_of_a_closed_state_is_refused():
                 s += old["x"]
 
 
-async def test_cancelling_goes_down_a_chain_of_forks_of_any_depth():
+async def test_cancelling_reaches_a_chain_of_forks_deeper_than_the_stack():
     async with af.session(backend=Stepped({"": "never"})) as flow, flow.state() as root:
         state = root
         for _ in range(1200):
@@ -383,7 +383,7 @@ async def test_a_state_without_a_block_ends_with_the_session():
     assert_idle(backend)
 
 
-async def test_a_program_runs_on_such_a_state(observed):
+async def test_a_program_runs_on_a_state_without_a_block(observed):
     @af.program
     async def ask(s: af.State, question: str) -> str:
         s += question + af.gen("x")
@@ -394,7 +394,7 @@ async def test_a_program_runs_on_such_a_state(observed):
 
 
 @pytest.mark.parametrize("wrong", [3, None, ["a"], b"a", af.gen, object()], ids=lambda x: type(x).__name__)
-async def test_what_cannot_be_in_a_sum_is_refused_at_once(wrong):
+async def test_invalid_operands_of_a_sum_are_rejected(wrong):
     async with af.session(backend=af.Scripted(measure)) as flow, flow.state() as s:
         s += af.gen("x")
         for left, right in ((af.gen("y"), wrong), (wrong, af.gen("y")), (s["x"], wrong), (wrong, s["x"])):
@@ -405,7 +405,7 @@ async def test_what_cannot_be_in_a_sum_is_refused_at_once(wrong):
                 other + af.gen("y")
 
 
-async def test_nothing_is_appended_to_a_list_of_branches(observed):
+async def test_appending_to_a_list_of_branches_is_rejected(observed):
     async with af.session(backend=observed) as flow, flow.state() as s:
         branches = s.fork(2)
         for item in ("text", af.gen("x"), s.fork(1)):

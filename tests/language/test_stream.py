@@ -38,10 +38,10 @@ async def events_of(stream: AsyncIterable[af.ProgramEvent]) -> list[af.ProgramEv
     return [event async for event in stream]
 
 
-async def hear(stream: AsyncIterable[af.ProgramEvent], heard: list[af.ProgramEvent]) -> None:
-    """Keeps what came before a failure."""
+async def collect(stream: AsyncIterable[af.ProgramEvent], received: list[af.ProgramEvent]) -> None:
+    """Collects the events, also those before a failure."""
     async for event in stream:
-        heard.append(event)
+        received.append(event)
 
 
 @given(letters=st.text("abc", min_size=1, max_size=4))
@@ -49,24 +49,24 @@ async def test_deltas_add_up_to_the_values_of_every_variable(letters):
     async with af.session(backend=af.Scripted(echo)) as flow:
         *events, last = await events_of(flow.stream(tree, letters))
         assert last == af.RunDone(await flow.run(tree, letters))
-    heard: dict[tuple, str] = {}
+    received: dict[tuple, str] = {}
     done: list[tuple] = []
     for event in events:
         key = (event.path, event.name)
         if isinstance(event, af.TextDelta):
             assert event.text
-            heard[key] = heard.get(key, "") + event.text
+            received[key] = received.get(key, "") + event.text
         else:
-            assert heard.pop(key) == event.value  # complete, and told before
+            assert received.pop(key) == event.value  # after its last delta
             assert event.usage.output_tokens == len(event.value.split())
             assert event.finish_reason == "eos"
             done.append(key)
     branches = [((i,), name) for i in range(len(letters)) for name in "xy"]
     assert sorted(done) == sorted([((), "x"), ((), "x"), *branches])
-    assert heard == {}
+    assert received == {}
 
 
-async def test_branches_that_both_have_news_take_turns():
+async def test_events_of_branches_alternate():
     backend = Stepped({"": "a b c d e f g h"})
 
     @af.program
@@ -88,7 +88,7 @@ async def all_runs_ended(flow: af.Session) -> None:
             await anyio.lowlevel.checkpoint()
 
 
-async def test_a_slow_reader_gets_larger_deltas_and_slows_nobody():
+async def test_a_slow_reader_gets_larger_deltas_and_does_not_delay_the_run():
     engine = FakeEngine()
 
     @af.program
@@ -101,7 +101,7 @@ async def test_a_slow_reader_gets_larger_deltas_and_slows_nobody():
         engine.gate.allow(5)
         first = await anext(stream)
         engine.gate.open()
-        await all_runs_ended(flow)  # though nobody reads
+        await all_runs_ended(flow)  # while the stream is not read
         second, end, last = [event async for event in stream]
         assert isinstance(first, af.TextDelta)
         assert isinstance(second, af.TextDelta)
@@ -118,14 +118,14 @@ async def test_a_failure_of_the_program_is_raised_after_what_came_before():
 
     async with af.session(backend=af.Scripted(echo)) as flow:
         stream = flow.stream(program)
-        heard: list[af.ProgramEvent] = []
+        received: list[af.ProgramEvent] = []
         with pytest.raises(af.EngineFailed, match="cannot answer"):
-            await hear(stream, heard)
-        assert heard[-1] == af.VariableDone((), "x", "say a again", "eos", af.Usage(1, 0, 3))
+            await collect(stream, received)
+        assert received[-1] == af.VariableDone((), "x", "say a again", "eos", af.Usage(1, 0, 3))
         assert await events_of(stream) == []  # it was raised once
 
 
-async def test_a_foreign_failure_is_raised_as_itself_and_leaves_the_session_alone():
+async def test_an_exception_of_the_program_is_raised_unchanged_and_does_not_end_the_session():
     error = KeyError("own")
 
     @af.program
@@ -139,7 +139,7 @@ async def test_a_foreign_failure_is_raised_as_itself_and_leaves_the_session_alon
         assert len(await events_of(flow.stream(tree, "a"))) > 1
 
 
-async def test_a_failure_that_nobody_awaited_is_raised_at_the_end():
+async def test_an_unawaited_failure_is_raised_at_the_end():
     @af.program
     async def program(s: af.State) -> None:
         s.fork(1)[0].add("!").add(af.gen("x"))
@@ -174,7 +174,7 @@ async def test_leaving_the_block_of_a_stream_ends_its_program_at_once():
         assert_idle(backend)
 
 
-async def test_a_stream_that_is_just_left_ends_with_the_session():
+async def test_a_referenced_stream_without_a_block_ends_with_the_session():
     backend = Stepped({"": "one two"})
     log: list[str] = []
     async with af.session(backend=backend) as flow:
@@ -188,7 +188,7 @@ async def test_a_stream_that_is_just_left_ends_with_the_session():
     assert_idle(backend)
 
 
-async def test_a_stream_that_nobody_reads_runs_to_its_end():
+async def test_an_unread_stream_runs_to_its_end():
     async with af.session(backend=af.Scripted(echo)) as flow:
         stream = flow.stream(tree, "ab")
         await all_runs_ended(flow)
@@ -196,18 +196,18 @@ async def test_a_stream_that_nobody_reads_runs_to_its_end():
         assert isinstance((await events_of(stream))[-1], af.RunDone)
 
 
-async def test_a_stream_ends_with_an_error_when_the_session_ends_beneath_it():
+async def test_a_stream_fails_when_its_session_ends():
     backend = Stepped({"": "one two"})
-    heard: list[af.ProgramEvent] = []
+    received: list[af.ProgramEvent] = []
 
     async def read(stream: af.ProgramStream) -> None:
         with pytest.raises(af.Cancelled, match="the session ended while the program ran"):
-            await hear(stream, heard)
+            await collect(stream, received)
 
     async with anyio.create_task_group() as group, af.session(backend=backend) as flow:
         group.start_soon(read, flow.stream(endless, []))
         await backend.allow(1)
-    assert heard == [af.TextDelta((), "x", "one")]
+    assert received == [af.TextDelta((), "x", "one")]
 
 
 async def test_two_streams_at_once():
@@ -242,28 +242,28 @@ async def test_events_of_a_state_that_fails_end_with_the_failure():
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
         s += "a" + af.gen("x") + "!" + af.gen("y")
         stream = aiter(s)
-        heard: list[af.ProgramEvent] = []
+        received: list[af.ProgramEvent] = []
         with pytest.raises(af.EngineFailed):
-            await hear(stream, heard)
-        assert [event.name for event in heard if isinstance(event, af.VariableDone)] == ["x"]
+            await collect(stream, received)
+        assert [event.name for event in received if isinstance(event, af.VariableDone)] == ["x"]
         assert [event async for event in stream] == []
 
 
 async def test_several_tasks_may_share_one_stream():
     async with af.session(backend=af.Scripted(echo)) as flow, anyio.create_task_group() as group:
         stream = flow.stream(tree, "abc")
-        heard = []
+        received = []
 
         async def read() -> None:
-            heard.extend([event async for event in stream])
+            received.extend([event async for event in stream])
 
         for _ in range(3):
             group.start_soon(read)
-    assert sum(isinstance(event, af.RunDone) for event in heard) == 1
-    assert sum(isinstance(event, af.VariableDone) for event in heard) == 8
+    assert sum(isinstance(event, af.RunDone) for event in received) == 1
+    assert sum(isinstance(event, af.VariableDone) for event in received) == 8
 
 
-async def test_a_stream_asks_the_backend_for_nothing():
+async def test_a_stream_sends_no_awaits():
     observed = Observed(af.Scripted(echo))
     async with af.session(backend=observed) as flow:
         await events_of(flow.stream(tree, "ab"))
@@ -277,7 +277,7 @@ TREES = st.recursive(st.just([]), lambda children: st.lists(children, max_size=3
 
 
 def paths_of(shape: list, path: tuple[int, ...] = ()) -> dict[tuple[int, ...], str]:
-    """The twin: each state's path, and what a gen there says, which is all that stands before it."""
+    """The reference: each state's path, and its text, which a gen there repeats."""
     found = {path: "".join(f"/{index}" for index in path)}
     for index, child in enumerate(shape):
         found |= paths_of(child, (*path, index))
@@ -305,15 +305,15 @@ async def test_every_event_carries_the_path_of_its_branch(shape, coupled, at_onc
     async with af.session(backend=af.Scripted(lambda prompt: f"I am {prompt}")) as flow:
         *events, last = await events_of(flow.stream(grow, shape))
     assert isinstance(last, af.RunDone)
-    heard: dict[tuple[int, ...], str] = {}
+    received: dict[tuple[int, ...], str] = {}
     for event in events:
         if isinstance(event, af.TextDelta):
-            heard[event.path] = heard.get(event.path, "") + event.text
+            received[event.path] = received.get(event.path, "") + event.text
     done = {event.path: event.value for event in events if isinstance(event, af.VariableDone)}
-    assert done == heard == {path: f"I am {says}" for path, says in paths_of(shape).items()}
+    assert done == received == {path: f"I am {says}" for path, says in paths_of(shape).items()}
 
 
-async def test_a_program_within_a_program_has_the_paths_of_the_state_it_runs_on():
+async def test_events_of_a_nested_program_have_the_paths_of_its_state():
     @af.program
     async def inner(s: af.State) -> None:
         for branch in s.fork(2):
@@ -355,7 +355,7 @@ ended: list[int] = []
 
 
 @pytest.mark.parametrize("leave", [leave_by_break, leave_by_dropping])
-async def test_a_stream_that_is_left_without_a_block_ends_its_program(leave):
+async def test_a_dropped_stream_ends_its_program(leave):
     ended.clear()
     backend = af.Scripted({"": "word"})
     async with af.session(backend=backend) as flow:
@@ -366,7 +366,7 @@ async def test_a_stream_that_is_left_without_a_block_ends_its_program(leave):
         assert backend.generator.num_open == 0  # before the session ends
 
 
-async def test_a_failure_that_nobody_reads_is_logged(caplog):
+async def test_an_unread_failure_is_logged(caplog):
     @af.program
     async def failing(s: af.State) -> None:
         s += "a" + af.gen("x")
@@ -383,7 +383,7 @@ async def test_a_failure_that_nobody_reads_is_logged(caplog):
     assert "lost without this" in caplog.text
 
 
-async def test_a_failure_of_cleaning_up_after_a_break_is_logged(caplog):
+async def test_a_failure_while_a_dropped_stream_is_cancelled_is_logged(caplog):
     @af.program
     async def failing(s: af.State) -> None:
         s += "a" + af.gen("x")

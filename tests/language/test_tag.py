@@ -1,4 +1,4 @@
-"""Free text with tags: what a backend is told, and what the value of a text with tags is."""
+"""Free text with tags: its constraint, and the value of a text with tags."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def reply_of(text: str, tags: list[af.Tag], **options: Any) -> list[str | 
         return await s[reply]
 
 
-async def test_prose_and_tags_come_in_their_order():
+async def test_text_and_tags_are_in_order():
     call = '{"name": "weather", "arguments": {"city": "Oslo"}}'
     text = f'See <point>{{"x": 1}}</point><age>12</age>, or <call>\n{call}\n</call>'
     found = await reply_of(text, ALL)
@@ -92,7 +92,7 @@ def test_a_tag_ends_where_its_pattern_is_complete_first():
         "<word>",
     ],
 )
-def test_a_tag_that_is_open_or_wrong_is_told(text):
+def test_an_incomplete_or_invalid_tag_raises(text):
     with pytest.raises(ValueError, match="is not followed by a valid"):
         split_at_tags("prose " + text, tuple(tag._rule for tag in ALL))
 
@@ -109,7 +109,7 @@ WIRED = st.recursive(
     ),
     st.booleans(),
 )
-def test_what_was_put_together_comes_apart_again(pieces, escapes):
+def test_a_text_is_split_into_the_parts_that_it_was_made_of(pieces, escapes):
     text, wanted = "", []
     for piece in pieces:
         if isinstance(piece, str):
@@ -126,7 +126,7 @@ def test_what_was_put_together_comes_apart_again(pieces, escapes):
     assert split_at_tags(text, tuple(tag._rule for tag in ALL)) == wanted
 
 
-async def test_a_text_that_was_cut_in_a_tag_is_no_value_and_one_that_was_cut_in_prose_is():
+async def test_a_text_truncated_within_a_tag_has_no_value():
     with pytest.raises(
         af.InvalidValue, match="was truncated after 2 tokens and is not a complete text with tags"
     ):
@@ -138,7 +138,7 @@ async def test_a_text_that_was_cut_in_a_tag_is_no_value_and_one_that_was_cut_in_
     ]
 
 
-async def test_what_does_not_fit_its_schema_is_told():
+async def test_a_tag_that_does_not_match_its_schema_raises():
     with pytest.raises(
         af.InvalidValue, match=r"ended \(eos\) with a text that is not a valid text with tags"
     ):
@@ -167,7 +167,7 @@ def test_what_a_backend_is_asked_for():
         ({"begin": "<a>", "end": "</a>", "tools": []}, "tools: there must be at least one"),
     ],
 )
-def test_a_tag_that_makes_no_sense_is_refused(arguments, message):
+def test_an_invalid_tag_is_rejected(arguments, message):
     with pytest.raises(af.BadArgument, match=message):
         af.Tag(**arguments)
 
@@ -189,11 +189,11 @@ def test_a_tag_that_makes_no_sense_is_refused(arguments, message):
         ({"type": str, "jump_forward": False}, "gen: jump_forward applies to a constraint"),
     ],
 )
-def test_a_gen_that_makes_no_sense_is_refused(arguments, message):
+def test_an_invalid_gen_is_rejected(arguments, message):
     with pytest.raises(af.BadArgument, match=message):
         af.gen("r", **arguments)
 
 
-def test_a_tag_has_an_end():
+def test_a_tag_needs_an_end():
     with pytest.raises(af.BadArgument, match="end must not be empty"):
         af.Tag("<n>", schema={"type": "integer"}, end="")

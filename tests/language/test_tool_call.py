@@ -94,11 +94,11 @@ async def test_a_partial_function_and_a_callable_object_are_tools():
     assert (first(), second()) == ("Rome, IT: 20 F", "nail")
 
 
-async def test_no_call_is_a_value_too():
+async def test_no_calls_are_a_value():
     assert await called([weather]) == []
 
 
-async def test_schemas_give_calls_that_the_program_makes_itself():
+async def test_calls_of_a_schema_have_no_function():
     [order, ping] = await called(
         [ORDER, PING],
         {"name": "order", "arguments": {"to": {"street": "a"}}},
@@ -164,7 +164,7 @@ NO_CALLS = [
 
 
 @pytest.mark.parametrize(("text", "cause"), NO_CALLS)
-async def test_a_text_that_is_no_list_of_calls_is_told_with_its_fault(text, cause):
+async def test_an_invalid_list_of_calls_raises_with_its_cause(text, cause):
     async with af.session(backend=af.Scripted([text])) as flow, flow.state() as s:
         expression = af.gen("calls", tools=[weather, ORDER])
         s += expression
@@ -204,7 +204,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("tools", "message"), REFUSED)
-def test_what_is_no_tool_is_refused_where_it_is_written(tools, message):
+def test_invalid_tools_are_rejected(tools, message):
     with pytest.raises(af.BadArgument, match=message):
         af.gen("x", tools=tools)
 

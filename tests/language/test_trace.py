@@ -71,7 +71,7 @@ def test_the_edges_are_those_of_streams_forks_and_references(todo: list[Step]):
 
 
 class TestSeeds:
-    async def test_a_graph_draws_what_the_program_draws(self):
+    async def test_a_graph_has_the_seeds_of_the_program(self):
         seeds: list[int | None] = []
 
         class Noting(ScriptedGenerator):
@@ -90,7 +90,7 @@ class TestSeeds:
         assert sorted(seeds[:3]) == sorted(seeds[3:6]) != sorted(seeds[6:9]) == sorted(seeds[9:])
 
 
-async def test_one_op_goes_and_only_what_was_asked_comes_back():
+async def test_a_graph_is_one_op_and_returns_only_its_outputs():
     graph = judge.trace(dimensions=["a", "b"])
     backend = Observed(af.Scripted(judged))
     async with af.session(backend=backend) as flow:
@@ -120,7 +120,7 @@ async def test_the_values_of_typed_gens_are_typed():
 
 
 class TestFailures:
-    async def test_a_failure_is_raised_with_its_cause_and_nothing_stays(self):
+    async def test_a_failure_is_raised_with_its_cause_and_leaves_nothing_open(self):
         for _ in range(
             20
         ):  # trio's tasks take turns in any order: some ops are skipped after the graph's end
@@ -202,7 +202,7 @@ async def _string(value) -> object:
 
 @pytest.mark.parametrize("look", [_is_no, _is_true, _number, _split, _loop, _length, _string])
 @pytest.mark.parametrize("of", ["a value", "an argument"])
-async def test_looking_at_a_value_is_refused_with_the_line(look, of):
+async def test_inspecting_a_value_is_rejected_with_the_line(look, of):
     @af.program
     async def looks(s: af.State, question: str) -> object:
         s += question + af.gen("x")
@@ -249,7 +249,7 @@ USES = [_map, _mapped_and_wired, _iterate, _partials, _events, _messages, _usage
 
 
 @pytest.mark.parametrize("use", USES)
-async def test_what_needs_a_value_is_refused_with_the_line(use):
+async def test_operations_that_need_a_value_are_rejected_with_the_line(use):
     @af.program
     async def uses(s: af.State) -> object:
         s += "q" + af.gen("x")
@@ -283,12 +283,12 @@ async def test_waiting_for_something_else_is_refused():
         waits.trace()
 
 
-def test_what_is_no_text_must_be_given():
+def test_arguments_that_are_not_text_must_be_given():
     with pytest.raises(af.BadArgument, match="'dimensions' is not a text: give its value"):
         judge.trace()
 
 
-def test_passes():
+def test_optimising_folds_constants():
     @af.program
     async def groups(s: af.State, name: str) -> str:
         s += af.system("Be brief.")

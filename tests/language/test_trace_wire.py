@@ -66,7 +66,7 @@ OPEN = ops.Open(1)
         (OPEN, ops.Gen(1, 2, "x", SamplingParams()), ops.Gen(1, 2, "x", SamplingParams())),
     ],
 )
-async def test_what_is_no_graph_fails_its_root(bad):
+async def test_an_invalid_graph_fails_its_root(bad):
     generator = ScriptedGenerator(answer)
     events: list[Event] = []
     async with interpreted(generator, events.extend) as connection:

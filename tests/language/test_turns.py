@@ -61,7 +61,7 @@ OPENINGS = {
 
 
 @pytest.mark.parametrize("how", OPENINGS)
-async def test_no_turn_stands_in_another(how):
+async def test_turns_cannot_be_nested(how):
     observed = Observed(af.Scripted(answer))
     async with af.session(backend=observed) as flow, flow.state() as s:
         s += "before"
@@ -92,7 +92,7 @@ async def test_a_turn_inside_a_call_is_refused_before_anything_is_appended():
         assert await s.messages() == [{"role": "user", "content": "no turn is open"}]
 
 
-async def test_what_never_began_cannot_end():
+async def test_a_turn_that_is_not_open_cannot_end():
     async with af.session(backend=af.Scripted(answer)) as flow, flow.state() as s:
         with pytest.raises(af.BadArgument, match="a turn ends that never began"):
             s.end()
@@ -103,7 +103,7 @@ async def test_what_never_began_cannot_end():
 
 
 @pytest.mark.parametrize("role", ["User", "", "developer", None, 3, ["user"]])
-async def test_a_turn_is_of_a_known_role(role):
+async def test_an_unknown_role_is_rejected(role):
     async with af.session(backend=af.Scripted(answer)) as flow, flow.state() as s:
         with pytest.raises(af.BadArgument, match="a turn is one of system, user, assistant, tool"):
             s.begin(role)
@@ -133,7 +133,7 @@ async def test_branches_inherit_an_open_turn_and_end_it_for_themselves():
         ]
 
 
-async def test_in_the_engine_a_turn_that_was_forked_has_the_ids_of_one_that_was_not():
+async def test_a_forked_turn_has_the_same_token_ids():
     engine = FakeEngine()
     async with af.session(backend=engine) as flow, flow.state() as s, flow.state() as plain:
         s += af.system("Be brief.")
@@ -173,32 +173,32 @@ async def test_a_block_that_raises_leaves_its_turn_open():
         assert await s.messages() == [{"role": "user", "content": "half and whole"}]
 
 
-async def test_the_conversation_waits_for_what_is_being_generated_and_is_that_of_the_call():
+async def test_messages_wait_for_running_gens_and_are_those_of_the_call():
     backend = Stepped(["one two", "three"])
     async with af.session(backend=backend) as flow, flow.state() as s:
         s += af.assistant("a ", af.gen("x"))
         reading = s.messages()
-        heard = []
+        received = []
 
         async def read():
-            heard.append(await reading)
+            received.append(await reading)
 
         flow._link.start_soon(read)
         await backend.allow(1)
-        assert not heard
+        assert not received
         await backend.allow(1)
         s += af.user("later")
-        assert heard == [[{"role": "assistant", "content": "a one two"}]]
+        assert received == [[{"role": "assistant", "content": "a one two"}]]
 
 
-async def test_the_conversation_of_a_state_that_failed_raises_what_failed():
+async def test_messages_of_a_failed_state_raise_its_failure():
     async with af.session(backend=af.Scripted([af.EngineFailed("broken")])) as flow, flow.state() as s:
         s += af.assistant(af.gen("x"))
         with pytest.raises(af.EngineFailed, match="broken"):
             await s.messages()
 
 
-async def test_a_conversation_with_an_image_is_not_told_without_it():
+async def test_messages_with_an_image_are_rejected():
     async with af.session(backend=af.Scripted(answer)) as flow, flow.state() as s:
         s += af.image("https://example.com/outside.png")
         s += af.user("look")
@@ -225,12 +225,12 @@ async def test_turns_over_the_wire(server):
         assert await s.text() == "<system>be kind</system><user>a question</user>"
 
 
-# Random conversations against their twin
+# Random conversations against a reference model
 
 
 @dataclass
-class Twin:
-    """A state as plain text and plain messages."""
+class PlainState:
+    """The reference model: a state as a text and messages."""
 
     text: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
@@ -251,27 +251,27 @@ class Twin:
         self.open_role = role
 
 
-def step(kind: str, number: int, states: list[tuple[af.State, Twin]]) -> None:
-    """Does the same to a state and to its twin."""
-    state, twin = states[number % len(states)]
+def step(kind: str, number: int, states: list[tuple[af.State, PlainState]]) -> None:
+    """Does the same to a state and to its reference model."""
+    state, plain = states[number % len(states)]
     if kind == "text":
         state.add(f"t{number} ")
-        twin.append(f"t{number} ")
+        plain.append(f"t{number} ")
     elif kind == "gen":
-        twin.last = answer(twin.text)
-        twin.append(twin.last)
+        plain.last = answer(plain.text)
+        plain.append(plain.last)
         state.add(af.gen("x"))
-    elif kind in ("upper", "marker", "sum") and twin.last is not None:
-        x, value = state["x"].upper(), twin.last.upper()
+    elif kind in ("upper", "marker", "sum") and plain.last is not None:
+        x, value = state["x"].upper(), plain.last.upper()
         state.add({"upper": x, "marker": f"{x}: {x}", "sum": "(" + x + ")"}[kind])
-        twin.append({"upper": value, "marker": f"{value}: {value}", "sum": f"({value})"}[kind])
+        plain.append({"upper": value, "marker": f"{value}: {value}", "sum": f"({value})"}[kind])
     elif kind == "set":
         state.set("note", "not part of it")
     elif kind == "fork":
-        states.append((state.copy(), copy.deepcopy(twin)))
+        states.append((state.copy(), copy.deepcopy(plain)))
     elif kind == "turn":
-        role = ROLES[number % 4] if twin.open_role is None else None
-        twin.turn(role)
+        role = ROLES[number % 4] if plain.open_role is None else None
+        plain.turn(role)
         state.begin(role) if role else state.end()
 
 
@@ -282,13 +282,13 @@ KINDS = ["text", "gen", "upper", "marker", "sum", "set", "fork", "turn", "turn"]
     steps=st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 20)), min_size=5, max_size=40),
     unbatched=st.booleans(),
 )
-async def test_conversations_are_as_their_twin_has_them(steps, unbatched):
+async def test_random_conversations_match_the_reference_model(steps, unbatched):
     backend = af.Scripted(answer)
     async with af.session(backend=Unbatched(backend) if unbatched else backend) as flow, flow.state() as root:
-        states = [(root, Twin())]
+        states = [(root, PlainState())]
         for kind, number in steps:
             step(kind, number, states)
-        for state, twin in reversed(states):
-            assert await state.messages() == twin.messages
-            assert await state.text() == twin.text
+        for state, plain in reversed(states):
+            assert await state.messages() == plain.messages
+            assert await state.text() == plain.text
     assert backend.generator.num_open == 0

@@ -47,7 +47,7 @@ class Shape(msgspec.Struct):
 
 
 async def valued(text: str, **wanted: Any) -> Any:
-    """The value of a gen that says ``text``."""
+    """The value of a gen that generates ``text``."""
     backend = af.Scripted([text])
     try:
         async with af.session(backend=backend) as flow, flow.state() as s:
@@ -100,7 +100,7 @@ def len_of(text: str) -> int:
 
 
 @pytest.mark.parametrize(("wanted", "text", "message", "cause"), INVALID)
-async def test_a_text_that_is_no_such_value(wanted, text, message, cause):
+async def test_an_invalid_text_raises(wanted, text, message, cause):
     expression = af.gen("r", max_tokens=200_000, **wanted)
     backend = unconstrained([text])
     async with af.session(backend=backend) as flow, flow.state() as s:
@@ -118,7 +118,7 @@ async def test_a_text_that_is_no_such_value(wanted, text, message, cause):
     assert_idle(backend)
 
 
-CUT = [
+TRUNCATED = [
     ({"type": int}, "12", "34", "not a complete int"),
     ({"type": float}, "1.5", "6", "not a complete float"),
     ({"type": bool}, "true", "st", "not a complete bool"),
@@ -131,8 +131,8 @@ CUT = [
 ]
 
 
-@pytest.mark.parametrize(("wanted", "text", "rest", "message"), CUT)
-async def test_a_text_that_was_cut_is_no_value_even_where_it_could_be_one(wanted, text, rest, message):
+@pytest.mark.parametrize(("wanted", "text", "rest", "described"), TRUNCATED)
+async def test_a_truncated_text_has_no_value_even_if_it_is_valid(wanted, text, rest, described):
     num_tokens = len(text.split(" "))
     expression = af.gen("r", max_tokens=num_tokens, **wanted)
     script = [f"{text} {rest}"]
@@ -140,9 +140,9 @@ async def test_a_text_that_was_cut_is_no_value_even_where_it_could_be_one(wanted
     backend = unconstrained(script) if "type" in wanted else af.Scripted(script)
     async with af.session(backend=backend) as flow, flow.state() as s:
         s += expression
-        told = rf"'r' was truncated after {num_tokens} tokens? and is {message}, raise max_tokens: "
+        message = rf"'r' was truncated after {num_tokens} tokens? and is {described}, raise max_tokens: "
         for _ in range(2):
-            with pytest.raises(af.InvalidValue, match=told + re.escape(repr(text))) as failed:
+            with pytest.raises(af.InvalidValue, match=message + re.escape(repr(text))) as failed:
                 await s[expression]
         (note,) = failed.value.__notes__
         assert note.startswith("what failed was appended at test_value_type.py:")
@@ -152,13 +152,13 @@ async def test_a_text_that_was_cut_is_no_value_even_where_it_could_be_one(wanted
         assert await s.text() == f"{text} and {text}"
 
 
-async def test_free_text_may_be_cut():
+async def test_truncated_free_text_is_a_value():
     async with af.session(backend=af.Scripted(["one two", "one two"])) as flow, flow.state() as s:
         s += af.gen("r", max_tokens=1) + af.gen("typed", max_tokens=1, type=str)
         assert (await s["r"], await s["typed"]) == ("one", "one")
 
 
-async def test_a_map_tells_which_input_was_cut():
+async def test_a_map_names_the_input_whose_value_was_truncated():
     @af.program
     async def counted(s: af.State, text: str) -> int:
         count = af.gen("count", type=int, max_tokens=1)
@@ -175,12 +175,12 @@ async def test_a_map_tells_which_input_was_cut():
 
 
 @given(value=st.integers(-(10**17), 10**17))
-async def test_whole_numbers_keep_their_constraint(value):
+async def test_integers_match_their_constraint(value):
     assert await valued(str(value), type=int) == value
 
 
 @given(value=st.floats(-1e15, 1e15, allow_nan=False))
-async def test_numbers_keep_their_constraint(value):
+async def test_floats_match_their_constraint(value):
     assert await valued(json.dumps(value), type=float) == value
 
 
@@ -244,7 +244,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("wanted", "message"), REFUSED)
-def test_what_makes_no_sense_is_refused_where_it_is_written(wanted, message):
+def test_invalid_types_are_rejected(wanted, message):
     with pytest.raises(af.BadArgument, match=message):
         af.gen("r", **wanted)
 
@@ -264,7 +264,7 @@ async def test_typed_values_over_the_wire(server):
 # Which variable an expression names
 
 
-async def test_an_expression_names_the_variable_that_it_made_and_no_other_of_that_name():
+async def test_an_expression_looks_up_only_its_own_variable():
     number = af.gen("x", type=int)
     async with af.session(backend=af.Scripted(["text", "1", "text"])) as flow, flow.state() as s:
         with pytest.raises(af.UnknownVariable, match="no variable 'x'"):

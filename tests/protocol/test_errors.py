@@ -60,7 +60,7 @@ def test_a_code_from_a_newer_version_is_the_root_class():
     assert type(errors.from_code("something_new", "x")) is errors.AgentflowError
 
 
-def test_errors_are_what_python_calls_them_too():
+def test_errors_inherit_from_the_errors_of_python():
     assert issubclass(af.BadArgument, ValueError)
     assert issubclass(af.UnknownVariable, KeyError)
     assert str(af.UnknownVariable("no 'x'")) == "no 'x'"  # not its repr, as of a KeyError
@@ -79,7 +79,7 @@ infos = st.recursive(one_info(st.none()), one_info, max_leaves=6)
 
 
 @given(info=infos)
-def test_an_error_travels_with_its_causes(info):
+def test_an_error_is_sent_with_its_causes(info):
     error = info.to_exception()
     assert ErrorInfo.of(error) == info
     for event in (VarFailed(1, info), StateFailed(1, info)):
@@ -98,7 +98,7 @@ def test_the_origin_is_the_last_cause(info):
     assert info.origin == ErrorInfo.of(error)
 
 
-def test_a_foreign_exception_travels_by_its_description():
+def test_a_foreign_exception_is_sent_as_its_description():
     error = af.EngineFailed("broken")
     error.__cause__ = ZeroDivisionError("by zero")
     info = ErrorInfo.of(error)
@@ -107,7 +107,7 @@ def test_a_foreign_exception_travels_by_its_description():
 
 
 @pytest.mark.parametrize("make_cycle", [False, True])
-def test_an_endless_chain_of_causes_is_cut(make_cycle):
+def test_a_long_chain_of_causes_is_truncated(make_cycle):
     first = error = af.RunFailed("0")
     for number in range(1, 10_000):
         error.__cause__ = af.RunFailed(str(number))

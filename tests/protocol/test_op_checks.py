@@ -45,7 +45,7 @@ def opened(server: ThreadServer | None) -> af.Session:
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
-async def test_a_bad_argument_is_refused_where_it_is_written(server, is_remote: bool) -> None:
+async def test_bad_arguments_are_rejected_where_they_are_written(server, is_remote: bool) -> None:
     async with opened(server if is_remote else None) as flow, flow.state() as s:
         s += "say #1" + af.gen("x")
         for write in BAD.values():
@@ -59,9 +59,7 @@ async def test_a_bad_argument_is_refused_where_it_is_written(server, is_remote: 
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
-async def test_a_mapping_function_that_gives_half_a_character_fails_its_variable_only(
-    server, is_remote: bool
-) -> None:
+async def test_a_map_to_a_lone_surrogate_fails_only_its_variable(server, is_remote: bool) -> None:
     async with opened(server if is_remote else None) as flow, flow.state() as s:
         s += "say #1" + af.gen("x")
         with pytest.raises(af.BadArgument):
@@ -121,7 +119,7 @@ UNSUPPORTED = [
 
 @pytest.mark.parametrize("is_graph", [False, True])
 @pytest.mark.parametrize(("program", "ability"), UNSUPPORTED)
-async def test_what_a_backend_cannot_do_is_refused_before_anything_runs(program, ability, is_graph) -> None:
+async def test_unsupported_ops_are_rejected_before_anything_runs(program, ability, is_graph) -> None:
     backend = LimitedBackend(**{ability: False})
     async with af.session(backend=backend) as flow:
         with pytest.raises(af.NotSupported):
@@ -131,7 +129,7 @@ async def test_what_a_backend_cannot_do_is_refused_before_anything_runs(program,
     assert backend.generator.num_open == 0
 
 
-def test_every_kind_of_op_is_looked_at() -> None:
+def test_ops_without_requirements_are_supported_by_every_backend() -> None:
     """An op that asks for nothing special is supported by a backend that can do nothing special."""
     nothing = Capabilities("nothing", False, False, False, False, None, (), False, False, False)
     for op in (ops.Open(1), ops.Text(1, ("a",)), ops.Read(1, 2, "text()", "text"), ops.Close(1)):

@@ -59,7 +59,7 @@ def joined(pieces: list[Piece]) -> list[Piece]:
 
 
 @given(replies(), st.lists(st.integers(0, 400), max_size=8))
-def test_what_is_written_is_read_however_it_is_cut(pieces: list[Piece], cuts: list[int]) -> None:
+def test_a_written_reply_is_read_in_any_pieces(pieces: list[Piece], cuts: list[int]) -> None:
     text = written(pieces)
     reader, read = ReplyReader(), []
     for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), len(text)], strict=True):
@@ -78,7 +78,7 @@ def test_the_text_is_json(pieces: list[Piece]) -> None:
 
 
 @given(replies())
-def test_what_is_read_is_certain(pieces: list[Piece]) -> None:
+def test_a_prefix_of_the_text_gives_a_prefix_of_the_reply(pieces: list[Piece]) -> None:
     """Each prefix of the text gives a prefix of what the whole one gives."""
     text, whole = written(pieces), joined(pieces)
     for end in range(len(text)):
@@ -91,7 +91,7 @@ def test_what_is_read_is_certain(pieces: list[Piece]) -> None:
 
 
 @given(replies())
-def test_what_there_is_of_a_reply_grows_to_the_whole_one(pieces: list[Piece]) -> None:
+def test_a_partial_reply_grows_to_the_whole_one(pieces: list[Piece]) -> None:
     notation, so_far = written(pieces), ReplySoFar()
     whole = read_reply(notation)
     for end in range(len(notation) + 1):
@@ -123,6 +123,6 @@ def test_a_reply_may_be_empty() -> None:
 @pytest.mark.parametrize(
     "text", ["", "[", "hello", '{"text":1}', '[{"text":"I lo', '["a"]', "[]]", '[{"id":1,"arguments":"']
 )
-def test_what_is_no_whole_reply_is_refused(text: str) -> None:
+def test_an_incomplete_reply_is_rejected(text: str) -> None:
     with pytest.raises(ProtocolError, match="reply"):
         read_reply(text)

@@ -61,7 +61,7 @@ def applied(reference: af.Variable, name: str, argument: str) -> af.Transformed:
 
 
 @pytest.mark.parametrize(("name", "argument", "text", "expected"), RESULTS)
-async def test_what_it_makes_of_a_text(name, argument, text, expected):
+async def test_the_result_of_a_transform(name, argument, text, expected):
     async with af.session(backend=af.Scripted([text])) as flow, flow.state() as s, flow.state() as other:
         s += af.gen("x", max_tokens=100_000)
         changed = applied(s["x"], name, argument)
@@ -72,9 +72,7 @@ async def test_what_it_makes_of_a_text(name, argument, text, expected):
 
 
 @pytest.mark.parametrize(("name", "argument", "text", "message"), FAILURES)
-async def test_what_it_cannot_make_fails_the_await_and_the_consumer_and_nobody_else(
-    name, argument, text, message
-):
+async def test_a_failing_transform_fails_only_its_consumers(name, argument, text, message):
     backend = af.Scripted([text])
     async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as other:
         s += af.gen("x", max_tokens=100_000)
@@ -119,7 +117,7 @@ chains = st.lists(
 
 
 @given(text=texts, chain=chains)
-async def test_the_client_and_the_server_make_the_same_of_it(text, chain):
+async def test_the_client_and_the_server_give_the_same_results(text, chain):
     async with af.session(backend=af.Scripted([])) as flow, flow.state() as s, flow.state() as other:
         reference = s.set("x", text)
         for name, argument in chain:
@@ -139,7 +137,7 @@ async def outcome(waiting: af.Variable | af.Transformed) -> str:
         return f"failed: {failure}"
 
 
-async def test_a_hostile_pattern_holds_up_nobody():
+async def test_a_slow_pattern_does_not_block_the_event_loop():
     """While it is searched for, on either side, the loop goes round many times and others are served."""
     backend = af.Scripted({"go": "one two three"})
     async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as other:
@@ -172,7 +170,7 @@ async def test_a_hostile_pattern_holds_up_nobody():
     assert_idle(backend)
 
 
-async def test_leaving_while_a_pattern_is_searched_for_ends_soon():
+async def test_leaving_during_a_search_does_not_wait_for_it():
     backend = af.Scripted([])
     with anyio.fail_after(10):
         async with af.session(backend=backend) as flow, flow.state() as s:
@@ -185,7 +183,7 @@ async def test_leaving_while_a_pattern_is_searched_for_ends_soon():
 @pytest.mark.parametrize(
     "pattern", ["(", "a**", "", "x" * (MAX_PATTERN_CHARS + 1), "(" * 450 + ")" * 450, None, 3, b"a"]
 )
-async def test_what_is_no_pattern_is_refused_where_it_is_written(pattern):
+async def test_an_invalid_pattern_is_rejected(pattern):
     async with af.session(backend=af.Scripted(["x"])) as flow, flow.state() as s:
         s += af.gen("x")
         with pytest.raises(af.BadArgument, match=r"regular expression|a pattern must be a string of 1 to"):
@@ -200,7 +198,7 @@ NO_PATTERNS = [
 
 
 @pytest.mark.parametrize(("pattern", "message"), NO_PATTERNS)
-async def test_a_wire_client_that_sends_what_is_no_pattern_fails_its_state(server, pattern, message):
+async def test_an_invalid_pattern_over_the_wire_fails_its_state(server, pattern, message):
     async with af.session(server.url) as flow, flow.state() as s, flow.state() as other:
         variable = s.set("x", "text")
         flow._link._connection.send([ops.Text(s.id, (ops.Ref(variable.id, (Transform("regex", pattern),)),))])
@@ -212,7 +210,7 @@ async def test_a_wire_client_that_sends_what_is_no_pattern_fails_its_state(serve
     await server.wait_until_idle()
 
 
-async def test_a_wire_client_that_sends_too_many_transforms_fails_its_state(server):
+async def test_too_many_transforms_over_the_wire_fail_their_state(server):
     async with af.session(server.url) as flow, flow.state() as s:
         variable = s.set("x", "text")
         flow._link._connection.send([ops.Text(s.id, (ops.Ref(variable.id, (Transform("strip"),) * 17),))])
@@ -223,7 +221,7 @@ async def test_a_wire_client_that_sends_too_many_transforms_fails_its_state(serv
     await server.wait_until_idle()
 
 
-async def test_a_row_of_transforms_has_an_end():
+async def test_the_number_of_transforms_is_limited():
     async with af.session(backend=af.Scripted(["x"])) as flow, flow.state() as s:
         s += af.gen("x")
         reference = s["x"]

@@ -1,5 +1,4 @@
-"""Recordings: every op and event is in the file, the file survives whatever ends the session, and the
-command shows it."""
+"""Recordings: the file has every op and event, however the session ends, and the command shows it."""
 
 import io
 import os
@@ -47,7 +46,7 @@ async def record_judge(path: Path, *, seed: int | None = None) -> None:
         await flow.stats()
 
 
-async def test_everything_that_passes_is_recorded(path):
+async def test_all_ops_and_events_are_recorded(path):
     backend = Observed(af.Scripted(answer))
     async with af.session(backend=backend, record=path, seed=7) as flow:
         assert await flow.run(judge, "an essay") == "a short answer"
@@ -106,7 +105,7 @@ async def test_an_exception_handled_outside_is_no_failure_of_the_session(path):
     assert (read_recording(path).ending, read_recording(path).is_truncated) == ("complete", False)
 
 
-async def test_a_replay_can_be_recorded(tmp_path):
+async def test_a_recorded_replay_ends_as_its_session_does(tmp_path):
     """A replay that is recorded ends as its session does."""
     first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
     await record_judge(first)
@@ -129,7 +128,7 @@ async def test_a_lost_backend_is_recorded(path):
     assert [entry.lost.code for entry in read_recording(path).entries if entry.lost] == ["server_lost"]
 
 
-async def test_what_cannot_be_recorded_is_not_run(path):
+async def test_an_op_that_cannot_be_recorded_is_not_run(path):
     backend = Observed(af.Scripted(answer))
     async with af.session(backend=backend, record=path) as flow, flow.state() as s:
         with pytest.raises(af.BadArgument):
@@ -137,7 +136,7 @@ async def test_what_cannot_be_recorded_is_not_run(path):
     assert not backend.of(ops.Text)
 
 
-async def test_a_file_that_cannot_be_written_is_told_before_anything_opens(tmp_path):
+async def test_a_file_that_cannot_be_written_is_rejected_before_the_backend_connects(tmp_path):
     backend = Observed(af.Scripted(answer))
     with pytest.raises(af.BadArgument, match=r"cannot record to .*nowhere"):
         async with af.session(backend=backend, record=tmp_path / "nowhere" / "run.jsonl"):
@@ -154,7 +153,7 @@ async def test_a_full_disk_ends_the_recording_and_not_the_program(caplog):
     ]
 
 
-async def test_a_file_that_was_cut_is_read_up_to_its_last_whole_line(path):
+async def test_a_truncated_file_is_read_up_to_its_last_whole_line(path):
     await record_judge(path)
     whole = path.read_bytes()
     entries = read_recording(path).entries
@@ -180,7 +179,7 @@ async def test_a_file_that_was_cut_is_read_up_to_its_last_whole_line(path):
         ),
     ],
 )
-async def test_a_foreign_or_broken_file_is_told_in_one_line(path, capsys, content, message):
+async def test_an_invalid_file_is_reported_in_one_line(path, capsys, content, message):
     await record_judge(path)
     path.write_bytes(content.replace(b"HEADER", path.read_bytes().splitlines()[0]))
     with pytest.raises(af.BadRecording, match=message):
@@ -191,7 +190,7 @@ async def test_a_foreign_or_broken_file_is_told_in_one_line(path, capsys, conten
     assert message in captured.err
 
 
-def test_a_missing_file_is_told_in_one_line(tmp_path, capsys):
+def test_a_missing_file_is_reported_in_one_line(tmp_path, capsys):
     assert main(["replay", str(tmp_path / "none.jsonl")]) == 1
     assert "No such file" in capsys.readouterr().err
 
@@ -230,7 +229,7 @@ async def test_the_command_shows_the_fork_tree(path):
     assert any(line.startswith("1 run, 3 states, 4 variables, ") for line in lines)
 
 
-async def test_the_command_shows_what_a_reply_says(path):
+async def test_the_command_shows_replies(path):
     said = af.Reply("It is cold.", (af.CalledTool("c1", "weather", '{"city": "Oslo"}'),))
     async with af.session(backend=af.Scripted([said]), record=path) as flow, flow.state() as s:
         s += af.conversation([{"role": "user", "content": "?"}]) + af.reply("answer")

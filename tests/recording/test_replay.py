@@ -1,5 +1,4 @@
-"""Replays: the same program gets the same answers without a model, whatever its branches' timing; another
-program is told at once where it differs."""
+"""Replays: the same program gets the same answers without a model, with any timing of its branches."""
 
 from __future__ import annotations
 
@@ -125,14 +124,14 @@ async def test_the_stream_of_events_is_replayed(path):
         return "many words in one answer"
 
     async def events(flow: af.Session) -> list[af.ProgramEvent]:
-        """How much a reader hears at a time is its own matter."""
-        heard: list[af.ProgramEvent] = []
+        """The events with adjacent deltas joined: how text is split into deltas is not recorded."""
+        received: list[af.ProgramEvent] = []
         async for event in flow.stream(talk):
-            last = heard[-1] if heard else None
+            last = received[-1] if received else None
             if isinstance(last, af.TextDelta) and isinstance(event, af.TextDelta) and last.name == event.name:
-                event = af.TextDelta(event.path, event.name, heard.pop().text + event.text)
-            heard.append(event)
-        return heard
+                event = af.TextDelta(event.path, event.name, received.pop().text + event.text)
+            received.append(event)
+        return received
 
     async with af.session(backend=af.Scripted(script), record=path) as flow:
         first = await events(flow)
@@ -217,8 +216,8 @@ TIMINGS = st.tuples(st.integers(0, 10**6), st.integers(0, 10**6))
 
 
 @given(programs=PROGRAMS, timings=TIMINGS)
-def test_programs_are_replayed_whatever_the_timing(tmp_path_factory, programs, timings):
-    """With failures, on asyncio: on trio, whether a branch hears of its sibling's failure before or after
+def test_programs_are_replayed_with_any_timing(tmp_path_factory, programs, timings):
+    """With failures, on asyncio: on trio, whether a branch learns of its sibling's failure before or after
     something else that came at nearly the same time is drawn anew in each run."""
     path = tmp_path_factory.mktemp("replay") / "run.jsonl"
     record_and_replay(path, programs, timings, ("asyncio", "asyncio"), fails=True)
@@ -291,11 +290,11 @@ async def test_runs_side_by_side_may_begin_in_another_order(path):
 # Recordings of sessions that ended badly.
 
 
-async def test_a_cut_recording_is_replayed_up_to_where_it_ends(path):
-    async def talk(s: af.State, heard: list[str]) -> None:
+async def test_a_truncated_recording_is_replayed_up_to_its_end(path):
+    async def talk(s: af.State, received: list[str]) -> None:
         for number in range(4):
             s += f"question {number} " + af.gen("x")
-            heard.append(await s["x"])
+            received.append(await s["x"])
 
     async with af.session(backend=af.Scripted(measure), record=path) as flow:
         await flow.run(talk, whole := [])
@@ -303,19 +302,19 @@ async def test_a_cut_recording_is_replayed_up_to_where_it_ends(path):
     lengths = set()
     for num_lines in range(1, len(lines)):
         path.write_bytes(b"".join(lines[:num_lines]) + lines[num_lines][:9])
-        heard: list[str] = []
+        received: list[str] = []
         with anyio.fail_after(20):
             async with af.session(backend=af.Replay(path)) as flow:
                 try:
-                    await flow.run(talk, heard)
+                    await flow.run(talk, received)
                 except af.ReplayDiffers as error:
                     assert "the recording ends" in str(error)  # noqa: PT017 - only the last cuts are whole
-        assert heard == whole[: len(heard)]
-        lengths.add(len(heard))
+        assert received == whole[: len(received)]
+        lengths.add(len(received))
     assert lengths == {0, 1, 2, 3, 4}
 
 
-async def test_where_the_session_was_cancelled_the_replay_says_so(path):
+async def test_a_replay_fails_where_the_recorded_session_was_cancelled(path):
     async def wait(flow: af.Session, stop: Callable[[], None]) -> None:
         async with flow.state() as s:
             s += "first " + af.gen("x")
@@ -386,7 +385,7 @@ class Picky:
         self._connection.end(error)
 
 
-async def test_what_was_refused_is_refused_again(path):
+async def test_rejected_ops_are_rejected_again(path):
     async def use(s: af.State) -> str:
         with pytest.raises(af.FrameTooLarge, match="too long"):
             s += af.user("long " * 200) + af.gen("x")

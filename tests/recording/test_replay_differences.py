@@ -1,4 +1,4 @@
-"""Replays of another program than the recorded one: the first difference is told, and where it is."""
+"""Replays of another program than the recorded one raise at the first difference, and name its place."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def judge(s: af.State, change: str = "") -> list[str]:
         ),
     ],
 )
-async def test_a_changed_program_is_told_where_it_differs(path, change, message):
+async def test_a_changed_program_raises_at_its_first_difference(path, change, message):
     async with af.session(backend=af.Scripted(measure), record=path) as flow:
         first = await flow.run(judge)
     async with af.session(backend=af.Replay(path)) as flow:
@@ -103,7 +103,7 @@ async def test_a_changed_program_is_told_where_it_differs(path, change, message)
             await flow.run(judge, change)
         assert str(caught.value) == message
         assert not flow.is_alive
-        with pytest.raises(af.ReplayDiffers):  # whatever comes next
+        with pytest.raises(af.ReplayDiffers):  # and so does every later use
             await flow.run(judge)
 
 
@@ -134,7 +134,7 @@ async def test_more_runs_and_fewer_runs_are_differences(path):
             await flow.run(ask, "two")
 
 
-async def test_an_exception_handled_outside_spares_no_check(path):
+async def test_a_replay_is_checked_while_another_exception_is_handled(path):
     async with af.session(backend=af.Scripted(measure), record=path) as flow:
         await flow.run(ask, "one")
     try:
@@ -145,7 +145,7 @@ async def test_an_exception_handled_outside_spares_no_check(path):
                 pass
 
 
-async def test_a_failure_of_the_block_is_not_hidden_by_what_did_not_come(path):
+async def test_a_failure_of_the_block_is_raised_and_not_a_missing_run(path):
     async with af.session(backend=af.Scripted(measure), record=path) as flow:
         await flow.run(ask, "one")
     with pytest.raises(ZeroDivisionError) as caught:
@@ -154,7 +154,7 @@ async def test_a_failure_of_the_block_is_not_hidden_by_what_did_not_come(path):
     assert caught.value.__context__ is None
 
 
-async def test_a_failing_gen_that_does_not_come_is_told_where_its_branch_ends(path):
+async def test_a_missing_failing_gen_is_a_difference_at_its_branch(path):
     async def program(s: af.State, *, fails: bool) -> None:
         async with s.fork(2) as group:
             group[0].add("good ").add(af.gen("x"))

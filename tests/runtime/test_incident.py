@@ -30,7 +30,9 @@ def test_the_log_has_the_number_and_the_fault(caplog: pytest.LogCaptureFixture) 
         assert str(record.exc_info[1]) == "internals"
 
 
-async def test_an_op_that_fails_in_a_server_tells_nothing_of_why(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_does_not_receive_the_cause_of_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError("internals")
 

@@ -1,4 +1,4 @@
-"""The interpreter against a twin that computes every variable alone; its limits, and what it refuses."""
+"""The interpreter against a reference model that computes every variable alone; its limits and rejections."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 
 
 class Bench:
-    """An interpreter on the scripted generator, without a pump: the test says when somebody listens."""
+    """An interpreter on the scripted generator, without a pump: the test reads its events."""
 
     def __init__(self, generator: ScriptedGenerator, interpreter: Interpreter[ScriptedContext]) -> None:
         self.generator = generator
@@ -133,7 +133,7 @@ async def test_any_program_gives_what_its_variables_give_alone(program):
 
 
 @given(program=op_programs(), num_turns=st.integers(0, 30))
-async def test_whatever_runs_when_a_session_ends_is_given_back(program, num_turns):
+async def test_the_end_of_a_session_frees_everything(program, num_turns):
     generator = ScriptedGenerator(answer)
     async with anyio.create_task_group() as group:
         interpreter = Interpreter(generator, group)
@@ -150,7 +150,7 @@ async def test_whatever_runs_when_a_session_ends_is_given_back(program, num_turn
     program=op_programs(),
     losses=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=20),
 )
-async def test_after_a_rewind_nothing_is_missing_and_nothing_is_told_twice(program, losses):
+async def test_after_a_rewind_no_event_is_missing_or_repeated(program, losses):
     """The listener comes back from each loss having received only some of the events that were sent."""
     async with bench() as at:
         await at.play(program)
@@ -179,8 +179,8 @@ def transformed(variable: af.Variable, ref: ops.Ref) -> af.Variable | af.Transfo
 
 
 @given(program=op_programs(kinds=CERTAIN, max_size=25))
-async def test_the_frontend_says_the_same(program):
-    """The same programs, told with states, variables, f-strings and forks."""
+async def test_the_frontend_gives_the_same_values(program):
+    """The same programs, written with states, variables, f-strings and forks."""
     variables: dict[int, af.Variable] = {}
     async with af.session(backend=af.Scripted(answer)) as flow:
         states: dict[int, af.State] = {}
@@ -250,7 +250,7 @@ NO_STATE = [
 @pytest.mark.parametrize(
     ("op", "why"), NO_STATE, ids=lambda value: getattr(value, "__class__", value).__name__
 )
-async def test_an_op_that_has_no_state_to_fail_is_not_taken(op, why, when):
+async def test_an_op_without_a_state_is_rejected(op, why, when):
     async with bench(ScriptedGenerator(lambda prompt: f"<{prompt}>")) as at:
         at.submit(ops.Open(1), ops.Text(1, ("a",)), ops.Fork(1, (2, 4)), gen(1, 3), ops.Close(4))
         if when == "later":
@@ -299,7 +299,7 @@ NONSENSE = [
 @pytest.mark.parametrize(
     ("op", "state", "code"), NONSENSE, ids=lambda value: getattr(value, "__class__", value).__name__
 )
-async def test_an_op_that_makes_no_sense_fails_its_state_in_its_turn(op, state, code):
+async def test_an_invalid_op_fails_its_state_in_order(op, state, code):
     async with bench(ScriptedGenerator(lambda prompt: f"<{prompt}>")) as at:
         at.submit(ops.Open(1), ops.Text(1, ("a",)), ops.Fork(1, (2, 4)), gen(1, 3), ops.Text(2, ("b",)))
         at.submit(gen(2, 10), ops.Close(4), ops.Open(5), ops.Text(5, ("c",)))
@@ -334,7 +334,7 @@ async def test_an_op_that_makes_no_sense_fails_its_state_in_its_turn(op, state, 
     ],
     ids=lambda op: type(op).__name__,
 )
-async def test_arguments_that_no_frontend_checked_fail_their_own_state_only(bad):
+async def test_invalid_arguments_fail_only_their_state(bad):
     async with bench(ScriptedGenerator(lambda prompt: f"<{prompt}>")) as at:
         at.submit(ops.Open(1), ops.Open(2), bad, gen(2, 4), ops.Text(1, ("a",)), gen(1, 5))
         await at.listen_until_all_ended([3, 4, 5])
@@ -387,7 +387,7 @@ async def test_a_limit_that_is_refused_is_not_counted(monkeypatch):
         at.assert_has_nothing()
 
 
-async def test_a_session_without_room_closes_what_it_has_and_goes_on():
+async def test_a_session_at_its_memory_limit_continues_after_closes():
     generator = ScriptedGenerator(lambda prompt: f"<{prompt}>")
     async with bench(generator) as at:
         memory = MemoryBudget(20_000)
@@ -403,7 +403,7 @@ async def test_a_session_without_room_closes_what_it_has_and_goes_on():
         assert at.listener.texts == {11: "<a>"}
 
 
-async def test_rejected_ops_take_no_more_memory_than_they_may(monkeypatch):
+async def test_the_memory_of_rejected_ops_is_limited(monkeypatch):
     monkeypatch.setattr(state_tree, "MAX_STATES", 1)
     monkeypatch.setattr(interpreter_module, "REJECTED_BYTES", 10 * STATE_BYTES)
     async with bench() as at:
@@ -440,7 +440,7 @@ async def test_a_sealed_state_is_read_until_it_is_closed():
         at.assert_has_nothing()
 
 
-async def test_what_a_state_has_reached_is_told_after_its_variables():
+async def test_reached_tickets_are_sent_after_the_variables():
     async with bench(ScriptedGenerator(lambda prompt: "a b")) as at:
         at.submit(ops.Open(1), ops.Await(1, 1), gen(1, 2), ops.Await(1, 2), gen(1, 3), ops.Await(1, 3))
         await settle()
@@ -448,7 +448,7 @@ async def test_what_a_state_has_reached_is_told_after_its_variables():
         assert at.listener.reached == {1: 3}
 
 
-async def test_text_that_came_while_nobody_listened_leaves_as_one_delta():
+async def test_unread_text_is_sent_as_one_delta():
     words = " ".join(str(number) for number in range(500))
     async with bench(ScriptedGenerator(lambda prompt: words)) as at:
         at.submit(ops.Open(1), gen(1, 2, max_tokens=1000))
@@ -462,7 +462,7 @@ async def test_text_that_came_while_nobody_listened_leaves_as_one_delta():
         assert at.listener.texts[2] == words
 
 
-async def test_a_stream_of_texts_does_not_hold_up_other_states():
+async def test_a_long_stream_of_texts_does_not_block_other_states():
     async with bench(ScriptedGenerator(lambda prompt: "a b c")) as at:
         at.submit(ops.Open(1), *[ops.Text(1, ("a",))] * 5000, ops.Await(1, 1), ops.Open(2), gen(2, 3))
         await at.listen_until_all_ended([3])
@@ -520,7 +520,7 @@ async def test_a_fault_of_the_generator_fails_the_op_with_what_happened(caplog):
         assert (error.code, error.state, error.op) == ("bad_argument", 3, 1)
 
 
-async def test_a_rewind_knows_only_what_is_there():
+async def test_a_rewind_ignores_unknown_numbers():
     async with bench(ScriptedGenerator(lambda prompt: "a b")) as at:
         at.submit(ops.Open(1), gen(1, 2))
         await settle()
@@ -563,9 +563,9 @@ def test_the_backlog_of_a_frontend_fits_into_the_interpreters():
 
 
 @pytest.mark.parametrize("downwards", [True, False])
-async def test_what_follows_from_a_failure_is_told_in_short_however_long_the_row(downwards):
-    """Each state forked from the one before, and a failure at one end: every message says what it follows
-    from, and would hold all of them."""
+async def test_messages_of_consequent_failures_are_short(downwards):
+    """Each state forked from the one before, and a failure at one end: every message names its cause,
+    and would contain all of them."""
     num_states = 500
     async with bench() as at:
         at.submit(ops.Open(1), *([ops.End(1)] if downwards else []))  # no role begins there: it fails

@@ -17,7 +17,7 @@ SOON_S = 0.001
 
 
 @pytest.mark.parametrize("unbatched", [False, True])
-async def test_after_its_deadline_a_state_goes_on_with_nothing(unbatched):
+async def test_a_state_runs_nothing_after_its_deadline(unbatched):
     backend = af.Scripted(lambda prompt: "yes")
     async with af.session(backend=Unbatched(backend) if unbatched else backend) as flow, flow.state() as s:
         s += "a" + af.gen("x")
@@ -40,7 +40,7 @@ async def test_after_its_deadline_a_state_goes_on_with_nothing(unbatched):
 
 
 @pytest.mark.parametrize("op", ["gen", "select", "text", "fork", "set", "read", "turn", "hint"])
-async def test_each_op_is_held_to_the_deadline(op):
+async def test_each_op_fails_after_the_deadline(op):
     async with af.session(backend=af.Scripted(lambda prompt: "yes")) as flow, flow.state() as s:
         s.limit(deadline_s=0)
         match op:
@@ -65,7 +65,7 @@ async def test_each_op_is_held_to_the_deadline(op):
 
 
 @pytest.mark.parametrize("limits_first", [False, True])
-async def test_a_deadline_ends_what_is_running(limits_first):
+async def test_a_deadline_ends_running_gens(limits_first):
     backend = Stepped(["one two three"])
     async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as free:
         if limits_first:
@@ -86,7 +86,7 @@ async def test_a_deadline_ends_what_is_running(limits_first):
     assert_idle(backend)
 
 
-async def test_a_state_that_waits_for_another_is_held_to_its_own_deadline():
+async def test_a_state_that_waits_for_another_has_its_own_deadline():
     backend = Stepped(["one two"])
     async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as other:
         s += af.gen("x")
@@ -99,7 +99,7 @@ async def test_a_state_that_waits_for_another_is_held_to_its_own_deadline():
     assert_idle(backend)
 
 
-async def test_a_gen_that_takes_too_long_fails_and_its_time_counts_from_its_turn():
+async def test_the_timeout_of_a_gen_counts_from_its_start():
     backend = Stepped(["one", "two three"])
     async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as other:
         other += af.gen("first")
@@ -118,7 +118,7 @@ async def test_a_gen_that_takes_too_long_fails_and_its_time_counts_from_its_turn
     assert_idle(backend)
 
 
-async def test_a_gen_that_is_in_time_is_not_touched():
+async def test_a_gen_within_its_limits_succeeds():
     backend = af.Scripted(lambda prompt: "yes")
     async with af.session(backend=backend) as flow, flow.state() as s:
         s.limit(deadline_s=3600, output_tokens=1000)
@@ -127,7 +127,7 @@ async def test_a_gen_that_is_in_time_is_not_touched():
         await s
 
 
-async def test_a_task_group_fails_with_the_branch_whose_time_is_over():
+async def test_a_task_group_fails_with_a_branch_past_its_deadline():
     backend = Stepped(["one two three"] * 3)
     async with af.session(backend=backend) as flow, flow.state() as s:
         async with s.fork(3) as branches:
@@ -146,7 +146,7 @@ async def test_a_task_group_fails_with_the_branch_whose_time_is_over():
     assert_idle(backend)
 
 
-async def test_a_deadline_of_the_session_ends_what_runs_and_what_comes():
+async def test_a_deadline_of_the_session_applies_to_existing_and_later_states():
     backend = Stepped(["one two"])
     async with af.session(backend=backend) as flow, flow.state() as s:
         s += af.gen("x")
@@ -190,7 +190,7 @@ NO_LIMITS = [
 
 
 @pytest.mark.parametrize(("limit", "message"), NO_LIMITS)
-async def test_what_is_no_limit_is_refused(limit, message):
+async def test_invalid_limits_are_rejected(limit, message):
     observed = Observed(af.Scripted([]))
     async with af.session(backend=observed) as flow, flow.state() as s:
         for limited in (s, flow):
@@ -200,7 +200,7 @@ async def test_what_is_no_limit_is_refused(limit, message):
 
 
 @pytest.mark.parametrize("limit", [{"deadline_s": -1.0}, {"deadline_s": float("nan")}, {"output_tokens": -1}])
-async def test_a_wire_client_that_sends_no_limit_fails_its_state(server, limit):
+async def test_an_invalid_limit_over_the_wire_fails_its_state(server, limit):
     async with af.session(server.url) as flow, flow.state() as s, flow.state() as other:
         flow._link._connection.send([ops.Limit(s.id, **limit)])
         s += "more"
@@ -212,7 +212,7 @@ async def test_a_wire_client_that_sends_no_limit_fails_its_state(server, limit):
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
-async def test_a_wire_client_that_sends_no_time_fails_its_state(server, timeout_s):
+async def test_an_invalid_timeout_over_the_wire_fails_its_state(server, timeout_s):
     async with af.session(server.url) as flow, flow.state() as s:
         s += "a" + af.gen("good")
         await s

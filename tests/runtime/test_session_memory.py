@@ -1,4 +1,4 @@
-"""What a session is said to hold in memory, against what Python allocates for it."""
+"""The accounted memory of a session, against what Python allocates for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Ops = Iterator[ops.Op]
 
 
 def answer(prompt: str) -> str:
-    return "as told"
+    return "an answer"
 
 
 def after_all(variables: Iterable[int]) -> Ops:
@@ -48,14 +48,14 @@ def many_states() -> Ops:
 def long_texts() -> Ops:
     for state in range(1, 20):
         yield ops.Open(state)
-        yield ops.Text(state, (f"{state} " + "as it was said " * 60,))
+        yield ops.Text(state, (f"{state} " + "some more text " * 60,))
         yield ops.Gen(state, state, "answer", GREEDY)
     yield from after_all(range(1, 20))
 
 
 def forks() -> Ops:
     yield ops.Open(1)
-    yield ops.Text(1, ("as it was said " * 400,))
+    yield ops.Text(1, ("some more text " * 400,))
     yield ops.Fork(1, tuple(range(2, 300)))
     yield ops.Await(1, 1)
 
@@ -79,9 +79,9 @@ def waiting_ops() -> Ops:
     yield ops.Await(2, 1)
 
 
-# What somebody might do who wants more memory than is counted.
+# Programs that try to use more memory than is counted.
 
-LONG = "as it was said " * 4_000
+LONG = "some more text " * 4_000
 MANY = range(100, 150)
 
 
@@ -182,7 +182,7 @@ HOSTILE = [
 
 
 async def until_reached(interpreter: Interpreter[Any]) -> None:
-    """Until the state that all programs end with has been. Nothing that is told is taken."""
+    """Until the state that all programs end with has been. Their events are not read."""
     with anyio.fail_after(30):
         while not any(state.reached for state in interpreter._states):
             await anyio.wait_all_tasks_blocked()
@@ -191,7 +191,7 @@ async def until_reached(interpreter: Interpreter[Any]) -> None:
 @pytest.mark.parametrize("program", [*HONEST, *HOSTILE], ids=lambda program: program.__name__)
 @pytest.mark.anyio
 @pytest.mark.trio_in_full
-async def test_what_is_held_is_near_what_is_allocated(program):
+async def test_the_accounted_memory_is_near_the_allocated_memory(program):
     memory = MemoryBudget()
     async with plain_engine(max_context=8192, num_slots=20_000) as client:
         gc.collect()
@@ -216,7 +216,7 @@ async def test_what_is_held_is_near_what_is_allocated(program):
 
 @pytest.mark.anyio
 @pytest.mark.trio_in_full
-async def test_a_number_that_is_used_again_gets_the_fork_that_it_was_made_for():
+async def test_a_reused_number_gets_its_own_fork():
     """State 9 is to be forked from 1, is closed before, and is then a root, or forked from 2."""
     memory = MemoryBudget()
     generator = ScriptedGenerator(answer)
@@ -244,7 +244,7 @@ async def test_a_number_that_is_used_again_gets_the_fork_that_it_was_made_for():
         assert generator.num_open == 0
 
 
-def test_what_is_free_does_not_count_for_all_together():
+def test_free_bytes_do_not_count_in_the_total():
     everyone = MemoryBudget(100, "all may hold", "wait")
     sessions = [MemoryBudget(80, within=everyone, free_bytes=10) for _ in range(4)]
     sessions[0].reserve(60)
@@ -263,7 +263,7 @@ def test_what_is_free_does_not_count_for_all_together():
     assert everyone.num_bytes == 50
 
 
-def test_one_tenant_may_take_its_part_and_all_no_more_than_there_is():
+def test_a_tenant_may_use_half_and_all_tenants_the_total():
     memory = TenantMemory(100, "sessions may hold", "wait")
     ann, ben = memory.of("ann"), memory.of("ben")
     of_ann = [MemoryBudget(40, within=ann) for _ in range(2)]

@@ -63,7 +63,7 @@ class StepGate:
             if self._allowed <= 0:
                 self._call_in_loop(self._is_held.set)
                 if not self._condition.wait_for(lambda: self._allowed > 0, timeout=30):
-                    raise RuntimeError("nobody opened the gate")
+                    raise RuntimeError("the gate was not opened")
             self._allowed -= 1
 
 

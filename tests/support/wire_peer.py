@@ -1,4 +1,4 @@
-"""What the tests of the wire share: a generator that can hang, and a listener that checks what it hears."""
+"""What the tests of the wire share: a generator that can hang, and a listener that checks the events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def count_words(prompt: str) -> str:
 
 
 class WireGenerator(ScriptedGenerator):
-    """Answers by ``count_words``; hangs where the prompt says so; breaks where a test says so."""
+    """Answers by ``count_words``; hangs where the prompt asks for it; fails where a test sets a fault."""
 
     def __init__(self) -> None:
         super().__init__(count_words)
@@ -85,7 +85,7 @@ class Listener:
     def deliver(self, events: Iterable[Event]) -> None:
         self.num_deliveries += 1
         for event in events:
-            self._hear(event)
+            self._receive(event)
         self._change()
 
     def lost(self, error: Exception) -> None:
@@ -113,7 +113,7 @@ class Listener:
         assert isinstance(self.ends[var], Value), self.ends[var]
         return self.texts[var]
 
-    def _hear(self, event: Event) -> None:
+    def _receive(self, event: Event) -> None:
         match event:
             case Delta() | Value():
                 so_far = self.texts.get(event.var, "")

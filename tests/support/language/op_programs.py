@@ -1,4 +1,4 @@
-"""Random programs as ops, and their twin: every variable's text by plain recursion, one after the other."""
+"""Random programs as ops, and their reference model: every variable's text by plain recursion."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Failure:
 
 
 class OpProgram:
-    """A program under construction: what a client submits, in order, and what the twin needs."""
+    """A program under construction: what a client submits, in order, and what the reference model needs."""
 
     def __init__(self) -> None:
         self.script: list[ops.Op | Pause] = []
@@ -110,7 +110,7 @@ class OpProgram:
             self._append(kind, state, b)
 
     def provide(self, var: int) -> None:
-        """The client gives the value of an expected variable, or says that there is none."""
+        """The client gives the value of an expected variable, or its failure."""
         given = self.provided[var]
         error = ErrorInfo(EngineFailed.code, given.origin) if isinstance(given, Failure) else None
         self.script.append(ops.Provide(var, "" if isinstance(given, Failure) else given, error))
@@ -182,7 +182,7 @@ class OpProgram:
         self._to_provide.append(var)
         return ops.Expect(state.id, var, f"v{var}")
 
-    # The twin.
+    # The reference model.
 
     def outcome(self, var: int) -> str | Failure:
         """The variable's text, or why it has none, where nothing is cancelled."""
@@ -199,11 +199,11 @@ class OpProgram:
             return prompt
         if isinstance(op, ops.Done):
             return ""
-        said = answer(prompt)
-        return Failure(str(said), is_own=True) if isinstance(said, Exception) else said
+        answered = answer(prompt)
+        return Failure(str(answered), is_own=True) if isinstance(answered, Exception) else answered
 
     def _joined(self, parts: ops.Parts) -> str | Failure:
-        """The text of the parts. What has no value is told before what cannot be made of a value."""
+        """The text of the parts. A missing value fails before a transform does."""
         text = ""
         pieces = [part if isinstance(part, str) else self.outcome(part.var) for part in parts]
         for piece in pieces:
@@ -232,8 +232,8 @@ class OpProgram:
         if isinstance(before, Failure):
             return before
         if isinstance(op, ops.Gen | ops.Select):
-            said = self.outcome(op.var)
-            return said if isinstance(said, Failure) else before + said
+            value = self.outcome(op.var)
+            return value if isinstance(value, Failure) else before + value
         if isinstance(op, ops.Text | ops.Set):
             piece = self._joined(op.parts)
             if isinstance(piece, Failure):

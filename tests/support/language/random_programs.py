@@ -42,7 +42,7 @@ steps = st.recursive(
 
 
 def answer(prompt: str) -> str:
-    """What the script says: it depends on all of the prompt."""
+    """The script's answer, which depends on the whole prompt."""
     return f" {hashlib.sha256(prompt.encode()).hexdigest()[:6]} "
 
 

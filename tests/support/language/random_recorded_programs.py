@@ -85,7 +85,7 @@ class ClumsyBackend:
 
 @dataclass
 class Branch:
-    """What one state is told, in order: ``(kind, number)``, or a fork."""
+    """The steps of one state in order: ``(kind, number)``, or a fork."""
 
     steps: list[tuple[str, int] | Fork] = field(default_factory=list)
 
@@ -121,7 +121,7 @@ class _Player:
         self.pause = pause
         self.outcomes: Outcomes = {}
         self.group: anyio.abc.TaskGroup
-        # States that the failure of another may end. Whether one that waits there hears of it before or
+        # States that the failure of another may end. Whether one that waits there fails before or
         # after it got to where it waited for is chance: they do not wait.
         self.coupled: set[tuple[int, ...]] = set()
 

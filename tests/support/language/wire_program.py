@@ -60,14 +60,14 @@ async def check_program(
     connection.send(recorded[:4])
     await anyio.lowlevel.checkpoint()
     connection.send(recorded[4:])
-    await listener.wait_for(lambda heard: hung in heard.texts)
+    await listener.wait_for(lambda received: hung in received.texts)
     connection.send([ops.Cancel(idle), ops.Provide(mine, "given")])
     await listener.wait_for(
-        lambda heard: (
-            {answer, wired, choice, failed, hung, note, seen, mine} <= heard.ends.keys()
-            and {root, left, right} <= heard.reached.keys()
-            and {broken, idle} <= heard.failed.keys()
-            and first in heard.stats
+        lambda received: (
+            {answer, wired, choice, failed, hung, note, seen, mine} <= received.ends.keys()
+            and {root, left, right} <= received.reached.keys()
+            and {broken, idle} <= received.failed.keys()
+            and first in received.stats
         )
     )
     turn = f"<user>count #{num_words}"
