@@ -33,7 +33,7 @@ from agentflow.protocol.wire import DEFAULT_PORT
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.app import Access, create_app
 from agentflow.server.config.limits import HttpLimits, ServerLimits
-from agentflow.server.http.acceptor import Acceptor, most_connections, with_descriptors
+from agentflow.server.http.acceptor import Acceptor, max_open_connections, with_descriptors
 from agentflow.server.http.protocol import TimedHttpProtocol, timed_http_protocol
 from agentflow.server.models import OpenModels
 from agentflow.server.service import Service
@@ -229,8 +229,8 @@ class _HttpServer:
         self._acceptor = Acceptor(
             listener,
             self._make_protocol,
-            most=most_connections(limits),
-            most_per_address=limits.max_connections_per_address,
+            max_connections=max_open_connections(limits),
+            max_per_address=limits.max_connections_per_address,
             tls=config.ssl,
             handshake_timeout_s=limits.header_timeout_s,
         )

@@ -1,7 +1,7 @@
 """``GET /openapi.json``: the HTTP APIs as an OpenAPI 3.1 document.
 
-It is made of the table of routes and of the types that bodies are decoded to and encoded from, so that it
-says what the server does. Tests send what it allows, and hold the answers against it.
+It is derived from the table of routes and from the types of the bodies, so that it matches the server. Tests
+send requests that it allows, and check the answers against it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from agentflow.version import __version__
 JSON = "application/json"
 Schema = dict[str, Any]
 
-# What may come of every call: no key or a wrong one, a body that does not end, is too large or is compressed,
-# too many requests, a fault of the server, a server that is full or ends.
-_ALWAYS = (401, 408, 413, 415, 429, 500, 503)
-# These are answered before the API is asked: a page of another site, another method.
-_OUTSIDE = (403, 405)  # in OpenAI's words, and in those of the path
+# Errors of every call: a missing or wrong key; a body that does not arrive, is too large or is compressed;
+# too many requests; a fault of the server; a server that is overloaded or shuts down.
+_ANY_CALL = (401, 408, 413, 415, 429, 500, 503)
+# Errors before the request reaches the API: a page of another site, a method that the path does not support.
+_BEFORE_API = (403, 405)  # in OpenAI's format, and in that of the path
 _NAME = {"type": "string"}
-# And these before the request is read: it comes too slowly, it is too large, there are too many connections.
-_BEFORE = (408, 414, 429, 431, 503)
+# Errors while the headers are read: they are too slow or too large, or there are too many connections.
+_IN_HEADERS = (408, 414, 429, 431, 503)
 _TEXT = {"text/plain": {"schema": _NAME}}
 _EVENT = {
     "type": "object",
-    "description": 'Of each event, where the request says `"stream": true`.',
+    "description": 'Each event, if the request has `"stream": true`.',
     "properties": {"event": _NAME, "data": _NAME},
     "required": ["data"],
 }
@@ -48,7 +48,7 @@ _READY = {
         "models": {"type": "array", "items": _NAME},
         "sessions": {"type": "integer", "minimum": 0},
     },
-    "required": ["status"],  # the rest is for keys that may see the metrics
+    "required": ["status"],  # the others need a key that may see the metrics
 }
 _REASON = {"type": "object", "properties": {"reason": _NAME}, "required": ["reason"]}
 
@@ -64,8 +64,8 @@ def _encoded() -> bytes:
 
 
 def openapi_document(routes: Sequence[ApiRoute]) -> Schema:
-    """Of these routes, and of the health checks and metrics beside them."""
-    kinds: dict[type[msgspec.Struct], None] = {}  # in order, each once
+    """The document of these routes, and of the health checks and metrics."""
+    kinds: dict[type[msgspec.Struct], None] = {}  # an ordered set
     for route in routes:
         for kind in (route.request, route.response, route.error_format.body_type):
             if kind is not None:
@@ -87,7 +87,7 @@ def openapi_document(routes: Sequence[ApiRoute]) -> Schema:
                 "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
             },
         },
-        # Only a server with API keys asks for one.
+        # Only a server with API keys requires one.
         "security": [{}, {"bearer": []}, {"key": []}],
     }
 
@@ -119,23 +119,23 @@ def _answers(route: ApiRoute, schemas: dict[type[msgspec.Struct], Schema]) -> Sc
     content: Schema = {JSON: {"schema": schemas[route.response]}}
     if route.streams:
         content[events.MEDIA_TYPE] = {"schema": _EVENT}
-    own = [400, *_ALWAYS] if route.request is not None else [*_ALWAYS]
+    own = [400, *_ANY_CALL] if route.request is not None else [*_ANY_CALL]
     if route.request is not None or "{" in route.path:
         own.append(404)
     answers: dict[int, Schema] = {200: _answer(200, content, _headers(error_format))}
     for status in own:
-        told = error_format.status(ApiError(status, "", ""))
+        shown = error_format.status(ApiError(status, "", ""))
         body = {JSON: {"schema": schemas[error_format.body_type]}}
-        answers[told] = _answer(told, body, _headers(error_format, status))
-    for status, one in zip(_OUTSIDE, (OPENAI, error_format), strict=True):
+        answers[shown] = _answer(shown, body, _headers(error_format, status))
+    for status, one in zip(_BEFORE_API, (OPENAI, error_format), strict=True):
         answers[status] = _answer(status, {JSON: {"schema": schemas[one.body_type]}})
-    for status in _BEFORE:
+    for status in _IN_HEADERS:
         answers.setdefault(status, _answer(status, {}))["content"] |= _TEXT
     return _in_order(answers)
 
 
 def _headers(error_format: ErrorFormat, status: int = 200) -> Schema:
-    has_id = error_format.status(ApiError(status, "", "")) not in _BEFORE
+    has_id = error_format.status(ApiError(status, "", "")) not in _IN_HEADERS
     headers: Schema = {error_format.request_id_header.decode(): {"required": has_id, "schema": _NAME}}
     if status in (429, 503):
         headers["retry-after"] = {"description": "Seconds.", "schema": {"type": "integer", "minimum": 0}}
@@ -145,30 +145,30 @@ def _headers(error_format: ErrorFormat, status: int = 200) -> Schema:
 
 
 def _operations_paths(schemas: dict[type[msgspec.Struct], Schema]) -> dict[str, dict[str, Schema]]:
-    """Of what is no API of a model: health checks, metrics, this document."""
-    refused = {JSON: {"schema": _REASON}}
+    """The operations beside the APIs: health checks, metrics, this document."""
+    with_reason = {JSON: {"schema": _REASON}}
     outside = {JSON: {"schema": schemas[OPENAI.body_type]}}
     either = {JSON: {"schema": {"anyOf": [_REASON, schemas[OPENAI.body_type]]}}}
 
     def get(name: str, summary: str, answers: Iterable[tuple[int, Schema]]) -> dict[str, Schema]:
-        told = {405: _answer(405, outside), 403: _answer(403, outside)}
-        told |= {status: _answer(status, _TEXT) for status in _BEFORE}
-        told |= {status: _answer(status, content) for status, content in answers}
-        operation = {"operationId": name, "summary": summary, "responses": _in_order(told)}
-        # What never answers 401 wants no key, on a server with keys either.
-        return {"get": operation if 401 in told else operation | {"security": []}}
+        found = {405: _answer(405, outside), 403: _answer(403, outside)}
+        found |= {status: _answer(status, _TEXT) for status in _IN_HEADERS}
+        found |= {status: _answer(status, content) for status, content in answers}
+        operation = {"operationId": name, "summary": summary, "responses": _in_order(found)}
+        # An operation without 401 needs no key, even on a server with keys.
+        return {"get": operation if 401 in found else operation | {"security": []}}
 
     return {
         "/health/live": get("live", "Whether the process answers.", [(200, {JSON: {"schema": _LIVE}})]),
         "/health/ready": get(
             "ready",
-            "Whether requests are taken and all engines answer.",
-            [(200, {JSON: {"schema": _READY}}), (503, refused | _TEXT)],
+            "Whether the server accepts requests and all engines answer.",
+            [(200, {JSON: {"schema": _READY}}), (503, with_reason | _TEXT)],
         ),
         "/metrics": get(
             "metrics",
-            "For Prometheus.",
-            [(200, _TEXT), (401, refused), (403, either), (429, refused | _TEXT)],
+            "Metrics in the format of Prometheus.",
+            [(200, _TEXT), (401, with_reason), (403, either), (429, with_reason | _TEXT)],
         ),
         "/openapi.json": get("openapi", "This document.", [(200, {JSON: {"schema": {"type": "object"}}})]),
     }

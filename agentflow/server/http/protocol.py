@@ -1,14 +1,13 @@
-"""Uvicorn's HTTP and websocket protocols, with bounds on what a connection may send before it asks for
-something and on how long it may take.
+"""Uvicorn's HTTP and websocket protocols, with limits on the size of headers and on how long clients take.
 
-Uvicorn itself bounds only how long a connection may be idle between two requests. A client could otherwise
-send headers for ever, stop in the middle of them, or never read an answer, and keep its connection.
+Uvicorn itself limits only the idle time between two requests. Without these limits a client could keep a
+connection by sending headers without end, stopping in the middle of them, or never reading an answer.
 
 ::
 
     connected ──▶ headers ──▶ request ──▶ answered ─┐      idle_timeout_s: before the first byte of a request
         ▲            │           │                  │      header_timeout_s: until its headers are complete
-        │            ▼           ▼                  │      WRITE_WATCH_S: without reading anything
+        │            ▼           ▼                  │      WRITE_WATCH_S: without progress in reading
         │           408, 414, 431, 400              │
         └───────────────────────────────────────────┘
 """
@@ -26,22 +25,22 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-# Of one request: header lines with their names, and of a chunked body also the trailers.
+# Of one request: its headers with their names, and the trailers of a chunked body.
 MAX_HEADER_BYTES = 65_536
 MAX_HEADERS = 256
 MAX_URL_BYTES = 16_384
-# So much is parsed at once. What a parser has of an unfinished header line is counted in these.
+# Data are parsed in pieces of this size. The unfinished header line in the parser is counted by pieces.
 PIECE_BYTES = 16_384
-# A client that reads nothing is cut off after so long, or twice as long.
+# A client that reads nothing is disconnected after this time, or at most twice as long.
 WRITE_WATCH_S = 10.0
-# After a refusal so much longer is read and dropped: closing with unread data would reset the connection, and
-# the client might never see the answer.
+# After a rejection, data are read and dropped for this time: closing with unread data resets the connection,
+# and the client may then not receive the answer.
 LINGER_S = 2.0
 BODY_HEADERS = (b"content-length", b"transfer-encoding")
 
 
 class _Unreadable(Exception):
-    """A request that is answered with ``status`` before the application sees it."""
+    """A request that is rejected with ``status`` before it reaches the application."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -49,8 +48,8 @@ class _Unreadable(Exception):
 
 
 class _WriteWatch:
-    """Aborts a transport whose client has read nothing since the last look, while ``is_waiting()`` says that
-    something should be read and nothing more is being added."""
+    """Checks regularly that the client reads, while ``is_waiting()`` (there is data to read, and no more is
+    being added), and aborts the transport if it does not."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, is_waiting: Callable[[], bool]
@@ -62,16 +61,16 @@ class _WriteWatch:
         self._start()
 
     def reset(self) -> None:
-        """The client has read."""
+        """Records that the client has read."""
         self._unread_bytes = math.inf
 
     def stop(self) -> None:
         self._timer.cancel()
 
     def _start(self) -> None:
-        self._timer = self._loop.call_later(WRITE_WATCH_S, self._look)
+        self._timer = self._loop.call_later(WRITE_WATCH_S, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         before, self._unread_bytes = self._unread_bytes, math.inf
         if self._is_waiting():
             self._unread_bytes = self._transport.get_write_buffer_size()
@@ -82,10 +81,10 @@ class _WriteWatch:
 
 
 class TimedHttpProtocol(HttpToolsProtocol):
-    """Refuses a request whose URL, header lines or header bytes are more than the limits above (414, 431),
-    and closes. Answers 408 to one whose headers are not complete after ``header_timeout_s``, and closes a
-    connection on which no request begins within ``idle_timeout_s``. ``on_lost`` is called once, when the
-    connection is over, whichever protocol has it by then."""
+    """Rejects a request whose URL or headers exceed the limits above (414, 431), or whose headers are not
+    complete after ``header_timeout_s`` (408), and closes the connection. Closes a connection on which no
+    request begins within ``idle_timeout_s``. ``on_lost`` is called once, when the connection has closed, also
+    if it has become a websocket."""
 
     header_timeout_s: ClassVar[float] = 20.0
     idle_timeout_s: ClassVar[float] = 5.0
@@ -95,40 +94,40 @@ class TimedHttpProtocol(HttpToolsProtocol):
         self.on_lost: Callable[[], None] = _ignore
         self._timer: asyncio.TimerHandle | None = None
         self._watch: _WriteWatch | None = None
-        self._is_refused = False
+        self._is_rejected = False
         self._is_in_headers = False
-        self._is_awaiting_headers = False  # the timer is of a request that has begun
-        self._has_moved = False  # a callback came of the piece that is parsed
+        self._is_awaiting_headers = False  # the timer belongs to a request that has begun
+        self._has_progressed = False  # the parser made a callback for the current piece
         self._num_headers = 0
         self._num_header_bytes = 0
         self._num_pending_bytes = 0  # parsed since the last callback
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait(self.idle_timeout_s)
+        self._start_timer(self.idle_timeout_s)
         self._watch = _WriteWatch(
             self.loop, transport, lambda: self.flow.write_paused or transport.is_closing()
         )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
-        self._stop_watching()
+        self._stop_timer()
+        self._stop_watch()
         super().connection_lost(exc)
         self.on_lost()
 
     def data_received(self, data: bytes) -> None:
         if len(data) <= PIECE_BYTES:
-            if not self._is_refused:
+            if not self._is_rejected:
                 self._parse(data)
             return
         pieces = memoryview(data)
         for start in range(0, len(data), PIECE_BYTES):
-            if self._is_refused or self.transport.get_protocol() is not self:
+            if self._is_rejected or self.transport.get_protocol() is not self:
                 return
             self._parse(pieces[start : start + PIECE_BYTES])
 
     def _parse(self, piece: bytes | memoryview) -> None:
-        self._has_moved = False
+        self._has_progressed = False
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade:
@@ -137,30 +136,30 @@ class TimedHttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserError as error:
             cause = error.__context__
             if isinstance(cause, _Unreadable):
-                self._refuse(cause.status, str(cause))
+                self._reject(cause.status, str(cause))
             else:
-                self._refuse(400, "Invalid HTTP request received.")
+                self._reject(400, "Invalid HTTP request received.")
         else:
-            self._num_pending_bytes = 0 if self._has_moved else self._num_pending_bytes + len(piece)
+            self._num_pending_bytes = 0 if self._has_progressed else self._num_pending_bytes + len(piece)
             if self._num_header_bytes + self._num_pending_bytes > MAX_HEADER_BYTES:
-                self._refuse(431, f"The headers have more than {MAX_HEADER_BYTES} bytes.")
+                self._reject(431, f"The headers have more than {MAX_HEADER_BYTES} bytes.")
             elif self._is_in_headers and not self._is_awaiting_headers:
-                self._wait(self.header_timeout_s)
+                self._start_timer(self.header_timeout_s)
                 self._is_awaiting_headers = True
 
     def on_message_begin(self) -> None:
-        self._has_moved = self._is_in_headers = True
+        self._has_progressed = self._is_in_headers = True
         self._num_headers = self._num_header_bytes = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        self._has_moved = True
+        self._has_progressed = True
         if len(self.url) + len(url) > MAX_URL_BYTES:
             raise _Unreadable(414, f"The URL has more than {MAX_URL_BYTES} bytes.")
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._has_moved = True
+        self._has_progressed = True
         self._num_headers += 1
         self._num_header_bytes += len(name) + len(value) + len(": \r\n")
         if self._num_headers > MAX_HEADERS:
@@ -171,33 +170,33 @@ class TimedHttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._has_moved, self._is_in_headers = True, False
+        self._has_progressed, self._is_in_headers = True, False
         cycle = self.cycle
         super().on_headers_complete()
         if self.cycle is not cycle:  # a websocket has none
-            self._stop_waiting()
+            self._stop_timer()
 
     def on_chunk_header(self) -> None:
-        self._has_moved = True
+        self._has_progressed = True
 
     def on_body(self, body: bytes) -> None:
-        self._has_moved = True
+        self._has_progressed = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._has_moved = True
+        self._has_progressed = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """In place of uvicorn's, whose timer stops at any byte, also where that begins no request."""
+        """Replaces uvicorn's, whose idle timer stops at any byte, even if that begins no request."""
         self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
-        elif self._timer is None:  # else another request has begun
-            self._wait(self.idle_timeout_s)
+        elif self._timer is None:  # otherwise another request has begun
+            self._start_timer(self.idle_timeout_s)
 
     def resume_writing(self) -> None:
         if self._watch is not None:
@@ -205,23 +204,23 @@ class TimedHttpProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def handle_websocket_upgrade(self) -> None:
-        self._stop_waiting()
+        self._stop_timer()
         if any(name in BODY_HEADERS and value != b"0" for name, value in self.headers):
-            # Whatever reads it from here on would wait for that body for ever.
-            self._refuse(400, "A websocket is asked for without a body.")
+            # The websocket protocol would wait for the body without end.
+            self._reject(400, "The request for a websocket must not have a body.")
             return
-        self._stop_watching()
+        self._stop_watch()
         self.ws_protocol_class = partial(  # type: ignore[assignment]
             TimedWebSocketProtocol, on_lost=self.on_lost, handshake_timeout_s=self.header_timeout_s
         )
         super().handle_websocket_upgrade()
 
-    def _refuse(self, status: int, reason: str) -> None:
-        """Answers and closes. Nothing more is parsed."""
-        self._is_refused = True
-        self._stop_waiting()
+    def _reject(self, status: int, reason: str) -> None:
+        """Answers with an error and closes the connection. Nothing more is parsed."""
+        self._is_rejected = True
+        self._stop_timer()
         if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.close()  # an answer to the request before is under way
+            self.transport.close()  # the answer to the previous request is incomplete
             return
         self.flow.resume_reading()
         self.transport.write(_answer(status, reason))
@@ -229,33 +228,33 @@ class TimedHttpProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         self._timer = self.loop.call_later(LINGER_S, self.transport.abort)
 
-    def _wait(self, seconds: float) -> None:
-        self._stop_waiting()
-        self._timer = self.loop.call_later(seconds, self._hang_up)
+    def _start_timer(self, seconds: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self._on_timeout)
 
-    def _stop_waiting(self) -> None:
+    def _stop_timer(self) -> None:
         self._is_awaiting_headers = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _stop_watching(self) -> None:
+    def _stop_watch(self) -> None:
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
 
-    def _hang_up(self) -> None:
+    def _on_timeout(self) -> None:
         self._timer = None
         if self._is_in_headers:
-            self._refuse(408, f"The headers are not complete after {self.header_timeout_s:g} s.")
+            self._reject(408, f"The headers are not complete after {self.header_timeout_s:g} s.")
         else:
             self.transport.close()
 
 
 class TimedWebSocketProtocol(WebSocketsSansIOProtocol):
-    """Answers every handshake, also one that the ``websockets`` library gives up on (more than 128 headers, a
-    line of more than 8 KB, no valid request), and closes a connection whose handshake the application has not
-    answered within ``handshake_timeout_s``."""
+    """Answers every handshake, also one that the ``websockets`` library rejects without an answer (more than
+    128 headers, a line of more than 8 KB, an invalid request). Closes the connection if the application does
+    not answer the handshake within ``handshake_timeout_s``."""
 
     def __init__(
         self, *args: Any, on_lost: Callable[[], None], handshake_timeout_s: float, **kwargs: Any
@@ -266,8 +265,8 @@ class TimedWebSocketProtocol(WebSocketsSansIOProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._deadline = self.loop.call_later(self._handshake_timeout_s, self._give_up)
-        # While the websocket is open its pings find a client that is gone.
+        self._deadline = self.loop.call_later(self._handshake_timeout_s, self._end_handshake)
+        # While the websocket is open, pings detect a client that is gone.
         self._watch = _WriteWatch(self.loop, self.transport, self.transport.is_closing)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -278,7 +277,7 @@ class TimedWebSocketProtocol(WebSocketsSansIOProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # The first data are the complete headers: if they are no request now, they never will be.
+        # The first data are the complete headers, so a handshake that has not begun now is invalid.
         if not self.handshake_initiated and not self.transport.is_closing():
             answer = b"".join(self.conn.data_to_send())
             self.transport.write(answer or _answer(400, "Invalid websocket handshake."))
@@ -288,14 +287,14 @@ class TimedWebSocketProtocol(WebSocketsSansIOProtocol):
         self._watch.reset()
         super().resume_writing()
 
-    def _give_up(self) -> None:
+    def _end_handshake(self) -> None:
         if not self.handshake_complete:
             self.send_500_response()
             self.transport.close()
 
 
 def timed_http_protocol(header_timeout_s: float, idle_timeout_s: float = 5.0) -> type[TimedHttpProtocol]:
-    """The class with other time-outs: uvicorn makes the objects itself."""
+    """The class with these timeouts, for uvicorn, which creates the objects itself."""
     timeouts = {"header_timeout_s": header_timeout_s, "idle_timeout_s": idle_timeout_s}
     return type("TimedHttpProtocol", (TimedHttpProtocol,), timeouts)
 

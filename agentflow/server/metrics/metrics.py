@@ -1,11 +1,8 @@
-"""What the server measures, as Prometheus reads it: docs/reference/metrics.md lists it.
+"""The metrics of the server for Prometheus, in the order of docs/reference/metrics.md.
 
-The engine counts, mostly in another process, and tells its counters when asked; requests are timed on
-this side. When the engine process is started again its counters begin anew: what the dead ones had
-told is kept and added, so that no counter goes backwards. Where the engine does not answer, what it
-told last is shown.
-
-The metrics as Prometheus' client library has them, in the order of docs/reference/metrics.md.
+The engine, usually another process, returns its counters at each scrape; requests are timed in this process.
+The counters of a restarted engine begin at 0. The last values of earlier engines are added to them, so that
+no counter decreases. If the engine does not answer, its last values are shown.
 """
 
 from __future__ import annotations
@@ -37,22 +34,25 @@ Labelled = Sequence[tuple[Sequence[str], BucketCounts]]
 
 _ENGINE_COUNTERS = (
     ("generated_tokens", "Tokens of outputs, sampled or forced by a constraint."),
-    ("forced_tokens", "Of these, tokens that a constraint forced."),
-    ("computed_tokens", "Rows computed: prompts and output, also those computed again."),
+    ("forced_tokens", "Tokens of outputs that a constraint forced."),
+    (
+        "computed_tokens",
+        "Tokens computed, of prompts and outputs, including those computed again.",
+    ),
     ("evicted_tokens", "Tokens evicted from the cache."),
-    ("retractions", "Running requests that gave way for want of KV."),
+    ("retractions", "Running requests that were preempted because the KV pool was full."),
     ("steps", "Forward passes."),
 )
 
 
 class MetricFamilies(Collector):
-    """What is shown of ``metrics``."""
+    """Converts ``ServerMetrics`` to the families of Prometheus's client library."""
 
     def __init__(self, metrics: ServerMetrics) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        """All families, with what is known now."""
+        """All families, with their current values."""
         yield from self._gauges()
         yield from self._counters()
         yield from self._histograms()
@@ -124,9 +124,9 @@ class MetricFamilies(Collector):
         compiling = self._metrics.compile_counts
         for name, text, value in (
             ("constraints_compiled", "Constraints compiled.", compiling.compiled),
-            ("constraints_refused", "Requests whose constraint was refused.", compiling.refused),
+            ("constraints_refused", "Requests whose constraint was rejected.", compiling.refused),
             ("constraint_cache_hits", "Constraints found in the cache.", compiling.cache_hits),
-            ("compile_processes_killed", "Compiling processes lost to a constraint.", compiling.killed),
+            ("compile_processes_killed", "Compiling processes that died or were killed.", compiling.killed),
         ):
             yield CounterMetricFamily(f"agentflow_{name}", text, value=value)
 
@@ -152,7 +152,7 @@ class MetricFamilies(Collector):
     def _histograms(self) -> Iterator[Metric]:
         models = self._models
         ttft = [((model,), of.requests.ttft) for model, of in models.items()]
-        yield _histogram("ttft", "Request accepted to first token.", WAIT_BOUNDS_S, ttft)
+        yield _histogram("ttft", "Time from acceptance of a request to its first token.", WAIT_BOUNDS_S, ttft)
         tpot = [((model,), of.requests.tpot) for model, of in models.items()]
         text = "Mean time per output token after the first, of a request."
         yield _histogram("tpot", text, TPOT_BOUNDS_S, tpot)
@@ -161,19 +161,25 @@ class MetricFamilies(Collector):
             for model, of in models.items()
             for tenant, counts in of.requests.queue_wait.items()
         ]
-        yield _histogram("queue_wait", "Accepted to first batch.", WAIT_BOUNDS_S, waits, "tenant")
+        yield _histogram(
+            "queue_wait",
+            "Time from acceptance of a request to its first batch.",
+            WAIT_BOUNDS_S,
+            waits,
+            "tenant",
+        )
         phases = [
             ((model, phase), counts)
             for model, of in models.items()
             for phase, counts in zip(PHASES, of.totals.phases(), strict=True)
         ]
-        yield _histogram("step", "Time of a step's phases.", STEP_BOUNDS_S, phases, "phase")
+        yield _histogram("step", "Duration of the phases of a step.", STEP_BOUNDS_S, phases, "phase")
 
 
 def _histogram(
     name: str, text: str, bounds: Sequence[float], labelled: Labelled, label: str | None = None
 ) -> Metric:
-    """``label``: what there is beside the model."""
+    """``label``: a second label beside ``model``."""
     labels = ["model"] if label is None else ["model", label]
     family = HistogramMetricFamily(f"agentflow_{name}_seconds", text, labels=labels)
     edges = [*map(floatToGoString, bounds), "+Inf"]
@@ -190,8 +196,8 @@ def _histogram(
 logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-# How long a scrape waits for the engine, which answers between two steps. Prometheus itself gives up
-# after ten seconds.
+# Time limit of the engine's answer to a scrape; it answers between two steps. Prometheus's own limit is ten
+# seconds.
 SCRAPE_TIMEOUT_S = 3.0
 
 COUNTERS = (
@@ -217,7 +223,7 @@ class MeasuredGenerator(Protocol):
 
 
 class EngineTotals:
-    """The counters of all engine processes that there have been, one after the other."""
+    """The sums of the counters of all engine processes so far."""
 
     def __init__(self) -> None:
         self.last: Stats | EngineStats = Stats(model="")
@@ -226,8 +232,8 @@ class EngineTotals:
         self._phases_before = [BucketCounts.empty(STEP_BOUNDS_S) for _ in PHASES]
         self._restarts_before = 0
 
-    def take(self, stats: Stats | EngineStats) -> None:
-        """What the engine says now. An answer older than the last one is ignored."""
+    def update(self, stats: Stats | EngineStats) -> None:
+        """Records an answer of the engine, unless it is older than the last one."""
         if (stats.restarts, stats.steps) < (self.last.restarts, self.last.steps):
             return
         if stats.restarts > self.last.restarts:
@@ -235,8 +241,8 @@ class EngineTotals:
         self.last = stats
         self.restarts = self._restarts_before + stats.restarts
 
-    def begin_anew(self) -> None:
-        """Another engine comes, which has restarted never."""
+    def next_engine(self) -> None:
+        """Prepares for another engine, whose counters and restarts begin at 0."""
         self._keep()
         self._restarts_before = self.restarts
         self.last = Stats(model=self.last.model)
@@ -259,7 +265,7 @@ class EngineTotals:
 
 
 class ModelMetrics:
-    """Of one model."""
+    """The metrics of one model."""
 
     def __init__(self) -> None:
         self.requests = RequestTimes()
@@ -268,46 +274,46 @@ class ModelMetrics:
         self._has_been_watched = False
 
     def watch(self, generator: Generator[Any]) -> None:
-        """From now on the requests of this engine are timed; counters go on where others left them."""
+        """Times the requests of this engine from now on. Its counters add to those of earlier engines."""
         if self._has_been_watched:
-            self.totals.begin_anew()
+            self.totals.next_engine()
             self.requests.forget_pending()
         self._has_been_watched = True
         if isinstance(generator, MeasuredGenerator):
             generator.observe(self.requests)
 
-    async def ask(self, generator: Generator[Any]) -> None:
-        """Asks the engine, and waits for it no longer than ``SCRAPE_TIMEOUT_S``."""
+    async def query(self, generator: Generator[Any]) -> None:
+        """Queries the engine, for at most ``SCRAPE_TIMEOUT_S``."""
         self.is_engine_up = False
         try:
             with anyio.move_on_after(SCRAPE_TIMEOUT_S):
-                self.totals.take(await _stats_of(generator))
+                self.totals.update(await _stats_of(generator))
                 self.is_engine_up = True
-        except Exception as error:  # whatever it is: the engine does not answer as it should
-            logger.debug("metrics without the engine: %s", error)
+        except Exception as error:  # any error means that the engine has no stats now
+            logger.debug("the engine returned no stats: %s", error)
 
 
 class ServerMetrics:
-    """The metrics of one application, in a registry of their own."""
+    """The metrics of one application. It has its own registry."""
 
     def __init__(self) -> None:
         self.by_model: dict[str, ModelMetrics] = {}
         self.num_sessions = 0
         self.session_bytes = 0
         self.answers: Counter[tuple[str, int]] = Counter()
-        """Of the HTTP APIs, by route and status; 0: the client had gone."""
+        """The number of answers of the HTTP APIs by route and status; 0: the client had disconnected."""
         self.num_tasks = 0
-        self._compiled_before = CompileCounts()  # for the models before these
+        self._compiled_before = CompileCounts()  # by the compilers of earlier models
         self._models: Models | None = None
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(MetricFamilies(self))
 
     def of(self, model: str) -> ModelMetrics:
-        """The model's."""
+        """The metrics of this model."""
         return self.by_model.setdefault(model, ModelMetrics())
 
     def watch(self, models: Models) -> None:
-        """From now on these are the models that are served."""
+        """Measures these models from now on."""
         self._compiled_before = self.compile_counts
         self._models = models
         for model in models:
@@ -315,13 +321,13 @@ class ServerMetrics:
 
     @property
     def compile_counts(self) -> CompileCounts:
-        """Of the compilers for all models, one after the other."""
+        """The sums of the counters of all compilers so far."""
         if self._models is None:
             return self._compiled_before
         return self._compiled_before + self._models.compile_counts
 
     async def scrape(self, models: Models | None = None, sessions: Sessions[Any] | None = None) -> bytes:
-        """All metrics as text, of the engines as they answer now."""
+        """Queries the engines, and returns all metrics as text."""
         self.num_sessions = len(sessions) if sessions is not None else 0
         self.session_bytes = sessions.num_bytes if sessions is not None else 0
         self.num_tasks = len(anyio.get_running_tasks())
@@ -329,11 +335,11 @@ class ServerMetrics:
             metrics.is_engine_up = False
         async with anyio.create_task_group() as group:
             for model in models or ():
-                group.start_soon(self.of(model.name).ask, model.generator(ANONYMOUS))
+                group.start_soon(self.of(model.name).query, model.generator(ANONYMOUS))
         return self.text()
 
     def text(self) -> bytes:
-        """All metrics as they were at the last scrape, and the times of requests as they are."""
+        """All metrics as text: gauges and engine counters from the last scrape, and current request times."""
         return generate_latest(self.registry)
 
 

@@ -1,7 +1,7 @@
-"""How long requests wait for the engine, for their first token and for each one after it.
+"""Measures requests: the time in the queue, to the first token, and per token after it.
 
-Measured on the server's side of the engine, so that a request whose engine process died and came back
-is measured as its client saw it.
+The times are measured in the server's process, so that they include restarts of the engine, as clients
+experience them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from agentflow.engine.process.ipc import BucketCounts, Failed, Finished, FromEng
 
 WAIT_BOUNDS_S = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 TPOT_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-# Tenants are named by clients: more than so many, or longer names, would only fill memory.
+# Each tenant with its own label takes memory here and in Prometheus. The others share one.
 MAX_TENANTS = 100
 MAX_TENANT_CHARS = 64
 NO_TENANT = "default"
@@ -32,7 +32,7 @@ class _Pending:
 
 @dataclass(slots=True)
 class TokenUse:
-    """Tokens of a tenant's finished requests: prompts, what of them was cached, and outputs."""
+    """Tokens of a tenant's finished requests. ``cached``: prompt tokens that were in the cache."""
 
     prompt: int = 0
     cached: int = 0
@@ -51,13 +51,13 @@ class RequestTimes:
         self._pending: dict[int, _Pending] = {}
 
     def sent(self, submit: Submit) -> None:
-        """Its time begins."""
+        """Starts the time of a request."""
         self._pending[submit.request_id] = _Pending(
             self._clock(), submit.origin.tenant, submit.params is not None and not submit.score_from
         )
 
     def received(self, messages: Sequence[FromEngine]) -> None:
-        """Starts, first tokens and ends; all messages of a step have one time."""
+        """Records starts, first tokens and ends. All messages of a step have the same time."""
         now_s = self._clock()
         for message in messages:
             match message:
@@ -77,11 +77,11 @@ class RequestTimes:
                     self._pending.pop(message.request_id, None)
 
     def forget_pending(self) -> None:
-        """Another engine comes, which knows none of the requests and may use their numbers again."""
+        """Forgets requests without an end, because the next engine may use their ids again."""
         self._pending.clear()
 
     def _has_started(self, pending: _Pending | None, now_s: float) -> None:
-        if pending is None or pending.is_started:  # begun anew after a restart: it waited only once
+        if pending is None or pending.is_started:  # it runs again after a restart: the first wait counts
             return
         pending.is_started = True
         tenant = self._label(pending.tenant)
@@ -103,7 +103,7 @@ class RequestTimes:
     def _has_finished(self, pending: _Pending, now_s: float, output_tokens: int) -> None:
         if not pending.generates:
             return
-        if pending.first_s is None:  # its only token ended it
+        if pending.first_s is None:  # it ended with its first token
             self._has_first_token(pending, now_s)
         elif output_tokens > 1:
             self.tpot.count(TPOT_BOUNDS_S, (now_s - pending.first_s) / (output_tokens - 1))

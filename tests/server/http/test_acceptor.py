@@ -22,7 +22,7 @@ from anyio.abc import SocketStream
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.http import acceptor as acceptor_module
-from agentflow.server.http.acceptor import Acceptor, most_connections
+from agentflow.server.http.acceptor import Acceptor, max_open_connections
 from agentflow.server.http.addresses import client_of, is_loopback
 from agentflow.server.serve import listen
 
@@ -52,7 +52,7 @@ async def accepting(**options: Any) -> AsyncIterator[tuple[Acceptor, int]]:
     """An acceptor and its port. By default without bounds."""
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    one = Acceptor(listener, Greeting, **{"most": 1_000, "most_per_address": 1_000, **options})
+    one = Acceptor(listener, Greeting, **{"max_connections": 1_000, "max_per_address": 1_000, **options})
     async with open_task_group() as group:
         group.start_soon(one.run)
         yield one, port
@@ -69,7 +69,7 @@ async def greeted(stream: SocketStream) -> bool:
 async def test_accepting_pauses_at_the_limit_and_goes_on_when_a_connection_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with accepting(most=2) as (one, port), contextlib.AsyncExitStack() as stack:
+    async with accepting(max_connections=2) as (one, port), contextlib.AsyncExitStack() as stack:
         streams = [
             await stack.enter_async_context(await anyio.connect_tcp("127.0.0.1", port)) for _ in range(5)
         ]
@@ -91,7 +91,7 @@ async def test_one_address_has_so_many_connections(
 ) -> None:
     clients = iter(["a", "a", "a", "a", "b", None, None, None, "a"])
     monkeypatch.setattr(acceptor_module, "client_of", lambda host: next(clients))
-    async with accepting(most_per_address=2) as (one, port), contextlib.AsyncExitStack() as stack:
+    async with accepting(max_per_address=2) as (one, port), contextlib.AsyncExitStack() as stack:
 
         async def connect() -> SocketStream:
             return await stack.enter_async_context(await anyio.connect_tcp("127.0.0.1", port))
@@ -129,7 +129,7 @@ async def test_without_descriptors_accepting_pauses_and_says_so_once(
     listener = listen("127.0.0.1", 0)
     counting = Counting(fileno=listener.detach())
     counting.setblocking(False)
-    one = Acceptor(counting, Greeting, most=100, most_per_address=100)
+    one = Acceptor(counting, Greeting, max_connections=100, max_per_address=100)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
     with contextlib.ExitStack() as stack:
@@ -161,7 +161,7 @@ async def test_without_descriptors_accepting_pauses_and_says_so_once(
 @pytest.mark.anyio
 async def test_a_tls_handshake_that_does_not_come_counts_and_has_a_deadline() -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    async with accepting(tls=context, handshake_timeout_s=0.05, most=1) as (one, port):
+    async with accepting(tls=context, handshake_timeout_s=0.05, max_connections=1) as (one, port):
         for sent in (b"", b"GET / HTTP/1.1\r\n\r\n"):
             async with await anyio.connect_tcp("127.0.0.1", port) as stream:
                 if sent:
@@ -225,4 +225,4 @@ def test_the_limit_of_open_files_is_raised_or_else_there_are_fewer_connections(
     )
     assert tuple(map(int, done.stdout.split())) == has
     assert bool(done.stderr) == (has[1] < asked)
-    assert most_connections(ServerLimits(max_connections=100)) == 264
+    assert max_open_connections(ServerLimits(max_connections=100)) == 264

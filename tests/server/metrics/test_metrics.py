@@ -316,17 +316,17 @@ def test_counters_of_engines_one_after_the_other_add_up():
         (engine_stats(steps=0, restarts=3), (6, 9), 3),
         (engine_stats(steps=2, restarts=3), (8, 9), 3),
     ):
-        totals.take(stats)
+        totals.update(stats)
         assert (totals.count("steps"), totals.count("evicted_tokens")) == total
         assert [phase.counts[0] for phase in totals.phases()] == [total[0]] * len(PHASES)
         assert [phase.total for phase in totals.phases()] == [total[0]] * len(PHASES)
         assert totals.restarts == restarts
-    totals.begin_anew()
+    totals.next_engine()
     assert (totals.count("steps"), totals.restarts) == (8, 3)
-    totals.take(engine_stats(steps=1, restarts=1))
+    totals.update(engine_stats(steps=1, restarts=1))
     assert (totals.count("steps"), totals.restarts) == (9, 4)
-    totals.begin_anew()
-    totals.take(Stats(model="scripted", steps=5))  # without times
+    totals.next_engine()
+    totals.update(Stats(model="scripted", steps=5))  # without times
     assert totals.count("steps") == 14
     assert [phase.counts[0] for phase in totals.phases()] == [9] * len(PHASES)
 
