@@ -1,6 +1,5 @@
-"""``af.session``: which backend a session runs on.
-
-The synchronous doors, for scripts: a program run from ordinary code, with an event loop of its own.
+"""The functions that open a session: ``af.session`` chooses its backend; ``af.run`` and ``af.map`` run a
+program from synchronous code, in an event loop of their own.
 """
 
 from __future__ import annotations
@@ -33,34 +32,34 @@ def session(
     output_tokens: int | None = None,
     record: str | os.PathLike[str] | None = None,
 ) -> Session:
-    """A session on a backend.
+    """A session on a server, on an engine in this process, or on a given ``backend``.
 
-    With ``url`` (``ws://…`` or ``wss://…``; default: the variable AGENTFLOW_URL) on that server, on
-    its ``model`` of that name, or its first one; with ``backend`` on that; otherwise on the embedded
-    engine, which runs ``model`` (a name that ``agentflow pull`` knows, or a Hugging Face folder;
-    default ``smollm2-135m``) in this process. ``api_key``: the server's; default: the variable
-    AGENTFLOW_API_KEY.
-    ``deadline_s`` and ``output_tokens``: what all states of the session together may take, from when
-    it is entered; more raises ``DeadlineExceeded`` or ``BudgetExceeded``. ``seed``: sampling without
-    a seed of its own draws the same again for the same seed. ``record``: a file to write all ops and
-    events to, for ``af.Replay`` and ``agentflow replay``. It holds prompts and answers as they are.
+    ``url``: the server's (``ws://…`` or ``wss://…``); default: the environment variable AGENTFLOW_URL.
+    ``model``: its name on the server; default: the server's first model. ``api_key``: default: the
+    environment variable AGENTFLOW_API_KEY. Without a url, an engine in this process runs ``model``: a name
+    that ``agentflow pull`` knows, or a Hugging Face folder; default: ``smollm2-135m``.
+
+    ``deadline_s`` and ``output_tokens``: the limits of all states of the session together, from when it is
+    entered; beyond them ops fail with ``DeadlineExceeded`` or ``BudgetExceeded``. ``seed``: makes sampling
+    reproducible, except for gens with a seed of their own. ``record``: a file that receives all ops and
+    events, for ``af.Replay`` and ``agentflow replay``. It contains prompts and answers in plain text.
 
     >>> async with af.session() as flow:
     ...     grade = await flow.run(judge, essay)
     >>> async with af.session("ws://127.0.0.1:8410", deadline_s=60, output_tokens=5000) as flow:
     ...     grade = await flow.run(judge, essay)
     """
-    for name, given in {"url": url, "model": model, "api_key": api_key}.items():
+    for name, value in {"url": url, "model": model, "api_key": api_key}.items():
         kinds = (str, os.PathLike) if name == "model" else str
-        if given is not None and not isinstance(given, kinds):
-            raise BadArgument(f"session: {name} must be a string, not {given!r:.200}")
+        if value is not None and not isinstance(value, kinds):
+            raise BadArgument(f"session: {name} must be a string, not {value!r:.200}")
     if backend is None:
         backend = _chosen_backend(url, model, api_key)
     elif url is not None or model is not None:
-        raise BadArgument("session: give a backend, or a url, or a model, not several of them")
+        raise BadArgument("session: a backend cannot be combined with a url or a model")
     elif not callable(getattr(backend, "connect", None)):
         raise BadArgument(
-            f"session: {backend!r:.200} is no backend: give af.Scripted(…), af.Replay(…) or the like"
+            f"session: {backend!r:.200} is not a backend, such as af.Scripted(…) or af.Replay(…)"
         )
     seed = replayed_seed(backend, seed)
     if record is not None:
@@ -69,7 +68,7 @@ def session(
     return Session(backend, seed=seed, deadline_s=deadline_s, output_tokens=output_tokens)
 
 
-_open = session  # where a parameter has its name
+_open = session  # for the functions with a parameter of the same name
 
 
 def _chosen_backend(url: str | None, model: str | None, api_key: str | None) -> Backend:
@@ -100,18 +99,18 @@ def run(
 def run(
     program: Callable[Concatenate[State, P], Awaitable[ResultT]], *args: P.args, **kwargs: P.kwargs
 ) -> ResultT: ...
-def run(  # type: ignore[misc]  # a program's argument that is called session cannot be given
+def run(  # type: ignore[misc]  # ``session`` cannot be an argument of the program
     program: Callable[Concatenate[State, ...], Awaitable[ResultT]],
     *args: Any,
     session: Session | None = None,
     **kwargs: Any,
 ) -> ResultT:
-    """Runs a program and gives what it returns, as ``await flow.run(...)`` does in a session. For
-    scripts: it opens ``session`` (default: ``af.session()``), runs, and closes it again.
+    """Runs a program and returns its result, as ``await flow.run(...)`` does. For scripts: it opens
+    ``session`` (default: ``af.session()``) and closes it afterwards.
 
-    All keyword arguments but ``session`` are the program's. Type checkers compare the arguments with the
-    program's, unless ``session`` stands among them. ``ProgramError`` inside a running event
-    loop (a notebook has one): await ``flow.run`` there. Ctrl-C cancels the program and raises
+    All other keyword arguments go to the program. Type checkers check the arguments against the program's
+    signature, unless ``session`` is among them. ``ProgramError`` inside a running event loop, such as a
+    notebook's: use ``await flow.run(...)`` there. Ctrl-C cancels the program and raises
     ``KeyboardInterrupt``.
 
     >>> af.run(judge, essay)
@@ -124,11 +123,11 @@ def run(  # type: ignore[misc]  # a program's argument that is called session ca
         async with _open() if session is None else session as flow:
             return await flow.run(program, *args, **kwargs)
 
-    return _wait_for(main, "run")
+    return _run_blocking(main, "run")
 
 
 class SessionMapOptions(MapOptions, total=False):
-    """And what ``af.map`` takes."""
+    """The options of ``af.map``: those of ``flow.map``, and the session."""
 
     session: Session | None
 
@@ -190,9 +189,9 @@ def map(
     on_error: OnError = "raise",
     session: Session | None = None,
 ) -> list[Any]:
-    """Runs a program on many inputs and gives the list of its results, as ``await flow.map(...)``
-    does in a session; see there. For scripts: it opens ``session`` (default: ``af.session()``) and
-    closes it again. ``ProgramError`` inside a running event loop.
+    """Runs a program on many inputs and returns the list of its results, as ``await flow.map(...)`` does. For
+    scripts: it opens ``session`` (default: ``af.session()``) and closes it afterwards. ``ProgramError``
+    inside a running event loop.
 
     >>> af.map(judge, essays, progress=True)
     """
@@ -205,13 +204,13 @@ def map(
                 program, inputs, concurrency=concurrency, progress=progress, on_error=on_error
             )
 
-    return _wait_for(main, "map")
+    return _run_blocking(main, "map")
 
 
-def _wait_for(main: Callable[[], Awaitable[ResultT]], name: str) -> ResultT:
-    if _is_in_a_loop():
+def _run_blocking(main: Callable[[], Awaitable[ResultT]], name: str) -> ResultT:
+    if _is_in_event_loop():
         raise ProgramError(
-            f"af.{name}(...) waits for its result and would block the event loop that runs here: "
+            f"af.{name}(...) would block the running event loop: "
             f"use `await flow.{name}(...)` inside `async with af.session() as flow`"
         )
     try:
@@ -221,7 +220,7 @@ def _wait_for(main: Callable[[], Awaitable[ResultT]], name: str) -> ResultT:
         raise KeyboardInterrupt from None
 
 
-def _is_in_a_loop() -> bool:
+def _is_in_event_loop() -> bool:
     try:
         anyio.get_cancelled_exc_class()
     except RuntimeError:

@@ -3,12 +3,12 @@
 **What is compared.** Each content op (text, turns, gens with all their parameters, selects, forks) with the
 one that was recorded at the same place: the run, the path in its fork tree, the position in the state's
 stream. Numbers of states and variables are not compared, because they depend on how branches interleave;
-references are compared by their targets. When a state is closed, all its recorded ops must have come; when
-the session ends, all runs.
+references are compared by their targets. When a state is closed, it must have received all its recorded ops;
+when the session ends, all recorded runs must have been repeated.
 
 **What is not compared.** Awaits change nothing, and are answered wherever they stand. ``Cancel`` and ``Seal``
-act at once, so their position depends on timing. Task groups are compared as a set for each state. The ops
-that a branch got before a failure elsewhere or a cancellation stopped it may differ: such a state may get
+act at once, so their position depends on timing. Task groups are compared as a set for each state. A failure
+elsewhere or a cancellation stops a branch at a point that depends on timing, so such a state may receive
 fewer or more ops than were recorded.
 
 **How runs are identified.** Concurrent runs may begin in another order (trio shuffles its tasks).
@@ -145,18 +145,18 @@ class _ReplayConnection:
         self._num_stats = 0
         self._outgoing: list[Event] = []
         self._tree = ForkTree(_LiveState, recording.header.seed, self._runs.recorded_index)
-        self._lose_when_due()
+        self._schedule_loss()
 
     def send(self, ops: Sequence[ops.Op]) -> None:
-        refusal: ErrorInfo | None = None
+        rejection: ErrorInfo | None = None
         try:
             for op in ops:
-                refusal = self._take(op) or refusal
+                rejection = self._handle(op) or rejection
         except ReplayDiffers as error:
             self._end(error)
             raise
-        if refusal is not None:
-            raise refusal.to_exception()
+        if rejection is not None:
+            raise rejection.to_exception()
 
     def end(self, error: BaseException | None) -> None:
         self.is_complete = error is None
@@ -167,11 +167,11 @@ class _ReplayConnection:
             run = next(iter(self._runs.unused.values()))
             raise ReplayDiffers(
                 f"the recording has {len(self._recorded.runs)} runs, and the program ended after "
-                f"{len(self._runs)}: nothing came for run {run.index}{_begin_of(run)}"
+                f"{len(self._runs)}: run {run.index}{_beginning_of(run)} is missing"
             )
 
-    def _take(self, op: ops.Op) -> ErrorInfo | None:
-        """Takes one op. Returns the error with which it was rejected, if it was."""
+    def _handle(self, op: ops.Op) -> ErrorInfo | None:
+        """Answers one op. Returns the error with which the recorded op was rejected, if it was."""
         is_content = spec_of(op).is_content
         match op:
             case ops.Open() | ops.Submit():
@@ -186,15 +186,15 @@ class _ReplayConnection:
                 return None
         match op:
             case _ if is_content:
-                refusal = self._take_content(state, op)
-                if isinstance(op, ops.Submit) and refusal is None:
-                    self._take_await(state, GRAPH_TICKET)
-                return refusal
+                rejection = self._handle_content(state, op)
+                if isinstance(op, ops.Submit) and rejection is None:
+                    self._handle_await(state, GRAPH_TICKET)
+                return rejection
             case ops.TaskGroup():
                 state.groups.add(self._tree.content(op, state))
                 self._check_group(state)
             case ops.Await(ticket=ticket):
-                self._take_await(state, ticket)
+                self._handle_await(state, ticket)
             case ops.Cancel():
                 state.cancel()
             case ops.Seal():
@@ -202,43 +202,43 @@ class _ReplayConnection:
                 if sealed_after is not None:  # variables of a sealed state may follow
                     self._check_complete(state, sealed_after)
             case ops.Close():
-                self._identify(state, is_likelier=lambda run, num_sent: run.num_ops == num_sent)
+                self._identify(state, is_preferred=lambda run, num_sent: run.num_ops == num_sent)
                 self._tree.forget(state.id)
                 self._check_complete(state)
             case _:
                 pass
         return None
 
-    def _take_content(self, state: _LiveState, op: ops.Op) -> ErrorInfo | None:
+    def _handle_content(self, state: _LiveState, op: ops.Op) -> ErrorInfo | None:
         run = self._runs[state.run]
         content = self._tree.content(op, state)
-        if run.recorded is not None or self._must_know(run, op):
+        if run.recorded is not None or self._needs_run(run, op):
             self._identify(state, [(state.path, content)])
             found = self._match(state, content)
-            if found is not None and found.refusal is not None:
-                return found.refusal
+            if found is not None and found.rejection is not None:
+                return found.rejection
             self._answer(state, op, found, self._tree.enter(op, state))
         else:
             run.kept.append(_KeptOp(state, op, content, self._tree.enter(op, state)))
             state.num_kept += 1
         return None
 
-    def _must_know(self, run: _LiveRun, op: ops.Op) -> bool:
-        """Whether the op needs an answer, so that its run must be identified."""
+    def _needs_run(self, run: _LiveRun, op: ops.Op) -> bool:
+        """Whether the op needs an answer, for which its run must be identified."""
         likely = self._runs.likely(run)
-        return bool(declared(op)) or (likely is not None and likely.has_refusals)
+        return bool(declared(op)) or (likely is not None and likely.has_rejections)
 
     def _identify(
         self,
         state: _LiveState,
         latest: Sequence[tuple[Path, Content]] = (),
-        is_likelier: Callable[[RecordedRun, int], bool] = lambda run, num_sent: True,
+        is_preferred: Callable[[RecordedRun, int], bool] = lambda run, num_sent: True,
     ) -> None:
-        """Identifies the run of a state, and takes the ops that were kept until now."""
+        """Identifies the run of a state, and answers the ops that were kept until now."""
         run = self._runs[state.run]
         if run.recorded is not None:
             return
-        if not self._runs.identify(run, latest, is_likelier):
+        if not self._runs.identify(run, latest, is_preferred):
             if self._recorded.lost is None:
                 raise self._differs(f"run {state.run}", "no more runs", "another")
             return
@@ -252,7 +252,7 @@ class _ReplayConnection:
         position = state.num_ops
         state.num_ops += 1
         self._scheduler.num_sent += 1
-        self._lose_when_due()
+        self._schedule_loss()
         recorded = state.recorded
         if recorded is None:
             return None
@@ -274,8 +274,8 @@ class _ReplayConnection:
             self._answer_variable(state, var_id, found.variables[index] if found else None)
         for index, child in enumerate(children):
             child.recorded = found.children[index] if found is not None else None
-            self._fail_when_due(child)
-        self._fail_when_due(state)
+            self._schedule_failure(child)
+        self._schedule_failure(state)
 
     def _answer_variable(self, state: _LiveState, var_id: int, recorded: RecordedVariable | None) -> None:
         for past in recorded.events if recorded is not None else ():
@@ -287,8 +287,8 @@ class _ReplayConnection:
             if error is not None:
                 self._scheduler.push_at(_LATE, lambda: self._outgoing.append(VarFailed(var_id, error)))
 
-    def _take_await(self, state: _LiveState, ticket: int) -> None:
-        self._identify(state, is_likelier=lambda run, _: run.was_asked(state.path, state.num_kept))
+    def _handle_await(self, state: _LiveState, ticket: int) -> None:
+        self._identify(state, is_preferred=lambda run, _: run.was_asked(state.path, state.num_kept))
         seq = state.recorded.reached_seq(state.num_ops) if state.recorded is not None else None
         if seq is not None:
             self._scheduler.push_at(seq, lambda: self._outgoing.append(Reached(state.id, ticket)))
@@ -300,8 +300,9 @@ class _ReplayConnection:
             self._scheduler.push_at(_LATE, lambda: self._outgoing.append(StateFailed(state.id, error)))
 
     def _missing(self, state: _LiveState, *, is_new: bool) -> ErrorInfo | None:
-        """Why an answer never comes. ``is_new``: the recording did not ask for it. None if the program itself
-        or the end of the backend ends the wait."""
+        """The error for an op or await to which the recording has no answer. ``is_new``: the recording does
+        not have the op itself. None if the program's own cancellation, or the end of the backend, ends the
+        wait."""
         found: _LiveState | None = state
         while found is not None and found.recorded is None:
             found = found.parent
@@ -321,8 +322,8 @@ class _ReplayConnection:
             )
         return None
 
-    def _fail_when_due(self, state: _LiveState) -> None:
-        """Schedules the failure of a state once its cause has happened."""
+    def _schedule_failure(self, state: _LiveState) -> None:
+        """Schedules the recorded failure of a state, if the ops that led to it were sent."""
         recorded = state.recorded
         if recorded is None or recorded.failure is None or state.has_failed:
             return
@@ -337,7 +338,7 @@ class _ReplayConnection:
             cause, lambda: self._scheduler.push(failure, lambda: self._outgoing.append(event))
         )
 
-    def _lose_when_due(self) -> None:
+    def _schedule_loss(self) -> None:
         loss = self._recorded.lost
         if loss is not None and self._scheduler.num_sent == loss.num_ops:
             self._scheduler.push_at(loss.seq, lambda: self._end(loss.error.to_exception()))
@@ -350,17 +351,17 @@ class _ReplayConnection:
             raise self._differs(state.place(), "no such task group", describe(content))
 
     def _check_complete(self, state: _LiveState, num_recorded: int | None = None) -> None:
-        """Raises ``ReplayDiffers`` if the state has got fewer ops than were recorded (or than
+        """Raises ``ReplayDiffers`` if the state received fewer ops than were recorded (or than
         ``num_recorded``)."""
         recorded = state.recorded
         if recorded is None or state.is_cancelled or recorded.is_cancelled or self._is_over:
             return
-        # Of a failed state only the ops up to its failure: the program may not have sent more.
+        # A failed state needs only the ops up to its failure: the program may not have sent more.
         num_recorded = len(recorded.ops) if num_recorded is None else num_recorded
         num_ops = min(num_recorded, recorded.cause[0]) if recorded.failure is not None else num_recorded
         if state.num_ops < num_ops:
             more = describe(recorded.ops[state.num_ops].content)
-            raise self._differs(state.place(state.num_ops), more, "nothing more there")
+            raise self._differs(state.place(state.num_ops), more, "no more")
         for content in recorded.groups - state.groups if recorded.failure is None else ():
             raise self._differs(state.place(), describe(content), "none")
 
@@ -385,15 +386,15 @@ class _ReplayConnection:
             self._is_over = True
             self._lost(error)
 
-    def _differs(self, where: str, recorded: str, came: str) -> ReplayDiffers:
+    def _differs(self, where: str, recorded: str, sent: str) -> ReplayDiffers:
         if recorded.startswith("no more") and self._recording.is_truncated:
-            return ReplayDiffers(f"{where}: the recording ends here, and the program goes on with {came}")
-        return ReplayDiffers(f"{where}: the recording has {recorded}, and the program has {came}")
+            return ReplayDiffers(f"{where}: the recording ends here, and the program continues with {sent}")
+        return ReplayDiffers(f"{where}: the recording has {recorded}, and the program has {sent}")
 
 
-def _begin_of(run: RecordedRun) -> str:
+def _beginning_of(run: RecordedRun) -> str:
     texts = [describe(op.content) for op in run.root.ops if op.content.kind == "text"]
-    return f", which begins with {texts[0]}" if texts else ""
+    return f" (it begins with {texts[0]})" if texts else ""
 
 
 class _LiveState(Node):
@@ -405,14 +406,14 @@ class _LiveState(Node):
     def __init__(self, run: int, path: Path, parent: _LiveState | None) -> None:
         super().__init__(run, path, parent)
         self.recorded: RecordedState | None = None
-        self.num_ops = 0  # compared
-        self.num_kept = 0  # until its run was known
+        self.num_ops = 0  # ops that were compared
+        self.num_kept = 0  # ops that were kept until its run was identified
         self.groups: set[Content] = set()
         self.has_failed = False
 
     @property
     def is_loose(self) -> bool:
-        """Whether a failure or a cancellation determines how many ops it gets."""
+        """Whether a failure or a cancellation determines the number of its ops."""
         recorded = self.recorded
         return self.is_cancelled or (recorded is not None and recorded.is_loose)
 
@@ -473,9 +474,9 @@ class _LiveRuns:
         self,
         run: _LiveRun,
         latest: Sequence[tuple[Path, Content]],
-        is_likelier: Callable[[RecordedRun, int], bool],
+        is_preferred: Callable[[RecordedRun, int], bool],
     ) -> bool:
-        """Pairs ``run``, whose ops are the kept ones and then ``latest``. ``is_likelier`` chooses among the
+        """Pairs ``run``, whose ops are the kept ones and then ``latest``. ``is_preferred`` chooses among the
         recorded runs that fit, given the number of ops. If none fits, pairs it with one anyway, so that the
         difference can be named. False if all recorded runs are paired."""
         likely = self.likely(run)
@@ -485,7 +486,7 @@ class _LiveRuns:
             return False
         sent = [(kept.state.path, kept.content) for kept in run.kept] + [*latest]
         fitting = [other for other in candidates if _fits(other, sent)] or candidates
-        run.recorded = next((other for other in fitting if is_likelier(other, len(sent))), fitting[0])
+        run.recorded = next((other for other in fitting if is_preferred(other, len(sent))), fitting[0])
         del self.unused[run.recorded.index]
         run.root.recorded = run.recorded.root
         return True
@@ -509,6 +510,7 @@ def _fits(run: RecordedRun, sent: list[tuple[Path, Content]]) -> bool:
 
 
 _PATIENCE = 50
+"""Turns of the event loop."""
 
 Call = Callable[[], None]
 
@@ -522,7 +524,7 @@ class _EventScheduler:
     as one."""
 
     def __init__(self, expected: list[int], batches: list[int]) -> None:
-        self.num_sent = 0  # content ops
+        self.num_sent = 0  # content ops that the program has sent
         self._expected = expected
         self._batches = batches
         self._next = 0  # in ``expected``: all before it were sent or given up

@@ -59,11 +59,11 @@ class Node:
 
     def cancel(self) -> None:
         """Marks the state and all its forks."""
-        doomed: list[Node] = [self]
-        while doomed:  # a chain of forks may be deeper than Python's stack
-            node = doomed.pop()
+        pending: list[Node] = [self]
+        while pending:  # a chain of forks may be deeper than Python's stack
+            node = pending.pop()
             node.is_cancelled = True
-            doomed += node.forks
+            pending += node.forks
 
 
 NodeT = TypeVar("NodeT", bound=Node)
@@ -205,11 +205,11 @@ def describe(content: Content) -> str:
     return " ".join(words)
 
 
-def difference(recorded: Content, came: Content) -> tuple[str, str]:
-    """Descriptions of both that show where they differ."""
-    if recorded.kind != came.kind:
-        return describe(recorded), describe(came)
-    one, other = dict(recorded.fields), dict(came.fields)
+def difference(recorded: Content, sent: Content) -> tuple[str, str]:
+    """Descriptions of both contents that show where they differ."""
+    if recorded.kind != sent.kind:
+        return describe(recorded), describe(sent)
+    one, other = dict(recorded.fields), dict(sent.fields)
     if recorded.kind == "text":
         texts = _text(one["parts"]), _text(other["parts"])
         at = _first_difference(*texts)
@@ -218,8 +218,8 @@ def difference(recorded: Content, came: Content) -> tuple[str, str]:
     left, right = _flat(one), _flat(other)
     names = [name for name in left | right if left.get(name) != right.get(name)]
     if not names or set(names) & {"children", "name", "role"}:
-        return describe(recorded), describe(came)
-    return _with(recorded, left, names), _with(came, right, names)
+        return describe(recorded), describe(sent)
+    return _with(recorded, left, names), _with(sent, right, names)
 
 
 def _with(content: Content, fields: dict[str, Any], names: list[str]) -> str:

@@ -74,12 +74,12 @@ class RecordedVariable:
 
 @dataclass(slots=True)
 class RecordedOp:
-    """A content op. ``refusal``: the error that ``send`` raised, if any."""
+    """A content op. ``rejection``: the error that ``send`` raised, if any."""
 
     op: ops.Op
     content: Content
     at_s: float
-    refusal: ErrorInfo | None = None
+    rejection: ErrorInfo | None = None
     variables: list[RecordedVariable] = field(default_factory=list)
     sources: list[RecordedVariable] = field(default_factory=list)
     children: list[RecordedState] = field(default_factory=list)
@@ -100,13 +100,15 @@ class RecordedState(Node):
         self.end_s = 0.0
         self._fork_position = 0 if parent is None else len(parent.ops) + 1  # the fork itself included
         self.asked: dict[int, int] = {}  # ticket → ops before it
-        self._reached: list[tuple[int, int]] = []  # ops before it, the event that said so
-        self._done: list[int | None] = []  # after which event the first ops were done
-        self._proofs: list[tuple[int, int]] = []  # ops, and an event after which they were done
+        self._reached: list[tuple[int, int]] = []  # ops before it, the event that reported it
+        self._done: list[int | None] = []  # by number of ops: the event after which they were done
+        self._done_events: list[
+            tuple[int, int]
+        ] = []  # a number of ops, and an event after which they were done
 
     @property
     def is_loose(self) -> bool:
-        """Whether a failure or a cancellation determined how many ops it got."""
+        """Whether a failure or a cancellation determined the number of its ops."""
         return self.is_cancelled or self.failure is not None
 
     def ask(self, ticket: int) -> None:
@@ -124,9 +126,9 @@ class RecordedState(Node):
 
         A replay may await at other positions than the recording, so this is also derived from the variables
         that the ops need; but not for a failed state, whose awaits were answered by the failure."""
-        index = bisect_left(self._proofs, (position, -1))
-        if index < len(self._proofs):
-            return self._proofs[index][1]
+        index = bisect_left(self._done_events, (position, -1))
+        if index < len(self._done_events):
+            return self._done_events[index][1]
         if position > len(self.ops) or self.failure is not None:
             return None
         return self._done[position]
@@ -141,26 +143,26 @@ class RecordedState(Node):
                 done = None if done is None or needed.done is None else max(done, needed.done)
             self._done.append(done)
 
-        self._prove()
+        self._find_done_events()
 
-    def _prove(self) -> None:
-        """Collects the events that prove that ops are done; each proves all earlier positions, too."""
-        proofs = list(self._reached)
+    def _find_done_events(self) -> None:
+        """Collects the events that show that ops were done. Each shows it for all earlier positions, too."""
+        found = list(self._reached)
         sequence = [op.op for op in self.ops]
         for index, op in enumerate(self.ops):
             done = [variable.done for variable in op.variables if variable.done is not None]
             if done and len(done) == len(op.variables):
-                proofs.append((num_done_with(sequence, index), max(done)))
-        self._proofs = []
+                found.append((num_done_with(sequence, index), max(done)))
+        self._done_events = []
         seq = None
-        for position, when in sorted(proofs, reverse=True):
+        for position, when in sorted(found, reverse=True):
             seq = when if seq is None else min(seq, when)
-            self._proofs.append((position, seq))
-        self._proofs.reverse()
+            self._done_events.append((position, seq))
+        self._done_events.reverse()
 
     def num_done_before(self, seq: int) -> int:
         """The number of its ops that were certainly done before the event."""
-        return max((position for position, when in self._proofs if when < seq), default=0)
+        return max((position for position, when in self._done_events if when < seq), default=0)
 
 
 @dataclass(slots=True)
@@ -171,7 +173,7 @@ class RecordedRun:
     root: RecordedState
     states: dict[Path, RecordedState]
     num_ops: int = 0
-    has_refusals: bool = False
+    has_rejections: bool = False
 
     def was_asked(self, path: Path, num_ops: int) -> bool:
         """Whether the first ``num_ops`` ops of the state were awaited."""
@@ -221,9 +223,9 @@ class RecordedRuns:
             self.lost = RecordedLoss(self._num_events, self._num_ops, entry.lost)
             self._num_events += 1
 
-    def _send(self, op: ops.Op, at_s: float, refusal: ErrorInfo | None = None) -> None:
+    def _send(self, op: ops.Op, at_s: float, rejection: ErrorInfo | None = None) -> None:
         is_content = spec_of(op).is_content
-        if not is_content and (refusal is not None or not isinstance(op, CONTROL)):
+        if not is_content and (rejection is not None or not isinstance(op, CONTROL)):
             return
         if isinstance(op, ops.Open | ops.Submit):
             state = self._tree.open(op)
@@ -233,7 +235,7 @@ class RecordedRuns:
         state.end_s = max(state.end_s, at_s)
         match op:
             case _ if is_content:
-                self._append(state, op, at_s, refusal)
+                self._append(state, op, at_s, rejection)
             case ops.TaskGroup():
                 state.groups.add(self._tree.content(op, state))
             case ops.Await(ticket=ticket):
@@ -245,14 +247,14 @@ class RecordedRuns:
             case _:
                 pass
 
-    def _append(self, state: RecordedState, op: ops.Op, at_s: float, refusal: ErrorInfo | None) -> None:
-        recorded = RecordedOp(op, self._tree.content(op, state), at_s, refusal)
+    def _append(self, state: RecordedState, op: ops.Op, at_s: float, rejection: ErrorInfo | None) -> None:
+        recorded = RecordedOp(op, self._tree.content(op, state), at_s, rejection)
         recorded.sources = [self._variables[self._tree.variable(var_id)] for var_id in references(op)]
         self._num_ops += 1
         run = self.runs[state.run]
         run.num_ops += 1
-        if refusal is not None:
-            run.has_refusals = True
+        if rejection is not None:
+            run.has_rejections = True
         else:
             recorded.children = self._tree.enter(op, state)
             run.states |= {child.path: child for child in recorded.children}
@@ -314,13 +316,13 @@ class RecordedRuns:
         for index, op in enumerate(state.ops[num_done:], start=num_done):
             if any(_failed_with(source, origin) for source in op.sources):
                 return index + 1, needed
-        # Not by an op of its own, but with a branch of its or with its parent.
+        # No op of its own failed, but one of its branches or its parent.
         return (num_done if needed is not None else min(num_done + 1, len(state.ops))), needed
 
 
 def _without_unwinding(recording: Recording) -> list[Entry]:
-    """The entries without the final cancellations of a cancelled session, which are not the program's: tasks
-    that were waiting then wait in a replay too, and receive the reason why no answer comes."""
+    """The entries without the final cancellations of a cancelled session, which are not the program's:
+    tasks that were waiting then wait in a replay, too, and fail with the reason why there is no answer."""
     entries = recording.entries
     if recording.ending != "cancelled":
         return entries

@@ -282,8 +282,8 @@ async def test_a_synchronous_function_is_rejected():
         ({"url": b"ws://127.0.0.1"}, "url must be a string"),
         ({"model": 3}, "model must be a string"),
         ({"api_key": 3, "url": "ws://127.0.0.1:1"}, "api_key must be a string"),
-        ({"backend": "scripted"}, "'scripted' is no backend"),
-        ({"backend": 3}, "3 is no backend"),
+        ({"backend": "scripted"}, "'scripted' is not a backend"),
+        ({"backend": 3}, "3 is not a backend"),
         ({"backend": af.Scripted([]), "record": 3}, "the path must be a string or a Path"),
     ],
 )
