@@ -1,4 +1,4 @@
-"""Generations under a constraint in the engine, batched, retracted and resumed, against the plain twin."""
+"""Constrained generations in the engine, batched, retracted and resumed, against the reference model."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ PATTERNS = [
     r"\bThe (quick|slow)\b(?: brown\b)?(?: fox\b|\W?)",
     r"The capital of France is Paris, and that of Italy is Rome\.",
 ]
-MACHINES: dict[str, Dfa] = {pattern: build_dfa(parse_regex(pattern)) for pattern in PATTERNS}
+DFAS: dict[str, Dfa] = {pattern: build_dfa(parse_regex(pattern)) for pattern in PATTERNS}
 
 
 def constraint(pattern: str) -> CompiledConstraint:
-    return CompiledConstraint(pattern, "dfa", MACHINES[pattern].to_bytes())
+    return CompiledConstraint(pattern, "dfa", DFAS[pattern].to_bytes())
 
 
 @dataclass(frozen=True)
@@ -67,48 +67,50 @@ ASKED = st.builds(
 
 
 @cache
-def twin(asked: Asked) -> Written:
+def expected_of(asked: Asked) -> Written:
     def choose(ids: list[int], allowed: set[int]) -> int:
         token = plain_token([*asked.prompt, *ids])
         while token not in allowed:
             token = (token + 1) % TOKENIZER.vocab_size
         return token
 
-    text = PlainConstrained(MACHINES[asked.pattern], TOKENIZER, asked.jumps)
+    text = PlainConstrained(DFAS[asked.pattern], TOKENIZER, asked.jumps)
     return written(text, choose, max_tokens=asked.max_tokens, end_id=END_ID)
 
 
-def check_end(asked: Asked, end: Finished, heard: str) -> None:
-    expected = twin(asked)
+def check_end(asked: Asked, end: Finished, streamed: str) -> None:
+    expected = expected_of(asked)
     assert (end.text, end.finish_reason) == (expected.text, expected.reason)
     if expected.reason != "length":  # there the bytes of half a character are dropped
         assert end.token_ids == expected.ids
-        assert MACHINES[asked.pattern].matches(end.text.encode())
-    assert end.text.startswith(heard)
+        assert DFAS[asked.pattern].matches(end.text.encode())
+    assert end.text.startswith(streamed)
     if asked.logprobs:
-        told = [*asked.prompt, *end.token_ids]
+        tokens = [*asked.prompt, *end.token_ids]
         start = len(asked.prompt)
-        plain = [fake_logprob(told[: start + i], token) for i, token in enumerate(end.token_ids)]
+        plain = [fake_logprob(tokens[: start + i], token) for i, token in enumerate(end.token_ids)]
         assert [p for p in end.logprobs if p is not None] == plain[: len(end.logprobs)]
         assert len(end.logprobs) == len(end.token_ids)
 
 
 async def ask(client: EngineClient, asked: Asked) -> None:
-    heard: list[str] = []
+    deltas: list[str] = []
     end = await client.generate(
         [*asked.prompt],
         asked.params,
         seed=0,
-        on_text=heard.append,
+        on_text=deltas.append,
         constraint=constraint(asked.pattern),
         jump_forward=asked.jumps,
     )
-    check_end(asked, end, "".join(heard))
+    check_end(asked, end, "".join(deltas))
 
 
 @pytest.mark.parametrize("budget", [256, 8])
 @given(st.lists(ASKED, min_size=1, max_size=10), st.sampled_from([4096, 150]))
-def test_a_batch_under_constraints_equals_its_twins(budget: int, asked: Sequence[Asked], slots: int) -> None:
+def test_constrained_requests_in_any_batch_give_what_each_gives_alone(
+    budget: int, asked: Sequence[Asked], slots: int
+) -> None:
     async def main() -> None:
         config = SchedulerConfig(token_budget=budget, max_running=6)
         async with (
@@ -144,7 +146,7 @@ def test_penalties_count_the_ids_that_jump_forward_left(prompt, pattern, params)
             end = await client.generate(
                 prompt, params, seed=0, on_text=lambda text: None, constraint=constraint(pattern)
             )
-        text = PlainConstrained(MACHINES[pattern], TOKENIZER)
+        text = PlainConstrained(DFAS[pattern], TOKENIZER)
         expected = written(text, choose, max_tokens=params.max_tokens, end_id=END_ID)
         assert (end.text, end.finish_reason) == (expected.text, expected.reason)
         assert end.token_ids == expected.ids
@@ -153,8 +155,10 @@ def test_penalties_count_the_ids_that_jump_forward_left(prompt, pattern, params)
 
 
 @given(ASKED, st.integers(0, 40))
-def test_an_engine_that_takes_over_goes_on_as_the_dead_one_would_have(asked: Asked, num_heard: int) -> None:
-    """The messages of a first engine are heard up to a point; a second one gets what the journal has then."""
+def test_a_resubmitted_request_continues_as_the_first_engine_would_have(
+    asked: Asked, num_received: int
+) -> None:
+    """A journal receives a first engine's messages up to a point; a second engine gets its resubmission."""
     submit: list[Submit] = []
     messages: list[FromEngine] = []
 
@@ -162,8 +166,8 @@ def test_an_engine_that_takes_over_goes_on_as_the_dead_one_would_have(asked: Ask
         def sent(self, message: Submit) -> None:
             submit.append(message)
 
-        def received(self, heard: Sequence[FromEngine]) -> None:
-            messages.extend(heard)
+        def received(self, received: Sequence[FromEngine]) -> None:
+            messages.extend(received)
 
     async def main() -> None:
         async with plain_engine() as first:
@@ -172,7 +176,7 @@ def test_an_engine_that_takes_over_goes_on_as_the_dead_one_would_have(asked: Ask
         journal = RequestJournal()
         journal.add(submit[0])
         journal.release()
-        for message in messages[:num_heard]:
+        for message in messages[:num_received]:
             if not isinstance(message, Finished):
                 journal.receive(message)
         journal.process_died()
@@ -187,18 +191,18 @@ def test_an_engine_that_takes_over_goes_on_as_the_dead_one_would_have(asked: Ask
 @pytest.mark.anyio
 @pytest.mark.parametrize("jumps", [True, False])
 async def test_a_stop_string_inside_forced_text_ends_the_text(jumps: bool) -> None:
-    heard: list[str] = []
+    deltas: list[str] = []
     async with plain_engine() as client:
         end = await client.generate(
             [5, 6],
             SamplingParams(max_tokens=60, stop=("France",), logprobs=True),
             seed=0,
-            on_text=heard.append,
+            on_text=deltas.append,
             constraint=constraint(PATTERNS[-1]),
             jump_forward=jumps,
         )
     assert end.text == "The capital of "
-    assert "".join(heard) == "The capital of "
+    assert "".join(deltas) == "The capital of "
     assert end.finish_reason == "stop"
     assert len(end.logprobs) == len(end.token_ids)
 
@@ -219,7 +223,7 @@ async def test_forced_text_takes_few_steps_and_is_counted() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_text_that_the_models_tokens_cannot_write_is_refused() -> None:
+async def test_a_constraint_that_the_models_tokens_cannot_satisfy_is_rejected() -> None:
     vocab_size = 60
     char = next(c for c in map(chr, range(33, 127)) if TOKENIZER.encode(c)[0] >= vocab_size)
     unwritable = build_dfa(parse_regex(f"[{char}]+"))

@@ -1,11 +1,11 @@
 """Generations under a constraint when the engine's process is killed in the middle of them, when other
-parameters have a say, and when a forced text is too hard to search for its stop."""
+parameters apply too, and when a stop_regex takes too long on forced text."""
 
 from __future__ import annotations
 
 import anyio
 import pytest
-from engine.test_constrained_engine import MACHINES, PATTERNS, Asked, ask, check_end, constraint
+from engine.test_constrained_engine import DFAS, PATTERNS, Asked, ask, check_end, constraint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.plain_constrained import PlainConstrained, written
@@ -39,7 +39,7 @@ ALL_ASKED = [
 @pytest.mark.trio_in_full
 @pytest.mark.parametrize("max_running", [64, 3], ids=["all run", "most wait"])
 @pytest.mark.parametrize("step", [1, 2, *[pytest.param(n, marks=pytest.mark.full) for n in (3, 7)]])
-async def test_killed_in_the_middle_nobody_notices(tmp_path, step: int, max_running: int) -> None:
+async def test_constrained_requests_survive_a_kill_unchanged(tmp_path, step: int, max_running: int) -> None:
     hold = Hold(tmp_path / "hold")
     num_ended = 0
 
@@ -78,7 +78,7 @@ all_params = st.builds(
 )
 
 
-@settings(max_examples=20)  # the twin tries every token at every place
+@settings(max_examples=20)  # the reference tries every token at every place
 @given(
     st.lists(
         st.tuples(all_params, st.sampled_from(PATTERNS), st.booleans(), st.integers(0, 2**64 - 1)),
@@ -86,7 +86,7 @@ all_params = st.builds(
         max_size=5,
     )
 )
-def test_with_all_other_parameters_it_equals_its_twin(cases) -> None:
+def test_constraints_combine_with_all_other_parameters(cases) -> None:
     prompt = [5, 6, 7]
 
     async def ask_and_check(
@@ -99,7 +99,7 @@ def test_with_all_other_parameters_it_equals_its_twin(cases) -> None:
             logits = logits_after([*prompt, *ids])
             return plain_token_of(logits, params, prompt, ids, forbidden=forbidden, seed=seed)
 
-        text = PlainConstrained(MACHINES[pattern], TOKENIZER, jumps)
+        text = PlainConstrained(DFAS[pattern], TOKENIZER, jumps)
         expected = written(text, choose, max_tokens=params.max_tokens, end_id=END_ID)
         end = await client.generate(
             prompt,
@@ -110,7 +110,7 @@ def test_with_all_other_parameters_it_equals_its_twin(cases) -> None:
             jump_forward=jumps,
         )
         assert (end.text, end.finish_reason) == (expected.text, expected.reason)
-        assert end.finish_reason == "length" or MACHINES[pattern].matches(end.text.encode())
+        assert end.finish_reason == "length" or DFAS[pattern].matches(end.text.encode())
 
     async def main() -> None:
         config = SchedulerConfig(token_budget=16)

@@ -43,7 +43,7 @@ def fixed_bytes(needs: list[MemoryNeed]) -> int:
 
 
 @given(NEEDS, st.integers(0, 10**11))
-def test_what_is_shared_out_is_there(needs, budget):
+def test_the_parts_fit_into_the_budget(needs, budget):
     least = fixed_bytes(needs) + sum(
         MIN_KV_TOKENS * need.kv_bytes_per_token for need in needs if need.kv_tokens is None
     )
@@ -76,7 +76,7 @@ def test_pools_without_a_size_get_equal_parts_unless_they_want_less(needs, budge
         for other in squeezed:  # the same number of bytes, but for one token
             difference = abs(parts[one.name] - parts[other.name])
             assert difference <= 2 * len(needs) * max(one.kv_bytes_per_token, other.kv_bytes_per_token)
-    if squeezed:  # nothing is left over that somebody would have wanted
+    if squeezed:  # no memory is left that a model would have used
         left = budget - fixed_bytes(needs) - sum(parts.values())
         assert left <= sum(need.kv_bytes_per_token for need in open_needs)
 

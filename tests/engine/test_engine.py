@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import threading
 from dataclasses import dataclass
-from itertools import chain
 
 import anyio
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.engine.stepped_engine import SteppedEngine, assert_resumable
 from support.fake_engine import TOKENIZER, StepGate
 from support.plain_engine import END_ID, PLAIN_IDS, alone, fake_logprob, plain_engine, plain_token, runner
 from support.small_tokenizers import byte_level
@@ -33,7 +32,6 @@ from agentflow.engine.process.ipc import (
     StepBegins,
     Stop,
     Submit,
-    ToEngine,
 )
 from agentflow.engine.runner import AcceleratorFault, OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
@@ -94,7 +92,7 @@ jobs = st.builds(
     token_budget=st.integers(1, 40),
     use_cache=st.booleans(),
 )
-async def test_requests_side_by_side_give_what_each_gives_alone(jobs, max_running, token_budget, use_cache):
+async def test_requests_in_any_batch_give_what_each_gives_alone(jobs, max_running, token_budget, use_cache):
     config = SchedulerConfig(max_running=max_running, token_budget=token_budget, use_cache=use_cache)
     async with plain_engine(config, num_slots=600) as client, anyio.create_task_group() as group:
         for job in jobs:
@@ -135,7 +133,7 @@ async def run_and_check(client: EngineClient, job: Job) -> None:
         assert end.top_logprobs == []
 
 
-def test_the_twin_meets_every_kind_of_end():
+def test_the_reference_meets_every_kind_of_end():
     reasons = {
         alone([n], SamplingParams(max_tokens=25, stop=("an",), ignore_eos=n % 2 == 0)).reason
         for n in range(2, 60)
@@ -143,14 +141,14 @@ def test_the_twin_meets_every_kind_of_end():
     assert reasons == {"eos", "stop", "length"}
 
 
-async def test_text_is_told_as_it_is_made():
+async def test_each_token_emits_its_text():
     async with plain_engine() as client:
         end, deltas = await generate(client, max_tokens=20, ignore_eos=True)
         assert deltas == [text for i in end.token_ids if (text := TOKENIZER.decode([i]))]
         assert "".join(deltas) == end.text
 
 
-async def test_what_a_stop_string_may_begin_with_is_held_back():
+async def test_a_possible_beginning_of_a_stop_string_is_held_back():
     expected = alone(PROMPT, SamplingParams(max_tokens=20, ignore_eos=True))
     stop = expected.text[10:16]
     cut = expected.text.index(stop)
@@ -182,7 +180,7 @@ async def test_the_same_seed_draws_the_same():
         assert len({tuple(ids) for ids in outputs.values()}) == 3
 
 
-async def test_logprobs_are_only_told_to_who_asked():
+async def test_logprobs_are_returned_only_on_request():
     gate = StepGate()
     gate.attach()
     gate.allow(0)
@@ -222,7 +220,7 @@ async def test_computing_only_fills_the_cache():
         assert end.cached_tokens == 0
 
 
-async def test_a_prompt_that_can_never_fit_is_refused_alone():
+async def test_a_prompt_that_can_never_fit_fails_alone():
     async with plain_engine(max_context=64) as client:
         with pytest.raises(PromptTooLong, match="the prompt has 64 tokens"):
             await generate(client, [5] * 64)
@@ -242,7 +240,7 @@ async def test_a_prompt_that_can_never_fit_is_refused_alone():
     ],
     ids=["no tokens", "negative length", "no token", "no number"],
 )
-async def test_a_request_that_makes_no_sense_harms_nobody_else(bad):
+async def test_an_invalid_request_fails_alone(bad):
     async with plain_engine() as client:
         with pytest.raises(EngineFailed):
             await client._call(bad, None)
@@ -283,13 +281,13 @@ async def test_a_request_whose_forward_pass_fails_fails_alone(caplog):
     jobs=st.lists(jobs, min_size=1, max_size=6),
     max_running=st.integers(1, 6),
     token_budget=st.integers(1, 40),
-    most_rows=st.integers(1, 20),
+    capacity=st.integers(1, 20),
 )
 async def test_a_batch_that_does_not_fit_into_memory_runs_in_halves(
-    jobs, max_running, token_budget, most_rows
+    jobs, max_running, token_budget, capacity
 ):
     def on_step(batch: Batch) -> None:
-        if len(batch.token_ids) > most_rows:
+        if len(batch.token_ids) > capacity:
             raise OutOfMemory
 
     config = SchedulerConfig(max_running=max_running, token_budget=token_budget)
@@ -299,7 +297,7 @@ async def test_a_batch_that_does_not_fit_into_memory_runs_in_halves(
             group.start_soon(run_and_check, client, job)
 
 
-async def test_without_memory_for_one_row_its_request_fails():
+async def test_without_memory_for_one_token_its_request_fails():
     is_short = True
 
     def on_step(batch: Batch) -> None:
@@ -315,7 +313,7 @@ async def test_without_memory_for_one_row_its_request_fails():
 
 
 @pytest.mark.parametrize("error", [AcceleratorFault("an illegal memory access"), ArithmeticError()], ids=repr)
-async def test_a_broken_accelerator_ends_an_embedded_engine_with_a_clear_error(error):
+async def test_a_broken_accelerator_breaks_an_embedded_engine(error):
     is_broken = False
     num_failed = 0
 
@@ -345,7 +343,7 @@ async def test_a_broken_accelerator_ends_an_embedded_engine_with_a_clear_error(e
     assert "illegal memory" not in failures[-1]
 
 
-async def test_what_one_consumer_of_progress_raises_fails_its_request_only():
+async def test_an_exception_of_on_text_fails_its_request_only():
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     texts: list[str] = []
 
@@ -390,7 +388,7 @@ async def test_an_output_that_cannot_be_used_fails_its_request_only(caplog):
     assert "request's output" in caplog.text
 
 
-async def test_an_engine_that_breaks_tells_everybody_and_takes_nothing_more(caplog):
+async def test_a_broken_engine_fails_all_requests_and_accepts_no_more(caplog):
     gate = StepGate()
     gate.attach()
     gate.allow(0)
@@ -446,13 +444,13 @@ async def test_leaving_the_scope_ends_the_engine_whatever_it_does(error):
     fake = ClosingRunner(vocab_size=TOKENIZER.vocab_size, next_token=plain_token)
     params = SamplingParams(max_tokens=1900)
     started = anyio.Event()
-    heard: list[EngineFailed] = []
+    failures: list[EngineFailed] = []
 
     async def run(client: EngineClient) -> None:
         try:
             await client.generate(PROMPT, params, seed=0, on_text=lambda text: started.set())
         except EngineFailed as failure:
-            heard.append(failure)
+            failures.append(failure)
 
     async def leave() -> None:
         async with (
@@ -466,7 +464,7 @@ async def test_leaving_the_scope_ends_the_engine_whatever_it_does(error):
 
     if error is None:
         await leave()
-        assert [str(failure) for failure in heard] == ["the engine has stopped"]
+        assert [str(failure) for failure in failures] == ["the engine has stopped"]
     else:
         with pytest.raises(ZeroDivisionError) as failure:
             await leave()
@@ -474,7 +472,7 @@ async def test_leaving_the_scope_ends_the_engine_whatever_it_does(error):
     assert fake.num_closed == 1
 
 
-async def test_beyond_the_limit_requests_are_refused():
+async def test_requests_beyond_the_limit_are_overloaded():
     gate = StepGate()
     gate.attach()
     gate.allow(0)
@@ -510,33 +508,11 @@ async def test_stats_count_what_was_done():
 # The engine by itself, without its thread.
 
 
-class ByHand:
-    """An engine that runs in the test's own thread, until so many lists of messages are delivered, or (for
-    None) a request has ended."""
-
-    def __init__(self, num_deliveries: int | None, **options) -> None:
-        self.engine = Engine(runner(**options), TOKENIZER, SchedulerConfig(), self.deliver)
-        self.delivered: list[list[FromEngine]] = []
-        self._num_deliveries = num_deliveries
-
-    def deliver(self, messages: list[FromEngine]) -> None:
-        self.delivered.append(messages)
-        has_ended = self._num_deliveries is None and isinstance(messages[-1], Finished | Failed)
-        if has_ended or len(self.delivered) == self._num_deliveries:
-            self.engine.send(Stop())
-
-    def run(self, *messages: ToEngine) -> list[list[FromEngine]]:
-        for message in messages:
-            self.engine.send(message)
-        self.engine.run()
-        return self.delivered
-
-
 def test_messages_of_a_step_are_delivered_together():
     params = SamplingParams(max_tokens=3)
     prompts = [[n] for n in range(2, 99) if alone([n], params).reason == "length"][:4]
     submits = [Submit(number, prompt, params) for number, prompt in enumerate(prompts, 1)]
-    before, first, second, third = ByHand(4).run(*submits, StatsRequest(9))
+    before, first, second, third = SteppedEngine(runner(), 4).run(*submits, StatsRequest(9))
     assert [type(message) for message in before] == [EngineStats, Started, StepBegins]
     assert before[1] == Started([1, 2, 3, 4])
     assert before[2] == StepBegins(4)
@@ -545,15 +521,15 @@ def test_messages_of_a_step_are_delivered_together():
     assert [message.request_id for message in third if isinstance(message, Finished)] == [1, 2, 3, 4]
 
 
-def test_what_a_step_gave_is_delivered_while_the_next_one_runs():
+def test_a_steps_output_is_delivered_while_the_next_step_runs():
     delivered_before: list[int] = []
-    by_hand = ByHand(4, on_step=lambda batch: delivered_before.append(len(by_hand.delivered)))
+    by_hand = SteppedEngine(runner(on_step=lambda batch: delivered_before.append(len(by_hand.delivered))), 4)
     by_hand.run(Submit(1, [2], SamplingParams(max_tokens=4, ignore_eos=True)), StatsRequest(9))
     assert delivered_before == [1, 2, 3, 4]
     assert len(by_hand.delivered) == 5
 
 
-def test_what_cannot_be_delivered_is_not_the_batchs_fault(caplog):
+def test_a_delivery_error_is_not_an_error_of_the_batch(caplog):
     def deliver(messages: list[FromEngine]) -> None:
         raise BrokenPipeError
 
@@ -565,41 +541,28 @@ def test_what_cannot_be_delivered_is_not_the_batchs_fault(caplog):
 
 
 @given(job=jobs, at=st.integers(0, 25))
-def test_what_was_generated_before_is_gone_on_from(job, at):
-    submit = Submit(1, job.prompt, job.params)
-    whole = [*chain(*ByHand(None).run(submit))]
-    steps = [message for message in whole if isinstance(message, Progress)]
-    before, after = steps[:at], steps[at:]
-    resumed = msgspec.structs.replace(
-        submit,
-        generated_ids=[i for step in before for i in step.token_ids],
-        generated_logprobs=[value for step in before for value in step.logprobs],
-        generated_top_logprobs=[top for step in before for top in step.top_logprobs],
-    )
-    again = [*chain(*ByHand(None).run(resumed))]
-    assert [message for message in again if isinstance(message, Progress)] == after
-    assert again[-1] == whole[-1]
-    assert isinstance(whole[-1], Finished)
+def test_a_resumed_request_continues_as_if_uninterrupted(job, at):
+    assert_resumable(runner, Submit(1, job.prompt, job.params), at)
 
 
-def test_a_request_that_was_complete_already_just_ends():
+def test_a_resumed_request_that_is_complete_just_ends():
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     ids = alone(PROMPT, params).ids
-    [[end]] = ByHand(1).run(Submit(1, PROMPT, params, generated_ids=ids))
+    [[end]] = SteppedEngine(runner(), 1).run(Submit(1, PROMPT, params, generated_ids=ids))
     assert isinstance(end, Finished)
     assert (end.token_ids, end.finish_reason, end.output_tokens) == (ids, "length", 4)
     stop = SamplingParams(stop=(TOKENIZER.decode(ids[2:3]),), ignore_eos=True)
-    [[end]] = ByHand(1).run(Submit(1, PROMPT, stop, generated_ids=ids[:3]))
+    [[end]] = SteppedEngine(runner(), 1).run(Submit(1, PROMPT, stop, generated_ids=ids[:3]))
     assert isinstance(end, Finished)
     assert end.finish_reason == "stop"
 
 
 def test_what_is_sent_before_a_stop_is_dropped_with_it():
-    assert ByHand(1).run(Submit(1, PROMPT, SamplingParams()), Stop()) == []
+    assert SteppedEngine(runner(), 1).run(Submit(1, PROMPT, SamplingParams()), Stop()) == []
 
 
-def test_aborting_what_is_not_there_is_nothing():
-    by_hand = ByHand(1)
+def test_aborting_an_unknown_request_has_no_effect():
+    by_hand = SteppedEngine(runner(), 1)
     submit = Submit(1, PROMPT, SamplingParams())
     [[aborted, stats]] = by_hand.run(Abort(7), submit, Abort(1), Abort(1), StatsRequest(2))
     assert aborted == Failed(1, "cancelled", "the request was aborted")
@@ -608,7 +571,7 @@ def test_aborting_what_is_not_there_is_nothing():
 
 
 def test_nothing_of_a_request_is_kept_after_its_end():
-    by_hand = ByHand(3)
+    by_hand = SteppedEngine(runner(), 3)
     first, second, third = by_hand.run(
         Submit(1, PROMPT, SamplingParams(max_tokens=2, ignore_eos=True)),
         Submit(2, [5] * 600, SamplingParams()),

@@ -60,7 +60,7 @@ async def generate(generator: EngineGenerator, context: EngineContext, **params)
 
 @dataclass
 class Conversations:
-    """Contexts of one generator, and what the twin knows of the engine's cache: every sequence that
+    """Contexts of one generator, and the reference model of the engine's cache: every sequence that
     was computed, for ever."""
 
     generator: EngineGenerator
@@ -68,7 +68,7 @@ class Conversations:
     computed: dict[str, list[list[int]]] = field(default_factory=dict)
 
     def open(self, cache_salt: str) -> None:
-        # Somebody has to speak before the assistant: the template would put a system turn before it later.
+        # Without a turn before the assistant's, the template would later put a system turn there.
         self.contexts.append(self.generator.open(cache_salt))
         fill_turn(self.generator, self.contexts[-1], "user", "Hello.")
 
@@ -81,7 +81,7 @@ class Conversations:
         self.computed.setdefault(context.origin.cache_salt, []).append(tokens)
 
     async def ask(self, context: EngineContext, text: str, params: SamplingParams) -> None:
-        """An assistant's turn with a text and a gen, against the twin."""
+        """An assistant's turn with a text and a gen, against the reference."""
         self.generator.begin_role(context, "assistant")
         self.generator.fill(context, text)
         prompt = prompt_of(context)
@@ -99,7 +99,7 @@ class Conversations:
         assert context.tokens.num_rerendered_tokens == 0
 
     async def choose(self, context: EngineContext, text: str) -> None:
-        """An assistant's turn with a text and a select, against the twin."""
+        """An assistant's turn with a text and a select, against the reference."""
         self.generator.begin_role(context, "assistant")
         settled = prompt_of(context)
         self.generator.fill(context, text)
@@ -338,7 +338,7 @@ async def test_a_generation_that_is_given_up_leaves_its_context_as_it_was():
 
 
 @pytest.mark.parametrize("call", ["generate", "score"])
-async def test_of_a_call_that_was_given_up_before_it_asks_the_engine_hears_nothing(call):
+async def test_a_call_cancelled_before_it_is_submitted_sends_nothing(call):
     sent: list[object] = []
     async with plain_engine() as client:
         client.observe(SimpleNamespace(sent=sent.append, received=lambda messages: None))
@@ -501,8 +501,8 @@ async def test_a_forward_pass_that_fails_is_survived(caplog):
         await engine.assert_idle()
 
 
-class Overhearing:
-    """What is sent to the engine."""
+class SubmitObserver:
+    """Records what is sent to the engine."""
 
     def __init__(self) -> None:
         self.submits: list[Submit] = []
@@ -526,15 +526,15 @@ async def test_states_that_name_one_program_are_siblings():
         branches = await generator.fork(first, 2)
         assert copy.origin.task_group == first.origin.task_group
         assert len({context.origin.task_group for context in (first, *branches)}) == 2
-        told_nothing = EngineGenerator(client, generator.template, use_hints=False)
-        assert told_nothing.open("", program="p").origin.task_group == 0
+        without_hints = EngineGenerator(client, generator.template, use_hints=False)
+        assert without_hints.open("", program="p").origin.task_group == 0
 
 
 async def test_hints_go_with_the_requests_that_follow():
-    heard = Overhearing()
+    observer = SubmitObserver()
     async with plain_engine(SchedulerConfig(), max_context=2048, num_slots=4096) as client:
         generator = generator_on(client)
-        generator.observe(heard)
+        generator.observe(observer)
         context = generator.open("")
         generator.fill(context, "one two three " * 20)
         await generator.generate(context, SamplingParams(max_tokens=2), lambda text: None)
@@ -542,12 +542,12 @@ async def test_hints_go_with_the_requests_that_follow():
         await generator.generate(context, SamplingParams(max_tokens=2), lambda text: None)
         generator.fill(context, "four five six " * 20)
         generator.hint(context, StateHint(None, None, 3))
-        before = len(heard.submits)
+        before = len(observer.submits)
         children = await generator.fork(context, 3)
         await generator.generate(children[0], SamplingParams(max_tokens=2), lambda text: None)
         for one in (context, *children):
             generator.free(one)
-    first, second, ahead, last = heard.submits
+    first, second, ahead, last = observer.submits
     assert (first.origin.objective, first.origin.output_tokens) == ("latency", 0)
     assert first.origin.deadline_s is None
     for later in (second, ahead, last):

@@ -33,7 +33,7 @@ def expected_logprobs(prompt: list[int], choices: list[list[int]]) -> list[list[
 
 
 async def one_by_one(client: EngineClient, prompt: list[int], choices: list[list[int]]) -> list[list[float]]:
-    """The twin: a scoring request for each choice."""
+    """The reference: one scoring request for each choice."""
     ends = [await client.score(prompt + choice, len(prompt)) for choice in choices]
     return [end.logprobs for end in ends]
 
@@ -103,12 +103,12 @@ async def test_a_select_whose_forward_pass_fails_gives_all_slots_back(caplog):
         assert (stats.in_use_slots, stats.cached_slots) == (0, 7)
 
 
-@pytest.mark.parametrize("most_rows", [1, 3, 5, 7])
-async def test_a_select_that_does_not_fit_into_memory_runs_in_halves(most_rows):
+@pytest.mark.parametrize("capacity", [1, 3, 5, 7])
+async def test_a_select_that_does_not_fit_into_memory_runs_in_halves(capacity):
     choices = [[a, b, 0] for a in range(5) for b in range(5)]
 
     def on_step(batch) -> None:
-        if len(batch.token_ids) > most_rows:
+        if len(batch.token_ids) > capacity:
             raise OutOfMemory
 
     async with plain_engine(SchedulerConfig(token_budget=8), on_step=on_step) as client:

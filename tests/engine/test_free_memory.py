@@ -130,12 +130,12 @@ async def test_the_gpu_is_asked_in_a_process_of_its_own_where_a_model_may_run_on
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(free_memory_module, "_has_driver", lambda: True)
-    told = (await free_memory([None])).cuda_bytes
+    found = (await free_memory([None])).cuda_bytes
     if torch.cuda.is_available():
-        assert told is not None
-        assert 0 < told <= torch.cuda.mem_get_info()[1]
+        assert found is not None
+        assert 0 < found <= torch.cuda.mem_get_info()[1]
     else:
-        assert told is None
+        assert found is None
 
 
 TORCH = """
@@ -175,7 +175,7 @@ async def test_what_torch_says_of_a_gpu_counts(
 
 
 @pytest.mark.anyio
-async def test_a_gpu_that_does_not_answer_is_told_in_one_line(
+async def test_a_gpu_that_does_not_answer_is_a_one_line_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "torch.py").write_text(TORCH.format("raise RuntimeError('CUDA error: no memory')"))

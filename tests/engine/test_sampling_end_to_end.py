@@ -1,5 +1,5 @@
 """Each parameter of ``gen`` arrives: from the program through the interpreter, with or without a websocket
-in between, to the sampler, whose twin says what must come out."""
+in between, to the sampler. The expected output is that of its reference model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.models import one_model
 from agentflow.server.serve import running_server
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 
 PROMPT = "plain as a pikestaff"
 PROMPT_IDS = TOKENIZER.encode(PROMPT)
@@ -29,7 +29,7 @@ MOST = 24
 
 
 def expected(**options) -> Expected:
-    """What the twin makes of the options of a gen."""
+    """The reference model's output under the options of a gen."""
     options = {"max_tokens": MOST} | options
     biases = tuple(sorted(options.pop("logit_bias", {}).items()))
     return alone_by_logits(PROMPT_IDS, SamplingParams(**options, logit_bias=biases), options.get("seed", 0))
@@ -129,8 +129,8 @@ async def test_each_parameter_arrives(backend: Backend, name: str) -> None:
 
 
 def test_every_parameter_has_a_case() -> None:
-    told = {"logprobs", "top_logprobs"}
-    assert CASES.keys() | told == set(SamplingParams.__struct_fields__)
+    reported = {"logprobs", "top_logprobs"}
+    assert CASES.keys() | reported == set(SamplingParams.__struct_fields__)
     assert ALL_AT_ONCE.keys() <= CASES.keys()
 
 
@@ -142,7 +142,7 @@ async def test_all_parameters_at_once(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 5, 20])
-async def test_the_likeliest_tokens_are_told(backend: Backend, count: int) -> None:
+async def test_the_likeliest_tokens_are_reported(backend: Backend, count: int) -> None:
     variable = await generated(backend, ignore_eos=True, top_logprobs=count)
     assert (len(variable.logprobs), len(variable.top_logprobs)) == (MOST, MOST)
     for index, top in enumerate(variable.top_logprobs):

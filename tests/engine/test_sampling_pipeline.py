@@ -1,26 +1,24 @@
 """Every sampling parameter from the table of the scheduler to the token, against the plain sampler; then
-through the engine, in any batch, with requests that give way and engines that die."""
+through the engine, in any batch, preempted and resumed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import anyio
-import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_engine import TOKENIZER
+from support.engine.stepped_engine import assert_resumable
 from support.logit_runner import alone_by_logits, logit_engine, logit_runner, logits_after
 from support.plain_engine import END_ID, PLAIN_IDS
 from support.plain_sampler import MASK, plain_token_of
 
 from agentflow.engine.batch import SampledRows
-from agentflow.engine.engine import Engine
 from agentflow.engine.models.sampler import choose_tokens
-from agentflow.engine.process.ipc import Finished, Origin, Progress, Stop, Submit
+from agentflow.engine.process.ipc import Finished, Origin, Submit
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
@@ -194,7 +192,7 @@ jobs = st.builds(
 async def test_in_any_batch_each_request_draws_what_it_draws_alone(
     work, num_slots, max_running, token_budget
 ):
-    """With few slots, requests give way and begin anew: what was generated still counts."""
+    """With few slots, requests are preempted and restart: generated tokens still count."""
     config = SchedulerConfig(max_running=max_running, token_budget=token_budget)
 
     async def run(client, job: Job) -> None:
@@ -223,7 +221,7 @@ def check_tops(job: Job, end: Finished) -> None:
 
 
 @pytest.mark.anyio
-async def test_requests_that_give_way_are_among_them():
+async def test_preempted_requests_draw_what_they_draw_alone():
     params = SamplingParams(max_tokens=40, ignore_eos=True, frequency_penalty=1.0, repetition_penalty=1.2)
     ends: dict[int, Finished] = {}
 
@@ -240,36 +238,9 @@ async def test_requests_that_give_way_are_among_them():
         assert end.token_ids == alone_by_logits([PLAIN_IDS[number]] * 8, params).ids
 
 
-def run_by_hand(submit: Submit) -> list[object]:
-    """One request on an engine that is not in a thread; all that it tells."""
-    told: list[object] = []
-
-    def deliver(messages: list) -> None:
-        told.extend(messages)
-        if any(isinstance(message, Finished) for message in messages):
-            engine.send(Stop())
-
-    engine = Engine(logit_runner(), TOKENIZER, SchedulerConfig(), deliver)
-    engine.send(submit)
-    engine.run()
-    return told
-
-
 @given(job=jobs, at=st.integers(0, 25))
-def test_an_engine_that_takes_over_draws_as_the_first_would_have(job, at):
-    submit = Submit(1, job.prompt, job.params, seed=job.seed)
-    whole = run_by_hand(submit)
-    steps = [message for message in whole if isinstance(message, Progress)]
-    before, after = steps[:at], steps[at:]
-    resumed = msgspec.structs.replace(
-        submit,
-        generated_ids=[i for step in before for i in step.token_ids],
-        generated_logprobs=[value for step in before for value in step.logprobs],
-        generated_top_logprobs=[top for step in before for top in step.top_logprobs],
-    )
-    again = run_by_hand(resumed)
-    assert [message for message in again if isinstance(message, Progress)] == after
-    assert again[-1] == whole[-1]
+def test_a_resumed_request_draws_as_if_uninterrupted(job, at):
+    assert_resumable(logit_runner, Submit(1, job.prompt, job.params, seed=job.seed), at)
 
 
 @pytest.mark.anyio
@@ -284,7 +255,7 @@ async def test_a_bias_beyond_the_vocabulary_fails_its_request_only():
         assert end.token_ids == alone_by_logits([PLAIN_IDS[0]], fine).ids
 
 
-def test_the_twin_meets_the_end_token_only_after_min_tokens():
+def test_the_reference_meets_the_end_token_only_after_min_tokens():
     params = SamplingParams(max_tokens=40)
     short = next([n] for n in PLAIN_IDS if 0 < len(alone_by_logits([n], params).ids) < 5)
     assert alone_by_logits(short, params).reason == "eos"

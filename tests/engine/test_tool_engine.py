@@ -65,7 +65,7 @@ async def engine() -> AsyncIterator[EngineClient]:
 
 
 @dataclass
-class Told:
+class Answered:
     prompt: TokenState
     text: str
     ids: list[int]
@@ -75,14 +75,14 @@ class Told:
 
 async def answer(
     client: EngineClient, template: ChatTemplate, asked: CompletionRequest, jumps: bool = True
-) -> Told:
+) -> Answered:
     use = use_of(template, asked)
     state, output = state_for(use, template), use.output()
     pieces: list[Piece] = []
-    heard: list[str] = []
+    deltas: list[str] = []
 
     def on_text(text: str) -> None:
-        heard.append(text)
+        deltas.append(text)
         pieces.extend(output.push(text))
 
     end = await client.generate(
@@ -93,8 +93,8 @@ async def answer(
         constraint=None if use.constraint() is None else compile_constraint(use.constraint()),
         jump_forward=jumps,
     )
-    pieces += output.finish(end.text[len("".join(heard)) :])
-    return Told(state, end.text, end.token_ids, pieces, end.finish_reason)
+    pieces += output.finish(end.text[len("".join(deltas)) :])
+    return Answered(state, end.text, end.token_ids, pieces, end.finish_reason)
 
 
 QUESTIONS = tuple(
@@ -103,6 +103,7 @@ QUESTIONS = tuple(
 
 
 @pytest.mark.anyio
+@pytest.mark.trio_in_full
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("chosen", [*CHOICES, "auto"])
 async def test_the_engine_gives_valid_calls(name, chosen):
@@ -112,35 +113,35 @@ async def test_the_engine_gives_valid_calls(name, chosen):
         for number, question in enumerate(QUESTIONS):
             tools = ANY if number % 2 else REGULAR
             asked = request(choice, tools, prompt=(Message("system", "Be brief."), question))
-            told = await answer(client, template, asked, jumps=number != 2)
-            calls = calls_of(told.pieces)
-            if told.reason == "length":
+            answered = await answer(client, template, asked, jumps=number != 2)
+            calls = calls_of(answered.pieces)
+            if answered.reason == "length":
                 continue
             check(calls)
             num_calls += len(calls)
             if chosen != "auto":
                 assert calls
-                assert prose_of(told.pieces) == ""
-            num_gone_on += goes_on(template, asked, told, calls)
+                assert prose_of(answered.pieces) == ""
+            num_gone_on += goes_on(template, asked, answered, calls)
     assert num_calls > 0 or (name, chosen) == ("llama", "auto")
     assert chosen == "auto" or num_gone_on or template in UNSTABLE
 
 
 def goes_on(
-    template: ChatTemplate, asked: CompletionRequest, told: Told, calls: Sequence[CalledTool]
+    template: ChatTemplate, asked: CompletionRequest, answered: Answered, calls: Sequence[CalledTool]
 ) -> None:
     """The next request begins with the text of this one and its answer, where the notation has a place for
     all of that (and says whether it has): prose only in front, and none beside some notations."""
     use = use_of(template, asked)
-    prose = prose_of(told.pieces)
+    prose = prose_of(answered.pieces)
     says_prose = use.form.before + use.form.mark if prose else ""
     has_no_place = bool(prose) and template in (TEMPLATES["mistral"], TEMPLATES["llama"])
     ends_with_call = calls and all(
-        not isinstance(p, TextPiece) for p in told.pieces[calls_begin(told.pieces) :]
+        not isinstance(p, TextPiece) for p in answered.pieces[calls_begin(answered.pieces) :]
     )
     if not ends_with_call or has_no_place or template in UNSTABLE:
         return False
-    if not told.text.startswith(prose + says_prose) or prose != prose.strip():
+    if not answered.text.startswith(prose + says_prose) or prose != prose.strip():
         return False
     said = Message("assistant", prose, tool_calls=tuple(calls))
     results = [Message("tool", "rain", tool_call_id=call.id, name=call.name) for call in calls]
@@ -148,7 +149,7 @@ def goes_on(
     text = state_for(later, template).text_view()
     if template is ALL["inst"]:  # which writes a space before each answer, the model's own or not
         text = text.replace("[/INST] ", "[/INST]")
-    assert text.startswith(told.prompt.text_view() + told.text)
+    assert text.startswith(answered.prompt.text_view() + answered.text)
     return True
 
 
@@ -157,14 +158,15 @@ def calls_begin(pieces: Sequence[Piece]) -> int:
 
 
 @pytest.mark.anyio
+@pytest.mark.trio_in_full
 @pytest.mark.parametrize("name", ["hermes", "chatml"])
 async def test_a_state_that_goes_on_keeps_the_ids(name):
     """A session that stays open appends the result to the call as it was generated."""
     async with engine() as client:
-        told = await answer(client, ALL[name], request(REQUIRED))
-    state = told.prompt
-    expected = state.ids() + told.ids
-    state.generated(told.ids, told.text)
+        answered = await answer(client, ALL[name], request(REQUIRED))
+    state = answered.prompt
+    expected = state.ids() + answered.ids
+    state.generated(answered.ids, answered.text)
     state.end_role()
     state.turn(Message("tool" if name == "hermes" else "user", "rain"))
     state.begin_role("assistant")
@@ -173,16 +175,17 @@ async def test_a_state_that_goes_on_keeps_the_ids(name):
 
 
 @pytest.mark.anyio
+@pytest.mark.trio_in_full
 @pytest.mark.parametrize("jumps", [True, False])
 async def test_a_special_mark_is_written_as_its_token(jumps):
     """Forced as well as sampled."""
     mark = TOKENIZER.id_of("[TOOL_CALLS]")
     assert mark in TOKENIZER.special_ids
     async with engine() as client:
-        told = await answer(client, TEMPLATES["mistral"], request(REQUIRED), jumps)
-        assert told.text.startswith("[TOOL_CALLS] [{")
+        answered = await answer(client, TEMPLATES["mistral"], request(REQUIRED), jumps)
+        assert answered.text.startswith("[TOOL_CALLS] [{")
         if jumps:
-            assert told.ids[0] == mark
+            assert answered.ids[0] == mark
         free = [
             await answer(client, TEMPLATES["mistral"], request(AUTO, prompt=(question,)), jumps)
             for question in QUESTIONS
@@ -193,10 +196,11 @@ async def test_a_special_mark_is_written_as_its_token(jumps):
 
 
 @pytest.mark.anyio
+@pytest.mark.trio_in_full
 async def test_a_call_that_is_the_whole_answer_takes_few_steps():
     async with engine() as client:
         asked = request(ToolChoice("required", name="now"))
-        told = await answer(client, TEMPLATES["hermes"], asked)
+        answered = await answer(client, TEMPLATES["hermes"], asked)
         stats = await client.stats()
-    assert told.text == '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    assert answered.text == '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     assert stats.steps == 0  # all of it is forced

@@ -1,4 +1,4 @@
-"""A client that vanishes while its constraint is being compiled leaves nothing behind, and slows nobody."""
+"""A client that vanishes while its constraint is being compiled leaves nothing behind and delays no other."""
 
 from __future__ import annotations
 
@@ -44,4 +44,4 @@ async def test_a_client_that_vanishes_mid_compile_leaves_nothing(tmp_path: Path)
         assert int(compiled.payload) == compiler.pid != before
         hold.release()
         assert (compiler.counts.killed, compiler.counts.compiled) == (1, 1)
-        assert (await client.stats()).steps == 0  # the engine never heard of it
+        assert (await client.stats()).steps == 0  # nothing was submitted

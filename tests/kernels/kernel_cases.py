@@ -97,7 +97,7 @@ def make_case(
     poison: float = float("nan"),
     consecutive: bool = False,
 ) -> Case:
-    """Slots at random places of a pool (or ``consecutive``); every slot nobody holds is ``poison``."""
+    """Slots at random places of a pool (or ``consecutive``); every free slot is ``poison``."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     num_slots = sum(s.cached + s.query_len for s in shapes) + 50

@@ -130,7 +130,7 @@ def test_an_old_compiler_costs_the_level_that_it_does_not_know(
     assert f"for {level} instead of amx: the compiler failed: error: what is that?" in record.message
 
 
-def test_a_compiler_that_knows_none_is_told_of_once(
+def test_a_compiler_without_any_level_is_one_error_without_warnings(
     flags: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     flags.update(native_library.LEVELS["amx"])

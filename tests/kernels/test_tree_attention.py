@@ -61,7 +61,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Shape], list[Tree]]:
 
 
 def with_trees(case: Case, trees: list[Tree], seed: int) -> tuple[Case, Rows]:
-    """The trees' nodes in slots that nobody has; requests that are alone leave the batch."""
+    """The trees' nodes in free slots; requests that are alone leave the batch."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed + 1)
     kv_heads, head_dim = case.kv_layer.shape[2:]

@@ -1,5 +1,5 @@
-"""What compiling processes run in tests. The constraint's source says what it does, a schema's in its
-description: see ``DEEDS``."""
+"""What compiling processes run in tests. The constraint's source (a schema's description) is the
+name of one of ``ACTIONS`` and its argument."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LEFT_BEHIND: list[bytearray] = []
 
 def compile_constraint(constraint: Constraint) -> CompiledConstraint:
     """The payload has the process that compiled it, unless the source wants another one."""
-    said = constraint.source
+    command = constraint.source
     if constraint.kind == "schema":
-        said = json.loads(said).get("description", "")
-    deed, _, argument = said.partition(" ")
-    payload = DEEDS[deed](argument) if deed in DEEDS else None
+        command = json.loads(command).get("description", "")
+    name, _, argument = command.partition(" ")
+    payload = ACTIONS[name](argument) if name in ACTIONS else None
     if payload is None:
         payload = str(os.getpid()).encode()
     return CompiledConstraint(f"{constraint.kind} {constraint.source}", "dfa", payload)
@@ -84,7 +84,7 @@ def _leave_behind(num_bytes: str) -> None:
     LEFT_BEHIND.append(bytearray(int(num_bytes)))
 
 
-DEEDS = {
+ACTIONS = {
     "spin": _spin,
     "stubborn": _spin_stubbornly,
     "native": _spin_natively,

@@ -1,20 +1,20 @@
-"""A fake model with logits: the real sampler on numbers that follow from the last tokens. And its twin."""
+"""A fake model with logits: the real sampler on numbers that follow from the last token; its reference."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from support.fake_engine import TOKENIZER
-from support.plain_engine import END_ID, PLAIN_IDS, Expected, alone
+from support.plain_engine import END_ID, PLAIN_IDS, Expected, alone, plain_engine, runner
 from support.plain_sampler import plain_token_of
 
 from agentflow.engine.batch import BatchOutput, SampledRows
-from agentflow.engine.client import EngineClient, running_engine
+from agentflow.engine.client import EngineClient
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.models.sampler import choose_tokens
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
@@ -48,23 +48,18 @@ class LogitRunner(FakeRunner):
 
 def logit_runner(**options) -> LogitRunner:
     """``options`` as of ``FakeRunner``."""
-    defaults = {"num_slots": 4096, "max_context": 512, "vocab_size": TOKENIZER.vocab_size}
-    return LogitRunner(**(defaults | {"end_token_ids": (END_ID,)} | options))
+    return runner(LogitRunner, **options)
 
 
-@asynccontextmanager
-async def logit_engine(config: SchedulerConfig | None = None, **options) -> AsyncIterator[EngineClient]:
-    """A running engine on it. When it ends, nothing may be held."""
-    runner = logit_runner(**options)
-    async with running_engine(lambda: (runner, TOKENIZER, config or SchedulerConfig())) as client:
-        yield client
-        if client.num_calls == 0:
-            await client.stats()
-            client.engine.scheduler.check_idle()
+def logit_engine(
+    config: SchedulerConfig | None = None, **options
+) -> AbstractAsyncContextManager[EngineClient]:
+    """A running engine on it. When it ends, no slot may be in use."""
+    return plain_engine(config, kind=LogitRunner, **options)
 
 
 def alone_by_logits(prompt: Sequence[int], params: SamplingParams, seed: int = 0) -> Expected:
-    """The twin: one request alone, its tokens by the plain sampler."""
+    """The reference: one request alone, its tokens by the plain sampler."""
 
     def choose(prompt: list[int], ids: list[int], forbidden: set[int]) -> int:
         logits = logits_after([*prompt, *ids])

@@ -1,4 +1,4 @@
-"""An engine whose fake model writes plain text, and its twin: each request alone, token by token."""
+"""An engine whose fake model writes plain text, and the reference: each request alone, token by token."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from support.fake_engine import TOKENIZER
@@ -37,16 +38,21 @@ def fake_logprob(before: Sequence[int], token: int) -> float:
     return float(np.float32(-(zlib.crc32(seen + b"%d" % token) % 5000) / 1000))
 
 
-def runner(**options) -> FakeRunner:
+RunnerT = TypeVar("RunnerT", bound=FakeRunner)
+
+
+def runner(kind: type[RunnerT] = FakeRunner, **options) -> RunnerT:  # type: ignore[assignment]
     """The fake model. ``options`` as of ``FakeRunner``."""
     defaults = {"num_slots": 4096, "max_context": 512, "vocab_size": TOKENIZER.vocab_size}
-    return FakeRunner(**(defaults | {"next_token": plain_token, "end_token_ids": (END_ID,)} | options))
+    return kind(**(defaults | {"next_token": plain_token, "end_token_ids": (END_ID,)} | options))
 
 
 @asynccontextmanager
-async def plain_engine(config: SchedulerConfig | None = None, **options) -> AsyncIterator[EngineClient]:
-    """A running engine on it. When it ends, nothing may be held."""
-    fake = runner(**options)
+async def plain_engine(
+    config: SchedulerConfig | None = None, *, kind: type[FakeRunner] = FakeRunner, **options
+) -> AsyncIterator[EngineClient]:
+    """A running engine on it. When it ends, no slot may be in use."""
+    fake = runner(kind, **options)
     async with running_engine(lambda: (fake, TOKENIZER, config or SchedulerConfig())) as client:
         yield client
         if client.num_calls == 0:
@@ -56,7 +62,7 @@ async def plain_engine(config: SchedulerConfig | None = None, **options) -> Asyn
 
 @dataclass(frozen=True)
 class Expected:
-    """The twin's result. ``sampled``: with the token that ended it, if one did."""
+    """The reference model's result. ``sampled``: with the token that ended it, if one did."""
 
     text: str
     ids: list[int]

@@ -167,16 +167,16 @@ class RadixCacheMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 12))
     def evict(self, count):
         before = dict(self.reference.slots)
-        told: list[tuple] = []
+        reported: list[tuple] = []
 
         def on_evict(extra, run, num_left):
             tokens = np.frombuffer(run(), np.int32).tolist()
-            told.extend((extra, *tokens[:length]) for length in range(num_left + 1, len(tokens) + 1))
+            reported.extend((extra, *tokens[:length]) for length in range(num_left + 1, len(tokens) + 1))
 
         freed = self.cache.evict(count, on_evict).tolist()
         gone = {prefix for prefix, slot in before.items() if slot in set(freed)}
         assert len(gone) == len(freed)
-        assert sorted(told) == sorted(gone)
+        assert sorted(reported) == sorted(gone)
         # Leaf by leaf, what no state needs first, and of that the least recently used. A prefix is
         # used whenever what follows it is, so token by token comes to the same.
         while gone:
@@ -266,7 +266,7 @@ def test_owners_give_tokens_down_to_one_level(claims, count):
                 assert left[other] / other_weight <= (left[index] + 2) / weight + 1e-9
 
 
-def test_a_tenant_that_needs_room_takes_it_from_who_has_more():
+def test_a_tenant_that_needs_room_evicts_from_one_that_has_more():
     cache = RadixCache(owner_of=lambda key: key[0], idle_after=1000)
     insert(cache, ("small", 1), list(range(20)), list(range(20)))
     insert(cache, ("small", 2), list(range(20)), list(range(20, 40)))
@@ -304,7 +304,7 @@ def test_the_heap_of_leaves_stays_small_under_many_matches():
     assert isinstance(cache.match(None, as_run([1])), PrefixMatch)
 
 
-def test_generated_tokens_are_told_apart_from_prompts():
+def test_generated_tokens_are_counted_apart_from_prompts():
     cache = RadixCache()
     insert(cache, None, [1, 2, 3, 4, 5], [0, 1, 2, 3, 4], num_prompt=3)
     assert cache.match(None, as_run([1, 2, 3, 4])).num_output == 1

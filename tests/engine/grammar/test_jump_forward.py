@@ -1,4 +1,4 @@
-"""Jump-forward on one text, against its plain twin, with tokenizers that merge what was forced."""
+"""Jump-forward on one text, against the reference model, with tokenizers that merge what was forced."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def check_walk(name: str, dfa: Dfa, jumps: bool, max_tokens: int, choices: st.Da
     st.integers(1, 12),
     st.data(),
 )
-def test_a_text_of_a_few_goes_as_its_twin(
+def test_a_choice_of_texts_goes_as_in_the_reference(
     name: str, texts: Sequence[str], jumps: bool, max_tokens: int, data: st.DataObject
 ) -> None:
     check_walk(name, dfa_of([text.encode() for text in texts]), jumps, max_tokens, data)
@@ -118,7 +118,7 @@ def test_a_text_of_a_few_goes_as_its_twin(
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(st.sampled_from([*PATTERNS, *LOOKING_AROUND]), st.booleans(), st.integers(1, 60), st.data())
-def test_a_text_of_a_pattern_goes_as_its_twin(
+def test_a_pattern_goes_as_in_the_reference(
     name: str, pattern: str, jumps: bool, max_tokens: int, data: st.DataObject
 ) -> None:
     check_walk(name, build_dfa(parse_regex(pattern)), jumps, max_tokens, data)

@@ -1,4 +1,4 @@
-"""What a regular expression may not say, and what is too large: told by name, and after bounded work."""
+"""Regular expressions that are not supported, and ones that are too large, which fail after bounded work."""
 
 import gc
 import itertools

@@ -182,7 +182,7 @@ def test_edits_and_likeliest_tokens_are_those_of_their_rows(
     driver: Driver, transformers_model: PreTrainedModel, prompts: list[list[int]]
 ) -> None:
     """Of 300 rows, in more than one part: one early and one late row may not take their likeliest token,
-    and two others are told which these are."""
+    and two others report them."""
     tokens = (prompts[-1] * 8)[:300]
     with torch.inference_mode():
         exact = torch.log_softmax(transformers_model(torch.tensor([tokens])).logits[0], -1)
@@ -298,7 +298,7 @@ def test_kernels_that_do_not_exist(model_folder: Path, monkeypatch: pytest.Monke
         TorchRunner(model_folder, num_slots=10, device="cpu")
 
 
-def test_errors_of_the_device_are_told_from_those_of_the_batch():
+def test_device_errors_are_distinguished_from_errors_of_the_batch():
     def error_of(fail) -> RuntimeError | MemoryError:
         with pytest.raises((RuntimeError, MemoryError)) as caught:
             fail()

@@ -80,7 +80,7 @@ def run(
 
 
 def plain_scores(runner: TorchRunner, prompt: list[int], choices: list[list[int]]) -> list[float]:
-    """The twin: each choice is a scoring of its own."""
+    """The reference: one scoring request for each choice."""
     scored = [
         request_of(number, prompt + choice, score_from=len(prompt)) for number, choice in enumerate(choices)
     ]

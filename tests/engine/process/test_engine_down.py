@@ -1,4 +1,4 @@
-"""An engine process that hangs, that dies again and again, or that another one cannot stand in for."""
+"""An engine process that hangs, that dies repeatedly, or that another one cannot replace."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def has_ended(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("how", ["a step that never ends", "stopped while idle"])
-async def test_a_hung_engine_is_killed_and_its_requests_go_on(tmp_path, caplog, how):
+async def test_a_hung_engine_is_killed_and_its_requests_continue(tmp_path, caplog, how):
     ticks, results = Ticks(), []
     hold = Hold(tmp_path / "hold")
     options = {"hold_at": {"7": hold.path}} if how == "a step that never ends" else {}
@@ -64,7 +64,7 @@ async def test_a_hung_engine_is_killed_and_its_requests_go_on(tmp_path, caplog, 
         hold.release()
 
 
-async def test_a_stopped_idle_engine_is_found_by_a_question():
+async def test_a_stats_call_detects_a_stopped_idle_engine():
     ticks = Ticks()
     async with process_engine(ticks=ticks) as client:
         os.kill(client.engine.pid, signal.SIGSTOP)
@@ -82,7 +82,7 @@ async def test_a_stopped_idle_engine_is_found_by_a_question():
         assert (await generate(client))[0].text == PLAIN.text
 
 
-async def test_a_load_that_never_ends_is_ended(tmp_path, caplog):
+async def test_a_load_that_exceeds_its_deadline_is_killed(tmp_path, caplog):
     ticks, ends = Ticks(), []
     hold = Hold(tmp_path / "hold")
 
@@ -102,7 +102,7 @@ async def test_a_load_that_never_ends_is_ended(tmp_path, caplog):
     assert "had not loaded" in line
 
 
-async def test_time_in_which_the_server_itself_stood_still_does_not_count():
+async def test_time_in_which_the_server_was_stopped_does_not_count():
     """However long a slice was on the clock."""
     slept: list[float] = []
 
@@ -135,7 +135,7 @@ def test_a_step_may_take_what_others_of_its_size_took():
     assert pace.limit_s == 30.0
 
 
-# What dies again and again
+# Repeated deaths
 
 
 def test_the_delay_before_a_restart_grows_up_to_a_bound():
@@ -144,16 +144,16 @@ def test_the_delay_before_a_restart_grows_up_to_a_bound():
     assert (delays[0], delays[2], delays[-1]) == (0.0, 1.0, 60.0)
 
 
-async def test_what_cannot_be_loaded_again_is_tried_until_it_can_be(tmp_path):
+async def test_a_model_that_cannot_be_reloaded_is_retried_with_growing_delays(tmp_path):
     model = tmp_path / "model"
     model.touch()
     hold = Hold(tmp_path / "hold")
-    ticks, told = Ticks(), []
+    ticks, reasons = Ticks(), []
 
     async def run() -> None:
         with pytest.raises(EngineFailed) as failure:
             await generate(client)
-        told.append(str(failure.value))
+        reasons.append(str(failure.value))
 
     options = {"missing": str(model), "hold_at": {"2": hold.path}}
     async with process_engine(ticks=ticks, **options) as client:
@@ -163,11 +163,11 @@ async def test_what_cannot_be_loaded_again_is_tried_until_it_can_be(tmp_path):
             await hold.reached()
             model.unlink()
             kill(client, hold)
-            await until(lambda: len(told) == 2)
+            await until(lambda: len(reasons) == 2)
         for use in (lambda: generate(client), client.stats):
             with pytest.raises(EngineFailed) as failure:
                 await use()
-            told.append(str(failure.value))
+            reasons.append(str(failure.value))
         client.compute_ahead([5, 6], origin=Origin())  # is dropped
         assert len(client.engine._journal) == len(client._unfinished) == 0
         await until(lambda: client.engine.restarts == 5)
@@ -175,12 +175,12 @@ async def test_what_cannot_be_loaded_again_is_tried_until_it_can_be(tmp_path):
         model.touch()
         await until(lambda: client.engine._outgoing is not None)
         assert (await generate(client))[0].text == PLAIN.text
-    assert len(set(told)) == 1
-    assert "the engine is down" in told[0]
-    assert str(model) not in told[0]
+    assert len(set(reasons)) == 1
+    assert "the engine is down" in reasons[0]
+    assert str(model) not in reasons[0]
 
 
-async def test_an_idle_engine_that_dies_is_started_again_with_growing_delays():
+async def test_an_idle_engine_that_dies_is_restarted_with_growing_delays():
     ticks = Ticks()
     async with process_engine(ticks=ticks) as client:
         for number in range(1, 4):
@@ -191,7 +191,7 @@ async def test_an_idle_engine_that_dies_is_started_again_with_growing_delays():
         assert (await generate(client))[0].text == PLAIN.text
 
 
-async def test_a_server_that_is_told_to_exits_when_the_engine_dies_again_and_again(tmp_path):
+async def test_with_exits_when_down_repeated_deaths_end_the_server(tmp_path):
     model = tmp_path / "model"
     model.touch()
 
@@ -228,7 +228,7 @@ async def test_without_file_descriptors_the_start_is_tried_again(caplog):
 
 
 @pytest.mark.parametrize("what", ["model", "tokenizer"])
-async def test_ids_are_not_replayed_into_another_model(tmp_path, caplog, what):
+async def test_ids_are_not_resumed_on_another_model(tmp_path, caplog, what):
     other, hold, ticks = tmp_path / "other", Hold(tmp_path / "hold"), Ticks(holds_delays=True)
     texts: list[str] = []
 
@@ -253,7 +253,7 @@ async def test_ids_are_not_replayed_into_another_model(tmp_path, caplog, what):
 # Forward passes that fail
 
 
-async def test_after_a_fault_of_the_accelerator_another_process_goes_on(tmp_path):
+async def test_after_an_accelerator_fault_another_process_continues(tmp_path):
     fault = tmp_path / "fault"
     fault.touch()
     texts: dict[int, str] = {}
@@ -271,7 +271,7 @@ async def test_after_a_fault_of_the_accelerator_another_process_goes_on(tmp_path
         assert client.engine.restarts == 1
 
 
-async def test_after_three_failed_passes_in_a_row_another_process_goes_on(tmp_path):
+async def test_after_three_failed_passes_in_a_row_another_process_continues(tmp_path):
     failing, hold = tmp_path / "failing", Hold(tmp_path / "hold")
     failed: list[int] = []
     texts: dict[int, str] = {}
@@ -296,7 +296,7 @@ async def test_after_three_failed_passes_in_a_row_another_process_goes_on(tmp_pa
         assert texts == {n: text_after([n]) for n in (20, 21, 22, 23) if n not in failed}
 
 
-async def test_a_request_whose_pass_fails_each_time_fails_alone_and_costs_no_restart():
+async def test_a_request_whose_pass_always_fails_fails_alone_without_a_restart():
     texts: dict[int, str] = {}
     failures: list[str] = []
 
@@ -319,7 +319,7 @@ async def test_a_request_whose_pass_fails_each_time_fails_alone_and_costs_no_res
 # The end
 
 
-async def test_a_hung_engine_does_not_hold_up_the_end_of_a_server(tmp_path):
+async def test_a_hung_engine_does_not_delay_the_servers_shutdown(tmp_path):
     now_s = [0.0]
     budget = ShutdownBudget(DRAIN_S, lambda: now_s[0])
     assert budget.take(budget.drain_s) == DRAIN_S

@@ -1,4 +1,4 @@
-"""What is owed when an engine process dies, and who is to blame."""
+"""Which requests are resubmitted when an engine process dies, and which one is blamed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def finished(number: int) -> Finished:
     return Finished(number, [], "", "length", 1, 0, 0, [])
 
 
-def ledger_of(*numbers: int) -> RequestJournal:
+def journal_of(*numbers: int) -> RequestJournal:
     journal = RequestJournal()
     for number in numbers:
         journal.add(submit(number))
@@ -31,16 +31,16 @@ def ids(submits: list[Submit]) -> list[int]:
     return [one.request_id for one in submits]
 
 
-def test_requests_are_given_out_once_and_in_order():
-    journal = ledger_of(1, 2)
+def test_requests_are_released_once_and_in_order():
+    journal = journal_of(1, 2)
     assert ids(journal.release()) == [1, 2]
     journal.add(submit(3))
     assert ids(journal.release()) == [3]
     assert journal.release() == []
 
 
-def test_after_a_death_all_that_has_not_ended_is_given_out_again_with_what_it_had():
-    journal = ledger_of(1, 2, 3)
+def test_after_a_death_unfinished_requests_are_released_with_their_output():
+    journal = journal_of(1, 2, 3)
     journal.release()
     journal.receive(Started([1, 2]))
     journal.receive(Progress(2, "a", [7], [-0.5], [[(7, -0.5), (3, -1.0)]]))
@@ -55,8 +55,8 @@ def test_after_a_death_all_that_has_not_ended_is_given_out_again_with_what_it_ha
     assert again[1:] == [submit(3), submit(4)]
 
 
-def test_an_aborted_request_ends_with_the_process_that_was_told():
-    journal = ledger_of(1, 2)
+def test_an_aborted_request_ends_with_the_process_that_received_the_abort():
+    journal = journal_of(1, 2)
     journal.release()
     assert journal.abort(1)
     ended, _ = journal.process_died()
@@ -66,7 +66,7 @@ def test_an_aborted_request_ends_with_the_process_that_was_told():
 
 
 def test_alone_at_two_deaths_without_progress_a_request_is_blamed():
-    journal = ledger_of(1, 2)
+    journal = journal_of(1, 2)
     for _ in range(2):
         journal.release()
         journal.receive(Started([1]))
@@ -75,8 +75,8 @@ def test_alone_at_two_deaths_without_progress_a_request_is_blamed():
     assert ids(journal.release()) == [2]
 
 
-def test_progress_clears_but_not_for_ever():
-    journal = ledger_of(1)
+def test_progress_clears_blame_up_to_a_number_of_deaths():
+    journal = journal_of(1)
     for number in range(MAX_DEATHS):
         assert ids(journal.release()) == [1]
         journal.receive(Started([1]))
@@ -86,8 +86,8 @@ def test_progress_clears_but_not_for_ever():
         assert len(ended) == (number == MAX_DEATHS - 1)
 
 
-def test_suspects_are_tried_one_by_one_and_nobody_else_runs_meanwhile():
-    journal = ledger_of(1, 2, 3)
+def test_suspects_are_tried_one_by_one_and_alone():
+    journal = journal_of(1, 2, 3)
     for _ in range(2):
         journal.release()
         journal.receive(Started([1, 2, 3]))
@@ -108,8 +108,8 @@ def test_suspects_are_tried_one_by_one_and_nobody_else_runs_meanwhile():
 
 
 @pytest.mark.parametrize("is_sent", [False, True])
-def test_a_suspect_that_is_aborted_holds_up_nobody(is_sent):
-    journal = ledger_of(1, 2, 3)
+def test_an_aborted_suspect_delays_no_other_request(is_sent):
+    journal = journal_of(1, 2, 3)
     for _ in range(2):
         journal.release()
         journal.receive(Started([1, 2]))
@@ -134,7 +134,7 @@ def test_deadly_requests_fail_and_all_others_finish(seed, deadly, width):
     """A small engine: runs up to ``width`` requests, in steps; dies with a deadly one at its own length."""
     chance = random.Random(seed)
     lengths = {number: chance.randint(1, 4) for number in range(10)}
-    journal = ledger_of(*range(10))
+    journal = journal_of(*range(10))
     done: dict[int, int] = {}
     failed: list[int] = []
     num_deaths = 0

@@ -1,4 +1,4 @@
-"""The engine in a process of its own: killed at any moment, nobody loses or repeats a token."""
+"""The engine in a process of its own: killed at any moment, no request loses or repeats a token."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SHOWN = TOKENIZER.decode(PLAIN.ids[:6])
         "min_tokens",
     ],
 )
-async def test_a_stream_goes_on_after_a_kill_as_if_nothing_had_been(tmp_path, params):
+async def test_a_stream_continues_unchanged_after_a_kill(tmp_path, params):
     is_random = "temperature" in params
     async with plain_engine(**({"next_token": None} if is_random else {})) as client:
         expected = await generate(client, seed=3, **params)
@@ -66,7 +66,7 @@ async def test_a_stream_goes_on_after_a_kill_as_if_nothing_had_been(tmp_path, pa
     assert results == [expected]
 
 
-async def test_a_stream_survives_any_number_of_kills_while_it_gets_on(tmp_path):
+async def test_a_stream_survives_many_kills_while_it_makes_progress(tmp_path):
     results = []
 
     async def run() -> None:
@@ -84,12 +84,12 @@ async def test_a_stream_survives_any_number_of_kills_while_it_gets_on(tmp_path):
     assert len(deltas) == len([i for i in PLAIN.ids if TOKENIZER.decode([i])])
 
 
-async def test_however_many_ask_for_the_state_in_a_long_step_the_engine_is_asked_once(tmp_path):
+async def test_concurrent_stats_calls_in_a_long_step_send_one_request(tmp_path):
     hold = Hold(tmp_path / "hold")
-    told: list[int] = []
+    answers: list[int] = []
 
     async def ask() -> None:
-        told.append((await client.stats()).generated_tokens)
+        answers.append((await client.stats()).generated_tokens)
 
     async with process_engine(hold_at={"7": hold.path}) as client, anyio.create_task_group() as group:
         group.start_soon(generate, client)
@@ -104,12 +104,12 @@ async def test_however_many_ask_for_the_state_in_a_long_step_the_engine_is_asked
                     hold.release()
                 else:
                     askers.cancel_scope.cancel()
-        assert len(told) == 100
-        assert len(set(told)) == 1
+        assert len(answers) == 100
+        assert len(set(answers)) == 1
     assert client.engine._reports == set()
 
 
-async def test_whoever_waits_is_run_in_order(tmp_path):
+async def test_waiting_requests_run_in_order(tmp_path):
     hold = Hold(tmp_path / "hold")
     submitted: list[int] = []
     begun: list[int] = []
@@ -173,7 +173,7 @@ async def answer_of(app, path: str) -> tuple[int, dict]:
     return sent[0]["status"], json.loads(sent[1]["body"])
 
 
-async def test_while_it_restarts_the_server_is_live_and_says_why_it_is_not_ready(tmp_path):
+async def test_during_a_restart_the_server_is_live_and_not_ready_with_a_reason(tmp_path):
     in_step, in_load = Hold(tmp_path / "step"), tmp_path / "load"
     options = {"hold_at": {"3": in_step.path}, "hold_load": str(in_load)}
     results = []
@@ -232,7 +232,7 @@ async def test_cancelled_between_two_processes_a_request_is_forgotten(tmp_path):
             group.start_soon(run, [20 + number], scopes[number])
         await in_step.reached()
         second_load = Hold(in_load)
-        scopes[1].cancel()  # the engine is told, and dies before it reads it
+        scopes[1].cancel()  # the abort is sent, and the engine dies before it reads it
         await checkpoint()
         kill(client, in_step)
         await second_load.reached()
@@ -244,7 +244,7 @@ async def test_cancelled_between_two_processes_a_request_is_forgotten(tmp_path):
     assert texts == [text_after([22])]
 
 
-async def test_signals_to_end_are_the_servers_business():
+async def test_the_engine_ignores_sigint_and_sigterm():
     async with process_engine() as client:
         pid = client.engine.pid
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,4 +1,4 @@
-"""An engine process that cannot be loaded, dies of a request, has too much to do, or is left alone."""
+"""An engine process that cannot load, that a request kills, that is overloaded, or whose server dies."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_a_request_that_kills_the_engine_each_time_fails_alone(poison, opt
 # Queues
 
 
-async def test_beyond_the_limit_requests_are_refused(tmp_path):
+async def test_requests_beyond_the_limit_are_overloaded(tmp_path):
     hold = Hold(tmp_path / "hold")
     async with process_engine(2, hold_at={"2": hold.path}) as client, anyio.create_task_group() as group:
         first = anyio.CancelScope()
@@ -161,11 +161,11 @@ from agentflow.protocol.sampling import SamplingParams
 async def main():
     async with supervised_engine(start(**eval(sys.argv[1])), lambda: TOKENIZER) as client:
         params = SamplingParams(max_tokens=1000, ignore_eos=True)
-        told = False
+        has_streamed = False
         def on_text(text):
-            nonlocal told
-            if not told:
-                told = True
+            nonlocal has_streamed
+            if not has_streamed:
+                has_streamed = True
                 print("streaming", flush=True)
         while True:
             await client.generate([5], params, seed=0, on_text=on_text)

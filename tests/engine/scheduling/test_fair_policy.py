@@ -73,7 +73,7 @@ steps = st.lists(
 
 @settings(max_examples=300)
 @given(plan=steps, least=st.sampled_from([0, 0, 10, 60]), share=st.sampled_from([0.0, 0.0, 0.25, 1.0]))
-def test_nobody_is_overtaken_further_than_the_bound(plan, least, share):
+def test_no_request_is_overtaken_beyond_the_bound(plan, least, share):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fair_policy, "OVERTAKEN_BATCHES", least)
         patch.setattr(fair_policy, "OVERTAKEN_FRACTION", share)
@@ -176,7 +176,7 @@ def test_tenants_that_wait_get_what_their_shares_say(sizes, chunk, num_chunks, s
 
 
 def test_tenants_that_flood_get_tokens_in_proportion_to_their_shares():
-    """The whole scheduler, until one of them has nobody waiting."""
+    """The whole scheduler, until one of them has no waiting request."""
     token_budget, size, output = 16, 40, 4
     config = SchedulerConfig(max_running=8, token_budget=token_budget)
     scheduler = Scheduler(num_slots=2000, max_context=256, config=config)
@@ -230,7 +230,7 @@ waiting_requests = st.lists(
 
 
 def policy_with(given_requests, priorities) -> FairLongestPrefix:
-    policy = FairLongestPrefix(Cache().peek, token_budget=10_000)  # nobody is overtaken that far
+    policy = FairLongestPrefix(Cache().peek, token_budget=10_000)  # no request is overtaken that far
     for number, (size, cached, _, objective, group, deadline) in enumerate(given_requests):
         made = request(number, size, cached, objective=objective, task_group=group, deadline=deadline)
         made.priority = priorities[number]
@@ -371,7 +371,7 @@ def test_the_first_deadline_goes_first():
         max_size=20,
     )
 )
-def test_whose_patience_has_ended_goes_first_among_equal_priorities(plan):
+def test_among_equal_priorities_expired_deadlines_go_first(plan):
     """Against a plain list. At each admission, so many seconds have passed as the plan says."""
     now = 0.0
     policy = FairLongestPrefix(Cache().peek, token_budget=10_000, clock=lambda: now)
@@ -395,7 +395,7 @@ def test_whose_patience_has_ended_goes_first_among_equal_priorities(plan):
         del waiting[chosen.id]
 
 
-def test_who_left_without_a_turn_is_not_remembered():
+def test_a_tenant_that_leaves_without_a_turn_is_forgotten():
     policy = FairLongestPrefix(Cache().peek, token_budget=10_000)
     policy.add(request(0, 30, 0, priority=1))  # its tier goes first, and that of the others is never asked
     for number in range(1, 5_000):
@@ -417,7 +417,7 @@ def test_a_deadline_goes_before_ended_patience():
     assert order_of(policy) == [1, 0]
 
 
-def test_who_lost_its_slots_goes_first_in_order_of_arrival():
+def test_preempted_requests_go_first_in_order_of_arrival():
     policy = FairLongestPrefix(Cache().peek, token_budget=256)
     requests = [request(number, 30, cached) for number, cached in enumerate([0, 5, 20])]
     for made in requests[:2]:

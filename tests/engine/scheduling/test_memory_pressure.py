@@ -1,4 +1,4 @@
-"""A full pool: how much is kept free, who gives way, and that nothing is lost or done twice."""
+"""A full pool: how much is reserved, which request is preempted, and that no token is lost or repeated."""
 
 import numpy as np
 from hypothesis import given
@@ -25,7 +25,7 @@ running = st.lists(
 
 @given(running)
 def test_the_need_at_the_worst_moment_is_that_of_a_replay(rows):
-    """The twin: all go on in step, each takes a slot a step, and gives its own back at its end."""
+    """The reference: all requests take one slot in each step and free theirs at their end."""
     reserve = OutputReserve()
     reserve.used_fraction = 1.0
     reserve._update()
@@ -74,7 +74,7 @@ def scheduler_with(requests: list[Request], num_slots: int) -> tuple[Scheduler, 
     return scheduler, FakeRunner(num_slots=num_slots, max_context=256)
 
 
-def test_the_one_that_costs_least_to_redo_and_frees_enough_gives_way():
+def test_the_request_that_frees_enough_and_costs_least_to_redo_is_preempted():
     long, shared, short = request(1, 60, 8), request(2, 70, 8), request(3, 20, 8)
     shared.tokens[:60] = 1  # almost all of it is the first one's too
     scheduler, runner = scheduler_with([long, shared, short], 200)
@@ -96,7 +96,7 @@ def test_the_one_that_costs_least_to_redo_and_frees_enough_gives_way():
     assert short.status is Status.RUNNING
 
 
-def test_who_gave_way_keeps_its_tokens_its_forced_ones_and_its_place():
+def test_a_preempted_request_keeps_its_tokens_forced_tokens_and_place():
     first, second, third = (request(number, 20, 30) for number in (1, 2, 3))
     scheduler, runner = scheduler_with([first, second, third], 200)
     for _ in range(4):
@@ -136,10 +136,10 @@ def test_a_pool_half_as_large_as_asked_for_costs_little_and_loses_nothing():
 
 def test_what_a_program_expects_goes_before_what_others_used():
     reserve = OutputReserve()
-    told, untold = request(1, 10, 100), request(2, 10, 100)
-    told.expected_output = 20
-    assert (reserve.expected(told), reserve.expected(untold)) == (20, 50)
-    told.num_tokens += 15
-    assert reserve.expected(told) == MIN_RESERVED  # a little is left for whoever goes on
-    told.expected_output = 1000
-    assert reserve.expected(told) == 85
+    hinted, unhinted = request(1, 10, 100), request(2, 10, 100)
+    hinted.expected_output = 20
+    assert (reserve.expected(hinted), reserve.expected(unhinted)) == (20, 50)
+    hinted.num_tokens += 15
+    assert reserve.expected(hinted) == MIN_RESERVED  # a little is left for a request beyond its hint
+    hinted.expected_output = 1000
+    assert reserve.expected(hinted) == 85

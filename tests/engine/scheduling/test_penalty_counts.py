@@ -86,7 +86,7 @@ actions = st.one_of(
 @given(st.sampled_from([1.0, 1.5]), st.lists(actions, max_size=25))
 @example(1.0, ["step", "step", "step", (0, [200, 201, 102]), "step"])
 @example(1.5, ["step", "step", (0, [3]), "step", "retract", (0, [4, 4]), "step", "step"])
-def test_a_batch_penalizes_the_tokens_that_the_request_has_after_replacements(repetition, told):
+def test_a_batch_penalizes_the_tokens_that_the_request_has_after_replacements(repetition, plan):
     """Through the scheduler, beside another request, retracted now and then."""
     harness = Harness(token_budget=16)
     harness.runner = UnpenalizedRunner(num_slots=256, max_context=128)
@@ -94,7 +94,7 @@ def test_a_batch_penalizes_the_tokens_that_the_request_has_after_replacements(re
     prompt = [1, 2, 2]
     request = harness.add(1, prompt, 60, params=params)
     harness.add(2, [7], 60)
-    for action in told:
+    for action in plan:
         if action == "retract":
             if request.status is Status.RUNNING:
                 harness.scheduler.retract(request)

@@ -1,5 +1,5 @@
-"""Who gets the rows of a step: short prompts beside long ones, running streams beside prompts, and what each
-tenant is charged."""
+"""Which requests get the tokens of a step: short prompts beside long ones, streams beside prompts; and what
+each tenant is charged."""
 
 from collections import Counter
 from math import ceil

@@ -49,11 +49,9 @@ def test_any_mix_of_requests_gives_what_each_gives_alone(
 def test_a_generated_continuation_is_a_cache_hit():
     harness = Harness()
     harness.add(1, [1, 2, 3], 5)
-    while harness.step():
-        pass
+    harness.run()
     second = harness.add(2, [1, 2, 3, *harness.output(1), 7], 1)
-    while harness.step():
-        pass
+    harness.run()
     # The last generated token was never fed to the model, so its KV does not exist.
     assert second.num_cached == 3 + 5 - 1
 
@@ -63,8 +61,7 @@ def test_requests_that_share_an_uncached_prefix_compute_it_once():
     prefix = [5] * 50
     for index in range(6):
         harness.add(index, [*prefix, 10 + index], 2)
-    while harness.step():
-        pass
+    harness.run()
     computed = harness.scheduler.counters.computed_tokens
     assert computed == len(prefix) + 6 * 1 + 6 * 1  # prefix once, six ends, six second tokens
     for index in range(6):
@@ -88,8 +85,7 @@ def test_prefill_stays_within_the_token_budget(budget):
     harness = Harness(token_budget=budget, max_running=2)
     harness.add(1, list(range(50)), 3)
     harness.add(2, list(range(100, 140)), 3)
-    while harness.step():
-        pass
+    harness.run()
     # Decoding never waits for the budget.
     assert max(harness.row_counts) <= budget + 1
     assert harness.output(1) == expected_output(list(range(50)), 3)
@@ -99,8 +95,7 @@ def test_a_full_pool_retracts_and_still_finishes_everything():
     harness = Harness(64, token_budget=32, max_running=8)
     for index in range(6):
         harness.add(index, [index] * 8, 40)
-    while harness.step():
-        pass
+    harness.run()
     assert harness.scheduler.counters.retractions > 0
     for index in range(6):
         assert harness.output(index) == expected_output([index] * 8, 40)
@@ -111,11 +106,9 @@ def test_scoring_gives_one_logprob_per_scored_token():
     harness = Harness(token_budget=8)
     tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
     first = harness.add(1, tokens, 0, score_from=6)
-    while harness.step():
-        pass
+    harness.run()
     again = harness.add(2, tokens, 0, score_from=6)
-    while harness.step():
-        pass
+    harness.run()
     assert len(first.logprobs) == len(tokens) - 6
     assert again.num_cached == 5
     assert again.logprobs == first.logprobs
@@ -131,8 +124,7 @@ def test_each_token_goes_to_the_request_that_it_was_sampled_for(with_scoring):
     if with_scoring:
         scored = harness.add(20, [7, 8, 9, 10, 11], 0, score_from=2)
     harness.add(21, [5] * 40, 3)
-    while harness.step():
-        pass
+    harness.run()
     for number, prompt in prompts.items():
         assert harness.output(number) == expected_output(prompt, number % 3 and 4)
     assert harness.output(21) == expected_output([5] * 40, 3)
@@ -146,8 +138,7 @@ def test_what_can_never_run_is_refused_at_once():
     with pytest.raises(PromptTooLong, match="64"):
         harness.add(1, [1] * 64, 1)
     longest = harness.add(2, [1] * 60, 1000)
-    while harness.step():
-        pass
+    harness.run()
     assert longest.num_generated == 4  # what the pool could still hold
 
 
@@ -165,8 +156,7 @@ def test_a_failed_forward_gives_its_slots_back():
 def test_longest_prefix_first_runs_the_cached_one_before_the_earlier_one(policy):
     harness = Harness(policy=policy, max_running=1)
     harness.add(1, [1] * 20, 1)
-    while harness.step():
-        pass
+    harness.run()
     cold = harness.add(2, [2] * 20, 1)
     warm = harness.add(3, [1] * 20, 1)
     harness.step()

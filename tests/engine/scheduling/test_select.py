@@ -1,7 +1,7 @@
-"""Selects in the scheduler against plain scorings of each choice, in any company and any distress.
+"""Selects in the scheduler against a plain scoring of each choice, in any batch and under memory pressure.
 
 The fake runner hashes all tokens that a row sees, in the order of their positions, and raises where a slot
-holds another position: a wrong ancestor, a slot that somebody else was given or a wrong order would show.
+holds another position: a wrong ancestor, another request's slot or a wrong order would show.
 """
 
 from dataclasses import dataclass
@@ -35,18 +35,16 @@ def scores(request: Request) -> list[list[float]]:
 
 
 def plain_scores(prompt: list[int], choices: list[list[int]]) -> list[list[float]]:
-    """The twin: each choice is a scoring of its own."""
+    """The reference: one scoring request for each choice."""
     harness = Harness(1024, token_budget=64)
     for number, choice in enumerate(choices):
         harness.add(number, prompt + choice, 0, score_from=len(prompt))
-    while harness.step():
-        pass
+    harness.run()
     return [harness.requests[number].logprobs for number in range(len(choices))]
 
 
 def finish(harness: Harness) -> None:
-    while harness.step():
-        pass
+    harness.run()
     harness.scheduler.check_idle()
 
 
@@ -186,7 +184,7 @@ def test_the_prefix_stays_cached_and_the_nodes_do_not():
     assert follower.num_cached == 4
 
 
-def test_who_gives_way_in_the_middle_of_its_tree_begins_it_anew():
+def test_a_select_preempted_within_its_tree_restarts_the_tree():
     harness = Harness(token_budget=6)
     prompt, choices = [1, 2, 3], [[a, b, 0] for a in range(3) for b in range(3)]
     request = add_select(harness, 1, prompt, choices)
@@ -219,7 +217,7 @@ def test_a_full_pool_retracts_selects_and_still_finishes_everything(num_slots, t
             assert scores(harness.requests[number]) == plain_scores(prompt, choices)
 
 
-def test_a_tree_that_can_never_fit_is_refused_at_once():
+def test_a_tree_that_can_never_fit_is_rejected():
     harness = Harness(64)
     with pytest.raises(
         PromptTooLong, match="60 tokens; with the 5 of its longest choice it must fit into 64"
@@ -232,7 +230,7 @@ def test_a_tree_that_can_never_fit_is_refused_at_once():
     assert scores(request) == plain_scores([1] * 50, [[a, 0] for a in range(14)])
 
 
-def test_others_wait_for_the_prompt_of_a_select_and_not_for_its_nodes():
+def test_requests_wait_for_the_prompt_of_a_select_and_not_for_its_nodes():
     """Those enter no cache."""
     harness = Harness(token_budget=4)
     prompt = [1, 2, 3, 4, 5, 6]

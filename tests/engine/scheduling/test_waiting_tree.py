@@ -1,4 +1,4 @@
-"""The waiting requests' tree against a brute-force twin that compares every request with every cached run."""
+"""The waiting requests' tree against a reference that compares every request with every cached run."""
 
 import numpy as np
 from hypothesis import strategies as st

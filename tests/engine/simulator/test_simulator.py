@@ -224,7 +224,7 @@ def test_the_command_shows_the_policies_side_by_side(tmp_path):
     assert [run["policy"] for run in written] == [summary.policy for summary in summaries]
 
 
-def test_more_than_fits_gives_way_and_nothing_is_lost():
+def test_more_than_fits_is_preempted_and_nothing_is_lost():
     workload = Workload("w", unshared(num_requests=60, prompt=20, output=90), kv_tokens=1000)
     result = simulate(workload, SchedulerConfig(max_running=64))
     assert result.counters.retractions > 0

@@ -114,7 +114,7 @@ async def test_what_generates_nothing_has_no_output(tmp_path):
     ]
 
 
-async def test_salts_and_tenants_are_told_apart_and_not_told(tmp_path):
+async def test_salts_and_tenants_are_numbered_and_not_named(tmp_path):
     path = tmp_path / "served.jsonl"
     names = ["", "hunter2", "swordfish", "hunter2", "", "swordfish"]
     async with plain_engine() as client, recorded(client, path):
@@ -259,7 +259,7 @@ async def test_a_full_disk_ends_the_recording_and_not_the_serving(caplog, room):
     ]
 
 
-async def test_a_file_that_cannot_be_closed_is_told(caplog):
+async def test_a_file_that_cannot_be_closed_is_logged(caplog):
     class Unclosable(io.BytesIO):
         def close(self) -> None:
             super().close()
@@ -342,6 +342,6 @@ async def test_a_recording_is_its_owners_alone_and_never_written_over(tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["served.jsonl", "served.jsonl.gz"])
-async def test_a_file_that_cannot_be_made_is_told(tmp_path, name):
+async def test_a_file_that_cannot_be_created_is_an_error(tmp_path, name):
     with pytest.raises(BadArgument, match=r"cannot write the workload .*No such file"):
         open_sink(tmp_path / "nowhere" / name)

@@ -1,4 +1,4 @@
-"""Renderings taken apart into markup and contents, as the templates' twins in Python have them."""
+"""Renderings taken apart into markup and contents, against the same templates written in Python."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from agentflow.protocol.chat import Message
 
 @pytest.mark.parametrize("name", shapes.WITH_TWIN)
 @given(data=st.data(), opens=st.booleans())
-def test_pieces_are_those_of_the_twin(name: str, data: st.DataObject, opens: bool) -> None:
-    source, twin = shapes.WITH_TWIN[name]
+def test_pieces_are_those_of_the_reference(name: str, data: st.DataObject, opens: bool) -> None:
+    source, reference = shapes.WITH_TWIN[name]
     answers = thoughts | st.sampled_from(["a", " b ", "a\n"]) if name == "thinking" else hostile_contents
     turns = data.draw(alternating(answers))
     layout = lay_out(TEMPLATES[name], messages_of(turns), "assistant" if opens else None)
-    assert pieces_of(layout) == shapes.joined(twin(turns, opens))
+    assert pieces_of(layout) == shapes.joined(reference(turns, opens))
     assert source == shapes.ALL[name]
 
 
@@ -38,14 +38,14 @@ def test_pieces_are_those_of_the_twin(name: str, data: st.DataObject, opens: boo
 @given(data=st.data())
 def test_a_conversation_that_grows(name: str, data: st.DataObject) -> None:
     """Each layout is made with the one before, and is the one that is made without."""
-    twin = shapes.WITH_TWIN[name][1]
+    reference = shapes.WITH_TWIN[name][1]
     answers = thoughts if name == "thinking" else hostile_contents
     turns = data.draw(alternating(answers))
     previous: Layout | None = None
     for n in range(len(turns) + 1):
         if n:
             previous = lay_out(TEMPLATES[name], messages_of(turns[:n]), previous=previous)
-            assert pieces_of(previous) == shapes.joined(twin(turns[:n], False))
+            assert pieces_of(previous) == shapes.joined(reference(turns[:n], False))
         opens = turns[n][0] if n < len(turns) else "assistant"
         if n or opens == "user":
             opened = lay_out(TEMPLATES[name], messages_of(turns[:n]), opens, previous=previous)
@@ -108,7 +108,7 @@ def test_a_content_that_is_shown_twice_and_altered() -> None:
     ]
 
 
-def test_a_content_that_cannot_be_told_from_markup_is_refused() -> None:
+def test_content_indistinguishable_from_markup_is_rejected() -> None:
     turns = messages_of([("user", ">dne<"), ("user", "b")])
     template = ChatTemplate("{% for m in messages %}[{{ m.content | reverse }}]{% endfor %}")
     with pytest.raises(NotSupported, match="user turn: its content cannot be told from markup"):

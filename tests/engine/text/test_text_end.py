@@ -212,7 +212,7 @@ def test_a_pattern_that_makes_no_sense_is_a_bad_argument(pattern: str, why: str)
 
 
 @pytest.mark.parametrize("pattern", ["(?:a?|b?){99}(?!)", "(|a|){99}(?<=x)"])
-def test_a_pattern_that_takes_for_ever_on_nothing_harms_nobody(pattern: str) -> None:
+def test_a_pattern_that_takes_for_ever_on_nothing_affects_no_other_text(pattern: str) -> None:
     with contextlib.suppress(RequestRefused):
         push_all(TextEnd(TINY, stop_regex=pattern), "a")
 

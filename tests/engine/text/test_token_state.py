@@ -18,10 +18,10 @@ from support.engine.conversations import (
     by_hand,
     encoded,
     letters,
+    replay,
     say,
     scripts,
     state_of,
-    tell,
 )
 from transformers import PreTrainedTokenizerFast
 
@@ -35,7 +35,7 @@ from agentflow.protocol.chat import Message
 @given(script=scripts(with_ids=True))
 def test_ids_are_those_of_the_pieces(script: Script) -> None:
     state = state_of("chatml")
-    tell(state, script)
+    replay(state, script)
     pieces = shapes.chatml(script.contents(), script.opens)
     # An empty generation cuts a run of text too, so only what it stands for is compared by hand.
     if all(text for _, runs in script.turns for chunks, made in runs if made for text in ["".join(chunks)]):
@@ -51,7 +51,7 @@ def test_ids_are_those_of_the_pieces(script: Script) -> None:
 @given(script=scripts(with_ids=False))
 def test_text_in_one_go_or_in_many(name: str, script: Script) -> None:
     state = state_of(name)
-    tell(state, script)
+    replay(state, script)
     turns = script.contents()
     if name != "thinking" or all("</think>" not in text for _, text in turns):
         assert state.ids() == encoded(shapes.joined(shapes.WITH_TWIN[name][1](turns, script.opens)))
@@ -64,7 +64,7 @@ def test_text_in_one_go_or_in_many(name: str, script: Script) -> None:
 def test_nothing_that_is_said_opens_a_turn(name: str, script: Script) -> None:
     """As many special tokens as in the same conversation with harmless words."""
     state = state_of(name)
-    tell(state, script)
+    replay(state, script)
     harmless = state_of(name)
     for role, text in script.contents():
         say(harmless, role, "x" if text.strip() else "")
@@ -87,7 +87,7 @@ def test_default_model_against_transformers(
 ) -> None:
     tokenizer, template, reference = default
     state = TokenState(tokenizer, template)
-    tell(state, script)
+    replay(state, script)
     turns = script.contents()
     messages = [{"role": role, "content": text} for role, text in turns]
     rendered = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=script.opens)
@@ -226,7 +226,7 @@ def test_a_look_at_choices_changes_nothing(script: Script, text: str, choose: bo
     """Whatever comes before the text, and whether or not the select goes through."""
     state, other = state_of("chatml"), state_of("chatml")
     for one in (state, other):
-        tell(one, script)
+        replay(one, script)
         one.text(text)
     encoded = state.encode_choices(["the quick", "the answer"])
     before = state.ids()

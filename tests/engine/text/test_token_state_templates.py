@@ -98,7 +98,7 @@ def test_a_template_that_shows_a_system_turn_only_with_the_next_one() -> None:
         assert one.num_rerendered_tokens == 0
 
 
-def test_what_the_template_refuses_is_told_when_ids_are_wanted() -> None:
+def test_a_templates_error_is_raised_when_ids_are_read() -> None:
     state = state_of("known_roles")
     say(state, "judge", "x")
     state.cut()

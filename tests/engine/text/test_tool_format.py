@@ -126,7 +126,7 @@ def test_tools_and_calls_as_contents() -> None:
     template.render([system, *rest])
 
 
-def test_the_system_turn_that_tells_of_tools() -> None:
+def test_the_system_turn_that_lists_tools() -> None:
     user = Message("user", "?")
     (system, _) = as_plain_messages([Message("system", "Be brief."), user], [TIME], WITHOUT_TOOLS["chatml"])
     assert system.content.startswith("Be brief.\n\nYou can call these tools:\n<tools>\n")

@@ -1,4 +1,4 @@
-"""Prose and tool calls told apart in a text that comes in any pieces."""
+"""Prose and tool calls separated in a text that arrives in any pieces."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def written(form: ToolFormat, some: list[tuple[str, str]]) -> str:
     return (form.between or "").join([f"{form.begin}{one}{form.end}" for one in objects])
 
 
-def told(pieces: list[Piece]) -> list[tuple[str, ...]]:
+def summary_of(pieces: list[Piece]) -> list[tuple[str, ...]]:
     """Neighbouring pieces of a kind put together, and the ids of calls left out."""
     found: list[tuple[str, ...]] = []
     for piece in pieces:
@@ -106,7 +106,7 @@ def test_calls_are_read_as_they_were_written(name, constrained, some, before, da
     text = (before + form.before if before else "") + written(form, some)
     pieces = read(form, cut(text, data), constrained=constrained)
     expected = [("call", *call) for call in some]
-    assert told(pieces) == ([("prose", before)] if before else []) + expected
+    assert summary_of(pieces) == ([("prose", before)] if before else []) + expected
 
 
 WORDS = [
@@ -155,9 +155,9 @@ BEGINS = [(), ("<tool_call>",), ('{"name": "weather"', "["), ("[TOOL_CALLS]",)]
 )
 def test_nothing_depends_on_how_a_text_is_cut(name, constrained, text, begins, data):
     form, how = FORMS[name], {"constrained": constrained, "begins": begins}
-    whole = told(read(form, [text], **how))
-    assert told(read(form, cut(text, data), **how)) == whole
-    assert told(read(form, list(text), **how)) == whole
+    whole = summary_of(read(form, [text], **how))
+    assert summary_of(read(form, cut(text, data), **how)) == whole
+    assert summary_of(read(form, list(text), **how)) == whole
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -165,7 +165,7 @@ def test_nothing_depends_on_how_a_text_is_cut(name, constrained, text, begins, d
 def test_nothing_is_lost(name, text):
     """All characters that are no part of a call come as prose, in their order, but for white space beside
     calls and the ends of calls."""
-    found = told(read(FORMS[name], [text], constrained=False))
+    found = summary_of(read(FORMS[name], [text], constrained=False))
     if all(kind == "prose" for kind, *_ in found):
         assert "".join(piece[1] for piece in found) == text
     at = 0
@@ -178,7 +178,7 @@ def test_nothing_is_lost(name, text):
 @pytest.mark.parametrize("name", FORMS)
 @given(text=st.lists(st.sampled_from(WORDS), max_size=12).map("".join))
 def test_without_tools_all_is_prose(name, text):
-    found = told(read(FORMS[name], list(text), constrained=False, names=()))
+    found = summary_of(read(FORMS[name], list(text), constrained=False, names=()))
     assert found == ([("prose", text)] if text else [])
 
 
@@ -186,9 +186,9 @@ def test_without_tools_all_is_prose(name, text):
 def test_prose_comes_at_once(text):
     """Only what could begin a mark is held back."""
     output = ToolOutput(HERMES, NAMES, is_constrained=True)
-    heard = ""
+    pushed = ""
     for number, char in enumerate(text):
-        heard += "".join(piece.text for piece in output.push(char))
+        pushed += "".join(piece.text for piece in output.push(char))
         so_far = text[: number + 1]
         could_begin = [
             m for m in ("<tool_call>", "\n<tool_call>") for n in range(len(m)) if so_far.endswith(m[:n])
@@ -197,7 +197,7 @@ def test_prose_comes_at_once(text):
             [n for m in could_begin for n in range(len(m)) if so_far.endswith(m[:n])],
             default=0,
         )
-        assert heard == so_far[: len(so_far) - longest]
+        assert pushed == so_far[: len(so_far) - longest]
 
 
 @pytest.mark.parametrize(
@@ -218,29 +218,29 @@ def test_prose_comes_at_once(text):
     ],
 )
 def test_what_is_no_call_is_prose(text):
-    assert told(read(HERMES, [text], constrained=False)) == [("prose", text)]
-    assert told(read(HERMES, [*text[:200], text[200:]], constrained=False)) == [("prose", text)]
+    assert summary_of(read(HERMES, [text], constrained=False)) == [("prose", text)]
+    assert summary_of(read(HERMES, [*text[:200], text[200:]], constrained=False)) == [("prose", text)]
 
 
 def test_prose_goes_on_after_what_is_no_call():
     output = ToolOutput(HERMES, NAMES, is_constrained=False)
     pieces = output.push("<tool_call>{oops, and a long text after it")
-    assert told(pieces) == [("prose", "<tool_call>{oops, and a long text after it")]
+    assert summary_of(pieces) == [("prose", "<tool_call>{oops, and a long text after it")]
     good = written(HERMES, [("weather", "{}")])
-    assert told(output.push("\n" + good + " So.")) == [("call", "weather", "{}"), ("prose", " So.")]
+    assert summary_of(output.push("\n" + good + " So.")) == [("call", "weather", "{}"), ("prose", " So.")]
 
 
 @pytest.mark.parametrize("constrained", [True, False])
 def test_white_space_before_what_is_no_call_is_kept(constrained):
     for text in ("x\n<tool_call>no", "\n<tool_call>\n{oops", "x\n<tool_call>"):
-        assert told(read(HERMES, [text], constrained=constrained)) == [("prose", text)]
+        assert summary_of(read(HERMES, [text], constrained=constrained)) == [("prose", text)]
     good = written(HERMES, [("weather", "{}")])
     text = f"{good}\n \n<tool_call>no"
     expected = [("call", "weather", "{}"), ("prose", "\n \n<tool_call>no")]
-    assert told(read(HERMES, list(text), constrained=constrained)) == expected
+    assert summary_of(read(HERMES, list(text), constrained=constrained)) == expected
 
 
-def test_a_call_is_told_with_its_first_character():
+def test_a_call_is_emitted_with_its_first_character():
     output = ToolOutput(HERMES, NAMES, is_constrained=True)
     output.push('<tool_call>\n{"name": "weather", "arguments": ')
     begun, first = output.push('{"c')
@@ -253,26 +253,28 @@ def test_a_call_is_told_with_its_first_character():
 
 def test_a_call_that_is_cut_off_under_a_constraint():
     text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Os'
-    assert told(read(HERMES, [text], constrained=True)) == [("call", "weather", '{"city": "Os')]
-    assert told(read(HERMES, [text], constrained=False)) == [("prose", text)]
-    assert told(read(HERMES, [text[:20]], constrained=True)) == [("prose", text[:20])]
+    assert summary_of(read(HERMES, [text], constrained=True)) == [("call", "weather", '{"city": "Os')]
+    assert summary_of(read(HERMES, [text], constrained=False)) == [("prose", text)]
+    assert summary_of(read(HERMES, [text[:20]], constrained=True)) == [("prose", text[:20])]
 
 
 @pytest.mark.parametrize("constrained", [True, False])
 def test_a_text_that_ends_within_the_mark_of_another_call(constrained):
     good = written(HERMES, [("weather", "{}")])
     for begun in ("\n", "\n<", "\n<tool_call"):
-        assert told(read(HERMES, list(good + begun), constrained=constrained)) == [("call", "weather", "{}")]
+        assert summary_of(read(HERMES, list(good + begun), constrained=constrained)) == [
+            ("call", "weather", "{}")
+        ]
 
 
-def test_white_space_around_calls_is_nobodys():
+def test_white_space_around_calls_is_dropped():
     one = written(HERMES, [("weather", "{}")])
     text = f"Look:\n{one} \n\n{one}\n"
-    assert told(read(HERMES, [text], constrained=True)) == [
+    assert summary_of(read(HERMES, [text], constrained=True)) == [
         ("prose", "Look:"),
         *[("call", "weather", "{}")] * 2,
     ]
-    assert told(read(HERMES, [one + "\n\nSo."], constrained=True)) == [
+    assert summary_of(read(HERMES, [one + "\n\nSo."], constrained=True)) == [
         ("call", "weather", "{}"),
         ("prose", "\n\nSo."),
     ]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.conversations import TEMPLATES as PLAIN_TEMPLATES
-from support.engine.conversations import messages_of, say, scripts, state_of, tell
+from support.engine.conversations import messages_of, replay, say, scripts, state_of
 from support.engine.tool_template_shapes import SPECIAL, TEMPLATES, TOKENIZER
 
 from agentflow.engine.text.chat_template import ChatTemplate
@@ -144,13 +144,13 @@ def test_ids_of_harmless_words_are_those_of_the_rendering(
 @given(script=scripts(with_ids=False))
 @pytest.mark.parametrize("name", PLAIN_TEMPLATES)
 def test_whole_turns_are_turns(name: str, script: Any) -> None:
-    told, given_whole = state_of(name), state_of(name)
+    by_parts, given_whole = state_of(name), state_of(name)
     turns = script.contents()
     if not turns:
         return
     try:
-        tell(told, script)
-        expected = told.ids()
+        replay(by_parts, script)
+        expected = by_parts.ids()
     except NotSupported:
         return
     for message in messages_of(turns):
@@ -158,7 +158,7 @@ def test_whole_turns_are_turns(name: str, script: Any) -> None:
     if script.opens:
         given_whole.begin_role("assistant")
     assert given_whole.ids() == expected
-    assert given_whole.messages() == told.messages()
+    assert given_whole.messages() == by_parts.messages()
 
 
 def test_a_special_name_that_the_template_completes() -> None:
@@ -226,7 +226,7 @@ def test_ids_that_a_template_takes() -> None:
         assert f'"call_id": "{shown}"' in text
 
 
-def test_tools_are_told_before_the_first_turn() -> None:
+def test_tools_are_listed_before_the_first_turn() -> None:
     state = TokenState(TOKENIZER, TEMPLATES["hermes"])
     say(state, "user", "x")
     with pytest.raises(BadArgument, match="must be set before the first turn"):

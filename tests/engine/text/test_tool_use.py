@@ -1,4 +1,4 @@
-"""Requests with tools: what the model is told, and what it can write at all."""
+"""Requests with tools: the prompt, and what the model can write at all."""
 
 from __future__ import annotations
 
@@ -135,13 +135,13 @@ def test_either_calls_or_the_form_that_is_asked_for(name, form, tools):
                 continue
             output = use.output(otherwise)
             said = text.decode()
-            told = [piece for at in range(0, len(said), 3) for piece in output.push(said[at : at + 3])]
-            told += output.finish()
+            found = [piece for at in range(0, len(said), 3) for piece in output.push(said[at : at + 3])]
+            found += output.finish()
             if is_call and output.num_calls:
-                check(calls_of(told))
-                assert prose_of(told) == ""
+                check(calls_of(found))
+                assert prose_of(found) == ""
             else:  # where a call has no mark, a text may begin like one
-                assert prose_of(told) == said
+                assert prose_of(found) == said
                 assert keeps(plain, text)
             num_texts += output.num_calls > 0 if is_call else 1
         assert num_texts
@@ -187,7 +187,7 @@ def test_a_text_that_begins_as_a_call_is_a_valid_one(name, tools):
     ],
 )
 @pytest.mark.parametrize("tools", [REGULAR, ANY], ids=["regular", "any"])
-def test_a_form_that_cannot_be_told_from_a_call_is_refused(otherwise, why, tools):
+def test_a_form_indistinguishable_from_a_call_is_rejected(otherwise, why, tools):
     use = use_of(TEMPLATES["llama"], request(AUTO, tools))
     with pytest.raises(BadArgument, match=why):
         compile_constraint(use.constraint(otherwise))

@@ -1,4 +1,4 @@
-"""Conversations for tests of token states: small tokenizers, all templates, and scripts to tell them by."""
+"""Conversations for tests of token states: small tokenizers, all templates, and scripts of them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def messages_of(turns: shapes.Turns) -> list[Message]:
 
 @dataclass
 class Script:
-    """A conversation, and how it is to be told: each content as runs of text (in chunks) and of ids."""
+    """A conversation, and how it is to be replayed: each content as runs of text (in chunks) and of ids."""
 
     turns: list[tuple[str, list[tuple[list[str], bool]]]] = field(default_factory=list)
     opens: bool = False
@@ -119,7 +119,7 @@ def scripts(draw: st.DrawFn, *, with_ids: bool) -> Script:
     return script
 
 
-def tell(state: TokenState, script: Script) -> None:
+def replay(state: TokenState, script: Script) -> None:
     for role, runs in script.turns:
         state.begin_role(role)
         for chunks, is_generated in runs:

@@ -27,7 +27,7 @@ def hash_token(tokens: list[int]) -> int:
 
 
 def expected_output(prompt: list[int], count: int) -> list[int]:
-    """The twin: one request, alone, without slots or cache."""
+    """The reference: one request, alone, without slots or cache."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(hash_token(tokens))
@@ -83,6 +83,11 @@ class Harness:
                 self.scheduler.release(request)
         self.check()
         return True
+
+    def run(self) -> None:
+        """Steps until no request is left."""
+        while self.step():
+            pass
 
     def check(self) -> None:
         scheduler = self.scheduler

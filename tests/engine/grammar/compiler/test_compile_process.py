@@ -1,4 +1,4 @@
-"""Compiling in a process of its own: whatever a constraint does there, only its sender notices."""
+"""Compiling in a process of its own: a constraint that harms the process fails its own request only."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ async def test_killed_while_it_compiles_only_that_constraint_fails(tmp_path):
         assert processes == [compiler.pid] * 3
         assert compiler.pid != killed
         assert compiler.counts.killed == 1
-        # Whoever killed it may be gone: nothing is remembered of it.
+        # The kill was no fault of the constraint: nothing is cached.
         assert await process_of(compiler, f"hold {hold.path}") == compiler.pid
 
 
@@ -234,7 +234,7 @@ async def test_a_server_with_many_files_open():
         ("json:no_such_function", "has no attribute 'no_such_function'"),
     ],
 )
-async def test_what_cannot_be_loaded_is_told_to_whoever_needs_it(loader, message):
+async def test_a_loader_that_cannot_be_loaded_fails_each_call(loader, message):
     async with constraint_compiler(LIMITS, loader=loader) as compiler:
         for _ in range(2):
             failure = await refusal(compiler, "pid")
@@ -308,24 +308,19 @@ anyio.run(main)
 
 
 async def test_what_comes_on_the_socket_while_it_compiles_does_not_end_it(tmp_path):
-    """The kernel may tell of a frame when it has been read, and the work on it begun."""
+    """SIGIO for a frame may arrive when work on it has begun."""
     hold = Hold(tmp_path / "hold")
     worker = CompileWorkerHandle.start(LOADER, LIMITS)
     await worker.ready()
-    async with anyio.create_task_group() as group:
-
-        async def compile_first() -> None:
-            end = await worker.compile(Constraint("regex", f"hold {hold.path}"))
-            assert end.compiled is not None
-
-        group.start_soon(compile_first)
-        await hold.reached()
-        await worker.send(to_frame(Constraint("regex", "pid")))
-        hold.release()
-    ends = []
-    while not ends:
-        ends = await worker.receive()
-    assert end_decoder.decode(ends[0]).compiled.payload == str(worker.pid).encode()
+    await worker.send(to_frame(Constraint("regex", f"hold {hold.path}")))
+    await hold.reached()
+    await worker.send(to_frame(Constraint("regex", "pid")))
+    hold.release()
+    frames: list[bytes] = []
+    while len(frames) < 2:
+        frames += await worker.receive()
+    for frame in frames:
+        assert end_decoder.decode(frame).compiled.payload == str(worker.pid).encode()
     assert await worker.end(END_S) == "ended with exit code 0"
 
 

@@ -1,4 +1,4 @@
-"""The event loop's side of compiling: what is kept, who waits for what, and whose turn it is."""
+"""The event loop's side of compiling: the cache, the queues, and the order of tenants."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PID = Constraint("regex", "pid")
 
 
 def opened(**limits):
-    """What stands still in a test gives way to nobody, unless the test says so."""
+    """A held constraint is not ended for another tenant, unless the test sets ``contended_s``."""
     return constraint_compiler(CompileLimits(**({"contended_s": 600.0} | limits)), loader=LOADER)
 
 
@@ -113,7 +113,7 @@ async def test_what_does_not_fit_into_the_cache_is_compiled_again():
         assert (compiler.counts.compiled, compiler.counts.cache_hits) == (4, 0)
 
 
-async def test_who_asks_for_the_same_meanwhile_waits_for_the_one_that_runs(tmp_path):
+async def test_calls_for_a_running_constraint_wait_for_it(tmp_path):
     hold = Hold(tmp_path / "hold")
     async with opened() as compiler, anyio.create_task_group() as group:
         caller = Caller(compiler, group)
@@ -294,10 +294,10 @@ async def test_full_queues_refuse(tmp_path):
         await compiler.compile(PID, tenant="ann")
 
 
-# Who goes
+# Cancelled calls
 
 
-async def test_one_that_goes_does_not_disturb_the_others(tmp_path):
+async def test_a_cancelled_call_does_not_affect_others(tmp_path):
     hold = Hold(tmp_path / "hold")
     async with opened() as compiler, anyio.create_task_group() as group:
         caller = Caller(compiler, group)
@@ -312,7 +312,7 @@ async def test_one_that_goes_does_not_disturb_the_others(tmp_path):
     assert (compiler.counts.compiled, compiler.counts.killed) == (2, 0)
 
 
-async def test_what_nobody_waits_for_is_not_begun(tmp_path):
+async def test_an_abandoned_waiting_constraint_is_not_compiled(tmp_path):
     hold = Hold(tmp_path / "hold")
     async with opened(max_waiting=1) as compiler, anyio.create_task_group() as group:
         caller = Caller(compiler, group)
@@ -328,7 +328,7 @@ async def test_what_nobody_waits_for_is_not_begun(tmp_path):
     assert not caller.refused
 
 
-async def test_what_nobody_waits_for_any_more_is_killed(tmp_path, monkeypatch):
+async def test_an_abandoned_running_constraint_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(compiler_module, "ABANDONED_S", 0.0)
     hold = Hold(tmp_path / "hold")
     async with opened() as compiler, anyio.create_task_group() as group:
@@ -349,7 +349,7 @@ async def test_what_nobody_waits_for_any_more_is_killed(tmp_path, monkeypatch):
     assert not compiler._jobs
 
 
-async def test_what_nobody_waited_for_a_moment_goes_on(tmp_path, monkeypatch):
+async def test_a_constraint_abandoned_for_a_moment_continues(tmp_path, monkeypatch):
     monkeypatch.setattr(compiler_module, "ABANDONED_S", 1e6)  # the moment
     hold = Hold(tmp_path / "hold")
     async with opened(wall_s=1e7) as compiler, anyio.create_task_group() as group:
