@@ -144,8 +144,8 @@ def test_no_two_turns_of_one_role_follow_each_other_and_no_text_is_lost(said):
 def test_a_turn_of_many_messages_is_put_together_once(role):
     """Each costs what it has to say, and not what all before it had."""
     message = InputMessage(role=role, content="x" * 50)
-    [turn] = conversation_of(CountRequest(model="fake", messages=[message] * 300_000))
-    assert len(turn.content) == 300_000 * 50 + (299_999 * 2 if role == "user" else 0)
+    [turn] = conversation_of(CountRequest(model="fake", messages=[message] * 50_000))
+    assert len(turn.content) == 50_000 * 50 + (49_999 * 2 if role == "user" else 0)
 
 
 def test_messages_and_blocks_are_limited():

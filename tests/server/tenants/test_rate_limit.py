@@ -121,7 +121,7 @@ class TenantGateMachine(RuleBasedStateMachine):
 
 
 TestTenantGate = TenantGateMachine.TestCase
-TestTenantGate.settings = settings(max_examples=150, stateful_step_count=40)
+TestTenantGate.settings = settings(max_examples=50, stateful_step_count=40)
 
 
 def use(

@@ -17,7 +17,7 @@ from agentflow.backends.local import interpreted
 from agentflow.engine.generator import EngineGenerator
 from agentflow.errors import RunFailed
 from agentflow.protocol import ops
-from agentflow.protocol.events import MAX_CAUSES, ErrorInfo, Event, StateFailed, VarFailed
+from agentflow.protocol.events import MAX_CAUSES, ErrorInfo, Event, Reached, StateFailed, VarFailed
 from agentflow.protocol.ops import MAX_NUMBER, Op
 
 pytestmark = pytest.mark.anyio
@@ -94,26 +94,30 @@ async def test_an_error_with_any_number_of_causes_can_be_provided(depth: int) ->
         await server.is_idle()
 
 
-@pytest.mark.parametrize(
-    ("hint", "field"),
-    [
-        (ops.Hint(1, output_tokens=2**70), "output_tokens"),
-        (ops.Hint(1, output_tokens=2**31), "output_tokens"),
-        (ops.Hint(1, output_tokens=-1), "output_tokens"),
-        (ops.Hint(1, forks=0), "forks"),
-        (ops.Hint(1, deadline_s=float("nan")), "deadline_s"),
-    ],
+HINTS: tuple[tuple[str, float], ...] = (
+    ("output_tokens", 2**70),
+    ("output_tokens", 2**31),
+    ("output_tokens", -1),
+    ("forks", 0),
+    ("deadline_s", float("nan")),
 )
-async def test_a_hint_that_no_engine_could_be_told_fails_its_state_alone(hint: ops.Hint, field: str) -> None:
-    """An engine process that could not be sent it would owe the request for ever."""
-    told = []
+
+
+async def test_a_hint_that_an_engine_process_cannot_be_sent_fails_its_state_alone() -> None:
+    """Otherwise the engine would never end the request."""
+    events: list[Event] = []
     async with process_engine() as client:
-        async with interpreted(EngineGenerator(client, TEMPLATE), told.extend) as connection:
-            connection.send([ops.Open(1), ops.Text(1, ("abc",)), hint, gen(1, 2, 4)])
-            connection.send([ops.Open(3), ops.Text(3, ("abc",)), gen(3, 4, 4), ops.Await(3, 1)])
-            while not any(getattr(event, "ticket", 0) for event in told):
+        async with interpreted(EngineGenerator(client, TEMPLATE), events.extend) as connection:
+            for state, (field, value) in enumerate(HINTS, 1):
+                hint = ops.Hint(state, **{field: value})
+                connection.send([ops.Open(state), ops.Text(state, ("abc",)), hint, gen(state, state, 4)])
+            last = len(HINTS) + 1
+            connection.send([ops.Open(last), ops.Text(last, ("abc",)), gen(last, last, 4)])
+            connection.send([ops.Await(last, 1)])
+            while not any(isinstance(event, Reached) for event in events):
                 await client.stats()
-        failed = {event.var: event.error for event in told if isinstance(event, VarFailed)}
-        assert list(failed) == [2]
-        assert f"hint: {field} must be" in failed[2].origin.message
+        failed = {event.var: event.error.origin for event in events if isinstance(event, VarFailed)}
+        assert set(failed) == {*range(1, last)}
+        for state, (field, _) in enumerate(HINTS, 1):
+            assert f"hint: {field} must be" in failed[state].message
         assert client.num_calls == len(client.engine._journal) == 0

@@ -83,12 +83,19 @@ async def engine_target() -> AsyncIterator[tuple[Any, CheckIdle]]:
     """The whole engine, without a model, and the process that compiles constraints."""
     runner = FakeRunner(vocab_size=TOKENIZER.vocab_size, num_slots=1024, max_context=512)
     engine = FakeEngine(runner=runner)
-    # A cache that is soon full, and patience: the process has the lowest priority.
+    # A cache that is soon full. The process has the lowest priority, and may take long.
     limits = CompileLimits(cache_bytes=20_000, wall_s=1000)
     async with engine.open_client() as client, constraint_compiler(limits) as compiler:
         await compiler.compile(Constraint("regex", "a"), tenant="")  # the process is loaded
         model = EngineModel("fake", client, TEMPLATE, compiler=compiler)
-        yield model.generator(ANONYMOUS), engine.assert_idle
+        numbers = count()
+
+        async def check_idle() -> None:
+            # It is compiled after what was abandoned.
+            await compiler.compile(Constraint("regex", f"number {next(numbers)}"), tenant="last")
+            await engine.assert_idle()
+
+        yield model.generator(ANONYMOUS), check_idle
 
 
 class Fuzzer:
@@ -124,7 +131,7 @@ class Fuzzer:
                 await sessions.wait_until_empty()
                 assert (len(sessions), sessions.num_connections) == (0, 0)
         await self._check_idle()
-        with anyio.fail_after(STALL_S):  # a constraint that nobody waits for any more may still be compiled
+        with anyio.fail_after(STALL_S):
             while len(anyio.get_running_tasks()) > num_tasks:
                 await anyio.lowlevel.checkpoint()
 
