@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 import pytest
-from end_to_end.serving import run_cli
+from support.commands import call_cli
 from support.wire_server import thread_server
 
 from agentflow.cli.models import describe_folder, names_tools, server_models
@@ -136,7 +136,7 @@ def test_the_models_of_a_server(url):
         ("a", "agentflow", "8,192", "2023-11-14 22:13 UTC"),
         ("b\x1b", "-", "-", "-"),
     ]
-    shown = run_cli("models", "--url", url, "--api-key", KEY).stdout.splitlines()
+    shown = call_cli("models", "--url", url, "--api-key", KEY).stdout.splitlines()
     assert [line.split("\t")[0] for line in shown] == ["model", "a", "b·"]
 
 
@@ -147,7 +147,7 @@ def test_an_answer_that_is_no_list_of_models_is_told(content):
 
 
 def test_the_models_here(model_folder):
-    result = run_cli("models")
+    result = call_cli("models")
     header, *rows = (line.split("\t") for line in result.stdout.splitlines())
     (row,) = (dict(zip(header, row, strict=True)) for row in rows)
     assert row["model"] == "smollm2-135m"
@@ -157,7 +157,7 @@ def test_the_models_here(model_folder):
 
 def test_a_model_that_is_not_here_can_be_pulled(tmp_path, monkeypatch):
     monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
-    result = run_cli("models")
+    result = call_cli("models")
     assert result.stdout.splitlines()[1].split("\t")[:3] == ["smollm2-135m", "no", "93 MB to pull"]
 
 
@@ -183,7 +183,7 @@ def test_a_template_that_knows_of_tools(template, expected):
 
 def test_top_shows_a_server_once():
     with thread_server() as server:
-        result = run_cli("top", "--url", server.url, "--once", "--interval", "0.1")
+        result = call_cli("top", "--url", server.url, "--once", "--interval", "0.1")
     assert result.returncode == 0
     lines = result.stdout.splitlines()
     assert lines[0].startswith(f"agentflow http{server.url.removeprefix('ws')}   0 sessions")
@@ -192,7 +192,7 @@ def test_top_shows_a_server_once():
 
 def test_top_tells_what_is_wrong_in_one_line(url):
     for address, told in ((url, "does not show /metrics"), ("http://127.0.0.1:9", "nobody answers")):
-        result = run_cli("top", "--url", address, "--api-key", KEY)
+        result = call_cli("top", "--url", address, "--api-key", KEY)
         assert result.returncode == 1
         assert told in result.stderr
         assert len(result.stderr.splitlines()) == 1
@@ -200,6 +200,6 @@ def test_top_tells_what_is_wrong_in_one_line(url):
 
 @pytest.mark.parametrize("interval", ["0", "-1", "nan", "x", "1e9"])
 def test_an_interval_is_a_number_of_seconds(interval):
-    result = run_cli("top", f"--interval={interval}")
+    result = call_cli("top", f"--interval={interval}")
     assert result.returncode == 2
     assert "from 0.1 to 3600" in result.stderr

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from end_to_end.serving import run_cli
+from support.commands import run_cli
 from support.wire_peer import HANG
 from support.wire_server import thread_server
 

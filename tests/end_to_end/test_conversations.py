@@ -6,7 +6,7 @@ import json
 
 import jsonschema
 import pytest
-from end_to_end.serving import served
+from support.commands import served
 
 import agentflow as af
 from agentflow.protocol.chat import ToolSpec

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from end_to_end.serving import served
+from support.commands import served
 
 import agentflow as af
 

@@ -26,7 +26,8 @@ from agentflow.protocol.sampling import SamplingParams
 
 pytestmark = pytest.mark.timeout(300)
 
-NUM_SLOTS = 3000
+NUM_SLOTS = 1000
+NUM_TOKENS = 16
 TEXTS = [
     "The oldest tree in the valley",
     "def reverse(words):\n    ",
@@ -91,13 +92,15 @@ def on_engine(runner: Kept, tokenizer: Tokenizer, use, **config):
     return anyio.run(main)
 
 
-async def generate(client: EngineClient, prompt: list[int], count: int = 24, **options) -> list[int]:
+async def generate(client: EngineClient, prompt: list[int], count: int = NUM_TOKENS, **options) -> list[int]:
     params = SamplingParams(**({"max_tokens": count, "ignore_eos": True} | options))
     end = await client.generate(prompt, params, seed=0, on_text=lambda _: None)
     return end.token_ids
 
 
-async def generate_all(client: EngineClient, prompts: list[list[int]], count: int = 24) -> list[list[int]]:
+async def generate_all(
+    client: EngineClient, prompts: list[list[int]], count: int = NUM_TOKENS
+) -> list[list[int]]:
     results: list[list[int]] = [[] for _ in prompts]
 
     async def one(index: int) -> None:
@@ -111,7 +114,7 @@ async def generate_all(client: EngineClient, prompts: list[list[int]], count: in
 
 @pytest.fixture(scope="module")
 def alone(runner, tokenizer, prompts) -> list[list[int]]:
-    """Each prompt's 24 tokens, one request at a time, nothing shared."""
+    """Each prompt's tokens, one request at a time, nothing shared."""
 
     async def use(client):
         return [await generate(client, prompt) for prompt in prompts]
@@ -119,22 +122,26 @@ def alone(runner, tokenizer, prompts) -> list[list[int]]:
     return on_engine(runner, tokenizer, use, use_cache=False)
 
 
-def test_alone_is_what_transformers_generates(model_folder, prompts, alone):
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+@pytest.fixture(scope="module")
+def of_transformers(model_folder):
+    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+
+
+def test_alone_is_what_transformers_generates(of_transformers, prompts, alone):
     for prompt, ours in zip(prompts[:5], alone[:5], strict=True):
         ids = torch.tensor([prompt])
-        theirs = model.generate(
+        theirs = of_transformers.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=24,
-            min_new_tokens=24,
+            max_new_tokens=NUM_TOKENS,
+            min_new_tokens=NUM_TOKENS,
             do_sample=False,
         )
         assert ours == theirs[0, len(prompt) :].tolist()
 
 
 END = 2  # the default model's own end token
-# What a request is given, and what transformers is; by default both forbid the end for all 24 tokens.
+# What a request is given, and what transformers is; by default both forbid the end for all tokens.
 OPTIONS = {
     "repetition_penalty": ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
     "logit_bias": ({"logit_bias": ((28, 4.0), (30, -6.0))}, {"sequence_bias": {(28,): 4.0, (30,): -6.0}}),
@@ -148,10 +155,10 @@ OPTIONS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.full] if name == "logit_bias" else []) for name in OPTIONS]
 )
-def test_what_edits_logits_does_as_in_transformers(model_folder, runner, tokenizer, prompts, alone, name):
+def test_what_edits_logits_does_as_in_transformers(of_transformers, runner, tokenizer, prompts, alone, name):
     """In one batch with a request that has none of it."""
     ours, theirs = OPTIONS[name]
-    ours = {"min_tokens": 24, "ignore_eos": False} | ours
+    ours = {"min_tokens": NUM_TOKENS, "ignore_eos": False} | ours
     chosen = prompts[:4]
     got: dict[int, list[int]] = {}
 
@@ -166,12 +173,11 @@ def test_what_edits_logits_does_as_in_transformers(model_folder, runner, tokeniz
 
     on_engine(runner, tokenizer, use)
     assert got[4] == alone[4]
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     for index, prompt in enumerate(chosen):
         ids = torch.tensor([prompt])
-        out = model.generate(
+        out = of_transformers.generate(
             ids,
-            **({"max_new_tokens": 24, "min_new_tokens": 24} | theirs),
+            **({"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS} | theirs),
             attention_mask=torch.ones_like(ids),
             do_sample=False,
             eos_token_id=END,
@@ -206,7 +212,7 @@ def test_after_a_cache_hit_at_any_split_point(runner, tokenizer, prompts, alone)
     async def use(client: EngineClient) -> None:
         for index in (5, 12):
             prompt = prompts[index]
-            for split in sorted(rng.sample(range(1, len(prompt)), 8)):
+            for split in sorted(rng.sample(range(1, len(prompt)), 4)):
                 salt = f"{index}/{split}"
                 await client.compute(prompt[:split], origin=Origin(cache_salt=salt))
                 params = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -222,9 +228,9 @@ def test_after_a_cache_hit_at_any_split_point(runner, tokenizer, prompts, alone)
 def test_after_its_own_continuation_was_cached(runner, tokenizer, prompts, alone):
     async def use(client: EngineClient) -> None:
         for index in (0, 2, 5):
-            first = await generate(client, prompts[index], 12)
-            assert first == alone[index][:12]
-            assert await generate(client, prompts[index] + first, 12) == alone[index][12:24]
+            first = await generate(client, prompts[index], 8)
+            assert first == alone[index][:8]
+            assert await generate(client, prompts[index] + first, 8) == alone[index][8:]
 
     on_engine(runner, tokenizer, use)
 
@@ -234,8 +240,8 @@ def test_after_an_eviction_and_recomputation(runner, tokenizer, prompts, alone):
 
     async def use(client: EngineClient) -> int:
         assert await generate(client, prompts[5]) == alone[5]
-        for _ in range(6):
-            await client.compute([rng.randrange(10, 49_000) for _ in range(700)])
+        for _ in range(4):
+            await client.compute([rng.randrange(10, 49_000) for _ in range(NUM_SLOTS // 3)])
         assert await generate(client, prompts[5]) == alone[5]
         return (await client.stats()).evicted_tokens
 
@@ -265,9 +271,9 @@ def test_after_a_fork(model_folder, runner, tokenizer, prompts, alone):
         async with af.session(backend=Backend()) as flow, flow.state() as root:
             root += TEXTS[5]
             branches = root.fork(3)
-            root += af.gen("own", max_tokens=24, ignore_eos=True)
+            root += af.gen("own", max_tokens=NUM_TOKENS, ignore_eos=True)
             for branch in branches:
-                branch += af.gen("own", max_tokens=24, ignore_eos=True)
+                branch += af.gen("own", max_tokens=NUM_TOKENS, ignore_eos=True)
             expected = tokenizer.decode(alone[5])
             assert [await state["own"] for state in (root, *branches)] == [expected] * 4
             shared = [branch["own"].usage.cached_tokens for branch in branches]

@@ -9,7 +9,7 @@ import anyio
 import anyio.to_thread
 import psutil
 import pytest
-from end_to_end.serving import served
+from support.commands import served
 
 import agentflow as af
 

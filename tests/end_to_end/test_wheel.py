@@ -42,10 +42,11 @@ def test_a_bare_install_is_the_frontend(tmp_path):
 
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path / "dist", ROOT)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
-    venv.create(tmp_path / "clean", with_pip=True)
+    venv.create(tmp_path / "clean")
     python = tmp_path / "clean" / "bin" / "python"
-    run(python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel)
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    run(*pip, "install", "--quiet", "-c", ROOT / "constraints.txt", wheel)
     greeting, advice = run(python, "-c", PROBE).splitlines()
     assert greeting == "hi there"
     assert "agentflow-lm[engine]" in advice
-    assert "torch" not in run(python, "-m", "pip", "list")
+    assert "torch" not in run(*pip, "list")

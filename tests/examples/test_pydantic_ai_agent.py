@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from end_to_end.serving import served
+from support.commands import served
 
 pytest.importorskip("pydantic_ai", reason="pydantic-ai-slim is not installed")
 

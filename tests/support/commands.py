@@ -1,21 +1,35 @@
-"""Starts ``agentflow serve`` as a user would, for tests that need the whole thing."""
+"""The ``agentflow`` command: in this process, in its own, and ``agentflow serve`` while a test runs."""
 
+import io
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+
+from agentflow.cli.main import main
+
+
+def call_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in this process: a second faster than ``run_cli``, for commands that load no model."""
+    output, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(output), redirect_stderr(errors):
+        try:
+            status = main(arguments)
+        except SystemExit as end:
+            status = end.code
+    return subprocess.CompletedProcess(arguments, status, output.getvalue(), errors.getvalue())
 
 
 def run_cli(*arguments: str, timeout: float = 60, **kwargs) -> subprocess.CompletedProcess[str]:
-    """The ``agentflow`` command, to its end."""
+    """The command in a process of its own, to its end."""
     command = [sys.executable, "-m", "agentflow", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **kwargs)
 
 
 @contextmanager
 def served(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server on a port of its own choice; gives its url and its process."""
+    """A server on a free port: its url and its process."""
     command = [sys.executable, "-m", "agentflow", "serve", "--port", "0", *options]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     server = subprocess.Popen(
@@ -34,6 +48,6 @@ def served(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         server.terminate()
         try:
             server.communicate(timeout=20)
-        except subprocess.TimeoutExpired:  # it waits for what a test that failed has left open
+        except subprocess.TimeoutExpired:  # it waits for what a failed test has left open
             server.terminate()
             server.communicate(timeout=10)
