@@ -1,7 +1,7 @@
 """The embedded engine, whose model runs in this process, in a thread of its own.
 
 ``interpreted`` interprets ops in this process with any generator; ``Scripted`` uses it too. The engine is
-imported only when a session opens: this is the only place of the frontend that needs it."""
+imported only when a session opens; nothing else in the frontend needs it."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def _parsed(url: str) -> WebSocketURI:
 
 _Reopen = Callable[[Resume | None], Awaitable[tuple[WebSocket, Welcome]]]
 
-# The longest time to wait for the server when leaving.
+# How long ``leave`` waits for the server.
 _GOODBYE_S = 1.0
 # How long to keep reading after writing failed: the reason may be among the received bytes.
 _LAST_READ_S = 1.0
@@ -197,9 +197,9 @@ _EVENTS_PER_TURN = 128
 _TOO_BIG = 1009
 _FINAL_CODES = {
     1000: "the server ended the session",
-    1002: "the server could not read a frame",
-    1003: "the server could not read a frame",
-    1007: "the server could not read a frame",
+    1002: "the server could not decode a frame",
+    1003: "the server could not decode a frame",
+    1007: "the server could not decode a frame",
     1008: "the server ended the session",
     1012: "the server was shut down, and the session ended with it",
     TAKEN_OVER: "another connection has taken the session over",
@@ -280,7 +280,7 @@ class RemoteConnection:
             self._websocket.wake()
 
     async def _serve(self) -> AgentflowError | None:
-        """Uses one websocket after the other. Returns the error that ended the session, None after a Bye."""
+        """Runs over one websocket after another. Returns the error that ended the session, None after Bye."""
         try:
             while True:
                 assert self._websocket is not None
@@ -299,7 +299,7 @@ class RemoteConnection:
             group.start_soon(self._write, websocket, group.cancel_scope)
             try:
                 while True:
-                    await self._take(await websocket.receive())
+                    await self._handle(await websocket.receive())
             except WebSocketEnded as error:
                 ended = error
             group.cancel_scope.cancel()
@@ -321,7 +321,7 @@ class RemoteConnection:
             self._websocket.close()
         return None
 
-    async def _take(self, message: bytes | str) -> None:
+    async def _handle(self, message: bytes | str) -> None:
         match self._decoder.decode(message):
             case Events(ack=ack, events=events):
                 self._queue.acknowledge(ack)
@@ -448,7 +448,7 @@ class OpQueue:
         return encode(Ops(first, cast("tuple[Op, ...]", tuple(taken))), binary=self._binary)
 
     def acknowledge(self, ack: int) -> None:
-        """The server has taken the ops up to number ``ack``."""
+        """The server has accepted the ops up to number ``ack``."""
         last = self._num_acked + len(self._sent)
         if ack > last:
             raise ProtocolError(f"the server acknowledged op {ack}, but only {last} were sent")
@@ -463,7 +463,7 @@ class OpQueue:
         self._sent.clear()
 
     def is_acknowledged(self, number: int) -> bool:
-        """Whether the server has taken the op with this number."""
+        """Whether the server has accepted the op with this number."""
         return number <= self._num_acked
 
 
@@ -476,8 +476,8 @@ class _StateCursor:
     is_closing: bool = False
 
     @property
-    def is_owed(self) -> bool:
-        """Whether events of the state are still to come."""
+    def is_pending(self) -> bool:
+        """Whether more events of the state will arrive."""
         return self.num_unfinished > 0 or (self.reached < self.ticket and not self.has_failed)
 
 
@@ -490,8 +490,8 @@ class _VariableCursor:
 class Cursors:
     """Follows the submitted ops and the received events.
 
-    It holds a ``Close`` back until all events of the state have come: after a broken connection the server
-    could not repeat those of a closed state."""
+    A ``Close`` is delayed until all events of the state have arrived: after a broken connection, the server
+    could not repeat the events of a closed state."""
 
     def __init__(self) -> None:
         self.unanswered: dict[int, int] = {}  # tickets of GetStats, with the op's number
@@ -500,7 +500,7 @@ class Cursors:
         self._due: list[ops.Close] = []
 
     def submit(self, op: ops.Op) -> bool:
-        """Notes an op. False if it must be held back; ``due_closes`` returns it later."""
+        """Follows an op. False if it must be delayed; ``due_closes`` returns it later."""
         self._states |= {state_id: _StateCursor() for state_id in opened(op)}
         for var_id, _ in declared(op):
             self._variables[var_id] = _VariableCursor(op.state)  # type: ignore[union-attr]
@@ -514,7 +514,7 @@ class Cursors:
                     self._states[op.state].ticket = op.ticket
             case ops.Close():
                 state = self._states.get(op.state)
-                if state is not None and state.is_owed:
+                if state is not None and state.is_pending:
                     state.is_closing = True
                     return False
                 self._states.pop(op.state, None)
@@ -523,11 +523,11 @@ class Cursors:
         return True
 
     def receive(self, events: Iterable[Event]) -> list[Event]:
-        """The events without what was received before. ``ProtocolError`` if something is missing."""
+        """The events without the parts that were received before. ``ProtocolError`` for a gap."""
         return [new for event in events if (new := self._receive(event)) is not None]
 
     def due_closes(self) -> list[ops.Close]:
-        """The held back closes that may be sent now."""
+        """The delayed closes that may be sent now."""
         due, self._due = self._due, []
         return due
 
@@ -595,6 +595,6 @@ class Cursors:
         return True
 
     def _close_if_done(self, state_id: int, state: _StateCursor) -> None:
-        if state.is_closing and not state.is_owed:
+        if state.is_closing and not state.is_pending:
             del self._states[state_id]
             self._due.append(ops.Close(state_id))

@@ -33,8 +33,8 @@ _REASON_FIELDS = ("reason", "error", "message", "detail")
 def handshake_error(url: str, response: Response) -> ServerError:
     """The error for a handshake that the server answered with another status than 101: ``NotAuthorized`` for
     401 and 403, ``RateLimited`` for 429 and ``Overloaded`` for 503 (both with the seconds of
-    ``Retry-After``), and ``ServerUnreachable`` for all others, and for a 403 without a reason, with which
-    servers answer websockets at unknown paths. The message has the server's reason."""
+    ``Retry-After``), and ``ServerUnreachable`` for all others, and for a 403 without a reason, which is how
+    servers answer a websocket at an unknown path. The message contains the server's reason."""
     status, reason = response.status_code, _reason(response)
     why = reason or "no reason given"
     if status == 401:
@@ -65,24 +65,24 @@ def _retry_after_s(response: Response) -> float | None:
 def _reason(response: Response) -> str:
     """The reason in a body of JSON or plain text, as one line of printable characters."""
     content_type = ",".join(response.headers.get_all("Content-Type")).lower()
-    said = ""
+    text = ""
     if "json" in content_type:
-        said = _said_in_json(response.body)
+        text = _reason_in_json(response.body)
     elif content_type.startswith("text/plain"):
-        said = bytes(response.body).decode(errors="replace")
-    printable = "".join(char if char.isprintable() else " " for char in said[: 2 * MAX_REASON_CHARS])
+        text = bytes(response.body).decode(errors="replace")
+    printable = "".join(char if char.isprintable() else " " for char in text[: 2 * MAX_REASON_CHARS])
     return " ".join(printable.split())[:MAX_REASON_CHARS]
 
 
-def _said_in_json(body: bytes | bytearray) -> str:
+def _reason_in_json(body: bytes | bytearray) -> str:
     try:
-        said: Any = msgspec.json.decode(body)
+        text: Any = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return ""
     for _ in range(2):  # an error may be an object with a message
-        if isinstance(said, dict):
-            said = next((said[field] for field in _REASON_FIELDS if field in said), "")
-    return said if isinstance(said, str) else ""
+        if isinstance(text, dict):
+            text = next((text[field] for field in _REASON_FIELDS if field in text), "")
+    return text if isinstance(text, str) else ""
 
 
 _CLOSE_TIMEOUT_S = 1.0
@@ -256,7 +256,7 @@ async def open_websocket(
             f"no server answers at {shown_url(uri)} ({error}): start one with `agentflow serve`, "
             "or check the address"
         ) from error
-    # Incoming messages are not limited: the server keeps to the frame limit that it announces.
+    # No limit on incoming messages: the server observes the frame limit that it announces.
     protocol = ClientProtocol(uri, max_size=None)
     websocket = WebSocket(stream, protocol, binary=binary, keepalive_s=keepalive_s)
     try:

@@ -56,9 +56,9 @@ from agentflow.runtime.limits import (
     Reservation,
     check_time,
     clipped,
+    deadline_exceeded,
     deadline_of,
     spend,
-    time_is_over,
     variable_bytes,
 )
 from agentflow.runtime.state_tree import (
@@ -68,15 +68,15 @@ from agentflow.runtime.state_tree import (
     StateRecord,
     StateTree,
     VariableRecord,
-    because,
-    origin_of,
+    derived_error,
+    root_cause,
 )
 
 logger = logging.getLogger(__name__)
 
 # Twice what the frontend lets a program submit without awaiting.
 MAX_PENDING_OPS = 20_000
-# A budget of its own for rejected ops, whose states and variables have to fail even if there is no more room.
+# Rejected ops have a budget of their own: their states and variables must fail even if memory is exhausted.
 REJECTED_BYTES = 4_000_000
 # A stream of text ops never waits, so the task yields after so many.
 OPS_PER_TURN = 64
@@ -110,19 +110,19 @@ class Interpreter(Generic[ContextT]):
         self._stats = _StatsAnswers(generator, task_group, self.events)
 
     def submit(self, op: ops.Op | ops.Rejected) -> None:
-        """Takes an op; does not wait. An op that is rejected fails its state. Raises the error that must end
-        the session: ``ProtocolError`` if that state does not exist, ``Overloaded`` if too much was
-        rejected."""
+        """Accepts an op, without waiting for it to run. A rejected op fails its state. Raises an error that
+        must end the session: ``ProtocolError`` if that state does not exist, ``Overloaded`` if too many ops
+        were rejected."""
         if isinstance(op, ops.Rejected):
             self._reject(op)
             return
         try:
-            self._take(op)
+            self._accept(op)
         except AgentflowError as error:
             self._reject(rejected(op, error))
 
-    def _take(self, op: ops.Op) -> None:
-        """If it raises, nothing has changed, except for a graph that was begun."""
+    def _accept(self, op: ops.Op) -> None:
+        """Starts or enqueues an op. An error leaves everything unchanged, except for a graph in part."""
         match op:
             case ops.Open():
                 spec_of(op).check(op)
@@ -223,12 +223,12 @@ class Interpreter(Generic[ContextT]):
         if state is None and op.kind in ("open", "submit") and ops.may_be_number(op.state):
             state = self._states.add_failed(op.state, None, op.error, self._memory_of_rejected)
         if state is None or state.is_closing:
-            # No state can fail for it, so the session does.
+            # There is no state to fail, so the session ends.
             ends = isinstance(op.error, Overloaded | ProtocolError)
             raise op.error if ends else ProtocolError(str(op.error))
         for child in op.children:
             if self._states.get(child) is None and ops.may_be_number(child):
-                error = because("the fork did not happen", op.error)
+                error = derived_error("the fork did not happen", op.error)
                 self._states.add_failed(child, state, error, self._memory_of_rejected)
         for number, name in op.names.items():
             if number not in self._variables and ops.may_be_number(number):
@@ -242,7 +242,7 @@ class Interpreter(Generic[ContextT]):
         can_begin = state.has_begun or state.parent is not None
         if isinstance(op.error, Overloaded) or not can_begin:
             # At once, because waiting ops take room.
-            self._states.end(state, _placed(op.error, state, number_here))
+            self._states.end(state, _with_place(op.error, state, number_here))
         else:
             state.pending.append(PendingOp(op, Reservation(self._memory_of_rejected, OP_BYTES), number_here))
             self._kick(state)
@@ -260,7 +260,7 @@ class Interpreter(Generic[ContextT]):
                 with anyio.CancelScope(deadline=deadline_of(state.budgets)) as state.scope:
                     await self._attempt(state, pending)
                 if state.scope.cancelled_caught and state.error is None:
-                    self._fail(state, pending, time_is_over())
+                    self._fail(state, pending, deadline_exceeded())
                 state.scope = None
             if state.error is not None:
                 self._skip(state, pending, state.error)
@@ -271,7 +271,7 @@ class Interpreter(Generic[ContextT]):
         if state.error is not None:
             self._states.free(state)
         if state.graph is not None:
-            state.graph.ended()
+            state.graph.state_ended()
 
     async def _attempt(self, state: StateRecord[ContextT], pending: PendingOp[ContextT]) -> None:
         try:
@@ -329,11 +329,11 @@ class Interpreter(Generic[ContextT]):
             case _ if isinstance(op, ops.Declaring):
                 variable = self._variables.get(op.var)  # None: its state is closed already
                 if variable is not None and not variable.done.is_set():
-                    variable.fail(because(f"{op.name!r} was not {spec_of(op).outcome}", error))
+                    variable.fail(derived_error(f"{op.name!r} was not {spec_of(op).outcome}", error))
             case ops.Fork():
                 for child in pending.children:
                     if self._states.waits_for_fork(child):
-                        self._states.stop(child, because("the fork did not happen", error))
+                        self._states.stop(child, derived_error("the fork did not happen", error))
             case ops.Seal():
                 self._states.free(state)
             case ops.Close():
@@ -345,8 +345,8 @@ class Interpreter(Generic[ContextT]):
         self, state: StateRecord[ContextT], pending: PendingOp[ContextT], error: AgentflowError
     ) -> None:
         """Fails an op: its variable (with the error itself), its state, and its task group."""
-        _forget_frames(error)
-        error = _placed(error, state, pending.number)
+        _drop_tracebacks(error)
+        error = _with_place(error, state, pending.number)
         variable = self._variables.get(pending.op.var) if isinstance(pending.op, ops.Declaring) else None
         if variable is not None:
             variable.fail(error)
@@ -379,13 +379,13 @@ class Interpreter(Generic[ContextT]):
                     del self._variables[variable.id]
 
     def _start_graph(self, op: ops.Submit) -> None:
-        """Enqueues all ops of a graph before the first of them runs; if one is rejected, none runs."""
+        """Enqueues all ops of a graph before the first one runs. If one is rejected, none runs."""
         outputs = {op.session_number(number) for number in op.outputs}
         inputs = {op.session_number(number): text for number, text in op.inputs.items()}
         graph: GraphExecution[ContextT] | None = None
         try:
             for part in expanded(op):
-                self._take(part)
+                self._accept(part)
                 if isinstance(part, ops.Declaring):
                     self._variables[part.var].reports = "end" if part.var in outputs else "nothing"
                     if part.var in inputs:
@@ -402,7 +402,7 @@ class Interpreter(Generic[ContextT]):
             raise
 
 
-# A text that refers twice to the one before doubles with every op: thirty small ops must not fill the memory.
+# A text that refers twice to the one before doubles with every op: thirty small ops could exhaust the memory.
 MAX_OP_CHARS = 8 * 1024 * 1024
 
 
@@ -449,7 +449,7 @@ class _OpExecution(Generic[ContextT]):
             case ops.Gen():
                 await self._generate(state, context, op)
             case ops.Select():
-                variable = self._variables[op.var]  # now, because its state may be closed by the end
+                variable = self._variables[op.var]  # before the wait, in which its state may be closed
                 scored = await self._generator.score(context, op.choices, op.method)
                 choice = op.choices[scored.index]
                 scores = dict(zip(op.choices, scored.scores, strict=True))
@@ -478,7 +478,7 @@ class _OpExecution(Generic[ContextT]):
         self, state: StateRecord[ContextT], context: ContextT, children: Sequence[StateRecord[ContextT]]
     ) -> None:
         num_chars = state.num_chars
-        # Before the copies are made, of which there may be many.
+        # Reserve first: there may be many copies.
         reservations = [Reservation(self._memory, FORKED_CHAR_BYTES * num_chars) for _ in children]
         contexts = await self._generator.fork(context, len(children))
         for child, child_context, reservation in zip(children, contexts, reservations, strict=True):
@@ -486,11 +486,11 @@ class _OpExecution(Generic[ContextT]):
 
     async def _read(self, op: ops.Read, state: StateRecord[ContextT], pending: PendingOp[ContextT]) -> None:
         context = state.sealed if state.context is None else state.context
-        if context is None:  # fails only the variable, because the state has ended
-            dropped = StateClosed(
-                f"the content of sealed state {state.id} was dropped to make room for newer ones"
+        if context is None:  # fails only the variable: the state has ended without an error
+            error = StateClosed(
+                f"the content of sealed state {state.id} was error to make room for newer ones"
             )
-            self._variables[op.var].fail(_placed(dropped, state, pending.number))
+            self._variables[op.var].fail(_with_place(error, state, pending.number))
             return
         if op.what == "token_ids":
             text = json.dumps(await self._generator.token_ids(context))
@@ -505,24 +505,24 @@ class _OpExecution(Generic[ContextT]):
             generate = self._generator.reply if op.reply else self._generator.generate
             end = await generate(context, params, variable.extend, op.constraint)
         if scope.cancelled_caught:
-            raise DeadlineExceeded(f"{op.name!r} took longer than its {op.timeout_s} s")
-        was_cut = end.finish_reason == "length" and params.max_tokens < op.params.max_tokens
-        spend(end.usage.output_tokens, state.budgets, was_cut=was_cut)
+            raise DeadlineExceeded(f"{op.name!r} exceeded its timeout of {op.timeout_s} s")
+        was_truncated = end.finish_reason == "length" and params.max_tokens < op.params.max_tokens
+        spend(end.usage.output_tokens, state.budgets, was_truncated=was_truncated)
         state.reserve_text(end.text)
         value = Value(op.var, 0, end.text, end.finish_reason, end.usage, end.logprobs, None, end.top_logprobs)
         variable.complete(value)
 
     async def _resolved(self, parts: ops.Parts, sources: Sequence[VariableRecord]) -> str:
         """The text of the parts. ``sources``: the variables that they refer to, in their order."""
-        for variable in sources:  # no piece is made before all values are there
+        for variable in sources:  # all of them, before memory is taken for the first
             await variable.done.wait()
             if variable.error is not None:
-                cause = origin_of(variable.error)
+                cause = root_cause(variable.error)
                 raise RunFailed(f"the text needs {variable.name!r}, which has no value") from cause
         pieces: list[str] = []
         num_chars = 0
         variables = iter(sources)
-        reservation = Reservation(self._memory, 0)  # a search may have to wait for a thread
+        reservation = Reservation(self._memory, 0)  # pieces are kept while a search waits for a thread
         for part in parts:
             if isinstance(part, str):
                 piece = part
@@ -557,7 +557,9 @@ class _StatsAnswers(Generic[ContextT]):
         """Asks for an answer with this ticket. ``Overloaded`` if too many are waiting."""
         ops.check_number(ticket)
         if len(self._tickets) >= MAX_TICKETS:
-            raise Overloaded(f"{MAX_TICKETS} requests for counters are waiting: receive some answers first")
+            raise Overloaded(
+                f"{MAX_TICKETS} requests for statistics are unanswered: receive some answers first"
+            )
         self._tickets.append(ticket)
         if len(self._tickets) == 1:
             self._tasks.start_soon(self._answer)
@@ -577,8 +579,8 @@ class _StatsAnswers(Generic[ContextT]):
         return replies
 
 
-def _placed(error: AgentflowError, state: StateRecord[ContextT], number: int | None) -> AgentflowError:
-    """The error with its place. A copy if it has one, because one exception may fail several ops."""
+def _with_place(error: AgentflowError, state: StateRecord[ContextT], number: int | None) -> AgentflowError:
+    """The error with its place; a copy if it already has one, because an exception may fail several ops."""
     if number is not None:
         if error.place is not None:
             error = ErrorInfo.of(error).to_exception()
@@ -586,8 +588,8 @@ def _placed(error: AgentflowError, state: StateRecord[ContextT], number: int | N
     return error
 
 
-def _forget_frames(error: BaseException) -> None:
-    """Drops the tracebacks of an error that is kept: they keep the locals of all its frames alive."""
+def _drop_tracebacks(error: BaseException) -> None:
+    """Drops the tracebacks of an error that is stored, which keep the locals of all their frames alive."""
     link: BaseException | None = error
     for _ in range(MAX_CAUSES):
         if link is None:

@@ -35,9 +35,9 @@ _TOP_TOKEN_BYTES = 160
 
 
 class MemoryBudget:
-    """At most ``most_bytes`` of memory. ``who`` begins the error of an exceeded limit, ``advice`` ends it.
-    Bytes beyond ``free_bytes`` also count in ``within``, a budget that many share; the free bytes are
-    available even when that one is full.
+    """At most ``most_bytes`` of memory. The error of an exceeded limit begins with ``subject`` and ends with
+    ``advice``. Bytes beyond ``free_bytes`` also count in ``within``, a budget that many share; the free bytes
+    are available even when that one is full.
 
     >>> server = MemoryBudget(1_000, "all sessions together may hold")
     >>> session = MemoryBudget(800, within=server, free_bytes=100)
@@ -49,7 +49,7 @@ class MemoryBudget:
     def __init__(
         self,
         most_bytes: float = math.inf,
-        who: str = "this session may hold",
+        subject: str = "this session may hold",
         advice: str = "close states that are not needed any more",
         *,
         within: MemoryBudget | None = None,
@@ -57,7 +57,7 @@ class MemoryBudget:
     ) -> None:
         self.num_bytes = 0
         self._most_bytes = most_bytes
-        self._who = who
+        self._subject = subject
         self._advice = advice
         self._within = within
         self._free_bytes = free_bytes
@@ -70,7 +70,7 @@ class MemoryBudget:
         total = self.num_bytes + num_bytes
         if total > self._most_bytes:
             raise Overloaded(
-                f"{self._who} {self._most_bytes:,} bytes, and this would be {total:,}: {self._advice}"
+                f"{self._subject} {self._most_bytes:,} bytes, and this would be {total:,}: {self._advice}"
             )
         if total > self._free_bytes and self._within is not None:
             self._within.reserve(total - max(self.num_bytes, self._free_bytes))
@@ -174,12 +174,12 @@ def check_time(budgets: Sequence[Budget]) -> None:
     """Raises ``DeadlineExceeded`` if one of the deadlines has passed."""
     deadline = deadline_of(budgets)
     if deadline != math.inf and deadline <= anyio.current_time():
-        raise time_is_over()
+        raise deadline_exceeded()
 
 
-def time_is_over() -> DeadlineExceeded:
-    """The error for a deadline that has passed."""
-    return DeadlineExceeded("the time limit is over")
+def deadline_exceeded() -> DeadlineExceeded:
+    """The error of an op after its deadline."""
+    return DeadlineExceeded("the deadline has passed")
 
 
 def clipped(params: SamplingParams, budgets: Sequence[Budget]) -> SamplingParams:
@@ -193,12 +193,12 @@ def clipped(params: SamplingParams, budgets: Sequence[Budget]) -> SamplingParams
     return params
 
 
-def spend(num_tokens: int, budgets: Sequence[Budget], *, was_cut: bool) -> None:
-    """Charges a generation's tokens. ``was_cut``: the budget truncated it. ``BudgetExceeded``."""
+def spend(num_tokens: int, budgets: Sequence[Budget], *, was_truncated: bool) -> None:
+    """Charges a generation's tokens. ``was_truncated``: the budget truncated it. ``BudgetExceeded``."""
     for budget in budgets:
         budget.tokens_left -= num_tokens
     for budget in budgets:
-        if budget.tokens_left < 0 or (was_cut and budget.tokens_left < 1):
+        if budget.tokens_left < 0 or (was_truncated and budget.tokens_left < 1):
             raise _exceeded(budget)
 
 
@@ -228,8 +228,8 @@ def part_of(limit: int, tenant_name: str) -> int:
 
 
 class TenantMemory:
-    """A memory budget of ``most_bytes`` that all tenants share, each up to its part. ``who`` begins the error
-    of an exceeded limit, ``advice`` ends it.
+    """A memory budget of ``most_bytes`` that all tenants share, each up to its part. ``subject`` and
+    ``advice``: as in ``MemoryBudget``.
 
     >>> sessions = TenantMemory(1_000, "sessions may hold", "wait")
     >>> sessions.of("alice").reserve(600)
@@ -237,11 +237,11 @@ class TenantMemory:
     agentflow.errors.Overloaded: of one tenant, sessions may hold 500 bytes, and this would be 600: wait
     """
 
-    def __init__(self, most_bytes: int, who: str, advice: str) -> None:
+    def __init__(self, most_bytes: int, subject: str, advice: str) -> None:
         self._most_bytes = most_bytes
-        self._who = who
+        self._subject = subject
         self._advice = advice
-        self._all = MemoryBudget(most_bytes, who, advice)
+        self._all = MemoryBudget(most_bytes, subject, advice)
         self._of_tenant: WeakValueDictionary[str, MemoryBudget] = WeakValueDictionary()
 
     @property
@@ -254,6 +254,6 @@ class TenantMemory:
         part = self._of_tenant.get(tenant)
         if part is None:
             most = part_of(self._most_bytes, tenant)
-            part = MemoryBudget(most, f"of one tenant, {self._who}", self._advice, within=self._all)
+            part = MemoryBudget(most, f"of one tenant, {self._subject}", self._advice, within=self._all)
             self._of_tenant[tenant] = part
         return part

@@ -58,18 +58,18 @@ class EventCursor:
     last called ``drain``."""
 
     def __init__(self) -> None:
-        self._fresh: dict[Record, None] = {}  # a dict: an ordered set
+        self._changed_records: dict[Record, None] = {}  # a dict: an ordered set
         self._changed = anyio.Event()
 
     def mark(self, record: Record) -> None:
         """``record`` has new events."""
         # To the end: what a state has reached is reported after the variables that it has reached.
-        self._fresh.pop(record, None)
-        self._fresh[record] = None
+        self._changed_records.pop(record, None)
+        self._changed_records[record] = None
         self.wake()
 
     def wake(self) -> None:
-        """Ends the current ``wait``, even if there are no new events."""
+        """Ends the current ``wait`` even without new events."""
         self._changed.set()
 
     async def wait(self) -> None:
@@ -78,10 +78,10 @@ class EventCursor:
 
     def drain(self) -> list[Event]:
         """All new events, in the order in which their records last changed."""
-        fresh, self._fresh = self._fresh, {}
+        records, self._changed_records = self._changed_records, {}
         self._changed = anyio.Event()
         events: list[Event] = []
-        for record in fresh:
+        for record in records:
             events += record.take_events()
         return events
 
@@ -195,10 +195,10 @@ class StateRecord(Generic[ContextT]):
         self.has_begun = False
         self.pending: deque[PendingOp[ContextT]] = deque()
         self.variables: list[VariableRecord] = []
-        self.expected: list[VariableRecord] = []  # of these, the client's own
+        self.expected: list[VariableRecord] = []  # of these, the ones that the client provides
         self.children: dict[int, StateRecord[ContextT]] = {}
         self.siblings: list[StateRecord[ContextT]] = []
-        self.is_coupled = False
+        self.is_coupled = False  # in a task group with its siblings
         self.is_running = False
         self.is_closing = False
         self.scope: anyio.CancelScope | None = None
@@ -217,7 +217,7 @@ class StateRecord(Generic[ContextT]):
         self._num_ops = 0
 
     def next_number(self) -> int:
-        """The number of an op that was submitted now; the client finds the program's line by it."""
+        """The number of the next op; the client uses it to find the program's line."""
         self._num_ops += 1
         return self._num_ops
 
@@ -268,7 +268,7 @@ class StateRecord(Generic[ContextT]):
 
 
 class GraphExecution(Generic[ContextT]):
-    """The states of one submitted graph. The root reports their end, or their first error."""
+    """The states of one submitted graph. The root reports when all have ended, or the first error."""
 
     def __init__(self, root: StateRecord[ContextT]) -> None:
         self.states: list[StateRecord[ContextT]] = []
@@ -282,8 +282,8 @@ class GraphExecution(Generic[ContextT]):
         state.graph = self
         state.is_silent = state is not self._root
 
-    def ended(self) -> None:
-        """One of the states has no more ops to run."""
+    def state_ended(self) -> None:
+        """A state of the graph has no more ops to run."""
         self._num_left -= 1
         if self._num_left:
             return
@@ -300,7 +300,7 @@ MAX_STATES = 100_000
 # Each limit counts once for each state that it applies to: every op of the state checks it.
 MAX_LIMITS = 100_000
 MAX_SEALED_BYTES = 16 * 1024 * 1024
-"""The contexts of all sealed states of a session that stay readable; beyond it the oldest are dropped."""
+"""The memory of all sealed contexts of a session; beyond it the oldest are dropped."""
 
 
 class StateTree(Generic[ContextT]):
@@ -317,7 +317,7 @@ class StateTree(Generic[ContextT]):
     ) -> None:
         self._events = events
         self._memory = memory
-        self._give_back = free
+        self._free_context = free
         self._kick = kick
         self._states: dict[int, StateRecord[ContextT]] = {}
         self._budgets: tuple[Budget, ...] = ()
@@ -349,7 +349,7 @@ class StateTree(Generic[ContextT]):
     def add_children(
         self, parent: StateRecord[ContextT], children: tuple[int, ...]
     ) -> tuple[StateRecord[ContextT], ...]:
-        """Adds states that a fork will begin. They accept ops from now on."""
+        """Adds states that a fork will start. They accept ops from now on."""
         if not children or len(set(children)) != len(children):
             raise ProtocolError("a fork needs one or more new states")
         self._check_new(children)
@@ -361,7 +361,7 @@ class StateTree(Generic[ContextT]):
     def add_failed(
         self, state_id: int, parent: StateRecord[ContextT] | None, error: AgentflowError, memory: MemoryBudget
     ) -> StateRecord[ContextT]:
-        """Adds a state whose op was rejected: it has failed before it began, and accepts ops, which fail.
+        """Adds a state that has failed already, because its op was rejected. It accepts ops, which fail.
         ``Overloaded`` if ``memory``, which counts these states, has no room."""
         state = self._add(state_id, parent, Reservation(memory, STATE_BYTES))
         self.stop(state, error)
@@ -396,7 +396,7 @@ class StateTree(Generic[ContextT]):
             if self.open_state(child_id).parent is not parent:
                 raise ProtocolError(f"state {child_id} is not a fork of state {parent.id}")
         if len(child_ids) > len(parent.children) or len(set(child_ids)) != len(child_ids):
-            raise ProtocolError("a task group has each of its states once")
+            raise ProtocolError("a task group names each of its states once")
         children = [parent.children[child_id] for child_id in child_ids]
         for child in children:
             child.siblings, child.is_coupled = children, True
@@ -415,17 +415,17 @@ class StateTree(Generic[ContextT]):
             assert state.parent is not None
             index = state.siblings.index(state)
             cancelled = Cancelled(f"branch {index} of its fork failed")
-            cancelled.__cause__ = origin_of(error)
+            cancelled.__cause__ = root_cause(error)
             for sibling in state.siblings:
                 self.cancel(sibling, cancelled)
-            state, error = state.parent, because(f"branch {index} of a fork failed", error)
+            state, error = state.parent, derived_error(f"branch {index} of a fork failed", error)
 
     def cancel(self, state: StateRecord[ContextT], error: Cancelled) -> None:
         """Stops the state and all its forks."""
-        doomed = [state]
-        while doomed:  # a chain of forks may be deeper than Python's stack
-            state = doomed.pop()
-            doomed += state.children.values()
+        pending = [state]
+        while pending:  # a chain of forks may be deeper than Python's stack
+            state = pending.pop()
+            pending += state.children.values()
             self.stop(state, error)
 
     def stop(self, state: StateRecord[ContextT], error: AgentflowError) -> None:
@@ -447,7 +447,7 @@ class StateTree(Generic[ContextT]):
         context, state.context = state.context, None
         if context is None or state.context_reservation is None:
             return
-        self._give_back(context)
+        self._free_context(context)
         state.sealed = context
         self._sealed[state] = state.context_reservation.num_bytes
         self._num_sealed_bytes += state.context_reservation.num_bytes
@@ -460,7 +460,7 @@ class StateTree(Generic[ContextT]):
         state.context_reservation = state.sealed = None
         self._num_sealed_bytes -= self._sealed.pop(state, 0)
         if context is not None:
-            self._give_back(context)
+            self._free_context(context)
 
     def forget(self, state: StateRecord[ContextT]) -> None:
         """Removes the state."""
@@ -499,22 +499,21 @@ class StateTree(Generic[ContextT]):
 
 
 def _fail_expected(state: StateRecord[ContextT], error: AgentflowError) -> None:
-    """Fails the expected variables of the state that the client has not provided, so that no op waits for
-    them."""
+    """Fails the variables of the state that the client has not provided, so that no op waits for them."""
     for variable in state.expected:
-        variable.fail(because(f"{variable.name!r} was not provided", error))
+        variable.fail(derived_error(f"{variable.name!r} was not provided", error))
     state.expected.clear()
 
 
-def because(message: str, cause: AgentflowError) -> AgentflowError:
-    """An error that ``cause`` leads to: ``Cancelled`` for a cancellation, otherwise ``RunFailed``."""
+def derived_error(message: str, cause: AgentflowError) -> AgentflowError:
+    """An error that follows from ``cause``: ``Cancelled`` after a cancellation, otherwise ``RunFailed``."""
     text = f"{message}: {cause}"
     error: AgentflowError = Cancelled(text) if isinstance(cause, Cancelled) else RunFailed(text)
-    error.__cause__ = origin_of(cause)
+    error.__cause__ = root_cause(cause)
     return error
 
 
-def origin_of(error: AgentflowError) -> BaseException:
+def root_cause(error: AgentflowError) -> BaseException:
     """The root cause of ``error``. Derived errors name it directly, because a chain through many wired
     variables would grow without bound."""
     is_derived = isinstance(error, RunFailed | Cancelled) and error.__cause__ is not None

@@ -197,7 +197,7 @@ async def test_garbage_loses_the_session() -> None:
     ("code", "kind", "message"),
     [
         (1000, ServerLost, "the server ended the session"),
-        (1002, ServerLost, "could not read a frame"),
+        (1002, ServerLost, "could not decode a frame"),
         (1009, FrameTooLarge, "accepts only smaller frames"),
         (1012, ServerLost, "was shut down"),
         (4001, ServerLost, "another connection has taken the session over"),
