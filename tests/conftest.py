@@ -30,6 +30,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # for new ones. `make test-full` has four times as many.
 settings.register_profile("agentflow", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("full", deadline=None, derandomize=True, max_examples=100)
+settings.register_profile("few", deadline=None, derandomize=True, max_examples=5)  # for slow emulators
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "agentflow"))
 

@@ -31,7 +31,11 @@ def trap(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_kernels_for_amx_pass_their_tests(trap: Path) -> None:
     inner = [sys.executable, "-m", "pytest", "-p", "no:faulthandler", "-p", "no:cacheprovider"]
     chosen = ["-k", "native-amx", str(HERE)]
-    environment = os.environ | {"LD_PRELOAD": str(trap), "PYTHONFAULTHANDLER": ""}
+    environment = os.environ | {
+        "LD_PRELOAD": str(trap),
+        "PYTHONFAULTHANDLER": "",
+        "HYPOTHESIS_PROFILE": "few",
+    }
     run = subprocess.run([*inner, *chosen], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
     assert re.search(r"\b\d\d+ passed", run.stdout)

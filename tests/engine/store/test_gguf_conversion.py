@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,7 @@ from tokenizers import Tokenizer
 from agentflow.engine.store.gguf import convert_gguf
 from agentflow.engine.store.model_store import (
     KNOWN_MODELS,
-    ModelSource,
-    Silent,
-    pull_source,
-    resolve_model,
 )
-from agentflow.engine.store.pip_download import Report
 from agentflow.errors import PullFailed
 from agentflow.protocol.wire import DEFAULT_MODEL
 
@@ -216,34 +209,24 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> No
         convert_gguf(tmp_path / "broken.gguf", tmp_path, lambda done, total: None)
 
 
-# The default model, pulled once for these tests into a store of their own
+# The default model
 
 
 @pytest.fixture(scope="module")
-def pulled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The default model's folder, from a real pull into an empty store, and the GGUF file it is made of."""
-    root = tmp_path_factory.mktemp("pull")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The GGUF file that the default model is converted from."""
     source = KNOWN_MODELS[DEFAULT_MODEL]
-
-    def fetch_and_keep(source: ModelSource, workspace: Path, report: Report) -> Path:
-        fetched = KNOWN_MODELS[DEFAULT_MODEL].fetch(source, workspace, report)
-        os.link(fetched, root / fetched.name)
-        return fetched
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AGENTFLOW_CACHE", str(root))
-        folder = pull_source(replace(source, fetch=fetch_and_keep), Silent())
-        assert resolve_model(DEFAULT_MODEL) == folder
-    return folder, root / Path(source.member).name
+    return source.fetch(source, tmp_path_factory.mktemp("fetch"), lambda done, total: None)
 
 
 @pytest.mark.model
 @pytest.mark.full
-def test_the_pulled_model_has_the_tensors_and_config_of_transformers(pulled: tuple[Path, Path]) -> None:
+def test_the_pulled_model_has_the_tensors_and_config_of_transformers(
+    model_folder: Path, gguf_file: Path
+) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
-    folder, gguf_file = pulled
     dequantised = GgufConfig(dequantize=True)
     theirs = AutoModelForCausalLM.from_pretrained(
         gguf_file.parent, gguf_file=gguf_file.name, quantization_config=dequantised, dtype=torch.float32
@@ -251,25 +234,24 @@ def test_the_pulled_model_has_the_tensors_and_config_of_transformers(pulled: tup
     expected = {
         name: values.numpy() for name, values in theirs.state_dict().items() if name != "lm_head.weight"
     }
-    found = load_file(folder / "model.safetensors")
+    found = load_file(model_folder / "model.safetensors")
     assert len(found) == 272
     assert found.keys() == expected.keys()
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
-    ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ours = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     assert ours.lm_head.weight is ours.model.embed_tokens.weight
     of_no_effect = {"_name_or_path", "_model_name_or_path", "unk_token_id", "architectures"}
-    config, their_config = AutoConfig.from_pretrained(folder).to_dict(), theirs.config.to_dict()
+    config, their_config = AutoConfig.from_pretrained(model_folder).to_dict(), theirs.config.to_dict()
     assert {key: value for key, value in config.items() if key not in of_no_effect} == {
         key: value for key, value in their_config.items() if key not in of_no_effect
     }
 
 
 @pytest.mark.model
-def test_the_pulled_tokenizer_is_the_models_own(pulled: tuple[Path, Path]) -> None:
+def test_the_pulled_tokenizer_is_the_models_own(model_folder: Path, gguf_file: Path) -> None:
     from transformers import AutoTokenizer
 
-    folder, gguf_file = pulled
-    ours = AutoTokenizer.from_pretrained(folder)
+    ours = AutoTokenizer.from_pretrained(model_folder)
     theirs = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
     assert ours.get_vocab() == theirs.get_vocab()
     assert ours.special_tokens_map == theirs.special_tokens_map
