@@ -131,7 +131,7 @@ def select(
     """
     check_name(name, "select")
     where = f"select({name!r})"
-    texts = tuple_of(choices, f"{where}: choices", "strings")
+    texts = tuple_of(choices, where, "choices", "strings")
     if isinstance(choices, str) or not all(isinstance(choice, str) for choice in texts):
         raise BadArgument(f"{where}: choices must be a list of strings, not {choices!r}")
     check_choices(name, texts)
@@ -187,12 +187,14 @@ def check_name(name: str, what: str) -> None:
         raise BadArgument(f'{what} needs a name for its variable, as in {what}("answer"), not {name!r}')
 
 
-def tuple_of(values: Iterable[ItemT], where: str, wanted: str) -> tuple[ItemT, ...]:
-    """The values as a tuple; ``BadArgument`` if they cannot be iterated."""
+def tuple_of(values: Iterable[ItemT], where: str, param: str, wanted: str) -> tuple[ItemT, ...]:
+    """The values as a tuple; ``BadArgument`` for ``param`` if they cannot be iterated."""
     try:
         return tuple(values)
     except TypeError:
-        raise BadArgument(f"{where} must be a list of {wanted}, not {values!r}") from None
+        raise BadArgument(
+            f"{where}: {param} must be a list of {wanted}, not {values!r}", param=param
+        ) from None
 
 
 _IMAGE_STARTS = {"png": b"\x89PNG\r\n", "jpeg": b"\xff\xd8\xff", "gif": b"GIF8", "webp": b"RIFF"}
@@ -253,8 +255,10 @@ def conversation(
     ...     print((await s["answer"]).text)
     Plants turn light into sugar.
     """
-    checked = tuple([_message(message) for message in tuple_of(messages, "conversation", "messages")])
-    given = tuple_of(tools, "conversation: tools", "functions or schemas")
+    checked = tuple(
+        [_message(message) for message in tuple_of(messages, "conversation", "messages", "messages")]
+    )
+    given = tuple_of(tools, "conversation", "tools", "functions or schemas")
     specs = tuple([tool if isinstance(tool, ToolSpec) else spec_of(tool) for tool in given])
     if not isinstance(choice, ToolChoice):
         choice = ToolChoice(choice) if choice in _MODES else ToolChoice("required", choice)  # type: ignore[arg-type]

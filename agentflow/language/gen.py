@@ -169,9 +169,9 @@ def gen(
         repetition_penalty=repetition_penalty,
         logit_bias=_bias_pairs(logit_bias),
         seed=seed,
-        stop=(stop,) if isinstance(stop, str) else tuple_of(stop, "gen: stop", "strings"),
+        stop=(stop,) if isinstance(stop, str) else tuple_of(stop, "gen", "stop", "strings"),
         stop_regex=stop_regex,
-        stop_token_ids=tuple_of(stop_token_ids, "gen: stop_token_ids", "token ids"),
+        stop_token_ids=tuple_of(stop_token_ids, "gen", "stop_token_ids", "token ids"),
         ignore_eos=ignore_eos,
         logprobs=logprobs,
         top_logprobs=top_logprobs,
@@ -192,7 +192,9 @@ def _bias_pairs(biases: Mapping[int, float] | None) -> tuple[tuple[int, float], 
     if biases is None:
         return ()
     if not isinstance(biases, Mapping):
-        raise BadArgument(f"gen: logit_bias must be a dict of token id to number, not {biases!r}")
+        raise BadArgument(
+            f"gen: logit_bias must be a dict of token id to number, not {biases!r}", param="logit_bias"
+        )
     pairs = tuple(biases.items())
     # Sorted, so that equal biases are equal parameters. The check rejects keys that are not token ids.
     return tuple(sorted(pairs)) if all(isinstance(token, int) for token in biases) else pairs

@@ -47,7 +47,7 @@ def check_stop_regex(pattern: str) -> None:
 def refused(wrong: str, pattern: str) -> BadArgument:
     """The error for a pattern; ``wrong`` begins with "must"."""
     shown = repr(pattern) if len(repr(pattern)) <= 100 else f"{pattern[:80]!r}…"
-    return BadArgument(f"gen: stop_regex {wrong}, not {shown}")
+    return BadArgument(f"gen: stop_regex {wrong}, not {shown}", param="stop_regex")
 
 
 MATCHES_NOTHING = "must not match the empty text, or it would end every text at once"

@@ -88,7 +88,7 @@ def test_a_gap_before_a_text_is_a_protocol_error() -> None:
     cursors.submit(ops.Open(1))
     cursors.submit(gen(1, 2))
     assert cursors.receive([Delta(2, 0, "ab"), Delta(2, 1, "bc")]) == [Delta(2, 0, "ab"), Delta(2, 2, "c")]
-    with pytest.raises(ProtocolError, match="variable 2 at character 4, but only 3 characters came before"):
+    with pytest.raises(ProtocolError, match=r"variable 2 at character 4.* 3 "):
         cursors.receive([Value(2, 4, "", "eos", Usage())])
 
 

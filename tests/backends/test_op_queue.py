@@ -84,7 +84,7 @@ def test_the_largest_op_that_is_taken_makes_a_frame_within_the_limit(binary: boo
     room = FRAME_BYTES - FRAME_OVERHEAD_BYTES
     while len(queue.encoded(largest)) < room:
         largest = ops.Text(1, (str(largest.parts[0]) + "x",))
-    with pytest.raises(FrameTooLarge, match=r"text: the op takes 193 bytes, .* at most 256 bytes"):
+    with pytest.raises(FrameTooLarge, match=r"text: .* 193 bytes.* 256 bytes"):
         queue.encoded(ops.Text(1, (str(largest.parts[0]) + "x",)))
     data = queue.encoded(largest)
     queue.add(data)
@@ -103,5 +103,5 @@ def test_an_op_that_cannot_be_encoded_is_a_bad_argument() -> None:
 def test_acknowledging_an_unsent_op_is_a_protocol_error() -> None:
     queue = OpQueue(binary=True, frame_bytes=FRAME_BYTES)
     queue.add(queue.encoded(ops.Seal(1)))
-    with pytest.raises(ProtocolError, match="acknowledged op 1, but only 0 were sent"):
+    with pytest.raises(ProtocolError, match=r"op 1.* 0 "):
         queue.acknowledge(1)

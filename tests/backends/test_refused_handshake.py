@@ -145,7 +145,7 @@ async def test_a_page_of_another_origin_is_rejected_with_the_reason(server: Thre
 
 @pytest.mark.parametrize("api_key", ["", " af-1", "line\r\nHost: other", "schlüssel"])
 def test_a_key_that_is_invalid_in_a_header_is_rejected(api_key: str) -> None:
-    with pytest.raises(BadArgument, match="api_key must be printable ASCII, and not empty"):
+    with pytest.raises(BadArgument, match="api_key"):
         Remote("ws://127.0.0.1:1", api_key=api_key)
 
 

@@ -240,9 +240,7 @@ async def test_a_session_unknown_to_the_server_is_lost() -> None:
 async def test_an_op_over_the_limit_is_refused_before_it_is_sent(strict_server: ThreadServer) -> None:
     async with opened(Remote(strict_server.url)) as (connection, listener):
         connection.send([ops.Open(1), ops.Text(1, ("keep #2",))])
-        with pytest.raises(
-            FrameTooLarge, match=r"takes 5,0.. bytes, and the server accepts frames of at most 4,096"
-        ):
+        with pytest.raises(FrameTooLarge, match=r"5,0.. bytes.* 4,096"):
             connection.send([ops.Text(1, ("lost",)), ops.Text(1, ("x" * 5000,))])
         connection.send([ops.Text(1, ("x" * 3900,)), ops.Text(1, ("y" * 3900,)), ops.Text(1, (" #2",))])
         connection.send([gen(1, 2)])
@@ -267,7 +265,7 @@ async def test_an_invalid_op_loses_the_session_with_the_reason(server: ThreadSer
 
 async def test_a_full_server_rejects_a_session(strict_server: ThreadServer) -> None:
     async with opened(Remote(strict_server.url)):
-        with pytest.raises(Overloaded, match="1 sessions open, which is its limit"):
+        with pytest.raises(Overloaded, match="1 sessions"):
             async with opened(Remote(strict_server.url)):
                 pytest.fail("a second session")
     await strict_server.wait_until_idle()

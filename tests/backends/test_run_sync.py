@@ -78,7 +78,7 @@ def test_the_default_session_connects_to_the_url_of_the_environment(monkeypatch)
 def test_a_session_is_used_once(backend):
     flow = af.session(backend=backend)
     assert af.run(ask, "a", session=flow) == "<a>"
-    with pytest.raises(af.BadArgument, match="a session is entered once"):
+    with pytest.raises(af.BadArgument, match="entered once"):
         af.run(ask, "a", session=flow)
 
 

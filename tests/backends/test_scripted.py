@@ -53,12 +53,12 @@ async def test_answers_end_at_stops_and_max_tokens(options, text, reason):
 
 @pytest.mark.parametrize("options", [{"logprobs": True}, {"top_logprobs": 3}])
 async def test_log_probabilities_are_refused(options):
-    with pytest.raises(af.NotSupported, match="scripted has no log-probabilities"):
+    with pytest.raises(af.NotSupported, match="log-probabilities"):
         await cut(**options)
 
 
 async def test_a_regex_that_matches_nothing_is_refused():
-    with pytest.raises(af.BadArgument, match="must not match the empty text"):
+    with pytest.raises(af.BadArgument, match="empty"):
         await cut(stop_regex="a*")
 
 
@@ -134,7 +134,7 @@ async def test_a_text_is_one_answer():
         s += "a" + af.gen("x")
         assert await s["x"] == "yes"
         s += af.gen("y")
-        with pytest.raises(af.RunFailed, match="only 1 answers"):
+        with pytest.raises(af.RunFailed, match="1 answers"):
             await s["y"]
 
 
@@ -158,11 +158,11 @@ async def test_a_script_may_be_a_list_a_mapping_or_a_function():
 
 
 async def test_a_script_without_an_answer_fails_the_run():
-    with pytest.raises(af.RunFailed, match="the script has only 1 answers"):
+    with pytest.raises(af.RunFailed, match="1 answers"):
         await answers(["one"], "a", "b")
-    with pytest.raises(af.RunFailed, match="no answer for a prompt that ends in 'ab'"):
+    with pytest.raises(af.RunFailed, match="'ab'"):
         await answers({"c": "x"}, "ab")
-    with pytest.raises(af.RunFailed, match="answers 'x', which is none of the choices"):
+    with pytest.raises(af.RunFailed, match=r"'x'.*choices"):
         await pick_from_script(["x"])
 
 

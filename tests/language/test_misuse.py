@@ -53,21 +53,19 @@ async def test_a_state_cannot_be_used_after_its_scope(use):
             s += af.gen("x")
             await s["x"]
         num_ops = len(observed.ops)
-        with pytest.raises(
-            af.StateClosed, match=r"state \(\) has ended with its run: nothing can be appended"
-        ):
+        with pytest.raises(af.StateClosed, match=r"has ended"):
             USES[use](s)
         async with flow.state() as s:
             async with s.fork(1) as branches:
                 pass
             if use != "read":  # what was sealed can be read
-                with pytest.raises(af.StateClosed, match="was sealed when"):
+                with pytest.raises(af.StateClosed, match="sealed"):
                     USES[use](branches[0])
             s.cancel()
-            with pytest.raises(af.StateClosed, match="was cancelled"):
+            with pytest.raises(af.StateClosed, match="cancelled"):
                 USES[use](s)
         assert len(observed.ops) == num_ops + 7  # open, fork, task group, seal, cancel, two closes
-    with pytest.raises(af.StateClosed, match="the session has ended: do this inside its `async with` block"):
+    with pytest.raises(af.StateClosed, match="session has ended"):
         USES[use](s)
 
 
@@ -110,9 +108,7 @@ async def test_a_variable_is_not_its_value(use, kind):
         s += af.gen("x")
         reference = s["x"] if kind == "variable" else s["x"].strip()
         for _ in range(2):  # before it is there, and after
-            with pytest.raises(
-                af.BadArgument, match=rf"'x'.* is a reference, not a value, and cannot be ({word}): await it"
-            ):
+            with pytest.raises(af.BadArgument, match=rf"'x'.* cannot be ({word})"):
                 function(reference)
             await s
         assert reference == reference
@@ -138,14 +134,14 @@ async def test_a_damaged_marker_is_rejected():
     async with af.session(backend=observed) as flow, flow.state() as s:
         s += af.gen("x")
         for use in (s.add, lambda text: s.set("q", text), lambda text: s.add(af.user(text))):
-            with pytest.raises(af.BadArgument, match="a variable's marker in this text is damaged"):
+            with pytest.raises(af.BadArgument, match="marker"):
                 use(f"{s['x'].strip()}"[:-3])
         assert len(observed.of(ops.Text) + observed.of(ops.Set) + observed.of(ops.Begin)) == 0
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, "1", True, float("nan"), [1]])
 def test_an_invalid_timeout_is_rejected(timeout_s):
-    with pytest.raises(af.BadArgument, match="gen: timeout_s must be a number of seconds above 0, not"):
+    with pytest.raises(af.BadArgument, match="timeout_s"):
         af.gen("x", timeout_s=timeout_s)
 
 
@@ -247,7 +243,7 @@ def test_an_invalid_program_is_rejected_before_a_session_opens(wrong):
     with pytest.raises(af.BadArgument, match="is not a function"):
         af.program(wrong)
     for use in (lambda: af.run(wrong, "essay"), lambda: af.map(wrong, ["essay"])):
-        with pytest.raises(af.BadArgument, match="cannot be called: give the program itself"):
+        with pytest.raises(af.BadArgument, match="cannot be called"):
             use()
 
 
@@ -267,7 +263,7 @@ async def test_a_synchronous_function_is_rejected():
         return "done"
 
     async with af.session(backend=af.Scripted([])) as flow:
-        with pytest.raises(af.BadArgument, match="returned 'done', which cannot be awaited"):
+        with pytest.raises(af.BadArgument, match="'done'"):
             await flow.run(plain)
         with pytest.raises(af.BadArgument, match="an async function"):
             await flow.run(af.program(plain))
@@ -339,7 +335,7 @@ async def test_inputs_of_a_graph_must_be_a_dict(inputs):
         return await s["x"]
 
     async with af.session(backend=af.Scripted([])) as flow:
-        with pytest.raises(af.BadArgument, match="the inputs are a dict"):
+        with pytest.raises(af.BadArgument, match="dict"):
             await flow.submit(ask.trace(), inputs)
 
 

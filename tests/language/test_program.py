@@ -46,7 +46,7 @@ async def test_programs_compose():
 
 
 async def test_a_program_requires_a_state():
-    with pytest.raises(af.BadArgument, match="first argument is a state, not str: run it with flow"):
+    with pytest.raises(af.BadArgument, match="state, not str"):
         await ask("why")
 
 
@@ -118,7 +118,7 @@ async def test_a_failed_op_after_the_last_value_is_raised_by_the_run(backend):
             return await s["x"]
 
         other += "!" + af.gen("bad")
-        with pytest.raises(af.RunFailed, match="the text needs 'bad', which has no value"):
+        with pytest.raises(af.RunFailed, match="'bad'"):
             await flow.run(consume)
 
 

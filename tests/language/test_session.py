@@ -34,10 +34,10 @@ async def test_nothing_can_be_done_after_the_end():
         lambda: flow._link.start_soon(anyio.sleep_forever),
         lambda: flow.capabilities,
     ):
-        with pytest.raises(af.StateClosed, match="the session has ended: do this inside its `async with`"):
+        with pytest.raises(af.StateClosed, match="session has ended"):
             use()
     for wait in (flow.run(ask, "a"), flow.stats()):
-        with pytest.raises(af.StateClosed, match="the session has ended"):
+        with pytest.raises(af.StateClosed, match="session has ended"):
             await wait
     assert await s["x"] == "<a>"  # what was there stays
 
@@ -123,7 +123,7 @@ async def test_a_foreign_error_of_the_backend_is_server_lost():
     observed = Observed(af.Scripted(echo))
     async with af.session(backend=observed) as flow:
         observed.lose(OSError("cable"))
-        with pytest.raises(af.ServerLost, match="the backend is gone: OSError\\('cable'\\)"):
+        with pytest.raises(af.ServerLost, match="OSError\\('cable'\\)"):
             await flow.run(ask, "a")
 
 
@@ -234,7 +234,7 @@ async def test_stats_of_an_engine_add_up():
 def test_a_session_has_one_backend(monkeypatch):
     backend = af.Scripted(echo)
     for two in ({"url": "ws://x", "backend": backend}, {"model": "m", "backend": backend}):
-        with pytest.raises(af.BadArgument, match="not several of them"):
+        with pytest.raises(af.BadArgument, match="backend"):
             af.session(**two)
     monkeypatch.setenv("AGENTFLOW_URL", "ws://elsewhere:1")
     monkeypatch.setenv("AGENTFLOW_API_KEY", "af-1")

@@ -72,10 +72,10 @@ async def test_a_set_variable_whose_source_failed_fails_its_state():
         other += "!" + af.gen("x")
         s.set("q", other["x"])
         s += "after" + af.gen("y")
-        with pytest.raises(af.RunFailed, match="the text needs 'x', which has no value") as failure:
+        with pytest.raises(af.RunFailed, match="'x'") as failure:
             await s["q"]
         assert isinstance(failure.value.__cause__, af.EngineFailed)
-        with pytest.raises(af.RunFailed, match="'y' was not generated"):
+        with pytest.raises(af.RunFailed, match="'y'"):
             await s["y"]
 
 
@@ -83,7 +83,7 @@ async def test_a_set_variable_whose_source_failed_fails_its_state():
 async def test_only_text_can_be_set(value):
     observed = Observed(af.Scripted(echo))
     async with af.session(backend=observed) as flow, flow.state() as s:
-        with pytest.raises(af.BadArgument, match="the value must be text, which may hold variables"):
+        with pytest.raises(af.BadArgument, match="must be text"):
             s.set("q", value)
         assert observed.ops == [ops.Open(s.id)]
         assert "q" not in s
@@ -92,7 +92,7 @@ async def test_only_text_can_be_set(value):
 @pytest.mark.parametrize("name", ["", None, 3])
 async def test_a_set_variable_needs_a_name(name):
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
-        with pytest.raises(af.BadArgument, match="give the variable a name"):
+        with pytest.raises(af.BadArgument, match="name"):
             s.set(name, "text")
 
 
@@ -249,7 +249,7 @@ async def test_the_length_of_a_text_is_limited(how):
                 s += variable
                 variable = s.text()
                 s += variable
-        with pytest.raises(af.RunFailed, match="this text has more than 8,388,608 characters"):
+        with pytest.raises(af.RunFailed, match="8,388,608 characters"):
             await s
     assert_idle(backend)
 
@@ -288,7 +288,7 @@ async def test_a_branch_is_read_after_its_block_is_left(how, server):
                 assert await branches[0].token_ids() == await ids
             s += branches[0].text() + "!"
             assert await s.text() == "the prefix, the prefix, and more!"
-            with pytest.raises(af.StateClosed, match="was sealed when"):
+            with pytest.raises(af.StateClosed, match="sealed"):
                 branches[0].add("more")
         with pytest.raises(af.StateClosed, match="nothing can be appended"):
             branches[0].text()

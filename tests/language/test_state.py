@@ -92,7 +92,7 @@ async def test_a_variable_of_another_session_is_refused(observed):
         other.state() as o,
     ):
         o += af.gen("x")
-        with pytest.raises(af.ForeignState, match="'x' belongs to another session"):
+        with pytest.raises(af.ForeignState, match="'x'"):
             s += o["x"]
         s += await o["x"]
         assert observed.of(ops.Text) == [ops.Text(s.id, ("0 chars",))]
@@ -105,7 +105,7 @@ async def test_a_state_is_closed_when_its_run_ends(observed):
             branches = s.fork(1)
             await s
         for use in (lambda: s.add("more"), lambda: s.fork(2), lambda: branches[0].add("more")):
-            with pytest.raises(af.StateClosed, match="has ended with its run"):
+            with pytest.raises(af.StateClosed, match="has ended"):
                 use()
         with pytest.raises(af.StateClosed, match="cannot become a task group"):
             await branches.__aenter__()
@@ -113,7 +113,7 @@ async def test_a_state_is_closed_when_its_run_ends(observed):
         assert await s["x"] == "0 chars"
         s.cancel()  # has nothing to do
         assert observed.of(ops.Cancel) == []
-    with pytest.raises(af.StateClosed, match="the session has ended"):
+    with pytest.raises(af.StateClosed, match="session has ended"):
         s += "more"
 
 
@@ -129,7 +129,7 @@ async def test_awaiting_a_state_that_closed_early_fails():
             await s["x"]
         async with flow.state() as t:
             t += "text"
-        with pytest.raises(af.StateClosed, match="has ended with its run"):
+        with pytest.raises(af.StateClosed, match="has ended"):
             await t
 
 
@@ -158,7 +158,7 @@ async def test_a_cancelled_state_cannot_be_used(observed):
         s.cancel()
         s.cancel()
         for state in (s, branch):
-            with pytest.raises(af.StateClosed, match="was cancelled"):
+            with pytest.raises(af.StateClosed, match="cancelled"):
                 state += "more"
             with pytest.raises(af.Cancelled):
                 await state
@@ -243,7 +243,7 @@ async def test_a_failed_state_raises_at_every_await(as_told):
                 await s
         with pytest.raises(af.EngineFailed, match="broken"):
             await s["x"]
-        with pytest.raises(af.RunFailed, match="'y' was not generated: broken") as failure:
+        with pytest.raises(af.RunFailed, match=r"'y'.*broken") as failure:
             await s["y"]
         assert isinstance(failure.value.__cause__, af.EngineFailed)
 
@@ -263,7 +263,7 @@ async def test_a_full_backlog_rejects_appends_until_ops_are_done(monkeypatch):
         with pytest.raises(af.BacklogFull):
             s.join(branches)
         assert branches[0]._node.own == []  # nothing was asked of the branch
-        with pytest.raises(af.BacklogFull, match="100 ops wait on this state"):
+        with pytest.raises(af.BacklogFull, match="100 ops"):
             s += "one too many"
         with pytest.raises(af.BacklogFull):
             s.fork(1)
@@ -363,7 +363,7 @@ async def test_a_state_is_used_without_a_block(observed):
         with pytest.raises(af.Cancelled):
             await s["z"]
         for closed in (s, branch):
-            with pytest.raises(af.StateClosed, match="was cancelled"):
+            with pytest.raises(af.StateClosed, match="cancelled"):
                 closed.add("x")
     assert observed.of(ops.Open) == [ops.Open(s.id, "salt")]
     assert {op.state for op in observed.of(ops.Close)} == {s.id, branch.id}
@@ -376,9 +376,9 @@ async def test_a_state_without_a_block_ends_with_the_session():
         s += af.gen("x")
         await settle()
         assert backend.generator.num_running == 1
-    with pytest.raises(af.Cancelled, match="the session has ended"):
+    with pytest.raises(af.Cancelled, match="session has ended"):
         await s["x"]
-    with pytest.raises(af.StateClosed, match="the session has ended"):
+    with pytest.raises(af.StateClosed, match="session has ended"):
         s += "more"
     assert_idle(backend)
 
@@ -398,10 +398,10 @@ async def test_invalid_operands_of_a_sum_are_rejected(wrong):
     async with af.session(backend=af.Scripted(measure)) as flow, flow.state() as s:
         s += af.gen("x")
         for left, right in ((af.gen("y"), wrong), (wrong, af.gen("y")), (s["x"], wrong), (wrong, s["x"])):
-            with pytest.raises(af.BadArgument, match=r"cannot append \w+ .*: append a string"):
+            with pytest.raises(af.BadArgument, match=r"cannot append"):
                 left + right
         for other in (flow, s):
-            with pytest.raises(af.BadArgument, match=r"cannot append \w+ .*: append a string"):
+            with pytest.raises(af.BadArgument, match=r"cannot append"):
                 other + af.gen("y")
 
 

@@ -127,9 +127,7 @@ def test_a_text_is_split_into_the_parts_that_it_was_made_of(pieces, escapes):
 
 
 async def test_a_text_truncated_within_a_tag_has_no_value():
-    with pytest.raises(
-        af.InvalidValue, match="was truncated after 2 tokens and is not a complete text with tags"
-    ):
+    with pytest.raises(af.InvalidValue, match="2 tokens"):
         await reply_of('a <point>{"x": 1.5}</point> b', ALL, max_tokens=2)
     assert await reply_of("one <age>1</age> two three", ALL, max_tokens=3) == [
         "one ",
@@ -139,9 +137,7 @@ async def test_a_text_truncated_within_a_tag_has_no_value():
 
 
 async def test_a_tag_that_does_not_match_its_schema_raises():
-    with pytest.raises(
-        af.InvalidValue, match=r"ended \(eos\) with a text that is not a valid text with tags"
-    ):
+    with pytest.raises(af.InvalidValue, match=r"\(eos\)"):
         await reply_of('<point>{"x": "far"}</point>', ALL)
 
 

@@ -105,7 +105,7 @@ async def test_calls_of_a_schema_have_no_function():
         {"name": "ping", "arguments": {}},
     )
     assert (order.arguments, ping.arguments, ping.function) == ({"to": {"street": "a"}}, {}, None)
-    with pytest.raises(af.BadArgument, match="tool 'order' was given as a schema: call what it stands for"):
+    with pytest.raises(af.BadArgument, match="'order'"):
         order()
 
 
@@ -147,7 +147,7 @@ def test_the_schema_of_many_tools_refers_to_what_each_of_them_defines():
 
 def test_a_schema_that_refers_to_its_own_root_is_refused():
     tree = {"type": "object", "properties": {"inner": {"$ref": "#"}}}
-    with pytest.raises(af.BadArgument, match=r"tool 'tree': its schema may refer only to its \$defs"):
+    with pytest.raises(af.BadArgument, match=r"'tree'.*defs"):
         af.gen("x", tools=[{"name": "tree", "parameters": tree}])
 
 
@@ -168,9 +168,7 @@ async def test_an_invalid_list_of_calls_raises_with_its_cause(text, cause):
     async with af.session(backend=af.Scripted([text])) as flow, flow.state() as s:
         expression = af.gen("calls", tools=[weather, ORDER])
         s += expression
-        with pytest.raises(
-            af.InvalidValue, match="a text that is not a valid list of tool calls: "
-        ) as failure:
+        with pytest.raises(af.InvalidValue, match="tool calls") as failure:
             await s[expression]
         assert failure.value.args[0].endswith(repr(text))
         with pytest.raises(ValueError, match=cause):

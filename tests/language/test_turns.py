@@ -67,14 +67,14 @@ async def test_turns_cannot_be_nested(how):
         s += "before"
         async with s.assistant():
             num_ops = len(observed.ops)
-            with pytest.raises(af.BadArgument, match=r"a \w+ turn cannot stand inside another turn: the"):
+            with pytest.raises(af.BadArgument, match=r"inside another turn"):
                 OPENINGS[how](s)
             with pytest.raises(af.BadArgument, match="the assistant turn is open"):
                 async with s.tool():
                     raise AssertionError("entered")
             branch = s.fork(1)[0]
             num_ops += 1
-            with pytest.raises(af.BadArgument, match="turn cannot stand inside another turn"):
+            with pytest.raises(af.BadArgument, match="inside another turn"):
                 OPENINGS[how](branch)
             assert len(observed.ops) == num_ops, "something was submitted"
         s += af.user("y")
@@ -94,10 +94,10 @@ async def test_a_turn_inside_a_call_is_refused_before_anything_is_appended():
 
 async def test_a_turn_that_is_not_open_cannot_end():
     async with af.session(backend=af.Scripted(answer)) as flow, flow.state() as s:
-        with pytest.raises(af.BadArgument, match="a turn ends that never began"):
+        with pytest.raises(af.BadArgument, match="never began"):
             s.end()
         s += af.user("x")
-        with pytest.raises(af.BadArgument, match="a turn ends that never began"):
+        with pytest.raises(af.BadArgument, match="never began"):
             s.end()
         assert await s.text() == "<user>x</user>"
 
@@ -105,7 +105,7 @@ async def test_a_turn_that_is_not_open_cannot_end():
 @pytest.mark.parametrize("role", ["User", "", "developer", None, 3, ["user"]])
 async def test_an_unknown_role_is_rejected(role):
     async with af.session(backend=af.Scripted(answer)) as flow, flow.state() as s:
-        with pytest.raises(af.BadArgument, match="a turn is one of system, user, assistant, tool"):
+        with pytest.raises(af.BadArgument, match="system, user, assistant, tool"):
             s.begin(role)
 
 

@@ -257,7 +257,7 @@ async def test_typed_values_over_the_wire(server):
         assert await s[number] == 42
         assert await s[report].json("grade") == "3"
         s += " x" + af.gen("bad", type=int)
-        with pytest.raises(af.RunFailed, match="which is not what the regex asks for"):
+        with pytest.raises(af.RunFailed, match="regex"):
             await s["bad"]
 
 
@@ -267,16 +267,16 @@ async def test_typed_values_over_the_wire(server):
 async def test_an_expression_looks_up_only_its_own_variable():
     number = af.gen("x", type=int)
     async with af.session(backend=af.Scripted(["text", "1", "text"])) as flow, flow.state() as s:
-        with pytest.raises(af.UnknownVariable, match="no variable 'x'"):
+        with pytest.raises(af.UnknownVariable, match="'x'"):
             s[number]
         s += af.gen("x")
-        with pytest.raises(af.UnknownVariable, match="variable 'x' is not of this gen"):
+        with pytest.raises(af.UnknownVariable, match="not of this gen"):
             s[number]
         s += number
         found = s[number]
         assert s.copy()[number] is found
         s += af.gen("x")
-        with pytest.raises(af.UnknownVariable, match="look its variable up before another of that name"):
+        with pytest.raises(af.UnknownVariable, match="before another"):
             s[number]
         assert (await found, await s["x"]) == (1, "text")
 

@@ -109,9 +109,7 @@ async def test_a_server_rejects_an_unsupported_constraint(server, kind):
         server.call(lambda: setattr(server.generator, "capabilities", unable))
         try:
             s += "a" + af.gen("r", **KINDS[kind])
-            with pytest.raises(
-                af.NotSupported, match=rf"constraints of the kind '{kind}' \(supported: none\)"
-            ):
+            with pytest.raises(af.NotSupported, match=rf"'{kind}'"):
                 await s["r"]
         finally:
             server.call(lambda: setattr(server.generator, "capabilities", able))
@@ -124,6 +122,6 @@ async def test_an_invalid_constraint_over_the_wire_fails_its_state(server):
         gen = ops.Gen(s.id, flow._link.next_id(), "bad", af.gen("bad").params, bad)
         flow._link._connection.send([gen])
         s += "more"
-        with pytest.raises(af.BadArgument, match="choices: 1 to 1000 different"):
+        with pytest.raises(af.BadArgument, match="choices"):
             await s
     await server.wait_until_idle()

@@ -81,7 +81,7 @@ async def test_a_failing_transform_fails_only_its_consumers(name, argument, text
             await applied(s["x"], name, argument)
         with pytest.raises(af.RunFailed, match=message):
             await other
-        with pytest.raises(af.RunFailed, match="'y' was not generated"):
+        with pytest.raises(af.RunFailed, match="'y'"):
             await other["y"]
         await s
         assert await s.text() == text
@@ -215,7 +215,7 @@ async def test_too_many_transforms_over_the_wire_fail_their_state(server):
         variable = s.set("x", "text")
         flow._link._connection.send([ops.Text(s.id, (ops.Ref(variable.id, (Transform("strip"),) * 17),))])
         s += "more"
-        with pytest.raises(af.BadArgument, match="at most 16 transforms"):
+        with pytest.raises(af.BadArgument, match="16 transforms"):
             await s
         assert await variable == "text"
     await server.wait_until_idle()
@@ -227,7 +227,7 @@ async def test_the_number_of_transforms_is_limited():
         reference = s["x"]
         for _ in range(16):
             reference = reference.strip()
-        with pytest.raises(af.BadArgument, match="at most 16 transforms, not 17"):
+        with pytest.raises(af.BadArgument, match="16 transforms"):
             reference.strip()
         assert await reference == "x"
 
@@ -251,9 +251,7 @@ async def test_a_transform_names_itself():
         changed = s["x"].strip().json("a.b")
         assert repr(changed) == "<variable 'x'.strip().json('a.b')>"
         assert changed is s["x"].strip().json("a.b")
-        with pytest.raises(
-            af.BadArgument, match=r"variable 'x'\.strip\(\)\.json\('a.b'\) is a reference, not a value"
-        ):
+        with pytest.raises(af.BadArgument, match=r"variable 'x'\.strip\(\)\.json\('a.b'\) is a reference"):
             bool(changed)
 
 

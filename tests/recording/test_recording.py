@@ -109,7 +109,7 @@ async def test_a_recorded_replay_ends_as_its_session_does(tmp_path):
     """A replay that is recorded ends as its session does."""
     first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
     await record_judge(first)
-    with pytest.raises(af.ReplayDiffers, match="run 0 "):
+    with pytest.raises(af.ReplayDiffers, match="run 0"):
         async with af.session(backend=af.Replay(first), record=second):
             pass
     with pytest.raises(ZeroDivisionError):

@@ -112,9 +112,7 @@ async def test_more_at_the_end_is_a_difference(path):
         await flow.run(ask, "a question")
     async with af.session(backend=af.Replay(path)) as flow, flow.state() as s:
         assert await ask(s, "a question") == "10 chars"
-        with pytest.raises(
-            af.ReplayDiffers, match="op 3: the recording has no more, and the program has text 'and'"
-        ):
+        with pytest.raises(af.ReplayDiffers, match=r"op 3: .*text 'and'"):
             s += "and"
 
 
@@ -122,13 +120,13 @@ async def test_more_runs_and_fewer_runs_are_differences(path):
     async with af.session(backend=af.Scripted(measure), record=path) as flow:
         await flow.run(ask, "one")
         await flow.run(ask, "two")
-    with pytest.raises(af.ReplayDiffers, match="has 2 runs, and the program ended after 1: run 1 "):
+    with pytest.raises(af.ReplayDiffers, match="run 1"):
         async with af.session(backend=af.Replay(path)) as flow:
             await flow.run(ask, "one")
     async with af.session(backend=af.Replay(path)) as flow:
         await flow.run(ask, "one")
         await flow.run(ask, "two")
-        with pytest.raises(af.ReplayDiffers, match="run 2: the recording has no more runs"):
+        with pytest.raises(af.ReplayDiffers, match="run 2"):
             await flow.run(ask, "two")
 
 
@@ -138,7 +136,7 @@ async def test_a_replay_is_checked_while_another_exception_is_handled(path):
     try:
         raise ZeroDivisionError
     except ZeroDivisionError:
-        with pytest.raises(af.ReplayDiffers, match="run 0 "):
+        with pytest.raises(af.ReplayDiffers, match="run 0"):
             async with af.session(backend=af.Replay(path)):
                 pass
 
@@ -166,7 +164,7 @@ async def test_a_missing_failing_gen_is_a_difference_at_its_branch(path):
     async with af.session(backend=af.Replay(path)) as flow:
         await flow.run(partial(program, fails=True))
     async with af.session(backend=af.Replay(path)) as flow:
-        with pytest.raises(af.ReplayDiffers, match=r"state \(1,\), op 0: the recording has text 'bad!'"):
+        with pytest.raises(af.ReplayDiffers, match=r"state \(1,\), op 0: .*text 'bad!'"):
             await flow.run(partial(program, fails=False))
 
 
@@ -179,7 +177,7 @@ async def test_another_salt_is_a_difference(path):
     async with af.session(backend=af.Scripted(measure), record=path) as flow:
         await use(flow, "one")
     async with af.session(backend=af.Replay(path)) as flow:
-        with pytest.raises(af.ReplayDiffers, match="open 'one' with cache_salt 'one', and the program"):
+        with pytest.raises(af.ReplayDiffers, match="cache_salt 'one'"):
             await use(flow, "two")
 
 
@@ -188,7 +186,7 @@ async def test_the_seed_is_the_recorded_one(path):
         await flow.run(ask, "one")
     assert af.session(backend=af.Replay(path)).seed == 5
     assert af.session(backend=af.Replay(path), seed=5).seed == 5
-    with pytest.raises(af.BadArgument, match=r"made with seed 5, .*: leave out seed=6"):
+    with pytest.raises(af.BadArgument, match=r"seed 5, .*seed=6"):
         af.session(backend=af.Replay(path), seed=6)
 
 

@@ -78,7 +78,7 @@ async def test_a_deadline_ends_running_gens(limits_first):
             s.limit(deadline_s=SOON_S)
         with pytest.raises(af.DeadlineExceeded):
             await s["x"]
-        with pytest.raises(af.RunFailed, match="the text needs 'x', which has no value") as failure:
+        with pytest.raises(af.RunFailed, match="'x'") as failure:
             await free
         assert isinstance(failure.value.__cause__, af.DeadlineExceeded)
         await settle()
@@ -109,7 +109,7 @@ async def test_the_timeout_of_a_gen_counts_from_its_start():
                 await s["x"]
         assert s._node.error is None, "the time began before the turn"
         await backend.allow(1)
-        with pytest.raises(af.DeadlineExceeded, match=r"'x' exceeded its timeout of 0\.001 s"):
+        with pytest.raises(af.DeadlineExceeded, match=r"'x'.*0\.001 s"):
             await s["x"]
         with pytest.raises(af.DeadlineExceeded):
             await s
@@ -140,7 +140,7 @@ async def test_a_task_group_fails_with_a_branch_past_its_deadline():
             with pytest.raises(af.Cancelled):
                 await sibling["x"]
         s += "more"
-        with pytest.raises(af.RunFailed, match="branch 1 of a fork failed") as failure:
+        with pytest.raises(af.RunFailed, match="branch 1") as failure:
             await s
         assert isinstance(failure.value.__cause__, af.DeadlineExceeded)
     assert_idle(backend)
@@ -159,7 +159,7 @@ async def test_a_deadline_of_the_session_applies_to_existing_and_later_states():
             with pytest.raises(af.DeadlineExceeded):
                 await late
     assert_idle(backend)
-    with pytest.raises(af.StateClosed, match="the session has ended"):
+    with pytest.raises(af.StateClosed, match="session has ended"):
         flow.limit(deadline_s=1)
 
 
@@ -170,14 +170,14 @@ async def test_limits_over_the_wire(server):
     async with af.session(server.url) as flow, flow.state() as s, flow.state() as slow, flow.state() as one:
         s.limit(output_tokens=2)
         s += "w#5" + af.gen("x")
-        with pytest.raises(af.BudgetExceeded, match="limit of 2 output tokens"):
+        with pytest.raises(af.BudgetExceeded, match="2 output tokens"):
             await s["x"]
         slow += f"a {HANG}" + af.gen("x")
         slow.limit(deadline_s=SOON_S)
         with pytest.raises(af.DeadlineExceeded):
             await slow["x"]
         one += f"a {HANG}" + af.gen("x", timeout_s=SOON_S)
-        with pytest.raises(af.DeadlineExceeded, match=r"'x' exceeded its timeout of 0\.001 s"):
+        with pytest.raises(af.DeadlineExceeded, match=r"'x'.*0\.001 s"):
             await one["x"]
     await server.wait_until_idle()
 
@@ -219,6 +219,6 @@ async def test_an_invalid_timeout_over_the_wire_fails_its_state(server, timeout_
         gen = ops.Gen(s.id, flow._link.next_id(), "bad", af.gen("bad").params)
         flow._link._connection.send([msgspec.structs.replace(gen, timeout_s=timeout_s)])
         s += "b"
-        with pytest.raises(af.BadArgument, match="timeout_s must be a number of seconds above 0"):
+        with pytest.raises(af.BadArgument, match="timeout_s"):
             await s
     await server.wait_until_idle()
