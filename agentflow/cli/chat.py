@@ -1,13 +1,12 @@
-"""``agentflow chat``: a conversation in the terminal, or with what a pipe brings, a line a turn.
+"""``agentflow chat``: a conversation in the terminal, or with one turn per line of a pipe.
 
-The session's event loop has a thread of its own. This one reads lines and waits, so that Ctrl-C reaches it
-wherever it is: at the prompt, or during an answer, which is then stopped. Answers go to standard output,
-and everything else to standard error.
+The session's event loop runs in its own thread. The main thread reads lines and waits, so that it receives
+Ctrl-C at the prompt and during an answer, which it then stops. Answers go to standard output, and everything
+else to standard error.
 
-A conversation on one state, whose current answer can be stopped without losing what came before.
-
-Each turn is made on a fork of the turns before it, and is where the conversation goes on once it is whole.
-A fork is one of token ids: nothing is encoded twice, and all that was said is in the cache.
+Each turn runs on a copy of the conversation's state, which replaces that state when the answer is complete.
+So an answer can be stopped without losing earlier turns. A copy shares the token ids: no text is encoded
+twice, and earlier turns are in the cache.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from rich.text import Text
 
 from agentflow.backends.open_session import session as open_session
 from agentflow.cli.command import Command, count
+from agentflow.cli.server_query import API_KEY_VARIABLE
 from agentflow.errors import AgentflowError, Cancelled, NotSupported
 from agentflow.language.expressions import assistant, system, user
 from agentflow.language.gen import gen
@@ -37,8 +37,8 @@ from agentflow.protocol.events import Usage
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """How an answer went. Of one that was stopped, ``usage`` is unknown. ``ttft_s``: until its first text;
-    ``took_s``: until its last."""
+    """An answer and its times. ``usage``: None if it was stopped. ``ttft_s``: the time to its first text;
+    ``took_s``: to its end."""
 
     text: str
     usage: Usage | None
@@ -48,7 +48,7 @@ class Answered:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of those after the first; None where there are too few to tell."""
+        """The rate after the first token; None if there are too few tokens."""
         writing_s = self.took_s - self.ttft_s
         if self.usage is None or self.usage.output_tokens < 2 or writing_s <= 0:
             return None
@@ -56,7 +56,8 @@ class Answered:
 
 
 class Conversation:
-    """``sampling``: the arguments of each ``gen``. ``NotSupported`` for a model without a chat template.
+    """A conversation with a model. ``sampling``: arguments of each ``gen``. ``NotSupported`` for a model
+    without a chat template.
 
     >>> conversation = Conversation(flow, system_text="You are a guide in a zoo.", max_tokens=32)
     >>> answered = await conversation.ask("What do elephants eat?", print)
@@ -64,7 +65,7 @@ class Conversation:
 
     def __init__(self, flow: Session, *, system_text: str | None = None, **sampling: Any) -> None:
         if not flow.capabilities.roles:
-            raise NotSupported(f"{flow.capabilities.model} has no chat template: it holds no conversation")
+            raise NotSupported(f"{flow.capabilities.model} has no chat template, which a conversation needs")
         self._flow = flow
         self._sampling = sampling
         self._asked: State | None = None
@@ -77,7 +78,7 @@ class Conversation:
         return self._system_text
 
     def reset(self, system_text: str | None) -> None:
-        """Begins anew."""
+        """Starts a new conversation."""
         if self._root is not None:
             self._root.close()
         self._root = self._flow.state()
@@ -87,8 +88,8 @@ class Conversation:
             self._state.add(system(system_text))
 
     async def ask(self, question: str, show: Callable[[str], None]) -> Answered:
-        """The answer, whose text is also shown as it comes. After an error, or ``stop`` before the first
-        text, the conversation is where it was."""
+        """Returns the answer. ``show`` gets its text as it arrives. An error, or ``stop`` before the first
+        text, leaves the conversation unchanged."""
         began_s = time.monotonic()
         first_s: float | None = None
         turn = self._state.copy()
@@ -120,11 +121,11 @@ class Conversation:
         )
 
     def check_alive(self) -> None:
-        """Raises what ended the session, if it has ended."""
+        """Raises the error that ended the session, if it has ended."""
         self._flow.check_alive()
 
     def stop(self) -> None:
-        """Ends the current answer, if there is one; what there is of it stays in the conversation."""
+        """Stops the current answer, if there is one. Its text so far stays in the conversation."""
         if self._asked is not None:
             self._asked.cancel()
 
@@ -136,20 +137,19 @@ class Conversation:
 
 PROMPT = "> "
 HELP = """\
-/reset          forget the conversation, and begin anew
-/system TEXT    begin anew with other instructions; without TEXT: show them
-/exit           leave (or Ctrl-D)
-/help           this
-Ctrl-C stops an answer. A line that begins with two slashes is said with one."""
-API_KEY_VARIABLE = "AGENTFLOW_API_KEY"
+/reset          start a new conversation
+/system TEXT    start a new conversation with this system message; without TEXT: show the current one
+/exit           exit (or Ctrl-D)
+/help           show this help
+Ctrl-C stops an answer. To send a line that begins with a slash, begin it with two."""
 
 
 def run_chat(
     session: Session, *, read: Callable[[], str], console: Console, system: str | None, **sampling: Any
 ) -> None:
-    """Talks until ``read`` raises EOFError. ``console``: for all but the answers."""
+    """Runs a conversation until ``read`` raises EOFError. ``console``: for everything but the answers."""
     with start_blocking_portal("asyncio") as portal:
-        with console.status("opening the model…") if console.is_terminal else contextlib.nullcontext():
+        with console.status("loading the model…") if console.is_terminal else contextlib.nullcontext():
             opening = portal.wrap_async_context_manager(session)
             flow = opening.__enter__()
         with contextlib.ExitStack() as stack:
@@ -171,13 +171,13 @@ class _Terminal:
             try:
                 line = read().strip()
             except EOFError:
-                if sys.stdin.isatty():  # the prompt's line is not over
+                if sys.stdin.isatty():  # end the line of the prompt
                     self._say("")
                 return
             except KeyboardInterrupt:
                 if not sys.stdin.isatty():
                     raise
-                self._say("\n(Ctrl-D or /exit leaves)")
+                self._say("\n(press Ctrl-D, or type /exit, to exit)")
                 continue
             command, _, rest = line.partition(" ")
             match command:
@@ -192,7 +192,7 @@ class _Terminal:
                 case "/system":
                     self._system(rest.strip())
                 case _ if line.startswith("/") and not line.startswith("//"):
-                    self._say(f"there is no command {command}: /help lists them")
+                    self._say(f"unknown command {command}: /help lists the commands")
                 case _:
                     self._ask(line[1:] if line.startswith("//") else line)
 
@@ -213,7 +213,7 @@ class _Terminal:
         self._say(stats_line(answered))
 
     def _show(self, text: str) -> None:
-        if not self._shows_controls:  # a model's text must not steer the terminal
+        if not self._shows_controls:  # control characters in a model's text must not reach the terminal
             text = "".join(char for char in text if char.isprintable() or char in "\n\t")
         print(text, end="", flush=True)
 
@@ -221,7 +221,7 @@ class _Terminal:
         if text:
             self._reset(text)
         else:
-            self._say(self._conversation.system_text or "(no instructions)")
+            self._say(self._conversation.system_text or "(no system message)")
 
     def _reset(self, system: str | None) -> None:
         self._portal.call(self._conversation.reset, system)
@@ -232,7 +232,7 @@ class _Terminal:
 
 
 def stats_line(answered: Answered) -> str:
-    """What an answer took, in one line."""
+    """The tokens and times of an answer in one line."""
     usage = answered.usage
     if usage is None:
         return f"(stopped after {answered.took_s:.1f} s)"
@@ -242,7 +242,7 @@ def stats_line(answered: Answered) -> str:
     parts.append(f"first after {answered.ttft_s * 1000:,.0f} ms")
     parts.append(f"prompt of {usage.prompt_tokens:,}, {usage.hit_rate:.0%} cached")
     if answered.finish_reason == "length":
-        parts.append("cut: --max-tokens")
+        parts.append("truncated at --max-tokens")
     return f"({', '.join(parts)})"
 
 
@@ -256,7 +256,7 @@ def _read_line() -> str:
 
 
 def _edit_lines() -> None:
-    """Arrow keys and history, where Python has readline. The history ends with the chat."""
+    """Enables arrow keys and history if Python has readline. The history is not saved."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (input() uses it once it is imported)
@@ -264,14 +264,29 @@ def _edit_lines() -> None:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--url", help="a server, such as ws://127.0.0.1:8410 (default: AGENTFLOW_URL, or the engine here)")
+    add(
+        "--url",
+        help="a server, such as ws://127.0.0.1:8410 (default: AGENTFLOW_URL, or none)",
+    )
     add("--model", metavar="NAME", help="a pulled model or a Hugging Face folder (default: smollm2-135m)")
-    add("--api-key", metavar="KEY", help=f"for the server (default: {API_KEY_VARIABLE})")
-    add("--system", metavar="TEXT", help="instructions for the model")
-    add("--temperature", type=float, default=0.7, metavar="N", help="0: always the likeliest (%(default)s)")
-    add("--top-p", type=float, default=0.95, metavar="N", help="cuts unlikely tokens off (%(default)s)")
-    add("--max-tokens", type=count, default=512, metavar="N", help="of one answer (%(default)s)")
-    add("--seed", type=int, metavar="N", help="the same seed and lines, the same answers")
+    add("--api-key", metavar="KEY", help=f"key for the server (default: {API_KEY_VARIABLE})")
+    add("--system", metavar="TEXT", help="the system message")
+    add(
+        "--temperature",
+        type=float,
+        default=0.7,
+        metavar="N",
+        help="0: always the most likely token (%(default)s)",
+    )
+    add(
+        "--top-p",
+        type=float,
+        default=0.95,
+        metavar="N",
+        help="sample only from the most likely tokens, up to this probability (%(default)s)",
+    )
+    add("--max-tokens", type=count, default=512, metavar="N", help="limit of one answer (%(default)s)")
+    add("--seed", type=int, metavar="N", help="with the same seed, the same lines get the same answers")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -299,8 +314,8 @@ COMMAND = Command(
     summary="talk to a model in the terminal",
     description="""\
 Talks to a model in this process, or to a server. Ctrl-C stops an answer,
-Ctrl-D leaves; /help lists what else there is. Without a terminal, each line
-of the standard input is a turn.""",
+Ctrl-D exits, and /help lists the commands. Without a terminal, each line of
+standard input is one turn.""",
     examples="""\
 agentflow chat                                the default model
 agentflow chat --url ws://127.0.0.1:8410      a server

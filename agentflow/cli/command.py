@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """``summary``: its line in ``agentflow --help``. ``description`` and ``examples``: of its own help.
-    ``run`` returns the exit code. ``usage`` replaces the line of argparse."""
+    """``summary``: its line in ``agentflow --help``. ``description`` and ``examples``: for its own help.
+    ``run`` returns the exit code. ``usage`` replaces the usage line of argparse."""
 
     name: str
     summary: str
@@ -34,12 +34,17 @@ class Command:
         self.add_options(parser)
 
 
+def printable(text: str) -> str:
+    """Text from elsewhere, without control characters, which a terminal would interpret."""
+    return "".join(char if char.isprintable() else "·" for char in text)
+
+
 def count(text: str) -> int:
     """The type of an option that is an integer of at least 1."""
     try:
         value = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None
+        raise argparse.ArgumentTypeError(f"must be an integer, not {text!r}") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
     return value

@@ -14,15 +14,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agentflow.cli.command import Command
-from agentflow.cli.server_question import API_KEY_VARIABLE, ask_server, http_url
+from agentflow.cli.command import Command, printable
+from agentflow.cli.server_query import API_KEY_VARIABLE, http_url, query_server
 from agentflow.errors import BadModelFolder, ProtocolError
 
 MODELS_PATH = "/v1/models"
 LOCAL_COLUMNS = ("model", "here", "size", "architecture", "context", "chat", "tools")
-SERVER_COLUMNS = ("model", "owner", "context", "since")
+SERVER_COLUMNS = ("model", "owner", "context", "loaded")
 CONTEXT_NAMES = ("context_length", "max_model_len", "context_window")
-"""Names of the field in the answers of servers; OpenAI's API has none."""
+"""Names of the field in the answers of servers. OpenAI's API has no such field."""
 
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _TOOLS = re.compile(r"\{[{%][^}]*?\btools\b")
@@ -69,13 +69,13 @@ def names_tools(template: str) -> bool:
 
 
 def server_models(content: bytes, url: str) -> list[tuple[str, ...]]:
-    """A row of ``SERVER_COLUMNS`` for each model in an answer of OpenAI's shape. ``ProtocolError`` for
-    another one."""
+    """A row of ``SERVER_COLUMNS`` for each model in an answer in OpenAI's format. ``ProtocolError`` if it is
+    not one."""
     try:
         models = json.loads(content)["data"]
         return [_server_row(model) for model in models]
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ProtocolError(f"{url} answers {MODELS_PATH} , but not with a list of models") from None
+        raise ProtocolError(f"{url} answered {MODELS_PATH} without a list of models") from None
 
 
 def _server_row(model: dict[str, Any]) -> tuple[str, ...]:
@@ -91,11 +91,11 @@ def _server_row(model: dict[str, Any]) -> tuple[str, ...]:
 
 
 def show(columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
-    """A table; without a terminal, lines with tabs between the cells."""
-    rows = [[_harmless(cell) for cell in row] for row in rows]
+    """Prints a table; without a terminal, lines with tabs between the cells."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     if not console.is_terminal:
         for row in [columns, *rows]:
-            print("\t".join(row), file=console.file)  # rich would make spaces of the tabs
+            print("\t".join(row), file=console.file)  # rich would replace the tabs by spaces
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     for column in columns:
@@ -104,10 +104,6 @@ def show(columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console
     for row in rows:
         table.add_row(*map(Text, row))
     console.print(table)
-
-
-def _harmless(text: str) -> str:
-    return "".join(char if char.isprintable() else "·" for char in text)
 
 
 def _megabytes(size: int) -> str:
@@ -119,15 +115,15 @@ def _yes(value: bool) -> str:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", help="ask this server, such as http://127.0.0.1:8410")
-    parser.add_argument("--api-key", metavar="KEY", help=f"for the server (default: {API_KEY_VARIABLE})")
+    parser.add_argument("--url", help="list the models of this server, such as http://127.0.0.1:8410")
+    parser.add_argument("--api-key", metavar="KEY", help=f"key for the server (default: {API_KEY_VARIABLE})")
 
 
 def _run(options: argparse.Namespace) -> int:
     console = Console()
     if options.url is not None:
         url = http_url(options.url)
-        show(SERVER_COLUMNS, server_models(ask_server(url, MODELS_PATH, options.api_key), url), console)
+        show(SERVER_COLUMNS, server_models(query_server(url, MODELS_PATH, options.api_key), url), console)
         return 0
     from agentflow.engine.store.model_store import store_folder
 

@@ -10,7 +10,11 @@ from agentflow.protocol.wire import DEFAULT_MODEL
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help="its name (default: %(default)s)"
+        "model",
+        nargs="?",
+        default=DEFAULT_MODEL,
+        metavar="MODEL",
+        help="the model's name (default: %(default)s)",
     )
 
 
@@ -24,7 +28,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _compile_kernels() -> None:
-    """Now, while one waits anyway, and not when the first engine starts."""
+    """Compiles the CPU kernels now, so that the first engine starts without a delay."""
     from agentflow.kernels.native_library import NoNativeKernels, is_compiled, load_best, native_level
 
     try:
@@ -33,7 +37,7 @@ def _compile_kernels() -> None:
             print(f"compiling the CPU kernels for {level} (a few seconds) …", flush=True)
             load_best()
     except (NoNativeKernels, ValueError) as error:
-        print(f"on a CPU it will use the slower torch kernels: native kernels are not available: {error}")
+        print(f"no native CPU kernels, so engines will use the slower torch kernels: {error}")
 
 
 COMMAND = Command(

@@ -1,8 +1,8 @@
 """``agentflow replay``: shows a recording as the fork trees of its runs, with times and tokens.
 
-A line for each variable, under the state that it belongs to, in the order of the state's stream: its
-text, why it ended, its prompt tokens and how many of them were cached, its output tokens, and when it
-was asked for, when its first text came and when it was complete, in seconds since the start.
+Each variable has a line below its state, in the order of the ops: its text, its finish reason, its prompt
+tokens and how many of them were cached, its output tokens, and the times of its op, its first text and its
+end, in seconds since the start.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agentflow.cli.command import Command
+from agentflow.cli.command import Command, printable
 from agentflow.errors import Cancelled, ProtocolError
 from agentflow.protocol.chat import ReplySoFar
 from agentflow.protocol.events import Usage, Value, VarFailed
 from agentflow.recording.file import Recording, read_recording
 from agentflow.recording.runs import RecordedOp, RecordedRun, RecordedRuns, RecordedState, RecordedVariable
 
-# Cells longer than that are cut before rich looks at them: no terminal shows more of a line.
+# Longer cells are truncated before rich measures them. No terminal shows more of a line.
 MAX_CELL = 400
-# A deeper tree is not indented any further.
+# Deeper levels of a tree are not indented further.
 MAX_INDENT = 16
 
 
 def run_replay(path: Path, console: Console | None = None) -> None:
-    """Prints it. ``BadRecording`` for a file that is none."""
+    """Prints a recording. ``BadRecording`` if the file is not one."""
     console = console or Console()
     recording = read_recording(path)
     runs = RecordedRuns(recording)
@@ -45,7 +45,7 @@ def run_replay(path: Path, console: Console | None = None) -> None:
 
 
 class _TimeFormat:
-    """Seconds in five characters, if they fit: as many decimals for all as the longest time leaves."""
+    """Formats seconds in at most five characters where possible, with the same number of decimals for all."""
 
     def __init__(self, recording: Recording) -> None:
         longest = recording.entries[-1].at_s if recording.entries else 0.0
@@ -70,7 +70,7 @@ def _table(runs: RecordedRuns, time: _TimeFormat) -> Table:
 
 @dataclass(frozen=True)
 class _Row:
-    """A state (the run's root included) or one of its variables; ``guides`` draw the tree before it."""
+    """A state (or the run's root) or one of its variables. ``guides``: the lines of the tree before it."""
 
     guides: str
     state: RecordedState
@@ -79,7 +79,7 @@ class _Row:
 
 def _rows(run: RecordedRun) -> Iterator[_Row]:
     waiting = [(_Row("", run.root), "")]
-    while waiting:  # a chain of forks may be deeper than Python's stack
+    while waiting:  # not recursive: a chain of forks may be deeper than Python's stack
         row, indent = waiting.pop()
         yield row
         if row.variable is not None:
@@ -143,12 +143,12 @@ def _variable_row(row: _Row, time: _TimeFormat) -> list[Text]:
 
 
 def _shown_text(variable: RecordedVariable) -> str:
-    """Its text; of a reply the prose, and the calls after it."""
+    """The text of a variable; for a reply, its prose and then its calls."""
     if not variable.is_reply:
         return variable.text
     try:
         reply = ReplySoFar().follow(variable.text).now()
-    except ProtocolError:  # the file is not as it was recorded
+    except ProtocolError:  # the file was changed after the recording
         return variable.text
     return " ".join([reply.text, *(f"{call.name}({call.arguments})" for call in reply.tool_calls)])
 
@@ -161,9 +161,8 @@ def _first_text(state: RecordedState) -> str:
 
 
 def _line(text: str) -> str:
-    """On one line, and harmless to a terminal."""
-    words = " ".join(text[:MAX_CELL].split())
-    return "".join(char if char.isprintable() else "·" for char in words)
+    """The beginning of a text on one line, without control characters."""
+    return printable(" ".join(text[:MAX_CELL].split()))
 
 
 def _totals(recording: Recording, runs: RecordedRuns) -> list[str]:
@@ -179,10 +178,10 @@ def _totals(recording: Recording, runs: RecordedRuns) -> list[str]:
         f"({usage.hit_rate:.1%}), {usage.output_tokens:,} output",
     ]
     if runs.lost is not None:
-        lines.append(f"The backend was lost: {_line(runs.lost.error.message)}")
+        lines.append(f"The connection to the backend was lost: {_line(runs.lost.error.message)}")
     match recording.ending:
         case "failed":
-            lines.append("The session was left by an exception.")
+            lines.append("An exception ended the session.")
         case "cancelled":
             lines.append("The session was cancelled.")
         case None:
@@ -208,7 +207,7 @@ COMMAND = Command(
     summary="show the recording of a session",
     description="""\
 Shows what af.session(record=FILE) recorded: the fork tree of each run, with
-texts, tokens and times. (af.Replay(FILE) runs the program again on it.)""",
+texts, tokens and times. (af.Replay(FILE) repeats the run offline.)""",
     examples="agentflow replay run.jsonl",
     add_options=_add_options,
     run=_run,

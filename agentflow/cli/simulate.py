@@ -11,7 +11,12 @@ from agentflow.engine.options import POLICY_NAMES
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("workload", type=Path, metavar="WORKLOAD", help="recorded (.jsonl, .jsonl.gz) or generated (.json)")
+    add(
+        "workload",
+        type=Path,
+        metavar="WORKLOAD",
+        help="recorded (.jsonl, .jsonl.gz) or generated (.json)",
+    )
     add(
         "--policy",
         choices=[*POLICY_NAMES, "all"],
@@ -38,7 +43,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--cost",
         type=Path,
         metavar="FILE",
-        help="a cost model, as `python -m benchmarks scheduler --only cost` fits one",
+        help="a cost model, as measured by `python -m benchmarks scheduler --only cost`",
     )
     add("--json", type=Path, metavar="FILE", help="also write the results to this file")
 

@@ -1,6 +1,7 @@
-"""``agentflow top``: a live view of a server, made of what ``/metrics`` tells.
+"""``agentflow top``: a live view of a server.
 
-The figures of ``agentflow top``, from two scrapes of a server's metrics and the time between them.
+``figures`` computes rates and quantiles from two scrapes of the server's metrics, ``frame`` draws them, and
+``run_top`` repeats both.
 """
 
 from __future__ import annotations
@@ -11,22 +12,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from agentflow.cli.command import Command
-from agentflow.cli.server_question import API_KEY_VARIABLE, DEFAULT_URL, ask_server, http_url
+from agentflow.cli.command import Command, printable
+from agentflow.cli.server_query import API_KEY_VARIABLE, DEFAULT_URL, http_url, query_server
 from agentflow.errors import ProtocolError
 
 NO_NAME = "-"
-"""The model of metrics that name none, and the tenant of those that name none."""
+"""The model of metrics without the label ``model``."""
 
 Buckets = Sequence[tuple[float, float]]
-"""Upper bounds, the last infinite, with how many values each bucket has."""
+"""The upper bound and the number of values of each bucket. The last bound is infinite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """``at_s``: on some clock."""
+    """The samples of one scrape. ``at_s``: when, on any clock."""
 
     at_s: float
     samples: Sequence[Sample]
@@ -50,11 +50,11 @@ class Scrape:
         return list(dict.fromkeys(one.labels[label] for one in self.samples if label in one.labels))
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of all samples of that name with these labels; one that a sample lacks counts as equal."""
+        """The sum of the samples with this name and these labels. A label that a sample lacks is ignored."""
         return sum(one.value for one in self._found(name, labels))
 
-    def cumulated(self, name: str, **labels: str) -> dict[float, float]:
-        """A histogram: how many values are up to each bound."""
+    def cumulative(self, name: str, **labels: str) -> dict[float, float]:
+        """A histogram: the number of values up to each bound."""
         found: dict[float, float] = {}
         for one in self._found(f"{name}_bucket", labels):
             bound = float(one.labels["le"])
@@ -71,7 +71,7 @@ class Scrape:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """In seconds; None where there was nothing to measure."""
+    """In seconds; None if there were no values."""
 
     p50_s: float | None
     p95_s: float | None
@@ -79,8 +79,8 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class ModelFigures:
-    """Tokens and rates of one model's engine. Rates, quantiles and ``hit_rate`` are of the time between the
-    scrapes, ``hit_rate_ever`` is of all that the server did; None where there were no prompts."""
+    """One model. Rates, quantiles and ``hit_rate`` are for the time between the scrapes, ``total_hit_rate``
+    for the time since the server started. Hit rates are None if there were no prompts."""
 
     name: str
     is_up: bool
@@ -89,7 +89,7 @@ class ModelFigures:
     input_per_s: float
     output_per_s: float
     hit_rate: float | None
-    hit_rate_ever: float | None
+    total_hit_rate: float | None
     kv_in_use: int
     kv_cached: int
     kv_free: int
@@ -100,11 +100,11 @@ class ModelFigures:
 
 @dataclass(frozen=True, slots=True)
 class TenantFigures:
-    """``requests``: that began between the scrapes; ``requests_ever``: that began at all."""
+    """One tenant. ``requests``: started between the scrapes; ``total_requests``: since the server started."""
 
     name: str
     requests: int
-    requests_ever: int
+    total_requests: int
     queue_wait: Quantiles
 
 
@@ -119,7 +119,7 @@ class Figures:
 
 
 def figures(before: Scrape, now: Scrape) -> Figures:
-    """What happened between two scrapes of one server.
+    """The figures for the time between two scrapes of a server.
 
     >>> figures(before, now).models[0].output_per_s
     37.5
@@ -151,8 +151,8 @@ def _model(name: str, before: Scrape, now: Scrape, over_s: float) -> ModelFigure
         waiting=int(now.total("agentflow_waiting_requests", model=name)),
         input_per_s=grown(prompts) / over_s,
         output_per_s=grown("agentflow_generated_tokens_total") / over_s,
-        hit_rate=_share(grown(prompts), grown(prompts, **computed)),
-        hit_rate_ever=_share(now.total(prompts, model=name), now.total(prompts, model=name, **computed)),
+        hit_rate=_hit_rate(grown(prompts), grown(prompts, **computed)),
+        total_hit_rate=_hit_rate(now.total(prompts, model=name), now.total(prompts, model=name, **computed)),
         kv_in_use=kv["in_use"],
         kv_cached=kv["cached"],
         kv_free=kv["free"],
@@ -164,47 +164,47 @@ def _model(name: str, before: Scrape, now: Scrape, over_s: float) -> ModelFigure
 
 def _tenant(name: str, before: Scrape, now: Scrape) -> TenantFigures:
     began = "agentflow_queue_wait_seconds_count"
-    ever = now.total(began, tenant=name)
+    total = now.total(began, tenant=name)
     return TenantFigures(
         name=name,
-        requests=int(growth(before.total(began, tenant=name), ever)),
-        requests_ever=int(ever),
+        requests=int(growth(before.total(began, tenant=name), total)),
+        total_requests=int(total),
         queue_wait=_quantiles("agentflow_queue_wait_seconds", before, now, tenant=name),
     )
 
 
 def growth(before: float, now: float) -> float:
-    """Of a counter; one that fell began anew at 0."""
+    """The increase of a counter. One that decreased was reset to 0 in between."""
     return now - before if now >= before else now
 
 
-def _share(prompts: float, computed: float) -> float | None:
-    """Of the prompt tokens, those that were in the cache."""
+def _hit_rate(prompts: float, computed: float) -> float | None:
+    """The fraction of the prompt tokens that were in the cache."""
     return 1 - computed / prompts if prompts > 0 else None
 
 
 def _quantiles(name: str, before: Scrape, now: Scrape, **labels: str) -> Quantiles:
-    old, new = before.cumulated(name, **labels), now.cumulated(name, **labels)
+    old, new = before.cumulative(name, **labels), now.cumulative(name, **labels)
     buckets = buckets_between(old, new)
     return Quantiles(quantile(buckets, 0.5), quantile(buckets, 0.95))
 
 
 def buckets_between(old: dict[float, float], new: dict[float, float]) -> Buckets:
-    """A histogram's values between two scrapes, bucket by bucket. One that has fewer values than before
-    began anew."""
-    has_begun_anew = any(new[bound] < old.get(bound, 0.0) for bound in new)
+    """The values that a histogram received between two scrapes. One with fewer values than before was reset
+    in between."""
+    was_reset = any(new[bound] < old.get(bound, 0.0) for bound in new)
     so_far = 0.0
     buckets: list[tuple[float, float]] = []
     for bound in sorted(new):
-        cumulated = new[bound] - (0.0 if has_begun_anew else old.get(bound, 0.0))
-        buckets.append((bound, cumulated - so_far))
-        so_far = cumulated
+        cumulative = new[bound] - (0.0 if was_reset else old.get(bound, 0.0))
+        buckets.append((bound, cumulative - so_far))
+        so_far = cumulative
     return buckets
 
 
-def quantile(buckets: Buckets, share: float) -> float | None:
-    """The value that so large a share of all does not exceed, as if values lay evenly in their bucket; those
-    beyond all bounds count as the last bound. None without values.
+def quantile(buckets: Buckets, fraction: float) -> float | None:
+    """The value that this fraction of all values does not exceed, by linear interpolation within a bucket.
+    Values above the last finite bound count as that bound. None if there are no values.
 
     >>> quantile([(1.0, 0), (2.0, 10), (math.inf, 0)], 0.5)
     1.5
@@ -212,7 +212,7 @@ def quantile(buckets: Buckets, share: float) -> float | None:
     total = sum(count for _, count in buckets)
     if total <= 0:
         return None
-    wanted, so_far, lower = share * total, 0.0, 0.0
+    wanted, so_far, lower = fraction * total, 0.0, 0.0
     for bound, count in buckets:
         if count > 0 and so_far + count >= wanted:
             return lower if math.isinf(bound) else lower + (bound - lower) * (wanted - so_far) / count
@@ -222,7 +222,7 @@ def quantile(buckets: Buckets, share: float) -> float | None:
 
 
 METRICS_PATH = "/metrics"
-# Figures are means over so long: a second alone jumps too much to be read.
+# Figures are means over this time. Over a single second they change too much to be read.
 WINDOW_S = 5.0
 BAR_CELLS = 14
 MAX_TENANTS = 20
@@ -237,7 +237,7 @@ def run_top(
     interval_s: float,
     once: bool,
 ) -> None:
-    """Shows frames until it is interrupted, or one. ``wait(seconds)`` passes the time between two scrapes."""
+    """Shows frames until it is interrupted, or a single one. ``wait(seconds)``: waits between two scrapes."""
     first = scrape()
     wait(interval_s)
     scrapes = deque([first, scrape()])
@@ -254,12 +254,12 @@ def run_top(
 
 
 def scrape_server(url: str, api_key: str | None) -> Scrape:
-    """What the server tells now. ``ServerError`` where it does not."""
-    return parse_metrics(ask_server(url, METRICS_PATH, api_key), url, time.monotonic())
+    """Reads the server's metrics. ``ServerError`` if that fails."""
+    return parse_metrics(query_server(url, METRICS_PATH, api_key), url, time.monotonic())
 
 
 def parse_metrics(content: bytes, url: str, at_s: float) -> Scrape:
-    """``ProtocolError`` for what is no metrics, or not those of an agentflow server."""
+    """Parses metrics. ``ProtocolError`` if they are not those of an agentflow server."""
     from prometheus_client.parser import text_string_to_metric_families
 
     try:
@@ -269,15 +269,15 @@ def parse_metrics(content: bytes, url: str, at_s: float) -> Scrape:
             for sample in family.samples
             if sample.name.startswith("agentflow_")
         ]
-    except (ValueError, KeyError, IndexError):  # whatever the parser stumbles over
+    except (ValueError, KeyError, IndexError):  # the parser's errors for other content
         samples = []
     if not samples:
-        raise ProtocolError(f"{url} answers, but not as an agentflow server does")
+        raise ProtocolError(f"{url} has no metrics of an agentflow server")
     return Scrape(at_s, samples)
 
 
 def frame(now: Figures, url: str) -> RenderableType:
-    """One picture, for any width from 80 columns."""
+    """One frame, for a width of at least 80 columns."""
     sessions = f"{now.sessions:,} session{'s' * (now.sessions != 1)}"
     title = Text.assemble((f"agentflow {url}", "bold"), f"   {sessions}")
     title.append(f"   means over {now.over_s:.1f} s", "dim")
@@ -289,7 +289,7 @@ def frame(now: Figures, url: str) -> RenderableType:
 
 def _load(now: Figures) -> Table:
     table = _table("model")
-    for header in ("run", "wait", "in/s", "out/s", "hits", "hits ever"):
+    for header in ("run", "wait", "in/s", "out/s", "hits", "total hits"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("KV: # in use, = cached", no_wrap=True)
     for model in now.models:
@@ -300,7 +300,7 @@ def _load(now: Figures) -> Table:
             _rate(model.input_per_s),
             _rate(model.output_per_s),
             _percent(model.hit_rate),
-            _percent(model.hit_rate_ever),
+            _percent(model.total_hit_rate),
             kv_bar(model),
         )
     return table
@@ -318,12 +318,12 @@ def _times(now: Figures) -> Table:
 
 def _tenants(now: Figures) -> Table:
     table = _table("tenant")
-    for header in ("requests", "ever", "waited p50", "p95"):
+    for header in ("requests", "total", "wait p50", "p95"):
         table.add_column(header, justify="right", no_wrap=True)
-    busiest = sorted(now.tenants, key=lambda tenant: (-tenant.requests, -tenant.requests_ever, tenant.name))
+    busiest = sorted(now.tenants, key=lambda tenant: (-tenant.requests, -tenant.total_requests, tenant.name))
     for tenant in busiest[:MAX_TENANTS]:
-        counts = (f"{tenant.requests:,}", f"{tenant.requests_ever:,}")
-        table.add_row(Text(_harmless(tenant.name)), *counts, *_seconds(tenant.queue_wait))
+        counts = (f"{tenant.requests:,}", f"{tenant.total_requests:,}")
+        table.add_row(Text(printable(tenant.name)), *counts, *_seconds(tenant.queue_wait))
     if len(busiest) > MAX_TENANTS:
         table.add_row(Text(f"and {len(busiest) - MAX_TENANTS} more", style="dim"))
     return table
@@ -336,13 +336,13 @@ def _table(first: str) -> Table:
 
 
 def kv_bar(model: ModelFigures) -> str:
-    """How full the pool is: what running requests hold, what is cached, and both in per cent."""
+    """The use of the pool: by running requests, by the cache, and the percentage of both."""
     total = model.kv_in_use + model.kv_cached + model.kv_free
     if not total:
         return "-"
-    # A cell for whatever is there at all.
-    in_use = ceil(BAR_CELLS * model.kv_in_use / total)
-    used = max(in_use, ceil(BAR_CELLS * (model.kv_in_use + model.kv_cached) / total))
+    # At least one cell for each part that is not empty.
+    in_use = math.ceil(BAR_CELLS * model.kv_in_use / total)
+    used = max(in_use, math.ceil(BAR_CELLS * (model.kv_in_use + model.kv_cached) / total))
     bar = f"{'#' * in_use}{'=' * (used - in_use)}{'·' * (BAR_CELLS - used)}"
     return f"{bar} {(model.kv_in_use + model.kv_cached) / total:.0%}"
 
@@ -365,11 +365,6 @@ def _duration(seconds: float | None) -> str:
     return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
-def _harmless(name: str) -> str:
-    """A tenant's name is what a client says: it must not steer the terminal."""
-    return "".join(char if char.isprintable() else "·" for char in name)
-
-
 def _interval(text: str) -> float:
     try:
         value = float(text)
@@ -382,10 +377,16 @@ def _interval(text: str) -> float:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--url", help=f"the server (default: AGENTFLOW_URL, or {DEFAULT_URL})")
-    add("--api-key", metavar="KEY", help=f"a key that may see metrics (default: {API_KEY_VARIABLE})")
-    add("--interval", type=_interval, default=1.0, metavar="SECONDS", help="between two looks (%(default)s)")
-    add("--once", action="store_true", help="show one picture and end; so it is where there is no terminal")
+    add("--url", help=f"URL of the server (default: AGENTFLOW_URL, or {DEFAULT_URL})")
+    add("--api-key", metavar="KEY", help=f"a key that may read metrics (default: {API_KEY_VARIABLE})")
+    add(
+        "--interval",
+        type=_interval,
+        default=1.0,
+        metavar="SECONDS",
+        help="time between updates (%(default)s)",
+    )
+    add("--once", action="store_true", help="show one frame and exit; the default without a terminal")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -394,13 +395,13 @@ def _run(options: argparse.Namespace) -> int:
     try:
         run_top(
             lambda: scrape_server(url, options.api_key),
-            time.sleep,  # noqa: TID251  (the time between two looks is what was asked for)
+            time.sleep,  # noqa: TID251  (the interval between updates)
             console,
             url=url,
             interval_s=options.interval,
             once=options.once or not console.is_terminal,
         )
-    except KeyboardInterrupt:  # how one leaves it
+    except KeyboardInterrupt:  # the way to leave it
         if options.once:
             raise
     return 0
@@ -408,16 +409,16 @@ def _run(options: argparse.Namespace) -> int:
 
 COMMAND = Command(
     name="top",
-    summary="watch a server at work",
+    summary="show a server's load, live",
     description="""\
-Shows what a server does: requests running and waiting, tokens a second in and
-out, the cache's hit rate (now and ever), how full the KV pool is, times to the
-first token (TTFT) and per token after it (TPOT), and each tenant's waiting.
-Ctrl-C leaves.""",
+Shows the load of a server: running and waiting requests, input and output
+tokens per second, the cache's hit rate (current and total), the use of the KV
+pool, the time to the first token (TTFT) and per token after it (TPOT), and the
+waiting times of each tenant. Ctrl-C leaves.""",
     examples="""\
 agentflow top                                  the server on this machine
 agentflow top --url https://llm.example --interval 5
-agentflow top --once                           one picture, for scripts
+agentflow top --once                           one frame, for scripts
 """,
     add_options=_add_options,
     run=_run,

@@ -53,7 +53,7 @@ def test_a_server_answers_and_commands_are_obeyed():
         "Be kind.",
         "(a new conversation)",
         "Be brief.",
-        "there is no command /nonsense: /help lists them",
+        "unknown command /nonsense: /help lists the commands",
     ]
 
 
@@ -66,7 +66,8 @@ def test_a_server_that_is_not_there_is_one_line():
 def test_what_an_answer_took_is_one_line():
     answered = Answered("…", Usage(1200, 600, 11), "length", ttft_s=1.0, took_s=3.0)
     assert stats_line(answered) == (
-        "(11 tokens, 5.0 tokens/s, first after 1,000 ms, prompt of 1,200, 50% cached, cut: --max-tokens)"
+        "(11 tokens, 5.0 tokens/s, first after 1,000 ms, prompt of 1,200, 50% cached, "
+        "truncated at --max-tokens)"
     )
     answered = Answered("…", Usage(12, 0, 1), "eos", ttft_s=0.5, took_s=0.5)
     assert stats_line(answered) == "(1 token, first after 500 ms, prompt of 12, 0% cached)"
@@ -139,7 +140,7 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves():
         terminal.until("hello</user><assistant>")
         terminal.until("cached")
         terminal.until("> ")
-        terminal.interrupt_until("leaves")
+        terminal.interrupt_until("/exit")
         terminal.until("> ")
         terminal.type(END)
         assert terminal.process.wait(timeout=30) == 0

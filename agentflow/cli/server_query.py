@@ -17,8 +17,8 @@ TIMEOUT_S = 10.0
 
 
 def http_url(url: str | None) -> str:
-    """Scheme and host of a server, given as http(s) or ws(s); None: that of AGENTFLOW_URL, or of this
-    machine. ``BadArgument`` for what is no url.
+    """The http(s) URL of a server, without a path. ``url``: http(s) or ws(s); None: AGENTFLOW_URL, or else
+    the default port of this machine. ``BadArgument`` for an invalid URL.
 
     >>> http_url("ws://127.0.0.1:8410/v1/session")
     'http://127.0.0.1:8410'
@@ -34,11 +34,13 @@ def http_url(url: str | None) -> str:
         ):
             raise ValueError("it needs a scheme and a host")
     except ValueError as error:
-        raise BadArgument(f"{text!r} is no server's url ({error}): it looks like {DEFAULT_URL}") from None
+        raise BadArgument(
+            f"{text!r} is not the URL of a server ({error}); an example is {DEFAULT_URL}"
+        ) from None
     return urlunsplit((scheme, parts.netloc, "", "", ""))
 
 
-def ask_server(url: str, path: str, api_key: str | None) -> bytes:
+def query_server(url: str, path: str, api_key: str | None) -> bytes:
     """Returns the body of the server's answer to ``GET path``. Waits ten seconds at most.
 
     Raises ``ServerUnreachable`` if there is no answer, ``NotAuthorized`` if the key is missing or lacks the
@@ -58,19 +60,19 @@ def ask_server(url: str, path: str, api_key: str | None) -> bytes:
     except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise ServerUnreachable(
-            f"nobody answers at {url} ({reason}): is `agentflow serve` running there?"
+            f"no answer from {url} ({reason}): is `agentflow serve` running there?"
         ) from None
 
 
 def _refused(url: str, path: str, status: int, *, has_key: bool) -> ServerError:
     match status:
         case 401 if not has_key:
-            return NotAuthorized(f"{url} wants an API key: give --api-key or set {API_KEY_VARIABLE}")
+            return NotAuthorized(f"{url} requires an API key: give --api-key or set {API_KEY_VARIABLE}")
         case 401:
-            return NotAuthorized(f"{url} does not know this API key")
+            return NotAuthorized(f"{url} rejected the API key")
         case 403:
-            return NotAuthorized(f"{url} does not show {path} to this API key")
+            return NotAuthorized(f"this API key may not read {path} of {url}")
         case 404 | 405:
-            return ProtocolError(f"{url} has no {path}: it is no agentflow server, or an older one")
+            return ProtocolError(f"{url} has no {path}: it is not an agentflow server, or an older version")
         case _:
-            return ServerError(f"{url} answers {path} with status {status}")
+            return ServerError(f"{url} answered {path} with status {status}")
