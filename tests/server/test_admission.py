@@ -10,19 +10,12 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.clocks import ClockS
 
 from agentflow.engine.process.ipc import Failed, Finished, Origin, Started, Submit
 from agentflow.errors import Overloaded
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.models import MAX_IDLE_TENANTS, Admission
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def submit(request_id: int, tenant: str = "ann", priority: int = 0) -> Submit:
@@ -34,7 +27,7 @@ def finished(request_id: int) -> Finished:
 
 
 def test_an_empty_queue_takes_anything():
-    admission = Admission(0.001, Clock())
+    admission = Admission(0.001, ClockS())
     admission.check("ann")
     admission.sent(submit(1))
     admission.received([Started([1])])
@@ -44,7 +37,7 @@ def test_an_empty_queue_takes_anything():
 @pytest.mark.parametrize("place_s", [0.05, 0.5, 3.0])
 def test_a_steady_queue_is_foreseen(place_s):
     """One request starts each ``place_s``; two come in that time."""
-    clock = Clock()
+    clock = ClockS()
     admission = Admission(10.0, clock)
     queue: list[int] = []
     foreseen: dict[int, float] = {}
@@ -74,7 +67,7 @@ def test_a_steady_queue_is_foreseen(place_s):
 @pytest.mark.parametrize("batch", [1, 16])
 def test_whatever_the_order_the_queue_is_as_long_as_the_wait_allows(order, batch):
     """``batch`` start at once, after as many times 0.1 s. Three times as many come as can start."""
-    clock, rng = Clock(), random.Random(1)
+    clock, rng = ClockS(), random.Random(1)
     admission = Admission(5.0, clock)
     queue: list[int] = []
     lengths: list[int] = []
@@ -97,7 +90,7 @@ def test_whatever_the_order_the_queue_is_as_long_as_the_wait_allows(order, batch
 
 
 def test_other_tenants_are_not_refused_for_one_that_floods():
-    clock = Clock()
+    clock = ClockS()
     admission = Admission(5.0, clock)
     for request_id in range(100):
         admission.sent(submit(request_id, "flood"))
@@ -112,7 +105,7 @@ def test_other_tenants_are_not_refused_for_one_that_floods():
 
 
 def test_the_pace_of_an_overload_is_forgotten_when_it_is_over():
-    clock = Clock()
+    clock = ClockS()
     admission = Admission(10.0, clock)
     for request_id in range(20):
         admission.sent(submit(request_id))
@@ -132,7 +125,7 @@ def test_the_pace_of_an_overload_is_forgotten_when_it_is_over():
 
 
 def test_while_nothing_starts_the_oldest_shows_how_long_it_takes():
-    clock = Clock()
+    clock = ClockS()
     admission = Admission(10.0, clock)
     admission.sent(submit(1))
     admission.check("ann")
@@ -144,7 +137,7 @@ def test_while_nothing_starts_the_oldest_shows_how_long_it_takes():
 
 
 def test_one_that_waits_for_its_priority_keeps_nobody_out():
-    clock = Clock()
+    clock = ClockS()
     admission = Admission(10.0, clock)
     admission.sent(submit(1, priority=-1))  # all others start before it
     for request_id in range(2, 30):
@@ -163,7 +156,7 @@ def test_one_that_waits_for_its_priority_keeps_nobody_out():
 
 
 def test_without_a_limit_nothing_is_refused():
-    clock = Clock()
+    clock = ClockS()
     admission = Admission(None, clock)
     for request_id in range(10):
         admission.sent(submit(request_id))
@@ -172,7 +165,7 @@ def test_without_a_limit_nothing_is_refused():
 
 
 def test_idle_tenants_are_forgotten():
-    admission = Admission(1.0, Clock())
+    admission = Admission(1.0, ClockS())
     for number in range(3 * MAX_IDLE_TENANTS):
         admission.sent(submit(number, str(number)))
         admission.received([Started([number])])
@@ -193,7 +186,7 @@ def test_idle_tenants_are_forgotten():
 )
 def test_what_waits_is_counted_whatever_happens(events):
     """Against a plain set, with starts and ends of unknown requests and of those that started before."""
-    clock = Clock()
+    clock = ClockS()
     admission = Admission(1.0, clock)
     waiting: dict[int, str] = {}
     known: set[int] = set()

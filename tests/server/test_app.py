@@ -15,8 +15,9 @@ import pytest
 from starlette.types import Message
 from support.api_server import api_server
 from support.refusing_servers import BEARER, tenants
+from support.server.http_clients import only_asyncio
 from support.wire_peer import HANG, Listener, WireGenerator, gen
-from support.wire_server import ThreadServer, thread_server
+from support.wire_server import ThreadServer, open_generator, thread_server
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import connect
 
@@ -25,7 +26,6 @@ from agentflow.engine.tenant import ANONYMOUS
 from agentflow.errors import BadArgument, EngineFailed, UnknownModel
 from agentflow.protocol import ops
 from agentflow.protocol.wire import VERSION, Hello, Refused, Welcome, encode, server_frames
-from agentflow.runtime.generator import Generator
 from agentflow.server.app import Access, create_app
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.models import Models, OneGenerator, one_model
@@ -35,10 +35,7 @@ from agentflow.server.tenants.keys import Tenants
 FRAME_BYTES = 64 * 1024
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """uvicorn needs asyncio."""
-    return "asyncio"
+anyio_backend = pytest.fixture(only_asyncio)
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +100,6 @@ async def _answers(app: Any, scope: dict[str, Any]) -> list[Message]:
 
 @pytest.mark.anyio
 async def test_before_and_after_its_lifespan_the_application_is_unready() -> None:
-    @asynccontextmanager
-    async def open_generator() -> AsyncIterator[Generator[Any]]:
-        yield WireGenerator()
-
     app = create_app(one_model(open_generator))
     common = {"headers": [], "query_string": b"", "extensions": {"websocket.http.response": {}}}
     ready = {"type": "http", "method": "GET", "path": "/health/ready", **common}
@@ -160,10 +153,6 @@ def test_what_is_not_there_is_refused_with_what_is(server: ThreadServer) -> None
 
 @pytest.mark.anyio
 async def test_a_page_that_is_allowed_reads_the_headers_that_say_what_to_do() -> None:
-    @asynccontextmanager
-    async def open_generator() -> AsyncIterator[Generator[Any]]:
-        yield WireGenerator()
-
     page = "https://app.example"
     app = create_app(one_model(open_generator), access=Access(cors_origins=(page,)))
     headers = [(b"origin", page.encode()), (b"host", b"models.example")]
@@ -263,10 +252,6 @@ async def test_a_session_is_on_the_model_that_it_names() -> None:
 
 @pytest.mark.anyio
 async def test_pages_of_other_sites_are_let_in_only_where_that_is_asked_for() -> None:
-    @asynccontextmanager
-    async def open_generator() -> AsyncIterator[Generator[Any]]:
-        yield WireGenerator()
-
     page = "https://app.example"
     preflight = {
         "type": "http",

@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.server.http_clients import only_asyncio
 from support.small_tokenizers import byte_level, write_folder
 
 from agentflow.engine.machine import (
@@ -47,10 +48,7 @@ CONFIG = {
 }
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """As in a server."""
-    return "asyncio"
+anyio_backend = pytest.fixture(only_asyncio)
 
 
 @pytest.fixture(scope="module")

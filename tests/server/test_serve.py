@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 import pytest
+from support.server.http_clients import only_asyncio
 from support.wire_peer import HANG, Listener, WireGenerator, gen
 
 from agentflow.backends.remote import Remote
@@ -27,10 +28,7 @@ from agentflow.server.serve import Tls, listen, running_server, serve
 TESTS = Path(__file__).parent.parent
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """uvicorn needs asyncio."""
-    return "asyncio"
+anyio_backend = pytest.fixture(only_asyncio)
 
 
 class Opening:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 import pytest
+from support.server.http_clients import only_asyncio
 from support.wire_peer import Listener, WireGenerator, gen
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
@@ -34,10 +35,7 @@ TIMEOUT_S = 30
 ResultT = TypeVar("ResultT")
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """uvicorn needs asyncio."""
-    return "asyncio"
+anyio_backend = pytest.fixture(only_asyncio)
 
 
 @pytest.fixture

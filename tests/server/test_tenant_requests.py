@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 import pytest
+from support.clocks import ClockNs
 from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine
 from support.wire_peer import WireGenerator
 
@@ -30,15 +31,6 @@ TEXT = "a text of some length that is the same each time"
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
 
 
-class Clock:
-    """Stands still unless it is moved, so that no bucket fills."""
-
-    now_ns = 10**15
-
-    def __call__(self) -> int:
-        return self.now_ns
-
-
 @asynccontextmanager
 async def model_on(engine: FakeEngine, gate: TenantGate) -> AsyncIterator[EngineModel]:
     async with engine.open_client() as client:
@@ -53,7 +45,7 @@ def left(gate: TenantGate, tenant: Tenant) -> int:
 
 async def test_what_was_computed_and_generated_is_counted():
     tenant = Tenant("ann", tokens_per_minute=1000)
-    gate = TenantGate(Clock())
+    gate = TenantGate(ClockNs())
     num_prompt = len(TOKENIZER.encode(TEXT))
     async with model_on(FakeEngine(), gate) as model:
         generator = model.generator(tenant)
@@ -68,7 +60,7 @@ async def test_what_was_computed_and_generated_is_counted():
 
 async def test_a_select_is_counted_too():
     tenant = Tenant("ann", tokens_per_minute=1000)
-    gate = TenantGate(Clock())
+    gate = TenantGate(ClockNs())
     async with model_on(FakeEngine(), gate) as model:
         generator = model.generator(tenant)
         context = generator.open("")
@@ -80,7 +72,7 @@ async def test_a_select_is_counted_too():
 
 async def test_what_a_cancelled_generation_made_is_counted():
     tenant = Tenant("ann", tokens_per_minute=1000)
-    gate = TenantGate(Clock())
+    gate = TenantGate(ClockNs())
     heard = anyio.Event()
     async with model_on(FakeEngine(), gate) as model:
         generator = model.generator(tenant)
@@ -128,7 +120,7 @@ async def test_a_tenant_that_is_gone_is_refused_in_sessions_that_go_on():
             raise NotAuthorized("no such tenant any more")
         return tenants[tenant.name]
 
-    gate = TenantGate(Clock(), current=current)
+    gate = TenantGate(ClockNs(), current=current)
     async with model_on(FakeEngine(), gate) as model:
         generator = model.generator(tenants["ann"])
         context = generator.open("")
@@ -209,7 +201,7 @@ async def test_of_the_sessions_too():
 
 async def test_answers_are_let_in_together_or_not_at_all():
     tenant = Tenant("ann", requests_per_minute=5)
-    gate = TenantGate(Clock())
+    gate = TenantGate(ClockNs())
     async with model_on(FakeEngine(), gate) as model:
         generator = model.generator(tenant)
 
@@ -229,7 +221,7 @@ async def test_answers_are_let_in_together_or_not_at_all():
 
 async def test_what_never_ran_is_not_counted():
     tenant = Tenant("ann", tokens_per_minute=1000)
-    gate = TenantGate(Clock())
+    gate = TenantGate(ClockNs())
     async with model_on(FakeEngine(), gate) as model:
         generator = model.generator(tenant)
         model.client._max_unfinished = 0
@@ -246,7 +238,7 @@ async def test_what_never_ran_is_not_counted():
 async def test_limits_are_not_got_around_by_forks():
     """What is computed before forks ask for it is nobody's request; with limits it is left to them."""
     limited, free = Tenant("limited", tokens_per_minute=1000), Tenant("free")
-    gate = TenantGate(Clock())
+    gate = TenantGate(ClockNs())
     computed = []
 
     class Sent:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 from anyio.abc import SocketStream
@@ -50,6 +50,12 @@ class ThreadServer:
         assert (self.generator.num_open, self.generator.num_running) == (0, 0)
 
 
+@asynccontextmanager
+async def open_generator() -> AsyncIterator[Generator[Any]]:
+    """A new generator, for ``one_model``."""
+    yield WireGenerator()
+
+
 @contextmanager
 def thread_server(limits: ServerLimits | None = None) -> Iterator[ThreadServer]:
     """A server on a free port."""
@@ -57,10 +63,10 @@ def thread_server(limits: ServerLimits | None = None) -> Iterator[ThreadServer]:
         generator = portal.call(WireGenerator)
 
         @asynccontextmanager
-        async def open_generator() -> AsyncIterator[Generator[object]]:
-            yield generator  # type: ignore[misc]
+        async def open_this() -> AsyncIterator[Generator[Any]]:
+            yield generator
 
-        running = portal.call(lambda: running_server(one_model(open_generator), limits=limits))
+        running = portal.call(lambda: running_server(one_model(open_this), limits=limits))
         with portal.wrap_async_context_manager(running) as server:
             yield ThreadServer(server.url, generator, server, portal)
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
+import psutil
 import pytest
 from support.engine_loaders import POISON, SLOW_POISON, start
 from support.holds import Hold
 from support.process_engine import PLAIN, generate, process_engine, text_after
 
-from agentflow.engine.process.child import to_frame
+from agentflow.engine.process import child as child_module
+from agentflow.engine.process.child import ChildProcess, to_frame
 from agentflow.engine.process.ipc import Finished, Submit, from_engine_decoder
 from agentflow.engine.process.supervisor import EngineChild
 from agentflow.errors import AgentflowError, BadModelFolder, EngineFailed, Overloaded
@@ -191,3 +195,16 @@ async def test_an_engine_ends_with_its_server(tmp_path, where):
         assert await anyio.to_thread.run_sync(parent.stdout.read) == b""
     if where == "loading":
         hold.release()
+
+
+async def test_a_killed_process_is_reaped_also_when_it_ends_late(monkeypatch):
+    monkeypatch.setattr(child_module, "KILL_S", 0)
+    connection, other_end = socket.socketpair()
+    with other_end:
+        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)  # noqa: ASYNC220
+        assert process.stdin is not None
+        child = ChildProcess(process, connection, process.stdin)
+        await child.end()
+    with anyio.fail_after(20):
+        while psutil.pid_exists(process.pid):  # a zombie exists
+            await anyio.lowlevel.checkpoint()

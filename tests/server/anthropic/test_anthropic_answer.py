@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 
@@ -33,18 +34,24 @@ ENDS = st.sampled_from(
 )
 
 
-def client_reading(stream: bytes) -> anthropic.Anthropic:
-    """A client that gets these events for an answer."""
+def answer(request: httpx2.Request) -> httpx2.Response:
+    """The stream that the request asks for in a header."""
     headers = {"content-type": "text/event-stream"}
-    transport = httpx2.MockTransport(lambda request: httpx2.Response(200, headers=headers, content=stream))
-    return anthropic.Anthropic(api_key="any", http_client=anthropic.DefaultHttpxClient(transport=transport))
+    return httpx2.Response(200, headers=headers, content=bytes.fromhex(request.headers["x-stream"]))
+
+
+@functools.cache
+def client() -> anthropic.Anthropic:
+    """Made once: a client takes longer to make than a request."""
+    http_client = anthropic.DefaultHttpxClient(transport=httpx2.MockTransport(answer))
+    return anthropic.Anthropic(api_key="any", http_client=http_client)
 
 
 def read(stream: bytes):
-    with client_reading(stream) as client:
-        asked = {"model": "fake", "max_tokens": 50, "messages": [{"role": "user", "content": "x"}]}
-        with client.messages.stream(**asked) as events:
-            return events.get_final_message()
+    """What the client makes of this stream."""
+    asked = {"model": "fake", "max_tokens": 50, "messages": [{"role": "user", "content": "x"}]}
+    with client().messages.stream(**asked, extra_headers={"x-stream": stream.hex()}) as events:
+        return events.get_final_message()
 
 
 def deltas_of(parts, pieces, end):

@@ -18,6 +18,7 @@ from typing import Any
 import anyio
 import pytest
 from anyio.abc import SocketStream
+from support.server.http_clients import only_asyncio
 
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.config.limits import ServerLimits
@@ -26,11 +27,7 @@ from agentflow.server.http.acceptor import Acceptor, max_open_connections
 from agentflow.server.http.addresses import client_of, is_loopback
 from agentflow.server.serve import listen
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """As uvicorn needs it."""
-    return "asyncio"
+anyio_backend = pytest.fixture(only_asyncio)
 
 
 class Greeting(asyncio.Protocol):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import msgspec
 import pytest
-from support.wire_peer import WireGenerator
+from support.server.exchanges import Exchange, exchange, service
 
 from agentflow.engine.tenant import Tenant
 from agentflow.errors import (
@@ -25,16 +24,12 @@ from agentflow.errors import (
     UnknownModel,
 )
 from agentflow.runtime.task_group import open_task_group
-from agentflow.server.config.limits import HttpLimits, ServerLimits
-from agentflow.server.http.call import ApiCall, ApiEndpoint, Handler
+from agentflow.server.http.call import ApiCall, ApiEndpoint
 from agentflow.server.http.errors import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS, ApiError
 from agentflow.server.log import MAX_LOGGED_BYTES
-from agentflow.server.models import Models, OneGenerator
 from agentflow.server.openai.answer import OpenAIErrorFormat
 from agentflow.server.openai.types import Unread
-from agentflow.server.service import Service
 from agentflow.server.tenants.keys import DEFAULT_TENANT, Tenants
-from agentflow.server.websocket.sessions import open_sessions
 
 pytestmark = pytest.mark.anyio
 
@@ -47,70 +42,6 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True):
     any: Any = None
     unread: Unread = None
     parts: list[dict[str, int]] = []
-
-
-class Exchange:
-    """A client's end. ``has_hung_up``: it closes the connection then."""
-
-    def __init__(self, *parts: bytes, headers: dict[str, str] | None = None) -> None:
-        self.sent: list[Message] = []
-        self.has_hung_up = anyio.Event()
-        self.has_answer = anyio.Event()
-        self._messages = [
-            {"type": "http.request", "body": part, "more_body": number < len(parts) - 1}
-            for number, part in enumerate(parts)
-        ]
-        self.headers = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
-
-    async def receive(self) -> Message:
-        if self._messages:
-            return self._messages.pop(0)
-        await self.has_hung_up.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: Message) -> None:
-        self.sent.append(message)
-        self.has_answer.set()
-
-    @property
-    def status(self) -> int:
-        return int(self.sent[0]["status"])
-
-    @property
-    def answer_headers(self) -> dict[bytes, bytes]:
-        return dict(self.sent[0]["headers"])
-
-    @property
-    def body(self) -> bytes:
-        return b"".join(message["body"] for message in self.sent[1:])
-
-    @property
-    def error(self) -> dict[str, Any]:
-        return json.loads(self.body)["error"]
-
-
-@asynccontextmanager
-async def service(**limits: Any):
-    async with open_sessions(ServerLimits()) as sessions:
-        models = Models([OneGenerator(WireGenerator())])
-        yield Service(models, sessions, Tenants(), ServerLimits(), HttpLimits(**limits))
-
-
-async def exchange(
-    handler: Handler,
-    client: Exchange,
-    running: Service | None = None,
-    answers: Counter[tuple[str, int]] | None = None,
-    **limits: Any,
-) -> Exchange:
-    """The handler's answer to the client. ``answers``: where it is counted."""
-    async with service(**limits) as made:
-        state = SimpleNamespace(service=running or made, answers=Counter() if answers is None else answers)
-        app = SimpleNamespace(state=state)
-        scope = {"type": "http", "method": "POST", "path": "/v1/test", "headers": client.headers, "app": app}
-        await ApiEndpoint(handler, OpenAIErrorFormat())(scope, client.receive, client.send)
-        assert made.calls.num == 0
-    return client
 
 
 async def echo(call: ApiCall) -> None:

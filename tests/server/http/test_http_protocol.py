@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import socket
 import tracemalloc
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 import pytest
 from anyio.abc import SocketStream
-from support.wire_peer import WireGenerator
+from support.server.http_clients import only_asyncio
+from support.wire_server import open_generator
 
-from agentflow.runtime.generator import Generator
 from agentflow.server import serve as serve_module
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.http import protocol as http_protocol
@@ -22,16 +20,7 @@ from agentflow.server.http.protocol import TimedHttpProtocol
 from agentflow.server.models import one_model
 from agentflow.server.serve import RunningServer, listen, running_server
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """uvicorn needs asyncio."""
-    return "asyncio"
-
-
-@asynccontextmanager
-async def opened() -> AsyncIterator[Generator[Any]]:
-    yield WireGenerator()
+anyio_backend = pytest.fixture(only_asyncio)
 
 
 async def _until_end(stream: SocketStream) -> bytes:
@@ -43,7 +32,7 @@ async def _until_end(stream: SocketStream) -> bytes:
 @pytest.mark.parametrize("sent", [b"", b"\r\n"])
 async def test_a_connection_without_a_request_is_closed(sent: bytes) -> None:
     async with (
-        running_server(one_model(opened), limits=ServerLimits(idle_timeout_s=0.05)) as server,
+        running_server(one_model(open_generator), limits=ServerLimits(idle_timeout_s=0.05)) as server,
         await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
     ):
         if sent:
@@ -64,7 +53,7 @@ CHUNKED = LIVE + b"Transfer-Encoding: chunked\r\n\r\n"
 @pytest.mark.parametrize("sent", [LIVE[:30], LIVE, HANDSHAKE[:30], HANDSHAKE])
 async def test_headers_that_do_not_end_are_answered_at_their_deadline(sent: bytes) -> None:
     async with (
-        running_server(one_model(opened), limits=ServerLimits(header_timeout_s=0.05)) as server,
+        running_server(one_model(open_generator), limits=ServerLimits(header_timeout_s=0.05)) as server,
         await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
     ):
         await stream.send(sent)
@@ -84,7 +73,7 @@ async def test_headers_that_do_not_end_are_answered_at_their_deadline(sent: byte
 )
 async def test_a_websocket_handshake_that_is_refused_has_an_answer(rest: bytes, status: int) -> None:
     async with (
-        running_server(one_model(opened)) as server,
+        running_server(one_model(open_generator)) as server,
         await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
     ):
         await stream.send(HANDSHAKE + rest + b"\r\n")
@@ -94,7 +83,7 @@ async def test_a_websocket_handshake_that_is_refused_has_an_answer(rest: bytes, 
 @pytest.mark.anyio
 async def test_a_handshake_with_a_long_url_has_an_answer() -> None:
     async with (
-        running_server(one_model(opened)) as server,
+        running_server(one_model(open_generator)) as server,
         await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
     ):
         await stream.send(HANDSHAKE.replace(b"session ", b"session?" + b"a" * 9_000 + b" ") + b"\r\n")
@@ -108,7 +97,9 @@ async def test_a_handshake_that_the_application_does_not_answer_is_closed() -> N
     async def never(_: Any, __: Any, ___: Any) -> None:
         await is_closed.wait()
 
-    async with running_server(one_model(opened), limits=ServerLimits(header_timeout_s=0.05)) as server:
+    async with running_server(
+        one_model(open_generator), limits=ServerLimits(header_timeout_s=0.05)
+    ) as server:
         server.app.router.app = server.app.middleware_stack = never  # type: ignore[assignment, attr-defined]
         async with await anyio.connect_tcp("127.0.0.1", _port(server)) as stream:
             await stream.send(HANDSHAKE + b"\r\n")
@@ -144,7 +135,7 @@ async def test_a_flood_around_a_request_is_refused_at_64_kb(
     num_sent = 0
     piece = flood * (PIECE // len(flood))
     async with (
-        running_server(one_model(opened)) as server,
+        running_server(one_model(open_generator)) as server,
         await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
         anyio.create_task_group() as group,
     ):
@@ -178,7 +169,7 @@ async def test_a_flood_around_a_request_is_refused_at_64_kb(
 async def test_headers_of_nearly_64_kb_are_read(num_bytes: int, status: int, step: int) -> None:
     request = LIVE + b"x: " + b"1" * (num_bytes - 50) + b"\r\n\r\n"
     async with (
-        running_server(one_model(opened)) as server,
+        running_server(one_model(open_generator)) as server,
         await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
     ):
         for start in range(0, len(request), step):
@@ -189,7 +180,7 @@ async def test_headers_of_nearly_64_kb_are_read(num_bytes: int, status: int, ste
 @pytest.mark.anyio
 async def test_trailers_are_no_headers() -> None:
     async with (
-        running_server(one_model(opened)) as server,
+        running_server(one_model(open_generator)) as server,
         await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
     ):
         await _ask(stream, CHUNKED + b"0\r\nx-more: 1\r\n\r\n")
@@ -218,7 +209,7 @@ async def test_what_comes_after_an_answer_and_asks_for_nothing_keeps_no_connecti
     request_begun: bytes, sent: bytes
 ) -> None:
     async with (
-        running_server(one_model(opened), limits=ServerLimits(idle_timeout_s=0.5)) as server,
+        running_server(one_model(open_generator), limits=ServerLimits(idle_timeout_s=0.5)) as server,
         await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
     ):
         await _ask(stream, request_begun)
@@ -230,7 +221,7 @@ async def test_what_comes_after_an_answer_and_asks_for_nothing_keeps_no_connecti
 @pytest.mark.anyio
 async def test_a_websocket_that_is_asked_for_with_a_body_is_refused_at_once() -> None:
     async with (
-        running_server(one_model(opened)) as server,
+        running_server(one_model(open_generator)) as server,
         await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
     ):
         await stream.send(LIVE + WEBSOCKET)
@@ -258,7 +249,7 @@ async def test_who_does_not_read_the_answer_is_cut_off(monkeypatch: pytest.Monke
     monkeypatch.setattr(serve_module, "listen", listen_with_little_room)
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        async with running_server(one_model(opened)) as server:
+        async with running_server(one_model(open_generator)) as server:
             client.connect(("127.0.0.1", _port(server)))
             request = f"GET /openapi.json HTTP/{version}\r\nHost: here\r\n\r\n"
             client.sendall(request.encode() * (10 if version == "1.1" else 1))
@@ -269,7 +260,7 @@ async def test_who_does_not_read_the_answer_is_cut_off(monkeypatch: pytest.Monke
 @pytest.mark.anyio
 async def test_a_connection_serves_one_request_after_the_other() -> None:
     async with (
-        running_server(one_model(opened)) as server,
+        running_server(one_model(open_generator)) as server,
         await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
     ):
         for _ in range(2):

@@ -14,10 +14,10 @@ import anyio.lowlevel
 import httpx2
 import msgspec
 import pytest
-from server.http.test_api_call import Exchange, exchange, service
 from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import FakeEngine
 from support.refusing_servers import KEY, tenants
+from support.server.exchanges import Exchange, exchange, service
 
 from agentflow.engine.generator import PIECE_CHARS
 from agentflow.engine.tenant import Tenant

@@ -12,12 +12,13 @@ from typing import Any
 import anyio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from support.clocks import ClockS
 from support.compile_loaders import LOADER
 from support.fake_engine import TEMPLATE, StepGate
 from support.holds import Hold
 from support.plain_engine import plain_engine
 from support.process_engine import PLAIN, generate, kill, process_engine
-from support.wire_peer import WireGenerator
+from support.wire_server import open_generator
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.engine import StepTimes
@@ -237,10 +238,6 @@ async def test_each_model_has_its_own_counters():
 
 
 async def test_a_generator_without_an_engine_has_the_metrics_that_it_knows():
-    @asynccontextmanager
-    async def open_generator() -> AsyncIterator[Generator[Any]]:
-        yield WireGenerator()
-
     app = create_app(one_model(open_generator))
     async with app.router.lifespan_context(app):
         start, told = await get_metrics(app)
@@ -336,14 +333,6 @@ def test_counters_of_engines_one_after_the_other_add_up():
 # Times of requests
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def submit(request_id: int, *, tenant: str = "", score_from: int = 0, generates: bool = True) -> Submit:
     params = SamplingParams() if generates else None
     return Submit(request_id, [1, 2, 3], params, origin=Origin(tenant), score_from=score_from)
@@ -364,7 +353,7 @@ def filled(counts: BucketCounts, bounds: Iterable[float]) -> dict[float, int]:
 
 
 def test_times_of_a_request_are_measured_from_when_it_was_accepted():
-    clock = Clock()
+    clock = ClockS()
     times = RequestTimes(clock)
     for at_s, happens in (
         (0.0, lambda: times.sent(submit(1, tenant="ann"))),
@@ -384,7 +373,7 @@ def test_times_of_a_request_are_measured_from_when_it_was_accepted():
 
 
 def test_the_tokens_of_tenants_are_counted():
-    times = RequestTimes(Clock())
+    times = RequestTimes(ClockS())
     for request_id, tenant, cached, output in ((1, "ann", 1, 4), (2, "ann", 0, 2), (3, "", 3, 1)):
         times.sent(submit(request_id, tenant=tenant))
         times.received([Started([request_id])])
@@ -393,7 +382,7 @@ def test_the_tokens_of_tenants_are_counted():
 
 
 def test_a_request_whose_first_token_ends_it_has_a_ttft_and_no_tpot():
-    clock = Clock()
+    clock = ClockS()
     times = RequestTimes(clock)
     times.sent(submit(1))
     clock.now_s += 0.5
@@ -404,7 +393,7 @@ def test_a_request_whose_first_token_ends_it_has_a_ttft_and_no_tpot():
 
 @pytest.mark.parametrize("how", [{"generates": False}, {"generates": False, "score_from": 1}])
 def test_what_generates_nothing_has_only_waited(how):
-    times = RequestTimes(Clock())
+    times = RequestTimes(ClockS())
     times.sent(submit(1, **how))
     times.received([Started([1]), finished(1, 0)])
     assert sum(times.ttft.counts) == sum(times.tpot.counts) == 0
@@ -412,7 +401,7 @@ def test_what_generates_nothing_has_only_waited(how):
 
 
 def test_nothing_is_kept_of_requests_that_ended():
-    times = RequestTimes(Clock())
+    times = RequestTimes(ClockS())
     for request_id in range(4):
         times.sent(submit(request_id))
     times.received([Started([1]), finished(0, 1), Failed(1, "cancelled", ""), Failed(2, "engine_failed", "")])

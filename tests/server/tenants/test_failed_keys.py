@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.clocks import ClockNs
 
 from agentflow.cli.serve import _warn_of_open_keys
 from agentflow.errors import NotAuthorized, RateLimited
@@ -14,24 +15,17 @@ HERE, THERE, LOCAL = "192.0.2.1", "192.0.2.2", "127.0.0.1"
 KEY, OTHER = "af-right", "af-right-too"
 
 
-class Clock:
-    now_ns = 0
-
-    def __call__(self) -> int:
-        return self.now_ns
-
-
 def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> ClockNs:
+    return ClockNs()
 
 
 @pytest.fixture
-def tenants(clock: Clock) -> Tenants:
+def tenants(clock: ClockNs) -> Tenants:
     tenants = Tenants([KEY, OTHER])
     tenants.failed_keys = FailedKeys(clock)
     return tenants
@@ -43,7 +37,7 @@ def fail(tenants: Tenants, address: str, count: int = FAILURES_PER_MINUTE) -> No
             tenants.of_request(bearer(f"af-wrong-{number}"), address)
 
 
-def test_an_address_that_tries_keys_is_refused_without_a_look(tenants: Tenants, clock: Clock) -> None:
+def test_an_address_that_tries_keys_is_refused_without_a_look(tenants: Tenants, clock: ClockNs) -> None:
     fail(tenants, HERE)
     for key in ("af-wrong", KEY):  # the answer does not show which one is right
         with pytest.raises(RateLimited) as caught:

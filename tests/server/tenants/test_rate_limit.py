@@ -10,19 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.clocks import ClockNs
 
 from agentflow.engine.tenant import AdmittedRequest, Tenant
 from agentflow.errors import Overloaded, RateLimited
 from agentflow.server.tenants import rate_limit
 from agentflow.server.tenants.rate_limit import MINUTE_NS, TenantGate
-
-
-@dataclass
-class Clock:
-    now_ns: int = 10**15
-
-    def __call__(self) -> int:
-        return self.now_ns
 
 
 @dataclass
@@ -64,7 +57,7 @@ class TenantGateMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = Clock()
+        self.clock = ClockNs()
         self.gate = TenantGate(self.clock)
         self.twins: dict[str, PlainLimits] = {}
         self.open: list[tuple[AbstractContextManager[AdmittedRequest], AdmittedRequest, PlainLimits]] = []
@@ -151,7 +144,7 @@ def refusal(gate: TenantGate, tenant: Tenant, prompt: int = 0) -> RateLimited:
     gaps_ns=st.lists(st.integers(0, 20 * 10**9), min_size=1, max_size=150),
 )
 def test_in_any_span_no_more_requests_are_let_in_than_promised(per_minute: int, gaps_ns: list[int]) -> None:
-    clock = Clock()
+    clock = ClockNs()
     gate = TenantGate(clock)
     tenant = Tenant("ann", requests_per_minute=per_minute)
     taken_ns = []
@@ -168,13 +161,13 @@ def test_in_any_span_no_more_requests_are_let_in_than_promised(per_minute: int, 
 
 
 def test_a_tenant_without_limits_is_never_refused() -> None:
-    gate = TenantGate(Clock())
+    gate = TenantGate(ClockNs())
     for _ in range(1000):
         use(gate, Tenant(), 10**9, 10**9)
 
 
 def test_a_refusal_says_which_limit_and_when_there_is_room() -> None:
-    clock = Clock()
+    clock = ClockNs()
     gate = TenantGate(clock)
     ann = Tenant("ann", requests_per_minute=2, tokens_per_minute=1000)
     use(gate, ann, 10)
@@ -195,7 +188,7 @@ def test_a_refusal_says_which_limit_and_when_there_is_room() -> None:
 
 
 def test_what_was_refused_costs_nothing() -> None:
-    clock = Clock()
+    clock = ClockNs()
     gate = TenantGate(clock)
     ann = Tenant("ann", requests_per_minute=1, tokens_per_minute=10)
     use(gate, ann, 1)
@@ -206,7 +199,7 @@ def test_what_was_refused_costs_nothing() -> None:
 
 
 def test_what_the_cache_had_is_given_back_and_what_was_generated_is_charged_also_after_a_failure() -> None:
-    clock = Clock()
+    clock = ClockNs()
     gate = TenantGate(clock)
     ann = Tenant("ann", tokens_per_minute=60)
     for _ in range(100):
@@ -218,7 +211,7 @@ def test_what_the_cache_had_is_given_back_and_what_was_generated_is_charged_also
 
 
 def test_a_prompt_that_was_estimated_is_charged_as_it_was() -> None:
-    gate = TenantGate(Clock())
+    gate = TenantGate(ClockNs())
     ann = Tenant("ann", tokens_per_minute=60)
     with gate.request(ann, 0) as admitted:
         admitted.prompt_tokens, admitted.cached_tokens, admitted.output_tokens = 100, 30, 5
@@ -226,7 +219,7 @@ def test_a_prompt_that_was_estimated_is_charged_as_it_was() -> None:
 
 
 def test_only_so_many_are_unfinished_at_once() -> None:
-    gate = TenantGate(Clock())
+    gate = TenantGate(ClockNs())
     ann = Tenant("ann", max_unfinished=2)
     with gate.request(ann, 5), gate.request(ann, 5):
         assert gate.num_unfinished(ann) == 2
@@ -241,7 +234,7 @@ def test_only_so_many_are_unfinished_at_once() -> None:
 
 
 def test_limits_may_change_while_a_tenant_uses_the_server() -> None:
-    clock = Clock()
+    clock = ClockNs()
     gate = TenantGate(clock)
     with gate.request(Tenant("ann"), 5):
         use(gate, Tenant("ann", requests_per_minute=1))
@@ -254,7 +247,7 @@ def test_limits_may_change_while_a_tenant_uses_the_server() -> None:
 
 def test_who_is_known_under_old_limits_too_wins_nothing_by_it() -> None:
     """Of a session that began before the file was read again."""
-    gate = TenantGate(Clock())
+    gate = TenantGate(ClockNs())
     old, new = Tenant("ann"), Tenant("ann", requests_per_minute=1, tokens_per_minute=10)
     with gate.request(old, 5) as unlimited:
         use(gate, new, 5)
@@ -265,7 +258,7 @@ def test_who_is_known_under_old_limits_too_wins_nothing_by_it() -> None:
 
 
 def test_a_clock_that_stands_still_or_goes_back_gives_nothing_away() -> None:
-    clock = Clock()
+    clock = ClockNs()
     gate = TenantGate(clock)
     ann = Tenant("ann", requests_per_minute=1)
     use(gate, ann)
@@ -276,7 +269,7 @@ def test_a_clock_that_stands_still_or_goes_back_gives_nothing_away() -> None:
 
 
 def test_tenants_that_used_nothing_lately_are_forgotten() -> None:
-    clock = Clock()
+    clock = ClockNs()
     gate = TenantGate(clock)
     with gate.request(Tenant("long", max_unfinished=1), 5):
         for number in range(20_000):

@@ -18,8 +18,8 @@ TLS = ssl.create_default_context()
 
 
 def only_asyncio() -> str:
-    """``anyio_backend = pytest.fixture(only_asyncio)``: on trio OpenAI's client leaves its own streams to the
-    garbage collector, which is a warning there."""
+    """``anyio_backend = pytest.fixture(only_asyncio)``: uvicorn needs asyncio, and on trio OpenAI's client
+    leaves its streams to the garbage collector, with a warning."""
     return "asyncio"
 
 

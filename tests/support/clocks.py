@@ -1,0 +1,23 @@
+"""Clocks that stand still unless a test moves them."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class ClockNs:
+    """In nanoseconds."""
+
+    now_ns: int = 10**15
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+@dataclass
+class ClockS:
+    """In seconds."""
+
+    now_s: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
