@@ -72,7 +72,7 @@ async def test_an_engine_that_has_dropped_a_constraint_asks_for_it(payloads: lis
 
 @pytest.mark.anyio
 @pytest.mark.trio_in_full
-async def test_what_is_aborted_while_the_engine_asks_for_it_is_over() -> None:
+async def test_a_request_aborted_while_its_payload_is_requested_is_over() -> None:
     async with process_engine() as client:
         client.engine._sent_keys.add("never sent")
         for _ in range(20):

@@ -557,7 +557,7 @@ def test_a_resumed_request_that_is_complete_just_ends():
     assert end.finish_reason == "stop"
 
 
-def test_what_is_sent_before_a_stop_is_dropped_with_it():
+def test_messages_before_a_stop_are_dropped():
     assert SteppedEngine(runner(), 1).run(Submit(1, PROMPT, SamplingParams()), Stop()) == []
 
 

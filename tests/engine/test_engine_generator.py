@@ -420,7 +420,7 @@ def plain(engine: FakeEngine) -> FakeEngine:
     return engine
 
 
-async def test_what_a_program_says_next_is_cached_up_to_its_last_token():
+async def test_a_programs_next_turn_is_cached_up_to_its_last_token():
     engine = plain(FakeEngine())
     async with af.session(backend=engine) as flow, flow.state() as s:
         s += af.system("Be brief.")

@@ -51,7 +51,7 @@ async def test_choices_are_scored_as_one_by_one():
 
 
 @pytest.mark.parametrize(("prompt", "choices"), [(PROMPT, [[1], []]), ([], [[1]])])
-async def test_what_cannot_be_scored_is_refused_alone(prompt, choices):
+async def test_an_invalid_select_fails_alone(prompt, choices):
     async with plain_engine() as client:
         with pytest.raises((af.BadArgument, af.EngineFailed)):
             await client.score_choices(prompt, choices)

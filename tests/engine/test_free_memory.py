@@ -50,7 +50,7 @@ def write_membership(root: Path, *lines: str) -> None:
 
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("version", [V1, V2])
-def test_of_a_container_what_its_limit_leaves_is_free(tmp_path: Path, version: str) -> None:
+def test_a_containers_limit_bounds_its_free_memory(tmp_path: Path, version: str) -> None:
     write_membership(tmp_path, "9:name=systemd:/a", f"{version}/a")
     write_group(tmp_path, version, "a", 3000, used=1000)
     assert free_host_bytes(tmp_path) == 2000
@@ -118,7 +118,7 @@ def test_the_files_of_this_machine_can_be_read() -> None:
 # A GPU
 
 
-def test_on_what_a_model_runs() -> None:
+def test_the_device_follows_from_the_free_memory() -> None:
     without, beside = FreeMemory(1), FreeMemory(1, 0)
     assert [without.is_on_gpu(device) for device in (None, "cpu", "cuda")] == [False] * 3
     assert [beside.is_on_gpu(device) for device in (None, "cpu", "cuda")] == [True, False, True]
@@ -158,7 +158,7 @@ class cuda:
         ("raise ModuleNotFoundError('no torch')", [None], None),
     ],
 )
-async def test_what_torch_says_of_a_gpu_counts(
+async def test_torchs_free_memory_of_a_gpu_is_used(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     source: str,

@@ -30,7 +30,7 @@ def test_a_request_keeps_its_tenant_with_its_share_and_its_priority() -> None:
 
 
 @pytest.mark.parametrize("origin", [Origin(weight=0.0), Origin(weight=1e9), Origin(priority=11)])
-def test_what_would_upset_the_scheduler_is_refused(origin: Origin) -> None:
+def test_weights_and_priorities_out_of_range_are_rejected(origin: Origin) -> None:
     with pytest.raises(BadArgument, match="must be"):
         make_request(submitted(origin), FakeRunner().info, 100)
 
@@ -46,7 +46,7 @@ def test_what_would_upset_the_scheduler_is_refused(origin: Origin) -> None:
         (100, 50, 1, ((16, 1.0),), BadArgument),
     ],
 )
-def test_what_the_engine_would_refuse_is_known_before_it_is_sent(
+def test_the_client_rejects_what_the_engine_would_reject(
     num_slots: int,
     max_context: int,
     num_prompt: int,

@@ -180,7 +180,7 @@ async def test_a_hostile_regex_fails_its_own_gen_only(backend: Backend) -> None:
         assert await other["y"] == expected(**long).text
 
 
-async def test_what_the_model_cannot_do_is_refused(backend: Backend) -> None:
+async def test_parameters_that_the_model_cannot_apply_are_rejected(backend: Backend) -> None:
     async with af.session(backend=backend) as flow, flow.state() as s:
         s += PROMPT + af.gen("x", logit_bias={10**6: 1})
         with pytest.raises(af.BadArgument, match="logit_bias names token 1000000"):

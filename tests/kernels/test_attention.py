@@ -94,7 +94,7 @@ def test_attention_equals_the_reference(
 
 
 @given(shapes(), st.sampled_from([0, 1, 20]))
-def test_what_has_many_queries_has_one_of_few_sizes(batch: list[Shape], part_overhead: int) -> None:
+def test_groups_of_many_queries_have_few_sizes(batch: list[Shape], part_overhead: int) -> None:
     plan = planned(make_case(batch), part_overhead=part_overhead)
     for num_slots in [part.num_slots for part in plan.contexts] + [group.num_slots for group in plan.shorts]:
         assert num_slots == rounded_up(num_slots)

@@ -27,6 +27,6 @@ def test_no_memory_for_a_forward_is_a_memory_error() -> None:
     assert outcome_of("job") == ["MemoryError", "True"]
 
 
-def test_where_threads_are_refused_fewer_do_the_work_and_a_warning_says_so() -> None:
+def test_without_threads_fewer_do_the_work_with_a_warning() -> None:
     """They are there as soon as the system allows them."""
     assert outcome_of("threads") == ["WARNING", "0", "2", "True"]

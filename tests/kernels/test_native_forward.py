@@ -291,7 +291,7 @@ def test_any_number_of_threads_gives_the_same(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_something_else_is_done_meanwhile(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_callback_runs_during_the_forward_pass(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for long: the thread that computes alone then is joined late, or not at all."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     step = step_of(SIZES[0], [Shape(-1, 0, 300, 1)] * 3, [True], torch.float32, 4)
@@ -305,7 +305,7 @@ def test_something_else_is_done_meanwhile(num_threads: int, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_what_fails_meanwhile_leaves_the_team_to_the_next(
+def test_a_callback_that_fails_leaves_the_threads_usable(
     num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)

@@ -86,7 +86,7 @@ def test_an_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("source")
-def test_they_are_compiled_once(tmp_path: Path) -> None:
+def test_the_kernels_are_compiled_once(tmp_path: Path) -> None:
     library = load_library("avx2")
     assert Path(library._name).parent == tmp_path / "cache/kernels"
     made = os.stat(library._name).st_mtime_ns
@@ -154,13 +154,13 @@ def test_without_them_a_cpu_runs_on_torch_and_says_so(
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_asked_for_and_not_to_be_had_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requested_kernels_that_cannot_be_compiled_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTFLOW_KERNELS", "native")
     with pytest.raises(ValueError, match="AGENTFLOW_KERNELS is 'native', but the compiler failed"):
         ops.kernels_for(CPU)
 
 
-def test_they_are_not_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_kernels_are_not_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ops.kernels_for(torch.device("cuda")) is torch_ops
     monkeypatch.setenv("AGENTFLOW_KERNELS", "native")
     with pytest.raises(ValueError, match="which is for CPUs, and the device is cuda"):

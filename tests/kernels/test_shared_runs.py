@@ -72,7 +72,7 @@ def test_a_long_trunk_is_a_run_of_its_own() -> None:
     assert tails == [300] * 4
 
 
-def test_what_the_step_leaves_over_joins_the_runs_below() -> None:
+def test_the_remainder_of_a_step_joins_the_runs_below() -> None:
     pairs = [Shape(-1, 0, 310, 1), Shape(0, 300, 310, 1), Shape(0, 200, 310, 1), Shape(2, 300, 310, 1)]
     runs, tails, _ = runs_of(pairs, 50, 64)
     assert sorted((run.members.tolist(), run.start, run.end) for run in runs) == [

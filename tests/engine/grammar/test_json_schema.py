@@ -28,7 +28,7 @@ def machine(schema, whitespace="compact") -> Dfa:
 
 
 @given(schemas, st.sampled_from(POLICIES), st.randoms(use_true_random=False))
-def test_what_is_allowed_is_valid_for_every_reader(schema, whitespace, dice):
+def test_allowed_texts_are_valid_for_every_reader(schema, whitespace, dice):
     regex = schema_to_regex(schema, whitespace)
     assume(regex is not None)
     dfa = build_dfa(regex)
@@ -220,7 +220,7 @@ def test_whitespace_is_the_policys():
         {"$ref": "elsewhere.json"},
     ],
 )
-def test_what_is_not_regular_or_not_handled_is_for_a_parser(schema):
+def test_schemas_that_are_not_regular_are_for_a_parser(schema):
     assert schema_to_regex(schema, "compact") is None
 
 

@@ -175,7 +175,7 @@ def test_of_a_long_text_only_the_end_is_encoded_again(name: str, data: st.DataOb
     assert max(lengths) < len(b"".join([table[i] for i in text.token_ids]).decode(errors="ignore")) / 2
 
 
-def test_what_is_forced_gets_the_tokenizers_own_ids() -> None:
+def test_forced_text_gets_the_tokenizers_own_ids() -> None:
     tokenizer = TOKENIZERS["merging"]
     text = constrained("merging", build_dfa(parse_regex(r'\{"name": "ab[xy]')))
     jump = text.jump(100)
@@ -195,7 +195,7 @@ def test_a_token_that_may_still_grow_is_held_back() -> None:
     assert names == {"ab", "abc"}
 
 
-def test_what_was_sampled_in_other_tokens_is_encoded_anew() -> None:
+def test_sampled_tokens_are_re_encoded_with_forced_text() -> None:
     tokenizer = TOKENIZERS["merging"]
     text = constrained("merging", build_dfa(parse_regex(r"[ab]{2}cd!")))
     for char in "ab":

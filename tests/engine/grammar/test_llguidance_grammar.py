@@ -146,7 +146,7 @@ def forced_by(dfa, state: int) -> bytes:
 
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
-def test_what_is_taken_back_was_never_there(name, vocabulary):
+def test_taking_back_restores_the_state(name, vocabulary):
     matcher = LlguidanceGrammar(payload_of(CONSTRAINTS[name]), vocabulary).matcher()
     dice, seen, taken = random.Random(name), [], []
     for _ in range(60):
@@ -267,7 +267,7 @@ def write_words(matcher, num_bytes: int) -> None:
         matcher.take(byte)
 
 
-def test_what_one_text_makes_the_lexer_keep_ends_no_other_text(monkeypatch):
+def test_one_texts_lexer_states_end_no_other_text(monkeypatch):
     """All texts under a grammar share the lexer's states, of which there may be so many."""
     monkeypatch.setattr(llguidance_grammar, "LEXER_STATES", 5000)
     grammar = LlguidanceGrammar(LONG, BYTE_VOCABULARY)
@@ -304,7 +304,7 @@ def test_a_text_that_can_neither_go_on_nor_end_is_refused():
         matcher.mask()
 
 
-def test_what_the_library_does_not_take_is_refused(vocabulary):
+def test_a_grammar_that_llguidance_rejects_is_refused(vocabulary):
     with pytest.raises(RequestRefused, match=r"cannot be used: .*unknown special token"):
         LlguidanceGrammar("start: <|im_start|>", vocabulary)
 

@@ -54,7 +54,7 @@ def assert_same_language(pattern: str, others: list[str], rolls: random.Random) 
 
 @settings(max_examples=300, deadline=None)
 @given(patterns(), st.lists(texts, max_size=10), dice)
-def test_what_matches_is_what_python_matches(pattern, others, rolls):
+def test_the_dfa_matches_what_python_matches(pattern, others, rolls):
     assert_same_language(pattern, others, rolls)
 
 
@@ -212,7 +212,7 @@ def test_ranges_of_code_points_are_read_as_utf8(pairs, rolls):
 @example(b"\xc0\x80")
 @example(b"\xe0\x80\x80")
 @example(b"\xf4\x90\x80\x80")
-def test_what_is_no_utf8_never_matches(data):
+def test_invalid_utf8_never_matches(data):
     dfa = build_dfa(Repeat(ANY_CHAR, 0, None))
     try:
         data.decode()

@@ -96,7 +96,7 @@ BYTES_AT_MOST = 100 << 20
 
 
 @pytest.mark.parametrize("pattern", REFUSED, ids=lambda pattern: pattern[:20])
-def test_what_cannot_be_kept_is_refused_by_name(pattern):
+def test_unsupported_syntax_is_rejected_by_name(pattern):
     with pytest.raises(BadArgument, match=REFUSED[pattern]) as caught:
         build_dfa(parse_regex(pattern))
     assert str(caught.value).startswith(("regex: ", "constraint: no text matches"))
@@ -145,7 +145,7 @@ def test_anchors_at_the_ends_say_nothing(pattern):
 
 
 @pytest.mark.parametrize("name", TOO_MUCH)
-def test_what_is_too_large_fails_after_bounded_work(name):
+def test_too_large_a_pattern_fails_after_bounded_work(name):
     """Work is counted in calls of functions, Python's and C's, which are the same on every machine."""
     calls = 0
 
@@ -164,7 +164,7 @@ def test_what_is_too_large_fails_after_bounded_work(name):
 
 
 @pytest.mark.parametrize("name", ["exponential states", "large shapes", "many promises", "many stars"])
-def test_what_is_too_large_fails_before_it_fills_the_memory(name):
+def test_too_large_a_pattern_fails_within_bounded_memory(name):
     gc.collect()
     tracemalloc.start()
     try:

@@ -66,7 +66,7 @@ def test_a_matcher_walks_with_the_tokens_it_takes(dfa: Dfa, token_bytes: list[by
 
 
 @given(st.sets(st.binary(min_size=1, max_size=5), min_size=1, max_size=6))
-def test_what_is_forced_is_what_all_texts_begin_with(texts: set[bytes]):
+def test_forced_text_is_the_common_prefix_of_all_texts(texts: set[bytes]):
     matcher = DfaGrammar(dfa_of(texts), Vocabulary([bytes([i]) for i in range(256)])).matcher()
     shortest = min(texts, key=len)
     common = 0

@@ -156,7 +156,7 @@ def test_long_choices(runner):
     torch.testing.assert_close(scores(select), plain_scores(runner, prompt, choices), rtol=0, atol=TOLERANCE)
 
 
-def test_what_is_certain_has_a_log_probability_of_zero(folder, reference, tmp_path):
+def test_a_certain_token_has_a_log_probability_of_zero(folder, reference, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["lm_head.weight"] * 1000
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})

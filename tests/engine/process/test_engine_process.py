@@ -135,7 +135,7 @@ async def test_waiting_requests_run_in_order(tmp_path):
     assert texts == {number: text_after([number]) for number in range(20, 25)}
 
 
-async def test_what_generates_nothing_is_run_again(tmp_path):
+async def test_requests_without_generation_are_rerun(tmp_path):
     hold = Hold(tmp_path / "hold")
     async with plain_engine() as client:
         expected = await client.score([*range(10, 30)], 12)

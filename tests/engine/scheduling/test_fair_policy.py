@@ -158,10 +158,10 @@ def test_tenants_that_wait_get_what_their_shares_say(sizes, chunk, num_chunks, s
                 chosen.status = Status.RUNNING
                 waiting[chosen.tenant] -= 1
                 prompts.append(chosen)
-            num_rows = min(chunk, left[chosen.id])
-            policy.charge(chosen, num_rows)
-            charged[chosen.tenant] += num_rows
-            left[chosen.id] -= num_rows
+            num_tokens = min(chunk, left[chosen.id])
+            policy.charge(chosen, num_tokens)
+            charged[chosen.tenant] += num_tokens
+            left[chosen.id] -= num_tokens
             if not left[chosen.id]:
                 prompts.remove(chosen)
                 if generates[chosen.id]:

@@ -87,7 +87,7 @@ def test_prefill_stays_within_the_token_budget(budget):
     harness.add(2, list(range(100, 140)), 3)
     harness.run()
     # Decoding never waits for the budget.
-    assert max(harness.row_counts) <= budget + 1
+    assert max(harness.token_counts) <= budget + 1
     assert harness.output(1) == expected_output(list(range(50)), 3)
 
 
@@ -133,7 +133,7 @@ def test_each_token_goes_to_the_request_that_it_was_sampled_for(with_scoring):
     harness.scheduler.check_idle()
 
 
-def test_what_can_never_run_is_refused_at_once():
+def test_a_request_that_can_never_run_is_rejected():
     harness = Harness(64)
     with pytest.raises(PromptTooLong, match="64"):
         harness.add(1, [1] * 64, 1)

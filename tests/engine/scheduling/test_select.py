@@ -1,7 +1,7 @@
 """Selects in the scheduler against a plain scoring of each choice, in any batch and under memory pressure.
 
-The fake runner hashes all tokens that a row sees, in the order of their positions, and raises where a slot
-holds another position: a wrong ancestor, another request's slot or a wrong order would show.
+The fake runner hashes all tokens that a scheduled token sees, in the order of their positions, and raises
+where a slot holds another position: a wrong ancestor, another request's slot or a wrong order would show.
 """
 
 from dataclasses import dataclass
@@ -136,7 +136,7 @@ def test_all_that_fits_is_one_forward_pass(choices, prompt):
     request = add_select(harness, 2, prompt, choices)
     harness.batches.clear()
     finish(harness)
-    assert harness.row_counts == [1 + token_tree(choices).num_nodes]  # the last token, and each node once
+    assert harness.token_counts == [1 + token_tree(choices).num_nodes]  # the last token, and each node once
     assert request.num_cached == len(prompt) - 1
     assert scores(request) == plain_scores(prompt, choices)
 
@@ -155,8 +155,8 @@ def test_a_large_tree_is_computed_in_as_few_passes_as_the_budget_allows(budget):
         generated = beside.num_generated
         assert harness.step()
         assert beside.num_generated == generated + 1
-    num_rows = len(prompt) + 4 + 4 * 3 + 4 * 3 * 2
-    assert harness.scheduler.counters.steps - before == -(-num_rows // max(1, budget - 1))
+    num_tokens = len(prompt) + 4 + 4 * 3 + 4 * 3 * 2
+    assert harness.scheduler.counters.steps - before == -(-num_tokens // max(1, budget - 1))
     assert scores(request) == plain_scores(prompt, choices)
 
 
@@ -168,7 +168,7 @@ def test_a_thousand_choices_that_part_at_once_need_the_logits_of_one_row():
     request = add_select(harness, 1, [1, 2, 3], choices)
     finish(harness)
     assert rows == [1]
-    assert harness.row_counts == [3]
+    assert harness.token_counts == [3]
     assert scores(request) == plain_scores([1, 2, 3], choices)
 
 

@@ -59,7 +59,7 @@ def test_times_are_those_of_the_steps():
     assert result.hit_rate == 4 / 10
 
 
-def test_what_can_never_run_is_counted_and_holds_nothing_up():
+def test_a_request_that_can_never_run_is_counted_and_delays_nothing():
     workload = Workload("w", [arrival([1] * 50, [1]), arrival([2], [2], after=0)], kv_tokens=32)
     summary = summarise(simulate(workload, FCFS, cost=ONE_SECOND))
     assert summary.refused == 1
@@ -118,7 +118,7 @@ def test_a_shared_beginning_is_written_once(tmp_path):
         ('{"generator": "chat", "parameters": {"turn": 1}}', "no parameter 'turn'; it has: num_chats"),
     ],
 )
-def test_what_is_no_workload_is_refused_in_one_line(tmp_path, capsys, content, message):
+def test_an_invalid_workload_is_a_one_line_error(tmp_path, capsys, content, message):
     path = tmp_path / "w.json"
     if content is not None:
         path.write_text(content)
@@ -129,7 +129,7 @@ def test_what_is_no_workload_is_refused_in_one_line(tmp_path, capsys, content, m
 
 
 @pytest.mark.parametrize("name", ["w.jsonl", "w.jsonl.gz"])
-def test_of_a_file_that_was_cut_off_all_whole_lines_are_read(tmp_path, name):
+def test_all_whole_lines_of_a_truncated_file_are_read(tmp_path, name):
     writer = writer_of(tmp_path / name, kv_tokens=100)
     for number in range(3):
         writer.write(arrival([number] * 2000, [number]))

@@ -98,7 +98,7 @@ async def test_a_limit_is_no_longer_than_a_request_can_be(tmp_path):
     assert read(path)[0].max_new_tokens == client.info.max_context
 
 
-async def test_what_generates_nothing_has_no_output(tmp_path):
+async def test_requests_without_generation_have_no_output(tmp_path):
     path = tmp_path / "served.jsonl"
     async with plain_engine() as client, recorded(client, path):
         await client.compute([5, 6, 7])
@@ -127,7 +127,7 @@ async def test_salts_and_tenants_are_numbered_and_not_named(tmp_path):
     assert b"swordfish" not in path.read_bytes()
 
 
-async def test_what_was_aborted_or_failed_is_left_out(tmp_path):
+async def test_aborted_and_failed_requests_are_not_recorded(tmp_path):
     path = tmp_path / "served.jsonl"
     gate = StepGate()
     gate.attach()
@@ -298,7 +298,7 @@ async def test_all_that_has_ended_is_written_when_the_server_is_cancelled(tmp_pa
     assert [a.prompt.tolist() for a in read(path)] == [[number + 5] for number in range(20)]
 
 
-async def test_what_was_written_can_be_read_while_more_is_recorded(tmp_path):
+async def test_a_recording_can_be_read_while_it_grows(tmp_path):
     path = tmp_path / "served.jsonl"
     has_flushed = threading.Event()
 

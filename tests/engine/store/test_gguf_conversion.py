@@ -189,9 +189,7 @@ def test_the_tokenizer_keeps_digits_apart_and_adds_nothing(tmp_path: Path) -> No
         ({"without_template": True}, "has no entry 'tokenizer.chat_template'"),
     ],
 )
-def test_what_the_conversion_does_not_know_is_refused(
-    tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
+def test_unknown_gguf_settings_are_rejected(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(PullFailed, match=said):
         _converted(tmp_path, _weights(1, tied=True), **changes)
 

@@ -102,7 +102,7 @@ def test_a_file_is_taken_out_of_a_wheel_and_a_missing_one_is_named(index: Path, 
         _fetch("tiny/other", second, 4)
 
 
-def test_what_interrupts_a_command_ends_it(tmp_path: Path) -> None:
+def test_an_exception_during_a_command_ends_it(tmp_path: Path) -> None:
     class Stop(Exception):
         pass
 

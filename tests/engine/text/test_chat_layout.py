@@ -236,7 +236,7 @@ def test_contents_that_hold_markup_are_content_beside_altered_turns(texts: list[
     assert pieces_of(layout) == shapes.joined(shapes.thinking(turns, True))
 
 
-def test_there_is_a_limit_to_what_is_rendered() -> None:
+def test_rendering_is_limited() -> None:
     """Of turns that the template writes in ways of its own, each takes a rendering by itself."""
     template = Counting("{% for m in messages %}[{{ m.content | upper }}]{% endfor %}")
     few = messages_of([("user", "some words")] * 20)

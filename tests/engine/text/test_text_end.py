@@ -154,7 +154,7 @@ def test_a_regex_and_a_least_length_like_brute_force(
     assert TINY.decode(ending.ids, continues=True) == ending.text
 
 
-def test_what_can_be_no_match_is_delivered_at_once() -> None:
+def test_text_that_cannot_match_is_delivered_at_once() -> None:
     end = TextEnd(TINY, stop_regex="a(bb|é)")
     ids = [one("b"), one("a"), one("b"), one("a"), one("b"), one("b")]
     assert [end.push(i) for i in ids] == ["b", "", "", "ab", "", ""]
@@ -242,7 +242,7 @@ def test_a_stop_over_several_tokens_takes_back_the_first_of_them() -> None:
     assert end.finish().ids == [one("a"), one("a")]
 
 
-def test_what_could_be_a_stop_is_held_back_and_delivered_when_it_is_none() -> None:
+def test_a_possible_stop_is_held_back_until_it_is_decided() -> None:
     deltas, end = pushed([one("a"), one("b"), one("b")], "aba", "bbb")
     assert deltas == ["", "", "a"]
     assert not end.stopped

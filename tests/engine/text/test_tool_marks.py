@@ -64,7 +64,7 @@ def test_places_of_closed_tokens(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", SENTENCEPIECE)
 @given(said=st.lists(texts, min_size=5, max_size=5))
-def test_nothing_from_outside_is_special_where_spaces_are_put_in_front(name: str, said: list[str]) -> None:
+def test_untrusted_text_gives_no_special_token_after_prepended_spaces(name: str, said: list[str]) -> None:
     tokenizer, template = SENTENCEPIECE[name], TEMPLATES["mistral"]
 
     def special(words: list[str]) -> list[int]:

@@ -153,7 +153,7 @@ BEGINS = [(), ("<tool_call>",), ('{"name": "weather"', "["), ("[TOOL_CALLS]",)]
     begins=st.sampled_from(BEGINS),
     data=st.data(),
 )
-def test_nothing_depends_on_how_a_text_is_cut(name, constrained, text, begins, data):
+def test_the_result_does_not_depend_on_the_pieces(name, constrained, text, begins, data):
     form, how = FORMS[name], {"constrained": constrained, "begins": begins}
     whole = summary_of(read(form, [text], **how))
     assert summary_of(read(form, cut(text, data), **how)) == whole
@@ -217,7 +217,7 @@ def test_prose_comes_at_once(text):
         '<tool_call>\n{"name": "weather", "arguments": {"a": "\ud800"}}',
     ],
 )
-def test_what_is_no_call_is_prose(text):
+def test_text_that_is_no_call_is_prose(text):
     assert summary_of(read(HERMES, [text], constrained=False)) == [("prose", text)]
     assert summary_of(read(HERMES, [*text[:200], text[200:]], constrained=False)) == [("prose", text)]
 

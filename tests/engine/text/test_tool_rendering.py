@@ -84,7 +84,9 @@ def tamed(value: Any, words: dict[str, str]) -> Any:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(said=conversations(hostile, NAMES | hostile.filter(bool)))
-def test_nothing_from_outside_is_special(name: str, said: tuple[tuple[ToolSpec, ...], list[Message]]) -> None:
+def test_untrusted_text_gives_no_special_token(
+    name: str, said: tuple[tuple[ToolSpec, ...], list[Message]]
+) -> None:
     """The same special tokens, in the same order, as in the same conversation with harmless words."""
     tools, messages = said
     words: dict[str, str] = {}

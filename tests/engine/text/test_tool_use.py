@@ -59,7 +59,7 @@ def test_texts_under_a_required_choice_are_calls(name, chosen, tools):
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "llama"])
-def test_what_begins_as_a_call_is_one(name):
+def test_a_text_that_begins_as_a_call_is_one(name):
     use = use_of(ALL[name], request(AUTO, ANY))
     compiled = compile_constraint(use.constraint().check())
     num_calls = 0
@@ -76,7 +76,7 @@ def test_what_begins_as_a_call_is_one(name):
     assert num_calls >= 5
 
 
-def test_one_call_in_prose_where_only_one_is_asked_for():
+def test_one_call_in_prose_where_parallel_calls_are_off():
     use = use_of(TEMPLATES["hermes"], request(ToolChoice("auto", parallel=False)))
     assert use.constraint().max_tags == 1
     assert use_of(TEMPLATES["hermes"], request(AUTO)).constraint().max_tags is None
@@ -222,7 +222,7 @@ def test_an_answer_of_a_model_without_marks_comes_as_it_is_written():
     assert prose_of(output.push('{"a": ')) == '{"a": '
 
 
-def test_where_a_call_is_required_nothing_else_is_said():
+def test_a_required_call_has_no_prose():
     use = use_of(TEMPLATES["hermes"], request(REQUIRED))
     assert use.constraint(Constraint("regex", "a")) == use.constraint() == use.calls
 

@@ -63,8 +63,8 @@ class Harness:
         return request
 
     @property
-    def row_counts(self) -> list[int]:
-        """Rows of each batch."""
+    def token_counts(self) -> list[int]:
+        """The scheduled tokens of each batch."""
         return [len(batch.token_ids) for batch in self.batches]
 
     def step(self) -> bool:
@@ -72,8 +72,8 @@ class Harness:
         if batch is None:
             return False
         self.batches.append(batch)
-        num_rows = batch.query_lens.sum() + (0 if batch.trees is None else batch.trees.query_lens.sum())
-        assert len(batch.token_ids) == len(batch.positions) == len(batch.write_slots) == num_rows
+        num_tokens = batch.query_lens.sum() + (0 if batch.trees is None else batch.trees.query_lens.sum())
+        assert len(batch.token_ids) == len(batch.positions) == len(batch.write_slots) == num_tokens
         assert len(np.unique(batch.write_slots)) == len(batch.write_slots)
         for result in self.scheduler.complete(self.runner.run(batch)):
             request = result.request

@@ -74,7 +74,7 @@ def score_of(process: int) -> int:
         ("fail", EngineFailed, "regex: compiling it failed: the server's log explains it under incident "),
     ],
 )
-async def test_the_process_survives_what_python_notices(source, error, message):
+async def test_the_process_survives_faults_in_python(source, error, message):
     async with opened() as compiler:
         before = await process_of(compiler)
         failure = await refusal(compiler, source)
@@ -85,7 +85,7 @@ async def test_the_process_survives_what_python_notices(source, error, message):
 
 
 @pytest.mark.parametrize("source", ["allocate 200000000", "grow"])
-async def test_out_of_memory_is_an_answer_and_the_next_process_starts_anew(source):
+async def test_out_of_memory_fails_the_constraint_and_replaces_the_process(source):
     async with opened() as compiler:
         before = await process_of(compiler)
         failure = await refusal(compiler, source)
@@ -103,7 +103,7 @@ async def test_out_of_memory_is_an_answer_and_the_next_process_starts_anew(sourc
         ("abort", "regex: the compiling process was killed by SIGABRT of it: it nests too deeply, or needs"),
     ],
 )
-async def test_what_python_does_not_notice_costs_the_process_and_is_not_tried_again(source, message):
+async def test_a_fault_in_native_code_ends_the_process_and_is_cached(source, message):
     async with opened() as compiler:
         before = await process_of(compiler)
         for _ in range(2):
@@ -114,7 +114,7 @@ async def test_what_python_does_not_notice_costs_the_process_and_is_not_tried_ag
         assert await process_of(compiler, "pid again") != before
 
 
-async def test_what_no_signal_ends_is_killed_for_its_processor_time(monkeypatch):
+async def test_a_process_that_ignores_sigxcpu_is_killed_for_its_processor_time(monkeypatch):
     monkeypatch.setattr(compiler_module, "KILL_GRACE_S", 0.1)
     async with opened(CompileLimits(cpu_s=0.1, cpu_share=1.0)) as compiler:
         before = await process_of(compiler)
@@ -198,7 +198,7 @@ async def test_killed_while_it_waits_it_is_replaced():
         assert (compiler.counts.killed, compiler.counts.refused) == (0, 0)
 
 
-async def test_signals_to_end_are_the_servers_business():
+async def test_the_process_ignores_sigint_and_sigterm():
     async with opened() as compiler:
         before = await process_of(compiler)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -207,7 +207,7 @@ async def test_signals_to_end_are_the_servers_business():
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="the platform has no such class")
-async def test_it_gets_only_what_others_leave():
+async def test_the_process_runs_at_idle_priority():
     async with opened() as compiler:
         process = await process_of(compiler)
         assert os.sched_getscheduler(process) == os.SCHED_IDLE
@@ -244,7 +244,7 @@ async def test_a_loader_that_cannot_be_loaded_fails_each_call(loader, message):
         assert compiler.counts.cache_hits == 0
 
 
-async def test_one_that_dies_at_each_start_is_given_up_until_it_is_needed(tmp_path, monkeypatch):
+async def test_a_process_that_dies_at_each_start_is_retried_on_the_next_call(tmp_path, monkeypatch):
     module = tmp_path / "deadly_import.py"
     module.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -256,7 +256,7 @@ async def test_one_that_dies_at_each_start_is_given_up_until_it_is_needed(tmp_pa
         assert await process_of(compiler) == compiler.pid
 
 
-async def test_there_can_be_no_process(monkeypatch):
+async def test_a_process_that_cannot_start_is_an_error(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     async with opened() as compiler:
         failure = await refusal(compiler, "pid")
@@ -267,7 +267,7 @@ async def test_there_can_be_no_process(monkeypatch):
 # The end
 
 
-async def test_with_its_scope_it_ends_whatever_it_does(tmp_path):
+async def test_the_process_ends_with_its_scope(tmp_path):
     hold = Hold(tmp_path / "hold")
     failures: list[AgentflowError] = []
 
@@ -307,7 +307,7 @@ anyio.run(main)
 """
 
 
-async def test_what_comes_on_the_socket_while_it_compiles_does_not_end_it(tmp_path):
+async def test_a_frame_that_arrives_during_a_compile_does_not_end_the_process(tmp_path):
     """SIGIO for a frame may arrive when work on it has begun."""
     hold = Hold(tmp_path / "hold")
     worker = CompileWorkerHandle.start(LOADER, LIMITS)
@@ -325,7 +325,7 @@ async def test_what_comes_on_the_socket_while_it_compiles_does_not_end_it(tmp_pa
 
 
 @pytest.mark.parametrize("doing", ["pid", "native", "hold"])
-async def test_it_ends_with_its_server(tmp_path, doing):
+async def test_the_process_ends_with_its_server(tmp_path, doing):
     hold = Hold(tmp_path / "hold")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), *sys.path])}
     command = [sys.executable, "-c", PARENT, f"{doing} {hold.path}"]

@@ -25,7 +25,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_what_waits_is_bounded_and_each_is_served_once_in_its_tenants_order(steps):
+def test_the_queue_is_bounded_and_serves_each_tenant_in_order(steps):
     queue = CompileQueue[tuple[str, int]](max_waiting=5, max_waiting_per_tenant=3)
     waiting: list[tuple[str, tuple[str, int]]] = []  # in the order in which they came
     for step, first, item in steps:
@@ -80,7 +80,7 @@ def test_with_equal_costs_it_is_round_robin():
     assert served == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
 
-def test_having_asked_for_nothing_is_no_credit():
+def test_idleness_gives_no_credit():
     queue = CompileQueue[str](max_waiting=100, max_waiting_per_tenant=50)
     served = []
     for number in range(9):
@@ -155,7 +155,7 @@ def test_the_cache_keeps_what_was_used_last_and_a_tenants_own_part(steps):
 
 
 @pytest.mark.parametrize(("tenant", "size"), [("", 10_000), ("ann", 5_000)])
-def test_one_too_large_for_the_cache_drops_nothing(tenant, size):
+def test_an_entry_too_large_for_the_cache_evicts_nothing(tenant, size):
     cache = CompileCache(10_000)
     small, large = Constraint("regex", "small"), Constraint("regex", "large")
     cache.put(tenant, small, outcome_of(1, 10))

@@ -128,7 +128,7 @@ CONSTRAINED = {
 
 
 @pytest.mark.parametrize("name", CONSTRAINED)
-def test_what_a_parser_allows_is_valid(name):
+def test_texts_that_a_parser_allows_are_valid(name):
     schema = CONSTRAINED[name]
     checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
     texts = some_texts(compiled("schema", json.dumps(schema)), 60)
@@ -285,7 +285,7 @@ anything = st.recursive(
 
 
 @given(anything)
-def test_whatever_comes_as_a_schema_is_compiled_or_refused(schema):
+def test_any_json_is_compiled_or_rejected_as_a_schema(schema):
     try:
         constraint = compiled("schema", json.dumps(schema))
     except BadArgument:

@@ -72,7 +72,7 @@ async def test_equal_constraints_of_a_tenant_are_compiled_once():
         assert (compiler.counts.compiled, compiler.counts.cache_hits, compiler.counts.refused) == (2, 1, 0)
 
 
-async def test_what_one_tenant_had_compiled_is_compiled_anew_for_another():
+async def test_tenants_share_no_compiled_constraint():
     async with opened() as compiler:
         keys = set()
         for tenant in ("ann", "bob", "ann", "bob"):
@@ -83,7 +83,7 @@ async def test_what_one_tenant_had_compiled_is_compiled_anew_for_another():
         assert (compiler.counts.compiled, compiler.counts.cache_hits) == (2, 4)
 
 
-async def test_what_two_tenants_ask_for_at_once_is_compiled_for_each(tmp_path):
+async def test_concurrent_equal_constraints_are_compiled_for_each_tenant(tmp_path):
     hold = Hold(tmp_path / "hold")
     async with opened() as compiler, anyio.create_task_group() as group:
         caller = Caller(compiler, group)
@@ -106,7 +106,7 @@ async def test_a_refused_constraint_is_refused_again_at_once():
         assert (compiler.counts.refused, compiler.counts.cache_hits) == (2, 1)
 
 
-async def test_what_does_not_fit_into_the_cache_is_compiled_again():
+async def test_constraints_beyond_the_cache_are_compiled_again():
     async with opened(cache_bytes=10_000) as compiler:
         for number in (1, 2, 3, 1):
             await compiler.compile(Constraint("regex", f"payload {4000 + number}"), tenant="ann")
@@ -141,7 +141,7 @@ async def test_calls_for_a_running_constraint_wait_for_it(tmp_path):
     ],
     ids=["10 MB", "empty", "twice", "large choices", "surrogate", "surrogate in choices"],
 )
-async def test_what_no_process_has_to_see(constraint, error, message):
+async def test_invalid_constraints_are_rejected_before_they_are_sent(constraint, error, message):
     async with opened() as compiler:
         with pytest.raises(error, match=message):
             await compiler.compile(constraint, tenant="mallory")
@@ -167,7 +167,7 @@ async def test_a_tenant_with_one_constraint_does_not_wait_for_anothers_many(tmp_
     assert caller.done == [held(hold).source, "ann", "bob", "pid 0", "pid 1", "pid 2", "pid 3"]
 
 
-async def test_what_takes_long_is_ended_for_another_tenant_and_not_for_its_own(tmp_path):
+async def test_a_long_compile_is_ended_for_another_tenant_only(tmp_path):
     hold = Hold(tmp_path / "hold")
     async with opened(contended_s=0.01) as compiler:
         async with anyio.create_task_group() as group:
@@ -185,7 +185,7 @@ async def test_what_takes_long_is_ended_for_another_tenant_and_not_for_its_own(t
         assert compiler.counts.killed == 1
 
 
-async def test_what_has_had_no_processor_is_not_ended_for_another_tenant(tmp_path, monkeypatch):
+async def test_a_constraint_without_processor_time_is_not_ended_for_another_tenant(tmp_path, monkeypatch):
     """As on a machine whose processors are all busy: on the clock it takes long, and it is not its fault."""
     hold, turns = Hold(tmp_path / "hold"), anyio.Event()
     count = iter(range(20))

@@ -14,7 +14,7 @@ TICK_S = 1 / 64  # a power of two: sums of these are exact
     burst=st.integers(1, 20),
     steps=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 15)), max_size=30),
 )
-def test_what_is_left_is_what_a_plain_account_says(burst: int, steps: list[tuple[int, int]]) -> None:
+def test_the_allowance_equals_a_plain_account(burst: int, steps: list[tuple[int, int]]) -> None:
     """Share 1/4: of each four ticks that pass, one comes back."""
     now = [0.0]
     allowance = CpuAllowance(burst * TICK_S, 0.25, lambda: now[0])

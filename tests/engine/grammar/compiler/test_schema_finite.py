@@ -54,7 +54,9 @@ def height(schema: Any, definitions: dict[str, Any], most: int) -> bool:
 
 
 @given(schemas, st.fixed_dictionaries(dict.fromkeys(NAMES, schemas)))
-def test_it_equals_a_search(root: dict[str, Any], definitions: dict[str, Any]) -> None:
+def test_finite_schemas_are_those_that_a_search_finds(
+    root: dict[str, Any], definitions: dict[str, Any]
+) -> None:
     assert has_finite_value({**root, "$defs": definitions}) is height(root, definitions, 24)
 
 
@@ -82,7 +84,7 @@ def test_a_schema_without_a_value_is_refused_before_it_is_used(schema: dict[str,
         {"type": ["object", "null"], **LIST},
     ],
 )
-def test_one_that_can_end_is_taken(schema: dict[str, Any]) -> None:
+def test_a_schema_with_a_finite_value_is_accepted(schema: dict[str, Any]) -> None:
     compile_constraint(Constraint("schema", json.dumps(schema)))
 
 

@@ -37,7 +37,7 @@ def test_both_take_what_is_valid_and_in_order(schema, whitespace, dice):
 
 
 @given(schemas, st.sampled_from(["compact", "tight", "free"]), st.integers(0, 99))
-def test_what_a_parser_writes_is_valid(schema, whitespace, seed):
+def test_texts_under_a_parser_are_valid(schema, whitespace, seed):
     parser = both_forms(schema, whitespace)[0]
     dice = random.Random(seed)
     for prefix in (b"", b'{"', b"[", b"-"):

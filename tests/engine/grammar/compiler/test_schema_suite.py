@@ -13,7 +13,7 @@ def rows():
     return {draft: run_suite(draft, INSTANCES) for draft in DRAFTS}
 
 
-def test_what_is_generated_is_valid(rows):
+def test_generated_instances_are_valid(rows):
     for of_draft in rows.values():
         assert [text for row in of_draft for text in row.invalid] == []
         accepted = sum(row.machines + row.grammars for row in of_draft)
@@ -21,7 +21,7 @@ def test_what_is_generated_is_valid(rows):
         assert finished > 0.95 * INSTANCES * accepted
 
 
-def test_what_is_refused_is_refused_by_name(rows):
+def test_each_rejection_names_its_reason(rows):
     for of_draft in rows.values():
         reasons = [reason for row in of_draft for reason in row.reasons.values()]
         assert len(reasons) > 50
@@ -30,6 +30,6 @@ def test_what_is_refused_is_refused_by_name(rows):
             assert not any(word in reason for word in ("llguidance", "failed", "x-guidance", "InternalError"))
 
 
-def test_the_documentations_table_is_what_comes_out(rows):
+def test_the_documentations_table_is_up_to_date(rows):
     written = PAGE.read_text(encoding="utf-8").partition(MARKS[0])[2].partition(MARKS[1])[0]
     assert written.strip().splitlines() == "\n".join(table_lines(rows)).strip().splitlines()

@@ -88,8 +88,8 @@ def test_short_prompts_beside_long_ones_wait_as_the_docstring_says(longs, shorts
     for _ in range(steps_before):
         steps.step()
     added = [steps.add(size) for size in shorts]
-    prompt_rows, chunk = BUDGET - streams - len(shorts), MIN_CHUNK  # those that are done decode
-    bound = ceil(4 * (sum(shorts) + chunk) / (3 * (prompt_rows - chunk)))
+    prompt_tokens, chunk = BUDGET - streams - len(shorts), MIN_CHUNK  # those that are done decode
+    bound = ceil(4 * (sum(shorts) + chunk) / (3 * (prompt_tokens - chunk)))
     for _ in range(bound):
         steps.step()
     assert all(request.num_generated for request in added)
@@ -97,15 +97,15 @@ def test_short_prompts_beside_long_ones_wait_as_the_docstring_says(longs, shorts
 
 @given(sizes=st.lists(st.integers(1, 20 * BUDGET), min_size=1, max_size=5))
 def test_long_prompts_alone_fill_every_step(sizes):
-    """Until the last one, whose rows are what is left."""
+    """Until the last one, which has the rest."""
     steps = Steps()
     for size in sizes:
         steps.add(size, num_output=0)
     while steps.step():
         pass
-    rows = [len(batch.token_ids) for batch in steps.batches]
-    assert rows[:-1] == [BUDGET] * (len(rows) - 1)
-    assert sum(rows) == sum(sizes)
+    counts = [len(batch.token_ids) for batch in steps.batches]
+    assert counts[:-1] == [BUDGET] * (len(counts) - 1)
+    assert sum(counts) == sum(sizes)
 
 
 def test_the_first_admitted_prompt_always_advances():
@@ -124,15 +124,15 @@ def test_the_first_admitted_prompt_always_advances():
 
 
 class NotingCharges:
-    """A policy, and how many rows of each request it was charged."""
+    """A policy, and how many tokens of each request it was charged."""
 
     def __init__(self, policy) -> None:
         self._policy = policy
         self.charged: Counter[int] = Counter()
 
-    def charge(self, request: Request, num_rows: int) -> None:
-        self.charged[request.id] += num_rows
-        self._policy.charge(request, num_rows)
+    def charge(self, request: Request, num_tokens: int) -> None:
+        self.charged[request.id] += num_tokens
+        self._policy.charge(request, num_tokens)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._policy, name)
@@ -153,7 +153,7 @@ class NotingCharges:
     ),
     num_slots=st.sampled_from([128, 200, 1000]),
 )
-def test_each_row_is_charged_once_however_often_it_is_computed(plan, num_slots):
+def test_each_token_is_charged_once_however_often_it_is_computed(plan, num_slots):
     steps = Steps(num_slots=num_slots, max_running=8)
     steps.scheduler.waiting = noting = NotingCharges(steps.scheduler.waiting)
     plan = sorted(plan, key=lambda one: one[3])
@@ -168,7 +168,7 @@ def test_each_row_is_charged_once_however_often_it_is_computed(plan, num_slots):
     assert noting.charged == {r.id: r.num_prompt + r.num_generated - 1 for r in steps.requests}
 
 
-def test_what_the_cache_has_is_not_charged():
+def test_cached_tokens_are_not_charged():
     steps = Steps()
     first = steps.add(50)
     while steps.step():
@@ -233,15 +233,15 @@ coefficients = st.floats(1e-9, 1e-2)
 @given(
     row_s=coefficients, pair_s=st.floats(0, 1e-5), read_s=st.floats(0, 1e-6), context=st.integers(0, 10_000)
 )
-def test_the_rows_that_fit_take_the_time_there_is(row_s, pair_s, read_s, context):
+def test_the_tokens_that_fit_take_the_time_there_is(row_s, pair_s, read_s, context):
     cost = StepCost()
     cost._row_s, cost._pair_s, cost._read_s = row_s, pair_s, read_s
     for seconds in (0.001, 0.05, 1.0):
-        num_rows = cost.tokens_within(seconds, context, is_first=True)
-        if num_rows:
-            assert cost.chunk_s(num_rows, context, is_first=True) <= seconds * (1 + 1e-6)
-        if num_rows < 2**31:
-            assert cost.chunk_s(num_rows + 1, context, is_first=True) > seconds * (1 - 1e-6)
+        num_tokens = cost.tokens_within(seconds, context, is_first=True)
+        if num_tokens:
+            assert cost.chunk_s(num_tokens, context, is_first=True) <= seconds * (1 + 1e-6)
+        if num_tokens < 2**31:
+            assert cost.chunk_s(num_tokens + 1, context, is_first=True) > seconds * (1 - 1e-6)
 
 
 def random_batch(rng: np.random.Generator) -> Batch:
