@@ -132,9 +132,9 @@ def test_the_close_codes_are_those_of_the_code() -> None:
     for code in (
         ws_session.NORMAL,
         ws_session.SHUTS_DOWN,
-        ws_session.OTHER_REFUSAL,
+        ws_session.OTHER_ERROR,
         protocol.TAKEN_OVER,
-        *ws_session.BROKEN_RULES,
+        *ws_session.PROTOCOL_VIOLATIONS,
     ):
         assert str(code) in rows
 

@@ -99,7 +99,7 @@ async def test_more_than_a_tenant_may_have_at_once_is_refused_and_others_are_not
         request = CompletionRequest(TEXT, SHORT, n=2)
         async with completing(model.generator(one), request) as first:
             await engine.gate.held()
-            with pytest.raises(RateLimited, match="2 requests of this API key's tenant are unfinished"):
+            with pytest.raises(RateLimited, match="2 unfinished requests"):
                 model.check_admission(one)
             with pytest.raises(RateLimited):
                 async with completing(model.generator(one), request):
@@ -189,10 +189,10 @@ async def test_of_the_sessions_too():
     async with open_sessions(ServerLimits(max_sessions=4)) as sessions:
         for tenant in ("one", "one", "other"):
             await sessions.open(generator, anyio.CancelScope(), tenant=tenant)
-        with pytest.raises(Overloaded, match="this tenant has 2 sessions open"):
+        with pytest.raises(Overloaded, match="this tenant has 2 open sessions"):
             await sessions.open(generator, anyio.CancelScope(), tenant="one")
         await sessions.open(generator, anyio.CancelScope(), tenant="other")
-        with pytest.raises(Overloaded, match="4 sessions open"):
+        with pytest.raises(Overloaded, match="4 open sessions"):
             await sessions.open(generator, anyio.CancelScope(), tenant="third")
     async with open_sessions(ServerLimits(max_sessions=4)) as sessions:
         for _ in range(4):  # without keys there is nobody else
@@ -213,7 +213,7 @@ async def test_answers_are_let_in_together_or_not_at_all():
         for _ in range(3):  # a refusal costs nothing
             with pytest.raises(RateLimited, match="5 requests a minute"):
                 await ask(4)
-        with pytest.raises(RateLimited, match="6 requests at once are more than the 5 a minute"):
+        with pytest.raises(RateLimited, match="6 requests at once"):
             await ask(6)
         assert await ask(3) == 3
     assert gate.num_unfinished(tenant) == 0

@@ -119,7 +119,7 @@ def _entry(place: str, table: object) -> _Entry:
         raise BadArgument(f"{place} must be a table; its fields are: {', '.join(fields)}")
     for name in table:
         if name not in fields:
-            raise BadArgument(f"{place}.{name}: there is no such field; there are: {', '.join(fields)}")
+            raise BadArgument(f"{place}.{name}: unknown field (known: {', '.join(fields)})")
     try:
         return msgspec.convert(table, _Entry)
     except msgspec.ValidationError as error:
@@ -130,9 +130,9 @@ def _entry(place: str, table: object) -> _Entry:
 def _check_hashed(place: str, hashed: str) -> None:
     if not _HASHED.fullmatch(hashed):
         raise BadArgument(
-            f"{place} is no hashed key: keep the key itself to yourself and write 'sha256:' and the 64 "
-            "hexadecimal digits of its SHA-256; `agentflow key` makes a key and prints both, and "
-            "`printf %s KEY | sha256sum` hashes one that you have"
+            f"{place} is not a hashed key: write 'sha256:' and the 64 hexadecimal digits of its SHA-256, "
+            "never the key itself; `agentflow key` creates a key and prints both, and "
+            "`printf %s KEY | sha256sum` hashes an existing one"
         )
 
 
@@ -304,9 +304,7 @@ class Tenants:
             if hmac.compare_digest(hashed, given):
                 found = tenant  # without a break: an unknown key takes as long
         if found is None:
-            raise NotAuthorized(
-                "this API key is not known here: check it, or ask for one where the server is run"
-            )
+            raise NotAuthorized("this API key is unknown: check it, or ask the server's operator for one")
         return found
 
     def current(self, tenant: Tenant) -> Tenant:
@@ -315,7 +313,7 @@ class Tenants:
         for now in self:
             if now.name == tenant.name:
                 return now
-        raise NotAuthorized(f"the tenant {tenant.name!r} has no API key here any more")
+        raise NotAuthorized(f"the tenant {tenant.name!r} no longer has an API key")
 
     def reload(self) -> None:
         """Reads the file again. ``BadArgument`` for an invalid file; then nothing changes. Opens a file, so
@@ -327,11 +325,13 @@ class Tenants:
         for hashed, tenant in read_keys_file(self._file).items() if self._file is not None else ():
             if tenant.name == DEFAULT_TENANT.name and self._keys:
                 raise BadArgument(
-                    f"{self._file}: tenants.{tenant.name} is the name of those whose keys the command line "
-                    "has: choose another, or move the keys into the file"
+                    f"{self._file}: tenants.{tenant.name} is also the tenant of keys on the command line: "
+                    "choose another name, or move the keys into the file"
                 )
             if hashed.encode() in tenant_of:
-                raise BadArgument(f"{self._file}: tenants.{tenant.name} has a key of the command line")
+                raise BadArgument(
+                    f"{self._file}: tenants.{tenant.name} has a key that is also on the command line"
+                )
             tenant_of[hashed.encode()] = tenant
         return tenant_of
 

@@ -205,8 +205,8 @@ class TenantGate:
 def _check_unfinished(tenant: Tenant, num_unfinished: int, num_requests: int) -> None:
     if tenant.max_unfinished is not None and num_unfinished + num_requests > tenant.max_unfinished:
         raise RateLimited(
-            f"{num_unfinished} requests of this API key's tenant are unfinished, and {tenant.max_unfinished} "
-            "may be: send more when some have ended"
+            f"this API key's tenant has {num_unfinished} unfinished requests, and its limit is "
+            f"{tenant.max_unfinished}: wait until some have ended"
         )
 
 
@@ -214,8 +214,8 @@ def _check_buckets(buckets: Sequence[tuple[Bucket | None, str, int]], now_ns: in
     for bucket, what, amount in buckets:
         if bucket is not None and amount > bucket.per_minute:
             raise RateLimited(
-                f"{amount} {what} at once are more than the {bucket.per_minute:,} a minute of this API key's "
-                "tenant: ask for fewer"
+                f"{amount} {what} at once exceed the limit of this API key's tenant, {bucket.per_minute:,} a "
+                "minute: send fewer"
             )
     waits = [
         (bucket.wait_ns(now_ns, amount), f"{bucket.per_minute:,} {what} a minute")

@@ -53,11 +53,11 @@ from agentflow.server.websocket.sessions import IsValid, ServedSession, Sessions
 
 logger = logging.getLogger(__name__)
 
-# An ack is sent with the next events. After so many ops or bytes without events it is sent alone, so that a
-# client that only sends can drop what it keeps for a resume.
+# An ack is sent with the next events. Without events it is sent alone after this many ops or bytes, so that a
+# client that only sends can drop the ops that it keeps for a resume.
 ACK_OPS = 64
 ACK_BYTES = 64 * 1024
-# Time to send a client the reason for the end of its connection.
+# Time limit of telling a client why its connection ends.
 LAST_WORDS_S = 1.0
 
 NORMAL = 1000
@@ -69,9 +69,9 @@ CLOSE_CODES: dict[type[AgentflowError], int] = {
     Overloaded: 1013,
     RateLimited: 1013,
 }
-OTHER_REFUSAL = 1008
+OTHER_ERROR = 1008
 # Close codes of the websocket implementation for violations of the websocket protocol.
-BROKEN_RULES = {1002, 1007, 1009}
+PROTOCOL_VIOLATIONS = {1002, 1007, 1009}
 
 
 FindGenerator: TypeAlias = Callable[[str | None], Generator[ContextT]]
@@ -100,7 +100,7 @@ class WsSession(Generic[ContextT]):
         self._decoder = client_frames()
         self._binary = True
         self._scope = anyio.CancelScope()
-        self._has_said_bye = False
+        self._has_received_bye = False
         self._num_acked = 0
         self._num_unacked_bytes = 0
 
@@ -111,7 +111,7 @@ class WsSession(Generic[ContextT]):
         error: AgentflowError | None = None
         has_hung_up = False
         try:
-            with self._sessions.place_of_connection(self._tenant) as refusal, self._scope:
+            with self._sessions.connection_place(self._tenant) as refusal, self._scope:
                 await self._socket.accept()
                 if refusal is not None:
                     await self._reject(refusal)
@@ -121,7 +121,7 @@ class WsSession(Generic[ContextT]):
                 await self._converse(session)
         except WebSocketDisconnect as disconnect:
             has_hung_up = True
-            if session is not None and disconnect.code in BROKEN_RULES:
+            if session is not None and disconnect.code in PROTOCOL_VIOLATIONS:
                 session.end()
         except AgentflowError as refusal:
             error = refusal
@@ -133,11 +133,10 @@ class WsSession(Generic[ContextT]):
                     session.end()
                 session.release(self._scope)
         if not has_hung_up:
-            await self._part(session, error)
+            await self._close(session, error)
 
     async def _reject(self, refusal: Overloaded) -> NoReturn:
-        """Waits briefly for a first frame, only to answer in its format. A client that sends none would
-        occupy a connection without a place."""
+        """Waits briefly for a first frame, in order to answer in its format, and raises the error."""
         with anyio.move_on_after(min(LAST_WORDS_S, self._limits.hello_timeout_s)):
             await self._receive(first=True)
         raise refusal
@@ -148,12 +147,13 @@ class WsSession(Generic[ContextT]):
         with anyio.move_on_after(self._limits.hello_timeout_s):
             hello = await self._receive(first=True)
         if not isinstance(hello, Hello):
-            came = "nothing came" if hello is None else f"a {frame_name(hello)} frame came"
-            raise ProtocolError(f"expected a hello frame within {self._limits.hello_timeout_s} s, and {came}")
+            received = "nothing" if hello is None else f"a {frame_name(hello)} frame"
+            timeout_s = self._limits.hello_timeout_s
+            raise ProtocolError(f"expected a hello frame within {timeout_s} s, received {received}")
         if hello.version != VERSION:
             raise ProtocolError(
-                f"the client speaks version {hello.version} of the protocol and this server "
-                f"version {VERSION}: install the same agentflow on both sides"
+                f"the client uses version {hello.version} of the protocol and this server version {VERSION}: "
+                "install the same version of agentflow on both sides"
             )
         if hello.resume is None:
             generator = self._find_generator(hello.model)
@@ -187,13 +187,15 @@ class WsSession(Generic[ContextT]):
             match await self._receive():
                 case UnreadOps() as frame:
                     await session.take(frame, read_op)
-                    self._ask_for_ack(session)
+                    self._request_ack(session)
                 case Bye():
-                    self._has_said_bye = True
+                    self._has_received_bye = True
                     session.end()
                     return
                 case frame:
-                    raise ProtocolError(f"expected ops or a bye, and a {frame_name(frame)} frame came")
+                    raise ProtocolError(
+                        f"expected ops or a bye, received a frame of type {frame_name(frame)!r}"
+                    )
 
     async def _write(
         self, session: ServedSession[ContextT], faults: list[Exception], scope: anyio.CancelScope
@@ -207,7 +209,7 @@ class WsSession(Generic[ContextT]):
                 if events or session.num_taken > self._num_acked:
                     await self._send_events(session.num_taken, events)
         except WebSocketDisconnect:
-            pass  # the reader gets it too, after the client's last frames
+            pass  # the reader raises it too, after the client's last frames
         except Exception as fault:
             faults.append(fault)
             scope.cancel()
@@ -218,7 +220,7 @@ class WsSession(Generic[ContextT]):
         for frame in frames:
             await self._send_bytes(frame)
 
-    def _ask_for_ack(self, session: ServedSession[ContextT]) -> None:
+    def _request_ack(self, session: ServedSession[ContextT]) -> None:
         if session.num_taken - self._num_acked >= ACK_OPS or self._num_unacked_bytes >= ACK_BYTES:
             session.interpreter.events.wake()
 
@@ -233,12 +235,12 @@ class WsSession(Generic[ContextT]):
         num_bytes = len(data.encode(errors="surrogatepass")) if isinstance(data, str) else len(data)
         if num_bytes > self._limits.frame_bytes:
             raise FrameTooLarge(
-                f"a frame of {num_bytes:,} bytes came, and {self._limits.frame_bytes:,} are the limit: "
+                f"a frame has {num_bytes:,} bytes, and the limit is {self._limits.frame_bytes:,}: "
                 "send the ops in several frames, and long texts in several ops"
             )
         if is_binary != self._binary:
             raise ProtocolError(
-                f"expected {_kind(self._binary)} as in the hello frame, and {_kind(is_binary)} came"
+                f"expected {_kind(self._binary)} as in the hello frame, received {_kind(is_binary)}"
             )
         self._num_unacked_bytes += num_bytes
         await check_frame(data)
@@ -255,14 +257,14 @@ class WsSession(Generic[ContextT]):
             # uvicorn has closed the websocket, because the client violated its protocol.
             raise WebSocketDisconnect(1006) from error
 
-    async def _part(self, session: ServedSession[ContextT] | None, error: AgentflowError | None) -> None:
+    async def _close(self, session: ServedSession[ContextT] | None, error: AgentflowError | None) -> None:
         """Closes the websocket with the reason."""
         if session is not None:
             error = error or session.failure
         code = NORMAL
         if error is not None:
-            code = CLOSE_CODES.get(type(error), OTHER_REFUSAL)
-        elif not self._has_said_bye:
+            code = CLOSE_CODES.get(type(error), OTHER_ERROR)
+        elif not self._has_received_bye:
             code = SHUTS_DOWN if session is None or session.has_ended else TAKEN_OVER
         with anyio.move_on_after(LAST_WORDS_S, shield=True):
             try:
@@ -270,7 +272,7 @@ class WsSession(Generic[ContextT]):
                     await self._send(Refused(ErrorInfo.of(error)))
                 await self._socket.close(code, error.code if error is not None else None)
             except (WebSocketDisconnect, RuntimeError):
-                pass  # it is closed already
+                pass  # it is already closed
 
 
 def _kind(binary: bool) -> str:

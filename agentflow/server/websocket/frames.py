@@ -35,14 +35,14 @@ _PLAIN: Final = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 
 
 
 async def check_frame(data: bytes | str) -> None:
-    """``FrameTooLarge`` for a frame over ``FRAME_BOUNDS``. A small frame cannot be."""
+    """``FrameTooLarge`` for a frame over ``FRAME_BOUNDS``. A small frame is within them."""
     if len(data) <= SMALL_FRAME_BYTES:
         return
     try:
         for _ in _counting_json(data.encode()) if isinstance(data, str) else _counting_msgpack(data):
             await anyio.lowlevel.checkpoint()
     except TooMuchJson as error:
-        raise FrameTooLarge(f"a frame holds {error}: send the ops in several frames") from None
+        raise FrameTooLarge(f"a frame has {error}: send the ops in several frames") from None
 
 
 def _counting_json(data: bytes) -> Iterator[None]:
@@ -112,8 +112,8 @@ def _halves(event: Event, frame_bytes: int) -> list[Sequence[Event]]:
             return [[front], [rest]]
         case Value():
             error = FrameTooLarge(
-                f"what belongs to the value of variable {event.var} besides its text (log-probabilities or "
-                f"choices) does not fit into a frame of {frame_bytes:,} bytes: ask for less at once"
+                f"the log-probabilities or choices of variable {event.var} do not fit into a frame of "
+                f"{frame_bytes:,} bytes: request fewer"
             )
             return [[VarFailed(event.var, ErrorInfo.of(error))]]
         case VarFailed() | StateFailed():

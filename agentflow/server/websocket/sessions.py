@@ -37,8 +37,8 @@ from agentflow.server.config.limits import ServerLimits
 
 logger = logging.getLogger(__name__)
 
-# A frame may have many small ops, and an op may concern many states. Other tasks run after so many ops, and
-# after so long.
+# A frame may have many small ops, and an op may concern many states. Other tasks run after this many ops, or
+# after this time.
 OPS_PER_TURN = 256
 TURN_S = 0.005
 
@@ -82,8 +82,8 @@ class ServedSession(Generic[ContextT]):
         if ops are missing or one has no state, ``Overloaded`` if too many were rejected."""
         if not 1 <= frame.first <= self.num_taken + 1:
             raise ProtocolError(
-                f"expected ops from number {self.num_taken + 1} on, and a frame came whose first op "
-                f"has number {frame.first}"
+                f"expected ops from number {self.num_taken + 1} on, received a frame whose first op has "
+                f"number {frame.first}"
             )
         turn_began_s = time.perf_counter()
         for number, data in enumerate(frame.ops, frame.first):
@@ -148,7 +148,7 @@ class Sessions(Generic[ContextT]):
         )
         self._tasks = tasks
         self._sessions: dict[str, ServedSession[ContextT]] = {}
-        self._one_gone = anyio.Event()
+        self._one_removed = anyio.Event()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -164,18 +164,18 @@ class Sessions(Generic[ContextT]):
         return self._num_connections_of.total()
 
     @contextmanager
-    def place_of_connection(self, tenant: str) -> Iterator[Overloaded | None]:
+    def connection_place(self, tenant: str) -> Iterator[Overloaded | None]:
         """Reserves a place for one more websocket of the tenant. Yields the error if there is none."""
         error: Overloaded | None = None
         most = part_of(self.limits.max_connections, tenant)
         if self.num_connections >= self.limits.max_connections:
             error = Overloaded(
-                f"the server has {self.limits.max_connections} connections open, which is its limit: "
+                f"the server has {self.limits.max_connections} open connections, which is its limit: "
                 "try again later"
             )
         elif self._num_connections_of[tenant] >= most:
             error = Overloaded(
-                f"this tenant has {most} connections open, which is what one may have: try again later"
+                f"this tenant has {most} open connections, which is the limit for one: try again later"
             )
         if error is not None:
             yield error
@@ -199,13 +199,13 @@ class Sessions(Generic[ContextT]):
         """Opens a session. ``Overloaded`` if there are too many, or the tenant has too many."""
         if len(self._sessions) >= self.limits.max_sessions:
             raise Overloaded(
-                f"the server has {self.limits.max_sessions} sessions open, which is its limit: "
+                f"the server has {self.limits.max_sessions} open sessions, which is its limit: "
                 "try again later"
             )
         most = part_of(self.limits.max_sessions, tenant)
         if sum(session.tenant == tenant for session in self._sessions.values()) >= most:
             raise Overloaded(
-                f"this tenant has {most} sessions open, which is what one may have: try again later"
+                f"this tenant has {most} open sessions, which is the limit for one: try again later"
             )
         session: ServedSession[ContextT] = await self._tasks.start(
             self._run, generator, holder, tenant, is_valid
@@ -241,7 +241,7 @@ class Sessions(Generic[ContextT]):
     async def wait_until_empty(self) -> None:
         """Waits until no session is open."""
         while self._sessions:
-            await self._one_gone.wait()
+            await self._one_removed.wait()
 
     async def _run(
         self,
@@ -280,9 +280,9 @@ class Sessions(Generic[ContextT]):
         try:
             session.interpreter.close()
         except Exception:
-            logger.exception("a session's contexts could not all be freed")
-        self._one_gone.set()
-        self._one_gone = anyio.Event()
+            logger.exception("not all contexts of a session could be freed")
+        self._one_removed.set()
+        self._one_removed = anyio.Event()
 
 
 @asynccontextmanager
@@ -295,9 +295,7 @@ async def open_sessions(limits: ServerLimits) -> AsyncIterator[Sessions[Any]]:
 
 def revoked() -> NotAuthorized:
     """The error of a session whose API key was revoked."""
-    return NotAuthorized(
-        "the API key of this session is not valid any more: ask for one where the server is run"
-    )
+    return NotAuthorized("the API key of this session was revoked: ask the server's operator for another one")
 
 
 def _unknown_session() -> ServerLost:

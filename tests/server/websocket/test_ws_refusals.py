@@ -31,7 +31,7 @@ async def test_a_first_frame_other_than_hello_is_refused(frame: Ops | Bye) -> No
         refused, code = await peer.refusal()
         assert (refused.error.code, code) == ("protocol_error", 1002)
         assert "expected a hello frame" in refused.error.message
-        assert f"{type(frame).__name__.lower()} frame came" in refused.error.message
+        assert type(frame).__name__.lower() in refused.error.message
 
 
 async def test_a_silent_client_is_refused() -> None:
@@ -39,7 +39,7 @@ async def test_a_silent_client_is_refused() -> None:
     async with bench(limits) as server, connected(server) as [peer]:
         refused, code = await peer.refusal()
         assert code == 1002
-        assert refused.error.message == "expected a hello frame within 0.01 s, and nothing came"
+        assert refused.error.message == "expected a hello frame within 0.01 s, received nothing"
 
 
 async def test_another_version_is_refused_with_both_named() -> None:
@@ -89,7 +89,7 @@ async def test_silent_connections_of_one_tenant_leave_others_their_places(
                 for peer in more:
                     refused, code = await peer.refusal()
                     assert (refused.error.code, code) == ("overloaded", 1013)
-                    assert "this tenant has 2 connections open" in refused.error.message
+                    assert "this tenant has 2 open connections" in refused.error.message
             async with connected(server, binary=[True] * 2, tenant="bob") as others:
                 for other in others:
                     await other.greet()
@@ -116,7 +116,7 @@ BAD_FRAMES: dict[str, tuple[bytes | str, str]] = {
     ),
     "the second half": (b'{"frame":"hello","version":1,"model":"\\udc00"}', "half a surrogate pair"),
     "an unescaped half": ('{"frame":"hello","version":1,"model":"\ud800"}', "half a surrogate pair"),
-    "second hello": (encode(Hello(VERSION), binary=False), "expected ops or a bye, and a hello frame came"),
+    "second hello": (encode(Hello(VERSION), binary=False), "expected ops or a bye"),
     "gap": (encode(Ops(3, (ops.Open(1),)), binary=False), "expected ops from number 1 on"),
     "number zero": (encode(Ops(0, (ops.Open(1),)), binary=False), "expected ops from number 1 on"),
     "unknown state": (encode(Ops(1, (ops.Text(7, ("a",)),)), binary=False), "there is no state 7"),
@@ -247,7 +247,7 @@ async def test_both_encodings_in_one_session_are_refused() -> None:
         peer.put_data('{"frame":"bye"}')
         refused, _ = await peer.refusal()
         assert "expected binary frames (msgpack) as in the hello frame" in refused.error.message
-        assert "text frames (JSON) came" in refused.error.message
+        assert "received text frames (JSON)" in refused.error.message
 
 
 @pytest.mark.parametrize("binary", [True, False])
