@@ -488,7 +488,7 @@ class _OpExecution(Generic[ContextT]):
         context = state.sealed if state.context is None else state.context
         if context is None:  # fails only the variable: the state has ended without an error
             error = StateClosed(
-                f"the content of sealed state {state.id} was error to make room for newer ones"
+                f"the content of sealed state {state.id} was dropped to make room for newer ones"
             )
             self._variables[op.var].fail(_with_place(error, state, pending.number))
             return

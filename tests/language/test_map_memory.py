@@ -68,7 +68,7 @@ def tables_of(interpreter: Interpreter[object]) -> dict[str, int]:
     return {
         "states": len(interpreter._states._states),
         "variables": len(interpreter._variables),
-        "events": len(interpreter.events._fresh),
+        "events": len(interpreter.events._changed_records),
     }
 
 
