@@ -22,7 +22,7 @@ from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.chat import Arguments, CallBegun, Conversation, Piece, Reply, ReplyWriter, TextPiece
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.events import Capabilities, Stats, Usage
-from agentflow.protocol.sampling import MATCHES_NOTHING, SamplingParams, refused
+from agentflow.protocol.sampling import MATCHES_NOTHING, SamplingParams, stop_regex_error
 from agentflow.runtime.generator import Generated, OnText, Scored, StateHint
 
 Answer: TypeAlias = Any
@@ -82,7 +82,7 @@ class ScriptedGenerator:
     def end_role(self, context: ScriptedContext) -> None:
         """Writes ``</role>``."""
         if not context.open_roles:
-            raise BadArgument("a turn ends that never began")
+            raise BadArgument("there is no open turn to end")
         context.text += f"</{context.open_roles.pop()}>"
 
     def image(self, context: ScriptedContext, source: str) -> None:
@@ -99,7 +99,7 @@ class ScriptedGenerator:
         """The script's answer, truncated by the parameters. ``ScriptMismatch`` if the answer before
         ``max_tokens`` violates the constraint (of a schema, only that it is JSON is checked; of a grammar,
         nothing)."""
-        return await self._say(context, self._answer(context.text), params, on_text, constraint)
+        return await self._stream(context, self._answer(context.text), params, on_text, constraint)
 
     async def converse(self, context: ScriptedContext, conversation: Conversation) -> None:
         """Writes the turns, and ``<assistant>``."""
@@ -131,16 +131,18 @@ class ScriptedGenerator:
             written.append(writer.push(pieces))
             on_text(written[-1])
 
-        said = answer if isinstance(answer, Reply) else Reply(_text_of(answer))
-        calls = context.may_call and said.tool_calls
-        kept = None if calls else constraint  # it applies to replies without calls
-        end = await self._say(context, said.text, params, lambda delta: write(TextPiece(delta)), kept)
-        for call in said.tool_calls:
+        reply = answer if isinstance(answer, Reply) else Reply(_text_of(answer))
+        if context.may_call and reply.tool_calls:
+            constraint = None  # it applies to replies without calls
+        end = await self._stream(
+            context, reply.text, params, lambda delta: write(TextPiece(delta)), constraint
+        )
+        for call in reply.tool_calls:
             context.text += f"<call {call.name}>{call.arguments}</call>"
             write(CallBegun(call.id, call.name), Arguments(call.arguments))
         return msgspec.structs.replace(end, text="".join(written) + writer.finish())
 
-    async def _say(
+    async def _stream(
         self,
         context: ScriptedContext,
         answer: str,
@@ -153,7 +155,7 @@ class ScriptedGenerator:
         prompt = context.text
         answer, reason = _stopped(answer, params)
         if constraint is not None:
-            _check_kept(constraint, answer)
+            _check_satisfied(constraint, answer)
         words = answer.split(" ")
         if len(words) > params.max_tokens:
             answer, reason = " ".join(words[: params.max_tokens]), "length"
@@ -244,20 +246,20 @@ def _stopped(answer: str, params: SamplingParams) -> tuple[str, str]:
     return answer, "eos"
 
 
-def _check_kept(constraint: Constraint, answer: str) -> None:
+def _check_satisfied(constraint: Constraint, answer: str) -> None:
     try:
-        kept = _is_kept(constraint, answer)
-    except BadArgument:  # of the constraint itself, and a ValueError too
+        is_satisfied = _is_satisfied(constraint, answer)
+    except BadArgument:  # a ValueError, too: the constraint itself is invalid
         raise
     except (ValueError, RecursionError):
-        kept = False
-    if not kept:
+        is_satisfied = False
+    if not is_satisfied:
         raise ScriptMismatch(
-            f"the script answers {answer!r}, which is not what the {constraint.kind} asks for"
+            f"the script answers {answer!r}, which violates the {constraint.kind} constraint"
         )
 
 
-def _is_kept(constraint: Constraint, answer: str) -> bool:
+def _is_satisfied(constraint: Constraint, answer: str) -> bool:
     match constraint.kind:
         case "choices":
             return answer in constraint.choices
@@ -285,7 +287,7 @@ def _written(value: object) -> str:
         )
     except (TypeError, ValueError) as error:
         raise BadArgument(
-            f"the script answers {value!r}: an answer must be a text, a value that JSON can hold, or an "
+            f"the script answers {value!r}: an answer must be a text, a value that JSON can represent, or an "
             f"exception ({error})"
         ) from None
 
@@ -294,7 +296,7 @@ def _stop_in(answer: str, params: SamplingParams, first: int) -> int | None:
     """The start of the stop that is complete first, of those that begin at ``first`` or later."""
     pattern = None if params.stop_regex is None else re.compile(params.stop_regex)
     if pattern is not None and pattern.match(""):
-        raise refused(MATCHES_NOTHING, pattern.pattern)
+        raise stop_regex_error(MATCHES_NOTHING, pattern.pattern)
     for end in range(first + 1, len(answer) + 1):
         begins = [end - len(stop) for stop in params.stop if answer.endswith(stop, first, end)]
         found = None if pattern is None else pattern.search(answer, first, end)

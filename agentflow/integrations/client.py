@@ -43,9 +43,9 @@ from agentflow.protocol.ops import Objective
 from agentflow.protocol.wire import DEFAULT_MODEL
 from agentflow.runtime.task_group import first_of
 
-# The number of calls of a program whose computed prefixes are evicted last.
+# For so many of a program's latest calls, the cached prefixes are evicted last.
 MAX_KEPT: Final = 4
-# Programs that are never ended are dropped, the oldest first.
+# More programs than these end the oldest: callers may forget ``end_program``.
 MAX_PROGRAMS: Final = 1000
 FIRST_PAUSE_S: Final = 0.5
 
@@ -225,7 +225,7 @@ class CalledProgram:
                 yield event
             is_complete = True
         except RunFailed as error:
-            # Callers know nothing of runs and states: only the cause is of use to them.
+            # Runs and states are internal here: callers get the cause.
             raise error.__cause__ if isinstance(error.__cause__, AgentflowError) else error from None
         finally:
             if not is_complete:
@@ -349,7 +349,7 @@ def connection_to(
 
 
 def connection_through(backend: Backend) -> ModelConnection:
-    """Returns the connection through a backend, which lasts as long as a caller holds it."""
+    """Returns the connection through a backend, which lasts as long as a caller keeps a reference to it."""
     with _lock:
         connection = _backends.get(id(backend))
         if connection is None:

@@ -77,7 +77,7 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
             raise BadArgument(f"{self.kind}: the source must have 1 to {MAX_SOURCE_CHARS} characters")
         if self.kind == "tags":
             _check_tags(self.tags())
-        self._check_row()
+        self._check_sequence()
         self._check_instead()
         if self.whitespace not in get_args(Whitespace):
             known = ", ".join(map(repr, get_args(Whitespace)))
@@ -111,7 +111,7 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
         except (msgspec.DecodeError, UnicodeError) as error:
             raise BadArgument(f"tags: the source is not a list of tags: {error}") from None
 
-    def _check_row(self) -> None:
+    def _check_sequence(self) -> None:
         if self.between is None and self.max_tags is None:
             return
         if self.kind != "tags":

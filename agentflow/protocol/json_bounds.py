@@ -87,8 +87,8 @@ class JsonScan:
         """Counts the next piece of the text. Raises ``TooMuchJson`` as soon as a bound is exceeded."""
         data = self._carry + piece
         # The last of an odd number of backslashes at the end escapes the next character.
-        is_cut = (len(data) - len(data.rstrip(b"\\"))) % 2
-        self._carry, data = (b"\\", data[:-1]) if is_cut else (b"", data)
+        is_split = (len(data) - len(data.rstrip(b"\\"))) % 2
+        self._carry, data = (b"\\", data[:-1]) if is_split else (b"", data)
         if b"\\" in data:
             num_bytes = len(data)
             data = data.replace(b"\\\\", b"")

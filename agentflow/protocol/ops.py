@@ -245,7 +245,7 @@ class Seal(_Op, frozen=True):
 
 
 class Await(_Op, frozen=True):
-    """Asks for a ``Reached`` event with the same ticket once all earlier ops of the state are done. The
+    """Requests a ``Reached`` event with the same ticket once all earlier ops of the state are done. The
     tickets of one state increase."""
 
     state: int
@@ -259,13 +259,13 @@ class Cancel(_Op, frozen=True):
 
 
 class Close(_Op, frozen=True):
-    """Forgets the state and its variables."""
+    """Removes the state and its variables."""
 
     state: int
 
 
 class GetStats(_Op, frozen=True):
-    """Asks for a ``StatsReply`` with the same ticket."""
+    """Requests a ``StatsReply`` with the same ticket."""
 
     ticket: int
 

@@ -41,17 +41,18 @@ def check_stop_regex(pattern: str) -> None:
     else:
         wrong = f"must be a regular expression of 1 to {MAX_STOP_REGEX_CHARS} characters"
     if wrong:
-        raise refused(wrong, pattern)
+        raise stop_regex_error(wrong, pattern)
 
 
-def refused(wrong: str, pattern: str) -> BadArgument:
-    """The error for a pattern; ``wrong`` begins with "must"."""
+def stop_regex_error(wrong: str, pattern: str) -> BadArgument:
+    """The error for an invalid pattern; ``wrong`` begins with "must"."""
     shown = repr(pattern) if len(repr(pattern)) <= 100 else f"{pattern[:80]!r}…"
     return BadArgument(f"gen: stop_regex {wrong}, not {shown}", param="stop_regex")
 
 
 MATCHES_NOTHING = "must not match the empty text, or it would end every text at once"
-"""The error of ``a*``. It is found by searching: the check runs no pattern, because that can take long."""
+"""What is wrong with ``a*``. ``check_stop_regex`` does not find it: it runs no pattern, which could take
+long."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -65,7 +66,7 @@ def _what_is_wrong(pattern: str) -> str:
             warnings.simplefilter("error")  # a set whose meaning will change in a future Python
             re.compile(pattern)
     except (re.error, Warning, OverflowError, RecursionError) as error:
-        return f"must be a regular expression that Python's re takes ({error})"
+        return f"must be a regular expression that Python's re accepts ({error})"
     if _written_out(pattern) > MAX_WRITTEN_OUT:
         return "must have smaller repeat counts (they are written out in memory)"
     return ""
@@ -173,10 +174,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
     def check(self) -> SamplingParams:
         """Returns itself, or raises ``BadArgument`` with the name of the wrong field."""
-        for field, holds, wanted in (*self._checks_of_length(), *self._checks_of_choice()):
-            if not holds:
+        for field, is_valid, expected in (*self._checks_of_length(), *self._checks_of_choice()):
+            if not is_valid:
                 raise BadArgument(
-                    f"gen: {field} must be {wanted}, not {reprlib.repr(getattr(self, field))}", param=field
+                    f"gen: {field} must be {expected}, not {reprlib.repr(getattr(self, field))}", param=field
                 )
         if self.stop_regex is not None:
             check_stop_regex(self.stop_regex)

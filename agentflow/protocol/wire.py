@@ -183,7 +183,7 @@ class FrameDecoder(Generic[ReceivedT]):
         try:
             return self._json.decode(data) if isinstance(data, str) else self._msgpack.decode(data)
         except _UNREADABLE as error:
-            # Of the escape of a first half, msgspec says that the data was truncated.
+            # For the escape of a first half, msgspec reports truncated data.
             is_half = isinstance(data, str) and (isinstance(error, UnicodeError) or _HALF_PAIR.search(data))
             why = "a text in it has half a surrogate pair" if is_half else error
             raise ProtocolError(f"a frame cannot be read: {why}") from None

@@ -20,7 +20,7 @@ import regex
 
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import RequestRefused
-from agentflow.protocol.sampling import MATCHES_NOTHING, refused
+from agentflow.protocol.sampling import MATCHES_NOTHING, stop_regex_error
 
 # Processor time that one request may use for its searches: a burst, and more with each token. A search with a
 # sound pattern takes a microsecond.
@@ -44,9 +44,11 @@ class StopPattern:
         except TimeoutError:
             raise _too_slow() from None
         except (regex.error, OverflowError, RecursionError, MemoryError) as error:
-            raise refused(f"must be a regular expression that the engine takes ({error})", source) from None
+            raise stop_regex_error(
+                f"must be a regular expression that the engine accepts ({error})", source
+            ) from None
         if matches_nothing:
-            raise refused(MATCHES_NOTHING, source)
+            raise stop_regex_error(MATCHES_NOTHING, source)
         self._text = ""
         self._num_read = 0
         self._left_s = BURST_S

@@ -201,7 +201,7 @@ def test_a_pattern_that_costs_a_little_at_each_token_is_refused_in_the_end(
 @pytest.mark.parametrize(
     ("pattern", "why"),
     [
-        ("(a", "that the engine takes"),
+        ("(a", "that the engine accepts"),
         ("a*", "not match the empty text"),
         ("b|(a?)", "not match the empty text"),
     ],

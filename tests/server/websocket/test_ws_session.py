@@ -67,7 +67,7 @@ async def test_failures_travel_with_their_causes() -> None:
         peer.put_ops(1, ops.Open(1), ops.End(1), gen(1, 10))
         events = await peer.events(lambda events: len(events) == 2)
         failed = next(event for event in events if isinstance(event, StateFailed))
-        assert (failed.error.code, failed.error.message) == ("bad_argument", "a turn ends that never began")
+        assert failed.error.code == "bad_argument"
         var_failed = next(event for event in events if isinstance(event, VarFailed))
         assert var_failed.error.cause == failed.error
 
