@@ -11,30 +11,30 @@ from rich.console import Console
 
 from benchmarks.report import Report
 
-# Of each name the module below this package, and what it measures.
+# The module of each name below this package, and what it measures.
 NAMES = {
     "step": (
         "step.suite",
-        "the budget of a step: bytes, operations, their limits, and what the rest is spent on",
+        "the budget of a step: bytes, operations, their limits, and the remaining time",
     ),
     "foundation": ("engine.foundation", "the engine against transformers, and the prefix cache against none"),
     "radix": ("engine.radix", "the radix cache on a tree of a million tokens"),
     "scheduler": ("engine.scheduler", "fairness, deep queues and a full pool, simulated"),
     "server": ("server.suite", "HTTP against the engine alone, idle sessions, an overload"),
-    "frontend": ("server.frontend", "what a client costs: CPU for each op and token, round trips, stalls"),
+    "frontend": ("server.frontend", "the cost of a client: CPU per op and token, round trips, stalls"),
     "schema_suite": (
         "constrained.schema_suite",
-        "JSON schema's own test suite: accepted, refused by name, and valid instances",
+        "JSON Schema's test suite: accepted schemas, rejected ones, and valid instances",
     ),
     "constrained": ("constrained.suite", "masks, jump-forward, select in one pass, hostile constraints"),
     "adapters": ("peers.adapters", "LangChain and DSPy pipelines: adapters, OpenAI route, and no cache"),
-    "ablation": ("engine.ablation", "what each part of the design is worth, on the real model"),
-    "soak": ("soak.run", "good and bad clients on a server whose engine is killed: what leaks"),
+    "ablation": ("engine.ablation", "an ablation of the design on the real model"),
+    "soak": ("soak.run", "good and bad clients on a server whose engine is killed: leaks"),
 }
 
 
 def main() -> int:
-    """Runs one benchmark; exit code 0 whether or not its goals are reached; 1 of a failed soak run."""
+    """Runs one benchmark. Exits with 0 even if goals are missed; a failed soak run exits with 1."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures agentflow.")
     listing = "; ".join(f"{name}: {what}" for name, (_, what) in NAMES.items())
     parser.add_argument("name", choices=list(NAMES), help=listing)

@@ -1,4 +1,4 @@
-"""What the figures were measured on: the machine, and how much of it others used meanwhile."""
+"""The machine of a measurement, and how much of it other processes used meanwhile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 
 
 def describe() -> dict[str, Any]:
-    """The machine and the versions that matter."""
+    """Describes the machine, with the versions that affect figures."""
     import torch
 
     return {
@@ -29,7 +29,7 @@ def describe() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit that was measured, with a mark where the tree had changes."""
+    """Returns the commit, marked as dirty if the tree has changes."""
     folder = Path(__file__).parent
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
@@ -47,7 +47,7 @@ class OthersLoad:
         self._own = _own_s()
 
     def cores(self) -> float:
-        """Mean number of cores busy with others' work."""
+        """Returns the mean number of cores that other processes kept busy."""
         elapsed = max(1e-9, time.monotonic() - self._start)
         others = (_busy_s() - self._busy) - (_own_s() - self._own)
         return max(0.0, others / elapsed)

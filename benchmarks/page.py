@@ -1,6 +1,6 @@
 """``python -m benchmarks.page``: writes docs/benchmarks.md and the README's table from the committed results.
 
-No figure in them is typed in by hand. With matplotlib installed it draws the plots, too."""
+All figures come from the results. If matplotlib is installed, it also draws the plots."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TITLES = {
     "foundation": "The engine against transformers",
     "radix": "The radix cache",
     "scheduler": "The scheduler",
-    "frontend": "What a client costs",
+    "frontend": "The cost of a client",
     "constrained": "Constrained decoding and select",
     "server": "Serving over HTTP",
     "adapters": "Under LangChain and DSPy",
-    "ablation": "What each part is worth",
+    "ablation": "Ablation",
 }
 REMARKS = {
     "step": (
@@ -34,7 +34,7 @@ REMARKS = {
         "Each `kernel` figure is the same ratio for one kernel of a step. [Kernels](internals/kernels.md)"
         " describes them.\n\n![How costs grow](images/step-growth.svg)\n"
     ),
-    "radix": ("The cost depends on the path (the number of edges that the prompt follows), not on the tree."),
+    "radix": ("The cost depends on the length of the path in edges, not on the size of the tree."),
     "scheduler": (
         "`cold-tail.json` is the known failure of plain longest-prefix-first: a burst at 1.3 times the "
         "machine's capacity, in which a tenth of the requests share nothing. A step at 10,000 waiting "
@@ -109,7 +109,7 @@ _TABLE = re.compile(r"(<!-- figures.*?-->\n).*?(<!-- end of figures -->)", re.DO
 
 
 def with_headlines(readme: str) -> str:
-    """The README with the table of figures between its two comments."""
+    """Returns the README with the current table of figures between its two comments."""
     lines = ["| compared | ratio | command |", "|---|---:|---|"]
     files = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("*/*.json"))]
     for figure, text in HEADLINES:
@@ -123,7 +123,7 @@ def write_page() -> None:
     """Writes the page and the README's table."""
     parts = [_INTRODUCTION]
     for name, title in TITLES.items():
-        # Beside a run of all figures, those of some of them (``--only``).
+        # The files of full runs, and of runs with ``--only``.
         files = sorted([*RESULTS.glob(f"*/{name}.json"), *RESULTS.glob(f"*/{name}-*.json")])
         if files:
             remark = f"{REMARKS[name]}\n" if name in REMARKS else ""
@@ -156,7 +156,7 @@ def _table(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _simulations() -> str:
-    """The policies on the committed workloads: simulated here and now, for it takes seconds."""
+    """Simulates the policies on the committed workloads, which takes seconds."""
     from agentflow.engine.scheduling.policies import POLICIES
     from agentflow.engine.scheduling.scheduler import SchedulerConfig
     from agentflow.engine.simulator.simulation import simulate
@@ -184,7 +184,8 @@ def _simulations() -> str:
 
 
 def _plot_cold_tail() -> str | None:
-    """Waiting times of the cold requests, by policy. None where there is no matplotlib."""
+    """Plots the waiting times of the cold requests, by policy. None without matplotlib and an earlier
+    plot."""
     try:
         import matplotlib.pyplot as plt  # type: ignore[import-not-found,unused-ignore]
     except ImportError:

@@ -1,4 +1,4 @@
-"""Results: figures with their runs, as a table for people and as JSON for comparison over time."""
+"""Results: figures with their runs, as a table and as JSON for comparison over time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rich.table import Table
 
 from benchmarks import machine
 
-# More of the machine than this in others' hands, and a run counts as disturbed.
+# A run counts as disturbed if other processes keep more cores busy than this.
 MAX_OTHERS_CORES = 0.15
 
 
 @dataclass(frozen=True)
 class Result:
-    """One figure. ``goal``: what is asked for, such as ``>= 1.5``; ``runs``: each measurement."""
+    """One figure. ``goal``: a condition such as ``>= 1.5``; ``runs``: all measurements."""
 
     id: str
     value: float
@@ -31,7 +31,7 @@ class Result:
 
     @property
     def is_reached(self) -> bool | None:
-        """Whether the goal is reached; None where there is none."""
+        """Whether the goal is reached; None without a goal."""
         if not self.goal:
             return None
         comparison, _, bound = self.goal.partition(" ")
@@ -40,7 +40,7 @@ class Result:
 
 
 def median_of(result_id: str, runs: list[float], unit: str, *, note: str = "", goal: str = "") -> Result:
-    """A figure whose value is the median of its runs."""
+    """Returns a figure whose value is the median of its runs."""
     return Result(result_id, round(statistics.median(runs), 4), unit, [round(r, 4) for r in runs], note, goal)
 
 

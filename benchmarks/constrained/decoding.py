@@ -1,7 +1,7 @@
 """Jump-forward against plain masked decoding and against free text: records by a regular expression.
 
-A record is the workload of the SGLang paper's JSON decoding (Zheng et al., 2024, section 6.1): fields of
-text, of one of a few values, and numbers.
+The workload is that of the SGLang paper's JSON decoding (Zheng et al., 2024, section 6.1): records with text,
+numbers, and fields that have one of a few values.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Records:
         ]
 
     async def run(self, constraints: list[CompiledConstraint], *, jump_forward: bool = True) -> Run:
-        """Under these constraints, one for each prompt."""
+        """Runs the batch under these constraints, one per prompt."""
         params = SamplingParams(max_tokens=MAX_TOKENS)
         return await self._run([params] * BATCH, list(constraints), jump_forward)
 
     async def free(self, num_tokens: list[int]) -> Run:
-        """So many tokens of free text each."""
+        """Generates this many tokens of free text per prompt."""
         params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in num_tokens]
         return await self._run(params, [None] * BATCH, True)
 
@@ -96,7 +96,7 @@ class Records:
 
 
 async def measure_jump_forward(report: Report) -> None:
-    """The batch of records in each way, interleaved; prompts are in the cache for all of them."""
+    """Runs the batch of records in each way, interleaved, with the prompts in the cache."""
     repeats = 5 if report.scale == "full" else 2
     compiled = compile_constraint(Constraint("regex", RECORD))
     gains: list[float] = []
@@ -105,7 +105,7 @@ async def measure_jump_forward(report: Report) -> None:
     async with engine(kv_tokens=30_000) as client:
         records = Records(client)
         shared = [compiled] * BATCH
-        await records.run(shared)  # warm: masks, the prompts in the cache
+        await records.run(shared)  # warms up: masks, and the prompts in the cache
         await records.run(shared, jump_forward=False)
         for _ in range(repeats):
             jump = await records.run(shared)
@@ -134,7 +134,8 @@ async def measure_jump_forward(report: Report) -> None:
 
 
 async def measure_reuse(report: Report) -> None:
-    """Requests that share the compiled constraint and its masks, against each having its own."""
+    """Compares requests that share a compiled constraint and its masks with requests that each have their
+    own."""
     repeats = 3 if report.scale == "full" else 1
     gains: list[float] = []
     async with engine(kv_tokens=30_000) as client:

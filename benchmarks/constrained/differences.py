@@ -23,16 +23,16 @@ PATTERNS = {
 }
 QUESTIONS = ("Describe", "What do you know about", "Sell", "Review", "Who would want", "Tell me of")
 SAME_IDS = "the same tokens"
-SAME_TEXT = "the same text, some of it in other tokens without jump-forward"
-OTHER_TOKENS = "another text, after text that stands in other tokens without jump-forward"
-ROUNDING = "another text after a near tie (batches of other shapes round otherwise)"
+SAME_TEXT = "the same text, partly tokenised differently"
+OTHER_TOKENS = "different text, after text that is tokenised differently"
+ROUNDING = "different text after a near tie (the shape of a batch changes the rounding)"
 UNEXPLAINED = "unexplained"
-# Two tokens are near a tie whose log-probabilities are no further apart: bfloat16 moves them by about 0.1.
+# Two tokens are nearly tied if their log-probabilities differ by less; bfloat16 moves them by about 0.1.
 NEAR = 0.3
 
 
 async def measure_differences(report: Report) -> None:
-    """500 cases at full scale: every prompt under every pattern, both ways."""
+    """Runs 500 cases at full scale: every prompt under every pattern, both ways."""
     num_prompts = 125 if report.scale == "full" else 8
     counts: Counter[str] = Counter()
     async with engine(kv_tokens=40_000) as client:
@@ -75,7 +75,7 @@ async def _both(client: EngineClient, pattern: str, num_prompts: int) -> list[li
 
 
 def explained(tokenizer: Tokenizer, jumped: Finished, masked: Finished) -> str:
-    """The class of the first difference between the two. All tokens before it are the same."""
+    """Returns the class of the first difference between two generations."""
     if jumped.token_ids == masked.token_ids:
         return SAME_IDS
     if jumped.text == masked.text:
@@ -86,6 +86,6 @@ def explained(tokenizer: Tokenizer, jumped: Finished, masked: Finished) -> str:
     theirs = tokenizer.decode(masked.token_ids[first : first + 1], continues=True)
     if ours.startswith(theirs) or theirs.startswith(ours):
         return OTHER_TOKENS
-    # After the same tokens both could be chosen: what was forced would be a beginning of both.
+    # After the same tokens both could be chosen: forced text would be a prefix of both.
     gap = abs((jumped.logprobs[first] or 0.0) - (masked.logprobs[first] or 0.0))
     return ROUNDING if gap <= NEAR else UNEXPLAINED

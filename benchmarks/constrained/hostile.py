@@ -1,5 +1,5 @@
-"""What a tenant that sends hostile constraints costs the others: their time per token beside it, and beside
-one that generates as much and sends none."""
+"""The cost of a tenant that sends hostile constraints to the others: their time per token beside it, and
+beside one that generates as much without constraints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROUND_TRIP_S = 0.02
 
 
 def bombs() -> Iterator[Constraint]:
-    """Each another one, so that none is found in a cache."""
+    """Returns constraints that all differ, so that none is found in a cache."""
     for n in itertools.count(int(time.time())):
         yield Constraint("regex", f"x{n}.*a.{{{20 + n % 5}}}")
         yield Constraint("regex", f"x{n}((a{{1,999}}){{1,999}}){{1,999}}")
@@ -41,8 +41,8 @@ def bombs() -> Iterator[Constraint]:
 
 
 async def throw_bombs(compiler: ConstraintCompiler, constraints: Sequence[Constraint]) -> None:
-    """One after the other, each as soon as the one before is refused, but not faster than a client far away
-    could: what an attacker computes is not to be counted."""
+    """Sends one after the other, each as soon as the previous one is rejected, but no faster than a remote
+    client could: the attacker's own computation must not count."""
     for constraint in constraints:
         with contextlib.suppress(AgentflowError):
             await compiler.compile(constraint, tenant="hostile")
@@ -50,7 +50,7 @@ async def throw_bombs(compiler: ConstraintCompiler, constraints: Sequence[Constr
 
 
 async def flood(client: EngineClient, compiler: ConstraintCompiler) -> None:
-    """Ten thousand constraints a minute, each new, and a few tokens under each that is compiled."""
+    """Sends ten thousand new constraints per minute, and generates a few tokens under each that compiles."""
     prompts, in_flight = Prompts(), asyncio.Semaphore(MAX_IN_FLIGHT)
 
     async def use(n: int) -> None:
@@ -77,7 +77,7 @@ async def flood(client: EngineClient, compiler: ConstraintCompiler) -> None:
 
 
 async def neighbour(client: EngineClient) -> None:
-    """As many generations at once as the flood has, of the same length, without any constraint."""
+    """Runs as many concurrent generations as the flood, of the same length, without constraints."""
     prompts = Prompts()
     params = SamplingParams(max_tokens=8, ignore_eos=True)
 
@@ -91,7 +91,7 @@ async def neighbour(client: EngineClient) -> None:
 
 
 async def time_per_token(client: EngineClient, prompts: Prompts) -> float:
-    """Of streams that decode side by side: seconds, in the mean."""
+    """Returns the mean seconds per token of concurrent streams."""
     began: list[float] = []
     ended: list[float] = []
 
@@ -117,7 +117,7 @@ async def _time_beside(
 ) -> float:
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one) for one in work]
-        await asyncio.sleep(1)  # noqa: TID251  until it is at its height
+        await asyncio.sleep(1)  # noqa: TID251  until the flood has built up
         seconds = await time_per_token(client, prompts)
         for task in tasks:
             task.cancel()
@@ -125,7 +125,7 @@ async def _time_beside(
 
 
 async def measure_hostile(report: Report) -> None:
-    """The engine in its own process, as when it serves."""
+    """Measures ``hostile_tpot_ratio``, with the engine in its own process, as in a server."""
     repeats = 5 if report.scale == "full" else 2
     ratios: list[float] = []
     times: list[tuple[float, float, float]] = []
@@ -145,9 +145,9 @@ async def measure_hostile(report: Report) -> None:
         counts = compiler.counts
     attacked_s, beside_s, alone_s = sorted(times)[len(times) // 2]
     note = (
-        f"{attacked_s * 1e3:.1f} ms a token, {beside_s * 1e3:.1f} beside a tenant that generates as much "
+        f"{attacked_s * 1e3:.1f} ms per token, {beside_s * 1e3:.1f} beside a tenant that generates as much "
         f"without constraints, {alone_s * 1e3:.1f} alone; {counts.compiled} compiled, "
-        f"{counts.refused} refused, {counts.killed} killed"
+        f"{counts.refused} rejected, {counts.killed} killed"
     )
     report.results.append(
         median_of("constrained.hostile_tpot_ratio", ratios, "ratio", note=note, goal="<= 1.25")

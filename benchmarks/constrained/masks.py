@@ -1,7 +1,7 @@
-"""What masks and compilation cost, without a model: our machines, and three libraries beside them.
+"""The cost of masks and compilation without a model: the engine's DFAs and three libraries.
 
-A library that is not installed is left out. xgrammar asks for triton, which a CPU-only installation refuses:
-``pip install --no-deps xgrammar apache-tvm-ffi`` is enough here.
+Libraries that are not installed are skipped. xgrammar requires triton, which a CPU installation excludes:
+``pip install --no-deps xgrammar apache-tvm-ffi`` suffices here.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ TEXTS = [json.dumps({**instance, "score": 4.5}, ensure_ascii=False) for instance
 
 @dataclass
 class Costs:
-    """Of one library, in seconds: the cold compile; each step of the loop (to take a token and make the mask
-    after it) once all is warm; the masks that were made for the first time."""
+    """The times of one library, in seconds: the cold compilation; each warm step of the loop (accepting a
+    token and computing the next mask); the masks that were computed for the first time."""
 
     compile_s: float = 0.0
     step_s: list[float] = field(default_factory=list)
@@ -65,11 +65,11 @@ class Costs:
 
 
 Step = tuple[Callable[[], object], Callable[[int], object]]
-"""One text's: makes the mask that comes next, and takes a token."""
+"""The functions of one text's matcher: one computes the next mask, the other accepts a token."""
 
 
 def walk(costs: Costs, start: Callable[[], Step], texts: Sequence[Sequence[int]], repeats: int) -> None:
-    """Times the steps of all texts; in the first round they are cold."""
+    """Measures the steps of all texts, which are cold in the first round."""
     for number in range(repeats + 1):
         for ids in texts:
             mask, take = start()
@@ -84,7 +84,8 @@ def walk(costs: Costs, start: Callable[[], Step], texts: Sequence[Sequence[int]]
 
 
 def ours(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int) -> tuple[Costs, float]:
-    """Our costs, and the seconds of compiling the same once more, as an engine does: by its key."""
+    """Returns the engine's times, and the seconds of compiling the same constraint again, found by its
+    key."""
     costs = Costs()
     constraint = Constraint("schema", json.dumps(SCHEMA))
     grammars = GrammarCache(tokenizer, tokenizer.vocab_size)
@@ -107,7 +108,7 @@ def ours(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int) -> 
 
 
 def _time_first_masks(costs: Costs, grammar: Grammar, texts: Sequence[Sequence[int]]) -> None:
-    """The first mask of every state on the way of the texts."""
+    """Measures the first mask of every state that the texts visit."""
     seen: set[int] = set()
     for ids in texts:
         matcher = grammar.matcher()
@@ -123,7 +124,7 @@ def _time_first_masks(costs: Costs, grammar: Grammar, texts: Sequence[Sequence[i
 
 
 def llguidance(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int) -> Costs:
-    """With the tokenizer it is given here."""
+    """llguidance, with the same tokenizer."""
     from llguidance import LLMatcher
     from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
@@ -147,7 +148,7 @@ def llguidance(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: in
 
 
 def xgrammar(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int) -> Costs:
-    """Its compiler is told the same separators."""
+    """xgrammar, with the same separators."""
     xgr = importlib.import_module("xgrammar")
     costs = Costs()
     vocabulary = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
@@ -170,7 +171,8 @@ def xgrammar(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int)
 
 
 def outlines_core(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int) -> Costs:
-    """By the regular expression that it makes of the schema; an index of all states is made ahead."""
+    """outlines-core, with the regular expression that it derives from the schema and its index of all
+    states."""
     outlines = importlib.import_module("outlines_core")
     kernels = importlib.import_module("outlines_core.json_schema")
     costs = Costs()
@@ -198,11 +200,11 @@ PEERS = {"llguidance": llguidance, "xgrammar": xgrammar, "outlines-core": outlin
 
 
 def measure_masks(report: Report) -> None:
-    """Compilation and masks of the six-field schema."""
+    """Measures compilation and masks of the schema with six fields."""
     repeats = 30 if report.scale == "full" else 5
     tokenizer = Tokenizer.from_folder(Path(resolve_model("smollm2-135m")))
     texts = [tokenizer.encode(text, continues=True) for text in TEXTS]
-    compile_constraint(Constraint("regex", "warm"))  # what is imported once
+    compile_constraint(Constraint("regex", "warm"))  # modules that are imported once
     colds: list[float] = []
     for _ in range(5):
         costs, again_s = ours(tokenizer, texts, repeats)
@@ -210,7 +212,7 @@ def measure_masks(report: Report) -> None:
     peers = _peers(tokenizer, texts, repeats)
     mask_us = sorted(s * 1e6 for s in costs.step_s)
     p99 = mask_us[int(0.99 * len(mask_us))]
-    note = "to take a token and make the mask after it; " + "; ".join(
+    note = "accepting a token and computing the next mask; " + "; ".join(
         f"{name} {_median_us(peer):.3g} µs (99th percentile {_p99_us(peer):.3g})"
         for name, peer in peers.items()
     )
@@ -222,7 +224,7 @@ def measure_masks(report: Report) -> None:
     add(Result("constrained.first_mask_ms", _round(max(first_ms)), "ms", [], note, "<= 1"))
     note = "; ".join(f"{name} {peer.compile_s * 1e3:.3g} ms" for name, peer in peers.items())
     add(median_of("constrained.compile_cold_ms", colds, "ms", note=note, goal="<= 50"))
-    add(Result("constrained.compile_again_ms", _round(again_s * 1e3), "ms", [], "by its key", "<= 1"))
+    add(Result("constrained.compile_again_ms", _round(again_s * 1e3), "ms", [], "found by its key", "<= 1"))
 
 
 def _peers(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int) -> dict[str, Costs]:

@@ -1,5 +1,5 @@
-"""JSON schema's own test suite: which schemas are accepted, which are rejected, and whether what is
-generated under the accepted ones is valid.
+"""JSON Schema's test suite: which schemas are accepted, which are rejected, and whether the texts generated
+under the accepted ones are valid.
 
 ``python -m benchmarks schema_suite`` measures; ``python -m benchmarks.constrained.schema_suite`` writes the
 table of docs/reference/json-schema.md.
@@ -48,7 +48,7 @@ _PREFIXES = (b"", b"{", b'{"', b"[", b"[[", b'["', b"-", b'"')
 
 @dataclass
 class Row:
-    """What became of one keyword's schemas. ``reasons``: why some were refused, as the sender reads it."""
+    """The results for one keyword's schemas. ``reasons``: the error messages of rejected ones."""
 
     keyword: str
     machines: int = 0
@@ -66,7 +66,7 @@ class Row:
 
 
 def suite_folder() -> Path:
-    """The suite's files (of the sdist of jsonschema): fetched by pip, kept in the user's cache."""
+    """Returns the suite's files, from the sdist of jsonschema, which pip fetches into the user's cache."""
     cache = Path(os.environ.get("AGENTFLOW_CACHE") or user_cache_dir("agentflow")).expanduser()
     folder = cache / f"json-schema-suite-{ARCHIVE_SHA256[:12]}"
     if not folder.exists():
@@ -77,7 +77,7 @@ def suite_folder() -> Path:
             subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
             (archive,) = Path(workspace).glob("*.tar.gz")
             if hashlib.sha256(archive.read_bytes()).hexdigest() != ARCHIVE_SHA256:
-                raise RuntimeError(f"{archive.name} is not the one that is expected here: fetch it again")
+                raise RuntimeError(f"{archive.name} has an unexpected digest: fetch it again")
             with tarfile.open(archive) as opened:
                 opened.extractall(workspace, filter="data")
             (tests,) = Path(workspace).glob("*/json/tests")
@@ -86,7 +86,7 @@ def suite_folder() -> Path:
 
 
 def run_suite(draft: str, instances: int) -> list[Row]:
-    """One row for each of the draft's keywords; ``instances`` are tried for each schema."""
+    """Returns one row per keyword of the draft; tries ``instances`` instances per schema."""
     meta_schema, validator = DRAFTS[draft]
     rows = []
     for file in sorted((suite_folder() / draft).glob("*.json")):
@@ -123,7 +123,7 @@ def _try_schema(row: Row, name: str, source: str, validator: Any, instances: int
 
 
 def _is_valid(text: bytes, source: str, validator: Any) -> bool:
-    # Whether 19.99 is a multiple of 0.01 is a question about decimals: as binary floats it is none.
+    # 19.99 is a multiple of 0.01 in decimals, but not in binary floats.
     read_float = _decimal if "multipleOf" in source else float
     schema = json.loads(source, parse_float=read_float)
     try:
@@ -143,7 +143,7 @@ def _decimal(text: str) -> Decimal | float:
 
 
 def table_lines(rows_of_draft: dict[str, list[Row]]) -> Iterator[str]:
-    """As it stands in the documentation."""
+    """Returns the table as in the documentation."""
     for draft, rows in rows_of_draft.items():
         yield f"**{draft}**"
         yield ""
@@ -191,14 +191,14 @@ def run(report: Report, console: Console, only: str) -> None:
                 valid / total.instances,
                 "ratio",
                 [valid / total.instances],
-                note=f"of {total.instances:,} instances; {total.unfinished} walks came to no end",
+                note=f"of {total.instances:,} instances; {total.unfinished} walks did not end",
                 goal=">= 1",
             ),
         ]
 
 
 def write_page() -> None:
-    """The table in the documentation, anew."""
+    """Writes the table in the documentation."""
     lines = table_lines({draft: run_suite(draft, 0) for draft in DRAFTS})
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(MARKS[0])
     after = rest.partition(MARKS[1])[2]

@@ -16,7 +16,7 @@ DECODED = 32
 
 
 async def measure_select(report: Report) -> None:
-    """Both as their callers wait for them, messages between the threads included."""
+    """Measures both as their callers do, including messages between threads."""
     repeats = 15 if report.scale == "full" else 5
     ratios: list[float] = []
     times: list[tuple[float, float]] = []

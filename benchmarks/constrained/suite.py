@@ -15,7 +15,7 @@ from benchmarks.report import Report
 
 
 def run(report: Report, console: Console, only: str = "") -> None:
-    """All parts, or those whose name contains ``only``."""
+    """Measures the parts whose name contains ``only``."""
     if only in "masks":
         measure_masks(report)
     parts = {

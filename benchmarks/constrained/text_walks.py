@@ -1,4 +1,4 @@
-"""Random texts under a compiled constraint, byte by byte, for whoever wants to see what it allows."""
+"""Random texts under a compiled constraint, byte by byte, to test what it allows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentflow.engine.grammar.grammar import Matcher
 from agentflow.engine.grammar.llguidance import LlguidanceGrammar, LlguidanceVocabulary
 
 WISH_TO_END = 40
-"""So many bytes on, a walk goes for the end."""
+"""After this many bytes, a walk prefers to end."""
 MOST_BYTES = 3_000
 
 _CLOSING = {byte: rank for rank, byte in enumerate(b'"}],:0123456789nultrefas \\-')}
@@ -21,7 +21,7 @@ _OPENING = b'{}[]",:-0123456789tfn'
 
 
 class GrowingText(Protocol):
-    """A text under a constraint, and how it may go on."""
+    """A text under a constraint, and its possible continuations."""
 
     def allowed(self) -> list[int]: ...
 
@@ -31,7 +31,7 @@ class GrowingText(Protocol):
 
 
 class DfaText:
-    """One under a machine."""
+    """A walk under a DFA."""
 
     def __init__(self, dfa: Dfa) -> None:
         self._dfa = dfa
@@ -43,16 +43,16 @@ class DfaText:
         return [int(byte) for byte in np.flatnonzero(row != DEAD)]
 
     def may_end(self) -> bool:
-        """Whether it is complete."""
+        """Whether the text is complete."""
         return bool(self._dfa.accepting[self._state])
 
     def take(self, byte: int) -> None:
-        """It goes on by a byte."""
+        """Appends a byte."""
         self._state = self._dfa.read(self._state, bytes([byte]))
 
 
 class MatcherText:
-    """One under a grammar whose tokens are the 256 bytes."""
+    """A walk under a grammar whose tokens are the 256 bytes."""
 
     def __init__(self, matcher: Matcher) -> None:
         self._matcher = matcher
@@ -88,8 +88,8 @@ def text_under(compiled: CompiledConstraint) -> GrowingText:
 
 
 def walk(text: GrowingText, chance: random.Random, prefix: bytes = b"") -> bytes | None:
-    """Some text that the constraint calls complete, beginning with as much of ``prefix`` as it allows; None
-    where it came to no end. Biased to JSON's structure: plain chance would write one long string."""
+    """Returns a random complete text that begins with as much of ``prefix`` as the constraint allows, or None
+    if the walk did not end. Prefers JSON's structure: uniform choices would write one long string."""
     written = bytearray()
     while len(written) < MOST_BYTES:
         allowed = text.allowed()
@@ -117,7 +117,7 @@ def _next_byte(allowed: list[int], place: int, chance: random.Random, prefix: by
 
 
 def takes(constraint: CompiledConstraint, text: str) -> bool:
-    """Whether the whole text may be written under the constraint."""
+    """Whether the constraint accepts the whole text."""
     growing = text_under(constraint)
     for byte in text.encode():
         if byte not in growing.allowed():

@@ -1,5 +1,5 @@
-"""What each part of the design is worth on the real model, as in Fig. 8c of the SGLang paper: programs of
-three kinds, with everything on, and with one part off at a time."""
+"""An ablation on the real model, as in Fig. 8c of the SGLang paper: programs of three kinds, with everything
+on, and with one part off at a time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ SETTINGS = [
 
 @dataclass
 class LentRunner:
-    """A loaded model that outlives its engine, with as many slots as the workload is to have."""
+    """A loaded model that outlives its engine, with as many slots as the workload should have."""
 
     runner: ModelRunner
     num_slots: int
@@ -76,11 +76,11 @@ class LentRunner:
         return self.runner.run(batch, meanwhile)
 
     def close(self) -> None:
-        """It stays loaded."""
+        """Does nothing: the model stays loaded."""
 
 
 class WholePromptCache(RadixCache):
-    """A table instead of a tree: what a request left is found again only as a whole."""
+    """A table instead of a tree: a request's tokens are found only as a whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,12 +103,12 @@ class WholePromptCache(RadixCache):
 
 @dataclass
 class Recorded:
-    """What an engine was asked for, in the order in which it ended: enough to know the optimum."""
+    """The requests of an engine in the order in which they ended, from which the optimum follows."""
 
     requests: list[tuple[Hashable, TokenRun, TokenRun]] = field(default_factory=list)
 
     def watch(self, scheduler: Scheduler) -> None:
-        """Notes every request that runs to its end."""
+        """Records every request that completes."""
         finish = scheduler.waiting.finish
 
         def noted(request: Request) -> None:
@@ -120,7 +120,7 @@ class Recorded:
         scheduler.waiting.finish = noted  # type: ignore[method-assign]
 
     def optimum(self) -> tuple[float, int]:
-        """The hit rate with room for everything, and that room: the working set in tokens."""
+        """Returns the hit rate of an unlimited cache, and the size of the working set in tokens."""
         cache = RadixCache()
         cached = total = 0
         for key, prompt, computed in self.requests:
@@ -142,7 +142,7 @@ class AblatedEngine:
         self.management_s = 0.0
 
     def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
-        """As the embedded engine does it."""
+        """Connects as the embedded engine does."""
         return self._connect(deliver)
 
     @asynccontextmanager
@@ -200,7 +200,7 @@ class Run:
 async def run_once(
     runner: ModelRunner, tokenizer: Tokenizer, setting: Setting, shape: Shape, slots: int
 ) -> Run:
-    """All programs of the shape, on a fresh cache."""
+    """Runs all programs of the shape, on an empty cache."""
     engine = AblatedEngine(LentRunner(runner, slots), tokenizer, setting)
     async with af.session(backend=engine, seed=0) as flow:
         start = time.perf_counter()
@@ -224,7 +224,7 @@ async def _awaited(program: Callable[[], Awaitable[object]]) -> None:
 
 
 async def measure(report: Report, console: Console) -> None:
-    """The whole table: rounds of all settings in turn."""
+    """Measures the whole table: rounds of all settings, interleaved."""
     limit_spinning()
     from agentflow.engine.models.torch_runner import TorchRunner
 
@@ -282,7 +282,7 @@ def _report_shape(
                     f"ablation.{shape.name}.{name.replace(' ', '_')}",
                     ratios,
                     "ratio",
-                    note=f"time without it over time with all on; hit rate {hit_rate:.1%}",
+                    note=f"time without it, divided by the time with everything on; hit rate {hit_rate:.1%}",
                 )
             )
     console.print(table)
@@ -293,7 +293,7 @@ def _report_shape(
             ratios,
             "ratio",
             goal=">= 0.99",
-            note=f"optimum {optimum:.1%}, with room for everything",
+            note=f"optimum {optimum:.1%} if the cache held everything",
         )
     )
 
@@ -307,9 +307,9 @@ def _report_management(report: Report, run: Run) -> None:
 
 
 def run(report: Report, console: Console, only: str) -> None:
-    """All figures; ``only`` leaves out those whose id does not contain it."""
+    """Measures the figures whose id contains ``only``."""
     asyncio.run(measure(report, console))
     shapes = [r for r in report.results if r.id.startswith("ablation.hit_rate_vs_optimum.")]
     worst = min(shapes, key=lambda result: result.value)
-    report.results.append(replace(worst, id="ablation.hit_rate_vs_optimum", note=f"the least: {worst.id}"))
+    report.results.append(replace(worst, id="ablation.hit_rate_vs_optimum", note=f"the lowest: {worst.id}"))
     report.results = [result for result in report.results if only in result.id]

@@ -1,7 +1,7 @@
 """One scheduling step with ten thousand requests waiting.
 
-``python -m benchmarks.engine.deep_queue POLICY STEPS`` measures in its own process and prints JSON;
-``python -m benchmarks scheduler`` runs that again and again, in turns, and reports it.
+``python -m benchmarks.engine.deep_queue POLICY STEPS`` measures in its own process and prints JSON.
+``python -m benchmarks scheduler`` runs it several times, interleaved, and reports the results.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _PARAMS = SamplingParams()
 
 
 class DeepQueue:
-    """``num_waiting`` wait, and in every step 100 come, 100 are admitted, 100 end, and 100 leaves are
-    evicted."""
+    """A queue of ``num_waiting`` requests. In every step, 100 arrive, 100 are admitted, 100 end, and 100
+    leaves are evicted."""
 
     def __init__(self, policy: str, num_waiting: int = NUM_WAITING) -> None:
         config = SchedulerConfig(max_running=2 * PER_STEP, token_budget=64 * 256, policy=policy)
@@ -55,7 +55,7 @@ class DeepQueue:
         return made
 
     def step(self) -> dict[str, float]:
-        """Milliseconds of each part of one step."""
+        """Runs one step. Returns the milliseconds of each part."""
         scheduler, arriving = self.scheduler, self.new(PER_STEP)
         parts: dict[str, float] = {}
 
@@ -77,7 +77,7 @@ class DeepQueue:
 
 
 def measure_deep_queue(report: Report) -> None:
-    """A scheduling step with very many waiting: the median of several processes, which take turns."""
+    """Measures a scheduling step with a deep queue: the median of several processes, interleaved."""
     kinds = {"": "fair-lpm", ".lpm": "lpm", ".fcfs": "fcfs"}
     rounds, steps = (7, 80) if report.scale == "full" else (3, 30)
     runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
@@ -93,7 +93,7 @@ def measure_deep_queue(report: Report) -> None:
                 [sum(parts.values()) for parts in measured],
                 "ms",
                 goal="" if kind else "<= 3",
-                note=f"{note}; {PER_STEP} of each a step",
+                note=f"{note}; {PER_STEP} of each per step",
             ),
         )
 
@@ -109,7 +109,7 @@ def _measured(policy: str, steps: int) -> dict[str, float]:
 def main() -> None:
     """Measures and prints the milliseconds of each part of a step."""
     queue = DeepQueue(sys.argv[1])
-    collect_garbage_rarely()  # as the process of the engine does
+    collect_garbage_rarely()  # as the engine's process does
     steps = [queue.step() for _ in range(WARM_UP + int(sys.argv[2]))][WARM_UP:]
     print(json.dumps({name: float(np.median([parts[name] for parts in steps])) for name in steps[0]}))
 

@@ -1,5 +1,5 @@
-"""The first figures: our engine against transformers' own loop, the prefix cache against none, and
-what a server costs while it does nothing. Same weights, same number of threads, interleaved."""
+"""The engine against transformers' own loop, the prefix cache against none, and the cost of an idle server.
+All with the same weights and the same number of threads, interleaved."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUNS = 5
 
 
 class Prompts:
-    """Random token ids, never the same twice: nothing is shared by accident."""
+    """Returns random token ids, different on each call, so that nothing is shared by accident."""
 
     def __init__(self) -> None:
         self._random = random.Random(1)
@@ -38,12 +38,12 @@ class Prompts:
 
 
 def exactly(num_tokens: int) -> SamplingParams:
-    """Greedy, and no earlier end."""
+    """Greedy parameters without an earlier end."""
     return SamplingParams(max_tokens=num_tokens, ignore_eos=True)
 
 
 async def generate_s(client: EngineClient, prompts: list[list[int]], num_tokens: int) -> float:
-    """Seconds until all prompts, submitted at once, have so many tokens."""
+    """Returns the seconds until all prompts, submitted at once, have generated this many tokens."""
     start = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for prompt in prompts:
@@ -52,12 +52,13 @@ async def generate_s(client: EngineClient, prompts: list[list[int]], num_tokens:
 
 
 def engine(**options: Any) -> AbstractAsyncContextManager[EngineClient]:
-    """Our engine in bfloat16 on two threads."""
+    """Runs the engine in bfloat16 on two threads."""
     return open_engine(EngineOptions(MODEL, device="cpu", threads=NUM_THREADS, **options))
 
 
 async def measure_decode(report: Report, peer: Transformers) -> None:
-    """Decode speed: time for 65 tokens less time for one, over 64 tokens; one stream and sixteen."""
+    """Measures decode speed for 1 and 16 streams: the time for 65 tokens minus the time for one, per
+    token."""
     prompts = Prompts()
     single: list[float] = []
     batched: list[float] = []
@@ -105,7 +106,7 @@ async def measure_decode(report: Report, peer: Transformers) -> None:
 
 
 async def measure_prefill(report: Report, peer: Transformers) -> None:
-    """Prompt tokens per second of one unshared prompt."""
+    """Measures the prompt tokens per second of one unshared prompt."""
     prompts = Prompts()
     length = 512 if report.scale == "full" else 128
     ratios: list[float] = []
@@ -125,7 +126,7 @@ async def measure_prefill(report: Report, peer: Transformers) -> None:
 
 
 async def measure_prefix_cache(report: Report) -> None:
-    """Many requests over one long prefix, with the cache and without."""
+    """Measures many requests over one long prefix, with the cache and without."""
     is_full = report.scale == "full"
     num_requests, shared, own, outputs = (64, 1500, 40, 8) if is_full else (16, 500, 40, 8)
     prompts = Prompts()
@@ -149,7 +150,7 @@ async def measure_prefix_cache(report: Report) -> None:
 
 
 def run(report: Report, console: Console, only: str) -> None:
-    """All figures of this issue, or those whose id contains ``only``."""
+    """Measures the figures whose id contains ``only``."""
 
     def wanted(*names: str) -> bool:
         return any(only in f"foundation.{name}" for name in names)

@@ -9,7 +9,7 @@ from typing import Any
 
 import agentflow as af
 
-# About a token each.
+# Each is about one token.
 _WORDS = [
     *("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school"),
     *("state", "family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week"),
@@ -19,7 +19,7 @@ _WORDS = [
 
 
 def words(count: int, seed: str) -> str:
-    """So many words, the same for the same seed. About a token each."""
+    """Returns this many words, about one token each; the same for the same seed."""
     chosen = random.Random(seed)
     return " ".join(chosen.choice(_WORDS) for _ in range(count))
 
@@ -35,7 +35,7 @@ class Shape:
 
 @af.program
 async def few_shot(s: af.State, number: int, is_parallel: bool) -> str:
-    """One of six tasks, its examples, and a question of one's own."""
+    """One of six tasks, its examples, and an individual question."""
     task = number * 7 % 6
     s += f"{words(400, f'examples {task}')}\nQuestion: {words(24, f'question {number}')}\nAnswer:"
     answer = af.gen("answer", max_tokens=8, ignore_eos=True)
@@ -77,7 +77,7 @@ async def chat(s: af.State, number: int, is_parallel: bool) -> None:
 
 @af.program
 async def unshared(s: af.State, number: int, is_parallel: bool) -> str:
-    """Nothing that anybody else has."""
+    """A prompt that shares nothing."""
     s += f"{number} {words(300, f'unshared {number}')}"
     answer = af.gen("answer", max_tokens=16, ignore_eos=True)
     s += answer

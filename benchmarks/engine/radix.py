@@ -1,4 +1,5 @@
-"""What the radix cache's operations cost on a tree of a million tokens, and on one of a tenth of that."""
+"""The cost of the radix cache's operations on a tree of a million tokens, and on one of a tenth of the
+size."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ KEY = "key"
 
 
 class Tree:
-    """A random tree whose paths branch every 50 tokens or so: 40 edges make a prompt. ``paths``: what
-    was inserted."""
+    """A random tree whose paths branch about every 50 tokens, so that a prompt has 40 edges. ``paths``: the
+    inserted sequences."""
 
     def __init__(self, num_tokens: int, num_nodes: int) -> None:
         self.random = random.Random(1)
@@ -33,24 +34,24 @@ class Tree:
         edge = num_tokens // num_nodes
         tail = edge
         for number in track(range(num_tokens // tail), "growing a tree", transient=True):
-            # Each run continues an earlier path from somewhere, which mostly cuts an edge in two.
+            # Each run continues an earlier path from a random place, which usually splits an edge.
             path = self.path() if number % 32 else self.new(0)
             cuts = range(0, min(len(path), PROMPT - tail) + 1, edge // 2)
             cut = max(self.random.choice(cuts), self.random.choice(cuts))
             self.insert(np.concatenate((path[:cut], self.new(tail))))
 
     def new(self, length: int) -> np.ndarray:
-        """Tokens that are nowhere in the tree."""
+        """Returns tokens that occur nowhere in the tree."""
         return self.numbers.integers(0, 2**31 - 1, length, dtype=np.int32)
 
     def path(self) -> np.ndarray:
-        """Some path of the tree; more likely a long one."""
+        """Returns a random path of the tree, preferring long ones."""
         if not self.paths:
             return self.new(0)
         return max((self.random.choice(self.paths) for _ in range(4)), key=len)
 
     def insert(self, tokens: np.ndarray) -> PrefixMatch:
-        """As a request does it: match, lock, extend, unlock."""
+        """Does what a request does: match, lock, extend, unlock."""
         run = token_run(tokens)
         slots = np.arange(self.next_slot, self.next_slot + len(tokens), dtype=np.int32)
         self.next_slot += len(tokens)
@@ -62,20 +63,20 @@ class Tree:
         return extended
 
     def prompt(self) -> np.ndarray:
-        """2,000 tokens, of which the first 1,900 or so are in the tree."""
+        """Returns 2,000 tokens, of which about the first 1,900 are in the tree."""
         stem = max((self.path() for _ in range(8)), key=len)[: PROMPT - 100]
         return np.concatenate((stem, self.new(PROMPT - len(stem))))
 
 
 def timed_us(work: Callable[[], object]) -> float:
-    """Microseconds that the call took."""
+    """Returns the microseconds that the call takes."""
     start = time.perf_counter()
     work()
     return (time.perf_counter() - start) * 1e6
 
 
 def measure(tree: Tree, samples: int) -> tuple[list[float], list[float], float]:
-    """Medians of the microseconds of match and insert together, and of evicting one node; and the mean
+    """Returns the median microseconds of match and insert together and of evicting one node, and the mean
     depth of the matched paths in nodes."""
     match_insert, evict, depths = [], [], []
     for _ in range(RUNS):
@@ -94,7 +95,7 @@ def measure(tree: Tree, samples: int) -> tuple[list[float], list[float], float]:
 
 
 def run(report: Report, console: Console, only: str) -> None:
-    """The figures of this benchmark whose id contains ``only``."""
+    """Measures the figures whose id contains ``only``."""
     scale = 1 if report.scale == "full" else 10
     tree = Tree(NUM_TOKENS // scale, NUM_NODES // scale)
     num_nodes = sum(1 for _ in tree.cache.nodes())
@@ -110,13 +111,13 @@ def run(report: Report, console: Console, only: str) -> None:
             "radix.match_insert_vs_tenth",
             [big / little for big, little in zip(match_insert, small_insert, strict=True)],
             "ratio",
-            note=f"the same in a tree of a tenth, along {small_depth:.0f} nodes",
+            note=f"the same in a tree of a tenth of the size, along {small_depth:.0f} nodes",
         ),
         median_of(
             "radix.evict_vs_tenth",
             [big / little for big, little in zip(evict, small_evict, strict=True)],
             "ratio",
-            note="the same in a tree of a tenth",
+            note="the same in a tree of a tenth of the size",
         ),
     ]
     report.results += [result for result in results if only in result.id]

@@ -1,7 +1,7 @@
 """The scheduler in figures: fairness, hits, deep queues and a full pool, in simulated time.
 
-Simulated time goes by the cost model that is in the package, so that the same commit gives the same
-figures everywhere; ``--only cost`` fits one to passes of the real model on this machine.
+Simulated time follows the package's cost model, so the same commit gives the same figures everywhere.
+``--only cost`` fits a cost model to forward passes of the real model on this machine.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _PARAMS = SamplingParams()
 
 
 def fit_cost_model(console: Console) -> CostModel:
-    """Times passes of the real model over random batches, and fits them."""
+    """Measures forward passes of the real model over random batches, and fits a cost model to them."""
     from agentflow.engine.local_engine import limit_spinning
 
-    limit_spinning()  # as the engine has it; before torch is loaded
+    limit_spinning()  # as the engine sets it; before torch is loaded
     from agentflow.engine.models.torch_runner import TorchRunner
     from agentflow.engine.store.model_store import resolve_model
 
@@ -64,7 +64,7 @@ def fit_cost_model(console: Console) -> CostModel:
 
 
 def measure_fairness(report: Report, cost: CostModel) -> None:
-    """The cold tail: what shares nothing, in a burst of what shares much."""
+    """The cold tail: requests that share nothing, in a burst of requests that share much."""
     workload = read_workload(WORKLOADS / "cold-tail.json")
 
     def run(policy: str) -> Simulated:
@@ -84,7 +84,7 @@ def measure_fairness(report: Report, cost: CostModel) -> None:
             round(tails[1] / medians[1], 2),
             "ratio",
             [],
-            note="the failure: cold p99 TTFT of plain lpm over the median of all",
+            note="the known failure: p99 TTFT of cold requests under plain lpm, divided by the median of all",
         ),
         Result(
             "scheduler.cold_ttft_p99_vs_fcfs",
@@ -106,7 +106,7 @@ def measure_fairness(report: Report, cost: CostModel) -> None:
 
 
 def measure_overcommit(report: Report, cost: CostModel) -> None:
-    """The same pool, with room in the batch for as many requests as fill it, and for twice as many."""
+    """The same pool, with a batch size that fills it, and with twice that size."""
     arrivals = unshared(num_requests=600, prompt=100, output=200)
     pool = 32 * 300
 
@@ -125,7 +125,7 @@ def measure_overcommit(report: Report, cost: CostModel) -> None:
 
 
 def run(report: Report, console: Console, only: str) -> None:
-    """The figures whose id contains ``only``; ``cost``: fits a cost model instead."""
+    """Measures the figures whose id contains ``only``; ``cost`` fits a cost model instead."""
     if only == "cost":
         fit_cost_model(console).write(COST_FILE)
         console.print(f"written to {COST_FILE}")

@@ -1,7 +1,7 @@
 """Pipelines of LangChain and DSPy, for ``adapters``: run in an adapter's own environment.
 
-``python adapter_pipelines.py PIPELINE ROUTE URL SIZE`` prints what it took, as JSON. ``ROUTE``: ``adapter``
-or ``openai``.
+``python adapter_pipelines.py PIPELINE ROUTE URL SIZE`` prints its time and counts as JSON. ``ROUTE``:
+``adapter`` or ``openai``.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ FACTS = (
 
 
 def passage(number: int) -> str:
-    """A text that no other number has, of about a hundred tokens."""
+    """Returns a text of about a hundred tokens, different for each number."""
     topic = TOPICS[number % len(TOPICS)]
     return " ".join(fact.format(topic, number * 7 + place) for place, fact in enumerate(FACTS))
 
 
 async def langchain_map_reduce(route: str, url: str, size: int) -> int:
-    """Sums up ``size`` chunks, and then the summaries. How many answers failed: none."""
+    """Summarises ``size`` chunks, and then the summaries. Returns the number of malformed answers: 0."""
     from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 
     model = _langchain_model(route, url)
@@ -64,8 +64,8 @@ def _langchain_model(route: str, url: str) -> Any:
 
 
 async def dspy_rag(route: str, url: str, size: int, **sampling: Any) -> int:
-    """Answers ``size`` questions from passages, after four demonstrations. How many answers had not the form
-    that was asked for."""
+    """Answers ``size`` questions from passages, after four demonstrations. Returns the number of malformed
+    answers."""
     import dspy
     from dspy.utils.exceptions import AdapterParseError
 
@@ -84,19 +84,19 @@ async def dspy_rag(route: str, url: str, size: int, **sampling: Any) -> int:
         context = [passage(number), passage(number + 1)]
         async with room:
             try:
-                told = await program.acall(
+                answer = await program.acall(
                     context=context, question=f"What is known of {TOPICS[number % 8]}?"
                 )
             except AdapterParseError:
                 return False
-        return bool(dspy.majority(told).answer)
+        return bool(dspy.majority(answer).answer)
 
     with dspy.context(lm=_dspy_lm(route, url), adapter=dspy.JSONAdapter()):
         return (await asyncio.gather(*[ask(number) for number in range(size)])).count(False)
 
 
 async def dspy_votes(route: str, url: str, size: int) -> int:
-    """The same, with the majority of three drawn answers to each question."""
+    """Like ``questions``, with the majority of three sampled answers per question."""
     return await dspy_rag(route, url, size, n=3, temperature=0.7)
 
 
@@ -115,7 +115,7 @@ def _http(url: str) -> str:
     return url.replace("ws://", "http://") + "/v1"
 
 
-# What each does with ``size`` inputs; the number of answers that could not be read.
+# Each runs ``size`` inputs and returns the number of malformed answers.
 PIPELINES: dict[str, Callable[[str, str, int], Awaitable[int]]] = {
     "langchain": langchain_map_reduce,
     "dspy": dspy_rag,
@@ -124,7 +124,7 @@ PIPELINES: dict[str, Callable[[str, str, int], Awaitable[int]]] = {
 
 
 async def measured(pipeline: str, route: str, url: str, size: int) -> dict[str, Any]:
-    """What it took. The modules are loaded, and the connections open, before the clock starts."""
+    """Measures a pipeline. Modules are loaded and connections are open before the clock starts."""
     await PIPELINES[pipeline](route, url, 1)
     async with af.session(url) as flow:
         before = await flow.stats()
@@ -144,5 +144,5 @@ async def measured(pipeline: str, route: str, url: str, size: int) -> dict[str, 
 
 if __name__ == "__main__":
     _, pipeline_name, route_name, server_url, number_of_inputs = sys.argv
-    told = asyncio.run(measured(pipeline_name, route_name, server_url, int(number_of_inputs)))
-    print(json.dumps(told))
+    answer = asyncio.run(measured(pipeline_name, route_name, server_url, int(number_of_inputs)))
+    print(json.dumps(answer))

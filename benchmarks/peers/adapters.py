@@ -1,7 +1,7 @@
 """LangChain and DSPy pipelines through their adapters, through OpenAI's API, and without the prefix cache.
 
-Each run has a server of its own, so that it begins with an empty cache; the pipelines run in the environments
-of the adapters (``make test-adapters`` makes them).
+Each run has its own server, so that it begins with an empty cache. The pipelines run in the adapters'
+environments, which ``make test-adapters`` creates.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ PIPELINES = {
     "dspy_votes": ("dspy-agentflow", 32),
 }
 ROUNDS = 3
-# A route, and what its server is told.
+# A route, and the options of its server.
 RUNS = {"adapter": ("adapter", ()), "openai": ("openai", ()), "no cache": ("adapter", ("--no-cache",))}
 
-# What one run of a pipeline took, as ``adapter_pipelines`` tells it; and each round's, per name of a run.
+# The output of ``adapter_pipelines`` for one run; and that of each round, by the run's name.
 Taken = dict[str, Any]
 Runs = dict[str, list[Taken]]
 
 
 def run(report: Report, console: Console, only: str) -> None:
-    """All figures; ``only`` leaves out the pipelines whose name does not contain it."""
+    """Measures the pipelines whose name contains ``only``."""
     rounds = ROUNDS if report.scale == "full" else 1
     found: dict[str, Runs] = {}
     sizes = {name: size if report.scale == "full" else 8 for name, (_, size) in PIPELINES.items()}
@@ -57,14 +57,15 @@ def run(report: Report, console: Console, only: str) -> None:
 
 
 def _results(pipeline: str, size: int, runs: Runs) -> list[Result]:
-    """Throughput is in inputs: both routes have the same work, but do not say the same of it."""
+    """Reports one pipeline. Throughput is in inputs: both routes have the same inputs, but different
+    outputs."""
     speeds = {name: [size / one["seconds"] for one in taken] for name, taken in runs.items()}
     against = [a / o for a, o in zip(speeds["adapter"], speeds["openai"], strict=True)]
     gain = [a / n for a, n in zip(speeds["adapter"], speeds["no cache"], strict=True)]
     speed = ", ".join(f"{name} {statistics.median(found):.2f}" for name, found in speeds.items())
     said = ", ".join(f"{name} {taken[0]['output_tokens']:,}" for name, taken in runs.items())
     failed = ", ".join(f"{name} {sum(one['num_failed'] for one in taken)}" for name, taken in runs.items())
-    note = f"{size} inputs; inputs/s: {speed}; output tokens: {said}; answers without the form: {failed}"
+    note = f"{size} inputs; inputs/s: {speed}; output tokens: {said}; malformed answers: {failed}"
     computed, asked = (runs["adapter"][0][name] for name in ("computed_tokens", "prompt_tokens"))
     share = [_computed(run["adapter"]) / _computed(run["openai"]) for run in _rounds({pipeline: runs})]
     return [
@@ -81,20 +82,18 @@ def _results(pipeline: str, size: int, runs: Runs) -> list[Result]:
 
 
 def _overall(results: list[Result], found: dict[str, Runs]) -> list[Result]:
-    """The throughput of the worst pipeline, and what all of them computed together."""
+    """Reports the throughput of the worst pipeline, and the tokens that all pipelines computed."""
     figures = []
     for name, goal in (("vs_openai_route", ">= 0.97"), ("cache_gain", ">= 1.5")):
         of_each = [result.value for result in results if result.id.endswith(name)]
-        figures.append(
-            Result(f"adapters.{name}", min(of_each), "ratio", of_each, "the worst of the pipelines", goal)
-        )
+        figures.append(Result(f"adapters.{name}", min(of_each), "ratio", of_each, "the worst pipeline", goal))
     share = [_computed(run["adapter"]) / _computed(run["openai"]) for run in _rounds(found)]
     note = "all pipelines; the server shares prompts on both routes"
     return [*figures, median_of("adapters.computed_tokens_share", share, "ratio", note=note, goal="< 1")]
 
 
 def _rounds(found: dict[str, Runs]) -> list[dict[str, list[Taken]]]:
-    """Per round and name of a run, what each pipeline took."""
+    """Returns for each round the results of all pipelines, by the name of the run."""
     num_rounds = min(len(taken) for runs in found.values() for taken in runs.values())
     return [
         {name: [runs[name][number] for runs in found.values()] for name in RUNS}

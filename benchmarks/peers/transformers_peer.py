@@ -1,8 +1,8 @@
-"""The peer: transformers' own ``generate`` in bfloat16 with eager attention, in a process of its own,
-so that nothing our engine sets up (threads, their waiting policy) touches it. Also its client.
+"""The peer: transformers' own ``generate`` in bfloat16 with eager attention, in a separate
+process, so that the engine's settings (threads, their waiting policy) do not affect it. Also its client.
 
-Run as a module it answers requests, one JSON object a line: ``{"prompt": [ids], "num_tokens": n}``;
-0 tokens ask for a bare forward pass. The answer is the seconds that it took.
+Run as a module, it reads requests as JSON, one per line: ``{"prompt": [ids], "num_tokens": n}``; 0 tokens
+request a bare forward pass. It answers with the seconds that the request took.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class Transformers:
-    """Starts the peer's process and asks it."""
+    """Starts the peer's process and sends it requests."""
 
     def __init__(self, folder: Path, num_threads: int) -> None:
         command = [sys.executable, "-m", "benchmarks.peers.transformers_peer", str(folder), str(num_threads)]
@@ -25,11 +25,11 @@ class Transformers:
         self._read()  # it is ready
 
     def generate_s(self, prompt: list[int], num_tokens: int) -> float:
-        """Seconds for one greedy generation of exactly so many tokens."""
+        """Returns the seconds for one greedy generation of exactly this many tokens."""
         return self._ask(prompt, num_tokens)
 
     def prefill_s(self, prompt: list[int]) -> float:
-        """Seconds for one forward over the prompt, logits of the last token only."""
+        """Returns the seconds for one forward pass over the prompt, with logits of the last token only."""
         return self._ask(prompt, 0)
 
     def __enter__(self) -> Transformers:

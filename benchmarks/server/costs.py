@@ -20,7 +20,7 @@ WORDS = ["river", "stone", "light", "window", "paper", "garden", "seven", "morni
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Returns a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -28,7 +28,7 @@ def free_port() -> int:
 
 
 async def start_server(port: int) -> Process:
-    """``agentflow serve`` with the default model, ready."""
+    """Runs ``agentflow serve`` with the default model, and waits until it is ready."""
     command = [sys.executable, "-m", "agentflow", "serve", "--port", str(port)]
     server = await asyncio.create_subprocess_exec(
         *command, "--kv-tokens", str(KV_TOKENS), "--threads", "2", stdout=PIPE, stderr=DEVNULL
@@ -41,7 +41,7 @@ async def start_server(port: int) -> Process:
 
 
 async def fill_pool(flow: af.Session, num_tokens: int) -> None:
-    """Different prompts until so many tokens are in the pool."""
+    """Sends distinct prompts until the pool holds this many tokens."""
     rng = random.Random(2)
     while (await flow.stats()).cached_slots < num_tokens:
         async with flow.state() as root:
@@ -53,12 +53,12 @@ async def fill_pool(flow: af.Session, num_tokens: int) -> None:
 
 
 def busy_s(processes: list[psutil.Process]) -> float:
-    """Seconds of a processor that they have had."""
+    """Returns the CPU time that the processes have used, in seconds."""
     return float(sum(sum(each.cpu_times()[:2]) for each in processes))
 
 
 async def measure_server(report: Report) -> None:
-    """``resident_gb`` after the pool has been filled, ``idle_core_percent`` with a client connected."""
+    """Measures ``resident_gb`` with a full pool, and ``idle_core_percent`` with a client connected."""
     port = free_port()
     server = await start_server(port)
     try:

@@ -1,7 +1,7 @@
-"""What the frontend costs a client: CPU for each op and each token over the websocket, round trips, stalls.
+"""The cost of the frontend to a client: CPU per op and per token over the websocket, round trips, stalls.
 
-The server is a process of its own with a scripted generator, so that what is measured here is the
-client's. Figures are CPU time of this process, not time passed.
+The server is a separate process with a scripted generator, so that only the client is measured. Figures are
+CPU time of this process, not wall time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TICK_S = 0.005
 
 @contextmanager
 def scripted_server() -> Iterator[str]:
-    """The address of a server in a process of its own."""
+    """Runs a server in a separate process, and yields its address."""
     command = [sys.executable, "-m", "benchmarks.server.scripted_server"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -41,8 +41,8 @@ def scripted_server() -> Iterator[str]:
 
 
 class Counted:
-    """A backend that counts ops, and round trips: bursts of ops that the client could not have sent
-    before it had heard of the burst before, and that are answered."""
+    """A backend that counts ops and round trips: bursts of ops that depend on the answer to the burst
+    before."""
 
     def __init__(self, backend: Backend) -> None:
         self.num_ops = 0
@@ -74,7 +74,7 @@ class Counted:
 
 @af.program
 async def conversation(s: af.State, turns: int) -> None:
-    """Many ops, one word of text for each gen."""
+    """Many ops, with one word of text per gen."""
     for _ in range(turns):
         s += af.user("What comes after this, and what before it?")
         s += af.assistant("It is ", af.gen("next", max_tokens=1))
@@ -83,7 +83,7 @@ async def conversation(s: af.State, turns: int) -> None:
 
 @af.program
 async def chain(s: af.State, subject: str) -> str:
-    """Ten gens, each of which needs the one before; nothing is awaited in between."""
+    """Ten gens, each of which depends on the one before; nothing is awaited in between."""
     s += af.user(f"Tell me of {subject}.")
     step = af.gen("step0", max_tokens=4)
     s += af.assistant(step)
@@ -97,14 +97,14 @@ async def chain(s: af.State, subject: str) -> str:
 
 
 async def cpu_us(work: Callable[[], Awaitable[Any]]) -> float:
-    """CPU of this process for ``work``, in microseconds."""
+    """Returns the CPU time of this process for ``work``, in microseconds."""
     start = time.process_time()
     await work()
     return (time.process_time() - start) * 1e6
 
 
 async def measure_ops(url: str, report: Report) -> None:
-    """CPU for each op, answers included."""
+    """Measures the CPU time per op, including its answer."""
     runs = []
     turns = 100 if report.scale == "full" else 20
     for _ in range(7):
@@ -114,12 +114,12 @@ async def measure_ops(url: str, report: Report) -> None:
             before = counted.num_ops
             spent = await cpu_us(lambda: flow.run(conversation, turns))
             runs.append(spent / (counted.num_ops - before))
-    note = f"turns of text and a one-token gen, each awaited; {turns} turns a run"
+    note = f"turns of text and an awaited gen of one token; {turns} turns per run"
     report.results.append(median_of("frontend.client_us_per_op", runs, "us", note=note, goal="<= 150"))
 
 
 async def measure_tokens(url: str, report: Report) -> None:
-    """CPU for each token that is streamed to a reader."""
+    """Measures the CPU time per token that is streamed to a reader."""
     runs = []
     num_tokens = 4000 if report.scale == "full" else 500
     for _ in range(7):
@@ -135,12 +135,15 @@ async def measure_tokens(url: str, report: Report) -> None:
             spent = await cpu_us(read)
             assert num_heard == num_tokens
             runs.append(spent / num_tokens)
-    note = f"one stream of {num_tokens} tokens; what came while the reader was busy comes as one delta"
+    note = (
+        f"one stream of {num_tokens} tokens; "
+        "tokens that arrive while the reader is busy are merged into one delta"
+    )
     report.results.append(median_of("frontend.client_us_per_token", runs, "us", note=note, goal="<= 60"))
 
 
 async def measure_stalls(url: str, report: Report) -> None:
-    """A thousand states stream at once; how late is a timer that wants to ring every 5 ms?"""
+    """Measures how late a timer of 5 ms fires while a thousand states stream."""
     runs = []
     for _ in range(3):
         longest = 0.0
@@ -149,7 +152,7 @@ async def measure_stalls(url: str, report: Report) -> None:
             nonlocal longest
             while True:
                 start = time.perf_counter()
-                await anyio.sleep(TICK_S)  # noqa: TID251 - this is the clock that is watched
+                await anyio.sleep(TICK_S)  # noqa: TID251 - this is the timer that is measured
                 longest = max(longest, time.perf_counter() - start - TICK_S)
 
         @af.program
@@ -166,12 +169,12 @@ async def measure_stalls(url: str, report: Report) -> None:
                     await anyio.lowlevel.checkpoint()
             group.cancel_scope.cancel()
         runs.append(longest * 1e3)
-    note = f"{NUM_STREAMING} states of 30 tokens at once, server on the same machine"
+    note = f"{NUM_STREAMING} concurrent states of 30 tokens, server on the same machine"
     report.results.append(median_of("frontend.max_stall_ms", runs, "ms", note=note, goal="<= 50"))
 
 
 async def measure_chain(url: str, report: Report) -> None:
-    """Ten dependent gens, eagerly and as a graph: round trips, and the client's CPU."""
+    """Measures round trips and the client's CPU time of ten dependent gens, run eagerly and as a graph."""
     graph = chain.trace()
     ratios: list[float] = []
     eager_us: list[float] = []
@@ -184,10 +187,10 @@ async def measure_chain(url: str, report: Report) -> None:
             compiled_us.append(await cpu_us(lambda: flow.submit(graph, {"subject": "stars"})))
         for chunk in range(5):
             ratios.append(sum(compiled_us[chunk::5]) / sum(eager_us[chunk::5]))
-    note = f"eagerly {trips[0]}, compiled {trips[1]}; {CHAIN} gens, wired"
+    note = f"eager {trips[0]}, compiled {trips[1]}; {CHAIN} dependent gens"
     worst = float(max(trips))
     report.results.append(Result("frontend.chain_round_trips", worst, "trips", [], note=note, goal="<= 1"))
-    note = f"{min(compiled_us):.0f} us compiled, {min(eager_us):.0f} us eagerly, at best"
+    note = f"{min(compiled_us):.0f} us compiled, {min(eager_us):.0f} us eager, best runs"
     report.results.append(median_of("frontend.compiled_cpu_share", ratios, "ratio", note=note, goal="<= 0.2"))
 
 
@@ -201,7 +204,7 @@ async def _trips(counted: Counted, flow: af.Session, graph: Graph | None) -> int
 
 
 def run(report: Report, console: Console, only: str) -> None:
-    """The figures whose id contains ``only``."""
+    """Measures the figures whose id contains ``only``."""
     measures = {
         "client_us_per_op": measure_ops,
         "client_us_per_token": measure_tokens,

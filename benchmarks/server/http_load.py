@@ -1,7 +1,7 @@
-"""``python -m benchmarks.server.http_load``: clients of the OpenAI API in a process of their own.
+"""``python -m benchmarks.server.http_load``: clients of the OpenAI API in a separate process.
 
-Reads one JSON object per line from standard input, each a load to put on a server, and writes what became of
-it as one line. The clients do as little as possible: what they cost is taken from the same two cores.
+Reads loads as JSON from standard input, one per line, runs each, and writes its outcomes as one line. The
+clients do as little as possible, because they use the server's cores.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 WORDS = ["river", "stone", "light", "window", "paper", "garden", "seven", "morning", "bridge", "copper"]
 DONE = b"data: [DONE]"
-# Nobody waits longer: what has no answer by then hangs.
+# Clients time out after this; a request without an answer by then counts as hanging.
 GIVE_UP_S = 120.0
 
 
 @dataclass
 class Outcome:
-    """Of one request. ``status`` 0: the connection broke; -1: there was no answer in ``GIVE_UP_S``."""
+    """The outcome of one request. ``status`` 0: the connection broke; -1: no answer within ``GIVE_UP_S``."""
 
     began_s: float
     status: int = 0
@@ -34,10 +34,9 @@ class Outcome:
 
 @dataclass
 class Load:
-    """``streams``: so many clients ask one after the other (closed loop), each ``requests`` times and for as
-    long as ``duration_s``; or, with ``rate_per_s``, requests come at random times for ``duration_s`` whatever
-    becomes of them (open loop). ``prompt_words`` random ones, ``max_tokens`` to generate, up to ``spread``
-    more or less."""
+    """A closed loop: ``streams`` clients, each of which sends ``requests`` requests in sequence, for at most
+    ``duration_s``. Or, with ``rate_per_s``, an open loop: requests arrive at random times for ``duration_s``.
+    A prompt has ``prompt_words`` random words and generates ``max_tokens``, plus or minus ``spread``."""
 
     port: int
     streams: int = 1
@@ -51,7 +50,7 @@ class Load:
     outcomes: list[Outcome] = field(default_factory=list)
 
     async def put(self) -> dict[str, Any]:
-        """Runs it. ``wall_s``: from the first request to the last answer."""
+        """Runs the load. ``wall_s``: from the first request to the last answer."""
         rng = random.Random(self.seed)
         began_s = time.perf_counter()
         end_s = began_s + self.duration_s
@@ -127,7 +126,7 @@ class Load:
 
 
 async def main() -> None:
-    """Until standard input ends."""
+    """Runs loads until standard input ends."""
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         put: Coroutine[Any, Any, dict[str, Any]] = Load(**json.loads(line)).put()

@@ -1,4 +1,4 @@
-"""The process that ``http_load`` runs in, as the benchmark sees it."""
+"""The benchmark's handle on the process that runs ``http_load``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.server.http_load import Outcome
 
-# One line of answers to a minute of overload.
+# The size limit of one line: the outcomes of a minute of overload.
 MAX_LINE_BYTES = 64 * 1024 * 1024
 
 
@@ -24,7 +24,7 @@ class LoadProcess:
         self.pid = process.pid
 
     async def put(self, **load: Any) -> tuple[float, list[Outcome]]:
-        """Puts a load on a server: the fields of ``http_load.Load``. Seconds, and what became of each."""
+        """Runs a load, given as the fields of ``http_load.Load``. Returns its seconds, and each outcome."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(load).encode() + b"\n")
@@ -35,7 +35,7 @@ class LoadProcess:
 
 @asynccontextmanager
 async def load_process() -> AsyncIterator[LoadProcess]:
-    """Clients for as long as the scope lasts."""
+    """Runs the process of clients while the scope is open."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.server.http_load", stdin=PIPE, stdout=PIPE, limit=MAX_LINE_BYTES
     )

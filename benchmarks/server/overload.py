@@ -1,4 +1,4 @@
-"""An overload: three times as many requests as the server can answer, and what becomes of each."""
+"""An overload: three times as many requests as the server can answer, and their outcomes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from benchmarks.server.load_process import LoadProcess
 
 MODEL = "smollm2-135m"
 MAX_RUNNING = 16
-# The machine's speed changes within a minute, by more than an overload may cost. So the goodput is measured
-# in short overloads, each between two peaks, and what takes its time to go wrong in a long one.
+# The machine's speed changes within a minute by more than an overload may cost. So goodput is measured in
+# short overloads, each between two peaks, and slow failures in a long one.
 NUM_SLICES, SLICE_S = 16, 10.0
 LONG_S = 60.0
-# More clients than places, so that none is ever free: the peak is what the server can do at most.
+# More clients than places, so that no place is ever free: the peak is the server's maximum.
 PEAK_STREAMS = 24
-# Answers differ in length: clients in step, who all begin and end at once, are quicker than any real ones.
+# Answers differ in length: clients in lockstep would be faster than real ones.
 LOAD = {"prompt_words": 40, "max_tokens": 32, "spread": 16}
-# Until every place is taken and the first answers have ended; what ends before is not counted.
+# Until all places are taken and the first answers have ended. Answers that end earlier are not counted.
 FILL_S = 4.0
-# What a request may expect to wait, and the time to first token that counts as good.
+# The expected wait above which the server rejects, and the time to first token that counts as good.
 MAX_WAIT_S = 3.0
 GOOD_TTFT_S = 2 * MAX_WAIT_S
 FACTOR = 3
@@ -42,7 +42,7 @@ REFUSED = {429, 503}
 
 @asynccontextmanager
 async def served() -> AsyncIterator[RunningServer]:
-    """A server that refuses what would wait for longer than ``MAX_WAIT_S``."""
+    """Runs a server that rejects requests that would wait longer than ``MAX_WAIT_S``."""
     engine = EngineOptions(MODEL, device="cpu", threads=2, max_running=MAX_RUNNING, kv_tokens=20_000)
     async with running_server(lambda: open_models({MODEL: engine}, max_wait_s=MAX_WAIT_S)) as server:
         yield server
@@ -50,7 +50,7 @@ async def served() -> AsyncIterator[RunningServer]:
 
 @dataclass
 class LongOverload:
-    """What became of each request of it, when the server had recovered, and bytes once a second."""
+    """The outcomes of a long overload, the time of recovery, and memory in bytes once per second."""
 
     outcomes: list[Outcome]
     recovery_s: float
@@ -58,8 +58,8 @@ class LongOverload:
 
 
 async def measure_overload(report: Report, clients: LoadProcess) -> None:
-    """``overload_goodput``: good requests per second against the peak; and that nothing hangs, memory is flat
-    and it recovers."""
+    """Measures ``overload_goodput`` (good requests per second against the peak), lost requests, memory growth
+    and recovery."""
     num_slices, duration_s = (NUM_SLICES, LONG_S) if report.scale == "full" else (2, 10.0)
     async with served() as server:
         port = int(server.url.rpartition(":")[2])
@@ -73,7 +73,7 @@ async def measure_overload(report: Report, clients: LoadProcess) -> None:
         long = await _long_overload(clients, port, duration_s, statistics.median(peaks), alone_s)
     around = [statistics.mean(two) for two in itertools.pairwise(peaks)]
     goodputs = [one / peak for one, peak in zip(slices, around, strict=True)]
-    note = f"overloads of {SLICE_S:.0f} s at {FACTOR} times the median peak, each between two, "
+    note = f"overloads of {SLICE_S:.0f} s at {FACTOR} times the median peak, each between two peaks "
     note += f"of {min(peaks):.1f} to {max(peaks):.1f} good requests/s"
     report.results.append(median_of("server.overload_goodput", goodputs, "ratio", goal=">= 0.9", note=note))
     _tell(report, long, duration_s)
@@ -102,7 +102,7 @@ async def _long_overload(
 
 
 async def _peak_per_s(clients: LoadProcess, port: int, seed: int) -> float:
-    """What the server does at most: good requests per second of a closed loop that leaves no place free."""
+    """Returns the peak: good requests per second of a closed loop that leaves no place free."""
     _, outcomes = await clients.put(
         port=port, streams=PEAK_STREAMS, requests=0, duration_s=SLICE_S, seed=seed, **LOAD
     )
@@ -110,15 +110,15 @@ async def _peak_per_s(clients: LoadProcess, port: int, seed: int) -> float:
 
 
 def _good_per_s(outcomes: Sequence[Outcome], duration_s: float) -> float:
-    """Good answers that ended while requests came, per second, without the time in which places fill."""
+    """Returns good answers per second while requests arrive, without the time in which places fill."""
     began_s = min(o.began_s for o in outcomes)
     ends_s = [o.began_s + o.took_s - began_s for o in _good(outcomes)]
     return sum(FILL_S <= end_s <= duration_s for end_s in ends_s) / (duration_s - FILL_S)
 
 
 async def _recovery_s(clients: LoadProcess, port: int, alone_s: float) -> float:
-    """From the last answer of the overload on: until a request has its first token about as soon as before,
-    which was ``alone_s``."""
+    """Returns the seconds from the overload's last answer until the time to first token is back to about
+    ``alone_s``."""
     began_s = time.perf_counter()
     while await _alone_ttft_s(clients, port) > 2 * alone_s:
         pass
@@ -126,13 +126,13 @@ async def _recovery_s(clients: LoadProcess, port: int, alone_s: float) -> float:
 
 
 async def _alone_ttft_s(clients: LoadProcess, port: int) -> float:
-    """Time to first token of a request that nobody else is there with; infinite where it is refused."""
+    """Returns the time to first token of a request on an idle server; infinite if it is rejected."""
     _, [outcome] = await clients.put(port=port, prompt_words=LOAD["prompt_words"], max_tokens=1, seed=5)
     return outcome.ttft_s if outcome.status == 200 else math.inf
 
 
 async def _watch_memory(samples: list[int], clients_pid: int) -> None:
-    """Of the server and its engine, once a second."""
+    """Samples the memory of the server and its engine once per second."""
     server = psutil.Process()
     while True:
         processes = [server, *server.children(recursive=True)]
@@ -149,8 +149,8 @@ def _tell(report: Report, long: LongOverload, duration_s: float) -> None:
     good = len(_good(long.outcomes))
     refused = sum(counts[status] for status in REFUSED)
     lost = len(long.outcomes) - refused - counts[200]
-    note = f"neither answered nor refused, of {len(long.outcomes)} in {duration_s:.0f} s: {good} good, "
-    note += f"{counts[200] - good} late, {refused} refused with 429 or 503"
+    note = f"neither answered nor rejected, of {len(long.outcomes)} in {duration_s:.0f} s: {good} good, "
+    note += f"{counts[200] - good} late, {refused} rejected with 429 or 503"
     report.results += [
         Result("server.overload_lost", lost, "requests", [lost], note, "<= 0"),
         median_of(
@@ -158,20 +158,24 @@ def _tell(report: Report, long: LongOverload, duration_s: float) -> None:
             [long.recovery_s],
             "s",
             goal="<= 5",
-            note="after the last answer, until the first token comes about as soon as before",
+            note="from the last answer until the time to first token is back to normal",
         ),
         _flatness(long.samples),
     ]
     refusals_ms = sorted(o.took_s * 1000 for o in long.outcomes if o.status in REFUSED)
     if refusals_ms:
         p99 = refusals_ms[int(len(refusals_ms) * 0.99)]
-        report.results.append(median_of("server.refusal_ms_p99", [p99], "ms", note="a refusal's whole time"))
+        report.results.append(
+            median_of(
+                "server.refusal_ms_p99", [p99], "ms", note="from the request to the end of the rejection"
+            )
+        )
 
 
 def _flatness(samples: Sequence[int]) -> Result:
-    """Growth over the last two thirds of the overload, when everything has been touched."""
+    """Reports growth over the last two thirds of the overload, when all memory has been touched."""
     settled = samples[len(samples) // 3 :]
     third = max(1, len(settled) // 3)
     growth_mb = (statistics.median(settled[-third:]) - statistics.median(settled[:third])) / 1e6
-    note = f"of {samples[-1] / 1e6:.0f} MB, server and engine, over the last two thirds"
+    note = f"of {samples[-1] / 1e6:.0f} MB in the server and the engine, over the last two thirds of the run"
     return median_of("server.overload_growth_mb", [growth_mb], "MB", goal="<= 10", note=note)

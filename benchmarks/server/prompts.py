@@ -1,5 +1,6 @@
-"""Prompts beside each other and beside running streams: what a short request waits beside long prompts, how
-much longer a stream's tokens take beside prompts, and what the limits on a step cost a long prompt alone."""
+"""Prompts beside each other and beside running streams: how long a short request waits beside long prompts,
+how much longer a stream's tokens take beside prompts, and how much the limits on a step slow a long
+prompt."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ KV_TOKENS = 40_000
 
 
 def port_of(server: RunningServer) -> int:
-    """Where it listens."""
+    """Returns the port of the server."""
     return int(server.url.rpartition(":")[2])
 
 
@@ -50,7 +51,8 @@ def _tpot_ms(outcome: Outcome) -> float:
 
 
 async def measure_prompts(report: Report, clients: LoadProcess) -> None:
-    """``short_ttft_beside_long`` and ``tpot_beside_prefill``: in turns alone and beside the prompts."""
+    """Measures ``short_ttft_beside_long`` and ``tpot_beside_prefill``, alternating alone and beside
+    prompts."""
     rounds = 5 if report.scale == "full" else 2
     waits: list[tuple[float, float]] = []
     steps: list[tuple[float, float]] = []
@@ -70,7 +72,8 @@ async def measure_prompts(report: Report, clients: LoadProcess) -> None:
     )
     alone, beside = sorted(steps, key=lambda pair: pair[1] / pair[0])[rounds // 2]
     note = (
-        f"{beside:.1f} against {alone:.1f} ms a token; prompts of {PROMPT_TOKENS:,} words one after the other"
+        f"{beside:.1f} against {alone:.1f} ms per token; "
+        f"prompts of {PROMPT_TOKENS:,} words one after the other"
     )
     ratios = [beside / alone for alone, beside in steps]
     report.results.append(median_of("server.tpot_beside_prefill", ratios, "ratio", goal="<= 3", note=note))
@@ -79,7 +82,7 @@ async def measure_prompts(report: Report, clients: LoadProcess) -> None:
 async def _short_beside_long(
     clients: LoadProcess, others: LoadProcess, port: int, seed: int
 ) -> tuple[float, float]:
-    """What short requests wait alone, and while long prompts are computed. In milliseconds."""
+    """Returns the wait of short requests alone, and while long prompts are computed, in milliseconds."""
     short = {"port": port, "prompt_words": SHORT_WORDS, "max_tokens": 2}
     _, outcomes = await clients.put(**short, requests=8, seed=10 * seed)
     alone_ms = _ttft_ms(outcomes)
@@ -91,7 +94,7 @@ async def _short_beside_long(
         )
         await asyncio.sleep(0.5)  # noqa: TID251  the long prompts are in the engine by then
         _, outcomes = await clients.put(**short, requests=12, seed=10 * seed + 2)
-        assert not long.done(), "the long prompts were over before the short requests"
+        assert not long.done(), "the long prompts ended before the short requests"
     _, longs = long.result()
     assert all(outcome.status == 200 for outcome in longs), [outcome.status for outcome in longs]
     return alone_ms, _ttft_ms(outcomes)
@@ -100,7 +103,7 @@ async def _short_beside_long(
 async def _stream_beside_prompts(
     clients: LoadProcess, others: LoadProcess, port: int, seed: int
 ) -> tuple[float, float]:
-    """What a stream's tokens take alone, and while prompts are computed. In milliseconds each."""
+    """Returns the milliseconds per token of a stream alone, and while prompts are computed."""
     stream = {"port": port, "prompt_words": SHORT_WORDS, "max_tokens": STREAM_TOKENS}
     _, [outcome] = await clients.put(**stream, seed=10 * seed + 3)
     alone_ms = _tpot_ms(outcome)
@@ -116,7 +119,7 @@ async def _stream_beside_prompts(
 
 
 async def measure_long_prompt(report: Report, clients: LoadProcess) -> None:
-    """``long_prompt_throughput``: a long prompt alone, in limited steps against steps of the whole budget."""
+    """Measures ``long_prompt_throughput``: a long prompt alone, in limited steps against full steps."""
     limit_spinning()
     from agentflow.engine.models.torch_runner import TorchRunner
 
@@ -126,7 +129,7 @@ async def measure_long_prompt(report: Report, clients: LoadProcess) -> None:
     def prompt_s() -> float:
         scheduler = Scheduler(num_slots=KV_TOKENS, max_context=8_192, config=SchedulerConfig())
         took: list[float] = []
-        for number in range(2):  # the first one is what the cost of steps is learned from
+        for number in range(2):  # the scheduler learns the cost of steps from the first one
             prompt = numbers.integers(10, 49_000, LONG_TOKENS, dtype=np.int32)
             request = Request.create(number, prompt, 1, SamplingParams())
             scheduler.add(request)

@@ -1,7 +1,7 @@
 """``python -m benchmarks.server.scripted_server``: a real server with a scripted generator.
 
-A gen answers with as many words as its ``max_tokens`` says. The address is the first line printed; it
-serves until its input ends.
+A gen answers with ``max_tokens`` words. The first line printed is the address. The server runs until standard
+input ends.
 """
 
 from __future__ import annotations

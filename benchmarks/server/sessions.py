@@ -1,4 +1,4 @@
-"""Memory of sessions that do nothing: what a server has more of it with a thousand of them open."""
+"""Memory of idle sessions: how much more a server uses with a thousand of them open."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ AT_ONCE = 50
 
 
 async def measure_sessions(report: Report, _: LoadProcess) -> None:
-    """``idle_session_kb``: each run on a server of its own."""
+    """Measures ``idle_session_kb``; each run has its own server."""
     runs = [await _session_kb() for _ in range(3 if report.scale == "full" else 1)]
     note = (
-        f"resident memory of a server with {NUM_SESSIONS} idle websocket sessions, less without, per session"
+        f"resident memory of a server with {NUM_SESSIONS} idle websocket sessions "
+        "minus that without, per session"
     )
     report.results.append(median_of("server.idle_session_kb", runs, "KB", goal="<= 50", note=note))
 
@@ -50,11 +51,11 @@ async def _session_kb() -> float:
 
 
 async def _open(stack: AsyncExitStack, url: str, count: int) -> None:
-    """So many sessions, greeted."""
+    """Opens this many sessions."""
 
     async def one() -> None:
         socket = await stack.enter_async_context(connect(url, compression=None, ping_interval=None))
-        # A session that ends without a word is kept for its client to come back to.
+        # A session whose connection breaks is kept, so that its client can resume it.
         stack.push_async_callback(socket.send, encode(Bye(), binary=True))
         await socket.send(encode(Hello(VERSION), binary=True))
         data = await socket.recv()
@@ -72,8 +73,8 @@ def _resident(server: Process) -> int:
 
 
 async def _settled(server: Process) -> None:
-    """Waits until its memory stands still."""
+    """Waits until the memory of the process is constant."""
     last = -1
     while (now := _resident(server)) != last:
         last = now
-        await asyncio.sleep(0.5)  # noqa: TID251  between two looks
+        await asyncio.sleep(0.5)  # noqa: TID251  between two samples

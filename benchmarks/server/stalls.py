@@ -1,8 +1,8 @@
-"""How long one request can hold up all others: the longest time in which the server's event loop takes no
-turn, under bodies and frames of the largest size in the worst shapes known.
+"""How long one request can block all others: the longest time in which the server's event loop is blocked by
+bodies and frames of the largest size in the worst known shapes.
 
-``python -m benchmarks.server.stalls PORT`` is the client: it sends one shape after the other, and prints the
-name of each before it and the status after it.
+``python -m benchmarks.server.stalls PORT`` is the client. It sends one shape after the other, and prints the
+name of each before sending and the status after it.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ CALL = b'{"id":"a","type":"function","function":{"name":"a","arguments":"{}"}}'
 
 
 def repeated(part: bytes, *, num_bytes: int = BODY_BYTES) -> bytes:
-    """As many as fit."""
+    """Returns the part as often as it fits into a body, separated by commas."""
     return b",".join([part] * (num_bytes // (len(part) + 1)))
 
 
 def bodies() -> Iterator[tuple[str, str, bytes]]:
-    """A name, a path and a body."""
+    """Yields a name, a path and a body for each shape."""
     schema = b',"response_format":{"type":"json_schema","json_schema":{"name":"a","schema":{"enum":[%b]}}}}'
     tool = b',"tools":[{"type":"function","function":{"name":"a","parameters":{"enum":[%b]}}}]}'
     calls = b',{"role":"assistant","tool_calls":[%b]}]}'
@@ -93,7 +93,7 @@ def bodies() -> Iterator[tuple[str, str, bytes]]:
 
 
 def frames() -> Iterator[tuple[str, bool, bytes]]:
-    """A name, whether it is msgpack, and a frame."""
+    """Yields a name, whether the frame is msgpack, and the frame, for each shape."""
     user = Message("user", "x")
     lists = ToolSpec("a", "", {"enum": [[]] * (FRAME_BYTES // 3)})
     few = ToolSpec("a", "", {"enum": [[]] * 49_000})
@@ -126,37 +126,41 @@ def put_body(port: int, path: str, body: bytes) -> str:
 
 
 def put_frame(port: int, is_binary: bool, frame: bytes) -> str:
-    """What came for it."""
+    """Sends a frame, and returns the kind of the answer."""
     hello = encode(Hello(VERSION), binary=is_binary)
     with connect(f"ws://127.0.0.1:{port}{SESSION_PATH}", max_size=None) as socket:
         try:
             socket.send(hello if is_binary else hello.decode())
             socket.recv()
             socket.send(frame if is_binary else frame.decode())
-            told = socket.recv()
-            data = told if isinstance(told, bytes) else msgspec.msgpack.encode(msgspec.json.decode(told))
+            received = socket.recv()
+            data = (
+                received
+                if isinstance(received, bytes)
+                else msgspec.msgpack.encode(msgspec.json.decode(received))
+            )
             return str(msgspec.msgpack.decode(data).get("frame"))
         except ConnectionClosed as closed:
             return str(closed.rcvd.code if closed.rcvd else "closed")
 
 
 def send_all(port: int) -> None:
-    """For the client: each shape, when a line comes."""
+    """The client's main function: sends the next shape for each line of input."""
 
-    def told(name: str, put: Callable[[], str]) -> None:
+    def report(name: str, put: Callable[[], str]) -> None:
         print(name, flush=True)
         sys.stdin.readline()
         print(put(), flush=True)
         sys.stdin.readline()
 
     for name, path, body in bodies():
-        told(name, lambda path=path, body=body: put_body(port, path, body))  # type: ignore[misc]
+        report(name, lambda path=path, body=body: put_body(port, path, body))  # type: ignore[misc]
     for name, is_binary, frame in frames():
-        told(name, lambda b=is_binary, frame=frame: put_frame(port, b, frame))  # type: ignore[misc]
+        report(name, lambda b=is_binary, frame=frame: put_frame(port, b, frame))  # type: ignore[misc]
 
 
 class LoopWatch:
-    """The longest time between two turns of the loop."""
+    """Measures the longest time between two iterations of the event loop."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -170,7 +174,7 @@ class LoopWatch:
 
 
 async def measure_stalls(report: Report, port: int) -> None:
-    """``max_stall_ms``: of the worst shape; the others are in the note."""
+    """Measures ``max_stall_ms`` of the worst shape; the note has the others."""
     collect_garbage_rarely()  # as ``agentflow serve`` does
     client = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.server.stalls", str(port)),

@@ -1,5 +1,5 @@
-"""What serving costs on top of the engine: throughput and time to first token over HTTP against the engine
-driven in process, memory of idle sessions, and what is left of the throughput in an overload."""
+"""The cost of serving on top of the engine: throughput and time to first token over HTTP against the engine
+driven in process, memory of idle sessions, and goodput in an overload."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NUM_TOKENS = 64
 
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[RunningServer, EngineModel]]:
-    """A server in this process, its engine in another, as ``agentflow serve`` has it."""
+    """Runs a server in this process with its engine in another, as ``agentflow serve`` does."""
     engine = EngineOptions(MODEL, device="cpu", threads=2, max_running=NUM_STREAMS, kv_tokens=20_000)
     async with running_server(lambda: open_models({MODEL: engine})) as server:
         [model] = server.service.models
@@ -65,7 +65,7 @@ class InProcess:
         return token_ids
 
     async def throughput(self) -> float:
-        """Output tokens per second of ``NUM_STREAMS`` streams."""
+        """Returns the output tokens per second of ``NUM_STREAMS`` streams."""
         prompts = [self.prompt() for _ in range(NUM_STREAMS)]
         params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
         began_s = time.perf_counter()
@@ -76,7 +76,7 @@ class InProcess:
 
 
 class EngineWatch:
-    """A ``RequestObserver``: how long the engine itself takes for the first text of a request."""
+    """A ``RequestObserver`` that measures the engine's own time to a request's first text."""
 
     def __init__(self) -> None:
         self._sent_s = 0.0
@@ -93,11 +93,11 @@ class EngineWatch:
 
 
 def _hear(progress: Progress) -> None:
-    """Somebody listens, as a caller would."""
+    """Reads the answer, as a caller would."""
 
 
 async def over_http(clients: LoadProcess, port: int, seed: int) -> float:
-    """Output tokens per second of as many streams."""
+    """Returns the output tokens per second of as many streams."""
     wall_s, outcomes = await clients.put(
         port=port, streams=NUM_STREAMS, prompt_words=PROMPT_WORDS, max_tokens=NUM_TOKENS, seed=seed
     )
@@ -107,14 +107,16 @@ async def over_http(clients: LoadProcess, port: int, seed: int) -> float:
 
 
 async def measure_throughput(report: Report, clients: LoadProcess) -> None:
-    """``http_vs_engine``: rounds in turns, each with prompts of its own."""
+    """Measures ``http_vs_engine`` in alternating rounds, each with its own prompts."""
     rounds = 7 if report.scale == "full" else 2
     ratios: list[float] = []
     rates: list[tuple[float, float]] = []
     async with served() as (server, model):
         port, engine = port_of(server), InProcess(model)
         await engine.throughput()
-        await over_http(clients, port, rounds)  # no seed twice, nor its negative: they make the same prompts
+        await over_http(
+            clients, port, rounds
+        )  # each seed once, and never its negative, which makes the same prompts
         for number in range(rounds):
             alone = await engine.throughput()
             http = await over_http(clients, port, number)
@@ -126,8 +128,8 @@ async def measure_throughput(report: Report, clients: LoadProcess) -> None:
 
 
 async def measure_ttft(report: Report, clients: LoadProcess) -> None:
-    """``http_ttft_ms``: what a client waits for its first text, less what the engine's own client waited for
-    the same one: the time of a forward pass differs by more from one request to the next."""
+    """Measures ``http_ttft_ms``: a client's wait for the first text, minus the wait of the engine's own
+    client for the same request, because forward passes vary by more than the difference."""
     rounds = 60 if report.scale == "full" else 15
     added: list[float] = []
     alone: list[float] = []
@@ -146,19 +148,19 @@ async def measure_ttft(report: Report, clients: LoadProcess) -> None:
 
 
 async def measure_max_stall(report: Report, clients: LoadProcess) -> None:
-    """``max_stall_ms``: with a client of its own."""
+    """Measures ``max_stall_ms``, with a separate client."""
     async with served() as (server, _):
         await measure_stalls(report, port_of(server))
 
 
 def run(report: Report, console: Console, only: str) -> None:
-    """All figures whose id contains ``only``."""
+    """Measures the figures whose id contains ``only``."""
     asyncio.run(_measure(report, console, only))
 
 
 async def _measure(report: Report, console: Console, only: str) -> None:
     async with load_process() as clients:
-        lower_priority()  # this process is the server, and the clients are none of it
+        lower_priority()  # this process is the server; the clients are not part of it
         for name, measure in (
             ("server.http_vs_engine", measure_throughput),
             ("server.http_ttft_ms", measure_ttft),

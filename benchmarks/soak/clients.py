@@ -1,4 +1,4 @@
-"""Well-behaved clients of a soak run: each must be answered, or refused as the API's page says."""
+"""Well-behaved clients of a soak run: each must be answered, or rejected as the API documents it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from benchmarks.soak.server import MODEL, SoakServer
 
 ANSWER_S = 180.0
 ANSWERED = "answered"
-# What a server that has much to do, or lost its engine, may say.
+# The errors of a server that is busy or has lost its engine.
 _BUSY = {429, 503, 529}
 _SUBJECTS = [
     "the sea",
@@ -57,18 +57,18 @@ class WrongAnswer(Exception):
 
 @dataclass(frozen=True)
 class Target:
-    """A server and what chance says to one client."""
+    """A server, and the random numbers of one client."""
 
     server: SoakServer
     random: Random
 
     @property
     def base_url(self) -> str:
-        """Of the HTTP APIs."""
+        """The address of the HTTP APIs."""
         return f"http://127.0.0.1:{self.server.port}"
 
     def prompt(self) -> str:
-        """Long enough, and different enough, that the cache is always full; often the start is an old one."""
+        """A prompt: long and varied enough to keep the cache full, and often with an earlier prefix."""
         family = self.random.randrange(12)
         beginning = f"Notes {family}. " + " ".join(f"{word} {family}" for word in _SUBJECTS * 8)
         return f"{beginning}\nTell me about {self.random.choice(_SUBJECTS)} ({self.random.randrange(10**6)})."
@@ -106,13 +106,13 @@ async def raw_chat(target: Target) -> str:
 
 
 async def raw_chat_stream(target: Target) -> str:
-    """The same as a stream, read to its end."""
+    """A streamed chat completion, read to its end."""
     request = Request("POST", "/v1/chat/completions", target.chat(stream=True))
     answer = await exchange(target.server.port, request, timeout_s=ANSWER_S)
     if answer.status != 200:
         return _outcome(answer, lambda _: False)
     blocks = answer.body.decode().split("\n\n")
-    # A comment is sent while nothing else is.
+    # The server sends comments while there is nothing else to send.
     events = [block.removeprefix("data: ") for block in blocks if block and not block.startswith(":")]
     if '"error"' in events[-1] or (len(events) > 1 and '"error"' in events[-2]):
         return "refused in the stream"
@@ -124,7 +124,7 @@ async def raw_chat_stream(target: Target) -> str:
 
 
 async def models_and_tokens(target: Target) -> str:
-    """What needs no engine."""
+    """Sends requests that need no engine."""
     port = target.server.port
     listing = await exchange(port, Request("GET", "/v1/models"), timeout_s=ANSWER_S)
     text = target.prompt()
@@ -167,7 +167,7 @@ async def openai_client(target: Target) -> str:
         except openai.APIError as error:
             return _refused_in_stream(error)
     if not is_right:
-        raise WrongAnswer("what OpenAI's client got is no answer")
+        raise WrongAnswer("OpenAI's client received no valid answer")
     return ANSWERED
 
 
@@ -196,7 +196,7 @@ async def anthropic_client(target: Target) -> str:
 
 
 def _refused(status: int, error: Exception) -> str:
-    # A stream that had begun has the status 200, and its error in an event.
+    # A stream that has begun has status 200, and its error in an event.
     if status not in _BUSY and status != 200:
         raise WrongAnswer(f"{status}: {error}")
     return f"refused {status}" if status != 200 else "refused in the stream"
@@ -210,7 +210,7 @@ def _refused_in_stream(error: Exception) -> str:
 
 @af.program
 async def _weigh(s: af.State, subject: str, prompt: str) -> int:
-    """Branches whose judgments are wired into the verdict without the client in between."""
+    """Branches whose judgments flow into the verdict inside the engine."""
     s += af.system("You weigh things.")
     s += af.user(prompt)
     s += af.assistant(af.select("known", ["yes", "no"]))
@@ -228,11 +228,11 @@ async def _weigh(s: af.State, subject: str, prompt: str) -> int:
 
 
 async def program(target: Target) -> str:
-    """A program in a session; now and then one of its states is cancelled, or it asks for statistics."""
+    """A program in a session, which sometimes cancels one of its states or requests statistics."""
     try:
         async with af.session(target.server.url) as flow:
             if await flow.run(_weigh, target.random.choice(_SUBJECTS), target.prompt()) not in (3, 4):
-                raise WrongAnswer("a choice that was none of the choices")
+                raise WrongAnswer("the result is none of the choices")
             async with flow.state() as s:
                 s += target.prompt()
                 s += af.gen("long", max_tokens=500)
@@ -247,7 +247,7 @@ async def program(target: Target) -> str:
 
 
 async def resume(target: Target) -> str:
-    """A client loses its connection while it is answered, and comes back: nothing is lost or told twice."""
+    """A client that loses its connection and resumes: no text is lost or repeated."""
     url = f"{target.server.url}{SESSION_PATH}"
     decoder = server_frames()
     prompt, var = target.prompt(), 2
@@ -274,7 +274,7 @@ async def resume(target: Target) -> str:
                 if isinstance(event, VarFailed):
                     return f"refused {event.error.code}"
                 if getattr(event, "at", len(text)) != len(text):
-                    raise WrongAnswer("text was lost or told twice")
+                    raise WrongAnswer("text was lost or repeated")
                 text += getattr(event, "text", "")
                 if isinstance(event, Value):
                     await socket.send(_frame(Bye()))

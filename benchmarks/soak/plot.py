@@ -1,5 +1,5 @@
-"""A soak run as a picture: memory above, file descriptors and tasks below, over time, kills marked. SVG,
-legible on light and dark pages."""
+"""The plot of a soak run: memory above, file descriptors and tasks below, over time, with the kills marked.
+An SVG that is legible on light and dark pages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _PANELS: tuple[tuple[str, tuple[Line, ...]], ...] = (
 
 
 def plot(samples: Sequence[Sample], kills_s: Sequence[float], title: str) -> str:
-    """The SVG's text. At least one sample."""
+    """Returns the SVG. Needs at least one sample."""
     height = TOP + len(_PANELS) * (PANEL_HEIGHT + GAP) - GAP + BOTTOM
     last_s = max(samples[-1].at_s, 1.0)
     parts = [
@@ -120,7 +120,7 @@ def _pieces(
     x: Callable[[float], float],
     y: Callable[[float], float],
 ) -> list[str]:
-    """The line's points, broken where there is no value."""
+    """Returns the line's points, with a gap where a value is missing."""
     pieces: list[list[str]] = [[]]
     for sample in samples:
         value = read(sample)

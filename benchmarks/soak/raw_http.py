@@ -1,4 +1,4 @@
-"""HTTP as bytes on a socket, for clients that stop in the middle of it."""
+"""HTTP as bytes on a socket, for clients that stop midway."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ HOST = "127.0.0.1"
 
 
 class BadAnswer(Exception):
-    """The server's answer is no HTTP, or ended too early."""
+    """The server's answer is not HTTP, or ended too early."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``payload``: sent as JSON, where it is not bytes."""
+    """``payload``: bytes, or a value that is sent as JSON."""
 
     method: str
     path: str
@@ -28,14 +28,14 @@ class Request:
 
     @property
     def body(self) -> bytes:
-        """As it is sent."""
+        """The request as bytes."""
         if self.payload is None:
             return b""
         return self.payload if isinstance(self.payload, bytes) else json.dumps(self.payload).encode()
 
     @property
     def head(self) -> bytes:
-        """All before the body. The server closes the connection after its answer."""
+        """The part before the body. The server closes the connection after its answer."""
         lines = [
             f"{self.method} {self.path} HTTP/1.1",
             f"Host: {HOST}",
@@ -65,7 +65,7 @@ async def connect(port: int) -> SocketStream:
 
 
 async def exchange(port: int, request: Request, *, timeout_s: float) -> Answer:
-    """Sends the request and reads the whole answer. ``BadAnswer``, OSError, TimeoutError."""
+    """Sends the request and reads the whole answer. Raises ``BadAnswer``, OSError or TimeoutError."""
     with anyio.fail_after(timeout_s):
         async with await connect(port) as stream:
             try:
@@ -76,7 +76,7 @@ async def exchange(port: int, request: Request, *, timeout_s: float) -> Answer:
 
 
 async def read_all(stream: SocketStream) -> bytes:
-    """Until the server closes."""
+    """Reads until the server closes the connection."""
     parts: list[bytes] = []
     try:
         async for part in stream:
@@ -88,7 +88,7 @@ async def read_all(stream: SocketStream) -> bytes:
 
 
 def parse(data: bytes) -> Answer:
-    """A whole answer, whose body may be chunked."""
+    """Parses a whole answer, whose body may be chunked."""
     head, found, body = data.partition(b"\r\n\r\n")
     lines = head.decode("latin-1").split("\r\n")
     status = lines[0].split(" ")
@@ -103,7 +103,7 @@ def parse(data: bytes) -> Answer:
 
 
 def reset(stream: SocketStream) -> None:
-    """When it is closed the other end sees a reset, not an end."""
+    """Makes closing the socket reset the connection."""
     raw: socket.socket = stream.extra(SocketAttribute.raw_socket)
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 

@@ -1,5 +1,5 @@
-"""Clients of a soak run that break off, are slow, or talk nonsense. Whatever the server answers is right, if
-only it lets go of them."""
+"""Clients of a soak run that disconnect, are slow, or send invalid data. Any answer is right, as long as the
+server releases what they used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.soak.clients import Scenario, Target
 from benchmarks.soak.raw_http import Request, connect, read_all, reset
 
 DONE = "let go"
-# A slow client's patience.
+# How long a slow client stays.
 SLOW_S = 8.0
 LONG = 400
 _BAD_FRAMES: tuple[bytes | str, ...] = (b"\xc1", b"", "{}", encode(Ops(99, ()), binary=True))
@@ -35,8 +35,8 @@ async def _close(stream: SocketStream, target: Target) -> str:
 
 
 async def break_off(target: Target) -> str:
-    """Closes, or resets, the connection: before anything is sent; within the request line, the headers or the
-    body; when all is sent; after the first bytes of the answer."""
+    """Closes or resets the connection: before anything is sent; within the request line, the headers or the
+    body; after the request; or after the first bytes of the answer."""
     is_stream = target.random.random() < 0.7
     request = Request("POST", "/v1/chat/completions", target.chat(stream=is_stream, max_tokens=LONG))
     if target.random.random() < 0.3:
@@ -56,7 +56,7 @@ async def break_off(target: Target) -> str:
 
 
 async def read_slowly(target: Target) -> str:
-    """Reads a byte now and then, or nothing at all, and goes."""
+    """Reads a byte from time to time, or nothing at all, and disconnects."""
     stream = await anyio.connect_tcp("127.0.0.1", target.server.port)
     raw = stream.extra(anyio.abc.SocketAttribute.raw_socket)
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -65,14 +65,14 @@ async def read_slowly(target: Target) -> str:
     with anyio.move_on_after(SLOW_S):
         await stream.send(request.head + request.body)
         while True:
-            await anyio.sleep(0.3)  # noqa: TID251  that is what being slow is
+            await anyio.sleep(0.3)  # noqa: TID251  the client is slow
             if reads:
                 await stream.receive(1)
     return await _close(stream, target)
 
 
 async def talk_nonsense(target: Target) -> str:
-    """Requests that are none."""
+    """Invalid requests."""
     post = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
     nonsense = [
         target.random.randbytes(200),
@@ -102,7 +102,7 @@ async def talk_nonsense(target: Target) -> str:
 
 
 async def abandon_session(target: Target) -> str:
-    """A session whose client vanishes while it runs, or that says something else than frames."""
+    """A session whose client disconnects while it runs, or sends something other than frames."""
     url = f"{target.server.url}{SESSION_PATH}"
     gen = ops.Gen(1, 2, "tale", SamplingParams(max_tokens=LONG, ignore_eos=True))
     frames: list[bytes | str] = [
@@ -119,9 +119,9 @@ async def abandon_session(target: Target) -> str:
                 await connection.send(frame)
             match target.random.randrange(4):
                 case 0:
-                    with anyio.move_on_after(3):  # nothing may be what comes
+                    with anyio.move_on_after(3):  # there may be no answer
                         await connection.recv()
-                case 1:  # a frame of the websocket protocol that is none
+                case 1:  # an invalid frame of the websocket protocol
                     connection.transport.write(target.random.randbytes(40))
                 case 2:
                     raw = connection.transport.get_extra_info("socket")
@@ -135,7 +135,7 @@ async def abandon_session(target: Target) -> str:
 
 
 async def leave_session(target: Target) -> str:
-    """A session that is left, in good order, while everything in it runs."""
+    """A session that is closed properly while everything in it runs."""
     try:
         async with af.session(target.server.url) as flow, flow.state() as s:
             s += target.prompt()

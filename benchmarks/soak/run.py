@@ -1,5 +1,5 @@
-"""``python -m benchmarks soak [--minutes 10] [--out DIR]``: clients of all kinds, good and bad, on a real
-server whose engine is killed twice; what leaks shows. Writes soak.svg, soak.json and the server's log."""
+"""``python -m benchmarks soak [--minutes 10] [--out DIR]``: good and bad clients on a real server
+whose engine is killed twice. Reports leaks, and writes soak.svg, soak.json and the server's log."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from benchmarks.soak.samples import Check, Sample, growth_checks, rest_checks
 from benchmarks.soak.server import RESUME_GRACE_S, SoakServer, soak_server
 
 NUM_CLIENTS = 8
-# Between two scenarios of a client, on average: the server is busy, and not overloaded.
+# The mean pause between two scenarios of a client: the server is busy, but not overloaded.
 PAUSE_S = 0.5
 SAMPLE_S = 3.0
 KILLS_AT = (0.25, 0.45)
-# When all clients are gone everything is given back within the grace of sessions and the time to notice.
+# After all clients have disconnected, everything is released within the grace period of sessions plus the
+# time to notice.
 REST_S = RESUME_GRACE_S + 30.0
 SEED = 1
 WRONG = "WRONG"
@@ -47,7 +48,7 @@ class Soak:
         self._has_ended = False
 
     async def run(self) -> list[Check]:
-        """All of it; what has to hold then."""
+        """Runs the whole soak run. Returns the checks."""
         before = await self._server.sample()
         self.samples.append(before)
         async with anyio.create_task_group() as watchers:
@@ -101,7 +102,7 @@ class Soak:
             self.kills_s.append(self._server.now_s)
 
     async def _rest(self, before: Sample) -> Sample:
-        """The first sample in which everything is given back, or the last one that was waited for."""
+        """Returns the first sample in which everything is released, or the last one before the timeout."""
         begun_s = self._server.now_s
         while True:
             sample = await self._server.sample()
@@ -109,11 +110,11 @@ class Soak:
             is_over = self._server.now_s - begun_s > REST_S
             if is_over or all(check.holds for check in rest_checks(before, sample)):
                 return sample
-            await anyio.sleep(1)  # noqa: TID251  nobody says when
+            await anyio.sleep(1)  # noqa: TID251  there is no event to wait for
 
 
 def main(minutes: float, folder: Path, console: Console) -> int:
-    """Runs it; 1 where something leaked or was answered wrongly."""
+    """Runs it. Returns 1 if something leaked or an answer was wrong."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("httpx", "openai", "anthropic"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,5 +1,5 @@
-"""What a soak run notes every few seconds, and what it makes of it: slopes that outliers do not bend, and
-whether something leaked."""
+"""The samples that a soak run takes every few seconds, and their evaluation: slopes that are robust against
+outliers, and whether something leaked."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
 
-# Until then caches fill, allocators find their size, and lazy imports happen.
+# Until then, caches fill, allocators grow, and lazy imports run.
 WARM_UP_SHARE = 0.2
-# An engine process that has just been started has all that before it: its cache takes memory as it fills.
+# The same for an engine process that was just started: its cache takes memory as it fills.
 ENGINE_WARM_UP_S = 90.0
-# Less than that says nothing of growth.
+# Shorter series are not judged.
 MIN_JUDGED_S = 60.0
 MAX_MB_PER_HOUR = 60.0
 # The ways to the compiling process and to an engine that was started anew, and a scrape of ours.
@@ -21,16 +21,16 @@ FD_SLACK = 4
 TASK_SLACK = 3
 
 Process = Literal["server", "engine", "compiler"]
-# Growth from the warm-up's end to the end that counts as none, beside so much an hour. Native memory of an
-# engine grows by less and less for some minutes (measured with 8 clients: 20 MB from 50 s to 200 s of its
-# life, 9 MB in the next 240 s).
+# Growth after the warm-up that is allowed, in addition to a rate per hour. The native memory of an engine
+# grows ever more slowly for some minutes (measured with 8 clients: 20 MB from 50 s to 200 s of its life, 9 MB
+# in the next 240 s).
 NOISE_MB: dict[Process, float] = {"server": 8.0, "compiler": 8.0, "engine": 40.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The state at ``at_s`` seconds. ``*_mb``: resident memory, 0 where there is no such process just now.
-    The last five are what /metrics says; None where it did not answer in time."""
+    """The state at ``at_s`` seconds. ``*_mb``: resident memory, 0 if the process does not exist at the time.
+    The last five are from /metrics, or None if it did not answer in time."""
 
     at_s: float
     server_mb: float
@@ -47,7 +47,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """``mb``: over the ``took_s`` of the samples it was taken from, at the slope ``mb_per_hour``."""
+    """Growth by ``mb`` over the ``took_s`` seconds of the samples, with the slope ``mb_per_hour``."""
 
     mb: float
     mb_per_hour: float
@@ -56,13 +56,13 @@ class Growth:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether that is no leak."""
+        """Whether the growth is within the limit."""
         return self.mb <= self.allowed_mb
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that has to hold at the end."""
+    """One condition that must hold at the end."""
 
     name: str
     holds: bool
@@ -71,7 +71,7 @@ class Check:
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """Theil and Sen's: the median of the slopes between all pairs. 0 where there are no two places.
+    """Returns the Theil-Sen slope: the median of the slopes between all pairs. 0 if there are no two places.
 
     >>> slope([(0, 1.0), (1, 3.0), (2, 5.0), (3, 700.0)])
     2.0
@@ -81,7 +81,8 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 def growth(samples: Sequence[Sample], process: Process, from_s: float) -> Growth:
-    """Of the process's memory from then on; times at which there was no such process do not count."""
+    """Returns the growth of the process's memory from then on, without the times at which it did not
+    exist."""
     points = [
         (sample.at_s, mb)
         for sample in samples
@@ -94,7 +95,7 @@ def growth(samples: Sequence[Sample], process: Process, from_s: float) -> Growth
 
 
 def growth_checks(samples: Sequence[Sample], minutes: float, last_kill_s: float) -> list[Check]:
-    """Of the server after the warm-up, and of the last engine process after a warm-up of its own."""
+    """Checks the growth of the server after the warm-up, and of the last engine process after its own."""
     warm_s = WARM_UP_SHARE * minutes * 60
     checks = []
     starts: tuple[tuple[Process, float], ...] = (
@@ -114,7 +115,8 @@ def growth_checks(samples: Sequence[Sample], minutes: float, last_kill_s: float)
 
 
 def rest_checks(before: Sample, after: Sample) -> list[Check]:
-    """What has to be given back when all clients are gone. ``before`` any of them came."""
+    """Checks what must be released after all clients have disconnected. ``before``: the sample before the
+    first."""
     checks = [
         Check(name, value == 0, "unknown" if value is None else f"{value:g}", "0")
         for name, value in (

@@ -1,5 +1,5 @@
-"""The server of a soak run: ``agentflow serve`` as a process of its own, whose engine can be killed, and that
-is looked at from outside."""
+"""The server of a soak run: ``agentflow serve`` as a separate process, which is observed from outside and
+whose engine can be killed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RESUME_GRACE_S = 5.0
 END_S = 60.0
 SCRAPE_S = 8.0
 
-# What the server may say when its engine is killed and when clients talk nonsense. All else is unexpected.
+# The log lines that killed engines and invalid requests may cause. All others are unexpected.
 _EXPECTED = (
     r"agentflow serves .* at ws://",
     r"OpenAI's API is at http://",
@@ -51,7 +51,7 @@ class SoakServer:
 
     @property
     def now_s(self) -> float:
-        """Seconds since it was ready."""
+        """Seconds since the server was ready."""
         return time.monotonic() - self._began_s
 
     @property
@@ -60,7 +60,7 @@ class SoakServer:
         return bool(self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE)
 
     def kill_engine(self) -> bool:
-        """SIGKILL; False where there is none just now."""
+        """Kills the engine with SIGKILL. Returns False if there is no engine process at the time."""
         engine = self._child("agentflow.engine.process.worker")
         if engine is None:
             return False
@@ -68,7 +68,7 @@ class SoakServer:
         return True
 
     async def sample(self) -> Sample:
-        """How it stands now."""
+        """Takes a sample."""
         engine = self._child("agentflow.engine.process.worker")
         compiler = self._child("agentflow.engine.grammar.compiler.worker")
         gauges = await self._gauges()
@@ -87,7 +87,7 @@ class SoakServer:
         )
 
     def unexpected_lines(self) -> list[str]:
-        """Lines of its log that no client may bring about. A traceback's lines are such."""
+        """Returns the lines of its log that no client may cause, such as those of a traceback."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         return [line for line in lines if not any(re.search(pattern, line) for pattern in _EXPECTED)]
 
@@ -115,7 +115,7 @@ class SoakServer:
 
 @contextmanager
 def soak_server(log: Path) -> Iterator[SoakServer]:
-    """A server with a cache that is always full, on a port of its own choice. Its output goes to ``log``."""
+    """Runs a server with a cache that is always full, on a free port. Its output goes to ``log``."""
     options = ["--model", MODEL, "--port", "0", "--kv-tokens", f"{KV_TOKENS}", "--max-running", "16"]
     options += ["--resume-grace", f"{RESUME_GRACE_S}"]
     command = [sys.executable, "-m", "agentflow", "serve", *options]

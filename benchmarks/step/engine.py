@@ -1,5 +1,5 @@
-"""What is around the kernels in an engine's step: scheduling, Python, sampling, detokenising, and what its
-messages cost on their way to the server's process."""
+"""The parts of an engine's step outside the kernels: scheduling, Python, sampling, detokenising, and the
+messages to the server's process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_SLOTS = 40_000
 
 
 def measure(report: Report, folder: Path) -> None:
-    """``overhead_share``: what of a step is not in a kernel; alone and for 32 streams."""
+    """Measures ``overhead_share``: the share of a step outside the kernels, for 1 and for 32 streams."""
     runner = TorchRunner(folder, num_slots=NUM_SLOTS, device="cpu", num_threads=2)
     with _other_process() as connection:
 
@@ -55,7 +55,7 @@ def measure(report: Report, folder: Path) -> None:
 
 @contextmanager
 def _other_process() -> Iterator[socket.socket]:
-    """A socket as an engine process has it; a process at its other end reads all that comes."""
+    """Opens a socket like an engine process's, with a process at the other end that reads everything."""
     mine, its_own = socket.socketpair()
     with subprocess.Popen(["cat"], stdin=its_own.fileno(), stdout=subprocess.DEVNULL), mine:
         its_own.close()
@@ -63,7 +63,7 @@ def _other_process() -> Iterator[socket.socket]:
 
 
 def _overhead(engine: Engine, first_id: int, num: int, context: int) -> tuple[float, str]:
-    """One batch of requests, decoding; what of its steps is not in a kernel."""
+    """Decodes one batch of requests, and measures the share of its steps outside the kernels."""
     numbers = random.Random(first_id)
     params = SamplingParams(max_tokens=4 * NUM_STEPS, ignore_eos=True, temperature=0.7, top_p=0.9)
     for request_id in range(first_id, first_id + num):
@@ -91,7 +91,7 @@ def _overhead(engine: Engine, first_id: int, num: int, context: int) -> tuple[fl
     each["run"] -= 1e3 * in_kernels / NUM_STEPS
     around = ", ".join(f"{name} {ms:.2f}" for name, ms in each.items())
     note = (
-        f"{num} streams at {context} tokens, top_p 0.9: {1e3 * took / NUM_STEPS:.1f} ms a step, "
+        f"{num} streams at {context} tokens, top_p 0.9: {1e3 * took / NUM_STEPS:.1f} ms per step, "
         f"{1e3 * in_kernels / NUM_STEPS:.1f} in kernels; around them, ms: {around} (to another process, and "
         f"while a step runs); of complete, detokenising {text_ms:.2f} (last run)"
     )
@@ -99,7 +99,7 @@ def _overhead(engine: Engine, first_id: int, num: int, context: int) -> tuple[fl
 
 
 def _text_ms(engine: Engine) -> float:
-    """What following the texts takes of a step, in some more steps."""
+    """Measures the time of detokenising per step, in some more steps."""
     took = 0.0
     really_push = TextEnd.push
 

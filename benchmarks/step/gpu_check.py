@@ -1,9 +1,9 @@
-"""``make gpu-check``: whether the model runs right on this machine's GPU, and how near to what the GPU can
-do.
+"""``make gpu-check``: whether the model runs correctly on this machine's GPU, and how close it is to the
+GPU's limits.
 
-Runs where nothing is but Python, torch and numpy, and a few small packages (``WHEELS=`` of the Makefile
-brings what is missing). Without a GPU it says so and exits 0; with one, 1 where a check fails. ``--device cpu
---tiny`` tries the program itself out.
+Needs Python, torch, numpy and a few small packages; the Makefile's ``WHEELS=`` supplies missing ones. Without
+a GPU it prints a line and exits with 0; with one, it exits with 1 if a check fails. ``--device cpu --tiny``
+tests the program itself.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _check(device_name: str, is_tiny: bool, file: Path | None) -> int:
 
 
 def differing_tokens(device: Any, num_tokens: int = 48) -> list[str]:
-    """Where greedy ids of a random model in float32 on ``device`` are not those of the CPU: prompts of
-    several lengths at once, one of them after a prefix that another has computed, then decoded together."""
+    """Returns the differences between greedy token ids on ``device`` and on the CPU, for a random model in
+    float32: prompts of several lengths in one batch, one of them after a prefix that another computed."""
     import torch
 
     from benchmarks.step.random_llama import TINY, RandomRunner
@@ -86,7 +86,7 @@ def differing_tokens(device: Any, num_tokens: int = 48) -> list[str]:
 
 PROMPTS = (5, 300, 130, 64)
 SHARED = 200
-"""Tokens of the second prompt that the last request has in front of its own."""
+"""Tokens of the second prompt with which the last request begins."""
 
 
 def _greedy_ids(runner: Any, num_tokens: int) -> list[list[int]]:
@@ -137,7 +137,7 @@ def _greedy_ids(runner: Any, num_tokens: int) -> list[list[int]]:
 
 
 def measure(report: Any, device: Any, config: Any, num_slots: int) -> None:
-    """Decode and prefill against the bytes that this GPU reads and the products that it forms."""
+    """Compares decode and prefill with this GPU's memory bandwidth and matrix throughput."""
     import torch
 
     from benchmarks.report import median_of
@@ -187,7 +187,7 @@ def _multiply_flops(device: Any, is_small: bool) -> float:
 
 
 def _timed_ms(call: Callable[[], object], device: Any, runs: int) -> list[float]:
-    """Each run's time until the device is done, after two that are not counted."""
+    """Returns the time of each run until the device is done, after two warm-up runs."""
     import torch
 
     took = []

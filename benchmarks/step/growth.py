@@ -1,5 +1,5 @@
-"""How the costs of a step grow: its time with the batch, the context, the size of a prefix tree and the depth
-of the queue, and memory with the tokens that are cached. Each as a curve, with the exponent that fits it."""
+"""How the cost of a step grows: its time with the batch, the context, the size of a prefix tree and the depth
+of the queue, and memory with the number of cached tokens. Each is a curve with its fitted exponent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUEUE_DEPTHS = (300, 1_000, 3_000, 10_000)
 
 
 def measure(runner: TorchRunner, report: Report) -> None:
-    """``step.growth_*``: exponents; at full scale the plot is drawn, too."""
+    """Measures the exponents ``step.growth_*``; at full scale, also draws the plot."""
     runs = 5 if report.scale == "full" else 3
     num_slots, most = runner.info.num_slots, runner.info.max_context
     by_batch = [_step_ms(runner, batch_of(Shape(n, 300), num_slots, most), runs) for n in BATCHES]
@@ -38,9 +38,9 @@ def measure(runner: TorchRunner, report: Report) -> None:
     by_depth = [_schedule_ms(depth, runs) for depth in QUEUE_DEPTHS]
     tokens, memory = _memory_of_cached_tokens(num_slots)
     curves = [
-        Curve("batch", "streams at 300 tokens", "ms a step", BATCHES, by_batch),
-        Curve("context", "tokens of context, 8 streams", "ms a step", contexts, by_context),
-        Curve("tree", "leaves of a binary prefix tree", "ms a step", LEAVES, by_tree),
+        Curve("batch", "streams at 300 tokens", "ms per step", BATCHES, by_batch),
+        Curve("context", "tokens of context, 8 streams", "ms per step", contexts, by_context),
+        Curve("tree", "leaves of a binary prefix tree", "ms per step", LEAVES, by_tree),
         Curve("queue", "waiting requests", "ms to schedule", QUEUE_DEPTHS, by_depth),
         Curve("memory", "cached tokens", "MB", tokens, memory),
     ]

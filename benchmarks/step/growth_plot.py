@@ -1,5 +1,5 @@
-"""Curves of costs side by side, each on logarithmic axes with the line that fits it. SVG, legible on light
-and dark pages."""
+"""Plots cost curves side by side on logarithmic axes, each with its fitted line. An SVG that is legible on
+light and dark pages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ text { fill: currentColor; }
 
 @dataclass(frozen=True)
 class Curve:
-    """A cost ``ys`` in ``unit`` over ``xs``, of which ``label`` says what they are."""
+    """A cost ``ys`` in ``unit`` over ``xs``, which ``label`` describes."""
 
     name: str
     label: str
@@ -35,7 +35,7 @@ class Curve:
 
     @property
     def exponent(self) -> float:
-        """k of the c xᵏ that fits best (least squares of the logarithms)."""
+        """The k of the c xᵏ that fits best (least squares of the logarithms)."""
         return self.fit[0]
 
     @property
@@ -46,7 +46,7 @@ class Curve:
 
 
 def plot(curves: Sequence[Curve]) -> str:
-    """The SVG's text."""
+    """Returns the SVG."""
     rows = math.ceil(len(curves) / COLUMNS)
     width, height = COLUMNS * WIDTH, rows * HEIGHT
     parts = [

@@ -1,5 +1,5 @@
-"""What a client sees of it: output tokens a second of 32 unshared requests over HTTP, and the time to the
-first token of a short prompt. The clients are a process of their own on the same cores."""
+"""The client's view: output tokens per second of 32 unshared requests over HTTP, and the time to first token
+of a short prompt. The clients are a separate process on the same cores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT_TOKENS, SHORT_PROMPT_TOKENS = 256, 128
 
 
 def measure(report: Report) -> None:
-    """``http_tokens_s`` and ``http_ttft_ms``."""
+    """Measures ``http_tokens_s`` and ``http_ttft_ms``."""
     asyncio.run(_measure(report, 5 if report.scale == "full" else 2))
 
 
@@ -26,18 +26,19 @@ async def _measure(report: Report, runs: int) -> None:
     async with load_process() as clients, served() as (server, model):
         lower_priority()
         port = port_of(server)
-        # No seed twice: its prompts would be in the cache.
+        # Each seed once: its prompts would otherwise be in the cache.
         rates = [await _rate(clients, port, model, seed) for seed in range(1, runs + 2)][1:]
         first = [await _ttft_ms(clients, port, model, 100 + seed) for seed in range(5 * runs + 3)][3:]
     note = f"{NUM_STREAMS} unshared requests of {PROMPT_TOKENS} + {NUM_TOKENS} tokens; the goal is for AMX"
     report.results.append(median_of("step.http_tokens_s", rates, "tokens/s", note=note, goal=">= 650"))
-    note = f"a prompt of {SHORT_PROMPT_TOKENS} tokens, all else idle; the goal is for AMX"
+    note = f"a prompt of {SHORT_PROMPT_TOKENS} tokens, on an idle server; the goal is for AMX"
     found = [statistics.median(first)]
     report.results.append(median_of("step.http_ttft_ms", found, "ms", note=note, goal="< 30"))
 
 
 def _words_for(model: EngineModel, num_tokens: int) -> int:
-    """So many words make a prompt of about ``num_tokens`` tokens (each of them is one, with its space)."""
+    """Returns the number of words in a prompt of about ``num_tokens`` tokens; a word with its space is one
+    token."""
     in_template = len(InProcess(model, 1).prompt()) - 1
     return num_tokens - in_template
 

@@ -1,5 +1,5 @@
-"""What this machine can do at best, measured: bytes read from memory a second, and bfloat16 operations of a
-matrix product a second."""
+"""The measured limits of this machine: bytes read from memory per second, and bfloat16 operations of matrix
+products per second."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ SIZE = 2048
 
 @dataclass(frozen=True)
 class Limits:
-    """``bytes_s``: read; ``flops``: of products a second."""
+    """``bytes_s``: bytes read per second; ``flops``: operations per second."""
 
     bytes_s: float
     flops: float
 
     def bytes_ms(self, work: Work) -> float:
-        """Milliseconds that reading takes."""
+        """Milliseconds to read the bytes."""
         return 1e3 * work.num_bytes / self.bytes_s
 
     def flops_ms(self, work: Work) -> float:
-        """Milliseconds that multiplying takes."""
+        """Milliseconds to do the operations."""
         return 1e3 * work.flops / self.flops
 
     def ms(self, work: Work) -> float:
@@ -35,7 +35,7 @@ class Limits:
 
 
 def measure_limits(num_tries: int = 8) -> Limits:
-    """The best of some tries, with torch's threads: a limit is what is not exceeded."""
+    """Measures the limits with torch's threads: the best of several attempts."""
     memory = torch.ones(READ_BYTES // 8, dtype=torch.float64)
     left, right = (torch.randn(SIZE, SIZE).bfloat16() for _ in range(2))
     read_s = min(_timed_s(memory.sum) for _ in range(num_tries))

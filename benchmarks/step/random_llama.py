@@ -1,5 +1,4 @@
-"""Llama-shaped models with random weights, made in place on a device: for machines to which no model can be
-brought."""
+"""Llama-shaped models with random weights, created on the device, for machines without a model file."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ def llama_config(
     num_kv_heads: int,
     vocab_size: int,
 ) -> LlamaConfig:
-    """A config of those sizes."""
+    """Returns a config of these sizes."""
     return LlamaConfig(
         architecture="LlamaForCausalLM",
         vocab_size=vocab_size,
@@ -52,12 +51,12 @@ LLAMA_8B = llama_config(4096, 14336, 32, 32, 8, 128_256)
 def random_llama(
     config: LlamaConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device
 ) -> LlamaModel:
-    """The model; the same numbers on every device where they are small enough to be made on the CPU."""
+    """Returns the model. Small models are made on the CPU, so that they are equal on every device."""
     generator = torch.Generator(device if config.hidden_size > 1024 else "cpu").manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         made = torch.randn(*shape, generator=generator, device=generator.device, dtype=torch.float32)
-        # Large enough that greedy tokens differ and near-ties are rare.
+        # Large enough for varied greedy tokens with few near-ties.
         return made.mul_(2.0 * shape[-1] ** -0.5).to(dtype).to(device)
 
     def linear(num_out: int, num_in: int, *, gated: bool = False) -> LinearWeight:
@@ -95,7 +94,7 @@ def random_llama(
 
 @dataclass
 class RandomRunner:
-    """What ``TorchRunner`` is for a folder: such a model with a KV pool of ``num_slots`` tokens."""
+    """Like ``TorchRunner``, but for a random model, with a KV pool of ``num_slots`` tokens."""
 
     config: LlamaConfig
     num_slots: int
@@ -120,6 +119,6 @@ class RandomRunner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> IntArray:
-        """The tokens of the batch's sampled rows."""
+        """Returns the tokens of the batch's sampled rows."""
         given = forward_input_of(batch, self.kernels, self.pool.layers)
         return self.model.choose(given, choice_rows(batch.sampled))

@@ -1,8 +1,8 @@
-"""The budget of a step: what it must read and multiply, how long that takes at best on this machine, how long
-it takes, and what the rest is spent on.
+"""The budget of a step: what it must read and multiply, the minimum time for that on this machine, the actual
+time, and where the difference goes.
 
-The limits are measured in the same run. ``of_limit`` is the time that bytes and operations need one after the
-other, divided by the time of the step; where both go on at once a step may take less than their sum.
+The limits are measured in the same run. ``of_limit`` is the minimum time for the bytes plus that for the
+operations, divided by the time of the step. A step that overlaps the two can take less than their sum.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHARED, UNSHARED = Shape(32, 1_600, shared=1_500), Shape(32, 1_600)
 def run(report: Report, console: Console, only: str) -> None:
     """``only``: "budget", "growth", "http" or "" for all."""
     torch.set_num_threads(NUM_THREADS)
-    os.environ.setdefault("AGENTFLOW_KERNELS", "native")  # whose parts are timed
+    os.environ.setdefault("AGENTFLOW_KERNELS", "native")  # the parts of these kernels are timed
     folder = resolve_model(MODEL)
     config = read_config(folder)
     runner = runner_on(os.environ["AGENTFLOW_KERNELS"])
@@ -59,7 +59,7 @@ def run(report: Report, console: Console, only: str) -> None:
         step_growth.measure(runner, report)
     runner.close()
     if only in "budget":
-        console.print("measuring what is around a step …")
+        console.print("measuring the time outside the kernels …")
         step_engine.measure(report, folder)
     if only in "http":
         console.print("measuring over HTTP …")
@@ -67,8 +67,8 @@ def run(report: Report, console: Console, only: str) -> None:
 
 
 def runner_on(kernels: str) -> TorchRunner:
-    """The default model in bfloat16 on named kernels, with something in every slot: pages that nobody has
-    written all lie in one place of memory, and reading them costs nothing."""
+    """Returns the default model in bfloat16 on the named kernels, with data in every slot: untouched pages
+    all map to one page of zeros, and reading them costs nothing."""
     with patch.dict(os.environ, AGENTFLOW_KERNELS=kernels):
         runner = TorchRunner(resolve_model(MODEL), num_slots=NUM_SLOTS, device="cpu", num_threads=NUM_THREADS)
     for layer in runner.kv_layers:
@@ -77,7 +77,7 @@ def runner_on(kernels: str) -> TorchRunner:
 
 
 def step_ms(runner: TorchRunner, shape: Shape, runs: int = 5) -> tuple[float, dict[str, float]]:
-    """The median of some steps, and of the same steps the mean time of each part of the kernels."""
+    """Returns the median time of some steps, and the mean time of each part of the kernels."""
     batch = batch_of(shape, NUM_SLOTS, runner.info.max_context)
     runner.run(batch)
     native_ops.part_seconds()
@@ -87,7 +87,7 @@ def step_ms(runner: TorchRunner, shape: Shape, runs: int = 5) -> tuple[float, di
 
 
 def show_budget(runner: TorchRunner, config: LlamaConfig, report: Report, console: Console) -> None:
-    """The table that one reads to see what is left to win."""
+    """Prints a table of steps, their limits, and where their time goes."""
     limits = measure_limits()
     title = f"limits: {limits.bytes_s / 1e9:.1f} GB/s, {limits.flops / 1e9:.0f} GFLOP/s"
     table = Table(title=title, title_justify="left", show_lines=True)
@@ -113,7 +113,7 @@ def show_budget(runner: TorchRunner, config: LlamaConfig, report: Report, consol
 
 
 def measure_kernels(runner: TorchRunner, config: LlamaConfig, report: Report, runs: int) -> None:
-    """Of each kernel what its bytes and operations need, one after the other, as a share of what it takes."""
+    """Measures for each kernel the minimum time of its bytes and operations, as a share of its time."""
     for label, shape in (("decode1", SINGLE), ("decode32", BATCH32), ("prefill2000", PREFILL)):
         shares: dict[str, list[float]] = {}
         notes: dict[str, str] = {}
@@ -131,7 +131,7 @@ def measure_kernels(runner: TorchRunner, config: LlamaConfig, report: Report, ru
 
 
 def measure_figures(runner: TorchRunner, config: LlamaConfig, report: Report, runs: int) -> None:
-    """The shares of the limits, each with limits measured just before."""
+    """Measures the shares of the limits, which are measured just before each."""
     for name, shape, goal in (
         ("single_of_limit", SINGLE, ">= 0.75"),
         ("batch32_of_limit", BATCH32, ">= 0.6"),
@@ -158,12 +158,15 @@ def measure_figures(runner: TorchRunner, config: LlamaConfig, report: Report, ru
         together = step_ms(runner, SHARED, 2)[1]["attention"]
         apart = step_ms(runner, UNSHARED, 2)[1]["attention"]
         gains.append(apart / together)
-    note = f"attention, {apart:.1f} ms apart and {together:.1f} ms over a shared prefix (last run); {SHARED}"
+    note = (
+        f"attention, {apart:.1f} ms with separate prefixes and {together:.1f} ms with a shared one "
+        f"(last run); {SHARED}"
+    )
     report.results.append(median_of("step.shared_prefix_gain", gains, "ratio", note=note, goal=">= 5"))
 
 
 def _limit_ms(name: str, limits: Limits, shape: Shape, config: LlamaConfig) -> float:
-    """Of a single stream the bytes alone, of a prefill the operations alone, of a batch both."""
+    """Returns the limit: the bytes for a single stream, the operations for a prefill, both for a batch."""
     work = work_of(shape, config)
     if name == "single_of_limit":
         return limits.bytes_ms(work)
@@ -171,7 +174,7 @@ def _limit_ms(name: str, limits: Limits, shape: Shape, config: LlamaConfig) -> f
 
 
 def measure_against_torch(runner: TorchRunner, report: Report, runs: int) -> None:
-    """The same steps on torch's kernels, in turns."""
+    """Measures the same steps on torch's kernels, interleaved."""
     other = runner_on("torch")
     for name, shape in (("single", SINGLE), ("batch32", BATCH32), ("prompt128", PROMPT)):
         ratios = []
@@ -187,8 +190,8 @@ def measure_against_torch(runner: TorchRunner, report: Report, runs: int) -> Non
             slower.append(step_ms(runner, SINGLE, 9)[0] / quiet)
             theirs = step_ms(other, SINGLE, 9)[0]
     note = (
-        f"{SINGLE}: a step beside a process that is always busy, against one without; fair shares of the "
-        f"cores would make it 1.5. Last run: {slower[-1] * quiet:.1f} ms beside it, torch's {theirs:.1f}"
+        f"{SINGLE}: a step beside a busy process, against one without; 1.5 is a fair "
+        f"share of the cores. Last run: {slower[-1] * quiet:.1f} ms beside it, torch's kernels {theirs:.1f}"
     )
     report.results.append(median_of("step.busy_neighbour_slowdown", slower, "ratio", note=note))
     other.close()

@@ -1,5 +1,5 @@
-"""Batches for a model runner alone, and what each must read and multiply: the work that a step's time is held
-against."""
+"""Batches for a bare model runner, and the bytes and operations of each, with which a step's time is
+compared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentflow.engine.models.config import LlamaConfig
 from agentflow.engine.runner import ModelRunner
 
 STRIDE = 1009
-"""Tokens between the first slots of two requests: no prefix is shared, and every slot has its turn."""
+"""Tokens between the first slots of two requests, so that no prefix is shared and all slots are used."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Shape:
 
 
 def batch_of(shape: Shape, num_slots: int, max_context: int) -> Batch:
-    """The batch, greedy. Requests take their slots from a pool that may be smaller than all their contexts:
-    then several read the same slots, at other positions and far apart in time."""
+    """Returns a greedy batch. The pool may be smaller than all contexts together: then several requests read
+    the same slots, at different positions and far apart in time."""
     num, length = shape.num_requests, shape.context + shape.num_rows
     table = np.zeros((num, max_context), dtype=np.int32)
     own = np.arange(length - shape.shared)
@@ -76,7 +76,7 @@ def _greedy(rows: np.ndarray[tuple[int], np.dtype[np.int64]], position: int) -> 
 
 
 def median_ms(runner: ModelRunner, batch: Batch, runs: int) -> float:
-    """Milliseconds of the batch's step, the median of some."""
+    """Returns the median milliseconds of the batch's step."""
     took = []
     for _ in range(runs):
         began = time.perf_counter()
@@ -87,7 +87,7 @@ def median_ms(runner: ModelRunner, batch: Batch, runs: int) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """What cannot be done without, in bytes from memory and floating-point operations."""
+    """The minimum work: bytes from memory, and floating-point operations."""
 
     num_bytes: float
     flops: float
@@ -97,9 +97,9 @@ class Work:
 
 
 def work_of_parts(shape: Shape, config: LlamaConfig) -> dict[str, Work]:
-    """Of each part of a step, by its name in ``native_ops.PARTS``: weights once, KV of each distinct slot
-    once, two operations for each weight and row, and of attention two products over what each row sees.
-    Values are bfloat16; what goes from one part to the next stays in a cache."""
+    """Returns the work of each part of a step, by its name in ``native_ops.PARTS``: weights once, KV of each
+    distinct slot once, two operations per weight and row, and for attention two products over the keys of
+    each row. Values are bfloat16; activations between parts stay in a cache."""
     rows = shape.num_requests * shape.num_rows
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_heads * dim, config.num_kv_heads * dim
@@ -122,5 +122,5 @@ def work_of_parts(shape: Shape, config: LlamaConfig) -> dict[str, Work]:
 
 
 def work_of(shape: Shape, config: LlamaConfig) -> Work:
-    """Of the whole step."""
+    """Returns the work of the whole step."""
     return sum(work_of_parts(shape, config).values(), Work(0, 0))
