@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.engine.cgroups import write_membership
 
 from agentflow.engine import machine as free_memory_module
 from agentflow.engine.machine import FreeMemory, free_host_bytes, free_memory
@@ -41,11 +42,6 @@ def write_group(
     (folder / used_name).write_text(f"{used}\n")
     line = "" if cached is None else f"{cached_name} {cached}\n"
     (folder / "memory.stat").write_text(f"anon 5\nactive_file 9999\n{line}slab 7\n")
-
-
-def write_membership(root: Path, *lines: str) -> None:
-    (root / "proc/self").mkdir(parents=True, exist_ok=True)
-    (root / "proc/self/cgroup").write_text("".join(f"{line}\n" for line in lines))
 
 
 @pytest.mark.usefixtures("machine")

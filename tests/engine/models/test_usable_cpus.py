@@ -11,6 +11,7 @@ import torch
 from engine.models.test_llama_family import saved_model
 from hypothesis import given
 from hypothesis import strategies as st
+from support.engine.cgroups import write_membership
 
 from agentflow.engine.machine import usable_cpus
 from agentflow.engine.models import torch_runner
@@ -36,11 +37,6 @@ def write_group(root: Path, version: str, path: str, quota: int | None, mount: s
     else:
         (folder / "cpu.cfs_quota_us").write_text(f"{-1 if quota is None else quota}\n")
         (folder / "cpu.cfs_period_us").write_text(f"{PERIOD}\n")
-
-
-def write_membership(root: Path, *lines: str) -> None:
-    (root / "proc/self").mkdir(parents=True, exist_ok=True)
-    (root / "proc/self/cgroup").write_text("".join(f"{line}\n" for line in lines))
 
 
 @pytest.mark.usefixtures("machine")

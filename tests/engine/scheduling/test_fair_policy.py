@@ -203,7 +203,7 @@ def test_tenants_that_flood_get_tokens_in_proportion_to_their_shares():
     assert 2.5 < charged["three"] / charged["one"] < 3.5
 
 
-@pytest.mark.parametrize("share", [0.0, -1.0, math.nan, math.inf, 0.001])
+@pytest.mark.parametrize("share", [0.0, -1.0, math.nan, math.inf, 0.001, 1e9])
 def test_a_share_that_would_stop_the_round_is_refused(share):
     with pytest.raises(BadArgument, match=r"0\.01 to 100\.0"):
         request(0, 10, weight=share)
