@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from agentflow.engine.scheduling.policy import DEFAULT_POLICY, PolicyName
+from agentflow.engine.scheduling.policy_names import DEFAULT_POLICY, PolicyName
 from agentflow.protocol.wire import DEFAULT_MODEL
 from agentflow.runtime.declared import Count, Declared, Seconds, doc
 

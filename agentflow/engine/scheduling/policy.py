@@ -8,13 +8,10 @@ the simple ones and the table of names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Literal, Protocol
+from typing import Protocol
 
 from agentflow.engine.cache.radix_cache import TokenRun
 from agentflow.engine.request import CacheIdentity, Request
-
-PolicyName = Literal["fair-lpm", "lpm", "dfs-weight", "fcfs", "random"]
-DEFAULT_POLICY: Final = "fair-lpm"
 
 Peek = Callable[[CacheIdentity, TokenRun], int]
 """How many tokens of a run are cached under an identity. Changes nothing."""

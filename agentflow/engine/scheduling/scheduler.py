@@ -29,7 +29,7 @@ from agentflow.engine.scheduling.batch_builder import Work, build_batch, scored_
 from agentflow.engine.scheduling.in_flight import Counters, InFlight, StepResult
 from agentflow.engine.scheduling.in_progress_prefixes import InProgressPrefixes
 from agentflow.engine.scheduling.policies import policy_named
-from agentflow.engine.scheduling.policy import DEFAULT_POLICY
+from agentflow.engine.scheduling.policy_names import DEFAULT_POLICY
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.step_cost import Features, StepCost, batch_features
 from agentflow.errors import PromptTooLong

@@ -227,5 +227,5 @@ def test_of_what_cannot_be_compiled_the_field_is_named() -> None:
                 "max_tokens": 8,
                 **asked,
             }
-            answer = httpx2.post(f"{server.url}/v1/chat/completions", json=body)
+            answer = httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (asked, answer.text)
