@@ -54,7 +54,8 @@ from agentflow.language.program import Program, ProgramStream, program
 from agentflow.language.run import ProgramEvent, RunDone, TextDelta, VariableDone
 from agentflow.language.session import Session
 from agentflow.language.state import Branches, State
-from agentflow.language.values import Tag, Tagged, ToolCall
+from agentflow.language.typed.tags import Tag, Tagged
+from agentflow.language.typed.tools import ToolCall
 from agentflow.language.variable import Transformed, Variable
 from agentflow.protocol.chat import CalledTool, Message, Reply
 from agentflow.protocol.events import Stats, TokenLogprob, Usage

@@ -17,7 +17,7 @@ import msgspec
 
 from agentflow.backends.local import interpreted
 from agentflow.errors import BadArgument, NotSupported, ScriptMismatch
-from agentflow.language.values import matches_whole, split_at_tags
+from agentflow.language.typed.tags import matches_whole, split_at_tags
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.chat import Arguments, CallBegun, Conversation, Piece, Reply, ReplyWriter, TextPiece
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint

@@ -12,7 +12,7 @@ from agentflow.integrations.client import (
     connection_through,
     connection_to,
 )
-from agentflow.language.values import spec_of
+from agentflow.language.typed.tools import spec_of
 from agentflow.protocol.chat import (
     Arguments,
     CallBegun,

@@ -17,7 +17,8 @@ from typing import Any, Generic, TypeAlias, TypeVar, get_args
 import msgspec
 
 from agentflow.errors import BadArgument
-from agentflow.language.values import Tool, ValueType, spec_of
+from agentflow.language.typed.tools import Tool, spec_of
+from agentflow.language.typed.values import ValueType
 from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolChoice, ToolSpec
 from agentflow.protocol.op_table import check_types
 from agentflow.protocol.ops import Role, SelectMethod, check_choices

@@ -8,16 +8,9 @@ from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 from agentflow.errors import BadArgument
 from agentflow.language.expressions import GenExpression, check_name, tuple_of
-from agentflow.language.values import (
-    Tag,
-    Tagged,
-    Tool,
-    ToolCall,
-    ValueType,
-    refuse_several,
-    tagged_type,
-    value_type,
-)
+from agentflow.language.typed.tags import Tag, Tagged, tagged_type
+from agentflow.language.typed.tools import Tool, ToolCall
+from agentflow.language.typed.values import ValueType, refuse_several, value_type
 from agentflow.protocol.chat import Reply, read_reply
 from agentflow.protocol.constraint import Whitespace
 from agentflow.protocol.ops import check_timeout
@@ -59,7 +52,7 @@ class JsonOptions(SamplingOptions, total=False):
 @overload
 def gen(name: str, *, schema: type[ValueT], **options: Unpack[JsonOptions]) -> GenExpression[ValueT]: ...
 @overload
-def gen(name: str, *, schema: Mapping[str, Any], **options: Unpack[JsonOptions]) -> GenExpression[Any]: ...
+def gen(name: str, *, schema: Any, **options: Unpack[JsonOptions]) -> GenExpression[Any]: ...
 @overload
 def gen(name: str, *, type: type[ValueT], **options: Unpack[SamplingOptions]) -> GenExpression[ValueT]: ...
 @overload
@@ -131,10 +124,11 @@ def gen(
 
     At most one of these constrains the text and determines its value (without one, the text is the value):
     ``regex`` (all of the text matches it), ``choices`` (one of these strings), ``grammar`` (Lark's notation),
-    ``type`` (``int``, ``float``, ``bool``), ``schema`` (a pydantic model, a dataclass, a TypedDict, or a JSON
-    schema as a dict: the value is of that type), ``tools`` (functions or OpenAI's tool schemas: the value is
-    a list of ``ToolCall``), ``tags`` (free text in which ``af.Tag`` constrains places: the value is a list of
-    strings and ``af.Tagged``). Awaiting a value that ``max_tokens`` truncated raises ``InvalidValue``.
+    ``type`` (``int``, ``float``, ``bool``), ``schema`` (any type that pydantic or msgspec express as JSON,
+    such as a model, ``list[Report]`` or ``Annotated[int, Field(ge=1)]``, or a JSON schema as a dict),
+    ``tools`` (functions, or OpenAI's tool schemas: the value is a list of ``ToolCall``), ``tags`` (free text
+    in which ``af.Tag`` constrains places: the value is a list of strings and ``af.Tagged``). Awaiting a value
+    that ``max_tokens`` truncated raises ``InvalidValue``.
 
     ``whitespace`` between the parts of JSON: ``"compact"`` (one line, with ``, `` and ``: ``), ``"tight"``
     (none) or ``"free"`` (the model's choice). ``jump_forward=False``: text that the constraint forces is

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from agentflow.language.values import ValueType
+from agentflow.language.typed.values import ValueType
 from agentflow.protocol import ops
 from agentflow.protocol.op_table import ROOT, opened, references, spec_of
 from agentflow.protocol.transform import apply_transforms

@@ -25,7 +25,7 @@ from agentflow.language.expressions import (
 )
 from agentflow.language.op_log import Entry, ToolCalls, TurnBegins, TurnEnds
 from agentflow.language.run import StateNode, VariableNode
-from agentflow.language.values import TEXT, ValueType
+from agentflow.language.typed.values import TEXT, ValueType
 from agentflow.language.variable import Reference, Variable, target_of
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation

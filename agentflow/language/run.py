@@ -18,7 +18,7 @@ import msgspec
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, StateClosed
 from agentflow.language.link import Link
 from agentflow.language.op_log import InFlight, LineTable, ProgramLine, SingleWriter, Transcript, calling_line
-from agentflow.language.values import TEXT, ValueType
+from agentflow.language.typed.values import TEXT, ValueType
 from agentflow.protocol import ops
 from agentflow.protocol.chat import CalledTool, ReplySoFar
 from agentflow.protocol.events import ErrorInfo, Usage, Value

@@ -18,7 +18,7 @@ from agentflow.language.expressions import Appendable, Expression, GenExpression
 from agentflow.language.op_log import Content, TurnContent
 from agentflow.language.recorder import Recorder
 from agentflow.language.run import EventStream, Path, StateNode, VariableNode
-from agentflow.language.values import TEXT, ValueType
+from agentflow.language.typed.values import TEXT, ValueType
 from agentflow.language.variable import Reference, Variable, text_of
 from agentflow.protocol import ops
 from agentflow.protocol.chat import CalledTool, Message

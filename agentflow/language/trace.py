@@ -22,7 +22,7 @@ from agentflow.language.link import Link
 from agentflow.language.op_log import ProgramLine, calling_line
 from agentflow.language.run import Run, StateNode, VariableNode
 from agentflow.language.state import State
-from agentflow.language.values import TEXT
+from agentflow.language.typed.values import TEXT
 from agentflow.language.variable import Reference, Variable, target_of
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import CONSTRAINT_KINDS

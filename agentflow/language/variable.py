@@ -22,7 +22,7 @@ from agentflow.errors import AgentflowError, BadArgument, InvalidValue, RunFaile
 from agentflow.language.expressions import Expression
 from agentflow.language.op_log import calling_line
 from agentflow.language.run import FIRST_MAPPED, Path, VariableNode
-from agentflow.language.values import Tagged
+from agentflow.language.typed.tags import Tagged
 from agentflow.protocol import ops
 from agentflow.protocol.chat import CalledTool, Reply
 from agentflow.protocol.events import ErrorInfo, TopLogprobs, Usage, Value

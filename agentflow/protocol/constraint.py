@@ -1,7 +1,7 @@
 """Constraints on the text of a generation.
 
 A backend names the kinds that it supports in its ``Capabilities``; others are rejected before anything runs.
-The client parses the text into a value (``language.values``).
+The client parses the text into a value (``language.typed``).
 """
 
 from __future__ import annotations

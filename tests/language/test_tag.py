@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agentflow as af
-from agentflow.language.values import InTag, split_at_tags
+from agentflow.language.typed.tags import InTag, split_at_tags
 from agentflow.protocol.constraint import TagRule
 
 pytestmark = pytest.mark.anyio
@@ -150,7 +150,7 @@ def test_what_a_backend_is_asked_for():
     assert age == TagRule("<age>", "regex", "[0-9]+", "</age>")
     call = json.loads(CALL._rule.source)
     assert call["properties"]["name"] == {"const": "weather"}
-    assert call["$defs"].keys() == {"weather"}
+    assert call["properties"]["arguments"]["required"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from support.observed_backends import assert_idle
 
 import agentflow as af
-from agentflow.language.values import Toolbox
+from agentflow.language.typed.tools import Toolbox
 
 pytestmark = pytest.mark.anyio
 
@@ -154,10 +154,10 @@ def test_a_schema_that_refers_to_its_own_root_is_refused():
 NO_CALLS = [
     ('{"name": "weather"}', "Expected `array`"),
     ('[{"name": "weather"}]', "missing required field `arguments`"),
-    ('[{"name": "weather", "arguments": {}}]', "missing required field `place`"),
+    ('[{"name": "weather", "arguments": {}}]', "parameter .place. is missing"),
     ('[{"name": "weather", "arguments": {"place": {"city": 3}}}]', "Expected `str`, got `int`"),
     ('[{"name": "weather", "arguments": {"place": {"city": "a"}, "unit": "K"}}]', "Invalid enum value"),
-    ('[{"name": "weather", "arguments": {"place": {"city": "a"}, "x": 1}}]', "unknown field `x`"),
+    ('[{"name": "weather", "arguments": {"place": {"city": "a"}, "x": 1}}]', "there is no parameter .x."),
     ('[{"name": "rain", "arguments": {}}]', r"there is no tool 'rain' \(there are: weather, order\)"),
     ('[{"name": "order", "arguments": 3}]', "Expected `object`, got `int`"),
 ]
@@ -197,7 +197,7 @@ REFUSED = [
     ([many], "tool 'many': parameter 'xs' cannot be given by its name"),
     ([untyped], "tool 'untyped': parameter 'x' has no type annotation"),
     ([unknown], "tool 'unknown': its signature cannot be read: name 'Nowhere' is not defined"),
-    ([inexpressible], "tool 'inexpressible': its parameters cannot be expressed as JSON"),
+    ([inexpressible], "tool .inexpressible.: parameter .x.: Signature cannot be expressed as JSON"),
 ]
 
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from support.observed_backends import assert_idle, unconstrained
 
 import agentflow as af
-from agentflow.language.values import value_type
+from agentflow.language.typed.values import value_type
 from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
 
 pytestmark = pytest.mark.anyio
@@ -218,8 +218,8 @@ REFUSED = [
     ({"schema": Report, "type": int}, "schema and type exclude each other: give one of them"),
     ({"regex": "a", "choices": ["a"]}, "regex and choices exclude each other"),
     ({"tools": [], "grammar": "a"}, "tools and grammar exclude each other"),
-    ({"schema": WithFunction}, "schema 'WithFunction' cannot be expressed as JSON"),
-    ({"schema": WithUnknown}, "'WithUnknown' cannot be expressed as JSON .*Nowhere"),
+    ({"schema": WithFunction}, "schema: WithFunction cannot be expressed as JSON"),
+    ({"schema": WithUnknown}, "WithUnknown cannot be expressed as JSON.*Nowhere"),
     ({"schema": object()}, "cannot be expressed as JSON"),
     ({"schema": Callable}, "cannot be expressed as JSON"),
     ({"schema": {"type": object()}}, "is not a JSON schema"),

@@ -59,6 +59,9 @@ async def right(s: af.State) -> Report:
     assert_type(await s[report], Report)
     assert_type(await s[point], Point)
     assert_type((await s[city])["name"], str)
+    many, maybe = af.gen("many", schema=list[Report]), af.gen("maybe", schema=Report | None)
+    s += many + maybe
+    assert_type(await s[many], list[Report])
     assert_type(await s[number], int)
     assert_type(await s[is_so], bool)
     assert_type(await s[calls], list[af.ToolCall])

@@ -16,6 +16,9 @@ SCRIPT: dict[str, str | af.Reply] = {
     "Which of these is the most important?</user><assistant>": "Light.",
     "plants live on</user><assistant>": "light\nwater\nair",
     "as JSON.</user><assistant>": '{"title": "Leaves", "scores": [8, 3]}',
+    "List what is wrong with the essay.</user><assistant>": (
+        '[{"text": "The second paragraph has no evidence.", "severity": 3}]'
+    ),
     "Write a report.</user><assistant>": '{"summary": "Clear, without evidence.", "score": 7}',
     "How many legs has a spider?</user><assistant>": "8",
     "What is the weather in Oslo?</user><assistant>": (

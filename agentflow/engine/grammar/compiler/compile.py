@@ -32,7 +32,7 @@ from agentflow.engine.grammar.compiler.lark import (
     text_apart,
 )
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
-from agentflow.engine.grammar.compiler.schema_check import Schema, read_schema, with_patterns
+from agentflow.engine.grammar.compiler.schema_check import Schema, for_llguidance, read_schema
 from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.grammar import is_allowed
 from agentflow.engine.grammar.json_schema import FREE_WHITESPACE_CHARS, schema_to_regex
@@ -205,7 +205,7 @@ def _lark_of_schema(schema: Schema, whitespace: Whitespace) -> str:
     # Escapes of letters that need none could spell a declared member's name anew.
     options = {**_WHITESPACE[whitespace], "json_allowed_escapes": 'nrbtf\\"', "lenient": False}
     return (
-        f"start: %json {json.dumps({**with_patterns(schema), 'x-guidance': options})}\n{ALL_TOKENS_ALLOWED}"
+        f"start: %json {json.dumps({**for_llguidance(schema), 'x-guidance': options})}\n{ALL_TOKENS_ALLOWED}"
     )
 
 

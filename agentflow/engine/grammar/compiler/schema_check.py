@@ -171,15 +171,36 @@ def read_schema(source: str) -> Schema:
     return schema
 
 
-def with_patterns(schema: Schema) -> Schema:
-    """The same schema with patterns in place of the formats in ``PATTERN_OF_FORMAT``."""
+def for_llguidance(schema: Schema) -> Schema:
+    """The schema as llguidance enforces it: patterns replace the formats in ``PATTERN_OF_FORMAT``, and narrow
+    ranges do not begin at an open limit."""
     narrower: Schema = json.loads(json.dumps(schema))
     for sub in _subschemas(narrower, 0):
         name = sub.get("format")
         if isinstance(name, str) and name in PATTERN_OF_FORMAT and "pattern" not in sub:
             del sub["format"]
             sub["pattern"] = f"^(?:{PATTERN_OF_FORMAT[name]})$"
+        _close_open_limits(sub)
     return narrower
+
+
+_NEAREST: Final = 1e-12
+
+
+def _close_open_limits(schema: Schema) -> None:
+    """llguidance 1.9 allows 0 between the open limits 0 and 0.5: the integer that is the open limit of a
+    range narrower than 1. Such a limit moves into the range and becomes closed."""
+    if schema.get("type") != "number":
+        return
+    for key, opposite, sign in (("exclusiveMinimum", "maximum", 1), ("exclusiveMaximum", "minimum", -1)):
+        limit = schema.get(key)
+        other = schema.get(opposite, schema.get("exclusive" + opposite.capitalize()))
+        if not isinstance(limit, int | float) or not isinstance(other, int | float):
+            continue
+        step = _NEAREST * max(1, abs(limit))
+        if limit == int(limit) and 2 * step < sign * (other - limit) < 1:
+            del schema[key]
+            schema[key.removeprefix("exclusive").lower()] = limit + sign * step
 
 
 def _no_constant(name: str) -> None:

@@ -1,0 +1,383 @@
+"""Python types as JSON schemas, and readers of their values.
+
+``json_type`` takes what pydantic's ``TypeAdapter`` or msgspec take. pydantic describes a type that mentions
+it anywhere (a model, a ``Field``, a validator), and those for which msgspec has no form; msgspec describes
+all others. No constraint is dropped: what a grammar cannot enforce is validated when the value is read.
+
+pydantic is imported only for types that need it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import operator
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Annotated, Any, Final, Literal, TypeAlias, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from agentflow.errors import BadArgument
+from agentflow.protocol.chat import hoisted
+
+JsonSchema: TypeAlias = dict[str, Any]
+Reader: TypeAlias = Callable[[str | bytes], Any]
+"""Makes a value of JSON. ``ValueError`` if it is not valid."""
+
+_PYDANTIC: Final = frozenset({"pydantic", "pydantic_core", "annotated_types"})
+"""Packages whose metadata in ``Annotated`` constrains a type. msgspec would ignore it."""
+
+
+def json_type(kind: Any, where: str = "gen: schema") -> tuple[JsonSchema, Reader]:
+    """The schema of a type and the reader of its values. ``BadArgument``, which begins with ``where``, if the
+    type has no form in JSON or is an instance."""
+    shown = shown_type(kind)
+    if _is_instance(kind):
+        name = type(kind).__name__
+        raise BadArgument(f"{where}: give the type {name}, not an instance of it", param="schema")
+    try:
+        libraries = _libraries(kind)
+        if libraries == {"msgspec", "pydantic"}:
+            raise TypeError("it has both msgspec's structs or constraints and pydantic's: use one of the two")
+        schema, read = _of_pydantic(kind) if "pydantic" in libraries else _of_either(kind)
+    except Exception as error:  # an annotation may be undefined, and pydantic has errors of many types
+        why = _shown_error(error)
+        raise BadArgument(f"{where}: {shown} cannot be expressed as JSON: {why}", param="schema") from None
+    return enforceable(schema), read
+
+
+def parameters_type(name: str, function: Callable[..., Any]) -> tuple[JsonSchema, Reader]:
+    """The schema of an object with the function's parameters, and a reader that makes keyword arguments of
+    it. ``BadArgument`` if the function cannot be called by names, or a type has no form in JSON."""
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters.values()
+    except Exception as error:  # evaluating an annotation may raise anything
+        raise BadArgument(f"tool {name!r}: its signature cannot be read: {error}", param="tools") from None
+    members: dict[str, JsonSchema] = {}
+    readers: dict[str, Reader] = {}
+    defaults: dict[str, Callable[[], Any]] = {}
+    definitions: dict[str, JsonSchema] = {}
+    for parameter in parameters:
+        where = f"tool {name!r}: parameter {parameter.name!r}"
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise BadArgument(f"{where} cannot be given by its name", param="tools")
+        if parameter.annotation is parameter.empty:
+            raise BadArgument(f"{where} has no type annotation", param="tools")
+        kind, default = parameter.annotation, parameter.default
+        if _is_pydantic_field(default):
+            kind = Annotated[kind, default]
+            if not default.is_required():
+                defaults[parameter.name] = functools.partial(default.get_default, call_default_factory=True)
+        elif default is not parameter.empty:
+            defaults[parameter.name] = functools.partial(_same, default)
+        schema, readers[parameter.name] = json_type(kind, where)
+        members[parameter.name] = with_definitions(parameter.name, schema, definitions)
+    found: JsonSchema = {"type": "object", "properties": members, "additionalProperties": False}
+    found["required"] = [member for member in members if member not in defaults]
+    if definitions:
+        found["$defs"] = definitions
+
+    def read(data: str | bytes) -> dict[str, Any]:
+        given = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        if unknown := given.keys() - readers.keys():
+            raise ValueError(f"there is no parameter {min(unknown)!r}")
+        if missing := readers.keys() - given.keys() - defaults.keys():
+            raise ValueError(f"parameter {min(missing)!r} is missing")
+        return {
+            member: _read_member(member, reader, given[member]) if member in given else defaults[member]()
+            for member, reader in readers.items()
+        }
+
+    return found, read
+
+
+def with_definitions(name: str, schema: JsonSchema, definitions: dict[str, JsonSchema]) -> JsonSchema:
+    """``schema`` as part of a larger one: its definitions move into ``definitions``. If another one has the
+    same name, they are prefixed with ``name``."""
+    own = schema.get("$defs", {})
+    if any(definitions.get(key, value) != value for key, value in own.items()):
+        return hoisted(name, schema, definitions)
+    definitions |= own
+    return {key: value for key, value in schema.items() if key != "$defs"}
+
+
+def _read_member(name: str, read: Reader, data: msgspec.Raw) -> Any:
+    try:
+        return read(bytes(data))
+    except ValueError as error:
+        raise ValueError(f"parameter {name!r}: {error}") from None
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def shown_type(kind: Any) -> str:
+    """The type as a program writes it: ``list[Report]``.
+
+    >>> shown_type(int), shown_type(list[int] | None)
+    ('int', 'list[int] | None')
+    """
+    if isinstance(kind, type) and not get_args(kind):
+        return kind.__qualname__.rpartition(".<locals>.")[2]
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return shown_type(inner[0])
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(["None" if one is type(None) else shown_type(one) for one in inner])
+    if origin is Literal or origin is None:
+        return repr(kind).removeprefix("typing.")
+    return f"{shown_type(origin)}[{', '.join([shown_type(one) for one in inner])}]"
+
+
+def _is_instance(kind: Any) -> bool:
+    """Whether it is an object of a type that was probably meant: a model, a struct or a dataclass."""
+    if isinstance(kind, type) or get_origin(kind) is not None:
+        return False
+    of_model = hasattr(type(kind), "__pydantic_core_schema__")
+    return of_model or isinstance(kind, msgspec.Struct) or dataclasses.is_dataclass(kind)
+
+
+def _shown_error(error: Exception) -> str:
+    """The first line of the message, without pydantic's advice to its own users."""
+    line = str(error).partition("\n")[0].partition(". Set `arbitrary_types_allowed")[0]
+    return line or type(error).__name__
+
+
+def _libraries(kind: Any) -> set[str]:
+    """Which of msgspec and pydantic the type mentions, at any depth."""
+    found: set[str] = set()
+    pending, seen = [kind], dict[int, Any]()  # which keeps the objects, so that their ids stay theirs
+    while pending:
+        one = pending.pop()
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one
+        if get_origin(one) is Annotated:
+            found |= {library for meta in one.__metadata__ for library in _libraries_of_metadata(meta)}
+        if get_origin(one) is not Literal:
+            pending += get_args(one)
+        pending += [getattr(one, "__value__", None), get_origin(one)]  # of ``type X = ...``
+        if not isinstance(one, type):
+            continue
+        if hasattr(one, "__get_pydantic_core_schema__") or hasattr(one, "__pydantic_core_schema__"):
+            found.add("pydantic")  # which looks into it itself
+            continue
+        if issubclass(one, msgspec.Struct):
+            found.add("msgspec")
+        if dataclasses.is_dataclass(one):
+            found |= {"pydantic" for field in dataclasses.fields(one) if _is_pydantic_field(field.default)}
+        if _has_members(one):
+            pending += get_type_hints(one, include_extras=True).values()
+    return found
+
+
+def _libraries_of_metadata(meta: Any) -> set[str]:
+    if isinstance(meta, msgspec.Meta):
+        return {"msgspec"}
+    package = type(meta).__module__.partition(".")[0]
+    return {"pydantic"} if package in _PYDANTIC or hasattr(meta, "__get_pydantic_core_schema__") else set()
+
+
+def _is_pydantic_field(default: Any) -> bool:
+    pydantic = sys.modules.get("pydantic.fields")
+    return pydantic is not None and isinstance(default, pydantic.FieldInfo)
+
+
+def _has_members(kind: type) -> bool:
+    is_attrs = hasattr(kind, "__attrs_attrs__")
+    is_named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    return (
+        dataclasses.is_dataclass(kind)
+        or typing.is_typeddict(kind)
+        or issubclass(kind, msgspec.Struct)
+        or is_named_tuple
+        or is_attrs
+    )
+
+
+def _of_either(kind: Any) -> tuple[JsonSchema, Reader]:
+    try:
+        return msgspec.json.schema(kind), msgspec.json.Decoder(kind).decode
+    except Exception:  # a KeyError for two classes of one name
+        if importlib.util.find_spec("pydantic") is None:
+            raise
+    return _of_pydantic(kind)
+
+
+def _of_pydantic(kind: Any) -> tuple[JsonSchema, Reader]:
+    if importlib.util.find_spec("pydantic") is None:
+        raise TypeError("its constraints need pydantic, which is not installed")
+    import pydantic
+
+    adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(_with_new_typed_dicts(kind))
+    schema = adapter.json_schema(schema_generator=_schema_generator())
+
+    def read(data: str | bytes) -> Any:
+        try:
+            return adapter.validate_json(data)
+        except pydantic.ValidationError as error:
+            raise ValueError(_shown_validation(error.errors(include_url=False))) from None
+
+    return schema, read
+
+
+def _shown_validation(errors: Iterable[Mapping[str, Any]]) -> str:
+    shown = []
+    for error in errors:
+        place = ".".join(map(str, error["loc"]))
+        shown.append(f"{place}: {error['msg']}" if place else error["msg"])
+    return "; ".join(shown)
+
+
+@functools.cache
+def _schema_generator() -> Any:
+    """pydantic's generator of schemas, with decimals as strings of bounded length, which keep every digit."""
+    from pydantic.json_schema import GenerateJsonSchema
+
+    class Generator(GenerateJsonSchema):
+        def decimal_schema(self, schema: Any) -> JsonSchema:
+            max_digits = schema.get("max_digits")
+            places = schema.get("decimal_places", _DECIMAL_PLACES)
+            return {"type": "string", "pattern": _decimal(max_digits, places)}
+
+    return Generator
+
+
+_DECIMAL_PLACES: Final = 15
+
+
+def _decimal(max_digits: int | None, places: int) -> str:
+    """The pattern of a decimal of at most 15 digits before the point."""
+    places = places if max_digits is None else min(places, max_digits)
+    most = 15 if max_digits is None else max_digits - places
+    whole = "0" if most < 1 else f"(0|[1-9][0-9]{{0,{most - 1}}})"
+    return f"^-?{whole}" + (f"(\\.[0-9]{{1,{places}}})?$" if places else "$")
+
+
+def _with_new_typed_dicts(kind: Any) -> Any:
+    """The type with ``typing_extensions.TypedDict`` for ``typing.TypedDict``, which pydantic rejects before
+    Python 3.12. Those inside classes stay."""
+    if sys.version_info >= (3, 12):
+        return kind
+    if isinstance(kind, type) and typing.is_typeddict(kind) and type(kind).__module__ == "typing":
+        import typing_extensions
+
+        hints = get_type_hints(kind, include_extras=True)
+        form = {}
+        for name, hint in hints.items():
+            marker = get_origin(hint)  # postponed annotations hide it from __required_keys__
+            if marker not in (typing.Required, typing.NotRequired):
+                marker = typing.Required if name in kind.__required_keys__ else typing.NotRequired  # type: ignore[attr-defined]
+            else:
+                (hint,) = get_args(hint)
+            form[name] = marker[_with_new_typed_dicts(hint)]
+        new = typing_extensions.TypedDict(kind.__name__, form)  # type: ignore[misc]
+        new.__doc__ = kind.__doc__
+        return new
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is None or origin is Literal:
+        return kind
+    if origin is Annotated:
+        return Annotated[(_with_new_typed_dicts(inner[0]), *inner[1:])]
+    changed = tuple([_with_new_typed_dicts(one) if not isinstance(one, list) else one for one in inner])
+    if changed == inner:
+        return kind
+    if origin in (typing.Union, types.UnionType):
+        return functools.reduce(operator.or_, changed)
+    return origin[changed]
+
+
+_FORMATS: Final = frozenset(
+    ["date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"]
+    + [f"uuid{version}" for version in "1345678"]
+)
+"""Those that the engine enforces."""
+_HOLD_A_SCHEMA: Final = (
+    "items",
+    "additionalProperties",
+    "propertyNames",
+    "contains",
+    "not",
+    "if",
+    "then",
+    "else",
+)
+_HOLD_A_LIST: Final = ("anyOf", "allOf", "oneOf", "prefixItems")
+_HOLD_NAMED: Final = ("properties", "patternProperties", "$defs", "definitions")
+
+
+def enforceable(schema: JsonSchema) -> JsonSchema:
+    """The schema of a type, without the keywords that the engine rejects because a grammar cannot enforce
+    them. The type's reader enforces these.
+
+    >>> enforceable({"type": "array", "items": {"type": "integer"}, "uniqueItems": True})
+    {'type': 'array', 'items': {'type': 'integer'}}
+    """
+    root = copy.deepcopy(schema)
+    for one in list(_subschemas(root)):
+        one.pop("uniqueItems", None)
+        if one.get("minProperties", 0) > 1:
+            one["minProperties"] = 1
+        _fit_format(one)
+        _fit_names(one, root)
+        _fit_discriminator(one, root)
+    return root
+
+
+def _subschemas(schema: Any) -> Iterator[JsonSchema]:
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    inner = [schema[key] for key in _HOLD_A_SCHEMA if key in schema]
+    inner += [one for key in _HOLD_A_LIST for one in schema.get(key, ())]
+    inner += [one for key in _HOLD_NAMED for one in schema.get(key, {}).values()]
+    for one in inner:
+        yield from _subschemas(one)
+
+
+def _fit_format(schema: JsonSchema) -> None:
+    name = schema.get("format")
+    if name == "decimal":  # msgspec's
+        schema["pattern"] = _decimal(None, _DECIMAL_PLACES)
+    if name is not None and name not in _FORMATS:
+        del schema["format"]
+
+
+def _fit_names(schema: JsonSchema, root: JsonSchema) -> None:
+    """Names of members that are an enumeration become optional members."""
+    names = schema.pop("propertyNames", None)
+    allowed = _resolved(names, root).get("enum") if isinstance(names, dict) else None
+    if allowed and all(isinstance(name, str) for name in allowed) and "properties" not in schema:
+        member = schema.get("additionalProperties", True)
+        schema["properties"] = dict.fromkeys(allowed, member)
+        schema["additionalProperties"] = False
+
+
+def _fit_discriminator(schema: JsonSchema, root: JsonSchema) -> None:
+    """The engine takes ``oneOf`` only of options that exclude each other by a required member. A default
+    makes the discriminator optional, but the reader requires it."""
+    discriminator = schema.get("discriminator")
+    if not isinstance(discriminator, dict) or "oneOf" not in schema or "anyOf" in schema:
+        return
+    name = discriminator["propertyName"]
+    options = schema["anyOf"] = schema.pop("oneOf")
+    del schema["discriminator"]
+    for option in options:
+        target = _resolved(option, root)
+        if name in target.get("properties", {}) and name not in target.get("required", []):
+            target["required"] = [*target.get("required", []), name]
+
+
+def _resolved(schema: JsonSchema, root: JsonSchema) -> JsonSchema:
+    reference = schema.get("$ref", "")
+    if not reference.startswith("#/$defs/"):
+        return schema
+    found: JsonSchema = root.get("$defs", {}).get(reference.removeprefix("#/$defs/"), {})
+    return found

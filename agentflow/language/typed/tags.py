@@ -1,0 +1,176 @@
+"""Tags: places in free text that a gen constrains. ``split_at_tags`` finds them in the generated text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import regex
+
+from agentflow.errors import BadArgument
+from agentflow.language.typed.tools import Tool, Toolbox
+from agentflow.language.typed.values import ValueType, of_json_schema, refuse_several, value_type
+from agentflow.protocol.constraint import Constraint, TagRule
+from agentflow.protocol.transform import REGEX_TIMEOUT_S
+
+
+class Tag:
+    """A place in the text of ``gen(tags=[...])``: its content, between ``begin`` and ``end``, matches a
+    ``schema``, a ``regex`` or a ``grammar`` (as in ``gen``), or is a call of one of the ``tools``. The text
+    around tags is free, and there may be no tags.
+
+    The value of the gen is a list of pieces in order: a string for free text and an ``af.Tagged`` for each
+    tag. ``BadArgument`` if the arguments are invalid.
+
+    >>> call = af.Tag("<call>", tools=[weather], end="</call>")
+    >>> reply = af.gen("reply", tags=[call])
+    >>> s += af.user("Should I take an umbrella in Oslo?") + af.assistant(reply)
+    >>> for piece in await s[reply]:
+    ...     print(piece if isinstance(piece, str) else piece.value())
+    Let me look.
+    rain in Oslo
+    """
+
+    def __init__(
+        self,
+        begin: str,
+        *,
+        end: str,
+        schema: Any = None,
+        regex: str | None = None,
+        grammar: str | None = None,
+        tools: Sequence[Tool] | None = None,
+    ) -> None:
+        self.begin = begin
+        self.end = end
+        refuse_several({"schema": schema, "regex": regex, "grammar": grammar, "tools": tools}, where="Tag")
+        if tools is not None:
+            self._type = _one_call(Toolbox(tools))
+        else:
+            self._type = value_type(schema=schema, regex=regex, grammar=grammar)
+        constraint = self._type.constraint
+        if constraint is None:
+            raise BadArgument(f"Tag({begin!r}): give a schema, a regex, a grammar or tools")
+        assert constraint.kind == "schema" or constraint.kind == "regex" or constraint.kind == "grammar"
+        self._rule = TagRule(begin, constraint.kind, constraint.source, end)
+        self._rule.check()
+        if not end:
+            raise BadArgument(f"Tag({begin!r}): end must not be empty, because it ends the tag")
+
+    def __repr__(self) -> str:
+        return f"<Tag {self.begin!r} … {self.end!r}: {self._type.shown}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """The content of a tag: its ``text``, without ``begin`` and ``end``, and its ``value``: the typed value
+    for a schema, an ``af.ToolCall`` for tools, the text for a regex or a grammar.
+
+    >>> reply = af.gen("reply", tags=[af.Tag("<call>", tools=[weather], end="</call>")])
+    >>> s += af.user("Should I take an umbrella in Oslo?") + af.assistant(reply)
+    >>> prose, call = await s[reply]
+    >>> call.tag.begin, call.text, call.value.arguments
+    ('<call>', '{"name": "weather", "arguments": {"city": "Oslo"}}', {'city': 'Oslo'})
+    """
+
+    tag: Tag
+    text: str
+    value: Any
+
+
+def tagged_type(tags: Sequence[Tag]) -> ValueType:
+    """The type of ``gen(tags=...)``."""
+    if isinstance(tags, str) or not isinstance(tags, Sequence) or not all(isinstance(t, Tag) for t in tags):
+        raise BadArgument(f"gen: tags must be a list of af.Tag, not {tags!r}")
+    rules = tuple([tag._rule for tag in tags])
+    source = msgspec.json.encode(rules).decode()
+
+    def read(text: str) -> list[str | Tagged]:
+        return [
+            piece if isinstance(piece, str) else _tagged(tags[piece.index], piece.text)
+            for piece in split_at_tags(text, rules)
+        ]
+
+    return ValueType("text with tags", Constraint("tags", source).check(), read)
+
+
+def _tagged(tag: Tag, text: str) -> Tagged:
+    return Tagged(tag, text, tag._type.read(text))
+
+
+def _one_call(toolbox: Toolbox) -> ValueType:
+    return of_json_schema(toolbox.call_schema(), toolbox.read_call, "tool call")
+
+
+_SPACE = " \t\n\r"
+_JSON = json.JSONDecoder()
+
+
+@dataclass(frozen=True, slots=True)
+class InTag:
+    """The text between ``begin`` and ``end`` of the rule with this index."""
+
+    index: int
+    text: str
+
+
+def split_at_tags(text: str, rules: tuple[TagRule, ...]) -> list[str | InTag]:
+    """The free text and the contents of tags, in order, without empty free text. ``ValueError`` if a tag is
+    not closed or its content is invalid; grammars are not checked.
+
+    The content may contain the tag's end, for example in a JSON string. A tag ends at the first ``end``
+    before which its content is complete."""
+    index_of = {rule.begin: index for index, rule in enumerate(rules)}
+    begins = re.compile("|".join([re.escape(begin) for begin in index_of]))
+    pieces: list[str | InTag] = []
+    at = 0
+    while (begin := begins.search(text, at)) is not None:
+        index = index_of[begin.group()]
+        rule = rules[index]
+        end = _end_of(text, begin.end(), rule)
+        if end is None:
+            raise ValueError(f"{rule.begin!r} is not followed by a valid {rule.kind} and {rule.end!r}")
+        pieces += [text[at : begin.start()], InTag(index, text[begin.end() : end])]
+        at = end + len(rule.end)
+    pieces.append(text[at:])
+    return [piece for piece in pieces if piece]
+
+
+def matches_whole(pattern: str, text: str) -> bool:
+    """Whether all of ``text`` matches. ``BadArgument`` if the pattern is invalid, ``ValueError`` if matching
+    takes too long."""
+    try:
+        return regex.fullmatch(pattern, text, timeout=REGEX_TIMEOUT_S) is not None
+    except regex.error as error:
+        raise BadArgument(f"{pattern!r:.200} is not a regular expression: {error}") from None
+    except (TimeoutError, RecursionError):
+        raise ValueError(f"matching {pattern!r:.200} takes too long") from None
+
+
+def _end_of(text: str, start: int, rule: TagRule) -> int | None:
+    """The position of the ``end`` of the tag whose content begins at ``start``; None if it has no end."""
+    match rule.kind:
+        case "schema":
+            return _end_of_json(text, start, rule.end)
+        case "regex":
+            end = text.find(rule.end, start)
+            while end >= 0 and not matches_whole(rule.source, text[start:end]):
+                end = text.find(rule.end, end + 1)
+        case "grammar":
+            end = text.find(rule.end, start)
+    return end if end >= 0 else None
+
+
+def _end_of_json(text: str, start: int, end_mark: str) -> int | None:
+    while start < len(text) and text[start] in _SPACE:
+        start += 1
+    try:
+        _, value_end = _JSON.raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None
+    end = text.find(end_mark, value_end)
+    return end if end >= 0 and not text[value_end:end].strip(_SPACE) else None

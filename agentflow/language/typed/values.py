@@ -1,0 +1,139 @@
+"""What a gen generates: its ``ValueType`` has a constraint for the backend and a reader that makes a Python
+value of the text. ``value_type`` makes it of ``schema``, ``type``, ``choices``, ``tools``, ``regex`` or
+``grammar``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from agentflow.errors import BadArgument
+from agentflow.language.typed.json_types import json_type, shown_type
+from agentflow.language.typed.tools import Tool, Toolbox
+from agentflow.protocol.constraint import Constraint, Whitespace
+
+
+@dataclass(frozen=True, slots=True)
+class ValueType:
+    """``shown``: its name in messages. ``constraint``: on the text, if any. ``read``: makes the value of a
+    text; raises ``ValueError`` for an invalid one. ``comes_in_parts``: the text is JSON, and iterating over a
+    variable yields partial values instead of text. ``is_reply``: it is an assistant's whole reply, tool calls
+    included."""
+
+    shown: str
+    constraint: Constraint | None
+    read: Callable[[str], Any]
+    comes_in_parts: bool = False
+    is_reply: bool = False
+
+    @property
+    def may_be_truncated(self) -> bool:
+        """Whether a truncated text can be a value: free text can, ``12`` of ``123`` cannot."""
+        return self.constraint is None or self.constraint.kind == "tags" or self.is_reply
+
+    def decoded(self, whitespace: Whitespace, jump_forward: bool) -> ValueType:
+        """The same with these options of its constraint. ``BadArgument`` if it has none."""
+        if whitespace == "compact" and jump_forward is True:
+            return self
+        if self.constraint is None:
+            name = "whitespace" if whitespace != "compact" else "jump_forward"
+            raise BadArgument(
+                f"gen: {name} applies to a constraint, and this gen has none: give a schema, for example"
+            )
+        asked = msgspec.structs.replace(self.constraint, whitespace=whitespace, jump_forward=jump_forward)
+        return replace(self, constraint=asked.check())
+
+
+TEXT = ValueType("text", None, str)
+
+
+def value_type(
+    *,
+    regex: str | None = None,
+    schema: Any = None,
+    choices: Sequence[str] | None = None,
+    type: type | None = None,
+    tools: Sequence[Tool] | None = None,
+    grammar: str | None = None,
+) -> ValueType:
+    """The type that one of these arguments names. ``BadArgument`` if it is invalid, or if several are
+    given."""
+    given = {"regex": regex, "schema": schema, "choices": choices, "type": type, "tools": tools}
+    refuse_several({**given, "grammar": grammar})
+    if schema is not None:
+        return _of_schema(schema)
+    if type is not None:
+        return _of_type(type)
+    if tools is not None:
+        toolbox = Toolbox(tools)
+        return of_json_schema(toolbox.schema(), toolbox.read, "list of tool calls")
+    if choices is not None:
+        return _of_choices(choices)
+    if regex is not None:
+        return ValueType("text", Constraint("regex", regex).check(), str)
+    if grammar is not None:
+        return ValueType("text", Constraint("grammar", grammar).check(), str)
+    return TEXT
+
+
+def refuse_several(given: Mapping[str, Any], where: str = "gen") -> None:
+    """``BadArgument`` if more than one of these is given."""
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise BadArgument(f"{where}: {' and '.join(names)} exclude each other: give one of them")
+
+
+def of_json_schema(schema: Mapping[str, Any], read: Callable[[str], Any], shown: str) -> ValueType:
+    """A value with a JSON schema. ``BadArgument`` if the schema is invalid."""
+    return ValueType(shown, _schema(schema), read, comes_in_parts=True)
+
+
+def _of_choices(choices: Sequence[str]) -> ValueType:
+    if isinstance(choices, str) or not isinstance(choices, Sequence):
+        raise BadArgument(f"choices must be a list of strings, not {choices!r}")
+    return ValueType("choice", Constraint("choices", choices=tuple(choices)).check(), str)
+
+
+def _of_type(wanted: type) -> ValueType:
+    if wanted is str:
+        return TEXT
+    constraint = _SCALARS.get(wanted) if isinstance(wanted, type) else None
+    if constraint is None:
+        raise BadArgument(f"gen: type must be int, float, bool or str, not {wanted!r}; for others use schema")
+    read = _read_bool if wanted is bool else wanted
+    return ValueType(wanted.__name__, constraint, lambda text: read(text.strip()))
+
+
+def _read_bool(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
+
+
+def _of_schema(schema: Any) -> ValueType:
+    """A pydantic model, a dataclass, a TypedDict, anything else that msgspec knows, or a JSON schema."""
+    if isinstance(schema, Mapping):
+        return of_json_schema(schema, json.loads, "JSON value")
+    described, read = json_type(schema)
+    # Type checkers expect that iterating over a string or a number yields text.
+    is_scalar = isinstance(schema, type) and issubclass(schema, str | int | float)
+    return ValueType(shown_type(schema), _schema(described), read, comes_in_parts=not is_scalar)
+
+
+def _schema(schema: Mapping[str, Any]) -> Constraint:
+    try:
+        return Constraint("schema", json.dumps(schema, ensure_ascii=False)).check()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadArgument(f"gen: schema is not a JSON schema: {error}") from None
+
+
+_SCALARS: dict[type, Constraint] = {
+    int: Constraint("regex", r"-?(0|[1-9][0-9]{0,17})"),
+    float: Constraint("regex", r"-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,3})?"),
+    bool: Constraint("choices", choices=("true", "false")),
+}

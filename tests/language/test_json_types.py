@@ -1,0 +1,320 @@
+"""Python types as schemas: no constraint is lost on the way to the model or back."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import decimal
+import enum
+import random
+import typing
+import uuid
+from collections.abc import Callable
+from typing import Annotated, Any, Generic, Literal, Optional, TypedDict, TypeVar
+
+import annotated_types
+import jsonschema
+import msgspec
+import pydantic
+import pytest
+import typing_extensions
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field
+
+import agentflow as af
+from agentflow.engine.grammar.compiler.compile import compile_constraint
+from agentflow.language.typed.json_types import json_type, parameters_type, shown_type
+from agentflow.protocol.constraint import Constraint
+from benchmarks.constrained.text_walks import text_under, walk
+
+pytestmark = pytest.mark.anyio
+
+ItemT = TypeVar("ItemT")
+ADA = '{"name": "Ada", "age": 36}'
+
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Person(BaseModel):
+    name: str = Field(min_length=1, max_length=5)
+    age: int = Field(ge=0, le=120)
+
+
+class Tree(BaseModel):
+    value: int = Field(ge=0, le=9)
+    children: list[Tree] = Field(max_length=2)
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"] = "cat"
+    lives: int = Field(ge=1, le=9)
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"] = "dog"
+    good: bool
+
+
+class Page(BaseModel, Generic[ItemT]):
+    items: list[ItemT] = Field(max_length=2)
+
+
+class Even(BaseModel):
+    number: int = Field(ge=0, le=9)
+
+    @pydantic.field_validator("number")
+    @classmethod
+    def check(cls, number: int) -> int:
+        if number % 2:
+            raise ValueError("it is odd")
+        return number
+
+
+@dataclasses.dataclass
+class Ticket:
+    """A plain dataclass with pydantic's fields in it."""
+
+    holder: Person
+    seat: Annotated[int, Field(ge=1, le=10)]
+    price: int = Field(3, ge=1, le=99)
+
+
+@pydantic.dataclasses.dataclass
+class Seat:
+    row: int = Field(ge=1, le=10)
+
+
+class Rated(TypedDict):
+    score: Annotated[int, Field(ge=1, le=5)]
+    note: typing.NotRequired[Annotated[str, Field(max_length=3)]]
+
+
+class Struct(msgspec.Struct):
+    x: Annotated[int, msgspec.Meta(ge=1, le=3)]
+
+
+class Mixed(msgspec.Struct):
+    person: Person
+
+
+Animal = Annotated[Cat | Dog, Field(discriminator="kind")]
+Age = typing_extensions.TypeAliasType("Age", Annotated[int, annotated_types.Interval(ge=0, le=150)])
+
+# A type, a valid text, its value, and invalid texts.
+CASES: list[tuple[Any, str, Any, list[str]]] = [
+    (Annotated[int, Field(ge=1, le=10)], "10", 10, ["0", "11", "5000"]),
+    (Annotated[float, annotated_types.Gt(0.5)], "0.75", 0.75, ["0.5", "-1.0"]),
+    (Annotated[str, Field(pattern="^[a-z]{3}$")], '"abc"', "abc", ['"ab"', '"ABC"']),
+    (Age, "150", 150, ["151"]),
+    (list[Age], "[1]", [1], ["[151]"]),
+    (
+        list[Person],
+        '[{"name": "Ada", "age": 36}]',
+        [Person(name="Ada", age=36)],
+        ['[{"name": "", "age": 1}]'],
+    ),
+    (Person | None, "null", None, ['{"name": "Ada", "age": 121}']),
+    (Optional[Person], ADA, Person(name="Ada", age=36), ["1"]),  # noqa: UP045
+    (Person | int, "3", 3, ['"3a"']),
+    (dict[str, Person], '{"a": {"name": "A", "age": 1}}', {"a": Person(name="A", age=1)}, ['{"a": 1}']),
+    (dict[Literal["a", "b"], Age], '{"a": 1}', {"a": 1}, ['{"c": 1}', '{"a": 151}']),
+    (tuple[Age, bool], "[1, true]", (1, True), ["[151, true]", "[1]"]),
+    (Annotated[set[int], Field(min_length=2)], "[1, 2]", {1, 2}, ["[1, 1]", "[1]"]),
+    (Tree, '{"value": 1, "children": []}', Tree(value=1, children=[]), ['{"value": 10, "children": []}']),
+    (Page[Age], '{"items": [7]}', Page[Age](items=[7]), ['{"items": [151]}']),
+    (
+        Animal,
+        '{"kind": "dog", "good": true}',
+        Dog(good=True),
+        ['{"kind": "cat", "lives": 10}', '{"good": true}'],
+    ),
+    (Even, '{"number": 4}', Even(number=4), ['{"number": 3}']),
+    (
+        Ticket,
+        '{"holder": {"name": "A", "age": 1}, "seat": 10}',
+        Ticket(Person(name="A", age=1), 10, 3),
+        [
+            '{"holder": {"name": "A", "age": 1}, "seat": 11}',
+            '{"holder": {"name": "A", "age": 1}, "seat": 1, "price": 0}',
+        ],
+    ),
+    (Seat, '{"row": 1}', Seat(row=1), ['{"row": 11}']),
+    (Rated, '{"score": 5}', {"score": 5}, ['{"score": 6}', '{"score": 1, "note": "abcd"}', "{}"]),
+    (list[Rated], '[{"score": 5, "note": "a"}]', [{"score": 5, "note": "a"}], ['[{"score": 6}]']),
+    (Struct, '{"x": 3}', Struct(3), ['{"x": 4}']),
+    (Color, '"red"', Color.RED, ['"green"']),
+    (Literal[1, "a"], "1", 1, ["2"]),
+    (datetime.date, '"2026-02-28"', datetime.date(2026, 2, 28), ['"2026-02-30"']),
+    (uuid.UUID, f'"{uuid.UUID(int=7)}"', uuid.UUID(int=7), ['"x"']),
+    (decimal.Decimal, '"1.50"', decimal.Decimal("1.50"), ['"x"']),
+    (
+        Annotated[decimal.Decimal, Field(max_digits=4, decimal_places=2)],
+        '"12.34"',
+        decimal.Decimal("12.34"),
+        ['"123.45"', '"1.234"'],
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "value", "invalid"), CASES, ids=lambda case: shown_type(case)[:30])
+def test_constraints_hold_in_every_type(kind: Any, text: str, value: Any, invalid: list[str]) -> None:
+    schema, read = json_type(kind)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert read(text) == value
+    assert not any(is_valid(read, wrong) for wrong in invalid)
+
+
+def is_valid(read: Callable[[str], Any], text: str) -> bool:
+    try:
+        read(text)
+    except ValueError:
+        return False
+    return True
+
+
+READ_AFTERWARDS = [Even, Annotated[set[int], Field(min_length=2)]]
+
+
+@pytest.mark.parametrize("kind", [case[0] for case in CASES], ids=lambda kind: shown_type(kind)[:30])
+def test_what_the_grammar_generates_is_valid(kind: Any) -> None:
+    """Except where only the reader can decide."""
+    schema, read = json_type(kind)
+    compiled = compile_constraint(Constraint("schema", msgspec.json.encode(schema).decode()))
+    dice, num_finished = random.Random(3), 0
+    for _ in range(20):
+        text = walk(text_under(compiled), dice)
+        if text is not None and kind not in READ_AFTERWARDS:
+            read(text)
+        num_finished += text is not None
+    assert num_finished > 5
+
+
+integers = st.builds(
+    lambda low, width, multiple: Annotated[int, Field(ge=low, le=low + width, multiple_of=multiple)],
+    st.integers(-1000, 1000),
+    st.integers(10, 10**6),
+    st.sampled_from([None, 1, 2]),
+)
+floats = st.builds(
+    lambda low, width: Annotated[float, Field(gt=low, lt=low + width)],
+    st.floats(-100, 100).map(lambda number: round(number, 2)),
+    st.floats(0.5, 100).map(lambda number: round(number, 2)),
+)
+strings = st.builds(
+    lambda least, more: Annotated[str, Field(min_length=least, max_length=least + more)],
+    st.integers(0, 5),
+    st.integers(0, 5),
+)
+scalars = (
+    integers
+    | floats
+    | strings
+    | st.sampled_from([bool, Color, Literal["x", 3], datetime.date, uuid.UUID, None])
+)
+
+
+def model_of(fields: dict[str, Any]) -> type[BaseModel]:
+    members: dict[str, Any] = {name: (kind, ...) for name, kind in fields.items()}
+    return pydantic.create_model("Model", **members)
+
+
+def compound(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    members = st.dictionaries(st.sampled_from(["a", "b", "c"]), inner, min_size=1)
+    return st.one_of(
+        st.builds(lambda item: Annotated[list[item], Field(max_length=2)], inner),  # type: ignore[valid-type]
+        st.builds(lambda one: one | None, st.sampled_from([Person, Seat, Cat])),
+        members.map(
+            lambda fields: pydantic.create_model("Model", **{n: (kind, ...) for n, kind in fields.items()})
+        ),
+        members.map(lambda fields: dataclasses.make_dataclass("Data", fields.items())),
+        members.map(lambda fields: typing_extensions.TypedDict("Typed", fields)),  # type: ignore[misc]
+    )
+
+
+@given(st.recursive(scalars, compound, max_leaves=5), st.integers(0, 100))
+def test_random_types_are_kept(kind: Any, seed: int) -> None:
+    schema, read = json_type(kind)
+    compiled = compile_constraint(Constraint("schema", msgspec.json.encode(schema).decode()))
+    for _ in range(3):
+        text = walk(text_under(compiled), random.Random(seed))
+        if text is not None:
+            read(text)
+
+
+async def test_a_value_outside_its_constraint_fails_its_variable() -> None:
+    async with af.session(backend=af.Scripted(["5000"])) as flow, flow.state() as s:
+        s += af.gen("n", schema=Annotated[int, Field(ge=1, le=10)])
+        with pytest.raises(af.InvalidValue):
+            await s["n"]
+
+
+def order(
+    count: Annotated[int, Field(ge=1, le=10)],
+    who: Person,
+    others: list[Person],
+    schema: str = "plain",
+    price: int = Field(3, ge=1),
+) -> None:
+    """Its parameter names are attributes of pydantic's models too."""
+
+
+def test_parameters_of_a_tool_keep_their_constraints() -> None:
+    schema, read = parameters_type("order", order)
+    assert schema["required"] == ["count", "who", "others"]
+    assert schema["$defs"].keys() == {"Person"}
+    arguments = read(f'{{"count": 1, "who": {ADA}, "others": []}}')
+    assert arguments == {
+        "count": 1,
+        "who": Person(name="Ada", age=36),
+        "others": [],
+        "schema": "plain",
+        "price": 3,
+    }
+    for wrong in (
+        f'{{"count": 5000, "who": {ADA}, "others": []}}',
+        f'{{"count": 1, "who": {ADA}, "others": [], "price": 0}}',
+        f'{{"count": 1, "who": {ADA}, "others": [], "x": 0}}',
+        f'{{"count": 1, "who": {ADA}}}',
+        "[]",
+    ):
+        assert not is_valid(read, wrong)
+
+
+def local_types() -> tuple[Any, Any]:
+    class Person(BaseModel):  # another one of the same name
+        id: int
+
+    def greet(one: Any, other: Any) -> None: ...
+
+    greet.__annotations__ = {"one": globals()["Person"], "other": Person}
+    return greet, Person
+
+
+def test_two_definitions_of_one_name_stay_apart() -> None:
+    greet, other = local_types()
+    schema, read = parameters_type("greet", greet)
+    jsonschema.Draft202012Validator(schema).validate({"one": {"name": "A", "age": 1}, "other": {"id": 1}})
+    assert read('{"one": {"name": "A", "age": 1}, "other": {"id": 1}}')["other"] == other(id=1)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Person(name="A", age=1),
+        Struct(1),
+        Seat(row=1),
+        Mixed,
+        list[Mixed],
+        "Person",
+        Callable[[], int],
+    ],
+    ids=str,
+)
+def test_what_is_no_type_of_values_is_rejected(kind: Any) -> None:
+    with pytest.raises(af.BadArgument) as failure:
+        af.gen("x", schema=kind)
+    assert failure.value.param == "schema"
