@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, get_args
 import msgspec
 
 from agentflow.errors import BadArgument
+from agentflow.language.markers import MARKERS
 from agentflow.language.typed.tools import Tool, spec_of
 from agentflow.language.typed.values import ValueType
 from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolChoice, ToolSpec
@@ -38,6 +39,14 @@ class Expression:
 
     def __radd__(self, other: Appendable) -> Sequence_:
         return Sequence_((other, self))
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise BadArgument(f"an expression cannot be formatted with {spec!r}: use a plain {{…}}")
+        return MARKERS.mark_expression(self)
+
+    def __str__(self) -> str:
+        raise BadArgument("str() of an expression: append it to a state, or an f-string with it")
 
 
 class Sequence_(Expression):

@@ -3,18 +3,11 @@
 States, variables and runs hold a ``Link`` instead of their ``Session``: it numbers them, sends their ops, and
 delivers the backend's events to them. ``Session`` opens and closes it. A trace has a link of its own
 (``trace.TraceLink``), which collects ops instead of sending them.
-
-``Markers`` keep references inside ordinary strings: formatting a variable gives a marker with the session's
-128-bit nonce, and appending the string finds the variable again. Text from elsewhere cannot contain a marker
-without knowing the nonce, and the server never looks for markers.
 """
 
 from __future__ import annotations
 
 import itertools
-import re
-import secrets
-import weakref
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
 from types import TracebackType
@@ -24,7 +17,6 @@ import anyio
 from anyio.abc import TaskGroup
 
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, EngineFailed, ServerLost, StateClosed
-from agentflow.language.expressions import Expression
 from agentflow.language.op_log import ProgramLine
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection
@@ -79,7 +71,6 @@ class Link:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.markers = Markers()
         self.states: dict[int, StateEvents] = {}
         self.variables: dict[int, VariableEvents] = {}
         self._connection: Connection | None = None
@@ -227,65 +218,3 @@ class Link:
             state.fail(error)
         for arrived, _ in self._answers.values():
             arrived.set()
-
-
-_OPEN, _CLOSE = "\u27e6af:", "\u27e7"
-_NUM_DIGITS = 32
-
-
-class Markers:
-    """Makes and finds the markers of one session."""
-
-    def __init__(self) -> None:
-        nonce = secrets.token_hex(_NUM_DIGITS // 2)
-        self._nonce = nonce
-        self._whole = re.compile(f"{_OPEN}{nonce}:([0-9]+){_CLOSE}")
-        # Any of these in a text shows a damaged marker. Any 15 consecutive digits of the nonce contain one of
-        # its quarters; a piece that ends closer to either end still has a bracket and some digits.
-        quarters = [nonce[start : start + 8] for start in range(0, _NUM_DIGITS, 8)]
-        self._remains = (*quarters, _OPEN + nonce[:4])
-        self._tail = re.compile(f"{nonce[-4:]}:[0-9]+{_CLOSE}", re.IGNORECASE)
-        # Weak: a marker in a string must not keep a variable of a run that has ended.
-        self._marked: weakref.WeakValueDictionary[int, Expression] = weakref.WeakValueDictionary()
-
-    def mark(self, number: int, reference: Expression) -> str:
-        """The marker of ``reference``, whose ``number`` is unique in the session."""
-        self._marked[number] = reference
-        return f"{_OPEN}{self._nonce}:{number}{_CLOSE}"
-
-    def split(self, text: str) -> list[str | Expression]:
-        """``text`` with its markers replaced by their references. ``BadArgument`` for a damaged marker,
-        ``StateClosed`` for one whose variable is gone."""
-        if not self._has_remains(text):
-            return [text] if text else []
-        parts: list[str | Expression] = []
-        for index, piece in enumerate(self._whole.split(text)):
-            if index % 2:
-                parts.append(self._reference(int(piece)))
-            elif self._has_remains(piece):
-                raise BadArgument(
-                    "a variable's marker in this text is damaged (truncated, padded or changed): "
-                    "append the variable itself, or format it with a plain {…}"
-                )
-            elif piece:
-                parts.append(piece)
-        return parts
-
-    def refuse(self, texts: Iterable[object], where: str) -> None:
-        """``BadArgument`` if one of these texts, which are sent unchanged, holds a marker."""
-        if any(isinstance(text, str) and self._has_remains(text) for text in texts):
-            raise BadArgument(
-                f"{where} cannot hold a variable that is passed on by reference: await it and use its value"
-            )
-
-    def _has_remains(self, text: str) -> bool:
-        lowered = text.lower()
-        return any(part in lowered for part in self._remains) or (
-            _CLOSE in text and self._tail.search(text) is not None
-        )
-
-    def _reference(self, number: int) -> Expression:
-        reference = self._marked.get(number)
-        if reference is None:
-            raise StateClosed("a variable in this text has ended with its run: await it before that")
-        return reference

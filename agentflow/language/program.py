@@ -19,9 +19,11 @@ import anyio
 from agentflow.errors import BadArgument, Cancelled, short_repr
 from agentflow.language.graph import Graph
 from agentflow.language.link import Link
+from agentflow.language.markers import MARKERS
 from agentflow.language.run import ProgramEvent, Run, RunDone
 from agentflow.language.state import State
 from agentflow.language.trace import called, trace
+from agentflow.language.variable import text_of_marked
 from agentflow.runtime.task_group import loop_caller
 
 P = ParamSpec("P")
@@ -50,6 +52,7 @@ async def execute(
     try:
         result = await called(program, State(run.root), *args, **kwargs)
         await run.settle()
+        result = await MARKERS.resolved(result, text_of_marked)
     except BaseException:
         run.root.cancel()
         raise

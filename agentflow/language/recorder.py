@@ -6,7 +6,7 @@ marks of turns. The state does not change before that, so an error leaves it as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,6 +23,7 @@ from agentflow.language.expressions import (
     Sequence_,
     not_appendable,
 )
+from agentflow.language.markers import MARKERS
 from agentflow.language.op_log import Entry, ToolCalls, TurnBegins, TurnEnds
 from agentflow.language.run import StateNode, VariableNode
 from agentflow.language.typed.values import TEXT, ValueType
@@ -75,8 +76,11 @@ class Recorder:
         state_id = self._state.id
         match item:
             case str():
-                for piece in self._state.link.markers.split(item):
-                    self._add_text(piece)
+                for piece in MARKERS.split(item):
+                    if isinstance(piece, str | Reference):
+                        self._add_text(piece)
+                    else:
+                        self.add(piece)
             case Reference():
                 self._add_text(item)
             case Sequence_():
@@ -85,7 +89,7 @@ class Recorder:
             case GenExpression():
                 self._generate(item)
             case SelectExpression():
-                self._refuse_markers(item.choices, f"select({item.name!r}): a choice")
+                MARKERS.reject(item.choices, f"select({item.name!r}): a choice")
                 var_id = self._append_variable(item.name, TEXT).id
                 self.put(ops.Select(state_id, var_id, item.name, item.choices, item.method))
             case RoleExpression():
@@ -96,7 +100,7 @@ class Recorder:
             case ConversationExpression():
                 self._converse(item.conversation)
             case ImageExpression():
-                self._refuse_markers([item.source], "image: its source")
+                MARKERS.reject([item.source], "image: its source")
                 self._entries.append(item)
                 self.put(ops.Image(state_id, item.source))
             case _:
@@ -129,7 +133,9 @@ class Recorder:
         """Records a variable whose text is not appended to the state."""
         pieces: list[str | Expression] = []
         for value in values:
-            pieces += self._state.link.markers.split(value) if isinstance(value, str) else [value]
+            pieces += MARKERS.split(value) if isinstance(value, str) else [value]
+        if not all(isinstance(piece, str | Reference) for piece in pieces):
+            raise BadArgument(f"set({name!r}): its text may hold strings and variables, and no gen or select")
         parts = tuple([self._part(piece) for piece in pieces])
         node = self._declare(name, TEXT)
         self._ops.append(ops.Set(self._state.id, node.id, name, parts))
@@ -171,7 +177,7 @@ class Recorder:
             raise BadArgument("a conversation begins a state: append it first, and nothing before it")
         for message in conversation.messages:
             arguments = [call.arguments for call in message.tool_calls]
-            self._refuse_markers([message.content, *arguments], "conversation: a message")
+            MARKERS.reject([message.content, *arguments], "conversation: a message")
             self._entries += [TurnBegins(message.role, message.tool_call_id, message.name), message.content]
             self._entries += [ToolCalls(message.tool_calls)] if message.tool_calls else []
             self._entries.append(TurnEnds())
@@ -183,7 +189,7 @@ class Recorder:
     def _generate(self, item: GenExpression[Any]) -> None:
         constraint = item.value_type.constraint
         fixed = [*item.params.stop, item.params.stop_regex, *(constraint.texts() if constraint else ())]
-        self._refuse_markers(fixed, f"gen({item.name!r}): a stop string or a constraint")
+        MARKERS.reject(fixed, f"gen({item.name!r}): a stop string or a constraint")
         node = self._append_variable(item.name, item.value_type, is_gen=True)
         is_reply = item.value_type.is_reply
         if is_reply:
@@ -209,6 +215,3 @@ class Recorder:
         node = VariableNode(self._state, self._state.link.next_id(), name, value_type, is_shown=is_shown)
         self._declared.append(_Declared(node, is_gen, len(self._ops)))
         return node
-
-    def _refuse_markers(self, texts: Iterable[object], where: str) -> None:
-        self._state.link.markers.refuse(texts, where)

@@ -19,6 +19,7 @@ import msgspec
 from agentflow.errors import BadArgument, DataDependent, short_repr
 from agentflow.language.graph import Graph, Output
 from agentflow.language.link import Link
+from agentflow.language.markers import MARKERS
 from agentflow.language.op_log import ProgramLine, calling_line
 from agentflow.language.run import Run, StateNode, VariableNode
 from agentflow.language.state import State
@@ -104,8 +105,8 @@ class _StandIn(Reference[str]):
     """A text that does not exist: an argument of the program, or a value that it has awaited."""
 
     def __init__(self, node: VariableNode, transforms: tuple[Transform, ...] = ()) -> None:
-        super().__init__(node, transforms, node.state.link.next_id())
-        node.kept[self._number] = self
+        super().__init__(node, transforms)
+        node.kept[MARKERS.next_number()] = self
 
     @property
     def _label(self) -> str:
@@ -221,7 +222,7 @@ class GraphRun:
         is_streamed: bool = False,
     ) -> None:
         values = _inputs(graph, args, kwargs)
-        link.markers.refuse(values.values(), f"an argument of graph {graph.name!r}")
+        MARKERS.reject(values.values(), f"an argument of graph {graph.name!r}")
         base = link.reserve_ids(max([max(numbers(op)) for op in graph.ops]))
         index = link.next_run_index() if index is None else index
         op = ops.Submit(

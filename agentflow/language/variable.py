@@ -20,6 +20,7 @@ import jiter
 
 from agentflow.errors import AgentflowError, BadArgument, InvalidValue, RunFailed, StateClosed
 from agentflow.language.expressions import Expression
+from agentflow.language.markers import MARKERS
 from agentflow.language.op_log import calling_line
 from agentflow.language.run import FIRST_MAPPED, Path, VariableNode
 from agentflow.language.typed.tags import Tagged
@@ -35,10 +36,10 @@ class Reference(Expression, Generic[ValueT_co]):
     """Base of ``Variable`` and ``Transformed``: a value that may not exist yet. It cannot be compared,
     measured or taken apart; await it first."""
 
-    def __init__(self, node: VariableNode, transforms: tuple[Transform, ...], number: int) -> None:
+    def __init__(self, node: VariableNode, transforms: tuple[Transform, ...]) -> None:
         self._node = node
         self._transforms = transforms
-        self._number = number  # unique in the session, for markers
+        self._number: int | None = None  # of its marker
 
     @property
     @abstractmethod
@@ -123,10 +124,10 @@ class Reference(Expression, Generic[ValueT_co]):
     def _then(self, name: TransformName, argument: str = "") -> Transformed:
         transforms = (*self._transforms, Transform(name, argument))
         check_transforms(transforms)
-        self._node.state.link.markers.refuse([argument], f"{name}: its argument")
+        MARKERS.reject([argument], f"{name}: its argument")
         found: Transformed | None = self._node.kept.get(transforms)
         if found is None:
-            found = Transformed(self._node, transforms, self._node.state.link.next_id())
+            found = Transformed(self._node, transforms)
             self._node.kept[transforms] = found
         return found
 
@@ -136,7 +137,9 @@ class Reference(Expression, Generic[ValueT_co]):
                 f"{self._label} is passed on by reference and cannot be formatted with {spec!r}: "
                 "use a plain {…}, or await it and format its value"
             )
-        return self._node.state.link.markers.mark(self._number, self)
+        if self._number is None:
+            self._number = MARKERS.next_number()
+        return MARKERS.mark(self._number, self)
 
     def __str__(self) -> str:
         raise BadArgument(
@@ -189,6 +192,13 @@ async def text_of(reference: Reference[Any]) -> str:
     return await apply_in_turn(await reference._node.whole_text(), reference._transforms)
 
 
+async def text_of_marked(item: Expression) -> str:
+    """The text of what a marker in a program's result stands for. ``BadArgument`` if it has none."""
+    if not isinstance(item, Reference):
+        raise BadArgument("the program returns a text with an expression that was never appended to a state")
+    return await text_of(item)
+
+
 class Transformed(Reference[str]):
     """A variable's text after some transforms. Made by ``s["x"].strip()`` and the like.
 
@@ -232,7 +242,7 @@ class Variable(Reference[ValueT_co]):
     """
 
     def __init__(self, node: VariableNode) -> None:
-        super().__init__(node, (), node.id)
+        super().__init__(node, ())
         node.front = self
 
     def __repr__(self) -> str:
@@ -460,7 +470,7 @@ async def _provide(variable: VariableNode, reference: Reference[Any], function: 
         value = function(await reference)
         if not isinstance(value, str):
             raise BadArgument(f"map: the function must return a string, not {value!r}")
-        link.markers.refuse([value], "map: what the function returns")
+        MARKERS.reject([value], "map: what the function returns")
         link.send([ops.Provide(variable.id, value)], quiet=True)
     except Exception as error:
         failure = error if isinstance(error, AgentflowError) else RunFailed(f"map failed: {error!r}")

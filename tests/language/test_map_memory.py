@@ -16,6 +16,7 @@ from support.wire_server import thread_server
 
 import agentflow as af
 from agentflow.language.map import READ_AHEAD
+from agentflow.language.markers import MARKERS
 from agentflow.runtime.interpreter import Interpreter
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
@@ -58,7 +59,7 @@ def tables(flow: af.Session) -> dict[str, int]:
     return {
         "states": len(flow._link.states),
         "variables": len(flow._link.variables),
-        "markers": len(flow._link.markers._marked),
+        "markers": len(MARKERS._variables),
         "answers": len(flow._link._answers),
     }
 

@@ -1,4 +1,4 @@
-"""Markers: found in any text, rejected when damaged, unknown to other sessions."""
+"""Markers: found in any text, rejected when damaged, resolved in results, and never sent or returned."""
 
 import gc
 import json
@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 import agentflow as af
 from agentflow.language.expressions import Expression
-from agentflow.language.link import Markers
+from agentflow.language.markers import MOST_KEPT, Markers
+
+pytestmark = pytest.mark.anyio
 
 
 class Referred(Expression):
@@ -93,7 +95,7 @@ def test_a_truncated_marker_beside_a_whole_one_is_rejected():
         MARKERS.split(MARKER + MARKER[:30])
 
 
-def test_what_looks_like_a_marker_of_another_session_stays_text():
+def test_what_looks_like_a_marker_of_another_process_stays_text():
     foreign = mark(Markers(), VARIABLES[0])
     for text in (foreign, foreign[:20], foreign.upper(), f"⟦af:{'0' * 32}:1⟧", "⟦af::1⟧"):
         assert MARKERS.split(text) == [text]
@@ -116,3 +118,103 @@ def test_a_marker_does_not_keep_its_variable():
 
 def test_an_empty_text_has_no_parts():
     assert MARKERS.split("") == []
+
+
+async def test_an_f_string_holds_expressions():
+    """They are appended in place, and the model reads no trace of them."""
+    async with af.session(backend=af.Scripted(["8", "yes"])) as flow, flow.state() as s:
+        s += af.user(f"How many legs has {'a spider'}?")
+        s += af.assistant(f"It has {af.gen('legs')} legs: {af.select('sure', ['yes', 'no'])}.")
+        assert (
+            await s.text()
+            == "<user>How many legs has a spider?</user><assistant>It has 8 legs: yes.</assistant>"
+        )
+
+
+async def test_an_f_string_holds_turns_and_more_f_strings():
+    async with af.session(backend=af.Scripted(["A", "B"])) as flow, flow.state() as s:
+        inner = f"({af.gen('a')})"
+        second = af.gen("b")
+        s += f"{af.user('Hi')}{af.assistant(f'{inner} and {second}')}"
+        assert await s.text() == "<user>Hi</user><assistant>(A) and B</assistant>"
+
+
+def test_an_expression_takes_no_format_and_has_no_text():
+    with pytest.raises(af.BadArgument):
+        f"{af.gen('x'):>10}"
+    with pytest.raises(af.BadArgument):
+        str(af.gen("x"))
+
+
+def test_the_oldest_markers_of_expressions_are_dropped():
+    markers = Markers()
+    texts = [markers.mark_expression(Referred(number)) for number in range(MOST_KEPT + 1)]
+    assert markers.split(texts[-1])[0].number == MOST_KEPT
+    with pytest.raises(af.StateClosed):
+        markers.split(texts[0])
+
+
+async def test_a_variable_of_another_session_in_an_f_string_is_rejected():
+    async with (
+        af.session(backend=af.Scripted(["A"])) as one,
+        af.session(backend=af.Scripted(["B"])) as other,
+        one.state() as s,
+        other.state() as foreign,
+    ):
+        s += af.gen("x")
+        await s["x"]
+        with pytest.raises(af.ForeignState):
+            foreign += f"from elsewhere: {s['x']}"
+        with pytest.raises(af.ForeignState):
+            foreign.set("y", f"{s['x']}")
+
+
+QUOTED = 'say "hi"\n\u00e9'
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (lambda text: f"<{text}>", f"<{QUOTED}>"),
+        (lambda text: json.dumps({"a": f"{text}"}), json.dumps({"a": QUOTED})),
+        (lambda text: [f"{text}", {"k": (f"{text}!", 1)}, None], [QUOTED, {"k": (f"{QUOTED}!", 1)}, None]),
+        (lambda text: {f"{text}": {f"{text}"}}, {QUOTED: {QUOTED}}),
+        (lambda text: f"{text.upper()}", QUOTED.upper()),
+        (lambda text: "plain", "plain"),
+    ],
+    ids=["text", "json", "nested", "key", "transform", "plain"],
+)
+async def test_markers_in_a_result_become_texts(result, expected):
+    async def program(s):
+        s += af.gen("x")
+        return result(s["x"])
+
+    async with af.session(backend=af.Scripted([QUOTED])) as flow:
+        assert await flow.run(program) == expected
+
+
+async def test_a_marker_that_has_no_text_is_not_returned():
+    async def never_appended(s):
+        return f"{af.gen('x')}"
+
+    async def damaged(s):
+        s += af.gen("x")
+        return f"{s['x']}"[:20]
+
+    async with af.session(backend=af.Scripted(["a", "b"])) as flow:
+        for program in (never_appended, damaged):
+            with pytest.raises(af.BadArgument):
+                await flow.run(program)
+
+
+async def test_a_variable_that_failed_fails_the_result_that_holds_it():
+    async def program(s):
+        branch = s.fork(1)[0]
+        branch += af.gen("x", type=int)
+        with pytest.raises(af.RunFailed):
+            await branch["x"]
+        return f"{branch['x']}"
+
+    async with af.session(backend=af.Scripted(["no number"])) as flow:
+        with pytest.raises(af.RunFailed):
+            await flow.run(program)

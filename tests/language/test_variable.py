@@ -141,16 +141,6 @@ async def test_formatting_and_adding_keep_a_reference():
         ]
 
 
-async def test_a_marker_of_another_session_is_text():
-    backend = af.Scripted(lambda prompt: prompt)
-    async with af.session(backend=af.Scripted(PROMPTS)) as other, other.state() as o:
-        o += "numbers:" + af.gen("x")
-        async with af.session(backend=backend) as flow, flow.state() as s:
-            text = f"a{o['x']}b"
-            s += text + af.gen("echo", max_tokens=1000)
-            assert await s["echo"] == text
-
-
 # Wiring: the client asks for nothing in between.
 
 

@@ -1,0 +1,136 @@
+"""Markers: what stands in a string for a variable or an expression that is formatted into it.
+
+``f"{s['x']}"`` holds a marker, and so does ``f"{af.gen('x')}"``. Appending the string to a state finds the
+variable or the expression again. A marker holds a 128-bit nonce of the process, so no text from elsewhere
+contains one, and the server never looks for markers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import weakref
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Final
+
+from agentflow.errors import BadArgument, StateClosed
+
+_OPEN, _CLOSE = "\u27e6af:", "\u27e7"
+_ESCAPED_OPEN, _ESCAPED_CLOSE = "\\u27e6af:", "\\u27e7"  # as json.dumps writes them
+_NUM_DIGITS: Final = 32
+MOST_KEPT: Final = 10_000
+"""Markers of expressions. Nothing else refers to an expression in an f-string."""
+
+
+class Markers:
+    """Makes and finds markers."""
+
+    def __init__(self) -> None:
+        nonce = secrets.token_hex(_NUM_DIGITS // 2)
+        self._nonce = nonce
+        self._whole = re.compile(f"{_OPEN}{nonce}:([0-9]+){_CLOSE}")
+        self._escaped = re.compile(re.escape(_ESCAPED_OPEN) + f"{nonce}:([0-9]+)" + re.escape(_ESCAPED_CLOSE))
+        # Any of these in a text shows a damaged marker. Any 15 consecutive digits of the nonce contain one of
+        # its quarters; a piece that ends closer to either end still has a bracket and some digits.
+        quarters = [nonce[start : start + 8] for start in range(0, _NUM_DIGITS, 8)]
+        self._remains = (*quarters, _OPEN + nonce[:4])
+        self._tail = re.compile(f"{nonce[-4:]}:[0-9]+{_CLOSE}", re.IGNORECASE)
+        self._num_marked = 0
+        # Weak: a marker in a string must not keep a variable of a run that has ended.
+        self._variables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._expressions: OrderedDict[int, Any] = OrderedDict()
+
+    def next_number(self) -> int:
+        """A number for ``mark``."""
+        self._num_marked += 1
+        return self._num_marked
+
+    def mark(self, number: int, variable: object) -> str:
+        """The marker of a variable, which its run keeps. ``number``: its own, of ``next_number``."""
+        self._variables[number] = variable
+        return f"{_OPEN}{self._nonce}:{number}{_CLOSE}"
+
+    def mark_expression(self, expression: object) -> str:
+        """The marker of an expression. The last ``MOST_KEPT`` are kept."""
+        number = self.next_number()
+        self._expressions[number] = expression
+        if len(self._expressions) > MOST_KEPT:
+            self._expressions.popitem(last=False)
+        return f"{_OPEN}{self._nonce}:{number}{_CLOSE}"
+
+    def split(self, text: str) -> list[Any]:
+        """``text`` with its markers replaced by what they stand for. ``BadArgument`` for a damaged marker,
+        ``StateClosed`` for one whose variable is gone."""
+        if not self._has_remains(text):
+            return [text] if text else []
+        parts: list[Any] = []
+        for index, piece in enumerate(self._whole.split(text)):
+            if index % 2:
+                parts.append(self._marked(int(piece)))
+            elif self._has_remains(piece):
+                raise BadArgument(
+                    "a variable's marker in this text is damaged (truncated, padded or changed): "
+                    "append the variable itself, or format it with a plain {…}"
+                )
+            elif piece:
+                parts.append(piece)
+        return parts
+
+    def reject(self, texts: Iterable[object], where: str) -> None:
+        """``BadArgument`` if one of these texts, which are sent unchanged, holds a marker."""
+        if any(isinstance(text, str) and self._has_remains(text) for text in texts):
+            raise BadArgument(
+                f"{where} cannot hold a variable that is passed on by reference: await it and use its value"
+            )
+
+    async def resolved(self, value: Any, text_of: Callable[[Any], Awaitable[str]]) -> Any:
+        """``value`` with the texts of variables in place of their markers: in a string, also inside JSON, and
+        in lists, tuples, sets and dicts. Other objects stay as they are. Errors as in ``split``."""
+        if not self._num_marked:
+            return value
+        if isinstance(value, str):
+            return await self._resolved_text(value, text_of) if self._has_remains(value) else value
+        if type(value) is dict:
+            return {
+                await self.resolved(key, text_of): await self.resolved(item, text_of)
+                for key, item in value.items()
+            }
+        if type(value) in (list, tuple, set):
+            return type(value)([await self.resolved(item, text_of) for item in value])
+        if isinstance(value, tuple) and hasattr(value, "_make"):
+            return value._make([await self.resolved(item, text_of) for item in value])
+        return value
+
+    async def _resolved_text(self, text: str, text_of: Callable[[Any], Awaitable[str]]) -> str:
+        plain = []
+        for part in self.split(await self._unescaped(text, text_of)):
+            plain.append(part if isinstance(part, str) else await text_of(part))
+        return "".join(plain)
+
+    async def _unescaped(self, text: str, text_of: Callable[[Any], Awaitable[str]]) -> str:
+        """With the variables of markers inside JSON."""
+        pieces = self._escaped.split(text)
+        for index in range(1, len(pieces), 2):
+            found = await text_of(self._marked(int(pieces[index])))
+            pieces[index] = json.dumps(found)[1:-1]
+        return "".join(pieces)
+
+    def _has_remains(self, text: str) -> bool:
+        lowered = text.lower()
+        return any(part in lowered for part in self._remains) or (
+            _CLOSE in text and self._tail.search(text) is not None
+        )
+
+    def _marked(self, number: int) -> Any:
+        found = self._variables.get(number)
+        if found is None:  # a variable has no truth value
+            found = self._expressions.get(number)
+        if found is None:
+            raise StateClosed("a variable in this text has ended with its run: await it before that")
+        return found
+
+
+MARKERS: Final = Markers()
+"""Those of this process."""
