@@ -11,10 +11,17 @@ import json
 import math
 from collections.abc import Generator
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar, get_args, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, get_args, overload
 
 from agentflow.errors import BadArgument, ForeignState, NotSupported, UnknownVariable
-from agentflow.language.expressions import Appendable, Expression, GenExpression, ImageExpression, Sequence_
+from agentflow.language.expressions import (
+    Appendable,
+    Expression,
+    GenExpression,
+    ImageExpression,
+    SelectExpression,
+    Sequence_,
+)
 from agentflow.language.op_log import Content, TurnContent
 from agentflow.language.recorder import Recorder
 from agentflow.language.run import EventStream, Path, StateNode, VariableNode
@@ -78,6 +85,11 @@ class State:
 
     def __iadd__(self, item: Appendable) -> Self:
         return self.add(item)
+
+    if not TYPE_CHECKING:  # type checkers reject it by its absence
+
+        def __add__(self, item: object) -> NoReturn:
+            raise BadArgument("s + x makes no new state: append with s += x, or s.add(x)")
 
     def add(self, item: Appendable) -> Self:
         """The same as ``s += item``, for code in which Python would rebind ``s``. Returns the state.
@@ -238,9 +250,11 @@ class State:
     @overload
     def __getitem__(self, name: GenExpression[ValueT]) -> Variable[ValueT]: ...
     @overload
+    def __getitem__(self, name: SelectExpression) -> Variable[str]: ...
+    @overload
     def __getitem__(self, name: str) -> Variable[Any]: ...
     def __getitem__(self, name: Any) -> Variable[Any]:
-        wanted = name.name if isinstance(name, GenExpression) else name
+        wanted = name.name if isinstance(name, GenExpression | SelectExpression) else name
         names = self._node.names
         found = names.get(wanted) if isinstance(wanted, str) else None
         if found is None:

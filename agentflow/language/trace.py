@@ -124,17 +124,6 @@ class _StandIn(Reference[str]):
     def __iter__(self) -> NoReturn:
         self._refuse("iterated over")
 
-    def __int__(self) -> NoReturn:
-        self._refuse("converted to a number")
-
-    def __float__(self) -> NoReturn:
-        self._refuse("converted to a number")
-
-    def __lt__(self, other: object) -> NoReturn:
-        self._refuse("compared")
-
-    __le__ = __gt__ = __ge__ = __lt__
-
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)

@@ -14,7 +14,7 @@ import json
 import re
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar, overload
 
 import jiter
 
@@ -168,6 +168,34 @@ class Reference(Expression, Generic[ValueT_co]):
 
     def __getitem__(self, key: object) -> NoReturn:
         self._refuse("indexed")
+
+    if not TYPE_CHECKING:  # for which every attribute would exist
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            raise AttributeError(
+                f"{self._label} is a reference, not a value, and has no attribute {name!r}: await it first"
+            )
+
+    def __sub__(self, other: object) -> NoReturn:
+        self._refuse("used as a number")
+
+    __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = __mod__ = __sub__
+
+    def __int__(self) -> NoReturn:
+        self._refuse("used as a number")
+
+    def __float__(self) -> NoReturn:
+        self._refuse("used as a number")
+
+    def __round__(self, ndigits: int = 0) -> NoReturn:
+        self._refuse("used as a number")
+
+    def __lt__(self, other: object) -> NoReturn:
+        self._refuse("compared")
+
+    __le__ = __gt__ = __ge__ = __lt__
 
     def _refuse(self, what: str) -> NoReturn:
         raise BadArgument(f"{self._label} is a reference, not a value, and cannot be {what}: await it first")

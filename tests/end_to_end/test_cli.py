@@ -181,7 +181,7 @@ def test_new_keys_open_a_server_of_two_models(model_folder, tmp_path):
             assert [line.split("\t")[0] for line in shown.stdout.splitlines()] == ["model", "first", "second"]
         answered = run_cli("chat", "--url", url, "--api-key", ann, "--max-tokens", "4", input="Hello\n")
         assert answered.returncode == 0, answered.stderr
-        assert "wants an API key" in only_line(call_cli("models", "--url", address).stderr)
+        assert "AGENTFLOW_API_KEY" in only_line(call_cli("models", "--url", address).stderr)
         refused = call_cli("top", "--url", address, "--api-key", ann)
         assert "does not show /metrics" in only_line(refused.stderr)
         frame = call_cli("top", "--url", address, "--api-key", bob, "--once", "--interval", "0.1").stdout

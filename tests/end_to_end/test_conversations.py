@@ -62,7 +62,8 @@ async def converse(flow: af.Session) -> None:
         s += af.conversation([*ASKED, replies[0].message(), *results], tools=TOOLS)
         s += af.reply("answer", max_tokens=24)
         reply = await s["answer"]
-        check(reply)
+        if s["answer"].finish_reason != "length":  # the last call may be truncated
+            check(reply)
         assert reply.text or reply.tool_calls
         usage = s["answer"].usage
         # Nobody has to compute again what was asked, and what the model said to it.

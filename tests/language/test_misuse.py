@@ -95,6 +95,12 @@ VALUE_USES = {
     "in": (lambda x: "yes" in x, "searched"),
     "index": (lambda x: x[0], "indexed"),
     "slice": (lambda x: x[:3], "indexed"),
+    "minus": (lambda x: x - 1, "used as a number"),
+    "times": (lambda x: 2 * x, "used as a number"),
+    "int": (int, "used as a number"),
+    "round": (round, "used as a number"),
+    "less": (lambda x: x < 3, "compared"),
+    "more": (lambda x: 3 < x, "compared"),  # noqa: SIM300
     "iterate": (list, "measured|indexed"),
     "for": (lambda x: [c for c in x], "indexed"),  # noqa: C416
 }
@@ -114,6 +120,31 @@ async def test_a_variable_is_not_its_value(use, kind):
         assert reference == reference
         assert (reference != s["x"]) is (kind == "transformed")
         assert hash(reference) == hash(reference)
+
+
+async def test_a_variable_has_no_attributes_of_its_value():
+    async with af.session(backend=af.Scripted(["yes"])) as flow, flow.state() as s:
+        s += af.gen("x")
+        for reference in (s["x"], s["x"].strip()):
+            with pytest.raises(AttributeError, match=r"'x'.*'score'.*await"):
+                _ = reference.score
+            assert not hasattr(reference, "split")
+            assert not hasattr(reference, "__array__")
+
+
+async def test_a_state_cannot_be_added_to_text():
+    async with af.session(backend=af.Scripted([])) as flow, flow.state() as s:
+        with pytest.raises(af.BadArgument, match=r"s \+= x"):
+            s + "text"
+
+
+async def test_a_select_finds_its_variable():
+    async with af.session(backend=af.Scripted(["yes"])) as flow, flow.state() as s:
+        verdict = af.select("verdict", ["yes", "no"])
+        with pytest.raises(af.UnknownVariable):
+            s[verdict]
+        s += verdict
+        assert await s[verdict] == "yes"
 
 
 async def test_a_variable_cannot_be_formatted_as_text():

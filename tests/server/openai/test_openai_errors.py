@@ -64,7 +64,7 @@ def test_a_key_that_is_known(server: ApiServer) -> None:
 @pytest.mark.parametrize("kind", CLIENTS)
 def test_a_key_that_is_not(server: ApiServer, kind: ClientKind) -> None:
     for method, asked in ((CHAT, ASK), (CHAT, {**ASK, "stream": True}), (TEXT, PROMPT), ("models.list", {})):
-        with pytest.raises(openai.AuthenticationError, match="not known here") as caught:
+        with pytest.raises(openai.AuthenticationError) as caught:
             called(server, kind, method, "af-wrong", **asked)
         assert caught.value.code == "invalid_api_key"
         assert caught.value.response.headers["www-authenticate"] == "Bearer"
