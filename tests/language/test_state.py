@@ -401,7 +401,7 @@ async def test_invalid_operands_of_a_sum_are_rejected(wrong):
             with pytest.raises(af.BadArgument, match=r"cannot append"):
                 left + right
         for other in (flow, s):
-            with pytest.raises(af.BadArgument, match=r"cannot append"):
+            with pytest.raises(af.BadArgument):
                 other + af.gen("y")
 
 

@@ -162,7 +162,7 @@ def test_a_failure_in_a_batch_can_be_returned():
 class EndlessGenerator(ScriptedGenerator):
     """Says some words, and then nothing until it is cancelled."""
 
-    async def _say(self, context: Any, answer: str, params: Any, on_text: Any, constraint: Any) -> Any:
+    async def _stream(self, context: Any, answer: str, params: Any, on_text: Any, constraint: Any) -> Any:
         self.num_running += 1
         try:
             for _ in range(4):  # a chain may look one ahead

@@ -147,7 +147,11 @@ def test_a_map_and_a_reduce_over_chunks(url):
 
 def test_the_openai_route_unmodified(url):
     model = ChatOpenAI(
-        base_url=url.replace("ws://", "http://") + "/v1", api_key="none", model="smollm2-135m", max_tokens=60
+        base_url=url.replace("ws://", "http://") + "/v1",
+        api_key="none",
+        model="smollm2-135m",
+        temperature=0,
+        max_tokens=60,
     )
     assert model.invoke("Hello.").content
     calls = (
