@@ -201,7 +201,9 @@ def fill_cost(conversation: Conversation) -> int:
     """The cost of ``fill_conversation``, in characters that could be encoded in the same time."""
     num_items = len(conversation.tools)
     num_items += sum(1 + len(message.tool_calls) for message in conversation.messages)
-    return CHARS_PER_TURN * num_items + num_chars(conversation) // FILLED_CHARS
+    # Each character of a tool's parameters may be a value, which several functions walk through.
+    num_walked = _num_chars_of_tools(conversation) // 4
+    return CHARS_PER_TURN * num_items + num_walked + num_chars(conversation) // FILLED_CHARS
 
 
 class OutputTokenCache:

@@ -207,6 +207,9 @@ def reply(
     conversation's tools in the model's own notation. Calls are valid under the schemas of their tools. A
     reply that ``max_tokens`` truncated is a value too; its last call may be incomplete.
 
+    A reply is a whole turn: it ends the assistant's turn that the conversation began, and begins and ends one
+    of its own outside a turn. In a turn that the program opened itself, the program ends it.
+
     ``regex``, ``schema``, ``choices`` and ``grammar`` constrain a reply that calls no tool. The reply is then
     either calls alone, or such a text. The other parameters are those of ``gen``.
 

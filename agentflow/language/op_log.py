@@ -218,18 +218,21 @@ class TurnContent(NamedTuple):
 class Transcript:
     """The texts, variables, images and tool calls of a state, and where its turns begin and end. Append-only.
 
-    A fork's transcript continues its parent's without a copy. ``open_role``: the role of the open turn."""
+    A fork's transcript continues its parent's without a copy. ``open_role``: the role of the open turn.
+    ``closes_with_reply``: the turn ends with the next reply, because the program did not open it itself."""
 
     def __init__(self, parent: Transcript | None = None) -> None:
         self._parent = parent
         self._num_inherited = len(parent._entries) if parent is not None else 0
         self._entries: list[Entry] = []
         self.open_role: str | None = parent.open_role if parent is not None else None
+        self.closes_with_reply: bool = parent is not None and parent.closes_with_reply
 
-    def extend(self, entries: Sequence[Entry], open_role: str | None) -> None:
+    def extend(self, entries: Sequence[Entry], open_role: str | None, closes_with_reply: bool) -> None:
         """Appends the entries, after which the turn of ``open_role`` is open."""
         self._entries += entries
         self.open_role = open_role
+        self.closes_with_reply = closes_with_reply
 
     @property
     def is_empty(self) -> bool:

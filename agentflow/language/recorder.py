@@ -51,6 +51,7 @@ class Recorder:
         self._declared: list[_Declared] = []
         self._entries: list[Entry] = []
         self._open_role = state.transcript.open_role
+        self._closes_with_reply = state.transcript.closes_with_reply
         self._num_gens = 0
         self._text: list[str | ops.Ref] = []
 
@@ -60,7 +61,7 @@ class Recorder:
         self._flush()
         num_before = state.in_flight.num_submitted
         state.submit(self._ops)
-        state.transcript.extend(self._entries, self._open_role)
+        state.transcript.extend(self._entries, self._open_role, self._closes_with_reply)
         for node, is_gen, index in self._declared:
             num_ops = num_done_with(self._ops, index)
             state.num_gens += is_gen
@@ -117,15 +118,15 @@ class Recorder:
             raise BadArgument(
                 f"a {role} turn cannot stand inside another turn: the {self._open_role} turn is open"
             )
-        self._open_role = role
+        self._open_role, self._closes_with_reply = role, False
         self._entries.append(TurnBegins(role))
         self.put(ops.Begin(self._state.id, role))
 
     def end(self) -> None:
         """Ends the open turn."""
         if self._open_role is None:
-            raise BadArgument("no turn is open here: a turn ends that never began")
-        self._open_role = None
+            raise BadArgument("there is no open turn to end")
+        self._open_role, self._closes_with_reply = None, False
         self._entries.append(TurnEnds())
         self.put(ops.End(self._state.id))
 
@@ -183,15 +184,17 @@ class Recorder:
             self._entries.append(TurnEnds())
         last = conversation.messages[-1].role if conversation.messages else ""
         self._entries[-1:] = [] if last == "assistant" else [TurnEnds(), TurnBegins("assistant")]
-        self._open_role = "assistant"
+        self._open_role, self._closes_with_reply = "assistant", True
         self.put(ops.Converse(self._state.id, conversation))
 
     def _generate(self, item: GenExpression[Any]) -> None:
         constraint = item.value_type.constraint
         fixed = [*item.params.stop, item.params.stop_regex, *(constraint.texts() if constraint else ())]
         MARKERS.reject(fixed, f"gen({item.name!r}): a stop string or a constraint")
-        node = self._append_variable(item.name, item.value_type, is_gen=True)
         is_reply = item.value_type.is_reply
+        if is_reply:
+            self._begin_reply(item.name)
+        node = self._append_variable(item.name, item.value_type, is_gen=True)
         if is_reply:
             self._entries.append(ToolCalls(node.front))
         var_id, params = node.id, item.params
@@ -200,6 +203,16 @@ class Recorder:
             params = msgspec.structs.replace(params, seed=seed)
         self._num_gens += 1
         self.put(ops.Gen(self._state.id, var_id, item.name, params, constraint, item.timeout_s, is_reply))
+        if is_reply and self._closes_with_reply:
+            self.end()
+
+    def _begin_reply(self, name: str) -> None:
+        """A reply is in the assistant's turn: in an open one, or in one of its own."""
+        if self._open_role is None:
+            self.begin("assistant")
+            self._closes_with_reply = True
+        elif self._open_role != "assistant":
+            raise BadArgument(f"reply({name!r}): the {self._open_role} turn is open: end it first")
 
     def _append_variable(self, name: str, value_type: ValueType, *, is_gen: bool = False) -> VariableNode:
         """Declares a variable whose text is appended to the state."""

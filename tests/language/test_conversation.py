@@ -135,6 +135,55 @@ async def test_a_reply_has_a_text_and_tool_calls():
     assert prompts == ["<user>Is it cold in Oslo?</user><assistant>"]
 
 
+async def test_replies_and_results_of_tools_take_turns_on_one_state():
+    """Each reply is a turn of its own, in the prompts and in the messages."""
+    prompts = []
+    replies = [af.Reply("I look.", (CALL,)), af.Reply("It is cold.")]
+
+    def script(prompt: str) -> af.Reply:
+        prompts.append(prompt)
+        return replies[len(prompts) - 1]
+
+    async with af.session(backend=af.Scripted(script)) as flow, flow.state() as s:
+        s += af.conversation(ASKED, tools=[weather]) + af.reply("first")
+        s += af.tool("3 degrees") + af.reply("second")
+        await s
+        messages = await s.messages()
+    assert prompts[1].startswith(prompts[0])
+    assert prompts[1].endswith("</assistant><tool>3 degrees</tool><assistant>")
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+    assert [call["id"] for call in messages[1]["tool_calls"]] == [CALL.id]
+    assert messages[3] == {"role": "assistant", "content": "It is cold."}
+
+
+async def test_a_reply_ends_no_turn_that_the_program_opened():
+    async with af.session(backend=af.Scripted(["A", "B", "C", "D"])) as flow, flow.state() as s:
+        s += af.user("x") + af.assistant(af.reply("a"), "!") + af.reply("b")
+        async with s.assistant():
+            s += af.reply("c")
+            s += "?"
+        s += af.user("y")
+        branch = s.copy()
+        branch += af.reply("d")
+        assert await branch.text() == (
+            "<user>x</user><assistant>A!</assistant><assistant>B</assistant>"
+            "<assistant>C?</assistant><user>y</user><assistant>D</assistant>"
+        )
+        s.begin("user")
+        with pytest.raises(af.BadArgument):
+            s += af.reply("e")
+
+
+async def test_branches_of_a_conversation_end_their_replies_themselves():
+    async with af.session(backend=af.Scripted(["A", "B"])) as flow, flow.state() as s:
+        s += af.conversation(ASKED)
+        async with s.fork(2) as branches:
+            for branch in branches:
+                branch += af.reply("answer") + af.user("Why?")
+        texts = [await branch.text() for branch in branches]
+        assert [text.count("</assistant><user>Why?</user>") for text in texts] == [1, 1]
+
+
 async def test_a_reply_is_streamed_as_text_and_as_partial_replies():
     """Its prose by iteration; with its calls by ``partials``; both from the start, whenever one reads."""
     reply = af.Reply("It is cold, so take a coat.", (CALL,))
@@ -208,7 +257,6 @@ async def test_messages_with_tool_calls_begin_another_state():
     other = af.CalledTool("call_2", "weather", '{"city": "Bergen"}')
     async with scripted(af.Reply("And there?", (other,)), "x") as flow, flow.state() as s:
         s += af.conversation(messages, tools=[weather]) + af.reply("answer")
-        s.end()
         s += af.user("So: ", s["answer"])  # a text, not its calls
         found = await s.messages()
         assert found[:3] == messages
@@ -380,7 +428,7 @@ async def test_a_conversation_has_the_token_ids_of_its_turns():
         async with plain.assistant():
             plain += af.gen("answer", max_tokens=12)
             assert (await s["answer"]).text == await plain["answer"]
-            assert await s.token_ids() == await plain.token_ids()
+        assert await s.token_ids() == await plain.token_ids()
 
 
 async def test_an_engine_without_tag_constraints_rejects_tools():

@@ -94,10 +94,10 @@ async def test_a_turn_inside_a_call_is_refused_before_anything_is_appended():
 
 async def test_a_turn_that_is_not_open_cannot_end():
     async with af.session(backend=af.Scripted(answer)) as flow, flow.state() as s:
-        with pytest.raises(af.BadArgument, match="never began"):
+        with pytest.raises(af.BadArgument, match="no open turn"):
             s.end()
         s += af.user("x")
-        with pytest.raises(af.BadArgument, match="never began"):
+        with pytest.raises(af.BadArgument, match="no open turn"):
             s.end()
         assert await s.text() == "<user>x</user>"
 
