@@ -86,7 +86,8 @@ async def test_the_process_survives_faults_in_python(source, error, message):
 
 @pytest.mark.parametrize("source", ["allocate 200000000", "grow"])
 async def test_out_of_memory_fails_the_constraint_and_replaces_the_process(source):
-    async with opened() as compiler:
+    limits = CompileLimits(cpu_s=10.0, cpu_share=1.0, wall_s=100.0, memory_bytes=100_000_000)
+    async with opened(limits) as compiler:
         before = await process_of(compiler)
         failure = await refusal(compiler, source)
         assert type(failure) is RequestRefused
