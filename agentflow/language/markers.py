@@ -50,7 +50,7 @@ class Markers:
     def mark(self, number: int, variable: object) -> str:
         """The marker of a variable, which its run keeps. ``number``: its own, of ``next_number``."""
         self._variables[number] = variable
-        return f"{_OPEN}{self._nonce}:{number}{_CLOSE}"
+        return self._marker(number)
 
     def mark_expression(self, expression: object) -> str:
         """The marker of an expression. The last ``MOST_KEPT`` are kept."""
@@ -58,6 +58,9 @@ class Markers:
         self._expressions[number] = expression
         if len(self._expressions) > MOST_KEPT:
             self._expressions.popitem(last=False)
+        return self._marker(number)
+
+    def _marker(self, number: int) -> str:
         return f"{_OPEN}{self._nonce}:{number}{_CLOSE}"
 
     def split(self, text: str) -> list[Any]:
@@ -87,20 +90,37 @@ class Markers:
 
     async def resolved(self, value: Any, text_of: Callable[[Any], Awaitable[str]]) -> Any:
         """``value`` with the texts of variables in place of their markers: in a string, also inside JSON, and
-        in lists, tuples, sets and dicts. Other objects stay as they are. Errors as in ``split``."""
-        if not self._num_marked:
-            return value
+        in lists, tuples, sets and dicts. Other objects stay as they are, and so does ``value`` if it holds no
+        marker. Errors as in ``split``."""
+        return (
+            await self._with_texts(value, text_of) if self._num_marked and self._holds_one(value) else value
+        )
+
+    def _holds_one(self, value: Any) -> bool:
+        pending, seen = [value], dict[int, Any]()
+        while pending:
+            one = pending.pop()
+            if isinstance(one, str):
+                if self._has_remains(one):
+                    return True
+            elif isinstance(one, dict | list | tuple | set) and id(one) not in seen:
+                seen[id(one)] = one
+                pending += one
+                pending += one.values() if isinstance(one, dict) else ()
+        return False
+
+    async def _with_texts(self, value: Any, text_of: Callable[[Any], Awaitable[str]]) -> Any:
         if isinstance(value, str):
             return await self._resolved_text(value, text_of) if self._has_remains(value) else value
         if type(value) is dict:
             return {
-                await self.resolved(key, text_of): await self.resolved(item, text_of)
+                await self._with_texts(key, text_of): await self._with_texts(item, text_of)
                 for key, item in value.items()
             }
         if type(value) in (list, tuple, set):
-            return type(value)([await self.resolved(item, text_of) for item in value])
+            return type(value)([await self._with_texts(item, text_of) for item in value])
         if isinstance(value, tuple) and hasattr(value, "_make"):
-            return value._make([await self.resolved(item, text_of) for item in value])
+            return value._make([await self._with_texts(item, text_of) for item in value])
         return value
 
     async def _resolved_text(self, text: str, text_of: Callable[[Any], Awaitable[str]]) -> str:

@@ -175,13 +175,13 @@ def test_anthropic_a_prompt_is_counted_as_it_is_used(by_anthropic: anthropic.Ant
 def test_anthropic_the_second_turn_finds_the_first_in_the_cache(
     by_anthropic: anthropic.Anthropic,
 ) -> None:
-    question = {"role": "user", "content": "Name a tree that nobody named so far."}
+    question = {"role": "user", "content": "Name a tree that was not named before."}
     asked = {**ASK, "max_tokens": 6, "messages": [question]}
     first = by_anthropic.messages.create(**asked)
     turns = [question, first.to_param(), {"role": "user", "content": "And another one?"}]
     second = by_anthropic.messages.create(**{**asked, "messages": turns})
     assert first.usage.cache_read_input_tokens < prompt_tokens(first) - 5
-    # But for the token that was drawn last, whose KV nobody has needed yet.
+    # Except the last generated token, whose KV is not computed before the next turn.
     assert second.usage.cache_read_input_tokens >= prompt_tokens(first) + first.usage.output_tokens - 1
     assert second.usage.input_tokens > 0
 

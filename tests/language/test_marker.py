@@ -193,6 +193,19 @@ async def test_markers_in_a_result_become_texts(result, expected):
         assert await flow.run(program) == expected
 
 
+async def test_a_result_without_markers_is_returned_itself():
+    shared = {"texts": ["plain"], "numbers": (1, {2})}
+    shared["itself"] = shared
+
+    async def program(s):
+        s += af.gen("x")
+        assert f"{s['x']}"  # a marker exists
+        return shared
+
+    async with af.session(backend=af.Scripted(["a"])) as flow:
+        assert await flow.run(program) is shared
+
+
 async def test_a_marker_that_has_no_text_is_not_returned():
     async def never_appended(s):
         return f"{af.gen('x')}"

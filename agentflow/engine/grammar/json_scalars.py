@@ -174,16 +174,16 @@ def number(
     lower += [_Limit(_exact(above), is_open=True)] if above is not None else []
     upper += [_Limit(_exact(most))] if most is not None else []
     upper += [_Limit(_exact(below), is_open=True)] if below is not None else []
-    low = max(lower, key=lambda limit: (limit.value, limit.is_open))
-    high = min(upper, key=lambda limit: (limit.value, not limit.is_open))
+    low = _highest(lower)
+    high = _highest([limit.negated() for limit in upper]).negated()
     # A text close to an open limit must not be rounded to it.
     room = min(
         [MOST_FRACTION, *(EXACT_DIGITS - len(str(int(abs(x)))) for x in (above, below) if x is not None)]
     )
     room = max(room, 1)
     zero, above_zero = _Limit(Decimal(0)), _Limit(Decimal(0), is_open=True)
-    options = _sizes(_stricter(low, zero), high, room)
-    negative = _sizes(_stricter(high.negated(), above_zero), low.negated(), room)
+    options = _sizes(_highest([low, zero]), high, room)
+    negative = _sizes(_highest([high.negated(), above_zero]), low.negated(), room)
     if low == top.negated() and high == top:
         return Sequence((Repeat(literal("-"), 0, 1), one_of(options)))
     options += [Sequence((literal("-"), size)) for size in negative]
@@ -194,8 +194,9 @@ def _exact(limit: float) -> Decimal:
     return Decimal(repr(limit))
 
 
-def _stricter(low: _Limit, other: _Limit) -> _Limit:
-    return max(low, other, key=lambda limit: (limit.value, limit.is_open))
+def _highest(limits: list[_Limit]) -> _Limit:
+    """The strictest of several lower limits."""
+    return max(limits, key=lambda limit: (limit.value, limit.is_open))
 
 
 def _sizes(low: _Limit, high: _Limit, room: int) -> list[Regex]:

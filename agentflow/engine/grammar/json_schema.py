@@ -159,22 +159,6 @@ KEYWORDS_OF_TYPE: Final[dict[str, frozenset[str]]] = {
 
 ALL_TYPED: Final = frozenset().union(*KEYWORDS_OF_TYPE.values())
 
-HOLD_A_SCHEMA: Final = (
-    "additionalProperties",
-    "additionalItems",
-    "items",
-    "contains",
-    "not",
-    "if",
-    "then",
-    "else",
-    "propertyNames",
-    "unevaluatedItems",
-    "unevaluatedProperties",
-)
-HOLD_A_LIST: Final = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
-HOLD_NAMED: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-
 IN_PLACE: Final = frozenset(["anyOf", "allOf", "oneOf", "$ref", "if", "not", "dependentSchemas"])
 """Keywords that apply further schemas to the same value."""
 

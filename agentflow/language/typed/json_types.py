@@ -25,6 +25,7 @@ import msgspec
 
 from agentflow.errors import BadArgument
 from agentflow.protocol.chat import hoisted
+from agentflow.protocol.schema_walk import inner_schemas, resolved
 
 JsonSchema: TypeAlias = dict[str, Any]
 Reader: TypeAlias = Callable[[str | bytes], Any]
@@ -299,18 +300,6 @@ _FORMATS: Final = frozenset(
     + [f"uuid{version}" for version in "1345678"]
 )
 """Those that the engine enforces."""
-_HOLD_A_SCHEMA: Final = (
-    "items",
-    "additionalProperties",
-    "propertyNames",
-    "contains",
-    "not",
-    "if",
-    "then",
-    "else",
-)
-_HOLD_A_LIST: Final = ("anyOf", "allOf", "oneOf", "prefixItems")
-_HOLD_NAMED: Final = ("properties", "patternProperties", "$defs", "definitions")
 
 
 def enforceable(schema: JsonSchema) -> JsonSchema:
@@ -335,10 +324,7 @@ def _subschemas(schema: Any) -> Iterator[JsonSchema]:
     if not isinstance(schema, dict):
         return
     yield schema
-    inner = [schema[key] for key in _HOLD_A_SCHEMA if key in schema]
-    inner += [one for key in _HOLD_A_LIST for one in schema.get(key, ())]
-    inner += [one for key in _HOLD_NAMED for one in schema.get(key, {}).values()]
-    for one in inner:
+    for one in inner_schemas(schema):
         yield from _subschemas(one)
 
 
@@ -353,7 +339,7 @@ def _fit_format(schema: JsonSchema) -> None:
 def _fit_names(schema: JsonSchema, root: JsonSchema) -> None:
     """Names of members that are an enumeration become optional members."""
     names = schema.pop("propertyNames", None)
-    allowed = _resolved(names, root).get("enum") if isinstance(names, dict) else None
+    allowed = resolved(names, root).get("enum")
     if allowed and all(isinstance(name, str) for name in allowed) and "properties" not in schema:
         member = schema.get("additionalProperties", True)
         schema["properties"] = dict.fromkeys(allowed, member)
@@ -370,14 +356,6 @@ def _fit_discriminator(schema: JsonSchema, root: JsonSchema) -> None:
     options = schema["anyOf"] = schema.pop("oneOf")
     del schema["discriminator"]
     for option in options:
-        target = _resolved(option, root)
+        target = resolved(option, root)
         if name in target.get("properties", {}) and name not in target.get("required", []):
             target["required"] = [*target.get("required", []), name]
-
-
-def _resolved(schema: JsonSchema, root: JsonSchema) -> JsonSchema:
-    reference = schema.get("$ref", "")
-    if not reference.startswith("#/$defs/"):
-        return schema
-    found: JsonSchema = root.get("$defs", {}).get(reference.removeprefix("#/$defs/"), {})
-    return found

@@ -191,7 +191,7 @@ class ApiCall:
             raise _too_large(limits.body_bytes)
         self._charge(announced_bytes)
         scan = JsonScan(BODY_BOUNDS)
-        utf8 = _Utf8()
+        utf8 = codecs.getincrementaldecoder("utf-8")()  # msgspec does not check strings that it skips
         self._held = held = MemoryBudget(
             within=self.service.bodies.of(self.tenant.name), free_bytes=SMALL_BODY_BYTES
         )
@@ -208,7 +208,10 @@ class ApiCall:
                 self._charge(len(self._body))
                 _count(scan, piece)
                 self.is_body_read = not message.get("more_body", False)
-                utf8.check(piece, is_last=self.is_body_read)
+                try:
+                    utf8.decode(piece, self.is_body_read)
+                except UnicodeError as error:
+                    raise _not_json(error) from None
         if scope.cancelled_caught:
             seconds = limits.body_timeout_s
             raise ApiError(408, "request_timeout", f"the body did not arrive within {seconds:g} s")
@@ -333,21 +336,6 @@ def _drop_frames(error: BaseException | None) -> None:
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
-
-
-class _Utf8:
-    """Checks that a text is UTF-8, piece by piece: msgspec does not check strings that it skips."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
-
-    def check(self, piece: bytes, *, is_last: bool) -> None:
-        is_within_char = self._decoder.getstate()[0]
-        if is_within_char or not piece.isascii():
-            try:
-                self._decoder.decode(piece, is_last)
-            except UnicodeError as error:
-                raise _not_json(error) from None
 
 
 def _not_json(error: Exception) -> ApiError:

@@ -15,12 +15,10 @@ from typing import Any, Final
 from agentflow.engine.grammar.json_scalars import MOST_INTEGER, MOST_NUMBER, PATTERN_OF_FORMAT
 from agentflow.engine.grammar.json_schema import (
     ANNOTATIONS,
-    HOLD_A_LIST,
-    HOLD_A_SCHEMA,
-    HOLD_NAMED,
     IN_PLACE,
 )
 from agentflow.errors import BadArgument
+from agentflow.protocol.schema_walk import HOLD_A_LIST, HOLD_A_SCHEMA, HOLD_NAMED, inner_schemas, resolved
 
 Schema = dict[str, Any]
 
@@ -214,10 +212,7 @@ def _subschemas(schema: Any, depth: int) -> Iterator[Schema]:
     if depth > MOST_DEPTH:
         raise BadArgument(f"schema: nests deeper than {MOST_DEPTH}")
     yield schema
-    inner = [schema[key] for key in HOLD_A_SCHEMA if key in schema]
-    inner += [one for key in HOLD_A_LIST if isinstance(schema.get(key), list) for one in schema[key]]
-    inner += [one for key in HOLD_NAMED if isinstance(schema.get(key), dict) for one in schema[key].values()]
-    for one in inner:
+    for one in inner_schemas(schema):
         yield from _subschemas(one, depth + 1)
 
 
@@ -312,21 +307,9 @@ def _exclude_each_other(options: Any, root: Any) -> bool:
     literal values of a member that both require can tell."""
     if not isinstance(options, list):
         return False
-    resolved = [_resolved(option, root) for option in options]
-    pairs = ((a, b) for n, a in enumerate(resolved) for b in resolved[:n])
+    targets = [resolved(option, root) for option in options]
+    pairs = ((a, b) for n, a in enumerate(targets) for b in targets[:n])
     return all(_are_apart(a, b, root) for a, b in pairs)
-
-
-def _resolved(schema: Any, root: Any) -> Schema:
-    for _ in range(8):
-        if not isinstance(schema, dict):
-            return {}
-        reference = schema.get("$ref")
-        if not isinstance(reference, str) or not isinstance(root, dict):
-            return schema
-        holder, _, name = reference.removeprefix("#/").rpartition("/")
-        schema = root.get(holder, {}).get(name) if holder in ("$defs", "definitions") else None
-    return {}
 
 
 def _are_apart(a: Schema, b: Schema, root: Any) -> bool:
@@ -341,8 +324,8 @@ def _are_apart(a: Schema, b: Schema, root: Any) -> bool:
     both = set(a.get("required", [])) & set(b.get("required", []))
     members_a, members_b = a.get("properties", {}), b.get("properties", {})
     for name in both & set(members_a) & set(members_b):
-        one = _literal_values(_resolved(members_a[name], root))
-        other = _literal_values(_resolved(members_b[name], root))
+        one = _literal_values(resolved(members_a[name], root))
+        other = _literal_values(resolved(members_b[name], root))
         if one is not None and other is not None and one.isdisjoint(other):
             return True
     return False

@@ -1,0 +1,50 @@
+"""Walking through JSON schemas: which keywords hold further schemas, and what a reference refers to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+HOLD_A_SCHEMA: Final = (
+    "additionalProperties",
+    "additionalItems",
+    "items",
+    "contains",
+    "not",
+    "if",
+    "then",
+    "else",
+    "propertyNames",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
+HOLD_A_LIST: Final = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
+HOLD_NAMED: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+_MOST_REFERENCES: Final = 8
+
+
+def inner_schemas(schema: Mapping[str, Any]) -> list[Any]:
+    """What the keywords of ``schema`` hold, one level down. Members that are no schemas are included.
+
+    >>> inner_schemas({"type": "array", "items": {"type": "null"}, "anyOf": [True]})
+    [{'type': 'null'}, True]
+    """
+    inner = [schema[key] for key in HOLD_A_SCHEMA if key in schema]
+    inner += [one for key in HOLD_A_LIST if isinstance(schema.get(key), list) for one in schema[key]]
+    inner += [one for key in HOLD_NAMED if isinstance(schema.get(key), dict) for one in schema[key].values()]
+    return inner
+
+
+def resolved(schema: Any, root: Any) -> dict[str, Any]:
+    """The schema, or the definition of ``root`` that it refers to. Empty if it is no object, refers to
+    something else, or is at the end of a long chain of references."""
+    for _ in range(_MOST_REFERENCES):
+        if not isinstance(schema, dict):
+            return {}
+        reference = schema.get("$ref")
+        if not isinstance(reference, str) or not isinstance(root, dict):
+            return schema
+        holder, _, name = reference.removeprefix("#/").rpartition("/")
+        schema = root.get(holder, {}).get(name) if holder in ("$defs", "definitions") else None
+    return {}
