@@ -7,6 +7,7 @@ from pathlib import Path
 
 from agentflow.cli.command import Command, count
 from agentflow.engine.options import POLICY_NAMES
+from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, MAX_RUNNING, SIMULATED_CONTEXT
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -32,12 +33,24 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--token-budget",
         type=count,
-        default=256,
+        default=CPU_TOKEN_BUDGET,
         metavar="N",
         help="tokens of one forward pass (%(default)s)",
     )
-    add("--max-running", type=count, default=64, metavar="N", help="requests in one batch (%(default)s)")
-    add("--max-context", type=count, default=8192, metavar="N", help="tokens of one request (%(default)s)")
+    add(
+        "--max-running",
+        type=count,
+        default=MAX_RUNNING,
+        metavar="N",
+        help="requests in one batch (%(default)s)",
+    )
+    add(
+        "--max-context",
+        type=count,
+        default=SIMULATED_CONTEXT,
+        metavar="N",
+        help="tokens of one request (%(default)s)",
+    )
     add("--no-cache", action="store_true", help="disable the prefix cache")
     add(
         "--cost",
@@ -49,6 +62,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from agentflow.engine.scheduling.scheduler import SchedulerConfig
     from agentflow.engine.simulator.side_by_side import SimulateOptions, run_simulate
 
     names = options.policy or ["all"]
@@ -56,11 +70,13 @@ def _run(options: argparse.Namespace) -> int:
         SimulateOptions(
             workload=options.workload,
             policies=POLICY_NAMES if "all" in names else names,
+            config=SchedulerConfig(
+                max_running=options.max_running,
+                token_budget=options.token_budget,
+                use_cache=not options.no_cache,
+            ),
             kv_tokens=options.kv_tokens,
-            token_budget=options.token_budget,
-            max_running=options.max_running,
             max_context=options.max_context,
-            use_cache=not options.no_cache,
             cost=options.cost,
             json=options.json,
         )

@@ -26,6 +26,7 @@ from agentflow.engine.process.ipc import Start
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.process.supervisor import Deadlines, supervised_engine
 from agentflow.engine.runner import ModelRunner
+from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.chat_template import ChatTemplate
@@ -84,7 +85,7 @@ def deadlines_of(options: EngineOptions, folder: Path) -> Deadlines:
 def _config(options: EngineOptions, device: str) -> SchedulerConfig:
     return SchedulerConfig(
         max_running=options.max_running,
-        token_budget=options.token_budget or (256 if device == "cpu" else 4096),
+        token_budget=options.token_budget or (CPU_TOKEN_BUDGET if device == "cpu" else GPU_TOKEN_BUDGET),
         policy=options.policy,
         use_cache=options.cache,
     )

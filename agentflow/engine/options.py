@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from agentflow.engine.scheduling.policy_names import DEFAULT_POLICY, PolicyName
+from agentflow.engine.scheduling.defaults import (
+    CPU_TOKEN_BUDGET,
+    DEFAULT_POLICY,
+    GPU_TOKEN_BUDGET,
+    MAX_RUNNING,
+    PolicyName,
+)
 from agentflow.protocol.wire import DEFAULT_MODEL
 from agentflow.runtime.declared import Count, Declared, Seconds, doc
 
@@ -27,9 +33,12 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
         Count | None, doc("capacity of the KV pool in tokens (not set: as many as fit into memory)")
     ] = None
     token_budget: Annotated[
-        Count | None, doc("tokens of one forward pass (not set: 256 on a CPU, 4096 on a GPU)")
+        Count | None,
+        doc(
+            f"tokens of one forward pass (not set: {CPU_TOKEN_BUDGET} on a CPU, {GPU_TOKEN_BUDGET} on a GPU)"
+        ),
     ] = None
-    max_running: Annotated[Count, doc("requests in one batch")] = 64
+    max_running: Annotated[Count, doc("requests in one batch")] = MAX_RUNNING
     threads: Annotated[Count | None, doc("CPU threads (not set: torch's default, within the CPU quota)")] = (
         None
     )

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from agentflow.engine.cache.radix_cache import TokenRun
 from agentflow.engine.request import CacheIdentity, Request
+from agentflow.engine.scheduling.defaults import DEFAULT_POLICY
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.policy import IsBlocked, Peek, Policy, Retracted
-from agentflow.engine.scheduling.policy_names import DEFAULT_POLICY
 from agentflow.engine.scheduling.waiting_tree import WaitingNode, WaitingTree
 from agentflow.errors import BadArgument
 

@@ -26,10 +26,10 @@ from agentflow.engine.cache.radix_cache import TokenRun
 from agentflow.engine.request import CacheIdentity, Request, Status
 from agentflow.engine.scheduling.admission import OutputReserve
 from agentflow.engine.scheduling.batch_builder import Work, build_batch, scored_nodes
+from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, DEFAULT_POLICY, MAX_RUNNING
 from agentflow.engine.scheduling.in_flight import Counters, InFlight, StepResult
 from agentflow.engine.scheduling.in_progress_prefixes import InProgressPrefixes
 from agentflow.engine.scheduling.policies import policy_named
-from agentflow.engine.scheduling.policy_names import DEFAULT_POLICY
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.step_cost import Features, StepCost, batch_features
 from agentflow.errors import PromptTooLong
@@ -55,8 +55,8 @@ MIN_CHUNK = 16
 class SchedulerConfig:
     """``token_budget``: scheduled tokens of one forward pass. ``max_running``: requests in one batch."""
 
-    max_running: int = 64
-    token_budget: int = 256
+    max_running: int = MAX_RUNNING
+    token_budget: int = CPU_TOKEN_BUDGET
     policy: str = DEFAULT_POLICY
     use_cache: bool = True
 

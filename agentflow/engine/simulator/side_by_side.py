@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from agentflow.engine.scheduling.defaults import SIMULATED_CONTEXT
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, default_cost
 from agentflow.engine.simulator.simulation import simulate
@@ -21,15 +22,14 @@ from agentflow.errors import BadArgument
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """``kv_tokens`` None: the workload's own. ``cost`` None: the default machine's."""
+    """``config``: the scheduler's, with each of ``policies`` in turn. ``kv_tokens`` None: the workload's own.
+    ``cost`` None: the default machine's."""
 
     workload: Path
     policies: Sequence[str]
+    config: SchedulerConfig = field(default_factory=SchedulerConfig)
     kv_tokens: int | None = None
-    token_budget: int = 256
-    max_running: int = 64
-    max_context: int = 8192
-    use_cache: bool = True
+    max_context: int = SIMULATED_CONTEXT
     cost: Path | None = None
     json: Path | None = None
 
@@ -59,16 +59,10 @@ def _simulate_one(
     columns = (TextColumn("{task.description:<12}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(policy, total=len(workload.arrivals))
-        config = SchedulerConfig(
-            max_running=options.max_running,
-            token_budget=options.token_budget,
-            policy=policy,
-            use_cache=options.use_cache,
-        )
         return summarise(
             simulate(
                 workload,
-                config,
+                replace(options.config, policy=policy),
                 cost=cost,
                 kv_tokens=options.kv_tokens,
                 max_context=options.max_context,

@@ -16,6 +16,7 @@ import numpy as np
 
 from agentflow.engine.batch import BatchOutput
 from agentflow.engine.request import Request
+from agentflow.engine.scheduling.defaults import SIMULATED_CONTEXT
 from agentflow.engine.scheduling.in_flight import Counters
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, default_cost
@@ -167,7 +168,7 @@ def simulate(
     *,
     cost: CostModel | None = None,
     kv_tokens: int | None = None,
-    max_context: int = 8192,
+    max_context: int = SIMULATED_CONTEXT,
     on_progress: OnProgress | None = None,
 ) -> Simulated:
     """Replays the workload to its end. ``kv_tokens``: the size of the pool; None: the workload's own."""

@@ -1,0 +1,13 @@
+"""The scheduler's defaults, apart from it: it needs numpy, and the commands of a bare install print them."""
+
+from typing import Final, Literal
+
+PolicyName = Literal["fair-lpm", "lpm", "dfs-weight", "fcfs", "random"]
+DEFAULT_POLICY: Final = "fair-lpm"
+MAX_RUNNING: Final = 64
+"""Requests in one batch."""
+CPU_TOKEN_BUDGET: Final = 256
+GPU_TOKEN_BUDGET: Final = 4096
+"""Scheduled tokens of one forward pass."""
+SIMULATED_CONTEXT: Final = 8192
+"""Tokens of one request in a simulation."""
