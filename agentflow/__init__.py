@@ -3,9 +3,11 @@
 ``import agentflow as af`` gives what programs use. ``af.errors`` has all errors, including those of commands.
 """
 
+import logging
+
 from agentflow import errors
 from agentflow.backends.local import Embedded
-from agentflow.backends.open_session import map, run, session
+from agentflow.backends.open_session import map, open_session, run, session
 from agentflow.backends.remote import Remote
 from agentflow.backends.replay import Replay
 from agentflow.backends.scripted import Scripted
@@ -49,6 +51,7 @@ from agentflow.errors import (
 from agentflow.language.expressions import assistant, conversation, image, select, system, tool, user
 from agentflow.language.gen import gen, reply
 from agentflow.language.graph import Graph
+from agentflow.language.host import OpenSession
 from agentflow.language.map import ProgramMap
 from agentflow.language.program import Program, ProgramStream, program
 from agentflow.language.run import ProgramEvent, RunDone, TextDelta, VariableDone
@@ -60,6 +63,9 @@ from agentflow.language.variable import Transformed, Variable
 from agentflow.protocol.chat import CalledTool, Message, Reply
 from agentflow.protocol.events import Stats, TokenLogprob, Usage
 from agentflow.version import __version__
+
+# Silent unless the program configures logging.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
     "AgentflowError",
@@ -86,6 +92,7 @@ __all__ = [
     "ModelError",
     "NotAuthorized",
     "NotSupported",
+    "OpenSession",
     "Overloaded",
     "Program",
     "ProgramError",
@@ -130,6 +137,7 @@ __all__ = [
     "gen",
     "image",
     "map",
+    "open_session",
     "program",
     "reply",
     "run",

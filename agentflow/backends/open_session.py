@@ -1,5 +1,5 @@
-"""The functions that open a session: ``af.session`` chooses its backend; ``af.run`` and ``af.map`` run a
-program from synchronous code, in an event loop of their own.
+"""The functions that open a session: ``af.session`` chooses its backend; ``af.open_session`` opens it without a
+block; ``af.run`` and ``af.map`` run a program from synchronous code, in an event loop of their own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import anyio
 
 from agentflow.backends.replay import replayed_seed
 from agentflow.errors import BadArgument, ProgramError
+from agentflow.language.host import OpenSession, SessionHost
 from agentflow.language.map import DEFAULT_CONCURRENCY, Inputs, ItemT, ManyOf, MapOptions, OnError
 from agentflow.language.program import check_program
 from agentflow.language.session import Session
@@ -69,6 +70,40 @@ def session(
 
 
 _open = session  # for the functions with a parameter of the same name
+
+
+async def open_session(
+    url: str | None = None,
+    *,
+    model: str | None = None,
+    api_key: str | None = None,
+    backend: Backend | None = None,
+    seed: int | None = None,
+    deadline_s: float | None = None,
+    output_tokens: int | None = None,
+    record: str | os.PathLike[str] | None = None,
+) -> OpenSession:
+    """Opens a session that stays open until ``await flow.close()``, for notebooks: one cell opens it, others
+    use it. The parameters are those of ``af.session``. In programs, prefer ``async with af.session(...)``,
+    which cannot be left open by accident.
+
+    >>> flow = await af.open_session()
+    >>> await flow.run(judge, essay)
+    'A'
+    >>> await flow.close()
+    """
+    return await SessionHost(
+        session(
+            url,
+            model=model,
+            api_key=api_key,
+            backend=backend,
+            seed=seed,
+            deadline_s=deadline_s,
+            output_tokens=output_tokens,
+            record=record,
+        )
+    ).open()
 
 
 def _chosen_backend(url: str | None, model: str | None, api_key: str | None) -> Backend:
@@ -211,7 +246,8 @@ def _run_blocking(main: Callable[[], Awaitable[ResultT]], name: str) -> ResultT:
     if _is_in_event_loop():
         raise ProgramError(
             f"af.{name}(...) would block the running event loop: "
-            f"use `await flow.{name}(...)` inside `async with af.session() as flow`"
+            f"use `await flow.{name}(...)` inside `async with af.session() as flow`, "
+            "or after `flow = await af.open_session()` in a notebook"
         )
     try:
         return anyio.run(main)

@@ -60,6 +60,10 @@ class Session:
         has_limit = deadline_s is not None or output_tokens is not None
         self._limit = limit_op(0, deadline_s, output_tokens) if has_limit else None
 
+    def _share(self, other: Session) -> None:
+        """Becomes another view of a session."""
+        self._link, self._backend, self._limit = other._link, other._backend, other._limit
+
     async def __aenter__(self) -> Session:
         await self._link.open(self._backend)
         if self._limit is not None:
@@ -265,12 +269,20 @@ class Session:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the backend can do, and the name of its model."""
+        """What the backend can do, and the name of its model.
+
+        >>> flow.capabilities.model
+        'scripted'
+        """
         return self._link.capabilities
 
     @property
     def is_alive(self) -> bool:
-        """Whether the session is open and its backend is there."""
+        """Whether the session is open and its backend is there.
+
+        >>> flow.is_alive
+        True
+        """
         return self._link.is_alive
 
     def check_alive(self) -> None:
