@@ -1,5 +1,5 @@
-"""The functions that open a session: ``af.session`` chooses its backend; ``af.open_session`` opens it without a
-block; ``af.run`` and ``af.map`` run a program from synchronous code, in an event loop of their own.
+"""The functions that open a session: ``af.session`` chooses its backend; ``af.open_session`` opens it without
+a block; ``af.run`` and ``af.map`` run a program from synchronous code, in an event loop of their own.
 """
 
 from __future__ import annotations
