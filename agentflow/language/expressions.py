@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, get_args
 
 import msgspec
 
-from agentflow.errors import BadArgument
+from agentflow.errors import BadArgument, faults_of
 from agentflow.language.markers import MARKERS
 from agentflow.language.typed.tools import Tool, spec_of
 from agentflow.language.typed.values import ValueType
@@ -143,11 +143,11 @@ def select(
     where = f"select({name!r})"
     texts = tuple_of(choices, where, "choices", "strings")
     if isinstance(choices, str) or not all(isinstance(choice, str) for choice in texts):
-        raise BadArgument(f"{where}: choices must be a list of strings, not {choices!r}")
+        raise BadArgument(f"{where}: choices must be a list of strings, not {choices!r}", param="choices")
     check_choices(name, texts)
     if method not in get_args(SelectMethod):
         known = ", ".join(get_args(SelectMethod))
-        raise BadArgument(f"{where}: there is no method {method!r} (there are: {known})")
+        raise BadArgument(f"{where}: there is no method {method!r} (there are: {known})", param="method")
     return SelectExpression(name, texts, method)
 
 
@@ -194,7 +194,9 @@ def not_appendable(item: object) -> BadArgument:
 def check_name(name: str, what: str) -> None:
     """``BadArgument`` if ``name`` is not a name for the variable of ``what``."""
     if not isinstance(name, str) or not name:
-        raise BadArgument(f'{what} needs a name for its variable, as in {what}("answer"), not {name!r}')
+        raise BadArgument(
+            f'{what} needs a name for its variable, as in {what}("answer"), not {name!r}', param="name"
+        )
 
 
 def tuple_of(values: Iterable[ItemT], where: str, param: str, wanted: str) -> tuple[ItemT, ...]:
@@ -269,7 +271,8 @@ def conversation(
         [_message(message) for message in tuple_of(messages, "conversation", "messages", "messages")]
     )
     given = tuple_of(tools, "conversation", "tools", "functions or schemas")
-    specs = tuple([tool if isinstance(tool, ToolSpec) else spec_of(tool) for tool in given])
+    with faults_of("tools"):
+        specs = tuple([tool if isinstance(tool, ToolSpec) else spec_of(tool) for tool in given])
     if not isinstance(choice, ToolChoice):
         choice = ToolChoice(choice) if choice in _MODES else ToolChoice("required", choice)  # type: ignore[arg-type]
         choice = msgspec.structs.replace(choice, parallel=parallel)
@@ -303,7 +306,9 @@ def _message(message: object) -> Message:
         try:
             given = msgspec.convert(message, _OpenAIMessage)
         except ValueError as error:  # also for a lone surrogate in a name
-            raise BadArgument(f"conversation: {message!r:.200} is not a message: {error}") from None
+            raise BadArgument(
+                f"conversation: {message!r:.200} is not a message: {error}", param="messages"
+            ) from None
         calls = [CalledTool(c.id, c.function.name, c.function.arguments) for c in given.tool_calls or ()]
         message = Message(
             given.role,

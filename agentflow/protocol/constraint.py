@@ -81,11 +81,17 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
         self._check_instead()
         if self.whitespace not in get_args(Whitespace):
             known = ", ".join(map(repr, get_args(Whitespace)))
-            raise BadArgument(f"whitespace must be one of {known}, not {self.whitespace!r}")
+            raise BadArgument(
+                f"whitespace must be one of {known}, not {self.whitespace!r}", param="whitespace"
+            )
         if self.whitespace != "compact" and not self.has_schema:
-            raise BadArgument(f"whitespace={self.whitespace!r} is for JSON schemas, not for {self.kind}")
+            raise BadArgument(
+                f"whitespace={self.whitespace!r} is for JSON schemas, not for {self.kind}", param="whitespace"
+            )
         if not isinstance(self.jump_forward, bool):
-            raise BadArgument(f"jump_forward must be True or False, not {self.jump_forward!r}")
+            raise BadArgument(
+                f"jump_forward must be True or False, not {self.jump_forward!r}", param="jump_forward"
+            )
         return self
 
     @property

@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from agentflow.errors import AgentflowError, BadArgument, ProtocolError
+from agentflow.errors import AgentflowError, BadArgument, ProtocolError, faults_of
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import ErrorInfo
@@ -311,7 +311,9 @@ class Rejected:
 def check_timeout(timeout_s: float | None) -> None:
     """Raises ``BadArgument`` unless it is None or a positive number of seconds."""
     if timeout_s is not None and not (is_number(timeout_s, 0, math.inf) and timeout_s > 0):
-        raise BadArgument(f"gen: timeout_s must be a number of seconds above 0, not {timeout_s!r}")
+        raise BadArgument(
+            f"gen: timeout_s must be a number of seconds above 0, not {timeout_s!r}", param="timeout_s"
+        )
 
 
 def may_be_number(number: int) -> bool:
@@ -344,7 +346,8 @@ def check_limit(deadline_s: float | None, output_tokens: int | None) -> None:
 
 def check_choices(name: str, choices: Sequence[str]) -> None:
     """Raises ``BadArgument`` for choices that the select ``name`` cannot have."""
-    if not choices or not all(choices):
-        raise BadArgument(f"select({name!r}): there must be at least one choice, and none may be empty")
-    if len(choices) > MAX_CHOICES or len(set(choices)) != len(choices):
-        raise BadArgument(f"select({name!r}): at most {MAX_CHOICES} choices, each of them once")
+    with faults_of("choices"):
+        if not choices or not all(choices):
+            raise BadArgument(f"select({name!r}): there must be at least one choice, and none may be empty")
+        if len(choices) > MAX_CHOICES or len(set(choices)) != len(choices):
+            raise BadArgument(f"select({name!r}): at most {MAX_CHOICES} choices, each of them once")

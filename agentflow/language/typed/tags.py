@@ -85,7 +85,7 @@ class Tagged:
 def tagged_type(tags: Sequence[Tag]) -> ValueType:
     """The type of ``gen(tags=...)``."""
     if isinstance(tags, str) or not isinstance(tags, Sequence) or not all(isinstance(t, Tag) for t in tags):
-        raise BadArgument(f"gen: tags must be a list of af.Tag, not {tags!r}")
+        raise BadArgument(f"gen: tags must be a list of af.Tag, not {tags!r}", param="tags")
     rules = tuple([tag._rule for tag in tags])
     source = msgspec.json.encode(rules).decode()
 

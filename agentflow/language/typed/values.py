@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from agentflow.errors import BadArgument
+from agentflow.errors import BadArgument, faults_of
 from agentflow.language.typed.json_types import json_type, shown_type
 from agentflow.language.typed.tools import Tool, Toolbox
 from agentflow.protocol.constraint import Constraint, Whitespace
@@ -43,7 +43,8 @@ class ValueType:
         if self.constraint is None:
             name = "whitespace" if whitespace != "compact" else "jump_forward"
             raise BadArgument(
-                f"gen: {name} applies to a constraint, and this gen has none: give a schema, for example"
+                f"gen: {name} applies to a constraint, and this gen has none: give a schema, for example",
+                param=name,
             )
         asked = msgspec.structs.replace(self.constraint, whitespace=whitespace, jump_forward=jump_forward)
         return replace(self, constraint=asked.check())
@@ -64,20 +65,12 @@ def value_type(
     """The type that one of these arguments names. ``BadArgument`` if it is invalid, or if several are
     given."""
     given = {"regex": regex, "schema": schema, "choices": choices, "type": type, "tools": tools}
-    refuse_several({**given, "grammar": grammar})
-    if schema is not None:
-        return _of_schema(schema)
-    if type is not None:
-        return _of_type(type)
-    if tools is not None:
-        toolbox = Toolbox(tools)
-        return of_json_schema(toolbox.schema(), toolbox.read, "list of tool calls")
-    if choices is not None:
-        return _of_choices(choices)
-    if regex is not None:
-        return ValueType("text", Constraint("regex", regex).check(), str)
-    if grammar is not None:
-        return ValueType("text", Constraint("grammar", grammar).check(), str)
+    given["grammar"] = grammar
+    refuse_several(given)
+    for name, value in given.items():
+        if value is not None:
+            with faults_of(name):
+                return _TYPES[name](value)
     return TEXT
 
 
@@ -91,6 +84,19 @@ def refuse_several(given: Mapping[str, Any], where: str = "gen") -> None:
 def of_json_schema(schema: Mapping[str, Any], read: Callable[[str], Any], shown: str) -> ValueType:
     """A value with a JSON schema. ``BadArgument`` if the schema is invalid."""
     return ValueType(shown, _schema(schema), read, comes_in_parts=True)
+
+
+def _of_tools(tools: Sequence[Tool]) -> ValueType:
+    toolbox = Toolbox(tools)
+    return of_json_schema(toolbox.schema(), toolbox.read, "list of tool calls")
+
+
+def _of_regex(regex: str) -> ValueType:
+    return ValueType("text", Constraint("regex", regex).check(), str)
+
+
+def _of_grammar(grammar: str) -> ValueType:
+    return ValueType("text", Constraint("grammar", grammar).check(), str)
 
 
 def _of_choices(choices: Sequence[str]) -> ValueType:
@@ -136,4 +142,12 @@ _SCALARS: dict[type, Constraint] = {
     int: Constraint("regex", r"-?(0|[1-9][0-9]{0,17})"),
     float: Constraint("regex", r"-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,3})?"),
     bool: Constraint("choices", choices=("true", "false")),
+}
+_TYPES: dict[str, Callable[[Any], ValueType]] = {
+    "regex": _of_regex,
+    "schema": _of_schema,
+    "choices": _of_choices,
+    "type": _of_type,
+    "tools": _of_tools,
+    "grammar": _of_grammar,
 }
