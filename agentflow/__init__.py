@@ -54,7 +54,7 @@ from agentflow.language.graph import Graph
 from agentflow.language.host import OpenSession
 from agentflow.language.map import ProgramMap
 from agentflow.language.program import Program, ProgramStream, program
-from agentflow.language.run import ProgramEvent, RunDone, TextDelta, VariableDone
+from agentflow.language.program_events import ProgramEvent, RunDone, TextDelta, VariableDone
 from agentflow.language.session import Session
 from agentflow.language.state import Branches, State
 from agentflow.language.typed.tags import Tag, Tagged

@@ -282,14 +282,20 @@ class BudgetExceeded(LimitExceeded):
 
 
 class Cancelled(AgentflowError):
-    """The state was cancelled before this value was complete.
+    """The state was cancelled before this value was complete. The message has the reason. ``path``: of the
+    state, in the fork tree. ``variable``: the name of the variable that was awaited, None if it was the
+    state.
 
     >>> s += af.gen("answer")
     >>> s.cancel()
-    >>> await s["answer"]  # raises Cancelled
+    >>> await s["answer"]
+    Traceback (most recent call last):
+    Cancelled: variable 'answer' of state () was cancelled: cancel() of state () was called at ...
     """
 
     code = "cancelled"
+    path: tuple[int, ...] | None = None
+    variable: str | None = None
 
 
 class RecordingError(AgentflowError):

@@ -32,7 +32,8 @@ from agentflow.errors import (
 )
 from agentflow.integrations.background_loop import BackgroundLoop
 from agentflow.language.expressions import ConversationExpression, GenExpression
-from agentflow.language.run import TextDelta, VariableNode
+from agentflow.language.program_events import TextDelta
+from agentflow.language.run import VariableNode
 from agentflow.language.session import Session
 from agentflow.language.state import RootState, State, state_node
 from agentflow.language.variable import target_of

@@ -17,10 +17,12 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 import anyio
 
 from agentflow.errors import BadArgument, Cancelled, short_repr
+from agentflow.language.cancellation import left_by
 from agentflow.language.graph import Graph
 from agentflow.language.link import Link
 from agentflow.language.markers import MARKERS
-from agentflow.language.run import ProgramEvent, Run, RunDone
+from agentflow.language.program_events import ProgramEvent, RunDone
+from agentflow.language.run import Run
 from agentflow.language.state import State
 from agentflow.language.trace import called, trace
 from agentflow.language.variable import text_of_marked
@@ -53,8 +55,8 @@ async def execute(
         result = await called(program, State(run.root), *args, **kwargs)
         await run.settle()
         result = await MARKERS.resolved(result, text_of_marked)
-    except BaseException:
-        run.root.cancel()
+    except BaseException as error:
+        run.root.cancel(f"its program ended {left_by(error)}")
         raise
     finally:
         run.close()

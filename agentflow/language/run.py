@@ -2,8 +2,7 @@
 
 ``Run`` keeps its tree until all states and variables have ended. The link delivers the backend's events to
 ``StateNode`` and ``VariableNode``; programs see these as ``State`` and ``Variable``.
-An ``EventStream`` reads the events of several variables: ``TextDelta`` and ``VariableDone``; ``RunDone`` is
-the last event of ``flow.stream``.
+An ``EventStream`` reads the events of several variables.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
-import msgspec
 
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, StateClosed
+from agentflow.language.cancellation import CauseFirst, cancelled
 from agentflow.language.link import Link
 from agentflow.language.op_log import InFlight, LineTable, ProgramLine, SingleWriter, Transcript, calling_line
+from agentflow.language.program_events import TextDelta, VariableDone
 from agentflow.language.typed.values import TEXT, ValueType
 from agentflow.protocol import ops
 from agentflow.protocol.chat import CalledTool, ReplySoFar
@@ -56,6 +56,7 @@ class Run:
         self._unfinished: dict[int, VariableNode] = {}
         self._failed: list[VariableNode] = []
         self._raised: set[ErrorInfo] = set()
+        self.cause_first = CauseFirst()
         # Weak: a stream that was dropped needs no events.
         self._streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
         if root_id is None:
@@ -93,11 +94,12 @@ class Run:
             return None
         return derived_seed(self._seed_prefix, place)
 
-    def raised(self, error: ErrorInfo) -> AgentflowError:
-        """The exception for a failure that is raised in the program now; ``settle`` does not raise it
-        again."""
+    def raised(self, error: ErrorInfo, state: StateNode, name: str | None = None) -> AgentflowError:
+        """The exception for a failure of ``state``, or of its variable ``name``, that is raised in the
+        program now; ``settle`` does not raise it again."""
         self._raised.add(error.origin)
-        return self._located(error)
+        exception = self._located(error)
+        return cancelled(exception, state.path, name) if isinstance(exception, Cancelled) else exception
 
     async def settle(self) -> None:
         """Waits until everything the run started has ended. Raises the first failure that was not raised in
@@ -270,6 +272,12 @@ class StateNode:
         num_awaited = self.in_flight.num_submitted
         while not self.in_flight.is_done(num_awaited) and self.error is None:
             await self.in_flight.change()
+        await self.run.cause_first.wait(self.error)
+
+    def raise_failure(self) -> None:
+        """Raises its failure, if it failed."""
+        if self.error is not None:
+            raise self.run.raised(self.error, self)
 
     def reach(self, ticket: int) -> None:
         """The backend has reached the ticket."""
@@ -293,16 +301,16 @@ class StateNode:
         self.error = self.error or error
         self.in_flight.wake()
 
-    def cancel(self) -> None:
+    def cancel(self, reason: str) -> None:
         """Cancels the state and its forks, here and in the backend."""
         if self.is_open:
             self.link.send([ops.Cancel(self.id)], quiet=True)
-        error = ErrorInfo.of(Cancelled("its state was cancelled"))
+        error = ErrorInfo.of(Cancelled(reason))
         pending = [self]
         while pending:  # no recursion: a chain of forks may be deeper than Python's stack
             state = pending.pop()
             pending += state._children
-            state.closed = state.closed or "was cancelled"
+            state.closed = state.closed or f"was cancelled ({reason})"
             for variable in state.own:
                 if not variable.is_done:
                     variable.fail(error)
@@ -415,12 +423,13 @@ class VariableNode:
     def raise_failure(self) -> None:
         """Raises its failure, if it failed."""
         if self.error is not None:
-            raise self.state.run.raised(self.error)
+            raise self.state.run.raised(self.error, self.state, self.name)
 
     async def settled(self) -> None:
         """Waits until it is complete or has failed."""
         while not self.is_done:
             await self.change()
+        await self.state.run.cause_first.wait(self.error)
 
     async def whole_text(self) -> str:
         """The complete text; of a reply its prose. Raises its failure."""
@@ -466,55 +475,6 @@ class VariableNode:
         if self._changed is not None:
             self._changed.set()
             self._changed = None
-
-
-class TextDelta(msgspec.Struct, frozen=True):
-    """More text of variable ``name`` in the state at ``path`` of the fork tree; of a reply, more prose.
-
-    >>> async for event in flow.stream(judge, essay):
-    ...     if isinstance(event, af.TextDelta) and event.path == ():  # of the root, not of its branches
-    ...         print(event.name, event.text)
-    grade A
-    """
-
-    path: tuple[int, ...]
-    name: str
-    text: str
-
-
-class VariableDone(msgspec.Struct, frozen=True):
-    """Variable ``name`` of the state at ``path`` is complete. ``value``: its text; of a reply, the prose.
-    ``finish_reason``, ``usage`` (in tokens) and ``tool_calls`` are as in ``Variable``.
-
-    >>> async for event in flow.stream(judge, essay):
-    ...     if isinstance(event, af.VariableDone):
-    ...         print(event.name, event.finish_reason)
-    judgment eos
-    judgment eos
-    grade choice
-    """
-
-    path: tuple[int, ...]
-    name: str
-    value: str
-    finish_reason: str
-    usage: Usage
-    tool_calls: tuple[CalledTool, ...] = ()
-
-
-class RunDone(msgspec.Struct, frozen=True):
-    """The program returned ``result``.
-
-    >>> async for event in flow.stream(judge, essay):
-    ...     if isinstance(event, af.RunDone):
-    ...         print(event.result)
-    A
-    """
-
-    result: Any
-
-
-ProgramEvent = TextDelta | VariableDone | RunDone
 
 
 class EventStream:
@@ -590,5 +550,6 @@ class _StateStream(EventStream):
             if not self._has_ended:
                 self._has_ended = True
                 for variable in self._state.shown:
+                    await variable.settled()
                     variable.raise_failure()
             raise

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, get_args, overload
 
-from agentflow.errors import BadArgument, ForeignState, NotSupported, UnknownVariable
+from agentflow.errors import BadArgument, Cancelled, ForeignState, NotSupported, UnknownVariable
+from agentflow.language.cancellation import left_by
 from agentflow.language.expressions import (
     Appendable,
     Expression,
@@ -22,11 +23,11 @@ from agentflow.language.expressions import (
     SelectExpression,
     Sequence_,
 )
-from agentflow.language.op_log import Content, TurnContent
+from agentflow.language.op_log import Content, ProgramLine, TurnContent, calling_line
 from agentflow.language.recorder import Recorder
 from agentflow.language.run import EventStream, Path, StateNode, VariableNode
 from agentflow.language.typed.values import TEXT, ValueType
-from agentflow.language.variable import Reference, Variable, text_of
+from agentflow.language.variable import Reference, Variable, target_of, text_of
 from agentflow.protocol import ops
 from agentflow.protocol.chat import CalledTool, Message
 from agentflow.protocol.ops import Objective, ReadWhat, Role
@@ -323,7 +324,7 @@ class State:
 
         >>> branches[1].cancel()
         """
-        self._node.cancel()
+        self._node.cancel(f"cancel() of state {self.path} was called{_at(calling_line())}")
 
     def seal(self) -> None:
         """Rejects further appends. Variables, ``text`` and ``token_ids`` stay readable.
@@ -338,8 +339,7 @@ class State:
 
     async def _wait(self) -> None:
         await self._node.settled()
-        if self._node.error is not None:
-            raise self._node.run.raised(self._node.error)
+        self._node.raise_failure()
 
     async def settled(self) -> None:
         """Waits until everything appended is done or the state has failed. Raises nothing; ``await s`` raises
@@ -392,7 +392,7 @@ class RootState(State):
         >>> s.close()
         """
         if self._node.run.is_unfinished:
-            self.cancel()
+            self._node.cancel(f"state {self.path} was closed{_at(calling_line())}")
         self._node.run.close()
 
     async def __aenter__(self) -> Self:
@@ -402,7 +402,7 @@ class RootState(State):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.cancel()
+            self._node.cancel(f"its block was left {left_by(error)}")
         self.close()
 
 
@@ -461,7 +461,7 @@ class Branches(list[State]):
     ) -> None:
         for branch in self:
             if error is not None:
-                branch.cancel()
+                branch._node.cancel(f"the block of its fork was left {left_by(error)}")
             else:
                 branch._node.seal("was sealed when its fork's block was left")
 
@@ -471,8 +471,7 @@ class Branches(list[State]):
     async def _wait(self) -> None:
         for branch in self:
             branch._node.ask()
-        for branch in self:
-            await branch
+        await _raise_cause([branch._node for branch in self])
 
     def variables(self, name: str) -> list[Variable[Any]]:
         """Variable ``name`` of each branch, in order, to be passed on unawaited. ``UnknownVariable`` if a
@@ -492,7 +491,26 @@ class Branches(list[State]):
         variables = self.variables(name)
         for branch in self:
             branch._node.ask()
+        await _raise_cause([target_of(variable).node for variable in variables])
         return [await variable for variable in variables]
+
+
+async def _raise_cause(nodes: Sequence[StateNode | VariableNode]) -> None:
+    """Waits for all. Raises the first failure, and a cancellation that followed from another failure only if
+    none of these has it."""
+    consequences = []
+    for node in nodes:
+        await node.settled()
+        if node.error is not None and node.error.cause is not None and node.error.code == Cancelled.code:
+            consequences.append(node)
+        else:
+            node.raise_failure()
+    for node in consequences:
+        node.raise_failure()
+
+
+def _at(line: ProgramLine | None) -> str:
+    return "" if line is None else f" at {line}"
 
 
 async def _message_of(turn: TurnContent) -> Message:

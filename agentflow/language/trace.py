@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from agentflow.errors import BadArgument, DataDependent, short_repr
+from agentflow.language.cancellation import left_by
 from agentflow.language.graph import Graph, Output
 from agentflow.language.link import Link
 from agentflow.language.markers import MARKERS
@@ -253,8 +254,8 @@ class GraphRun:
             await State(root)
             values = {number: await self._outputs[number] for number in self._graph.outputs}
             return _filled(self._graph.result, values)
-        except BaseException:
-            root.cancel()
+        except BaseException as error:
+            root.cancel(f"the wait for its graph ended {left_by(error)}")
             raise
         finally:
             self.run.close()

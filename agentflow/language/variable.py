@@ -3,7 +3,7 @@
 ``Reference`` stands for such a value and is passed on without waiting: it can be appended, formatted into an
 f-string, transformed, and awaited. ``Variable`` is the value of one op, ``Transformed`` its text after some
 transforms. ``_TextReader`` and ``_PartialReader`` iterate over a variable as it grows: over its text, or over
-the part of its value that ``partial_value`` finds. All readers share one ``VariableNode`` and have no
+the part of its value that is certain. All readers share one ``VariableNode`` and have no
 queue, so slow readers get fewer and larger steps.
 """
 
@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar, overload
-
-import jiter
 
 from agentflow.errors import AgentflowError, BadArgument, InvalidValue, RunFailed, StateClosed
 from agentflow.language.expressions import Expression
 from agentflow.language.markers import MARKERS
 from agentflow.language.op_log import calling_line
+from agentflow.language.partial_value import NothingYet, partial_value
 from agentflow.language.run import FIRST_MAPPED, Path, VariableNode
 from agentflow.language.typed.tags import Tagged
 from agentflow.protocol import ops
@@ -523,6 +521,7 @@ class _TextReader(AsyncIterator[str]):
         node = self._node
         while len(node.text) <= self._num_read:
             if node.is_done:
+                await node.settled()
                 node.raise_failure()
                 raise StopAsyncIteration
             await node.change()
@@ -555,6 +554,7 @@ class _PartialReader(AsyncIterator[Any]):
                 await node.change()
             else:
                 self._is_over = True
+                await node.settled()
                 variable._value()  # raises for a truncated or invalid text
                 if self._is_new(variable._so_far(is_whole=True)):
                     return self._shown
@@ -564,38 +564,3 @@ class _PartialReader(AsyncIterator[Any]):
         is_new = self._shown is _NOTHING or bool(value != self._shown)
         self._shown = value
         return is_new
-
-
-_NUMBER_CHARS = "0123456789+-.eE"
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*+("?)', re.DOTALL)
-"""A string, and its closing quote if it has one."""
-
-
-class NothingYet(ValueError):
-    """No part of the value is certain yet."""
-
-
-def partial_value(text: str) -> Any:
-    """The part of a JSON value that ``text``, a prefix of it, determines. ``NothingYet`` if there is none, or
-    if ``text`` is not a prefix of JSON.
-
-    What it returns never changes as the text grows: strings and lists become longer and records get more
-    fields. What may still become something else (``12`` of ``123``, ``tr`` of ``true``) is left out.
-
-    >>> partial_value('{"title": "Leav')
-    {'title': 'Leav'}
-    """
-    try:
-        # A lone surrogate cannot be encoded; no engine writes one.
-        data = _without_open_number(text).encode()
-        return jiter.from_json(data, partial_mode="trailing-strings", allow_inf_nan=False)
-    except ValueError as error:
-        raise NothingYet(str(error)) from None
-
-
-def _without_open_number(text: str) -> str:
-    """``text`` without a number at its end that may get more digits."""
-    before = text.rstrip(_NUMBER_CHARS)
-    has_digits = any(char.isdigit() for char in text[len(before) :])
-    is_in_string = "" in _STRING.findall(before)
-    return before if has_digits and not is_in_string else text

@@ -414,8 +414,9 @@ class StateTree(Generic[ContextT]):
                 return
             assert state.parent is not None
             index = state.siblings.index(state)
-            cancelled = Cancelled(f"branch {index} of its fork failed")
-            cancelled.__cause__ = root_cause(error)
+            cause = root_cause(error)
+            cancelled = Cancelled(f"branch {index} of its fork failed: {cause}")
+            cancelled.__cause__ = cause
             for sibling in state.siblings:
                 self.cancel(sibling, cancelled)
             state, error = state.parent, derived_error(f"branch {index} of a fork failed", error)

@@ -1,0 +1,55 @@
+"""Cancelled states, as the tasks that wait for them see it.
+
+A task that waits for a state or a variable that is cancelled raises ``Cancelled``, which names the state and
+the reason (``cancelled``, ``left_by``). If several tasks wait, one error must end their task group, not a
+group of consequences of one cause: ``CauseFirst`` orders them.
+"""
+
+from __future__ import annotations
+
+import anyio
+import anyio.lowlevel
+
+from agentflow.errors import Cancelled
+from agentflow.protocol.events import ErrorInfo
+
+
+def cancelled(error: Cancelled, path: tuple[int, ...], name: str | None) -> Cancelled:
+    """``error``, whose message is the reason, for who waits for the state at ``path`` or its variable
+    ``name``."""
+    what = f"state {path}" if name is None else f"variable {name!r} of state {path}"
+    error.args = (f"{what} was cancelled: {error}",)
+    error.path, error.variable = path, name
+    return error
+
+
+def left_by(error: BaseException) -> str:
+    """How a block ended that ``error`` left: for reasons of cancellations."""
+    if isinstance(error, anyio.get_cancelled_exc_class()):
+        return "by the cancellation of its task"
+    return f"by {type(error).__name__}"
+
+
+_TURNS = 10
+"""Of the event loop. An error takes two of them for each task group that it leaves."""
+
+
+class CauseFirst:
+    """The order in which the tasks of one run raise errors after a cancellation.
+
+    The cancellation of a task's own scope comes before ``Cancelled``. The failure that led to a cancellation,
+    and the first ``Cancelled``, come before any further ``Cancelled``: these wait a few turns of the event
+    loop, in which the first error cancels the task group."""
+
+    def __init__(self) -> None:
+        self._has_raised = False
+
+    async def wait(self, error: ErrorInfo | None) -> None:
+        """Called before ``error`` is raised. Has no effect unless it is a ``Cancelled``."""
+        if error is None or error.code != Cancelled.code:
+            return
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        num_turns = _TURNS * (self._has_raised + (error.cause is not None))
+        self._has_raised = True
+        for _ in range(num_turns):
+            await anyio.lowlevel.checkpoint()

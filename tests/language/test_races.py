@@ -1,0 +1,240 @@
+"""Tasks that race on branches and cancel the losers: one clear error, or none."""
+
+from __future__ import annotations
+
+import anyio
+import anyio.lowlevel
+import pytest
+from support.observed_backends import Stepped, Unbatched, settle
+from support.programs import echo
+from support.wire_peer import HANG
+
+import agentflow as af
+
+pytestmark = pytest.mark.anyio
+
+
+async def value(branch: af.State) -> None:
+    await branch["x"]
+
+
+async def state(branch: af.State) -> None:
+    await branch
+
+
+async def text(branch: af.State) -> None:
+    await branch["x"].whole_text()
+
+
+async def stream(branch: af.State) -> None:
+    async for _ in branch["x"]:
+        pass
+
+
+async def partials(branch: af.State) -> None:
+    async for _ in branch["x"].partials():
+        pass
+
+
+async def events(branch: af.State) -> None:
+    async for _ in branch:
+        pass
+
+
+WAITS = [value, state, text, stream, partials, events]
+
+
+async def in_tasks(wait, branches: af.Branches) -> None:
+    async with anyio.create_task_group() as tasks:
+        for branch in branches:
+            tasks.start_soon(wait, branch)
+
+
+async def raced(s: af.State, backend: Stepped, how, when_won) -> None:
+    """Three branches, of which the second is done first."""
+    branches = s.fork(3)
+    for branch, text in zip(branches, ("long", "short", "long"), strict=True):
+        branch += text + af.gen("x")
+
+    async def wait(branch: af.State) -> None:
+        await how(branch)
+        when_won(branches, tasks)
+
+    async with anyio.create_task_group() as tasks:
+        for branch in branches:
+            tasks.start_soon(wait, branch)
+        await settle()
+        await backend.allow(12)
+
+
+def lengths(prompt: str) -> str:
+    return "one" if prompt.endswith("short") else "a b c d e f g h i"
+
+
+@pytest.mark.parametrize("how", WAITS)
+@pytest.mark.parametrize("scope_first", [False, True])
+async def test_cancelling_the_losers_and_their_scope_raises_nothing(how, scope_first):
+    def stop(branches, tasks):
+        if scope_first:
+            tasks.cancel_scope.cancel()
+        branches[0].cancel()
+        branches[2].cancel()
+        tasks.cancel_scope.cancel()
+
+    backend = Stepped(lengths)
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        await raced(s, backend, how, stop)
+
+
+@pytest.mark.parametrize("how", WAITS)
+async def test_tasks_that_wait_for_cancelled_branches_end_with_one_error_that_names_the_line(how):
+    def stop(branches, tasks):
+        branches[0].cancel()
+        branches[2].cancel()
+
+    backend = Stepped(lengths)
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        with pytest.raises(BaseExceptionGroup) as failure:
+            await raced(s, backend, how, stop)
+        (error,) = failure.value.exceptions
+        assert isinstance(error, af.Cancelled)
+        assert error.path in ((0,), (2,))
+        assert error.variable == (None if how is state else "x")
+        assert f"cancel() of state {error.path} was called at test_races.py:" in str(error)
+        assert str(error).endswith("in stop")
+
+
+@pytest.mark.parametrize("how", WAITS)
+async def test_cancelling_the_parent_ends_all_waits_with_one_error(how):
+    backend = Stepped(lengths)
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        with pytest.raises(BaseExceptionGroup) as failure:
+            await raced(s, backend, how, lambda branches, tasks: s.cancel())
+        (error,) = failure.value.exceptions
+        assert isinstance(error, af.Cancelled)
+        assert "cancel() of state () was called at" in str(error)
+
+
+@pytest.mark.parametrize("nested", [0, 1, 3])
+@pytest.mark.parametrize("deliver", [lambda backend: backend, Unbatched])
+async def test_a_failed_branch_ends_the_waits_for_its_siblings_with_its_own_error(nested, deliver):
+    async def wait(branch: af.State, depth: int = 0) -> None:
+        if depth == nested:
+            await branch["x"]
+            return
+        async with anyio.create_task_group() as inner:
+            inner.start_soon(wait, branch, depth + 1)
+
+    async with af.session(backend=deliver(af.Scripted(echo))) as flow, flow.state() as s:
+        async with s.fork(4) as branches:
+            for branch, text in zip(branches, ("word " * 50, "word " * 50, "!", "word " * 50), strict=True):
+                branch += text + af.gen("x")
+        with pytest.raises(BaseExceptionGroup) as failure:
+            await in_tasks(wait, branches)
+        error: BaseException = failure.value
+        while isinstance(error, BaseExceptionGroup):
+            (error,) = error.exceptions
+        assert isinstance(error, af.EngineFailed)  # the cause, and none of its consequences
+
+
+async def test_awaiting_all_branches_raises_the_failure_and_not_its_consequence():
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        async with s.fork(3) as branches:
+            for branch, text in zip(branches, ("word " * 50, "word " * 50, "!"), strict=True):
+                branch += text + af.gen("x")
+        with pytest.raises(af.EngineFailed):
+            await branches
+        with pytest.raises(af.EngineFailed):
+            await branches.gather("x")
+        with pytest.raises(
+            af.Cancelled, match=r"'x' of state \(0,\).*branch 2 of its fork failed"
+        ) as failure:
+            await branches[0]["x"]
+        assert isinstance(failure.value.__cause__, af.EngineFailed)
+        assert (failure.value.path, failure.value.variable) == ((0,), "x")
+
+
+async def test_a_scope_that_is_cancelled_ends_the_wait_for_a_cancelled_branch():
+    """Whichever comes first in the same turn of the event loop."""
+    async with af.session(backend=Stepped(lengths)) as flow, flow.state() as s:
+        s += af.gen("x")
+        s.cancel()
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await s["x"]
+        assert scope.cancelled_caught
+
+
+async def test_a_block_left_by_an_error_names_it_as_the_reason():
+    async with af.session(backend=Stepped(lengths)) as flow, flow.state() as s:
+        branches = s.fork(1)
+        branches[0] += af.gen("x")
+
+        async def fail() -> None:
+            async with branches:
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await fail()
+        with pytest.raises(af.Cancelled, match="left by ZeroDivisionError"):
+            await branches[0]["x"]
+        with anyio.CancelScope() as scope:
+            async with s.fork(1) as branches:
+                branches[0] += af.gen("x")
+                scope.cancel()
+                await anyio.lowlevel.checkpoint()
+        with pytest.raises(af.Cancelled, match="cancellation of its task"):
+            await branches[0]["x"]
+        with pytest.raises(af.StateClosed, match="cancellation of its task"):
+            branches[0] += "more"
+
+
+async def test_a_race_in_a_program_leaves_nothing_running():
+    """The pattern of the documentation."""
+    backend = Stepped(lengths)
+
+    async def quickest(s: af.State) -> str:
+        answers: list[str] = []
+
+        async def wait(branch: af.State) -> None:
+            answers.append(await branch["x"])
+            race.cancel_scope.cancel()
+
+        async with s.fork(3) as branches:
+            for branch, text in zip(branches, ("long", "short", "long"), strict=True):
+                branch += text + af.gen("x")
+            async with anyio.create_task_group() as race:
+                for branch in branches:
+                    race.start_soon(wait, branch)
+            for branch in branches:
+                branch.cancel()
+        return answers[0]
+
+    async with af.session(backend=backend) as flow:
+        async with anyio.create_task_group() as tasks:
+            results: list[str] = []
+
+            async def run() -> None:
+                results.append(await flow.run(quickest))
+
+            tasks.start_soon(run)
+            await settle()
+            await backend.allow(12)
+        assert results == ["one"]
+        assert backend.generator.num_running == 0
+
+
+async def test_over_the_wire(server):
+    async with af.session(server.url) as flow, flow.state() as s:
+        branches = s.fork(3)
+        for branch in branches:
+            branch += HANG + af.gen("x")
+
+        async def cancel(branch: af.State) -> None:
+            await anext(aiter(branch["x"]))
+            s.cancel()
+            await branch["x"]
+
+        with pytest.raises(BaseExceptionGroup) as failure:
+            await in_tasks(cancel, branches)
+        assert [type(error) for error in failure.value.exceptions] == [af.Cancelled]
