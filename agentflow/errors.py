@@ -233,7 +233,7 @@ class InvalidValue(RunFailed, ValueError):
     >>> s += af.user("What is the weather in Oslo?") + af.assistant(report)
     >>> await s[report]
     Traceback (most recent call last):
-    InvalidValue: 'report' ended (eos) with a text that is not a valid Report: '[{"name": "weather", ...}]'
+    InvalidValue: 'report' ended (eos) with a text that is not a valid Report: '[{"name": ...}]' (...)
     """
 
     code = "invalid_value"

@@ -64,17 +64,24 @@ class Sequence_(Expression):
 
 
 class GenExpression(Expression, Generic[ValueT]):
-    """A generation into variable ``name``. ``s[expression]`` is that variable, with its type."""
+    """A generation into variable ``name``. ``s[expression]`` is that variable, with its type. With
+    ``max_retries``, an invalid value is generated again."""
 
-    __slots__ = ("name", "params", "timeout_s", "value_type")
+    __slots__ = ("max_retries", "name", "params", "timeout_s", "value_type")
 
     def __init__(
-        self, name: str, params: SamplingParams, value_type: ValueType, timeout_s: float | None = None
+        self,
+        name: str,
+        params: SamplingParams,
+        value_type: ValueType,
+        timeout_s: float | None = None,
+        max_retries: int = 0,
     ) -> None:
         self.name = name
         self.params = params
         self.value_type = value_type
         self.timeout_s = timeout_s
+        self.max_retries = max_retries
 
 
 class SelectExpression(Expression):

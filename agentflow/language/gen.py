@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Final, Literal, TypedDict, TypeVar, Unpack, get_args, overload
 
 from agentflow.errors import BadArgument
 from agentflow.language.expressions import GenExpression, check_name, tuple_of
@@ -14,9 +14,12 @@ from agentflow.language.typed.values import ValueType, refuse_several, value_typ
 from agentflow.protocol.chat import Reply, read_reply
 from agentflow.protocol.constraint import Whitespace
 from agentflow.protocol.ops import check_timeout
-from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams, is_whole
 
 ValueT = TypeVar("ValueT")
+
+OnInvalid = Literal["raise", "retry"]
+MOST_RETRIES: Final = 20
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -44,24 +47,35 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class JsonOptions(SamplingOptions, total=False):
-    """The options of a ``gen`` whose text is JSON."""
+    """The options of a ``reply``, whose constraint may be JSON."""
 
     whitespace: Whitespace
 
 
+class ValueOptions(SamplingOptions, total=False):
+    """The options of a ``gen`` whose value may be invalid."""
+
+    on_invalid: OnInvalid
+    max_retries: int
+
+
+class JsonValueOptions(ValueOptions, JsonOptions, total=False):
+    """The options of a ``gen`` whose text is JSON."""
+
+
 @overload
-def gen(name: str, *, schema: type[ValueT], **options: Unpack[JsonOptions]) -> GenExpression[ValueT]: ...
+def gen(name: str, *, schema: type[ValueT], **options: Unpack[JsonValueOptions]) -> GenExpression[ValueT]: ...
 @overload
-def gen(name: str, *, schema: Any, **options: Unpack[JsonOptions]) -> GenExpression[Any]: ...
+def gen(name: str, *, schema: Any, **options: Unpack[JsonValueOptions]) -> GenExpression[Any]: ...
 @overload
-def gen(name: str, *, type: type[ValueT], **options: Unpack[SamplingOptions]) -> GenExpression[ValueT]: ...
+def gen(name: str, *, type: type[ValueT], **options: Unpack[ValueOptions]) -> GenExpression[ValueT]: ...
 @overload
 def gen(
-    name: str, *, tools: Sequence[Tool], **options: Unpack[JsonOptions]
+    name: str, *, tools: Sequence[Tool], **options: Unpack[JsonValueOptions]
 ) -> GenExpression[list[ToolCall]]: ...
 @overload
 def gen(
-    name: str, *, tags: Sequence[Tag], **options: Unpack[JsonOptions]
+    name: str, *, tags: Sequence[Tag], **options: Unpack[JsonValueOptions]
 ) -> GenExpression[list[str | Tagged]]: ...
 @overload
 def gen(
@@ -70,7 +84,7 @@ def gen(
     regex: str | None = None,
     choices: Sequence[str] | None = None,
     grammar: str | None = None,
-    **options: Unpack[SamplingOptions],
+    **options: Unpack[ValueOptions],
 ) -> GenExpression[str]: ...
 
 
@@ -104,6 +118,8 @@ def gen(
     tags: Sequence[Tag] | None = None,
     whitespace: Whitespace = "compact",
     jump_forward: bool = True,
+    on_invalid: OnInvalid = "raise",
+    max_retries: int = 2,
 ) -> GenExpression[Any]:
     """Text that the model generates, as variable ``name``.
 
@@ -127,8 +143,14 @@ def gen(
     ``type`` (``int``, ``float``, ``bool``), ``schema`` (any type that pydantic or msgspec express as JSON,
     such as a model, ``list[Report]`` or ``Annotated[int, Field(ge=1)]``, or a JSON schema as a dict),
     ``tools`` (functions, or OpenAI's tool schemas: the value is a list of ``ToolCall``), ``tags`` (free text
-    in which ``af.Tag`` constrains places: the value is a list of strings and ``af.Tagged``). Awaiting a value
-    that ``max_tokens`` truncated raises ``InvalidValue``.
+    in which ``af.Tag`` constrains places: the value is a list of strings and ``af.Tagged``).
+
+    A value is invalid if ``max_tokens`` truncated it, or if it violates what a grammar cannot enforce, such
+    as a validator written in Python. Awaiting it raises ``InvalidValue``. ``on_invalid="retry"`` generates it
+    again instead, with other seeds, at most ``max_retries`` times (2); a greedy gen is retried at temperature
+    0.7. The state holds nothing but the valid text; it waits for it, and fails if there is none. The
+    variable gets no text before it is valid, and its ``usage`` counts all attempts. A trace cannot contain
+    such a gen.
 
     ``whitespace`` between the parts of JSON: ``"compact"`` (one line, with ``, `` and ``: ``), ``"tight"``
     (none) or ``"free"`` (the model's choice). ``jump_forward=False``: text that the constraint forces is
@@ -151,6 +173,14 @@ def gen(
     """
     check_name(name, "gen")
     check_timeout(timeout_s)
+    if on_invalid not in get_args(OnInvalid):
+        raise BadArgument(
+            f'gen: on_invalid must be "raise" or "retry", not {on_invalid!r}', param="on_invalid"
+        )
+    if not is_whole(max_retries, 1, MOST_RETRIES):
+        raise BadArgument(
+            f"gen: max_retries must be 1 to {MOST_RETRIES}, not {max_retries!r}", param="max_retries"
+        )
     params = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -172,7 +202,12 @@ def gen(
     )
     kinds = {"regex": regex, "schema": schema, "choices": choices, "type": type, "tools": tools}
     wanted = _type_of({**kinds, "grammar": grammar}, tags).decoded(whitespace, jump_forward)
-    return GenExpression(name, params.check(), wanted, timeout_s)
+    num_retries = max_retries if on_invalid == "retry" else 0
+    if num_retries and wanted.constraint is None:
+        raise BadArgument(
+            "gen: on_invalid applies to a value: give a schema, for example", param="on_invalid"
+        )
+    return GenExpression(name, params.check(), wanted, timeout_s, num_retries)
 
 
 def _type_of(kinds: Mapping[str, Any], tags: Sequence[Tag] | None) -> ValueType:
@@ -235,6 +270,10 @@ def reply(
         "grammar": grammar,
         **options,
     }
+    if "on_invalid" in arguments or "max_retries" in arguments:
+        raise BadArgument(
+            "reply: on_invalid and max_retries are for gen: a reply has no type", param="on_invalid"
+        )
     generation = gen(name, **arguments)
     kind = replace(generation.value_type, shown="reply", read=read_reply, comes_in_parts=False, is_reply=True)
     return GenExpression(name, generation.params, kind, generation.timeout_s)

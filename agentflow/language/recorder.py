@@ -27,10 +27,11 @@ from agentflow.language.markers import MARKERS
 from agentflow.language.op_log import Entry, ToolCalls, TurnBegins, TurnEnds
 from agentflow.language.run import StateNode, VariableNode
 from agentflow.language.typed.values import TEXT, ValueType
+from agentflow.language.validation import attempt_op, generate_valid
 from agentflow.language.variable import Reference, Variable, target_of
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation
-from agentflow.protocol.op_table import num_done_with
+from agentflow.protocol.op_table import check_sendable, num_done_with
 from agentflow.protocol.transform import apply_transforms
 
 
@@ -39,6 +40,15 @@ class _Declared(NamedTuple):
 
     node: VariableNode
     is_gen: bool
+    op_index: int
+
+
+class _Validated(NamedTuple):
+    """A gen with retries. ``base_id``: the state that is forked for each attempt."""
+
+    item: GenExpression[Any]
+    node: VariableNode
+    base_id: int
     op_index: int
 
 
@@ -54,16 +64,17 @@ class Recorder:
         self._closes_with_reply = state.transcript.closes_with_reply
         self._num_gens = 0
         self._text: list[str | ops.Ref] = []
+        self._validated: list[_Validated] = []
 
     def submit(self) -> None:
         """Sends the ops and updates the state; if it raises, neither has happened."""
         state = self._state
         self._flush()
         num_before = state.in_flight.num_submitted
-        state.submit(self._ops)
+        state.submit(self._ops, num_expected=len(self._validated))
         state.transcript.extend(self._entries, self._open_role, self._closes_with_reply)
         for node, is_gen, index in self._declared:
-            num_ops = num_done_with(self._ops, index)
+            num_ops = self._num_done_with(index)
             state.num_gens += is_gen
             node.line = state.line_of(num_before + num_ops)
             state.declare(node)
@@ -71,6 +82,15 @@ class Recorder:
                 state.names[node.name] = node
             state.in_flight.expect(node.id, num_before + num_ops)
             state.run.touch(node)
+        for item, node, base_id, index in self._validated:
+            state.mapped_lines[node.id] = node.line
+            (base,) = state.adopt_branches([base_id], num_before + self._num_done_with(index))
+            state.link.start_soon(generate_valid, item, node, base)
+
+    def _num_done_with(self, index: int) -> int:
+        """How many of the numbered ops are done once the op at ``index`` is."""
+        num_expected = sum(one.op_index <= index for one in self._validated)
+        return num_done_with(self._ops, index) - num_expected
 
     def add(self, item: Appendable) -> None:
         """Records one item."""
@@ -191,6 +211,9 @@ class Recorder:
         constraint = item.value_type.constraint
         fixed = [*item.params.stop, item.params.stop_regex, *(constraint.texts() if constraint else ())]
         MARKERS.reject(fixed, f"gen({item.name!r}): a stop string or a constraint")
+        if item.max_retries:
+            self._generate_valid(item)
+            return
         is_reply = item.value_type.is_reply
         if is_reply:
             self._begin_reply(item.name)
@@ -205,6 +228,17 @@ class Recorder:
         self.put(ops.Gen(self._state.id, var_id, item.name, params, constraint, item.timeout_s, is_reply))
         if is_reply and self._closes_with_reply:
             self.end()
+
+    def _generate_valid(self, item: GenExpression[Any]) -> None:
+        """Records a gen of which only a valid text is appended; see ``validation``."""
+        state, base_id = self._state, self._state.link.next_id()
+        state.link.needs_values(f"gen({item.name!r}, on_invalid='retry') is validated by the program")
+        check_sendable(attempt_op(item, base_id, base_id, None, 0), state.link.capabilities)
+        self.put(ops.Fork(state.id, (base_id,)))
+        node = self._append_variable(item.name, item.value_type)
+        self._validated.append(_Validated(item, node, base_id, len(self._ops)))
+        self._ops.append(ops.Expect(state.id, node.id, item.name))
+        self._text.append(ops.Ref(node.id))
 
     def _begin_reply(self, name: str) -> None:
         """A reply is in the assistant's turn: in an open one, or in one of its own."""

@@ -106,7 +106,7 @@ class Run:
         the program."""
         for state in self.states:
             state.ask()
-        for state in self.states:
+        for state in list(self.states):  # some may be dropped meanwhile
             await state.settled()
         # No state waits for variables that a Python function provides.
         provided = [*self._failed, *self._unfinished.values()]
@@ -133,6 +133,12 @@ class Run:
             stream.touch(variable)
         self._streams.add(stream)
         return stream
+
+    def drop(self, state: StateNode) -> None:
+        """Ends a state whose failure is reported elsewhere."""
+        state.close()
+        if state in self.states:
+            self.states.remove(state)
 
     def wake_streams(self) -> None:
         """Makes the streams check whether they are over."""
@@ -204,11 +210,12 @@ class StateNode:
         if not self.link.is_tracing:
             self._writer.check()
 
-    def submit(self, recorded: list[ops.Op]) -> None:
-        """Sends ops of this state, all or none."""
+    def submit(self, recorded: list[ops.Op], *, num_expected: int = 0) -> None:
+        """Sends ops of this state, all or none. ``num_expected``: how many of them are ``Expect``, which have
+        no number."""
         self.in_flight.check_room(len(recorded))
         self.link.send(recorded)
-        self.in_flight.num_submitted += len(recorded)
+        self.in_flight.num_submitted += len(recorded) - num_expected
         self._lines.add(self.in_flight.num_submitted, calling_line())
 
     def declare(self, variable: VariableNode) -> None:
@@ -237,9 +244,14 @@ class StateNode:
         """Forks the state into ``count`` branches."""
         ids = [self.link.next_id() for _ in range(count)]
         self.submit([ops.Fork(self.id, tuple(ids))])
+        return self.adopt_branches(ids, self.in_flight.num_submitted)
+
+    def adopt_branches(self, ids: list[int], num_ops: int) -> list[StateNode]:
+        """Adds branches that the backend knows, forked with op number ``num_ops``."""
         children = [self.branch(state_id, len(self._children) + i) for i, state_id in enumerate(ids)]
         self._children += children
         for child in children:
+            child._forked_after = num_ops
             self.run.adopt(child)
         return children
 
@@ -344,7 +356,8 @@ class VariableNode:
 
     ``is_shown``: whether the variable is the program's own, so that streams report it. ``notation``: the text
     as it was received; that of a reply includes its tool calls. ``line``: the line of the program that
-    declared it. ``front``: the ``Variable`` that programs use. The node keeps it, so that its markers stay
+    declared it. ``outcome``: of a text that the client provides, how it was generated.
+    ``front``: the ``Variable`` that programs use. The node keeps it, so that its markers stay
     valid for as long as the state exists; ``kept`` does so for what is made of the variable."""
 
     __slots__ = (
@@ -359,6 +372,7 @@ class VariableNode:
         "line",
         "name",
         "notation",
+        "outcome",
         "state",
         "value_type",
     )
@@ -380,6 +394,7 @@ class VariableNode:
         self.notation = ""
         self.error: ErrorInfo | None = None
         self.line: ProgramLine | None = None
+        self.outcome: Value | None = None
         self.front: Any = None
         self.kept: dict[Any, Any] = {}
         self._reply = ReplySoFar() if value_type.is_reply else None
@@ -456,7 +471,7 @@ class VariableNode:
         """The variable is complete."""
         self.state.link.variables.pop(self.id, None)
         self.notation = self.notation[: value.at] + value.text
-        self._value = value
+        self._value = self.outcome or value
         self._wake()
         self.state.end_variable(self.id)
         run = self.state.run

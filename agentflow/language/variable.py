@@ -213,6 +213,11 @@ def target_of(reference: Reference[Any]) -> Target:
     return Target(reference._node, reference._transforms, reference._label)
 
 
+def value_of(node: VariableNode) -> Any:
+    """The complete value of a variable. ``InvalidValue`` if its text has none."""
+    return node.front._value()
+
+
 async def text_of(reference: Reference[Any]) -> str:
     """The complete text of a reference; raises its failure."""
     return await apply_in_turn(await reference._node.whole_text(), reference._transforms)
@@ -408,14 +413,14 @@ class Variable(Reference[ValueT_co]):
         """The complete value; raises its failure."""
         node, end = self._node, self._node.end
         if end.finish_reason == "length" and not node.value_type.may_be_truncated:
-            raise self._invalid(end)
+            raise self._invalid(end, "")
         try:
             value: ValueT_co = node.value_type.read(node.notation)
         except (ValueError, RecursionError) as error:
-            raise self._invalid(end) from error
+            raise self._invalid(end, f" ({error})") from error
         return value
 
-    def _invalid(self, end: Value) -> InvalidValue:
+    def _invalid(self, end: Value, why: str) -> InvalidValue:
         node = self._node
         text, shown = node.notation, node.value_type.shown
         quoted = repr(text if len(text) <= 200 else f"{text[:199]}…")
@@ -425,7 +430,7 @@ class Variable(Reference[ValueT_co]):
             what = f"was truncated after {tokens} and is not a complete {shown}, raise max_tokens"
         else:
             what = f"ended ({end.finish_reason}) with a text that is not a valid {shown}"
-        error = InvalidValue(f"{node.name!r} {what}: {quoted}")
+        error = InvalidValue(f"{node.name!r} {what}: {quoted}{why}")
         if node.line is not None:
             error.add_note(f"what failed was appended at {node.line}")
         return error
