@@ -10,7 +10,7 @@ from agentflow.backends.local import Embedded
 from agentflow.backends.open_session import map, open_session, run, session
 from agentflow.backends.remote import Remote
 from agentflow.backends.replay import Replay
-from agentflow.backends.scripted import Scripted
+from agentflow.backends.scripted import Scripted, ScriptedCall
 from agentflow.errors import (
     AgentflowError,
     BacklogFull,
@@ -112,6 +112,7 @@ __all__ = [
     "RunFailed",
     "ScriptMismatch",
     "Scripted",
+    "ScriptedCall",
     "ServerError",
     "ServerLost",
     "ServerUnreachable",

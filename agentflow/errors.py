@@ -247,7 +247,7 @@ class ScriptMismatch(RunFailed):
     ...     s += af.select("related", ["yes", "no"])
     ...     await s["related"]
     Traceback (most recent call last):
-    ScriptMismatch: the script answers 'maybe', which is none of the choices ['yes', 'no']
+    ScriptMismatch: the script answers 'maybe' for 'related', which is none of the choices ['yes', 'no']
     """
 
     code = "script_mismatch"

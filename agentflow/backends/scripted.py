@@ -1,16 +1,22 @@
 """A backend that answers from a script, to test programs without a model.
 
 The frontend and the interpreter are the real ones; only the generator is a fake.
+
+An answer is chosen when the program appends the gen, not when the gen runs: branches run in any order, and a
+test must give each of them the same answer every time. The interpreter passes no names of variables to a
+generator, so ``_ScriptedConnection`` reads them from the ops that the session sends and queues them for the
+contexts of their states.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import anyio.lowlevel
 import msgspec
@@ -18,27 +24,128 @@ import msgspec
 from agentflow.backends.local import interpreted
 from agentflow.errors import BadArgument, NotSupported, ScriptMismatch
 from agentflow.language.typed.tags import matches_whole, split_at_tags
+from agentflow.language.typed.tools import ToolCall
+from agentflow.protocol import ops
 from agentflow.protocol.backend import Connection, Deliver, Lost
-from agentflow.protocol.chat import Arguments, CallBegun, Conversation, Piece, Reply, ReplyWriter, TextPiece
+from agentflow.protocol.chat import (
+    Arguments,
+    CallBegun,
+    CalledTool,
+    Conversation,
+    Message,
+    Piece,
+    Reply,
+    ReplyWriter,
+    TextPiece,
+    ToolSpec,
+)
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.events import Capabilities, Stats, Usage
+from agentflow.protocol.op_table import expanded
 from agentflow.protocol.sampling import MATCHES_NOTHING, SamplingParams, stop_regex_error
 from agentflow.runtime.generator import Generated, OnText, Scored, StateHint
 
+MAX_CALLS = 10_000
+"""The most calls that are kept."""
+
 Answer: TypeAlias = Any
-Script = str | Callable[[str], Answer] | Mapping[str, Answer] | Sequence[Answer]
-"""The answers to gens: one text; a function of the prompt's text; a mapping from the end of the prompt to the
-answer; or a sequence in the order in which gens run. An answer is a text, a value that is written as JSON, or
-(in a conversation) a ``Reply``; an exception is raised."""
+
+
+class ScriptedCall(str):
+    """One generation of an ``af.Scripted``: a string, the text of its prompt, with what the program wanted.
+
+    ``name``: of the variable. ``kind``: ``gen``, ``reply`` or ``select``. ``messages``: the turns of the
+    prompt, with the open one if it has text. ``tools``: those of the conversation. ``params`` and
+    ``constraint``: of a gen or a reply, as they were sent. ``choices``: of a select. ``answer``: what the
+    script answered, before stops and limits truncated it; None until then.
+
+    >>> backend = af.Scripted(lambda call: f"{call.name}, {call.params.max_tokens} tokens")
+    >>> async with af.session(backend=backend) as flow, flow.state() as s:
+    ...     s += af.user("Say something.") + af.assistant(af.gen("answer", max_tokens=9))
+    ...     print(await s["answer"])
+    answer, 9 tokens
+    >>> backend.calls[0].messages[0].content
+    'Say something.'
+    """
+
+    name: str
+    kind: Literal["gen", "reply", "select"]
+    sent: _SentGen
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...]
+    params: SamplingParams
+    constraint: Constraint | None
+    choices: tuple[str, ...]
+    answer: Any
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} {self.name!r} after {str(self)!r}: {self.answer!r}>"
+
+
+Script = str | Callable[[ScriptedCall], Answer] | Mapping[str, Answer] | Sequence[Answer]
+"""See ``Scripted``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SentGen:
+    """A gen or select that the program has appended. ``number``: in the order of the appends, from 0.
+    ``ordinal``: the same among those of its name."""
+
+    name: str
+    number: int
+    ordinal: int
+
+
+_Queue: TypeAlias = "deque[_SentGen | list[_Queue]]"
+"""The gens, selects and forks of a state that have not run yet, in order; of a fork, the queues of its
+branches. A state runs its ops in order and stops at the first that fails, so the first of the queue is the
+one that runs."""
 
 
 @dataclass
 class ScriptedContext:
-    """A state as text, with turns as ``<role>…</role>``. ``may_call``: its conversation allows tool calls."""
+    """A state as text, with turns as ``<role>…</role>``. ``may_call``: its conversation allows tool calls.
+
+    ``sent``: what was sent and has not run. ``messages``: the turns that have ended. ``turn_at``: where the
+    text of the open turn begins. ``calls_at``: where its tool calls begin. ``calls``: these."""
 
     text: str = ""
     open_roles: list[str] = field(default_factory=list)
     may_call: bool = False
+    sent: _Queue = field(default_factory=deque)
+    tools: tuple[ToolSpec, ...] = ()
+    messages: tuple[Message, ...] = ()
+    turn_at: int = 0
+    calls_at: int | None = None
+    calls: tuple[CalledTool, ...] = ()
+    is_generated: bool = False
+
+    def begin(self, role: str) -> None:
+        """Begins a turn."""
+        self.open_roles.append(role)
+        self.text += f"<{role}>"
+        self.turn_at, self.calls_at, self.calls, self.is_generated = len(self.text), None, (), False
+
+    def end(self) -> None:
+        """Ends the open turn."""
+        self.messages += (self.open_message(),)
+        self.text += f"</{self.open_roles.pop()}>"
+
+    def open_message(self) -> Message:
+        """The open turn."""
+        content = self.text[self.turn_at : self.calls_at]
+        return Message(self.open_roles[-1], content, self.is_generated, self.calls)
+
+    def call(self, call: CalledTool) -> None:
+        """Writes a tool call."""
+        if self.calls_at is None:
+            self.calls_at = len(self.text)
+        self.calls += (call,)
+        self.text += f"<call {call.name}>{call.arguments}</call>"
+
+    def forked(self, sent: _Queue) -> ScriptedContext:
+        """A copy, for a branch."""
+        return replace(self, open_roles=list(self.open_roles), sent=sent)
 
 
 class ScriptedGenerator:
@@ -61,14 +168,16 @@ class ScriptedGenerator:
         )
         self.num_open = 0
         self.num_running = 0
+        self.calls: dict[int, ScriptedCall] = {}
         self._script: Script = (script,) if isinstance(script, str) else script
-        self._next_answer = 0
+        self._num_sent: Counter[str] = Counter()
+        self._opened: deque[_Queue] = deque()
         self._stats = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0}
 
     def open(self, cache_salt: str, *, program: str = "") -> ScriptedContext:
         """An empty text."""
         self.num_open += 1
-        return ScriptedContext()
+        return ScriptedContext(sent=self._opened.popleft() if self._opened else deque())
 
     def fill(self, context: ScriptedContext, text: str) -> None:
         """Appends text."""
@@ -76,14 +185,13 @@ class ScriptedGenerator:
 
     def begin_role(self, context: ScriptedContext, role: str) -> None:
         """Writes ``<role>``."""
-        context.open_roles.append(role)
-        context.text += f"<{role}>"
+        context.begin(role)
 
     def end_role(self, context: ScriptedContext) -> None:
         """Writes ``</role>``."""
         if not context.open_roles:
             raise BadArgument("there is no open turn to end")
-        context.text += f"</{context.open_roles.pop()}>"
+        context.end()
 
     def image(self, context: ScriptedContext, source: str) -> None:
         """Writes ``<image>``."""
@@ -99,21 +207,26 @@ class ScriptedGenerator:
         """The script's answer, truncated by the parameters. ``ScriptMismatch`` if the answer before
         ``max_tokens`` violates the constraint (of a schema, only that it is JSON is checked; of a grammar,
         nothing)."""
-        return await self._stream(context, self._answer(context.text), params, on_text, constraint)
+        call = self._call(context, "gen", params, constraint)
+        return await self._stream(
+            context, _text_of(self._answer(call)), call.name, params, on_text, constraint
+        )
 
     async def converse(self, context: ScriptedContext, conversation: Conversation) -> None:
         """Writes the turns, and ``<assistant>``."""
         messages = conversation.messages
         context.may_call = bool(conversation.tools) and conversation.choice.mode != "none"
+        context.tools = conversation.tools
         for number, message in enumerate(messages):
-            self.begin_role(context, message.role)
+            context.begin(message.role)
             context.text += message.content
-            calls = [f"<call {call.name}>{call.arguments}</call>" for call in message.tool_calls]
-            context.text += "".join(calls)
+            for call in message.tool_calls:
+                context.call(call)
             if message.role != "assistant" or number < len(messages) - 1:
-                self.end_role(context)
+                context.end()
+                context.messages = (*context.messages[:-1], message)
         if not context.open_roles:
-            self.begin_role(context, "assistant")
+            context.begin("assistant")
 
     async def reply(
         self,
@@ -122,8 +235,9 @@ class ScriptedGenerator:
         on_text: OnText,
         constraint: Constraint | None = None,
     ) -> Generated:
-        """As ``generate``, but the script may also answer with a ``Reply``."""
-        answer = self._scripted(context.text)
+        """As ``generate``, but the script may also answer with a ``Reply`` or with tool calls."""
+        call = self._call(context, "reply", params, constraint)
+        reply = _reply_of(self._answer(call))
         writer = ReplyWriter()
         written: list[str] = []
 
@@ -131,21 +245,21 @@ class ScriptedGenerator:
             written.append(writer.push(pieces))
             on_text(written[-1])
 
-        reply = answer if isinstance(answer, Reply) else Reply(_text_of(answer))
         if context.may_call and reply.tool_calls:
             constraint = None  # it applies to replies without calls
         end = await self._stream(
-            context, reply.text, params, lambda delta: write(TextPiece(delta)), constraint
+            context, reply.text, call.name, params, lambda delta: write(TextPiece(delta)), constraint
         )
-        for call in reply.tool_calls:
-            context.text += f"<call {call.name}>{call.arguments}</call>"
-            write(CallBegun(call.id, call.name), Arguments(call.arguments))
+        for called in reply.tool_calls:
+            context.call(called)
+            write(CallBegun(called.id, called.name), Arguments(called.arguments))
         return msgspec.structs.replace(end, text="".join(written) + writer.finish())
 
     async def _stream(
         self,
         context: ScriptedContext,
         answer: str,
+        name: str,
         params: SamplingParams,
         on_text: OnText,
         constraint: Constraint | None,
@@ -155,10 +269,11 @@ class ScriptedGenerator:
         prompt = context.text
         answer, reason = _stopped(answer, params)
         if constraint is not None:
-            _check_satisfied(constraint, answer)
+            _check_satisfied(constraint, answer, name)
         words = answer.split(" ")
         if len(words) > params.max_tokens:
             answer, reason = " ".join(words[: params.max_tokens]), "length"
+        context.is_generated = True
         self.num_running += 1
         try:
             for index, piece in enumerate(answer.split(" ")):
@@ -174,22 +289,27 @@ class ScriptedGenerator:
 
     async def score(self, context: ScriptedContext, choices: Sequence[str], method: str) -> Scored:
         """The choice that equals the script's answer. ``ScriptMismatch`` if there is none."""
+        call = self._call(context, "select", choices=tuple(choices))
         await anyio.lowlevel.checkpoint()
-        answer = self._answer(context.text)
+        answer = _text_of(self._answer(call))
         if answer not in choices:
             raise ScriptMismatch(
-                f"the script answers {answer!r}, which is none of the choices {list(choices)}"
+                f"the script answers {answer!r}{_for(call.name)}, which is none of the choices "
+                f"{list(choices)}"
             )
         usage = Usage(len(context.text.split()), 0, 0)
         self._count(usage)
         context.text += answer
+        context.is_generated = True
         scores = tuple(0.0 if choice == answer else -10.0 for choice in choices)
         return Scored(choices.index(answer), scores, usage)
 
     async def fork(self, context: ScriptedContext, count: int) -> list[ScriptedContext]:
         """Copies of the text."""
         self.num_open += count
-        return [replace(context, open_roles=list(context.open_roles)) for _ in range(count)]
+        queues = context.sent.popleft() if context.sent else [deque() for _ in range(count)]
+        assert isinstance(queues, list)
+        return [context.forked(queue) for queue in queues]
 
     def hint(self, context: ScriptedContext, hint: StateHint) -> None:
         """Ignored."""
@@ -210,27 +330,78 @@ class ScriptedGenerator:
         """Counters, in words."""
         return Stats(model="scripted", **self._stats)
 
-    def _answer(self, prompt: str) -> str:
-        return _text_of(self._scripted(prompt))
+    def sent_gen(self, name: str) -> _SentGen:
+        """Counts a gen that the program has appended."""
+        self._num_sent[name] += 1
+        return _SentGen(name, self._num_sent.total() - 1, self._num_sent[name] - 1)
 
-    def _scripted(self, prompt: str) -> object:
+    def will_open(self, queue: _Queue) -> None:
+        """The next context that opens is that of this queue."""
+        self._opened.append(queue)
+
+    def unused(self) -> dict[str, int]:
+        """How many answers no generation has used, by variable, or under "" those of a list. Of functions
+        nothing is known; a single answer of a variable is used by its first generation."""
         script = self._script
-        answer: Answer
-        if callable(script):
-            answer = script(prompt)
-        elif isinstance(script, Mapping):
-            ends = [end for end in script if prompt.endswith(end)]
-            if not ends:
-                raise ScriptMismatch(f"the script has no answer for a prompt that ends in {prompt[-60:]!r}")
-            answer = script[max(ends, key=len)]
+        if isinstance(script, Mapping):
+            left = {
+                name: (len(answers) if isinstance(answers, list | tuple) else 1) - self._num_sent[name]
+                for name, answers in script.items()
+            }
         else:
-            if self._next_answer >= len(script):
-                raise ScriptMismatch(f"the script has only {len(script)} answers")
-            answer = script[self._next_answer]
-            self._next_answer += 1
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+            left = {"": 0 if callable(script) else len(script) - self._num_sent.total()}
+        return {name: count for name, count in left.items() if count > 0}
+
+    def _call(
+        self,
+        context: ScriptedContext,
+        kind: Literal["gen", "reply", "select"],
+        params: SamplingParams | None = None,
+        constraint: Constraint | None = None,
+        choices: tuple[str, ...] = (),
+    ) -> ScriptedCall:
+        """The next generation of this context."""
+        sent = context.sent.popleft() if context.sent else self.sent_gen("")
+        assert isinstance(sent, _SentGen)
+        call = ScriptedCall(context.text)
+        call.name, call.kind, call.sent = sent.name, kind, sent
+        turn = [context.open_message()] if context.open_roles else []
+        call.messages = (*context.messages, *[message for message in turn if message.content])
+        call.tools, call.choices = context.tools, choices
+        call.params, call.constraint = params or SamplingParams(), constraint
+        call.answer = None
+        self.calls[sent.number] = call
+        if len(self.calls) > MAX_CALLS:
+            del self.calls[next(iter(self.calls))]
+        return call
+
+    def _answer(self, call: ScriptedCall) -> Answer:
+        """The script's answer; an exception is raised."""
+        call.answer = self._scripted(call)
+        if isinstance(call.answer, Exception):
+            raise call.answer
+        return call.answer
+
+    def _scripted(self, call: ScriptedCall) -> Answer:
+        script, position, kept = self._script, call.sent.number, "the script"
+        if isinstance(script, Mapping):
+            if call.name not in script:
+                known = ", ".join(map(repr, script)) or "none"
+                raise ScriptMismatch(
+                    f"the script has no answer for the variable {call.name!r} (it has: {known})"
+                )
+            kept = f"the script of {call.name!r}"
+            script, position = script[call.name], call.sent.ordinal
+            if not callable(script) and not isinstance(script, list | tuple):
+                return script
+        if callable(script):
+            return script(call)
+        if position >= len(script):
+            raise ScriptMismatch(
+                f"there is no answer left{_for(call.name)}: {kept} has {len(script)}, and this is generation "
+                f"{position + 1}"
+            )
+        return script[position]
 
     def _count(self, usage: Usage) -> None:
         self._stats["steps"] += 1
@@ -246,7 +417,61 @@ def _stopped(answer: str, params: SamplingParams) -> tuple[str, str]:
     return answer, "eos"
 
 
-def _check_satisfied(constraint: Constraint, answer: str) -> None:
+class _ScriptedConnection:
+    """A connection that tells the generator which gens the program appends, before they run."""
+
+    def __init__(self, connection: Connection, generator: ScriptedGenerator) -> None:
+        self.capabilities = connection.capabilities
+        self.is_complete = False
+        self._connection = connection
+        self._generator = generator
+        self._queues: dict[int, _Queue] = {}
+
+    def send(self, sent: Sequence[ops.Op]) -> None:
+        for op in sent:
+            self._read(op)
+        self._connection.send(sent)
+
+    def end(self, error: BaseException | None) -> None:
+        self.is_complete = error is None
+        self._connection.end(error)
+
+    def _read(self, op: ops.Op) -> None:
+        match op:
+            case ops.Open():
+                queue = self._queues[op.state] = deque()
+                self._generator.will_open(queue)
+            case ops.Fork():
+                branches: list[_Queue] = [deque() for _ in op.children]
+                self._queues |= zip(op.children, branches, strict=True)
+                self._queues[op.state].append(branches)
+            case ops.Gen() | ops.Select():
+                self._queues[op.state].append(self._generator.sent_gen(op.name))
+            case ops.Submit():
+                for part in expanded(op):
+                    self._read(part)
+            case ops.Close():
+                self._queues.pop(op.state, None)
+            case _:
+                pass
+
+
+def _for(name: str) -> str:
+    return f" for {name!r}" if name else ""
+
+
+def _reply_of(answer: Answer) -> Reply:
+    calls = answer if isinstance(answer, list | tuple) else (answer,)
+    if calls and all(isinstance(call, ToolCall) for call in calls):
+        return Reply("", tuple([_called(call, number) for number, call in enumerate(calls, start=1)]))
+    return answer if isinstance(answer, Reply) else Reply(_text_of(answer))
+
+
+def _called(call: ToolCall, number: int) -> CalledTool:
+    return CalledTool(f"call_{number}", call.name, _written(call.arguments))
+
+
+def _check_satisfied(constraint: Constraint, answer: str, name: str) -> None:
     try:
         is_satisfied = _is_satisfied(constraint, answer)
     except BadArgument:  # a ValueError, too: the constraint itself is invalid
@@ -255,7 +480,7 @@ def _check_satisfied(constraint: Constraint, answer: str) -> None:
         is_satisfied = False
     if not is_satisfied:
         raise ScriptMismatch(
-            f"the script answers {answer!r}, which violates the {constraint.kind} constraint"
+            f"the script answers {answer!r}{_for(name)}, which violates the {constraint.kind} constraint"
         )
 
 
@@ -275,7 +500,7 @@ def _is_satisfied(constraint: Constraint, answer: str) -> bool:
 
 
 def _text_of(answer: object) -> str:
-    return answer if isinstance(answer, str) else _written(answer)
+    return str(answer) if isinstance(answer, str) else _written(answer)
 
 
 def _written(value: object) -> str:
@@ -308,23 +533,73 @@ def _stop_in(answer: str, params: SamplingParams, first: int) -> int | None:
 
 
 class Scripted:
-    """A backend to test programs without a model: it answers from a script. An answer that violates the
+    """A backend to test programs without a model: it answers from a script.
+
+    ``script``: answers by the name of the variable; or a list of answers in the order in which the program
+    appends its gens and selects; or a function of the ``ScriptedCall``. Of a variable, a list has its
+    answers in order, a function is called, and any other answer is given every time. ``strict``: a session
+    that ends without an exception raises ``ScriptMismatch`` if an answer is left.
+
+    An answer is a text; or a value (a dataclass, a pydantic model, a dict, a number), which is written as
+    JSON; or for ``af.reply`` an ``af.Reply``, an ``af.ToolCall`` or a tuple of these; or an exception, which
+    is raised. (For a variable, a value that is a list stands in another list.) An answer that violates the
     constraint or the choices of its op raises ``ScriptMismatch``.
 
-    ``script``: answers in the order in which gens run; or a mapping from the end of a prompt to its answer
-    (the longest match counts); or a function of the prompt. Turns are written ``<user>…</user>`` in the
-    prompt. An answer is a text; or a value (a dataclass, a pydantic model, a dict, a list, a number), which
-    is written as JSON; or an exception, which is raised.
-
-    >>> script = {"": "Clear.", "Grade it.</user><assistant>": "B"}
-    >>> async with af.session(backend=af.Scripted(script)) as flow:
+    >>> backend = af.Scripted({"judgment": ["It is clear.", "It has no sources."], "grade": "B"})
+    >>> async with af.session(backend=backend) as flow:
     ...     print(await flow.run(judge, essay))
     B
+    >>> "It has no sources." in backend.prompts[-1]
+    True
     """
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, *, strict: bool = False) -> None:
         self.generator = ScriptedGenerator(script)
+        self._is_strict = strict
 
-    def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
+    @property
+    def calls(self) -> list[ScriptedCall]:
+        """The generations that have begun, in the order in which the program appended them: the latest
+        10,000.
+
+        >>> backend = af.Scripted({"judgment": "It is clear.", "grade": "B"})
+        >>> async with af.session(backend=backend) as flow:
+        ...     grade = await flow.run(judge, essay)
+        >>> [(call.name, call.answer) for call in backend.calls]
+        [('judgment', 'It is clear.'), ('judgment', 'It is clear.'), ('grade', 'B')]
+        """
+        return [call for _, call in sorted(self.generator.calls.items())]
+
+    @property
+    def prompts(self) -> list[str]:
+        """The texts of the calls' prompts, with turns as ``<user>…</user>``.
+
+        >>> backend = af.Scripted("Light, water and air.")
+        >>> async with af.session(backend=backend) as flow, flow.state() as s:
+        ...     s += af.user("What do plants live on?") + af.assistant(af.gen("answer"))
+        ...     await s
+        >>> backend.prompts
+        ['<user>What do plants live on?</user><assistant>']
+        """
+        return [str(call) for call in self.calls]
+
+    def check_used(self) -> None:
+        """Raises ``ScriptMismatch`` if the script has answers that no generation has used.
+
+        >>> af.Scripted({"grade": "B"}).check_used()
+        Traceback (most recent call last):
+        ScriptMismatch: the script has unused answers: 1 for 'grade'
+        """
+        left = self.generator.unused()
+        if left:
+            listed = ", ".join(f"{count}{_for(name)}" for name, count in left.items())
+            raise ScriptMismatch(f"the script has unused answers: {listed}")
+
+    @asynccontextmanager
+    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
         """Opens the backend. For the session."""
-        return interpreted(self.generator, deliver)
+        async with interpreted(self.generator, deliver) as connection:
+            scripted = _ScriptedConnection(connection, self.generator)
+            yield scripted
+            if self._is_strict and scripted.is_complete:
+                self.check_used()

@@ -103,7 +103,7 @@ async def wait(s: af.State, name: str) -> None:
     finally:
         print("cleaned up", flush=True)
 
-session = af.session(backend=af.Scripted({"": "word"}))
+session = af.session(backend=af.Scripted(lambda _: "word"))
 try:
     af.CALL
 finally:

@@ -13,6 +13,7 @@ import pytest
 from support.api_server import MODEL, api_server
 from support.docs.page_blocks import DOCS, ROOT, Block, blocks_of, compiled, pages, run_block
 from support.docs.page_model import ESSAY, SCRIPT
+from support.programs import by_end
 
 import agentflow as af
 from agentflow import integrations
@@ -29,7 +30,7 @@ def anyio_backend() -> str:
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 async def test_the_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     # Pages open sessions as their readers do, without a backend.
-    monkeypatch.setattr(Embedded, "connect", af.Scripted(SCRIPT).connect)
+    monkeypatch.setattr(Embedded, "connect", af.Scripted(by_end(SCRIPT)).connect)
     monkeypatch.delenv("AGENTFLOW_URL", raising=False)
     monkeypatch.chdir(tmp_path)  # some write files
     with anyio.fail_after(60):
@@ -47,7 +48,7 @@ async def test_the_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", ["quickstart.md", "reference/http-api.md", "reference/anthropic-api.md"])
 async def test_the_blocks_of_clients_run_on_a_server(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Embedded, "connect", af.Scripted(SCRIPT).connect)
+    monkeypatch.setattr(Embedded, "connect", af.Scripted(by_end(SCRIPT)).connect)
     namespace: dict[str, Any] = {"essay": ESSAY}
     num_clients = 0
     with anyio.fail_after(60), api_server() as server:

@@ -18,6 +18,7 @@ from support.language.docstring_examples import (
     public_members,
     run_examples,
 )
+from support.programs import by_end
 
 import agentflow as af
 from agentflow.backends.local import Embedded
@@ -44,7 +45,7 @@ SYNCHRONOUS = {"run", "map"}
 def _prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Sessions that an example opens run on the script too; the files that examples read are there."""
     for backend in (Embedded, Remote):
-        monkeypatch.setattr(backend, "connect", af.Scripted(SCRIPT).connect)
+        monkeypatch.setattr(backend, "connect", af.Scripted(by_end(SCRIPT)).connect)
     monkeypatch.delenv("AGENTFLOW_URL", raising=False)
     (tmp_path / "chart.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     monkeypatch.chdir(tmp_path)
@@ -82,7 +83,7 @@ def _is_shown_nearby(public: Any) -> bool:
 @pytest.mark.parametrize("name", [name for name in WITH_EXAMPLES if name not in SYNCHRONOUS])
 async def test_examples_run(name: str):
     with anyio.fail_after(20):
-        backend = FakeEngine() if name in OF_TOKENS else af.Scripted(SCRIPT)
+        backend = FakeEngine() if name in OF_TOKENS else af.Scripted(by_end(SCRIPT))
         async with open_names(backend) as namespace:
             await run_examples(examples_in(WITH_EXAMPLES[name]), namespace)
 

@@ -15,6 +15,7 @@ from support.programs import ask, echo
 from support.wire_server import thread_server
 
 import agentflow as af
+from agentflow.backends import scripted
 from agentflow.language.map import READ_AHEAD
 from agentflow.language.markers import MARKERS
 from agentflow.runtime.interpreter import Interpreter
@@ -89,7 +90,7 @@ async def test_all_tables_are_empty_after_many_runs(wrap):
     async with af.session(backend=wrap(backend)) as flow:
         await map_eventfully(flow, 160)
         if wrap is not Unbatched:
-            interpreter = flow._link._connection._interpreter
+            interpreter = flow._link._connection._connection._interpreter
             with anyio.fail_after(10):
                 while any(tables_of(interpreter).values()):
                     await anyio.lowlevel.checkpoint()
@@ -133,7 +134,8 @@ class Growth:
             yield f"{i}"
 
 
-async def test_memory_is_constant_over_many_inputs():
+async def test_memory_is_constant_over_many_inputs(monkeypatch):
+    monkeypatch.setattr(scripted, "MAX_CALLS", 100)
     growth = Growth([250, 500, 2000])
     tracemalloc.start()
     try:

@@ -389,7 +389,7 @@ async def test_inputs_of_a_graph_must_be_a_dict(inputs):
 )
 async def test_a_variable_in_a_text_that_is_sent_literally_is_rejected(use):
     """Its marker would reach the model as text."""
-    observed = Observed(af.Scripted({"": "a"}))
+    observed = Observed(af.Scripted(lambda _: "a"))
     async with af.session(backend=observed) as flow, flow.state() as s, flow.state() as t:
         s += af.gen("x")
         num_ops = len(observed.ops)
@@ -405,7 +405,7 @@ async def test_a_variable_in_a_text_that_the_client_provides_is_rejected():
         s += essay + af.gen("x")
         return await s["x"]
 
-    async with af.session(backend=af.Scripted({"": "a"})) as flow, flow.state() as s:
+    async with af.session(backend=af.Scripted(lambda _: "a")) as flow, flow.state() as s:
         s += af.gen("x")
         with pytest.raises(af.BadArgument, match=r"map: .* await it and use its value"):
             await s["x"].map(lambda text: f"{text} and {s['x']}")

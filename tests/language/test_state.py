@@ -291,7 +291,7 @@ async def test_a_finished_variable_of_a_closed_state_stands_for_its_value(observ
 
 
 async def test_a_failed_variable_of_a_closed_state_raises_why():
-    async with af.session(backend=af.Scripted({"ask": af.EngineFailed("broken")})) as flow:
+    async with af.session(backend=af.Scripted([af.EngineFailed("broken")])) as flow:
         old, marker = await closed_state(flow, "ask")
         async with flow.state() as s:
             for item in (old["x"], marker):

@@ -357,7 +357,7 @@ ended: list[int] = []
 @pytest.mark.parametrize("leave", [leave_by_break, leave_by_dropping])
 async def test_a_dropped_stream_ends_its_program(leave):
     ended.clear()
-    backend = af.Scripted({"": "word"})
+    backend = af.Scripted(lambda _: "word")
     async with af.session(backend=backend) as flow:
         await leave(flow)
         gc.collect()
@@ -373,7 +373,7 @@ async def test_an_unread_failure_is_logged(caplog):
         await s["x"]
         raise ValueError("lost without this")
 
-    async with af.session(backend=af.Scripted({"": "word"})) as flow:
+    async with af.session(backend=af.Scripted(lambda _: "word")) as flow:
         stream = flow.stream(failing)
         await anext(stream)
         await settle()
@@ -392,7 +392,7 @@ async def test_a_failure_while_a_dropped_stream_is_cancelled_is_logged(caplog):
         finally:
             raise ValueError("lost without this")
 
-    async with af.session(backend=af.Scripted({"": "word"})) as flow:
+    async with af.session(backend=af.Scripted(lambda _: "word")) as flow:
         async for _ in flow.stream(failing):
             break
         gc.collect()

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.language.random_programs import Step, answer, steps, whole
 from support.observed_backends import Observed
+from support.programs import by_end
 
 import agentflow as af
 from agentflow.backends.scripted import ScriptedGenerator
@@ -124,7 +125,9 @@ class TestFailures:
         for _ in range(
             20
         ):  # trio's tasks take turns in any order: some ops are skipped after the graph's end
-            backend = af.Scripted({"clarity.</user><assistant>": ValueError("broken"), "<assistant>": "yes"})
+            backend = af.Scripted(
+                by_end({"clarity.</user><assistant>": ValueError("broken"), "<assistant>": "yes"})
+            )
             async with af.session(backend=backend) as flow:
                 with pytest.raises(af.RunFailed, match="branch 0") as failure:
                     await flow.submit(judge.trace(dimensions=["clarity", "b"]), {"essay": "x"})
@@ -139,7 +142,7 @@ class TestFailures:
             s += "good" + af.gen("y")
             return await s["y"]
 
-        backend = af.Scripted({"bad": ValueError("broken"), "good": "fine"})
+        backend = af.Scripted({"x": ValueError("broken"), "y": "fine"})
         async with af.session(backend=backend) as flow:
             with pytest.raises(af.EngineFailed, match="broken"):
                 await flow.submit(lost.trace())

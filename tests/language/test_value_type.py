@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 from support.observed_backends import assert_idle, unconstrained
+from support.programs import by_end
 
 import agentflow as af
 from agentflow.language.typed.values import value_type
@@ -165,7 +166,7 @@ async def test_a_map_names_the_input_whose_value_was_truncated():
         s += text + count
         return await s[count]
 
-    async with af.session(backend=unconstrained({"a": "1", "b": "2 3"})) as flow:
+    async with af.session(backend=unconstrained(by_end({"a": "1", "b": "2 3"}))) as flow:
         with pytest.raises(af.InvalidValue, match="was truncated after 1 token") as failed:
             await flow.map(counted, ["a", "b"])
         (line, which) = failed.value.__notes__

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_engine import TOKENIZER, FakeEngine
 from support.observed_backends import Observed, Stepped, settle
+from support.programs import by_end
 
 import agentflow as af
 from agentflow.protocol import ops
@@ -21,7 +22,7 @@ async def read(variable: af.Variable, into: list[str]) -> None:
 
 
 async def test_a_value_can_be_awaited_any_number_of_times():
-    async with af.session(backend=af.Scripted(PROMPTS)) as flow, flow.state() as s:
+    async with af.session(backend=af.Scripted(by_end(PROMPTS))) as flow, flow.state() as s:
         s += "numbers:" + af.gen("x")
         values = []
 
@@ -91,7 +92,7 @@ async def test_results_are_unavailable_before_the_end():
 
 
 async def test_a_select_knows_its_choices():
-    async with af.session(backend=af.Scripted({"": "no"})) as flow, flow.state() as s:
+    async with af.session(backend=af.Scripted(lambda _: "no")) as flow, flow.state() as s:
         s += af.select("x", ["yes", "no"])
         received: list[str] = []
         await read(s["x"], received)
@@ -103,7 +104,7 @@ async def test_a_select_knows_its_choices():
 
 
 async def test_a_failure_reaches_every_reader():
-    async with af.session(backend=af.Scripted(PROMPTS)) as flow, flow.state() as s:
+    async with af.session(backend=af.Scripted(by_end(PROMPTS))) as flow, flow.state() as s:
         s += "fail" + af.gen("x")
         for _ in range(2):
             with pytest.raises(af.EngineFailed, match="broken"):
@@ -129,7 +130,7 @@ async def test_a_reader_receives_the_text_before_the_failure():
 
 
 async def test_formatting_and_adding_keep_a_reference():
-    observed = Observed(af.Scripted(PROMPTS))
+    observed = Observed(af.Scripted(by_end(PROMPTS)))
     async with af.session(backend=observed) as flow, flow.state() as s, flow.state() as other:
         s += "numbers:" + af.gen("x")
         x = s["x"]
@@ -188,7 +189,7 @@ async def test_a_value_that_was_wired_outlives_its_run():
 
 
 async def test_a_long_chain_that_fails_fails_everywhere_with_the_first_cause():
-    async with af.session(backend=af.Scripted(PROMPTS)) as flow, flow.state() as s:
+    async with af.session(backend=af.Scripted(by_end(PROMPTS))) as flow, flow.state() as s:
         branches = s.fork(1100)
         previous: af.Variable | str = "fail"
         for branch in branches:

@@ -139,7 +139,7 @@ async def outcome(waiting: af.Variable | af.Transformed) -> str:
 
 async def test_a_slow_pattern_does_not_block_the_event_loop():
     """While it is searched for, on either side, the loop goes round many times and others are served."""
-    backend = af.Scripted({"go": "one two three"})
+    backend = af.Scripted({"y": "one two three"})
     async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as other:
         hostile = s.set("x", VICTIM).regex(HOSTILE)
         bad = s.copy()

@@ -256,7 +256,7 @@ async def test_the_command_shows_failures_cancellations_and_strange_text(path):
     lines = "\n".join(shown(path, width=120))
     assert "engine_failed: cannot answer a!" in lines
     assert "(1 without a value)" in lines
-    async with af.session(backend=af.Scripted({"": "[bold]one\x1b[31m\ntwo"}), record=path) as flow:
+    async with af.session(backend=af.Scripted(lambda _: "[bold]one\x1b[31m\ntwo"), record=path) as flow:
         await flow.run(lambda s: s.add(af.gen("x"))["x"].settled())
     assert "[bold]one·[31m two" in "\n".join(shown(path, width=120))
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))

@@ -4,11 +4,12 @@ word by word, or ignore constraints."""
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import anyio
 import anyio.lowlevel
+from support.programs import by_end
 
 from agentflow.backends.local import interpreted
 from agentflow.backends.scripted import Script, Scripted, ScriptedContext, ScriptedGenerator
@@ -110,7 +111,7 @@ class SteppedGenerator(ScriptedGenerator):
     """Generates a word only when one is allowed."""
 
     def __init__(self, script: Script) -> None:
-        super().__init__(script)
+        super().__init__(by_end(script) if isinstance(script, Mapping) else script)
         self._allowance = anyio.Semaphore(0)
         self._num_waiting = 0
 
@@ -127,7 +128,7 @@ class SteppedGenerator(ScriptedGenerator):
         on_text: OnText,
         constraint: Constraint | None = None,
     ) -> Generated:
-        words = self._answer(context.text).split(" ")
+        words = str(self._answer(self._call(context, "gen", params))).split(" ")
         self.num_running += 1
         try:
             for index, word in enumerate(words):

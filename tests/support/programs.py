@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import anyio.lowlevel
@@ -13,6 +13,15 @@ import agentflow as af
 def echo(prompt: str) -> str | Exception:
     """A script that answers with the prompt; a prompt that ends in ``!`` fails."""
     return af.EngineFailed(f"cannot answer {prompt}") if prompt.endswith("!") else f"<{prompt}>"
+
+
+def by_end(answers: Mapping[str, Any]) -> Callable[[str], Any]:
+    """A script of answers by the end of the prompt. The longest end counts; the empty one is any other."""
+
+    def answer(prompt: str) -> Any:
+        return answers[max((end for end in answers if prompt.endswith(end)), key=len)]
+
+    return answer
 
 
 def measure(prompt: str) -> str | Exception:
