@@ -11,7 +11,6 @@ contexts of their states.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -42,7 +41,8 @@ from agentflow.protocol.chat import (
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.events import Capabilities, Stats, Usage
 from agentflow.protocol.op_table import expanded
-from agentflow.protocol.sampling import MATCHES_NOTHING, SamplingParams, stop_regex_error
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.stop_pattern import StopPattern
 from agentflow.runtime.generator import Generated, OnText, Scored, StateHint
 
 MAX_CALLS = 10_000
@@ -100,6 +100,9 @@ _Queue: TypeAlias = "deque[_SentGen | list[_Queue]]"
 """The gens, selects and forks of a state that have not run yet, in order; of a fork, the queues of its
 branches. A state runs its ops in order and stops at the first that fails, so the first of the queue is the
 one that runs."""
+
+CHARS_PER_TOKEN = 4
+"""About as many as a model's tokens have: a ``stop_regex`` may use processor time for each token."""
 
 
 @dataclass
@@ -519,16 +522,20 @@ def _written(value: object) -> str:
 
 def _stop_in(answer: str, params: SamplingParams, first: int) -> int | None:
     """The start of the stop that is complete first, of those that begin at ``first`` or later."""
-    pattern = None if params.stop_regex is None else re.compile(params.stop_regex)
-    if pattern is not None and pattern.match(""):
-        raise stop_regex_error(MATCHES_NOTHING, pattern.pattern)
-    for end in range(first + 1, len(answer) + 1):
-        begins = [end - len(stop) for stop in params.stop if answer.endswith(stop, first, end)]
-        found = None if pattern is None else pattern.search(answer, first, end)
-        if found is not None:
-            begins.append(found.start())
-        if begins:
-            return min(begins)
+    pattern = None if params.stop_regex is None else StopPattern(params.stop_regex)
+    if pattern is not None:
+        pattern.skip(answer[:first])
+    for start in range(first, len(answer), CHARS_PER_TOKEN):
+        token = answer[start : start + CHARS_PER_TOKEN]
+        if pattern is not None:
+            pattern.add(token)  # and extends its limit of processor time
+        for end in range(start + 1, start + len(token) + 1):
+            begins = [end - len(stop) for stop in params.stop if answer.endswith(stop, first, end)]
+            found = None if pattern is None else pattern.step()
+            if found is not None:
+                begins.append(found)
+            if begins:
+                return min(begins)
     return None
 
 

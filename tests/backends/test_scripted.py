@@ -62,6 +62,13 @@ async def test_a_regex_that_matches_nothing_is_refused():
         await cut(stop_regex="a*")
 
 
+async def test_a_stop_regex_that_backtracks_without_end_fails_its_gen():
+    async with af.session(backend=af.Scripted(["x" * 2000])) as flow, flow.state() as s:
+        s += af.gen("answer", stop_regex="(x+x+)+y")
+        with pytest.raises(af.RequestRefused):
+            await s["answer"]
+
+
 class Model(BaseModel):
     name: str
 

@@ -2,7 +2,7 @@
 
 ``TextEnd`` reads a generation: it delivers text that can no longer be part of a stop, and finds the ids that
 remain. It uses ``Detokenizer`` (ids to text, incomplete characters held back), ``_Stop`` (one stop string)
-and ``StopPattern`` (a regular expression, with a limit of processor time).
+and ``StopPattern`` (a regular expression).
 
 The stop that is completed first ends the text; of several completed at the same character, the one that
 begins first. Text is searched character by character, so the result does not depend on its tokens.
@@ -11,100 +11,11 @@ begins first. Text is searched character by character, so the result does not de
 from __future__ import annotations
 
 import codecs
-import functools
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import regex
-
 from agentflow.engine.text.tokenizer import Tokenizer
-from agentflow.errors import RequestRefused
-from agentflow.protocol.sampling import MATCHES_NOTHING, stop_regex_error
-
-# Processor time that one request may use for its searches: a burst, and more with each token. A search with a
-# sound pattern takes a microsecond.
-BURST_S = 0.05
-PER_TOKEN_S = 0.0005
-
-
-class StopPattern:
-    """Searches text that still grows. The text ends where the pattern first has a match, before the leftmost
-    one. ``num_safe``: the characters at the front in which no match can begin, now or later.
-
-    Uses the package ``regex``, which can tell whether the end of a text may begin a match, and which stops a
-    search after a time limit; Python's ``re`` does neither. ``BadArgument`` if the pattern is invalid or
-    matches the empty text; ``RequestRefused``, then or from any ``step``, if it takes too long.
-    """
-
-    def __init__(self, source: str) -> None:
-        try:
-            self._pattern = _compiled(source)
-            matches_nothing = self._pattern.search("", timeout=BURST_S) is not None
-        except TimeoutError:
-            raise _too_slow() from None
-        except (regex.error, OverflowError, RecursionError, MemoryError) as error:
-            raise stop_regex_error(
-                f"must be a regular expression that the engine accepts ({error})", source
-            ) from None
-        if matches_nothing:
-            raise stop_regex_error(MATCHES_NOTHING, source)
-        self._text = ""
-        self._num_read = 0
-        self._left_s = BURST_S
-        self.num_safe = 0
-
-    def skip(self, new: str) -> None:
-        """Adds text in which no match may begin; look-behinds see it."""
-        self._text += new
-        self._num_read = self.num_safe = len(self._text)
-
-    def add(self, new: str) -> None:
-        """Adds the text of one token. Call ``step`` once for each character."""
-        self._text += new
-        self._left_s = min(BURST_S, self._left_s + PER_TOKEN_S)
-
-    def step(self) -> int | None:
-        """Reads one character. Where the match begins, if there is one now; not to be called after that."""
-        self._num_read += 1
-        found = self._search()
-        if found is not None and not found.partial:
-            return int(found.start())
-        self.num_safe = self._num_read if found is None else found.start()
-        return None
-
-    def _search(self) -> regex.Match[str] | None:
-        """A match, a partial match or None. The time limit of ``regex`` is on the wall clock, which also runs
-        while other threads do; only this thread's processor time counts, so the search is repeated."""
-        while True:
-            began = time.thread_time()
-            try:
-                found = self._pattern.search(
-                    self._text, self.num_safe, self._num_read, partial=True, timeout=self._left_s
-                )
-                is_done = True
-            except TimeoutError:
-                is_done = False
-            except MemoryError:
-                raise _too_slow() from None
-            self._left_s -= time.thread_time() - began
-            if self._left_s <= 0:
-                raise _too_slow()
-            if is_done:
-                return found
-
-
-@functools.lru_cache(maxsize=32)  # bounded here: the cache of ``regex`` is large, and patterns may be too
-def _compiled(source: str) -> regex.Pattern[str]:
-    return regex.compile(source, cache_pattern=False)
-
-
-def _too_slow() -> RequestRefused:
-    return RequestRefused(
-        f"stop_regex takes too long to search for: more than {BURST_S * 1000:g} ms of processor time "
-        "beyond its share of each token; avoid nested repeats, or use stop strings"
-    )
-
+from agentflow.protocol.stop_pattern import StopPattern
 
 _UNFINISHED = -1
 

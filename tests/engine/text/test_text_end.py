@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import small_tokenizers
 
-from agentflow.engine.text import detokenizer as stop_pattern
 from agentflow.engine.text.detokenizer import TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument, RequestRefused
+from agentflow.protocol import stop_pattern
 
 # Words over a, b and é, so that stops occur, overlap and straddle tokens; é and 👩 also in halves.
 WORDS = ["ab", "ba", "aab", "abab", "bbé", "éa", "é", "b👩a"]
