@@ -55,6 +55,7 @@ from agentflow.language.host import OpenSession
 from agentflow.language.map import ProgramMap
 from agentflow.language.program import Program, ProgramStream, program
 from agentflow.language.program_events import ProgramEvent, RunDone, TextDelta, VariableDone
+from agentflow.language.race import race
 from agentflow.language.session import Session
 from agentflow.language.state import Branches, State
 from agentflow.language.typed.tags import Tag, Tagged
@@ -140,6 +141,7 @@ __all__ = [
     "map",
     "open_session",
     "program",
+    "race",
     "reply",
     "run",
     "select",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -34,6 +35,9 @@ from agentflow.protocol.events import (
 )
 from agentflow.protocol.op_table import check_sendable
 from agentflow.runtime.task_group import open_task_group
+
+TRACE: ContextVar[Link | None] = ContextVar("trace", default=None)
+"""The link of the trace that runs now."""
 
 
 class StateEvents(Protocol):

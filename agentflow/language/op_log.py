@@ -14,6 +14,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from itertools import islice
 from types import CoroutineType, GeneratorType
 from typing import Any, NamedTuple
@@ -87,6 +88,11 @@ class InFlight:
     def is_done(self, num_ops: int) -> bool:
         """Whether the first ``num_ops`` ops are done."""
         return self._num_done >= num_ops
+
+
+WRITTEN: ContextVar[tuple[dict[int, Any], ...]] = ContextVar("written", default=())
+"""For each race that the running task is a contender of: the states that the contender has appended to, by
+number."""
 
 
 class SingleWriter:

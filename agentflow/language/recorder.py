@@ -24,7 +24,7 @@ from agentflow.language.expressions import (
     not_appendable,
 )
 from agentflow.language.markers import MARKERS
-from agentflow.language.op_log import Entry, ToolCalls, TurnBegins, TurnEnds
+from agentflow.language.op_log import WRITTEN, Entry, ToolCalls, TurnBegins, TurnEnds
 from agentflow.language.run import StateNode, VariableNode
 from agentflow.language.typed.values import TEXT, ValueType
 from agentflow.language.validation import attempt_op, generate_valid
@@ -72,6 +72,8 @@ class Recorder:
         self._flush()
         num_before = state.in_flight.num_submitted
         state.submit(self._ops, num_expected=len(self._validated))
+        for written in WRITTEN.get():
+            written[id(state)] = state
         state.transcript.extend(self._entries, self._open_role, self._closes_with_reply)
         for node, is_gen, index in self._declared:
             num_ops = self._num_done_with(index)

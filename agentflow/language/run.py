@@ -8,8 +8,8 @@ An ``EventStream`` reads the events of several variables.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import anyio
 
@@ -26,6 +26,8 @@ from agentflow.protocol.ops import derived_seed, place_of, run_of
 
 FIRST_MAPPED = 2**52
 """An op number above this names a mapped variable: this plus the variable's number."""
+
+StreamT = TypeVar("StreamT", bound="EventStream")
 
 Path = tuple[int, ...]
 """A state's place in its fork tree: () is the root, (2,) its third branch, (2, 0) the first branch of
@@ -55,6 +57,7 @@ class Run:
         self._seed_prefix = run_of(link.seed, self.index)
         self._unfinished: dict[int, VariableNode] = {}
         self._failed: list[VariableNode] = []
+        self._num_ended = 0
         self._raised: set[ErrorInfo] = set()
         self.cause_first = CauseFirst()
         # Weak: a stream that was dropped needs no events.
@@ -78,8 +81,10 @@ class Run:
     def touch(self, variable: VariableNode) -> None:
         """The variable is new or has changed: wakes the streams."""
         if variable.is_done:
-            if self._unfinished.pop(variable.id, None) is not None and variable.error is not None:
-                self._failed.append(variable)
+            if self._unfinished.pop(variable.id, None) is not None:
+                self._num_ended = variable.end_number = self._num_ended + 1
+                if variable.error is not None:
+                    self._failed.append(variable)
         else:
             self._unfinished.setdefault(variable.id, variable)
         if variable.is_shown:
@@ -119,17 +124,16 @@ class Run:
 
     def watch(self, is_over: Callable[[], bool], *, raw: bool = False) -> EventStream:
         """The events of all variables, from their start, until ``is_over``; see ``EventStream``."""
-        stream = EventStream(is_over, raw=raw)
-        for state in self.states:
-            for variable in state.shown:
-                stream.touch(variable)
-        self._streams.add(stream)
-        return stream
+        shown = [variable for state in self.states for variable in state.shown]
+        return self.follow(EventStream(is_over, raw=raw), shown)
 
     def watch_state(self, state: StateNode) -> EventStream:
         """The events of one state's variables, until all that it has then are done."""
-        stream = _StateStream(state)
-        for variable in state.shown:
+        return self.follow(_StateStream(state), state.shown)
+
+    def follow(self, stream: StreamT, variables: Iterable[VariableNode]) -> StreamT:
+        """Reports these variables to the stream, and from now on each that changes."""
+        for variable in variables:
             stream.touch(variable)
         self._streams.add(stream)
         return stream
@@ -355,15 +359,17 @@ class VariableNode:
     """A variable's text as it grows, and how it ended. All readers share it.
 
     ``is_shown``: whether the variable is the program's own, so that streams report it. ``notation``: the text
-    as it was received; that of a reply includes its tool calls. ``line``: the line of the program that
-    declared it. ``outcome``: of a text that the client provides, how it was generated.
-    ``front``: the ``Variable`` that programs use. The node keeps it, so that its markers stay
-    valid for as long as the state exists; ``kept`` does so for what is made of the variable."""
+    as it was received; that of a reply includes its tool calls. ``end_number``: its place in the order in
+    which the run's variables ended. ``line``: the line of the program that declared it. ``outcome``: of a
+    text that the client provides, how it was generated. ``front``: the ``Variable`` that programs use. The
+    node keeps it, so that its markers stay valid for as long as the state exists; ``kept`` does so for what
+    is made of the variable."""
 
     __slots__ = (
         "_changed",
         "_reply",
         "_value",
+        "end_number",
         "error",
         "front",
         "id",
@@ -393,6 +399,7 @@ class VariableNode:
         self.is_shown = is_shown
         self.notation = ""
         self.error: ErrorInfo | None = None
+        self.end_number = 0
         self.line: ProgramLine | None = None
         self.outcome: Value | None = None
         self.front: Any = None

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, get_args, overload
 
 from agentflow.errors import BadArgument, Cancelled, ForeignState, NotSupported, UnknownVariable
 from agentflow.language.cancellation import left_by
+from agentflow.language.contest import Contest
 from agentflow.language.expressions import (
     Appendable,
     Expression,
@@ -433,7 +434,8 @@ class Branches(list[State]):
     leaving it by an exception cancels them.
 
     There are three ways to join: ``await branches`` waits for all, ``await branches.gather("x")`` returns the
-    values of ``x`` in the order of the branches, and ``s.join(branches)`` appends their texts.
+    values of ``x`` in the order of the branches, and ``s.join(branches)`` appends their texts. ``first``,
+    ``best`` and ``vote`` choose between the branches and cancel the rest.
 
     >>> async with s.fork(2) as branches:
     ...     for branch, dimension in zip(branches, ["clarity", "evidence"]):
@@ -445,6 +447,7 @@ class Branches(list[State]):
     def __init__(self, parent: State, states: list[State]) -> None:
         super().__init__(states)
         self.parent = parent
+        self._is_group = False
 
     def __iadd__(self, item: object) -> NoReturn:  # type: ignore[misc]
         raise BadArgument(
@@ -454,6 +457,7 @@ class Branches(list[State]):
 
     async def __aenter__(self) -> Branches:
         self.parent._node.couple([branch._node for branch in self])
+        self._is_group = True
         return self
 
     async def __aexit__(
@@ -493,6 +497,49 @@ class Branches(list[State]):
             branch._node.ask()
         await _raise_cause([target_of(variable).node for variable in variables])
         return [await variable for variable in variables]
+
+    async def first(self, name: str) -> State:
+        """The branch whose variable ``name`` is complete first. Cancels the others.
+
+        A branch without a value, because it failed or its text is not valid, cannot win; if none has one, the
+        first failure is raised. In ``async with s.fork(n)``, the failure of a branch is raised, as anywhere.
+
+        >>> branch = await branches.first("judgment")
+        >>> await branch["judgment"]
+        'Plants turn light into sugar.'
+        """
+        return self[await self._contest(name).first()]
+
+    async def best(self, name: str, *, key: Callable[[Any], Any] | None = None) -> State:
+        """The branch with the greatest ``key(value)`` of variable ``name`` (by default the value itself), the
+        first one of equals. Waits for all values, then cancels the other branches. Failures are as in
+        ``first``.
+
+        >>> branch = await branches.best("judgment", key=len)
+        """
+        return self[await self._contest(name).best(key)]
+
+    async def vote(self, name: str, *, n: int | None = None, key: Callable[[Any], Any] | None = None) -> Any:
+        """The most frequent ``key(value)`` of variable ``name`` (by default the value itself). Returns as
+        soon as no other answer can win, and cancels the branches that have not voted by then.
+
+        Of equally frequent answers, the one that had so many votes first wins. ``n``: so many votes for one
+        answer are enough. None, and a branch without a value, abstain; the result is None if all values do.
+        Failures are otherwise as in ``first``.
+
+        >>> await branches.vote("judgment")
+        'Plants turn light into sugar.'
+        >>> await s.fork(2).vote("answer", n=1, key=str.upper)
+        'PLANTS TURN LIGHT INTO SUGAR.'
+        """
+        return await self._contest(name).vote(key, n)
+
+    def _contest(self, name: str) -> Contest:
+        entries = [
+            (branch._node, target_of(variable).node, variable)
+            for branch, variable in zip(self, self.variables(name), strict=True)
+        ]
+        return Contest(entries, is_group=self._is_group)
 
 
 async def _raise_cause(nodes: Sequence[StateNode | VariableNode]) -> None:

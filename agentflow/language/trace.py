@@ -19,7 +19,7 @@ import msgspec
 from agentflow.errors import BadArgument, DataDependent, short_repr
 from agentflow.language.cancellation import left_by
 from agentflow.language.graph import Graph, Output
-from agentflow.language.link import Link
+from agentflow.language.link import TRACE, Link
 from agentflow.language.markers import MARKERS
 from agentflow.language.op_log import ProgramLine, calling_line
 from agentflow.language.run import Run, StateNode, VariableNode
@@ -54,7 +54,11 @@ def trace(function: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs
     link = _TraceLink()
     run = Run(link)
     arguments, bound = _bound(function, run.root, args, kwargs)
-    result = _driven(called(function, *bound.args, **bound.kwargs), function.__name__)
+    token = TRACE.set(link)
+    try:
+        result = _driven(called(function, *bound.args, **bound.kwargs), function.__name__)
+    finally:
+        TRACE.reset(token)
     if link.cancelled_at is not None:
         raise DataDependent(f"{link.cancelled_at}: a state is cancelled, which a graph cannot do")
     return Graph(

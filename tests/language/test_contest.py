@@ -1,0 +1,265 @@
+"""The first, the best and the most frequent value of a fork: who wins, what is cancelled, what is raised."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.observed_backends import Stepped, assert_idle, settle, unconstrained
+from support.programs import echo
+
+import agentflow as af
+from agentflow.language.contest import Poll
+
+pytestmark = pytest.mark.anyio
+
+SCRIPT = {"short": "one", "medium": "one two", "long": "one two three", "never": "word " * 500}
+
+
+def begin(branches: Sequence[af.State], prompts: Sequence[str], name: str = "x") -> None:
+    """Each branch generates the answer to its prompt."""
+    for branch, prompt in zip(branches, prompts, strict=True):
+        branch += prompt + af.gen(name, max_tokens=1000)
+
+
+@pytest.mark.parametrize("is_group", [True, False])
+async def test_the_first_complete_branch_wins_and_the_others_are_cancelled(is_group):
+    backend = Stepped(SCRIPT)
+
+    async def program(s: af.State) -> str:
+        if is_group:
+            async with s.fork(3) as branches:
+                begin(branches, ["never", "medium", "never"])
+        else:
+            branches = s.fork(3)
+            begin(branches, ["never", "medium", "never"])
+        winner = await branches.first("x")
+        assert winner is branches[1]
+        for loser in (branches[0], branches[2]):
+            with pytest.raises(af.Cancelled):
+                await loser["x"]
+        s += winner["x"]
+        await s
+        return await winner["x"]
+
+    async with af.session(backend=backend) as flow, anyio.create_task_group() as group:
+
+        async def run() -> None:
+            assert await flow.run(program) == "one two"
+
+        group.start_soon(run)
+        await settle()
+        await backend.allow(6)
+    assert_idle(backend)
+
+
+async def test_the_winner_goes_on_inside_of_the_block():
+    async with af.session(backend=af.Scripted(SCRIPT)) as flow, flow.state() as s:
+        async with s.fork(2) as branches:
+            begin(branches, ["never", "short"])
+            winner = await branches.first("x")
+            winner += " medium" + af.gen("y")
+            assert await winner["y"] == "one two"
+        await s
+
+
+async def test_of_values_that_are_there_already_the_one_that_ended_first_wins():
+    async with af.session(backend=af.Scripted(SCRIPT)) as flow, flow.state() as s:
+        branches = s.fork(3)
+        begin(branches, ["long", "short", "medium"])
+        await branches
+        assert await branches.first("x") is branches[1]
+
+
+async def test_a_branch_that_fails_cannot_win_and_does_not_fail_the_run():
+    script = {"bad": af.EngineFailed("no"), "medium": "one two", "invalid": "none"}
+    backend = unconstrained(script)
+
+    async def program(s: af.State) -> str:
+        branches = s.fork(3)
+        begin(branches[:2], ["bad", "medium"])
+        branches[2] += "invalid" + af.gen("x", type=int)
+        return await (await branches.first("x"))["x"]
+
+    async with af.session(backend=backend) as flow:
+        assert await flow.run(program) == "one two"
+
+
+@pytest.mark.parametrize("choose", ["first", "best", "vote"])
+async def test_if_no_branch_has_a_value_the_first_failure_is_raised(choose):
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        branches = s.fork(3)
+        begin(branches, ["a!", "b!", "never"])
+        branches[2].cancel()
+        with pytest.raises(af.EngineFailed):
+            await getattr(branches, choose)("x")
+
+
+async def test_in_a_task_group_the_failure_of_a_branch_is_raised():
+    script = {"bad": af.EngineFailed("no"), "never": "word " * 500}
+
+    async def program(s: af.State, choose: str) -> object:
+        async with s.fork(3) as branches:
+            begin(branches, ["never", "bad", "never"])
+        return await getattr(branches, choose)("x")
+
+    async with af.session(backend=af.Scripted(script)) as flow:
+        for choose in ("first", "best", "vote"):
+            with pytest.raises(af.EngineFailed, match="no"):
+                await flow.run(program, choose)
+
+
+async def test_the_greatest_value_wins():
+    backend = af.Scripted({"a": "7", "b": "9", "c": "9", "d": "x", "e": "-12"})
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        branches = s.fork(5)
+        for branch, prompt in zip(branches, "abcde", strict=True):
+            branch += prompt + af.gen("score", **({} if prompt == "d" else {"type": int}))
+            branch += af.gen("more") if prompt == "a" else ""
+        numbers = af.Branches(s, [branches[i] for i in (0, 1, 2, 4)])
+        assert await numbers.best("score", key=abs) is branches[4]
+        with pytest.raises(af.StateClosed, match="cancelled"):
+            branches[0] += "more"
+        copies = s.fork(3)
+        begin(copies, ["a", "b", "c"])
+        assert await copies.best("x") is copies[1]
+
+
+async def test_a_vote_cancels_the_branches_that_it_does_not_need():
+    backend = Stepped({"yes": "yes", "no": "no", "never": "word " * 50})
+    async with af.session(backend=backend) as flow, flow.state() as s, anyio.create_task_group() as group:
+        async with s.fork(5) as branches:
+            begin(branches, ["yes", "no", "yes", "yes", "never"])
+
+        async def vote() -> None:
+            assert await branches.vote("x", key=str.upper) == "YES"
+            assert all(branches[index]["x"].has_value for index in (0, 2, 3))
+            with pytest.raises(af.Cancelled):
+                await branches[4]["x"]
+            await s
+
+        group.start_soon(vote)
+        await settle()
+        await backend.allow(5)
+    assert_idle(backend)
+
+
+async def test_abstentions_and_enough_votes():
+    async with (
+        af.session(backend=af.Scripted({"a": "1", "b": "it is 2", "z": "none"})) as flow,
+        flow.state() as s,
+    ):
+
+        async def vote(prompts: str, **options: object) -> object:
+            branches = s.fork(len(prompts))
+            begin(branches, list(prompts))
+            return await branches.vote(
+                "x", key=lambda text: int(text[-1]) if text[-1].isdigit() else None, **options
+            )
+
+        assert await vote("zzz") is None
+        assert await vote("zbz") == 2
+        assert await vote("abb") == 2
+        assert await vote("abb", n=1) == 1
+        with pytest.raises(af.BadArgument):
+            await vote("a", n=0)
+
+
+async def test_votes_need_not_be_hashable():
+    async with af.session(backend=af.Scripted(['["a"]', '["b"]', '["b"]'])) as flow, flow.state() as s:
+        branches = s.fork(3)
+        for branch in branches:
+            branch += af.gen("x", schema=list[str])
+        assert await branches.vote("x") == ["b"]
+
+
+async def test_an_unknown_variable_is_rejected():
+    async with af.session(backend=af.Scripted("x")) as flow, flow.state() as s:
+        branches = s.fork(2)
+        begin(branches[:1], ["a"])
+        for choose in (branches.first, branches.best, branches.vote):
+            with pytest.raises(af.UnknownVariable):
+                await choose("x")
+
+
+async def test_leaving_a_choice_leaves_the_branches():
+    backend = Stepped(SCRIPT)
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        branches = s.fork(2)
+        begin(branches, ["medium", "medium"])
+        with anyio.move_on_after(0):
+            await branches.first("x")
+        await settle()
+        await backend.allow(4)
+        assert await branches.gather("x") == ["one two"] * 2
+
+
+@pytest.mark.parametrize("choose", ["first", "best", "vote"])
+def test_a_trace_names_the_line(choose):
+    @af.program
+    async def program(s: af.State) -> None:
+        branches = s.fork(2)
+        begin(branches, ["a", "b"])
+        await getattr(branches, choose)("x")
+
+    with pytest.raises(af.DataDependent, match=r"test_contest.py:\d+, in program"):
+        program.trace()
+
+
+ANSWERS = (None, "a", "b", "c")
+
+
+def winner_of(votes: Sequence[str | None], enough: int | None) -> str | None:
+    """The definition: the first answer with enough votes, else the most votes, among equals the first to have
+    so many."""
+    counts: Counter[str] = Counter()
+    reached: dict[str, int] = {}
+    for at, vote in enumerate(votes):
+        if vote is not None:
+            counts[vote] += 1
+            reached[vote] = at
+            if counts[vote] == enough:
+                return vote
+    return min(counts, key=lambda answer: (-counts[answer], reached[answer]), default=None)
+
+
+@given(
+    votes=st.lists(st.sampled_from(ANSWERS), min_size=1, max_size=6),
+    enough=st.one_of(st.none(), st.integers(1, 4)),
+)
+def test_a_poll_stops_exactly_when_no_further_votes_can_change_the_winner(votes, enough):
+    poll = Poll(len(votes), enough)
+    for num_seen in range(len(votes) + 1):
+        rest = itertools.product(ANSWERS, repeat=len(votes) - num_seen)
+        possible = {winner_of([*votes[:num_seen], *more], enough) for more in rest}
+        assert poll.is_decided == (len(possible) == 1)
+        if poll.is_decided:
+            assert {poll.winner} == possible
+            return
+        poll.add(votes[num_seen])
+
+
+@given(
+    votes=st.lists(st.sampled_from(ANSWERS), min_size=1, max_size=6),
+    lengths=st.lists(st.integers(1, 5), min_size=6, max_size=6),
+    enough=st.one_of(st.none(), st.integers(1, 4)),
+)
+async def test_a_vote_is_that_of_the_order_in_which_the_backend_ends_the_branches(votes, lengths, enough):
+    def answer(prompt: str) -> str:
+        index = int(prompt)
+        return " ".join([*["w"] * lengths[index], f"{votes[index] or '-'}"])
+
+    async with af.session(backend=af.Scripted(answer)) as flow, flow.state() as s:
+        branches = s.fork(len(votes))
+        begin(branches, [str(index) for index in range(len(votes))])
+        winner = await branches.vote("x", n=enough, key=lambda text: None if text[-1] == "-" else text[-1])
+        done = [branch["x"] for branch in branches if branch["x"].has_value]
+        by_end = sorted(done, key=lambda variable: variable._node.end_number)
+        ended = [None if variable.text[-1] == "-" else variable.text[-1] for variable in by_end]
+        assert winner == winner_of(ended, enough)
+        assert len(done) == len(votes) or winner is not None
