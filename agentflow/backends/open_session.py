@@ -6,8 +6,20 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Awaitable, Callable
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, TypeVarTuple, Unpack, overload
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import (
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    TypeAlias,
+    TypeVar,
+    TypeVarTuple,
+    Unpack,
+    overload,
+)
 
 import anyio
 
@@ -54,7 +66,10 @@ def session(
         kinds = (str, os.PathLike) if name == "model" else str
         if value is not None and not isinstance(value, kinds):
             raise BadArgument(f"session: {name} must be a string, not {value!r:.200}")
-    if backend is None:
+    if backend is None and _substitute is not None:
+        backend, substitute_record = _substitute(lambda: _chosen_backend(url, model, api_key))
+        record = record or substitute_record
+    elif backend is None:
         backend = _chosen_backend(url, model, api_key)
     elif url is not None or model is not None:
         raise BadArgument("session: a backend cannot be combined with a url or a model")
@@ -67,6 +82,24 @@ def session(
         seed = secrets.randbits(63) if seed is None else seed
         backend = Recorded(backend, record, seed)
     return Session(backend, seed=seed, deadline_s=deadline_s, output_tokens=output_tokens)
+
+
+Substitute: TypeAlias = Callable[[Callable[[], Backend]], tuple[Backend, Path | None]]
+"""Returns the backend of a session, and where to record it. Its argument returns the one that was chosen."""
+
+_substitute: Substitute | None = None
+
+
+@contextmanager
+def substituted(substitute: Substitute) -> Iterator[None]:
+    """In its scope, the sessions of this process that are given no ``backend`` get one from ``substitute``.
+    For tests of code that opens its own sessions."""
+    global _substitute
+    before, _substitute = _substitute, substitute
+    try:
+        yield
+    finally:
+        _substitute = before
 
 
 _open = session  # for the functions with a parameter of the same name

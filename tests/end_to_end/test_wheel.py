@@ -50,3 +50,6 @@ def test_a_bare_install_is_the_frontend(tmp_path):
     assert greeting == "hi there"
     assert "agentflow-lm[engine]" in advice
     assert "torch" not in run(*pip, "list")
+    plugin = "import importlib.metadata as m; print(*[p.value for p in m.entry_points(group='pytest11')])"
+    assert run(python, "-c", plugin).strip() == "pytest_agentflow"
+    assert any((tmp_path / "clean").glob("lib/*/site-packages/pytest_agentflow.py"))

@@ -1,0 +1,147 @@
+"""A pytest plugin for programs of agentflow, with two fixtures for tests without a model.
+
+``agentflow_scripted(script)`` answers from a script, ``agentflow_replay`` from a recording of the test, which
+``pytest --agentflow-record`` makes. In a test with one of them, every session that is opened without a
+``backend`` gets its answers there, whatever its url or model.
+
+pytest imports this module in every run of an environment that has agentflow. So it stands outside of the
+package, whose import takes longer, and imports agentflow only in the fixtures. The option is not named
+``--record``, because all plugins of pytest share one namespace of options, and others record too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    import agentflow as af
+    from agentflow.backends.open_session import Substitute
+    from agentflow.protocol.backend import Backend
+
+_HAS_FAILED = pytest.StashKey[bool]()
+_CASSETTE = pytest.StashKey[Path]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option."""
+    parser.getgroup("agentflow").addoption(
+        "--agentflow-record",
+        action="store_true",
+        help="run the tests that use agentflow_replay on a real backend, and record them",
+    )
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, None]:
+    """Adds to the report of a failed replay how to record the test again."""
+    report: pytest.TestReport = (yield).get_result()
+    if report.when == "call":
+        item.stash[_HAS_FAILED] = report.failed
+        if report.failed and _CASSETTE in item.stash:
+            report.sections.append(("agentflow", f"{item.stash[_CASSETTE]} was replayed. {_advice(item)}"))
+
+
+@pytest.fixture
+def agentflow_scripted(request: pytest.FixtureRequest) -> Iterator[Callable[..., af.Scripted]]:
+    """``agentflow_scripted(script)`` returns an ``af.Scripted``, which answers the sessions that this test
+    opens from then on. With ``strict=True``, the default, the test fails if answers are unused at its end."""
+    import agentflow as af
+    from agentflow.backends.open_session import substituted
+
+    made: list[tuple[af.Scripted, bool]] = []
+
+    def scripted(script: Any, *, strict: bool = True) -> af.Scripted:
+        made.append((af.Scripted(script), strict))
+        return made[-1][0]
+
+    def substitute(_: Callable[[], Backend]) -> tuple[Backend, None]:
+        if not made:
+            pytest.fail("a session was opened before agentflow_scripted(…) was called", pytrace=False)
+        return made[-1][0], None
+
+    with substituted(substitute):
+        yield scripted
+    if not request.node.stash.get(_HAS_FAILED, False):
+        try:
+            for backend, is_strict in made:
+                if is_strict:
+                    backend.check_used()
+        except af.ScriptMismatch as error:
+            pytest.fail(str(error), pytrace=False)
+
+
+@pytest.fixture
+def agentflow_backend() -> Backend | None:
+    """The backend that ``agentflow_replay`` records. None: a server or the embedded engine, as the sessions
+    of the test choose. For another one, override this fixture in a conftest.py."""
+    return None
+
+
+@pytest.fixture
+def agentflow_replay(request: pytest.FixtureRequest, agentflow_backend: Backend | None) -> Iterator[Path]:
+    """Answers the sessions of this test from recordings, or with ``--agentflow-record`` makes them. The
+    recording of the first session is ``cassettes/MODULE/TEST.jsonl`` beside the test's file, and the value of
+    the fixture; that of the second is ``TEST-2.jsonl``."""
+    from agentflow.backends.open_session import substituted
+
+    first = _cassette_of(request.node)
+    if request.config.getoption("--agentflow-record"):
+        substitute = _recording(first, agentflow_backend)
+    else:
+        request.node.stash[_CASSETTE] = first
+        substitute = _replaying(first, request.node)
+    with substituted(substitute):
+        yield first
+
+
+def _recording(first: Path, backend: Backend | None) -> Substitute:
+    first.parent.mkdir(parents=True, exist_ok=True)
+    for old in [first, *first.parent.glob(f"{_literal(first.stem)}-[0-9]*.jsonl")]:
+        old.unlink(missing_ok=True)
+    paths = _numbered(first)
+
+    def substitute(chosen: Callable[[], Backend]) -> tuple[Backend, Path]:
+        return backend or chosen(), next(paths)
+
+    return substitute
+
+
+def _replaying(first: Path, item: pytest.Item) -> Substitute:
+    import agentflow as af
+
+    paths = _numbered(first)
+
+    def substitute(_: Callable[[], Backend]) -> tuple[Backend, None]:
+        path = next(paths)
+        if not path.exists():
+            # Not an error of agentflow, which the program under test might handle.
+            pytest.fail(f"there is no recording {path}. {_advice(item)}", pytrace=False)
+        return af.Replay(path), None
+
+    return substitute
+
+
+def _advice(item: pytest.Item) -> str:
+    return f"Record it on a model with:\n    pytest --agentflow-record '{item.nodeid}'"
+
+
+def _cassette_of(item: pytest.Item) -> Path:
+    name = re.sub(r"[^\w.\[\]-]+", "-", item.nodeid.partition("::")[2].replace("::", "."))
+    return item.path.parent / "cassettes" / item.path.stem / f"{name}.jsonl"
+
+
+def _literal(name: str) -> str:
+    return name.replace("[", "[[]")
+
+
+def _numbered(first: Path) -> Iterator[Path]:
+    yield first
+    number = 2
+    while True:
+        yield first.with_stem(f"{first.stem}-{number}")
+        number += 1

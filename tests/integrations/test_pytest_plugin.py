@@ -1,0 +1,201 @@
+"""The pytest plugin: fixtures that answer from a script or a recording, in real runs of pytest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import agentflow as af
+from agentflow.backends import open_session
+
+pytest_plugins = ["pytester"]
+
+JUDGE = """
+    import agentflow as af
+
+    @af.program
+    async def judge(s, essay):
+        s += f"Is it about science? {essay}" + af.select("related", ["yes", "no"])
+        return await s["related"]
+
+    def judged(essay):  # opens a session of its own, as an application does
+        return af.run(judge, essay)
+"""
+BACKEND = """
+    import pytest
+    import agentflow as af
+
+    @pytest.fixture
+    def agentflow_backend():
+        return af.Scripted(lambda prompt: "yes" if "Leaves" in prompt else "no")
+"""
+RECORD = "--agentflow-record"
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
+    """Runs pytest on the given tests, with the plugin."""
+    monkeypatch.setenv("AGENTFLOW_URL", "ws://127.0.0.1:1")  # a session that reaches for it fails
+    pytester.makepyfile(judging=JUDGE)
+    pytester.makeconftest(BACKEND)
+
+    def run(*options: str, **files: str) -> pytest.RunResult:
+        if files:
+            pytester.makepyfile(**files)
+        result = pytester.runpytest_inprocess("-p", "pytest_agentflow", "-p", "no:cacheprovider", *options)
+        assert open_session._substitute is None
+        return result
+
+    return run
+
+
+def test_a_script_answers_the_sessions_of_the_code_under_test(run):
+    result = run(
+        test_judge="""
+        from judging import judged
+
+        def test_both(agentflow_scripted):
+            backend = agentflow_scripted({"related": ["yes", "no"]})
+            assert [judged("Leaves."), judged("Soup.")] == ["yes", "no"]
+            assert backend.prompts[1].endswith("Soup.")
+
+        def test_the_next_test_has_its_own(agentflow_scripted):
+            agentflow_scripted(["no"])
+            assert judged("Leaves.") == "no"
+        """
+    )
+    result.assert_outcomes(passed=2)
+
+
+def test_unused_answers_fail_a_test_that_passed(run):
+    result = run(
+        test_judge="""
+        def test_unused(agentflow_scripted):
+            agentflow_scripted({"related": "yes"})
+
+        def test_lenient(agentflow_scripted):
+            agentflow_scripted({"related": "yes"}, strict=False)
+
+        def test_failed(agentflow_scripted):
+            agentflow_scripted({"related": "yes"})
+            assert False
+        """
+    )
+    result.assert_outcomes(passed=2, failed=1, errors=1)
+    result.stdout.fnmatch_lines(["*unused*1 for 'related'*"])
+
+
+def test_a_session_before_the_script_fails_the_test(run):
+    result = run(test_judge="from judging import judged\ndef test_it(agentflow_scripted): judged('x')")
+    result.assert_outcomes(failed=1)
+
+
+REPLAYED = """
+    import pytest
+    import agentflow as af
+    from judging import judge, judged
+
+    def test_two_sessions(agentflow_replay):
+        assert [judged("Leaves."), judged("Soup.")] == ["yes", "no"]
+
+    class TestMore:
+        @pytest.mark.parametrize("essay", ["Leaves / light?"])
+        def test_one(self, agentflow_replay, essay):
+            assert agentflow_replay.name == "TestMore.test_one[Leaves-light-].jsonl"
+            assert judged(essay) == "yes"
+"""
+
+
+def test_tests_are_recorded_and_replayed(run, pytester: pytest.Pytester):
+    run(RECORD, test_judge=REPLAYED).assert_outcomes(passed=2)
+    folder = pytester.path / "cassettes" / "test_judge"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "TestMore.test_one[Leaves-light-].jsonl",
+        "test_two_sessions-2.jsonl",
+        "test_two_sessions.jsonl",
+    ]
+    pytester.makeconftest("")  # there is no model any more
+    run().assert_outcomes(passed=2)
+
+
+def test_recording_again_removes_what_is_not_used_any_more(run, pytester: pytest.Pytester):
+    run(RECORD, test_judge=REPLAYED)
+    fewer = REPLAYED.replace('judged("Soup.")]', '"no"]')
+    run(RECORD, test_judge=fewer).assert_outcomes(passed=2)
+    names = {path.name for path in (pytester.path / "cassettes" / "test_judge").iterdir()}
+    assert names == {"TestMore.test_one[Leaves-light-].jsonl", "test_two_sessions.jsonl"}
+
+
+def test_a_missing_recording_says_what_to_run(run):
+    result = run(test_judge=REPLAYED)
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(["*there is no recording *test_two_sessions.jsonl*"])
+    result.stdout.fnmatch_lines(["*pytest --agentflow-record 'test_judge.py::test_two_sessions'"])
+
+
+def test_a_changed_program_says_how_to_record_it_again(run, pytester: pytest.Pytester):
+    run(RECORD, test_judge=REPLAYED)
+    result = run("-k", "two", test_judge=REPLAYED.replace("Soup", "Bread"))
+    result.assert_outcomes(failed=1, deselected=1)
+    result.stdout.fnmatch_lines(["*ReplayDiffers*", "*pytest --agentflow-record 'test_judge.py::test_two*"])
+
+
+def test_what_no_fixture_overrides_is_the_sessions_own_choice(run, monkeypatch: pytest.MonkeyPatch):
+    """Here a server that does not exist."""
+    result = run(
+        RECORD,
+        conftest="",
+        test_judge="""
+        import pytest
+        import agentflow as af
+        from judging import judged
+
+        def test_it(agentflow_replay):
+            with pytest.raises(af.ServerUnreachable):
+                judged("Leaves.")
+        """,
+    )
+    result.assert_outcomes(passed=1)
+
+
+def test_a_given_backend_stays(run):
+    result = run(
+        test_judge="""
+        import agentflow as af
+        from judging import judge
+
+        def test_it(agentflow_replay):
+            assert af.run(judge, "x", session=af.session(backend=af.Scripted("no"))) == "no"
+        """
+    )
+    result.assert_outcomes(passed=1)
+
+
+def test_async_tests_use_it_in_their_event_loop(run):
+    result = run(
+        test_judge="""
+        import pytest
+        import agentflow as af
+        from judging import judge
+
+        @pytest.mark.anyio
+        async def test_it(agentflow_scripted):
+            agentflow_scripted({"related": "yes"})
+            async with af.session() as flow:
+                assert await flow.run(judge, "x") == "yes"
+        """
+    )
+    assert result.parseoutcomes()["passed"] >= 1
+
+
+def test_the_plugin_loads_nothing_of_agentflow():
+    """pytest imports it in each run of an environment that has agentflow."""
+    script = "import pytest_agentflow, sys; print({'agentflow', 'anyio', 'msgspec'} & set(sys.modules))"
+    root = Path(af.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "set()\n"
