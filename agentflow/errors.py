@@ -40,6 +40,8 @@
     └── EngineFailed            the engine failed, not because of the request
         └── EngineDown          it is restarting or has stopped; retry later
 
+``BlockingWarning`` is a warning, which the filters of ``warnings`` show, drop or make an error.
+
 Each class has a ``code``, its name on the wire; ``from_code`` makes the error again. ``incident`` logs an
 internal error and makes one for the client that has only an id.
 
@@ -296,6 +298,17 @@ class Cancelled(AgentflowError):
     code = "cancelled"
     path: tuple[int, ...] | None = None
     variable: str | None = None
+
+
+class BlockingWarning(RuntimeWarning):
+    """A line of the program blocks the event loop, so that no other program runs and no text arrives. Issued
+    once for each line, after it has blocked for 100 ms. The environment variable ``AGENTFLOW_BLOCKING_MS``
+    changes this time, and 0 turns the watch off. If warnings are errors, the session ends with a
+    ``ProgramError``.
+
+    >>> import warnings
+    >>> warnings.filterwarnings("ignore", category=af.BlockingWarning)
+    """
 
 
 class RecordingError(AgentflowError):

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # other work runs on the same cores
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Tests compute in the event loop, and would be warned of it.
+os.environ.setdefault("AGENTFLOW_BLOCKING_MS", "0")
 
 # A shell ignores SIGINT in what it runs in the background, and children would inherit that: tests that
 # interrupt something must mean the same there.

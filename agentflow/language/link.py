@@ -18,6 +18,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, EngineFailed, ServerLost, StateClosed
+from agentflow.language.blocking import LoopWatch, threshold_s
 from agentflow.language.op_log import ProgramLine
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection
@@ -84,16 +85,20 @@ class Link:
         self._ids = itertools.count(1)
         self._run_indices = itertools.count()
         self._answers: dict[int, tuple[anyio.Event, list[StatsReply]]] = {}
+        self._watch: LoopWatch | None = None
 
     async def open(self, backend: Backend) -> None:
         """Connects to the backend and opens a task group. ``BadArgument`` the second time."""
         if self._tasks is not None:
             raise BadArgument("a session is entered once: make another with af.session(...)")
+        blocking_s = threshold_s()
         async with AsyncExitStack() as stack:
             connecting = backend.connect(self._deliver, self._lose)
             self._connection = await stack.enter_async_context(connecting)
             self._tasks = await stack.enter_async_context(open_task_group())
             self._stack = stack.pop_all()
+        if blocking_s:
+            self._watch = LoopWatch(blocking_s, lambda: bool(self.states), self._lose)
 
     async def close(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -101,6 +106,8 @@ class Link:
         """Cancels the tasks, closes the connection, and fails what is unfinished. Takes what ``__aexit__``
         takes."""
         assert self._tasks is not None
+        if self._watch is not None:
+            self._watch.stop()
         self._tasks.cancel_scope.cancel()
         if self._connection is not None:
             self._connection.end(error)
@@ -143,6 +150,8 @@ class Link:
 
     def next_run_index(self) -> int:
         """The index of the next run, from which its seeds are derived."""
+        if self._watch is not None:
+            self._watch.wake()
         return next(self._run_indices)
 
     def send(self, recorded: list[ops.Op], *, quiet: bool = False) -> None:

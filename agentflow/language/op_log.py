@@ -145,7 +145,8 @@ def _has_ended(coroutine: object | None) -> bool:
     return not isinstance(coroutine, GeneratorType) or coroutine.gi_frame is None
 
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+"""The beginning of the paths of this package's files."""
 
 
 class ProgramLine(NamedTuple):
@@ -164,7 +165,7 @@ def calling_line() -> ProgramLine | None:
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not code.co_filename.startswith(_PACKAGE):
+        if not code.co_filename.startswith(PACKAGE):
             return ProgramLine(code.co_filename, frame.f_lineno, code.co_name)
         frame = frame.f_back  # type: ignore[assignment]
     return None
