@@ -452,7 +452,7 @@ class ConstrainedRequest:
         self, request: Request, message: Submit, grammars: GrammarCache, tokenizer: Tokenizer
     ) -> None:
         assert message.constraint is not None
-        matcher = grammars.grammar(message.constraint).matcher()
+        matcher = grammars.matcher(message.constraint)
         encode: Encode | None = tokenizer.encode_written if message.jump_forward else None
         self._request = request
         self._text = ConstrainedText(matcher, grammars.vocabulary, encode)

@@ -224,6 +224,7 @@ class EngineGenerator:
             if constraint is not None and self._compiler is not None:
                 with faults_of("constraint"):
                     compiled = await self._compiler.compile(constraint, tenant=self.tenant.name)
+                    compiled = compiled.limited(constraint)
             context.has_run = True
 
             def hear(progress: Progress) -> None:

@@ -22,6 +22,7 @@ from agentflow.language.op_log import calling_line
 from agentflow.language.partial_value import NothingYet, partial_value
 from agentflow.language.run import FIRST_MAPPED, Path, VariableNode
 from agentflow.language.typed.tags import Tagged
+from agentflow.language.typed.values import warn_of_length
 from agentflow.protocol import ops
 from agentflow.protocol.chat import CalledTool, Reply
 from agentflow.protocol.events import ErrorInfo, TopLogprobs, Usage, Value
@@ -416,6 +417,7 @@ class Variable(Reference[ValueT_co]):
             raise self._invalid(end, "")
         try:
             value: ValueT_co = node.value_type.read(node.notation)
+            warn_of_length(node.name, node.notation, node.value_type.constraint)
         except (ValueError, RecursionError) as error:
             raise self._invalid(end, f" ({error})") from error
         return value

@@ -10,16 +10,18 @@ was read. In references, transforms and messages a reply stands for its prose.""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self, TypeAlias
 
 import msgspec
 
 from agentflow.errors import BadArgument, ProtocolError
+from agentflow.protocol.schema_walk import subschemas
 
 ROLES: Final = ("system", "user", "assistant", "tool")
 
@@ -339,14 +341,6 @@ def hoisted(name: str, schema: dict[str, Any], definitions: dict[str, Any]) -> d
     """``schema`` as part of a larger one: its definitions move into ``definitions``, prefixed with the tool's
     ``name``, and its references are adapted."""
 
-    def moved(part: Any) -> Any:
-        if isinstance(part, Mapping):
-            return {
-                key: new_place(value) if key == "$ref" and isinstance(value, str) else moved(value)
-                for key, value in part.items()
-            }
-        return [moved(item) for item in part] if isinstance(part, list | tuple) else part
-
     def new_place(reference: str) -> str:
         for keyword in ("$defs", "definitions"):
             if reference.startswith(f"#/{keyword}/"):
@@ -355,7 +349,10 @@ def hoisted(name: str, schema: dict[str, Any], definitions: dict[str, Any]) -> d
             raise BadArgument(f"tool {name!r}: its schema may refer only to its $defs, not to {reference!r}")
         return reference
 
+    whole = copy.deepcopy(schema)
+    for part in list(subschemas(whole)):
+        if isinstance(part.get("$ref"), str):
+            part["$ref"] = new_place(part["$ref"])
     for keyword in ("$defs", "definitions"):
-        for key, value in schema.get(keyword, {}).items():
-            definitions[f"{name}.{key}"] = moved(value)
-    return {key: moved(value) for key, value in schema.items() if key not in ("$defs", "definitions")}
+        definitions |= {f"{name}.{key}": value for key, value in whole.pop(keyword, {}).items()}
+    return whole

@@ -57,7 +57,11 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     Of tags: at most ``max_tags`` of them (None: any number). With ``between`` there is no free text: at least
     one tag, and exactly this text between two. ``instead``: an alternative constraint, of another kind than
     ``tags`` and without an alternative of its own; a text under it begins with none of ``apart``, which tells
-    the two apart."""
+    the two apart.
+
+    Of a schema: a string ends at the first chance after ``string_chars`` characters, a list or object after
+    ``list_items`` members (None: unlimited), so that a model cannot continue one for ever. This narrows the
+    schema only where it allows longer ones."""
 
     kind: ConstraintKind
     source: str = ""
@@ -68,6 +72,8 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     max_tags: int | None = None
     instead: Constraint | None = None
     apart: tuple[str, ...] = ()
+    string_chars: int | None = None
+    list_items: int | None = None
 
     def check(self) -> Constraint:
         """Returns itself, or raises ``BadArgument`` for values that a constraint cannot have."""
@@ -79,6 +85,9 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
             _check_tags(self.tags())
         self._check_sequence()
         self._check_instead()
+        for name, most in (("string_chars", self.string_chars), ("list_items", self.list_items)):
+            if most is not None and (self.kind != "schema" or not isinstance(most, int) or most < 1):
+                raise BadArgument(f"{name} must be 1 or more, and is for JSON schemas")
         if self.whitespace not in get_args(Whitespace):
             known = ", ".join(map(repr, get_args(Whitespace)))
             raise BadArgument(

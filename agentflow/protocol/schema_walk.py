@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 HOLD_A_SCHEMA: Final = (
@@ -34,6 +34,16 @@ def inner_schemas(schema: Mapping[str, Any]) -> list[Any]:
     inner += [one for key in HOLD_A_LIST if isinstance(schema.get(key), list) for one in schema[key]]
     inner += [one for key in HOLD_NAMED if isinstance(schema.get(key), dict) for one in schema[key].values()]
     return inner
+
+
+def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """The schema and all schemas in it."""
+    pending = [schema]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, dict):
+            yield part
+            pending += inner_schemas(part)
 
 
 def resolved(schema: Any, root: Any) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import anyio
@@ -11,15 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import AfterValidator
-from support.fake_engine import TEMPLATE, FakeEngine
+from support.fake_engine import ConstrainedEngine
 from support.observed_backends import Observed, Stepped, Unbatched, assert_idle
 
 import agentflow as af
-from agentflow.backends.local import interpreted
-from agentflow.engine.generator import EngineGenerator
-from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.protocol import ops
-from agentflow.protocol.backend import Connection, Deliver, Lost
 
 pytestmark = pytest.mark.anyio
 
@@ -35,17 +30,6 @@ Even = Annotated[int, AfterValidator(check_even)]
 
 def even(name: str = "n", **options: Any) -> Any:
     return af.gen(name, schema=Even, on_invalid="retry", **options)
-
-
-class ConstrainedEngine(FakeEngine):
-    """With the compiler of constraints."""
-
-    @asynccontextmanager
-    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
-        async with self.open_client() as client, constraint_compiler() as compiler:
-            generator = EngineGenerator(client, TEMPLATE, compiler=compiler)
-            async with interpreted(generator, deliver) as connection:
-                yield connection
 
 
 def texts_of(answers: Sequence[int]) -> list[str]:

@@ -78,6 +78,8 @@ REFUSED = [
         "instead: tags in free text",
     ),
     (Constraint("regex", "a", jump_forward=1), "jump_forward must be True or False, not 1"),
+    (Constraint("regex", "a", string_chars=3), "string_chars must be 1 or more"),
+    (Constraint("schema", "{}", list_items=0), "list_items must be 1 or more"),
 ]
 
 

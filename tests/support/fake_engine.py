@@ -16,6 +16,7 @@ from agentflow.engine.batch import Batch
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
@@ -111,3 +112,14 @@ class FakeEngine:
         assert (stats.running, stats.waiting, stats.in_use_slots) == (0, 0, 0)
         assert stats.free_slots + stats.cached_slots == stats.total_slots
         self.client.engine.scheduler.check_idle()
+
+
+class ConstrainedEngine(FakeEngine):
+    """With the compiler of constraints."""
+
+    @asynccontextmanager
+    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        async with self.open_client() as client, constraint_compiler() as compiler:
+            generator = EngineGenerator(client, TEMPLATE, compiler=compiler)
+            async with interpreted(generator, deliver) as connection:
+                yield connection

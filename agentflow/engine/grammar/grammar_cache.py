@@ -11,7 +11,8 @@ from functools import cached_property
 
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.dfa import Dfa
-from agentflow.engine.grammar.grammar import Grammar
+from agentflow.engine.grammar.grammar import Grammar, Matcher
+from agentflow.engine.grammar.json_lengths import LengthMasks, LengthMatcher
 from agentflow.engine.grammar.llguidance import LlguidanceGrammar, LlguidanceVocabulary
 from agentflow.engine.grammar.token_dfa import DfaGrammar, Vocabulary
 from agentflow.engine.text.tokenizer import Tokenizer
@@ -57,10 +58,14 @@ class GrammarCache:
     def _llguidance_vocabulary(self) -> LlguidanceVocabulary:
         return LlguidanceVocabulary(_Texts(self.vocabulary, self._tokenizer), self._vocab_size)
 
+    @cached_property
+    def _length_masks(self) -> LengthMasks:
+        return LengthMasks(self.vocabulary)
+
     def prepare(self) -> None:
-        """Builds both vocabularies now, so that the first constrained request does not wait for them."""
+        """Builds the vocabularies now, so that the first constrained request does not wait for them."""
         try:
-            _ = self.vocabulary, self._llguidance_vocabulary.ll_tokenizer
+            _ = self.vocabulary, self._llguidance_vocabulary.ll_tokenizer, self._length_masks
         except Exception:
             logger.exception("this tokenizer cannot be used for constrained decoding")
 
@@ -74,6 +79,13 @@ class GrammarCache:
         self._grammars[constraint.key] = found  # most recently used last
         self._bound()
         return found
+
+    def matcher(self, constraint: CompiledConstraint) -> Matcher:
+        """A matcher at the start of a new text."""
+        matcher = self.grammar(constraint).matcher()
+        if constraint.lengths is None:
+            return matcher
+        return LengthMatcher(matcher, self._length_masks, constraint.lengths)
 
     def _made(self, constraint: CompiledConstraint) -> Grammar:
         if constraint.form == "dfa":

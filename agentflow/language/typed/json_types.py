@@ -18,14 +18,15 @@ import operator
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Final, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from agentflow.errors import BadArgument
 from agentflow.protocol.chat import hoisted
-from agentflow.protocol.schema_walk import inner_schemas, resolved
+from agentflow.protocol.json_formats import FORMATS
+from agentflow.protocol.schema_walk import resolved, subschemas
 
 JsonSchema: TypeAlias = dict[str, Any]
 Reader: TypeAlias = Callable[[str | bytes], Any]
@@ -295,13 +296,6 @@ def _with_new_typed_dicts(kind: Any) -> Any:
     return origin[changed]
 
 
-_FORMATS: Final = frozenset(
-    ["date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"]
-    + [f"uuid{version}" for version in "1345678"]
-)
-"""Those that the engine enforces."""
-
-
 def enforceable(schema: JsonSchema) -> JsonSchema:
     """The schema of a type, without the keywords that the engine rejects because a grammar cannot enforce
     them. The type's reader enforces these.
@@ -310,7 +304,7 @@ def enforceable(schema: JsonSchema) -> JsonSchema:
     {'type': 'array', 'items': {'type': 'integer'}}
     """
     root = copy.deepcopy(schema)
-    for one in list(_subschemas(root)):
+    for one in list(subschemas(root)):
         one.pop("uniqueItems", None)
         if one.get("minProperties", 0) > 1:
             one["minProperties"] = 1
@@ -320,19 +314,11 @@ def enforceable(schema: JsonSchema) -> JsonSchema:
     return root
 
 
-def _subschemas(schema: Any) -> Iterator[JsonSchema]:
-    if not isinstance(schema, dict):
-        return
-    yield schema
-    for one in inner_schemas(schema):
-        yield from _subschemas(one)
-
-
 def _fit_format(schema: JsonSchema) -> None:
     name = schema.get("format")
     if name == "decimal":  # msgspec's
         schema["pattern"] = _decimal(None, _DECIMAL_PLACES)
-    if name is not None and name not in _FORMATS:
+    if name is not None and name not in FORMATS:
         del schema["format"]
 
 

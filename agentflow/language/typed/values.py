@@ -6,9 +6,10 @@ value of the text. ``value_type`` makes it of ``schema``, ``type``, ``choices``,
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -16,6 +17,7 @@ from agentflow.errors import BadArgument, faults_of
 from agentflow.language.typed.json_types import json_type, shown_type
 from agentflow.language.typed.tools import Tool, Toolbox
 from agentflow.protocol.constraint import Constraint, Whitespace
+from agentflow.protocol.schema_walk import subschemas
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +135,61 @@ def _of_schema(schema: Any) -> ValueType:
 
 def _schema(schema: Mapping[str, Any]) -> Constraint:
     try:
-        return Constraint("schema", json.dumps(schema, ensure_ascii=False)).check()
+        source = json.dumps(schema, ensure_ascii=False)
+        constraint = Constraint(
+            "schema",
+            source,
+            string_chars=_longest(schema, DEFAULT_STRING_CHARS, "maxLength", "minLength"),
+            list_items=_longest(schema, DEFAULT_LIST_ITEMS, "maxItems", "minItems", "maxProperties"),
+        )
+        return constraint.check()
     except (TypeError, ValueError, RecursionError) as error:
         raise BadArgument(f"gen: schema is not a JSON schema: {error}") from None
+
+
+DEFAULT_STRING_CHARS: Final = 4_000
+"""Of a string in a value without ``maxLength``: about 1,000 tokens."""
+DEFAULT_LIST_ITEMS: Final = 200
+"""Of a list or dict in a value without ``maxItems``."""
+
+
+def _longest(schema: Mapping[str, Any], default: int, *keys: str) -> int:
+    """The default, or the largest length that the schema names: what it allows is never shortened."""
+    found = [default]
+    for part in subschemas(schema):
+        named = [part.get(key) for key in keys]
+        found += [int(length) for length in named if isinstance(length, int | float)]
+        if "maxItems" in keys:
+            found += [len(part[key]) for key in ("properties", "prefixItems") if key in part]
+    return max(found)
+
+
+def warn_of_length(name: str, text: str, constraint: Constraint | None) -> None:
+    """Warns if a part of the value is as long as the defaults allow, and was probably ended by them."""
+    if constraint is None or constraint.string_chars is None or constraint.list_items is None:
+        return
+    if len(text) < min(constraint.string_chars, constraint.list_items):
+        return
+    pending = [json.loads(text)]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, str) and len(part) >= constraint.string_chars == DEFAULT_STRING_CHARS:
+            _warn(name, "a string", f"{DEFAULT_STRING_CHARS:,} characters", "max_length")
+            return
+        if isinstance(part, list | dict):
+            if len(part) >= constraint.list_items == DEFAULT_LIST_ITEMS:
+                _warn(name, "a list or dict", f"{DEFAULT_LIST_ITEMS} members", "max_length")
+                return
+            pending += part.values() if isinstance(part, dict) else part
+
+
+def _warn(name: str, what: str, most: str, field: str) -> None:
+    warnings.warn(
+        f"{name!r}: {what} ended after {most}, the default bound: allow more with Field({field}=…), or as "
+        "maxLength or maxItems of a JSON schema",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 _SCALARS: dict[type, Constraint] = {

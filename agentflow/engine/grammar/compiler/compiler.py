@@ -313,8 +313,10 @@ class ConstraintCompiler:
         the message names the one that was reached; ``Overloaded`` if too many constraints wait or the machine
         is too busy; ``EngineFailed``.
         """
-        if not constraint.jump_forward:  # a setting of the engine: the compiled form is the same
-            constraint = msgspec.structs.replace(constraint, jump_forward=True)
+        # Settings of the engine: the compiled form is the same.
+        constraint = msgspec.structs.replace(
+            constraint, jump_forward=True, string_chars=None, list_items=None
+        )
         try:
             outcome = self._cache.get(tenant, constraint)
             if outcome is None:

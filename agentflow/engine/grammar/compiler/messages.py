@@ -16,16 +16,34 @@ from agentflow.protocol.constraint import Constraint
 from agentflow.runtime.declared import Count, Declared, Fraction, Seconds, doc
 
 
+class Lengths(msgspec.Struct, frozen=True, array_like=True):
+    """After how much the parts of a JSON value end; see ``Constraint``. Numbers are always bounded."""
+
+    string_chars: int | None = None
+    list_items: int | None = None
+
+
 class CompiledConstraint(msgspec.Struct, frozen=True, array_like=True):
     """A constraint as the engine takes it.
 
     ``key``: equal for equal constraints of a tenant. ``payload``: a ``Dfa`` as ``Dfa.to_bytes`` writes it, or
-    a grammar for llguidance (UTF-8). Empty if the engine already has it under the key.
+    a grammar for llguidance (UTF-8). Empty if the engine already has it under the key. ``lengths``: of a JSON
+    value, for ``LengthMatcher``.
     """
 
     key: str
     form: Literal["dfa", "llguidance"]
     payload: bytes
+    lengths: Lengths | None = None
+
+    def limited(self, constraint: Constraint) -> CompiledConstraint:
+        """The same with the lengths of ``constraint``, from which it was compiled."""
+        if constraint.kind != "schema":
+            return self
+        lengths = Lengths(constraint.string_chars, constraint.list_items)
+        if self.form == "dfa" and lengths == Lengths():  # a DFA bounds numbers itself
+            return self
+        return msgspec.structs.replace(self, lengths=lengths)
 
 
 class CompileConstraint(Protocol):

@@ -1,0 +1,195 @@
+"""Parts of JSON end where a matcher with lengths ends them; what the grammar requires is never left out."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentflow.engine.grammar.compiler.compile import compile_constraint
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint, Lengths
+from agentflow.engine.grammar.dfa import Dfa
+from agentflow.engine.grammar.grammar import Matcher
+from agentflow.engine.grammar.json_lengths import LengthMasks, LengthMatcher, Position, after
+from agentflow.engine.grammar.llguidance import LlguidanceGrammar, LlguidanceVocabulary
+from agentflow.engine.grammar.token_dfa import DfaGrammar, Vocabulary
+from agentflow.protocol.constraint import Constraint
+
+BYTES = [bytes([byte]) for byte in range(256)]
+PAIRS = [
+    b'", "',
+    b'"]',
+    b'": "',
+    b'"}',
+    b"}, {",
+    b'"}, {"',
+    b"]}",
+    b", ",
+    b"12",
+    b"345",
+    b".5",
+    b'", ',
+    b'"], ["',
+]
+TOKENS = [*BYTES, *PAIRS]
+VOCABULARY = Vocabulary(TOKENS)
+MASKS = LengthMasks(VOCABULARY)
+LENGTHS = Lengths(string_chars=5, list_items=3)
+
+json_values: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(0, 1).map(lambda x: round(x, 9)) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
+    max_leaves=8,
+)
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+
+
+@given(json_values, st.data())
+def test_positions_are_those_of_a_plain_reading(value: Any, data: st.DataObject) -> None:
+    """The reference takes whole strings out with a regular expression and then brackets from inside out."""
+    text = json.dumps(value, ensure_ascii=False)
+    text = text[: data.draw(st.integers(0, len(text)))]
+    pieces = re.split("(?s)(?<=.)", text)
+    position = Position()
+    for piece in pieces:
+        position = after(position, piece.encode())
+    assert position == after(Position(), text.encode())
+    outside = _STRING.sub("S", text)
+    plain, quote, inside = outside.partition('"')
+    assert position.is_in_string == bool(quote)
+    if quote:
+        assert position.num_chars == len(re.sub(r"\\(?s:.)", "e", inside))
+        return
+    fraction = re.search(r"\.([0-9]*)$", plain)
+    assert position.num_digits == (len(fraction[1]) if fraction else None)
+    while (smaller := re.sub(r"\[[^\[\]{}]*\]|\{[^\[\]{}]*\}", "V", plain)) != plain:
+        plain = smaller
+    commas = [part.count(",") for part in re.split(r"[\[{]", plain)[1:]]
+    found = []
+    container = position.container
+    while container is not None:
+        found.append(container.num_commas)
+        container = container.outer
+    assert found == commas[::-1]
+
+
+class _Texts:
+    def token_bytes(self, token_id: int) -> bytes:
+        return TOKENS[token_id]
+
+    def encode(self, text: str, *, continues: bool = False) -> list[int]:
+        return list(text.encode())
+
+
+LL_VOCABULARY = LlguidanceVocabulary(_Texts(), len(TOKENS))
+
+
+def matcher_of(compiled: CompiledConstraint, lengths: Lengths) -> Matcher:
+    grammar: DfaGrammar | LlguidanceGrammar
+    if compiled.form == "dfa":
+        grammar = DfaGrammar(Dfa.from_bytes(compiled.payload), VOCABULARY)
+    else:
+        grammar = LlguidanceGrammar(compiled.payload.decode(), LL_VOCABULARY)
+    return LengthMatcher(grammar.matcher(), MASKS, lengths)
+
+
+def endless_text(matcher: Matcher, dice: random.Random, tokens: list[int], most: int = 2000) -> str:
+    """A model that ends nothing as long as it may go on, and prefers some of ``tokens``. It opens no list
+    without need, because depth has no bound."""
+    data = b""
+    for _ in range(most):
+        bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits).tolist()
+        if not allowed:
+            assert matcher.must_end()
+            return data.decode()
+        going_on = [token for token in allowed if not set(TOKENS[token]) & set(b'"]}[')]
+        liked = [token for token in tokens if token in allowed]
+        token = dice.choice(liked if liked and dice.random() < 0.7 else going_on or allowed)
+        if dice.random() < 0.05:  # what is taken back leaves no trace
+            matcher.take(token)
+            matcher.take_back(1)
+            assert np.array_equal(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little"), bits)
+        matcher.take(token)
+        data += TOKENS[token]
+    raise AssertionError(f"does not end: {data[:300]!r}")
+
+
+OPEN: dict[str, Any] = {
+    "string": {"type": "string"},
+    "list": {"type": "array", "items": {"type": "string"}},
+    "numbers": {"type": "array", "items": {"type": "number"}},
+    "tree": {
+        "$ref": "#/$defs/Tree",
+        "$defs": {
+            "Tree": {"type": "array", "items": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/Tree"}]}}
+        },
+    },
+    "records": {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {"a": {"type": "string"}, "b": {"type": "array", "items": {"type": "string"}}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+    "dict": {"type": "object", "additionalProperties": {"type": "number"}},
+    "number": {"type": "number", "multipleOf": 0.5},
+    "exact": {"type": "string", "pattern": "^(ab){6,}$"},
+}
+
+
+@pytest.mark.parametrize("name", OPEN)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_model_that_does_not_stop_is_ended_with_a_valid_value(name: str, seed: int) -> None:
+    compiled = compile_constraint(Constraint("schema", json.dumps(OPEN[name])))
+    dice = random.Random(seed)
+    liked = [len(BYTES) + PAIRS.index(b'", "'), len(BYTES) + PAIRS.index(b"}, {")] if seed % 2 else [ord(",")]
+    value = json.loads(endless_text(matcher_of(compiled, LENGTHS), dice, liked))
+    jsonschema.validate(value, OPEN[name])
+    check_lengths(value, least_string=12 if name == "exact" else 0)
+
+
+def check_lengths(value: Any, least_string: int) -> None:
+    if isinstance(value, str):
+        # One token may exceed the bound: the longest has four bytes.
+        assert len(value) <= max(LENGTHS.string_chars or 0, least_string) + 5
+    if isinstance(value, list | dict):
+        assert len(value) <= (LENGTHS.list_items or 0)
+        for part in value.values() if isinstance(value, dict) else value:
+            check_lengths(part, least_string)
+
+
+@pytest.mark.parametrize("lengths", [Lengths(), LENGTHS])
+def test_fractions_have_at_most_17_digits(lengths: Lengths) -> None:
+    # A parser enforces it, because it is recursive.
+    schema = {"anyOf": [{"type": "number"}, {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}]}
+    compiled = compile_constraint(Constraint("schema", json.dumps(schema)))
+    assert compiled.form == "llguidance"
+    digits = [*map(ord, "0123456789"), TOKENS.index(b"12"), TOKENS.index(b"345")]
+    for seed in range(10):
+        matcher = matcher_of(compiled, lengths)
+        matcher.take(ord("0"))
+        matcher.take(ord("."))
+        text = endless_text(matcher, random.Random(seed), digits)
+        assert 15 <= len(text) <= 17
+        assert json.loads("0." + text) < 1
+
+
+def test_a_dfa_without_lengths_keeps_its_matcher() -> None:
+    plain = Constraint("schema", '{"type": "string"}')
+    compiled = compile_constraint(plain)
+    assert compiled.limited(plain) is compiled
+    long = Constraint("schema", '{"type": "string"}', string_chars=9)
+    assert compiled.limited(long).lengths == Lengths(9)
+    pattern = Constraint("regex", "a")
+    compiled = compile_constraint(pattern)
+    assert compiled.limited(pattern) is compiled
