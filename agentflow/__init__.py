@@ -49,7 +49,15 @@ from agentflow.errors import (
     UnknownModel,
     UnknownVariable,
 )
-from agentflow.language.expressions import assistant, conversation, image, select, system, tool, user
+from agentflow.language.expressions import (
+    assistant,
+    conversation,
+    image,
+    select,
+    system,
+    tool_result,
+    user,
+)
 from agentflow.language.gen import gen, reply
 from agentflow.language.graph import Graph
 from agentflow.language.host import OpenSession
@@ -59,10 +67,10 @@ from agentflow.language.program_events import ProgramEvent, RunDone, TextDelta, 
 from agentflow.language.race import race
 from agentflow.language.session import Session
 from agentflow.language.state import Branches, State
+from agentflow.language.typed.replies import Message, Reply
 from agentflow.language.typed.tags import Tag, Tagged
-from agentflow.language.typed.tools import ToolCall
+from agentflow.language.typed.tools import ToolCall, tool
 from agentflow.language.variable import Transformed, Variable
-from agentflow.protocol.chat import CalledTool, Message, Reply
 from agentflow.protocol.events import Stats, TokenLogprob, Usage
 from agentflow.version import __version__
 
@@ -78,7 +86,6 @@ __all__ = [
     "BlockingWarning",
     "Branches",
     "BudgetExceeded",
-    "CalledTool",
     "Cancelled",
     "ConcurrentAppend",
     "DataDependent",
@@ -150,5 +157,6 @@ __all__ = [
     "session",
     "system",
     "tool",
+    "tool_result",
     "user",
 ]

@@ -22,6 +22,8 @@ import msgspec
 
 from agentflow.backends.local import interpreted
 from agentflow.errors import BadArgument, NotSupported, ScriptMismatch
+from agentflow.language.typed.json_types import json_text
+from agentflow.language.typed.replies import Message, Reply, calls_of, message_of
 from agentflow.language.typed.tags import matches_whole, split_at_tags
 from agentflow.language.typed.tools import ToolCall
 from agentflow.protocol import ops
@@ -29,13 +31,11 @@ from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.chat import (
     Arguments,
     CallBegun,
-    CalledTool,
     Conversation,
-    Message,
     Piece,
-    Reply,
     ReplyWriter,
     TextPiece,
+    ToolChoice,
     ToolSpec,
 )
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
@@ -120,14 +120,16 @@ class ScriptedContext:
     messages: tuple[Message, ...] = ()
     turn_at: int = 0
     calls_at: int | None = None
-    calls: tuple[CalledTool, ...] = ()
-    is_generated: bool = False
+    calls: tuple[ToolCall, ...] = ()
+    answered: tuple[str | None, str | None] = (None, None)
+    num_calls: int = 0
 
-    def begin(self, role: str) -> None:
-        """Begins a turn."""
+    def begin(self, role: str, answered: tuple[str | None, str | None] = (None, None)) -> None:
+        """Begins a turn. ``answered``: the id of the call that it answers, and the tool."""
         self.open_roles.append(role)
         self.text += f"<{role}>"
-        self.turn_at, self.calls_at, self.calls, self.is_generated = len(self.text), None, (), False
+        self.turn_at, self.calls_at, self.calls = len(self.text), None, ()
+        self.answered = answered
 
     def end(self) -> None:
         """Ends the open turn."""
@@ -137,14 +139,19 @@ class ScriptedContext:
     def open_message(self) -> Message:
         """The open turn."""
         content = self.text[self.turn_at : self.calls_at]
-        return Message(self.open_roles[-1], content, self.is_generated, self.calls)
+        return Message(self.open_roles[-1], content, self.calls, *self.answered)
 
-    def call(self, call: CalledTool) -> None:
+    def call(self, call: ToolCall) -> None:
         """Writes a tool call."""
         if self.calls_at is None:
             self.calls_at = len(self.text)
         self.calls += (call,)
-        self.text += f"<call {call.name}>{call.arguments}</call>"
+        self.text += f"<call {call.name}>{call.text}</call>"
+
+    def named(self, call: ToolCall) -> ToolCall:
+        """The call with an id."""
+        self.num_calls += 1
+        return call if call.id else replace(call, id=f"call_{self.num_calls}")
 
     def forked(self, sent: _Queue) -> ScriptedContext:
         """A copy, for a branch."""
@@ -186,9 +193,11 @@ class ScriptedGenerator:
         """Appends text."""
         context.text += text
 
-    def begin_role(self, context: ScriptedContext, role: str) -> None:
+    def begin_role(
+        self, context: ScriptedContext, role: str, tool_call_id: str | None = None, name: str | None = None
+    ) -> None:
         """Writes ``<role>``."""
-        context.begin(role)
+        context.begin(role, (tool_call_id, name))
 
     def end_role(self, context: ScriptedContext) -> None:
         """Writes ``</role>``."""
@@ -215,19 +224,25 @@ class ScriptedGenerator:
             context, _text_of(self._answer(call)), call.name, params, on_text, constraint
         )
 
+    async def offer_tools(
+        self, context: ScriptedContext, tools: tuple[ToolSpec, ...], choice: ToolChoice
+    ) -> None:
+        """Writes nothing: the script knows the tools."""
+        context.may_call = bool(tools) and choice.mode != "none"
+        context.tools = tools
+
     async def converse(self, context: ScriptedContext, conversation: Conversation) -> None:
         """Writes the turns, and ``<assistant>``."""
         messages = conversation.messages
-        context.may_call = bool(conversation.tools) and conversation.choice.mode != "none"
-        context.tools = conversation.tools
+        await self.offer_tools(context, conversation.tools, conversation.choice)
         for number, message in enumerate(messages):
             context.begin(message.role)
             context.text += message.content
-            for call in message.tool_calls:
+            for call in calls_of(message.tool_calls):
                 context.call(call)
             if message.role != "assistant" or number < len(messages) - 1:
                 context.end()
-                context.messages = (*context.messages[:-1], message)
+                context.messages = (*context.messages[:-1], message_of(message))
         if not context.open_roles:
             context.begin("assistant")
 
@@ -253,9 +268,10 @@ class ScriptedGenerator:
         end = await self._stream(
             context, reply.text, call.name, params, lambda delta: write(TextPiece(delta)), constraint
         )
-        for called in reply.tool_calls:
+        for answered in reply.tool_calls:
+            called = context.named(answered)
             context.call(called)
-            write(CallBegun(called.id, called.name), Arguments(called.arguments))
+            write(CallBegun(called.id, called.name), Arguments(called.text))
         return msgspec.structs.replace(end, text="".join(written) + writer.finish())
 
     async def _stream(
@@ -276,7 +292,6 @@ class ScriptedGenerator:
         words = answer.split(" ")
         if len(words) > params.max_tokens:
             answer, reason = " ".join(words[: params.max_tokens]), "length"
-        context.is_generated = True
         self.num_running += 1
         try:
             for index, piece in enumerate(answer.split(" ")):
@@ -303,7 +318,6 @@ class ScriptedGenerator:
         usage = Usage(len(context.text.split()), 0, 0)
         self._count(usage)
         context.text += answer
-        context.is_generated = True
         scores = tuple(0.0 if choice == answer else -10.0 for choice in choices)
         return Scored(choices.index(answer), scores, usage)
 
@@ -463,17 +477,6 @@ def _for(name: str) -> str:
     return f" for {name!r}" if name else ""
 
 
-def _reply_of(answer: Answer) -> Reply:
-    calls = answer if isinstance(answer, list | tuple) else (answer,)
-    if calls and all(isinstance(call, ToolCall) for call in calls):
-        return Reply("", tuple([_called(call, number) for number, call in enumerate(calls, start=1)]))
-    return answer if isinstance(answer, Reply) else Reply(_text_of(answer))
-
-
-def _called(call: ToolCall, number: int) -> CalledTool:
-    return CalledTool(f"call_{number}", call.name, _written(call.arguments))
-
-
 def _check_satisfied(constraint: Constraint, answer: str, name: str) -> None:
     try:
         is_satisfied = _is_satisfied(constraint, answer)
@@ -502,21 +505,30 @@ def _is_satisfied(constraint: Constraint, answer: str) -> bool:
     return True
 
 
+def _reply_of(answer: Answer) -> Reply:
+    if isinstance(answer, Reply):
+        return answer
+    calls = _calls_in(answer)
+    return Reply("", calls) if calls else Reply(_text_of(answer))
+
+
+def _calls_in(answer: Answer) -> tuple[ToolCall, ...]:
+    """The tool calls of which the answer consists, if any."""
+    calls = answer if isinstance(answer, list | tuple) else (answer,)
+    return tuple(calls) if all(isinstance(call, ToolCall) for call in calls) else ()
+
+
 def _text_of(answer: object) -> str:
-    return str(answer) if isinstance(answer, str) else _written(answer)
-
-
-def _written(value: object) -> str:
-    """A value as JSON, with the compact white space of a schema."""
+    if isinstance(answer, str):
+        return str(answer)
+    if calls := _calls_in(answer):
+        answer = [{"name": call.name, "arguments": call.arguments} for call in calls]
     try:
-        dump = getattr(value, "model_dump", None)  # pydantic, which need not be installed
-        return json.dumps(
-            msgspec.to_builtins(value) if dump is None else dump(mode="json"), ensure_ascii=False
-        )
-    except (TypeError, ValueError) as error:
+        return json_text(answer)
+    except ValueError as error:
         raise BadArgument(
-            f"the script answers {value!r}: an answer must be a text, a value that JSON can represent, or an "
-            f"exception ({error})"
+            f"the script answers {answer!r}: an answer must be a text, a value that JSON can represent, or "
+            f"an exception ({error})"
         ) from None
 
 

@@ -25,6 +25,7 @@ from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.engine.text.tool_format import takes_system, tool_description
 from agentflow.engine.text.tools import ToolUse, tool_use
 from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.protocol.chat import Conversation, Message
@@ -119,16 +120,28 @@ class EngineContext:
         self.tokens.text(text)
         self.num_unencoded_chars += len(text)
 
-    def begin_role(self, role: str) -> None:
+    def begin_role(self, role: str, tool_call_id: str | None = None, name: str | None = None) -> None:
         """Opens a turn under the chat template. ``PromptTooLong`` for more turns than tokens fit."""
         self.limits.check_turns(self.num_turns + 1)
-        self.tokens.begin_role(role)
+        self.tokens.begin_role(role, tool_call_id, name)
         self.num_turns += 1
         self.num_unencoded_turns += 1
 
     def end_role(self) -> None:
         """Closes the turn."""
         self.tokens.end_role()
+
+    def offer_tools(self, template: ChatTemplate, offered: Conversation) -> None:
+        """Replaces the tools that replies may call. ``offered``: a conversation without messages. Its prompt
+        changes from the beginning, unless the tools are the same. Errors as ``fill_conversation``."""
+        use = tool_use(template, offered)
+        if use.form.is_native:
+            self.tokens.tools(use.tools)
+        else:
+            description = tool_description(offered.tools) if offered.tools else ""
+            self.tokens.plain_tools(description, has_system=takes_system(template))
+        self.num_unencoded_chars += _num_chars_of_tools(offered)
+        self.tools = use
 
     @property
     def num_to_encode(self) -> int:

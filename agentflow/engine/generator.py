@@ -38,7 +38,7 @@ from agentflow.engine.text.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tools import ReplyText
 from agentflow.errors import BadArgument, PromptTooLong, faults_of
-from agentflow.protocol.chat import Conversation
+from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec, read_reply
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.events import Capabilities, Stats, TokenLogprob, TopLogprobs, Usage
 from agentflow.protocol.sampling import SamplingParams
@@ -128,9 +128,11 @@ class EngineGenerator:
         """Appends text, to be encoded later. ``PromptTooLong`` if no output would fit after it."""
         context.fill(text)
 
-    def begin_role(self, context: EngineContext, role: str) -> None:
+    def begin_role(
+        self, context: EngineContext, role: str, tool_call_id: str | None = None, name: str | None = None
+    ) -> None:
         """Opens a turn under the chat template. ``PromptTooLong`` for more turns than tokens fit."""
-        context.begin_role(role)
+        context.begin_role(role, tool_call_id, name)
 
     def end_role(self, context: EngineContext) -> None:
         """Closes the turn."""
@@ -147,6 +149,14 @@ class EngineGenerator:
             raise BadArgument("a conversation must come first: this state already has content")
         self.limits.check_length(num_chars(conversation))
         await self.fill_conversation(context, conversation)
+
+    async def offer_tools(
+        self, context: EngineContext, tools: tuple[ToolSpec, ...], choice: ToolChoice
+    ) -> None:
+        """Replaces the tools that replies may call; many in a worker thread. Errors as ``converse``."""
+        offered = Conversation((), tools, choice)
+        self.limits.check_length(num_chars(offered))
+        await self.encode_beside(fill_cost(offered), context.offer_tools, self.template, offered)
 
     async def fill_conversation(
         self, context: EngineContext, conversation: Conversation, *, opens_turn: bool = True
@@ -180,7 +190,11 @@ class EngineGenerator:
         end = await self.complete(context, params, hear, text.constraint)
         self.output_token_cache.put_answer(context, end)
         context.tokens.generated(end.token_ids, end.text)
-        return self._generated(end, params, text.finish(end.text))
+        notation = text.finish(end.text)
+        reply = read_reply(notation)
+        if reply.tool_calls:
+            context.tokens.called(reply.message())
+        return self._generated(end, params, notation)
 
     async def generate(
         self,

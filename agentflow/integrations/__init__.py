@@ -12,6 +12,7 @@ from agentflow.integrations.client import (
     connection_through,
     connection_to,
 )
+from agentflow.language.typed.replies import read_reply
 from agentflow.language.typed.tools import spec_of
 from agentflow.protocol.chat import (
     Arguments,
@@ -21,7 +22,6 @@ from agentflow.protocol.chat import (
     ToolChoice,
     ToolSpec,
     hoisted,
-    read_reply,
 )
 from agentflow.protocol.events import TopLogprobs
 from agentflow.protocol.ops import Objective

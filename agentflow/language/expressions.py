@@ -2,7 +2,7 @@
 sums of these.
 
 ``Expression`` is the base. An expression is inert: a state turns it into ops when it is appended
-(``recorder.Recorder``). ``select``, ``system``, ``user``, ``assistant``, ``tool``, ``image`` and
+(``recorder.Recorder``). ``select``, ``system``, ``user``, ``assistant``, ``tool_result``, ``image`` and
 ``conversation`` check their arguments and make expressions; ``gen`` and ``reply`` are in ``gen``.
 """
 
@@ -12,15 +12,16 @@ import base64
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar, get_args
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, get_args
 
 import msgspec
 
 from agentflow.errors import BadArgument, faults_of
 from agentflow.language.markers import MARKERS
-from agentflow.language.typed.tools import Tool, spec_of
+from agentflow.language.typed.replies import Message, read_message
+from agentflow.language.typed.tools import Tool, ToolCall, spec_of
 from agentflow.language.typed.values import ValueType
-from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolChoice, ToolSpec
+from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.op_table import check_types
 from agentflow.protocol.ops import Role, SelectMethod, check_choices
 from agentflow.protocol.sampling import SamplingParams
@@ -63,11 +64,19 @@ class Sequence_(Expression):
         self.parts: tuple[Appendable, ...] = tuple(flat)
 
 
+class Offer(NamedTuple):
+    """The tools that a reply may call."""
+
+    tools: tuple[ToolSpec, ...]
+    choice: ToolChoice
+
+
 class GenExpression(Expression, Generic[ValueT]):
     """A generation into variable ``name``. ``s[expression]`` is that variable, with its type. With
-    ``max_retries``, an invalid value is generated again."""
+    ``max_retries``, an invalid value is generated again. ``offer``: None for a reply that may call the tools
+    of the reply before it."""
 
-    __slots__ = ("max_retries", "name", "params", "timeout_s", "value_type")
+    __slots__ = ("max_retries", "name", "offer", "params", "timeout_s", "value_type")
 
     def __init__(
         self,
@@ -76,12 +85,14 @@ class GenExpression(Expression, Generic[ValueT]):
         value_type: ValueType,
         timeout_s: float | None = None,
         max_retries: int = 0,
+        offer: Offer | None = None,
     ) -> None:
         self.name = name
         self.params = params
         self.value_type = value_type
         self.timeout_s = timeout_s
         self.max_retries = max_retries
+        self.offer = offer
 
 
 class SelectExpression(Expression):
@@ -96,13 +107,14 @@ class SelectExpression(Expression):
 
 
 class RoleExpression(Expression):
-    """A turn of a conversation."""
+    """A turn of a conversation. ``call``: the one that a tool's turn answers."""
 
-    __slots__ = ("parts", "role")
+    __slots__ = ("call", "parts", "role")
 
-    def __init__(self, role: Role, parts: tuple[Appendable, ...]) -> None:
+    def __init__(self, role: Role, parts: tuple[Appendable, ...], call: ToolCall | None = None) -> None:
         self.role: Role = role
         self.parts = parts
+        self.call = call
 
 
 class ImageExpression(Expression):
@@ -182,12 +194,14 @@ def assistant(*parts: Appendable) -> RoleExpression:
     return RoleExpression("assistant", parts)
 
 
-def tool(*parts: Appendable) -> RoleExpression:
-    """A turn with the result of a tool.
+def tool_result(*parts: Appendable, call: ToolCall | None = None) -> RoleExpression:
+    """A turn with the result of a tool. ``call``: the call that it answers, whose id some models need.
 
-    >>> s += af.tool(json.dumps({"temperature": 12}))
+    >>> s += af.tool_result(json.dumps({"temperature": 12}))
     """
-    return RoleExpression("tool", parts)
+    if call is not None and not isinstance(call, ToolCall):
+        raise BadArgument(f"tool_result: call must be an af.ToolCall, not {call!r}")
+    return RoleExpression("tool", parts, call)
 
 
 def not_appendable(item: object) -> BadArgument:
@@ -275,53 +289,20 @@ def conversation(
     Plants turn light into sugar.
     """
     checked = tuple(
-        [_message(message) for message in tuple_of(messages, "conversation", "messages", "messages")]
+        [read_message(message) for message in tuple_of(messages, "conversation", "messages", "messages")]
     )
-    given = tuple_of(tools, "conversation", "tools", "functions or schemas")
+    offered = offer(tools, choice, parallel=parallel, where="conversation")
+    whole = Conversation(checked, offered.tools, offered.choice)
+    check_types(whole)
+    return ConversationExpression(whole.check())
+
+
+def offer(tools: Sequence[Tool | ToolSpec], choice: str | ToolChoice, *, parallel: bool, where: str) -> Offer:
+    """The tools and the choice among them. ``BadArgument``, which begins with ``where``."""
+    given = tuple_of(tools, where, "tools", "functions or schemas")
     with faults_of("tools"):
         specs = tuple([tool if isinstance(tool, ToolSpec) else spec_of(tool) for tool in given])
     if not isinstance(choice, ToolChoice):
         choice = ToolChoice(choice) if choice in _MODES else ToolChoice("required", choice)  # type: ignore[arg-type]
         choice = msgspec.structs.replace(choice, parallel=parallel)
-    whole = Conversation(checked, specs, choice)
-    check_types(whole)
-    return ConversationExpression(whole.check())
-
-
-class _Function(msgspec.Struct):
-    name: str
-    arguments: str
-
-
-class _Call(msgspec.Struct):
-    id: str
-    function: _Function
-
-
-class _OpenAIMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """A message in the format of OpenAI's API, text only."""
-
-    role: str
-    content: str | None = None
-    tool_calls: list[_Call] | None = None
-    tool_call_id: str | None = None
-    name: str | None = None
-
-
-def _message(message: object) -> Message:
-    if not isinstance(message, Message):
-        try:
-            given = msgspec.convert(message, _OpenAIMessage)
-        except ValueError as error:  # also for a lone surrogate in a name
-            raise BadArgument(
-                f"conversation: {message!r:.200} is not a message: {error}", param="messages"
-            ) from None
-        calls = [CalledTool(c.id, c.function.name, c.function.arguments) for c in given.tool_calls or ()]
-        message = Message(
-            given.role,
-            given.content or "",
-            tool_calls=tuple(calls),
-            tool_call_id=given.tool_call_id,
-            name=given.name,
-        )
-    return message
+    return Offer(specs, choice)

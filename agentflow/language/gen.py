@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any, Final, Literal, TypedDict, TypeVar, Unpack, get_args, overload
 
 from agentflow.errors import BadArgument
-from agentflow.language.expressions import GenExpression, check_name, tuple_of
+from agentflow.language.expressions import GenExpression, check_name, offer, tuple_of
+from agentflow.language.typed.replies import Reply, read_reply
 from agentflow.language.typed.tags import Tag, Tagged, tagged_type
 from agentflow.language.typed.tools import Tool, ToolCall
 from agentflow.language.typed.values import ValueType, refuse_several, value_type
-from agentflow.protocol.chat import Reply, read_reply
+from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Whitespace
 from agentflow.protocol.ops import check_timeout
 from agentflow.protocol.sampling import SamplingParams, is_whole
@@ -232,18 +233,25 @@ def _bias_pairs(biases: Mapping[int, float] | None) -> tuple[tuple[int, float], 
 def reply(
     name: str,
     *,
+    tools: Sequence[Tool | ToolSpec] | None = None,
+    choice: str | ToolChoice = "auto",
+    parallel: bool = True,
     regex: str | None = None,
     schema: Any = None,
     choices: Sequence[str] | None = None,
     grammar: str | None = None,
     **options: Unpack[JsonOptions],
 ) -> GenExpression[Reply]:
-    """The assistant's reply to an ``af.conversation``, as variable ``name``: prose, and calls of the
-    conversation's tools in the model's own notation. Calls are valid under the schemas of their tools. A
-    reply that ``max_tokens`` truncated is a value too; its last call may be incomplete.
+    """The assistant's reply, as variable ``name``: prose, and tool calls in the model's own notation. A reply
+    that ``max_tokens`` truncated is a value too; its last call may be incomplete.
 
-    A reply is a whole turn: it ends the assistant's turn that the conversation began, and begins and ends one
+    A reply is a whole turn: it ends the assistant's turn that a conversation began, and begins and ends one
     of its own outside a turn. In a turn that the program opened itself, the program ends it.
+
+    ``tools``: functions with annotated parameters, or schemas, that the model may call, under their schemas.
+    The chat template describes them to the model. ``None``: those of the reply before, or of the
+    conversation. ``choice``: whether the reply calls them: ``"auto"``, ``"required"``, ``"none"``, or the
+    name of the tool that it must call. ``parallel``: whether it may call several. ``af.act`` runs the calls.
 
     ``regex``, ``schema``, ``choices`` and ``grammar`` constrain a reply that calls no tool. The reply is then
     either calls alone, or such a text. The other parameters are those of ``gen``.
@@ -253,10 +261,8 @@ def reply(
     one before. In ``s.messages()`` the calls are the ``tool_calls`` of the turn.
 
     >>> async with flow.state() as s:
-    ...     s += af.conversation(
-    ...         [{"role": "user", "content": "What is the weather in Oslo?"}], tools=[weather]
-    ...     )
-    ...     answer = af.reply("answer")
+    ...     s += af.user("What is the weather in Oslo?")
+    ...     answer = af.reply("answer", tools=[weather])
     ...     s += answer
     ...     async for reply in s[answer].partials():
     ...         print(reply.text, reply.tool_calls)
@@ -276,4 +282,8 @@ def reply(
         )
     generation = gen(name, **arguments)
     kind = replace(generation.value_type, shown="reply", read=read_reply, comes_in_parts=False, is_reply=True)
-    return GenExpression(name, generation.params, kind, generation.timeout_s)
+    offered = None
+    if tools is not None or choice != "auto" or not parallel:
+        offered = offer(tools or (), choice, parallel=parallel, where="reply")
+        Conversation((), *offered).check()
+    return GenExpression(name, generation.params, kind, generation.timeout_s, offer=offered)

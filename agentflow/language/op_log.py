@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import anyio
 
 from agentflow.errors import BacklogFull, ConcurrentAppend
-from agentflow.language.expressions import Expression
-from agentflow.protocol.chat import CalledTool
+from agentflow.language.expressions import Expression, Offer
+from agentflow.language.typed.tools import ToolCall
 
 MAX_IN_FLIGHT = 10_000
 
@@ -207,7 +207,7 @@ class TurnEnds(NamedTuple):
 class ToolCalls(NamedTuple):
     """The turn calls tools: the given ones, or those of a variable that holds a reply."""
 
-    source: tuple[CalledTool, ...] | Expression
+    source: tuple[ToolCall, ...] | Expression
 
 
 Content = str | Expression
@@ -226,7 +226,8 @@ class Transcript:
     """The texts, variables, images and tool calls of a state, and where its turns begin and end. Append-only.
 
     A fork's transcript continues its parent's without a copy. ``open_role``: the role of the open turn.
-    ``closes_with_reply``: the turn ends with the next reply, because the program did not open it itself."""
+    ``closes_with_reply``: the turn ends with the next reply, because the program did not open it itself.
+    ``offer``: the tools that replies may call."""
 
     def __init__(self, parent: Transcript | None = None) -> None:
         self._parent = parent
@@ -234,12 +235,16 @@ class Transcript:
         self._entries: list[Entry] = []
         self.open_role: str | None = parent.open_role if parent is not None else None
         self.closes_with_reply: bool = parent is not None and parent.closes_with_reply
+        self.offer: Offer | None = parent.offer if parent is not None else None
 
-    def extend(self, entries: Sequence[Entry], open_role: str | None, closes_with_reply: bool) -> None:
+    def extend(
+        self, entries: Sequence[Entry], open_role: str | None, closes_with_reply: bool, offer: Offer | None
+    ) -> None:
         """Appends the entries, after which the turn of ``open_role`` is open."""
         self._entries += entries
         self.open_role = open_role
         self.closes_with_reply = closes_with_reply
+        self.offer = offer
 
     @property
     def is_empty(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from agentflow.protocol.chat import CalledTool
+from agentflow.language.typed.tools import ToolCall
 from agentflow.protocol.events import Usage
 
 
@@ -41,7 +41,7 @@ class VariableDone(msgspec.Struct, frozen=True):
     value: str
     finish_reason: str
     usage: Usage
-    tool_calls: tuple[CalledTool, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class RunDone(msgspec.Struct, frozen=True):

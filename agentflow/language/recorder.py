@@ -18,6 +18,7 @@ from agentflow.language.expressions import (
     Expression,
     GenExpression,
     ImageExpression,
+    Offer,
     RoleExpression,
     SelectExpression,
     Sequence_,
@@ -26,6 +27,8 @@ from agentflow.language.expressions import (
 from agentflow.language.markers import MARKERS
 from agentflow.language.op_log import WRITTEN, Entry, ToolCalls, TurnBegins, TurnEnds
 from agentflow.language.run import StateNode, VariableNode
+from agentflow.language.typed.replies import calls_of
+from agentflow.language.typed.tools import ToolCall
 from agentflow.language.typed.values import TEXT, ValueType
 from agentflow.language.validation import attempt_op, generate_valid
 from agentflow.language.variable import Reference, Variable, target_of
@@ -62,6 +65,7 @@ class Recorder:
         self._entries: list[Entry] = []
         self._open_role = state.transcript.open_role
         self._closes_with_reply = state.transcript.closes_with_reply
+        self._offer = state.transcript.offer
         self._num_gens = 0
         self._text: list[str | ops.Ref] = []
         self._validated: list[_Validated] = []
@@ -74,7 +78,7 @@ class Recorder:
         state.submit(self._ops, num_expected=len(self._validated))
         for written in WRITTEN.get():
             written[id(state)] = state
-        state.transcript.extend(self._entries, self._open_role, self._closes_with_reply)
+        state.transcript.extend(self._entries, self._open_role, self._closes_with_reply, self._offer)
         for node, is_gen, index in self._declared:
             num_ops = self._num_done_with(index)
             state.num_gens += is_gen
@@ -116,7 +120,7 @@ class Recorder:
                 var_id = self._append_variable(item.name, TEXT).id
                 self.put(ops.Select(state_id, var_id, item.name, item.choices, item.method))
             case RoleExpression():
-                self.begin(item.role)
+                self.begin(item.role, item.call)
                 for part in item.parts:
                     self.add(part)
                 self.end()
@@ -134,15 +138,16 @@ class Recorder:
         self._flush()
         self._ops.append(op)
 
-    def begin(self, role: ops.Role) -> None:
-        """Begins a turn."""
+    def begin(self, role: ops.Role, call: ToolCall | None = None) -> None:
+        """Begins a turn. ``call``: the one that a tool's turn answers."""
         if self._open_role is not None:
             raise BadArgument(
                 f"a {role} turn cannot stand inside another turn: the {self._open_role} turn is open"
             )
         self._open_role, self._closes_with_reply = role, False
-        self._entries.append(TurnBegins(role))
-        self.put(ops.Begin(self._state.id, role))
+        answered = (None, None) if call is None else (call.id or None, call.name)
+        self._entries.append(TurnBegins(role, *answered))
+        self.put(ops.Begin(self._state.id, role, *answered))
 
     def end(self) -> None:
         """Ends the open turn."""
@@ -202,11 +207,12 @@ class Recorder:
             arguments = [call.arguments for call in message.tool_calls]
             MARKERS.reject([message.content, *arguments], "conversation: a message")
             self._entries += [TurnBegins(message.role, message.tool_call_id, message.name), message.content]
-            self._entries += [ToolCalls(message.tool_calls)] if message.tool_calls else []
+            self._entries += [ToolCalls(calls_of(message.tool_calls))] if message.tool_calls else []
             self._entries.append(TurnEnds())
         last = conversation.messages[-1].role if conversation.messages else ""
         self._entries[-1:] = [] if last == "assistant" else [TurnEnds(), TurnBegins("assistant")]
         self._open_role, self._closes_with_reply = "assistant", True
+        self._offer = Offer(conversation.tools, conversation.choice)
         self.put(ops.Converse(self._state.id, conversation))
 
     def _generate(self, item: GenExpression[Any]) -> None:
@@ -218,6 +224,9 @@ class Recorder:
             return
         is_reply = item.value_type.is_reply
         if is_reply:
+            if item.offer is not None and item.offer != self._offer:
+                self._offer = item.offer
+                self.put(ops.Tools(self._state.id, *item.offer))
             self._begin_reply(item.name)
         node = self._append_variable(item.name, item.value_type, is_gen=True)
         if is_reply:

@@ -18,9 +18,11 @@ from agentflow.language.cancellation import CauseFirst, cancelled
 from agentflow.language.link import Link
 from agentflow.language.op_log import InFlight, LineTable, ProgramLine, SingleWriter, Transcript, calling_line
 from agentflow.language.program_events import TextDelta, VariableDone
+from agentflow.language.typed.replies import calls_of
+from agentflow.language.typed.tools import ToolCall
 from agentflow.language.typed.values import TEXT, ValueType
 from agentflow.protocol import ops
-from agentflow.protocol.chat import CalledTool, ReplySoFar
+from agentflow.protocol.chat import ReplySoFar
 from agentflow.protocol.events import ErrorInfo, Usage, Value
 from agentflow.protocol.ops import derived_seed, place_of, run_of
 
@@ -424,9 +426,11 @@ class VariableNode:
         return self.notation if self._reply is None else self._reply.follow(self.notation).text
 
     @property
-    def tool_calls(self) -> tuple[CalledTool, ...]:
+    def tool_calls(self) -> tuple[ToolCall, ...]:
         """The tool calls of a reply so far."""
-        return () if self._reply is None else self._reply.follow(self.notation).now().tool_calls
+        if self._reply is None:
+            return ()
+        return calls_of(self._reply.follow(self.notation).now().tool_calls)
 
     @property
     def reply(self) -> ReplySoFar | None:

@@ -27,10 +27,11 @@ from agentflow.language.expressions import (
 from agentflow.language.op_log import Content, ProgramLine, TurnContent, calling_line
 from agentflow.language.recorder import Recorder
 from agentflow.language.run import EventStream, Path, StateNode, VariableNode
+from agentflow.language.typed.replies import Message
+from agentflow.language.typed.tools import ToolCall
 from agentflow.language.typed.values import TEXT, ValueType
 from agentflow.language.variable import Reference, Variable, target_of, text_of
 from agentflow.protocol import ops
-from agentflow.protocol.chat import CalledTool, Message
 from agentflow.protocol.ops import Objective, ReadWhat, Role
 from agentflow.protocol.sampling import is_whole
 from agentflow.runtime.limits import limit_op
@@ -115,8 +116,11 @@ class State:
         """
         if role not in get_args(Role):
             raise BadArgument(f"begin({role!r}): a turn is one of {', '.join(get_args(Role))}")
+        self._begin(role)
+
+    def _begin(self, role: Role, call: ToolCall | None = None) -> None:
         recorder = self._recorder()
-        recorder.begin(role)
+        recorder.begin(role, call)
         recorder.submit()
 
     def end(self) -> None:
@@ -157,13 +161,13 @@ class State:
         """
         return Turn(self, "assistant")
 
-    def tool(self) -> Turn:
-        """A tool's turn around a block.
+    def tool_result(self, call: ToolCall | None = None) -> Turn:
+        """A turn around a block, with the result of a tool. ``call``: the call that it answers.
 
-        >>> async with s.tool():
+        >>> async with s.tool_result():
         ...     s += weather("Oslo")
         """
-        return Turn(self, "tool")
+        return Turn(self, "tool", call)
 
     def set(self, name: str, value: str | Reference[Any] | Sequence_) -> Variable[str]:
         """A variable with a text of the program's own, which is not appended to the state. ``value`` may
@@ -411,12 +415,13 @@ class Turn:
     """Begins a turn on entering and ends it on leaving. An exception leaves the turn open, because the state
     is not a conversation any more."""
 
-    def __init__(self, state: State, role: Role) -> None:
+    def __init__(self, state: State, role: Role, call: ToolCall | None = None) -> None:
         self._state = state
         self._role: Role = role
+        self._call = call
 
     async def __aenter__(self) -> State:
-        self._state.begin(self._role)
+        self._state._begin(self._role, self._call)
         return self._state
 
     async def __aexit__(
@@ -563,12 +568,10 @@ def _at(line: ProgramLine | None) -> str:
 async def _message_of(turn: TurnContent) -> Message:
     begin, content = turn.begin, "".join([await _text_of(part) for part in turn.content])
     calls = [call for calls in turn.calls for call in await _tool_calls(calls.source)]
-    return Message(
-        begin.role, content, tool_calls=tuple(calls), tool_call_id=begin.tool_call_id, name=begin.name
-    )
+    return Message(begin.role, content, tuple(calls), begin.tool_call_id, begin.name)
 
 
-async def _tool_calls(source: tuple[CalledTool, ...] | Expression) -> tuple[CalledTool, ...]:
+async def _tool_calls(source: tuple[ToolCall, ...] | Expression) -> tuple[ToolCall, ...]:
     if isinstance(source, tuple):
         return source
     assert isinstance(source, Variable)

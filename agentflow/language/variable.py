@@ -21,10 +21,11 @@ from agentflow.language.markers import MARKERS
 from agentflow.language.op_log import calling_line
 from agentflow.language.partial_value import NothingYet, partial_value
 from agentflow.language.run import FIRST_MAPPED, Path, VariableNode
+from agentflow.language.typed.replies import Reply, reply_of
 from agentflow.language.typed.tags import Tagged
+from agentflow.language.typed.tools import ToolCall
 from agentflow.language.typed.values import warn_of_length
 from agentflow.protocol import ops
-from agentflow.protocol.chat import CalledTool, Reply
 from agentflow.protocol.events import ErrorInfo, TopLogprobs, Usage, Value
 from agentflow.protocol.transform import Transform, TransformName, apply_in_turn, check_transforms
 
@@ -324,7 +325,7 @@ class Variable(Reference[ValueT_co]):
         return self._node.text
 
     @property
-    def tool_calls(self) -> tuple[CalledTool, ...]:
+    def tool_calls(self) -> tuple[ToolCall, ...]:
         """The tool calls of a reply so far; empty for any other variable.
 
         >>> s["answer"].tool_calls
@@ -487,7 +488,7 @@ class Variable(Reference[ValueT_co]):
             return json.loads(node.notation) if is_whole else partial_value(node.notation)
         if node.reply is None:
             return node.notation
-        if (reply := node.reply.now()) == Reply("") and not is_whole:
+        if (reply := reply_of(node.reply.now())) == Reply("") and not is_whole:
             raise NothingYet("the reply is empty so far")
         return reply
 

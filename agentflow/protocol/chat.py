@@ -35,12 +35,7 @@ class ToolSpec(msgspec.Struct, frozen=True):
 
 
 class CalledTool(msgspec.Struct, frozen=True):
-    """A tool call in an assistant message. ``arguments``: a JSON object, as text.
-
-    >>> call = af.CalledTool("call_1", "weather", '{"city": "Oslo"}')
-    >>> json.loads(call.arguments)
-    {'city': 'Oslo'}
-    """
+    """A tool call in an assistant message. ``arguments``: a JSON object, as text."""
 
     id: str
     name: str
@@ -49,12 +44,7 @@ class CalledTool(msgspec.Struct, frozen=True):
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One turn of a conversation. ``generated``: a model wrote some of it. ``tool_calls``: of an assistant
-    message. ``tool_call_id``: the call that a ``tool`` message answers, of the tool ``name``.
-
-    >>> question = af.Message("user", "What do plants do?")
-    >>> async with flow.state() as s:
-    ...     s += af.conversation([question]) + af.gen("answer")
-    """
+    message. ``tool_call_id``: the call that a ``tool`` message answers, of the tool ``name``."""
 
     role: str
     content: str
@@ -62,21 +52,6 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_calls: tuple[CalledTool, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The message in the format of OpenAI's API, which ``af.conversation`` accepts too.
-
-        >>> af.Message("tool", "12 degrees", tool_call_id="call_1").as_dict()
-        {'role': 'tool', 'content': '12 degrees', 'tool_call_id': 'call_1'}
-        """
-        shown: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.tool_calls:
-            shown["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-                for c in self.tool_calls
-            ]
-        named = {"tool_call_id": self.tool_call_id, "name": self.name}
-        return shown | {key: value for key, value in named.items() if value is not None}
 
 
 class ToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -154,25 +129,13 @@ Piece: TypeAlias = TextPiece | CallBegun | Arguments
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """A reply of the assistant: its prose, and its tool calls.
-
-    >>> async with flow.state() as s:
-    ...     s += af.conversation([{"role": "user", "content": "What do plants do?"}])
-    ...     s += af.reply("answer")
-    ...     answer = await s["answer"]
-    >>> answer.text, answer.tool_calls
-    ('Plants turn light into sugar.', ())
-    """
+    """A reply of the assistant: its prose, and its tool calls."""
 
     text: str
     tool_calls: tuple[CalledTool, ...] = ()
 
     def message(self) -> Message:
-        """The reply as a message, to continue the conversation.
-
-        >>> af.Reply("It is cold.").message().role
-        'assistant'
-        """
+        """The reply as a message, to continue the conversation."""
         return Message("assistant", self.text, generated=True, tool_calls=self.tool_calls)
 
 

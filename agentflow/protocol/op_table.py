@@ -23,6 +23,7 @@ import msgspec
 
 from agentflow.errors import AgentflowError, BadArgument, NotSupported, ProtocolError
 from agentflow.protocol import ops
+from agentflow.protocol.chat import Conversation, ToolSpec
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.transform import check_transforms, check_written
 
@@ -79,9 +80,13 @@ def _converse_bytes(op: ops.Converse) -> int:
         num_bytes += OP_BYTES + sys.getsizeof(message.content)
         for call in message.tool_calls:
             num_bytes += OP_BYTES + texts_bytes((call.id, call.name, call.arguments))
-    for tool in op.conversation.tools:
-        num_bytes += OP_BYTES + texts_bytes((tool.name, tool.description)) + _json_bytes(tool.parameters)
-    return num_bytes
+    return num_bytes + _tools_bytes(op.conversation.tools)
+
+
+def _tools_bytes(tools: Iterable[ToolSpec]) -> int:
+    return sum(
+        OP_BYTES + texts_bytes((tool.name, tool.description)) + _json_bytes(tool.parameters) for tool in tools
+    )
 
 
 def _json_bytes(value: object) -> int:
@@ -96,6 +101,15 @@ def _json_bytes(value: object) -> int:
         ]
         level = [part for parts in inner for part in parts]
     return num_bytes
+
+
+def _check_tools(op: ops.Tools) -> None:
+    Conversation((), op.tools, op.choice).check()
+
+
+def _check_begin(op: ops.Begin) -> None:
+    if op.role != "tool" and (op.tool_call_id is not None or op.name is not None):
+        raise BadArgument(f"begin: a {op.role} turn answers no tool call, only a tool turn does")
 
 
 def _check_gen(op: ops.Gen) -> None:
@@ -180,7 +194,18 @@ OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
         num_bytes=_converse_bytes,
         label=lambda op, names: f"conversation of {len(op.conversation.messages)} messages",
     ),
-    ops.Begin: _step(require=_require_roles, label=lambda op, names: f"{op.role}:"),
+    ops.Tools: _step(
+        check=_check_tools,
+        require=lambda op, capabilities: capabilities.require_conversations(),
+        num_bytes=lambda op: _tools_bytes(op.tools),
+        label=lambda op, names: f"tools {', '.join([tool.name for tool in op.tools])}",
+    ),
+    ops.Begin: _step(
+        check=_check_begin,
+        require=_require_roles,
+        num_bytes=lambda op: sys.getsizeof(op.tool_call_id) + sys.getsizeof(op.name),
+        label=lambda op, names: f"{op.role}:",
+    ),
     ops.End: _step(is_instant=True, require=_require_roles),
     ops.Gen: _step(
         outcome="generated",

@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 
 from agentflow.errors import AgentflowError, BadArgument, ProtocolError, faults_of
-from agentflow.protocol.chat import Conversation
+from agentflow.protocol.chat import FREE_CHOICE, Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import ErrorInfo
 from agentflow.protocol.sampling import MAX_INT, SamplingParams, is_number, is_whole
@@ -104,11 +104,23 @@ class Converse(_Op, frozen=True):
     conversation: Conversation
 
 
+class Tools(_Op, frozen=True):
+    """From now on, a ``Gen`` with ``reply`` may call these tools, which the chat template describes to the
+    model. They replace those of the state's conversation or of an earlier op."""
+
+    state: int
+    tools: tuple[ToolSpec, ...]
+    choice: ToolChoice = FREE_CHOICE
+
+
 class Begin(_Op, frozen=True):
-    """Opens a turn under the model's chat template."""
+    """Opens a turn under the model's chat template. ``tool_call_id`` and ``name``, of a ``tool`` turn: the
+    call that it answers and the tool."""
 
     state: int
     role: Role
+    tool_call_id: str | None = None
+    name: str | None = None
 
 
 class End(_Op, frozen=True):
@@ -278,6 +290,7 @@ Op = (
     | Text
     | Image
     | Converse
+    | Tools
     | Begin
     | End
     | Declaring

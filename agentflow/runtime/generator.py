@@ -11,7 +11,7 @@ from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
-from agentflow.protocol.chat import Conversation
+from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Capabilities, Stats, TopLogprobs, Usage
 from agentflow.protocol.sampling import SamplingParams
@@ -61,8 +61,11 @@ class Generator(Protocol[ContextT]):
     def fill(self, context: ContextT, text: str) -> None:
         """Appends text as content."""
 
-    def begin_role(self, context: ContextT, role: str) -> None:
-        """Opens a turn of the conversation."""
+    def begin_role(
+        self, context: ContextT, role: str, tool_call_id: str | None = None, name: str | None = None
+    ) -> None:
+        """Opens a turn of the conversation. ``tool_call_id``, ``name``: of the call that a ``tool`` turn
+        answers."""
 
     def end_role(self, context: ContextT) -> None:
         """Closes the turn."""
@@ -73,6 +76,9 @@ class Generator(Protocol[ContextT]):
     async def converse(self, context: ContextT, conversation: Conversation) -> None:
         """Begins the context with a conversation. Called only if ``capabilities.conversations``."""
 
+    async def offer_tools(self, context: ContextT, tools: tuple[ToolSpec, ...], choice: ToolChoice) -> None:
+        """Replaces the tools that replies may call. Called only if ``capabilities.conversations``."""
+
     async def reply(
         self,
         context: ContextT,
@@ -80,8 +86,8 @@ class Generator(Protocol[ContextT]):
         on_text: OnText,
         constraint: Constraint | None = None,
     ) -> Generated:
-        """As ``generate``, after ``converse``, but the text is the notation of a reply (``protocol.chat``),
-        which may call the conversation's tools. The constraint applies to replies without calls."""
+        """As ``generate``, but the text is the notation of a reply (``protocol.chat``), which may call the
+        tools of ``converse`` or ``offer_tools``. The constraint applies to replies without calls."""
 
     async def generate(
         self,

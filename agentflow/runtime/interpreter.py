@@ -34,7 +34,7 @@ from agentflow.errors import (
     incident,
 )
 from agentflow.protocol import ops
-from agentflow.protocol.chat import Conversation
+from agentflow.protocol.chat import Conversation, ToolSpec
 from agentflow.protocol.events import MAX_CAUSES, ErrorInfo, Event, StatsReply, Usage, Value
 from agentflow.protocol.op_table import (
     OP_BYTES,
@@ -441,9 +441,12 @@ class _OpExecution(Generic[ContextT]):
                 self._generator.fill(context, text)
             case ops.Converse():
                 await self._converse(state, context, op.conversation)
+            case ops.Tools():
+                state.reserve_text("", _num_chars_of(op.tools))
+                await self._generator.offer_tools(context, op.tools, op.choice)
             case ops.Begin():
                 state.reserve_text("", TURN_CHARS)
-                self._generator.begin_role(context, op.role)
+                self._generator.begin_role(context, op.role, op.tool_call_id, op.name)
             case ops.End():
                 self._generator.end_role(context)
             case ops.Gen():
@@ -471,7 +474,7 @@ class _OpExecution(Generic[ContextT]):
         for message in conversation.messages:
             called = sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
             state.reserve_text(message.content, TURN_CHARS + called)
-        state.reserve_text("", sum(len(msgspec.json.encode(tool)) for tool in conversation.tools))
+        state.reserve_text("", _num_chars_of(conversation.tools))
         await self._generator.converse(context, conversation)
 
     async def _fork(
@@ -534,6 +537,10 @@ class _OpExecution(Generic[ContextT]):
                 raise RunFailed(f"with its variables, this text has more than {MAX_OP_CHARS:,} characters")
             pieces.append(piece)
         return "".join(pieces)
+
+
+def _num_chars_of(tools: Sequence[ToolSpec]) -> int:
+    return sum(len(msgspec.json.encode(tool)) for tool in tools)
 
 
 def _complete(variable: VariableRecord, text: str, reason: str) -> None:

@@ -242,14 +242,14 @@ async def test_a_call_has_what_the_program_sent():
     assert (related.kind, related.choices, related.answer) == ("select", ("yes", "no"), "no")
     assert (first.kind, first.params.max_tokens, first.choices) == ("gen", 5, ())
     assert (why.params.stop, why.answer) == ((".",), "so. And so on")
-    user, assistant = "Is it about science? Leaves.", af.Message("assistant", "no", generated=True)
+    user, assistant = "Is it about science? Leaves.", af.Message("assistant", "no")
     assert first.messages == (
         af.Message("user", user),
         assistant,
         af.Message("user", "Judge its clarity."),
         af.Message("assistant", "It is "),
     )
-    assert why.messages[-1] == af.Message("assistant", "It is bad: ", generated=True)
+    assert why.messages[-1] == af.Message("assistant", "It is bad: ")
     assert backend.prompts[0] == f"<user>{user}</user><assistant>" == related
     assert "'judgment'" in repr(first)
     assert "'bad'" in repr(first)
@@ -394,7 +394,7 @@ async def test_tool_calls_are_answers_of_a_reply(answer):
         assert [call.name for call in calls] == ["weather"] * num_calls
         assert len({call.id for call in calls}) == num_calls
         for _ in calls:
-            s += af.tool("rain")
+            s += af.tool_result("rain")
         s += af.reply("answer")
         assert (await s["answer"]).text == "It rains."
     first, second = backend.calls

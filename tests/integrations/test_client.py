@@ -26,7 +26,7 @@ from agentflow.integrations.client import (
 from agentflow.protocol.chat import Arguments, CallBegun, TextPiece
 
 ASKED = af.conversation([{"role": "user", "content": "Is it cold?"}])
-CALL = af.CalledTool("c1", "weather", '{"city": "Oslo"}')
+CALL = af.ToolCall("weather", {"city": "Oslo"}, "c1")
 
 
 class Backend:
@@ -73,7 +73,7 @@ def test_a_reply_comes_in_pieces_and_ends(connection):
         TextPiece("It"),
         TextPiece(" is."),
         CallBegun("c1", "weather"),
-        Arguments(CALL.arguments),
+        Arguments(CALL.text),
     ]
     assert isinstance(end, Answer)
     assert (end.index, end.model, end.finish_reason, end.usage.output_tokens) == (0, "scripted", "eos", 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Annotated, Any
 
 import msgspec
@@ -13,13 +12,13 @@ from support.observed_backends import Unbatched
 
 import agentflow as af
 from agentflow.protocol import ops
-from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
+from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolChoice, ToolSpec
 
 pytestmark = pytest.mark.anyio
 
 ASKED = [{"role": "user", "content": "Is it cold in Oslo?"}]
-CALL = af.CalledTool("call_1", "weather", '{"city": "Oslo"}')
-CALLED = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": CALL.arguments}}
+CALL = af.ToolCall("weather", {"city": "Oslo"}, "call_1")
+CALLED = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": CALL.text}}
 LATER = [
     *ASKED,
     {"role": "assistant", "content": None, "tool_calls": [CALLED]},
@@ -44,12 +43,20 @@ def scripted(*answers: object) -> af.Session:
 
 
 def test_openai_messages_are_converted():
-    assert written(*LATER).messages == (
-        af.Message("user", "Is it cold in Oslo?"),
-        af.Message("assistant", "", tool_calls=(CALL,)),
-        af.Message("tool", "3 degrees", tool_call_id="call_1"),
+    called = CalledTool("call_1", "weather", '{"city": "Oslo"}')
+    sent = (
+        Message("user", "Is it cold in Oslo?"),
+        Message("assistant", "", tool_calls=(called,)),
+        Message("tool", "3 degrees", tool_call_id="call_1"),
     )
-    assert written(af.Message("system", "Be brief.")).messages == (af.Message("system", "Be brief."),)
+    assert written(*LATER).messages == sent
+    assert written(af.Message("system", "Be brief.")).messages == (Message("system", "Be brief."),)
+    as_messages = [
+        af.Message("user", "Is it cold in Oslo?"),
+        af.Message("assistant", "", (CALL,)),
+        af.Message("tool", "3 degrees", tool_call_id="call_1"),
+    ]
+    assert written(*as_messages).messages == sent
 
 
 def test_tools_are_functions_schemas_or_specs():
@@ -131,7 +138,7 @@ async def test_a_reply_has_a_text_and_tool_calls():
         s += af.conversation(ASKED, tools=[weather]) + af.reply("answer")
         reply = await s["answer"]
         assert (reply.text, reply.tool_calls) == ("I look.", (CALL,))
-        assert reply.message() == af.Message("assistant", "I look.", generated=True, tool_calls=(CALL,))
+        assert reply.message() == af.Message("assistant", "I look.", (CALL,))
     assert prompts == ["<user>Is it cold in Oslo?</user><assistant>"]
 
 
@@ -146,7 +153,7 @@ async def test_replies_and_results_of_tools_take_turns_on_one_state():
 
     async with af.session(backend=af.Scripted(script)) as flow, flow.state() as s:
         s += af.conversation(ASKED, tools=[weather]) + af.reply("first")
-        s += af.tool("3 degrees") + af.reply("second")
+        s += af.tool_result("3 degrees") + af.reply("second")
         await s
         messages = await s.messages()
     assert prompts[1].startswith(prompts[0])
@@ -254,7 +261,7 @@ async def test_messages_with_tool_calls_begin_another_state():
         af.Message("assistant", "", tool_calls=(CALL,)).as_dict(),
         {"role": "tool", "content": "-3", "tool_call_id": CALL.id, "name": "weather"},
     ]
-    other = af.CalledTool("call_2", "weather", '{"city": "Bergen"}')
+    other = af.ToolCall("weather", {"city": "Bergen"}, "call_2")
     async with scripted(af.Reply("And there?", (other,)), "x") as flow, flow.state() as s:
         s += af.conversation(messages, tools=[weather]) + af.reply("answer")
         s += af.user("So: ", s["answer"])  # a text, not its calls
@@ -300,12 +307,11 @@ async def test_an_agent_loop_answers_tool_calls():
             if not reply.tool_calls:
                 break
             for call in reply.tool_calls:
-                result = weather(**json.loads(call.arguments))
+                result = weather(**call.arguments)
                 messages.append(af.Message("tool", result, tool_call_id=call.id))
     assert reply.text == "Yes."
     assert prompts[1].endswith(
-        f"<assistant><call weather>{CALL.arguments}</call></assistant>"
-        "<tool>rain in Oslo for 1</tool><assistant>"
+        f"<assistant><call weather>{CALL.text}</call></assistant><tool>rain in Oslo for 1</tool><assistant>"
     )
 
 
@@ -368,11 +374,11 @@ async def test_a_conversation_must_be_the_first_append():
     ("op", "why"),
     [
         (
-            ops.Converse(1, Conversation((af.Message("judge", "x"),))),
+            ops.Converse(1, Conversation((Message("judge", "x"),))),
             "conversation: unknown role 'judge' (known: system, user, assistant, tool)",
         ),
         (
-            ops.Converse(1, Conversation((af.Message("user", "x", tool_calls=(CALL,)),))),
+            ops.Converse(1, Conversation((Message("user", "x", tool_calls=(CALL,)),))),
             "conversation: a user message cannot have tool calls, only an assistant's can",
         ),
     ],

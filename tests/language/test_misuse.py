@@ -383,7 +383,7 @@ async def test_inputs_of_a_graph_must_be_a_dict(inputs):
         lambda x: x.json(f"{x}"),
         lambda x: af.conversation([{"role": "user", "content": f"And {x}?"}]),
         lambda x: af.conversation(
-            [af.Message("assistant", "", tool_calls=(af.CalledTool("1", "f", f"{x}"),))]
+            [af.Message("assistant", "", tool_calls=(af.ToolCall("f", {}, text=f"{x}"),))]
         ),
     ],
 )

@@ -51,7 +51,7 @@ async def test_text_and_tags_are_in_order():
         af.Tagged(POINT, '{"x": 1}', Point(1.0)),
         af.Tagged(AGE, "12", "12"),
         ", or ",
-        af.Tagged(CALL, call, af.ToolCall("weather", {"city": "Oslo"}, weather)),
+        af.Tagged(CALL, call, af.ToolCall("weather", {"city": "Oslo"}, function=weather)),
     ]
     assert found[-1].value() == "rain in Oslo"
 

@@ -88,7 +88,7 @@ async def test_functions_are_called_with_arguments_of_their_types():
 async def test_a_partial_function_and_a_callable_object_are_tools():
     [first, second] = await called(
         [functools.partial(weather, unit="F"), Shop()],
-        {"name": "partial", "arguments": {"place": {"city": "Rome", "country": "IT"}}},
+        {"name": "weather", "arguments": {"place": {"city": "Rome", "country": "IT"}}},
         {"name": "Shop", "arguments": {"item": "nail"}},
     )
     assert (first(), second()) == ("Rome, IT: 20 F", "nail")
@@ -212,5 +212,5 @@ async def test_tools_over_the_wire(server):
         expression = af.gen("calls", tools=[weather, ORDER])
         s += 'say [{"name":"weather","arguments":{"place":{"city":"Köln"}}}]' + expression
         [call] = await s[expression]
-        s += af.tool(call())
+        s += af.tool_result(call())
         assert (await s.messages())[-1] == {"role": "tool", "content": "Köln, DE: 20 C"}

@@ -26,6 +26,9 @@ def answer(prompt: str) -> str:
     return f"so {zlib.crc32(prompt.encode()) % 1000}"
 
 
+NAMES = {"tool": "tool_result"}
+
+
 @pytest.mark.parametrize("role", ROLES)
 async def test_a_call_a_block_and_begin_and_end_make_the_same_turn(role):
     observed = Observed(af.Scripted(answer))
@@ -34,9 +37,9 @@ async def test_a_call_a_block_and_begin_and_end_make_the_same_turn(role):
         for way in range(3):
             async with flow.state() as s:
                 if way == 0:
-                    s += getattr(af, role)("a", af.gen("x"), "b")
+                    s += getattr(af, NAMES.get(role, role))("a", af.gen("x"), "b")
                 elif way == 1:
-                    async with getattr(s, role)() as inner:
+                    async with getattr(s, NAMES.get(role, role))() as inner:
                         assert inner is s
                         s += "a" + af.gen("x")
                         s += "b"
@@ -55,7 +58,7 @@ async def test_a_call_a_block_and_begin_and_end_make_the_same_turn(role):
 OPENINGS = {
     "begin": lambda s: s.begin("user"),
     "call": lambda s: s.add(af.user("x")),
-    "call in a sum": lambda s: s.add("a" + af.tool("x")),
+    "call in a sum": lambda s: s.add("a" + af.tool_result("x")),
     "call in a call": lambda s: s.add(af.system(af.user("x"))),
 }
 
@@ -70,7 +73,7 @@ async def test_turns_cannot_be_nested(how):
             with pytest.raises(af.BadArgument, match=r"inside another turn"):
                 OPENINGS[how](s)
             with pytest.raises(af.BadArgument, match="the assistant turn is open"):
-                async with s.tool():
+                async with s.tool_result():
                     raise AssertionError("entered")
             branch = s.fork(1)[0]
             num_ops += 1

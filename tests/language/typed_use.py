@@ -86,7 +86,7 @@ async def replies(s: af.State) -> None:
     assert_type(aiter(s[answer]), AsyncIterator[str])
     async for so_far in s[answer].partials():
         assert_type(so_far, af.Reply)
-        assert_type(so_far.tool_calls, tuple[af.CalledTool, ...])
+        assert_type(so_far.tool_calls, tuple[af.ToolCall, ...])
     async for text in s[af.gen("text")].partials():
         assert_type(text, str)
     s += af.conversation(await s.messages())

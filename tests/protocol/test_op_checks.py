@@ -31,7 +31,7 @@ BAD: dict[str, Callable[[af.Session, af.State], Any]] = {
     "a content": lambda flow, s: s.add(af.conversation([af.Message("user", None)])),  # type: ignore[arg-type]
     "a call": lambda flow, s: s.add(af.conversation([af.Message("assistant", "", tool_calls=("x",))])),  # type: ignore[arg-type]
     "a call's arguments": lambda flow, s: s.add(
-        af.conversation([af.Message("assistant", "", tool_calls=(af.CalledTool("c", "f", {}),))])  # type: ignore[arg-type]
+        af.conversation([af.Message("assistant", "", (af.ToolCall("f", {"x": object()}),))])
     ),
     "half a character": lambda flow, s: s.add(HALF),
     "half a character in a turn": lambda flow, s: s.add(af.conversation([af.Message("user", HALF)])),

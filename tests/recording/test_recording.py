@@ -230,7 +230,7 @@ async def test_the_command_shows_the_fork_tree(path):
 
 
 async def test_the_command_shows_replies(path):
-    said = af.Reply("It is cold.", (af.CalledTool("c1", "weather", '{"city": "Oslo"}'),))
+    said = af.Reply("It is cold.", (af.ToolCall("weather", {"city": "Oslo"}, "c1"),))
     async with af.session(backend=af.Scripted([said]), record=path) as flow, flow.state() as s:
         s += af.conversation([{"role": "user", "content": "?"}]) + af.reply("answer")
         await s

@@ -65,7 +65,7 @@ class Asked:
 
     def for_rest(self, rest: Rest) -> Asked:
         """Returns the call that generates the rest. The text before it is in the prefix cache."""
-        kept = [af.Message("assistant", rest.kept, generated=True)] if rest.kept else []
+        kept = [af.Message("assistant", rest.kept)] if rest.kept else []
         sampling = {name: value for name, value in self.sampling.items() if name not in _ONLY_WHOLE}
         sampling["max_tokens"] = MAX_TOKENS_TO_END
         return replace(

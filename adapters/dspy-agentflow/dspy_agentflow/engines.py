@@ -286,11 +286,7 @@ def _turns(message: lm15.Message) -> list[af.Message]:
             for part in message.parts_of(lm15.ToolResultPart)
         ]
     calls = tuple(
-        # In the format that constrained decoding generates, so that the cache finds the same tokens again.
-        [
-            af.CalledTool(part.id, part.name, json.dumps(part.input, ensure_ascii=False))
-            for part in message.parts_of(lm15.ToolCallPart)
-        ]
+        [af.ToolCall(part.name, part.input, part.id) for part in message.parts_of(lm15.ToolCallPart)]
     )
     role = "system" if message.role == "developer" else message.role
     return [af.Message(role, _text(role, message.parts), tool_calls=calls)]
@@ -314,7 +310,7 @@ def _response_of(answer: Answer) -> lm15.Response:
     """Converts a complete answer."""
     reply = read_reply(answer.text)
     parts: list[Any] = [lm15.TextPart(reply.text)] if reply.text or not reply.tool_calls else []
-    parts += [lm15.ToolCallPart(call.id, call.name, _read(call.arguments)) for call in reply.tool_calls]
+    parts += [lm15.ToolCallPart(call.id, call.name, _read(call.text)) for call in reply.tool_calls]
     return lm15.Response(
         id=None,
         model=answer.model,

@@ -191,10 +191,7 @@ def _choice(request: Mapping[str, Any], tools: list[ToolSpec], must_call: bool) 
 
 
 def _turn(message: Mapping[str, Any]) -> af.Message:
-    calls = [
-        af.CalledTool(call["id"], call["function"]["name"], _spaced(call["function"]["arguments"]))
-        for call in message.get("tool_calls") or ()
-    ]
+    calls = [_call(call["id"], **call["function"]) for call in message.get("tool_calls") or ()]
     role = "system" if message["role"] == "developer" else message["role"]
     return af.Message(
         role,
@@ -205,12 +202,12 @@ def _turn(message: Mapping[str, Any]) -> af.Message:
     )
 
 
-def _spaced(arguments: str) -> str:
-    """Formats arguments as constrained decoding does, so that the cache finds the same tokens again."""
+def _call(call_id: str, name: str, arguments: str) -> af.ToolCall:
     try:
-        return json.dumps(json.loads(arguments), ensure_ascii=False)
+        # Written again as constrained decoding does, so that the cache finds the same tokens again.
+        return af.ToolCall(name, json.loads(arguments), call_id)
     except ValueError:
-        return arguments
+        return af.ToolCall(name, {}, call_id, arguments)
 
 
 def _text(content: Any) -> str:
@@ -265,7 +262,7 @@ def _response_of(answers: Sequence[Answer]) -> Any:
 def _choice_of(index: int, answer: Answer) -> dict[str, Any]:
     reply = read_reply(answer.text)
     calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
         for call in reply.tool_calls
     ]
     reason = "length" if answer.finish_reason == "length" else "tool_calls" if calls else "stop"

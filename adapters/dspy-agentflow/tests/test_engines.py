@@ -17,14 +17,14 @@ from dspy_agentflow.lm import EngineSettings
 from scripts import Recorded
 
 import agentflow as af
-from agentflow.protocol.chat import CalledTool, Reply, ToolChoice
+from agentflow.protocol.chat import ToolChoice
 
 MODEL = "agentflow/some-model"
 WEATHER = lm15.FunctionTool(
     "weather", "Of a city.", {"type": "object", "properties": {"city": {"type": "string"}}}
 )
 CLOCK = lm15.FunctionTool("clock")
-CALL = Reply("I look.", (CalledTool("c1", "weather", '{"city": "Oslo"}'), CalledTool("c2", "clock", "{}")))
+CALL = af.Reply("I look.", (af.ToolCall("weather", {"city": "Oslo"}, "c1"), af.ToolCall("clock", {}, "c2")))
 
 
 def request_of(*messages: lm15.Message, **config: Any) -> lm15.Request:
@@ -65,7 +65,7 @@ def test_a_conversation_with_tools() -> None:
         af.Message("system", "Be brief."),
         af.Message("system", "Mind this."),
         af.Message("user", "Is it cold?"),
-        af.Message("assistant", "I look.", tool_calls=(CalledTool("c1", "weather", '{"city": "Malmö"}'),)),
+        af.Message("assistant", "I look.", tool_calls=(af.ToolCall("weather", {"city": "Malmö"}, "c1"),)),
         af.Message("tool", "cold", tool_call_id="c1", name="weather"),
         af.Message("tool", '{"at": 3}', tool_call_id="c2"),
     ]

@@ -14,7 +14,6 @@ from dspy_agentflow import AgentflowLM
 from scripts import answering, as_json, chat, scripted, settings_of
 
 import agentflow as af
-from agentflow.protocol.chat import CalledTool, Reply
 
 SUGAR = chat(answer="sugar")
 
@@ -268,7 +267,7 @@ def weather(city: Literal["Oslo", "Rome"]) -> str:
 
 @pytest.mark.skipif(dspy.__version__.startswith(("3.0.", "3.1.", "3.2.")), reason="DSPy asks LiteLLM")
 def test_native_tool_calls() -> None:
-    reply = Reply("", (CalledTool("c1", "weather", '{"city": "Oslo"}'),))
+    reply = af.Reply("", (af.ToolCall("weather", {"city": "Oslo"}, "c1"),))
     lm, model = scripted(lambda prompt: reply)
     with dspy.context(lm=lm, adapter=dspy.JSONAdapter()):
         found = dspy.Predict(Called)(question="Cold in Oslo?", tools=[dspy.Tool(weather)])
@@ -286,8 +285,8 @@ class CalledAndSaid(Called):
 @pytest.mark.skipif(dspy.__version__.startswith(("3.0.", "3.1.", "3.2.")), reason="DSPy asks LiteLLM")
 def test_calls_and_the_other_fields() -> None:
     """An adapter reads both from one answer: a form would leave no place for calls."""
-    call = CalledTool("c1", "weather", '{"city": "Oslo"}')
-    lm, model = scripted(lambda prompt: Reply('{"said": "I look."}', (call,)))
+    call = af.ToolCall("weather", {"city": "Oslo"}, "c1")
+    lm, model = scripted(lambda prompt: af.Reply('{"said": "I look."}', (call,)))
     with dspy.context(lm=lm, adapter=dspy.JSONAdapter()):
         found = dspy.Predict(CalledAndSaid)(question="Cold in Oslo?", tools=[dspy.Tool(weather)])
     assert found.said == "I look."

@@ -38,8 +38,8 @@ def _turn(message: BaseMessage) -> af.Message:
         case HumanMessage():
             return af.Message("user", text)
         case AIMessage():
-            calls = tuple([_call(call["id"], call["name"], call["args"]) for call in message.tool_calls])
-            return af.Message("assistant", text, tool_calls=calls)
+            calls = [af.ToolCall(call["name"], call["args"], call["id"] or "") for call in message.tool_calls]
+            return af.Message("assistant", text, tuple(calls))
         case ToolMessage():
             return af.Message("tool", text, tool_call_id=message.tool_call_id, name=message.name)
         case ChatMessage():
@@ -47,11 +47,6 @@ def _turn(message: BaseMessage) -> af.Message:
     raise af.BadArgument(
         f"messages of type {message.type!r} are not supported: use a ToolMessage for results"
     )
-
-
-def _call(call_id: str | None, name: str, arguments: dict[str, Any]) -> af.CalledTool:
-    # In the format that constrained decoding generates, so that the cache finds the same tokens again.
-    return af.CalledTool(call_id or "", name, json.dumps(arguments, ensure_ascii=False))
 
 
 def _text(message: BaseMessage) -> str:
@@ -81,9 +76,9 @@ def to_langchain(answer: Answer) -> AIMessage:
     reply = read_reply(answer.text)
     calls, invalid = [], []
     for call in reply.tool_calls:
-        arguments, why = _read(call.arguments)
+        arguments, why = _read(call.text)
         if why:
-            invalid.append(invalid_tool_call(name=call.name, args=call.arguments, id=call.id, error=why))
+            invalid.append(invalid_tool_call(name=call.name, args=call.text, id=call.id, error=why))
         else:
             calls.append(tool_call(name=call.name, args=arguments, id=call.id))
     return AIMessage(

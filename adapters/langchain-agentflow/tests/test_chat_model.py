@@ -78,7 +78,7 @@ def test_a_tool_choice_that_is_not_there_is_refused_at_once():
 @pytest.mark.parametrize("method", ["json_schema", "json_mode", "function_calling"])
 def test_structured_output_by_each_method(method):
     value = '{"setup": "Why?", "punchline": "So."}'
-    answer = af.Reply("", (af.CalledTool("c1", "Joke", value),)) if method == "function_calling" else value
+    answer = af.ToolCall("Joke", json.loads(value)) if method == "function_calling" else value
     model = on_script(lambda _: answer)
     assert model.with_structured_output(Joke, method=method).invoke("A joke.") == Joke(
         setup="Why?", punchline="So."

@@ -63,7 +63,7 @@ def test_an_agent_calls_its_tools_and_answers():
     def script(prompt: str) -> af.Reply:
         if "<tool>" in prompt:
             return af.Reply("It rains.")
-        return af.Reply("", (af.CalledTool("call_1", "weather", '{"city": "Oslo"}'),))
+        return af.Reply("", (af.ToolCall("weather", {"city": "Oslo"}, "call_1"),))
 
     agent = create_agent(ChatAgentflow(backend=af.Scripted(script)), [weather])
     *_, called, result, answer = agent.invoke({"messages": [("user", "What is the weather in Oslo?")]})[
@@ -80,7 +80,7 @@ def test_an_agent_that_ends_with_a_value():
     def script(prompt: str) -> af.Reply:
         if "<tool>" in prompt:
             return af.Reply('{"name": "Oslo", "people": 700000}')
-        return af.Reply("", (af.CalledTool("call_1", "weather", '{"city": "Oslo"}'),))
+        return af.Reply("", (af.ToolCall("weather", {"city": "Oslo"}, "call_1"),))
 
     agent = create_agent(ChatAgentflow(backend=af.Scripted(script)), [weather], response_format=City)
     told = agent.invoke({"messages": [("user", "How many people live where it rains?")]})

@@ -35,7 +35,7 @@ def test_each_kind_of_message_is_a_turn():
         af.Message(
             "assistant",
             "I look.",
-            tool_calls=(af.CalledTool("c1", "weather", '{"city": "Tromsø", "days": 2}'),),
+            tool_calls=(af.ToolCall("weather", {"city": "Tromsø", "days": 2}, "c1"),),
         ),
         af.Message("tool", "3 degrees", tool_call_id="c1"),
         af.Message("system", "Now."),
@@ -98,7 +98,7 @@ def test_what_is_no_text_is_refused(message, why):
 
 
 def test_an_answer_comes_with_its_calls_its_usage_and_its_reason():
-    answer = af.Reply("I look.", (af.CalledTool("c1", "weather", '{"city": "Oslo"}'),))
+    answer = af.Reply("I look.", (af.ToolCall("weather", {"city": "Oslo"}, "c1"),))
     said = ChatAgentflow(backend=af.Scripted([answer])).bind_tools([weather]).invoke("Is it cold?")
     assert said.content == "I look."
     assert said.tool_calls == [{"name": "weather", "args": {"city": "Oslo"}, "id": "c1", "type": "tool_call"}]
@@ -114,7 +114,7 @@ def test_an_answer_comes_with_its_calls_its_usage_and_its_reason():
 
 
 def test_a_call_that_was_cut_off_is_an_invalid_one():
-    answer = af.Reply("", (af.CalledTool("c1", "weather", '{"city": "Os'),))
+    answer = af.Reply("", (af.ToolCall("weather", {}, "c1", '{"city": "Os'),))
     said = ChatAgentflow(backend=af.Scripted([answer])).bind_tools([weather]).invoke("Is it cold?")
     assert said.tool_calls == []
     [call] = said.invalid_tool_calls
@@ -122,7 +122,7 @@ def test_a_call_that_was_cut_off_is_an_invalid_one():
 
 
 def test_the_last_chunk_is_marked_and_the_chunks_are_the_answer():
-    answer = af.Reply("I look it up.", (af.CalledTool("c1", "weather", '{"city": "Oslo"}'),))
+    answer = af.Reply("I look it up.", (af.ToolCall("weather", {"city": "Oslo"}, "c1"),))
     model = ChatAgentflow(backend=af.Scripted(lambda _: answer)).bind_tools([weather])
     chunks = list(model.stream("Is it cold?"))
     assert [chunk.chunk_position for chunk in chunks] == [None] * (len(chunks) - 1) + ["last"]

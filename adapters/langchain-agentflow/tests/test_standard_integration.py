@@ -78,7 +78,7 @@ class TestWit(OnAgentflow):
 def _agent(prompt: str) -> af.Reply:
     if "<tool>" in prompt:
         return af.Reply("It is sunny.")
-    return af.Reply("", (af.CalledTool("call_1", "get_weather", '{"location": "San Francisco, CA"}'),))
+    return af.Reply("", (af.ToolCall("get_weather", {"location": "San Francisco, CA"}, "call_1"),))
 
 
 for _name in dir(ChatModelIntegrationTests):

@@ -73,7 +73,7 @@ async def test_values_come_in_parts():
 
 @pytest.mark.parametrize("schema", [City, City.model_json_schema()], ids=["class", "dict"])
 def test_where_tools_are_called_there_is_no_value(schema):
-    model = saying(af.Reply("", (af.CalledTool("c", "weather", '{"city": "Oslo"}'),)))
+    model = saying(af.Reply("", (af.ToolCall("weather", {"city": "Oslo"}, "c"),)))
     asked = model.with_structured_output(schema, include_raw=True, tools=[weather])
     raw = asked.invoke("x")
     assert (raw["parsed"], raw["parsing_error"]) == (None, None)

@@ -12,12 +12,15 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
 
+from msgspec import structs
+
 from agentflow.engine.cache.radix_cache import num_common_ids
 from agentflow.engine.text.chat_layout import Layout, closed_untrusted_spans, lay_out
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.choices import EncodedChoices, encode_choices
 from agentflow.engine.text.detokenizer import Detokenizer
 from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.engine.text.tool_format import RESULT_BEGIN, RESULT_END
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.protocol.chat import Message, ToolSpec
 
@@ -35,13 +38,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One turn or, if ``role`` is None, text outside all turns. ``given``: the message of a turn that was
-    appended whole, with fields other than its content."""
+    """One turn or, if ``role`` is None, text outside all turns. ``given``: the fields of the turn's message
+    other than its content. ``called``: a reply that is this turn, with its tool calls."""
 
     role: str | None
     runs: tuple[Run, ...] = ()
     is_open: bool = False
     given: Message | None = None
+    called: Message | None = None
 
     @property
     def text(self) -> str:
@@ -51,9 +55,14 @@ class Part:
     def is_generated(self) -> bool:
         return any(run.ids is not None for run in self.runs)
 
-    def message(self) -> Message:
-        """The turn as the template receives it."""
-        return self.given or Message(self.role or "", self.text, self.is_generated)
+    def message(self, *, writes_calls: bool = False) -> Message:
+        """The turn as the template receives it. ``writes_calls``: a reply's tool calls as such, and not as
+        the text that was generated."""
+        if writes_calls and self.called is not None:
+            return self.called
+        if self.given is not None:
+            return structs.replace(self.given, content=self.text)
+        return Message(self.role or "", self.text, self.is_generated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +245,56 @@ def _end_of_turns(num_turns: int, layout: Layout, template: ChatTemplate, now: d
     )
 
 
+@dataclass(frozen=True, slots=True)
+class PlainTools:
+    """How a template without tools gets them; see ``TokenState.plain_tools``."""
+
+    description: str
+    has_system: bool
+
+    def shown(self, parts: Sequence[Part]) -> list[Part]:
+        """The parts with the description, and with results as turns of the user. Consecutive results, and the
+        user's text right after them, share a turn."""
+        shown: list[Part] = []
+        is_answering = False
+        for part in parts:
+            is_result, runs = part.role == "tool", part.runs
+            if is_result:
+                end = () if part.is_open else (Run(RESULT_END),)
+                part = Part("user", _merged((Run(RESULT_BEGIN), *runs, *end)), part.is_open)
+            if is_answering and part.role == "user":
+                runs = _merged((*shown[-1].runs, Run("\n"), *part.runs))
+                shown[-1] = replace(part, runs=runs)
+            else:
+                shown.append(part)
+            is_answering = is_result
+        if self.description:
+            self._describe(shown)
+        return shown
+
+    def _describe(self, shown: list[Part]) -> None:
+        first = next((number for number, part in enumerate(shown) if part.role is not None), len(shown))
+        part = shown[first] if first < len(shown) else None
+        if part is not None and part.role == "system":
+            said = f"\n\n{self.description}" if part.text else self.description
+            shown[first] = replace(part, runs=_merged((*part.runs, Run(said))))
+        elif self.has_system:
+            shown.insert(first, Part("system", (Run(self.description),)))
+        elif part is not None:
+            shown[first] = replace(part, runs=_merged((Run(f"{self.description}\n\n"), *part.runs)))
+
+
+def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """The same runs, with text that is to be encoded in one run where it is adjacent."""
+    merged: list[Run] = []
+    for run in runs:
+        if merged and run.ids is None and merged[-1].ids is None:
+            merged[-1] = Run(merged[-1].text + run.text)
+        else:
+            merged.append(run)
+    return tuple(merged)
+
+
 class TokenState:
     """Append-only. The template is rendered when ids are needed, not at every op: some templates reject an
     incomplete conversation (a system turn alone) and accept it with its next turn.
@@ -250,6 +309,9 @@ class TokenState:
         # Fixed, so that a template that shows the time does not rewrite the conversation later.
         self._now = datetime.now()
         self._tools: tuple[ToolSpec, ...] = ()
+        self._plain: PlainTools | None = None
+        # Found when the template rejects a reply whose calls are text.
+        self._writes_calls = False
         self._parts: list[Part] = []
         self._pending: list[str] = []
         self._layout: Layout | None = None
@@ -262,10 +324,16 @@ class TokenState:
         self.num_rerendered_tokens = 0
 
     def tools(self, specs: Sequence[ToolSpec]) -> None:
-        """Sets the tools that the template describes. ``BadArgument`` after the first turn."""
-        if any(part.role is not None for part in self._parts):
-            raise BadArgument("tools must be set before the first turn: begin a new state")
-        self._tools = tuple(specs)
+        """Sets the tools that the template describes, in place of earlier ones. If turns came before, their
+        ids may change."""
+        if self._tools != (specs := tuple(specs)):
+            self._tools, self._layout = specs, None
+            self._has_changed()
+
+    def plain_tools(self, description: str, *, has_system: bool) -> None:
+        """For a template without tools: from now on, ``description`` stands in the system turn (in the first
+        turn, unless ``has_system``), and results of tools are turns of the user."""
+        self._plain = PlainTools(description, has_system)
         self._has_changed()
 
     def turn(self, message: Message) -> None:
@@ -282,8 +350,9 @@ class TokenState:
             self._pending.append(s)
             self._has_changed()
 
-    def begin_role(self, role: str) -> None:
-        """Opens a turn. ``BadArgument`` inside another turn, ``NotSupported`` without a chat template."""
+    def begin_role(self, role: str, tool_call_id: str | None = None, name: str | None = None) -> None:
+        """Opens a turn. ``tool_call_id``, ``name``: the call that it answers, and the tool. ``BadArgument``
+        inside another turn, ``NotSupported`` without a chat template."""
         if not role:
             raise BadArgument("a role needs a name, such as user")
         if self._open_role is not None:
@@ -291,7 +360,9 @@ class TokenState:
         if not self._template.has_template:
             raise NotSupported("this model has no chat template: use plain text instead of roles")
         self._take_pending()
-        self._parts.append(Part(role, is_open=True))
+        is_answer = tool_call_id is not None or name is not None
+        given = Message(role, "", tool_call_id=tool_call_id, name=name) if is_answer else None
+        self._parts.append(Part(role, is_open=True, given=given))
         self._has_changed()
 
     def end_role(self) -> None:
@@ -308,6 +379,12 @@ class TokenState:
         if ids:
             self._parts = _with_run(self._parts, Run(text, tuple(ids)))
             self._has_changed()
+
+    def called(self, reply: Message) -> None:
+        """What was generated last, if it is all of the open turn, is ``reply``, which calls tools. A template
+        that requires calls before their results gets them as such."""
+        if self._parts and self._parts[-1].is_open and len(self._parts[-1].runs) == 1:
+            self._parts[-1] = replace(self._parts[-1], called=reply)
 
     def only(self, ids: Sequence[int]) -> None:
         """Starts an empty state with exactly these ids: no prefix is added."""
@@ -357,6 +434,8 @@ class TokenState:
         child = TokenState(self._tokenizer, self._template)
         child._now = self._now
         child._tools = self._tools
+        child._plain = self._plain
+        child._writes_calls = self._writes_calls
         child._parts = list(self._parts)
         child._layout = self._layout
         child._segments = list(self._segments)
@@ -401,14 +480,29 @@ class TokenState:
         """The parts, with the pending text as a run of its own."""
         return _with_run(self._parts, Run("".join(self._pending))) if self._pending else self._parts
 
+    def _shown(self, parts: list[Part]) -> list[Part]:
+        """The parts as the template receives them."""
+        return parts if self._plain is None else self._plain.shown(parts)
+
     def _lay_out(self) -> Layout | None:
-        turns = [part for part in self._parts if part.role is not None]
+        turns = [part for part in self._shown(self._parts) if part.role is not None]
         if not turns:
             return None
+        if not self._writes_calls:
+            try:
+                return self._laid_out(turns)
+            except NotSupported:
+                if not any(part.called for part in turns):
+                    raise
+        layout = self._laid_out(turns, writes_calls=True)
+        self._writes_calls = True
+        return layout
+
+    def _laid_out(self, turns: Sequence[Part], *, writes_calls: bool = False) -> Layout:
         return lay_out(
             self._template,
-            [part.message() for part in turns if not part.is_open],
-            self._open_role,
+            [part.message(writes_calls=writes_calls) for part in turns if not part.is_open],
+            turns[-1].role if turns[-1].is_open else None,
             tools=self._tools,
             now=self._now,
             previous=self._layout,
@@ -416,7 +510,8 @@ class TokenState:
         )
 
     def _spans(self, layout: Layout | None) -> list[Span]:
-        spans = spans_of(self._all_parts(), layout, self._tokenizer, self._template, self._now)
+        parts = self._shown(self._all_parts())
+        spans = spans_of(parts, layout, self._tokenizer, self._template, self._now)
         return spans if self._has_prefix else spans[1:]
 
     def _segments_now(self) -> list[Segment]:

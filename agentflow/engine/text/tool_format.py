@@ -60,6 +60,10 @@ class ToolFormat:
 FALLBACK = ToolFormat("<tool_call>", "</tool_call>", is_native=False)
 """For templates that do not support tools."""
 
+RESULT_BEGIN = "<tool_response>\n"
+RESULT_END = "\n</tool_response>"
+"""Around the result of a tool, for these templates."""
+
 
 @lru_cache(maxsize=64)
 def tool_format(template: ChatTemplate) -> ToolFormat:
@@ -231,7 +235,7 @@ def as_plain_messages(
     for message in messages:
         content = message.content
         if message.role == "tool":
-            content, role = f"<tool_response>\n{content}\n</tool_response>", "user"
+            content, role = f"{RESULT_BEGIN}{content}{RESULT_END}", "user"
         else:
             role = message.role
         if message.tool_calls:
@@ -257,17 +261,18 @@ def _with_calls(message: Message) -> str:
 
 
 def _with_tools(plain: list[Message], tools: Sequence[ToolSpec], template: ChatTemplate) -> list[Message]:
-    text = _description(tools)
+    text = tool_description(tools)
     if plain and plain[0].role == "system":
         said = plain[0].content
         return [replace(plain[0], content=f"{said}\n\n{text}" if said else text), *plain[1:]]
     with_system = [Message("system", text), *plain]
-    if not plain or _takes_system(template):
+    if not plain or takes_system(template):
         return with_system
     return [replace(plain[0], content=f"{text}\n\n{plain[0].content}"), *plain[1:]]
 
 
-def _takes_system(template: ChatTemplate) -> bool:
+def takes_system(template: ChatTemplate) -> bool:
+    """Whether a conversation may begin with a system turn."""
     try:
         template.render([Message("system", "x"), Message("user", "x")], add_generation_prompt=True)
     except NotSupported:
@@ -275,8 +280,8 @@ def _takes_system(template: ChatTemplate) -> bool:
     return True
 
 
-def _description(tools: Sequence[ToolSpec]) -> str:
-    """Short, as models that need it are small."""
+def tool_description(tools: Sequence[ToolSpec]) -> str:
+    """The tools in words, for templates that do not show them. Short, as models that need it are small."""
     lines = [
         json.dumps(
             {"name": tool.name, "description": tool.description, "parameters": tool.parameters},

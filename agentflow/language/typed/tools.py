@@ -1,52 +1,162 @@
-"""Functions as tools. ``Toolbox`` describes them: the model writes a JSON list of calls,
-``[{"name": ..., "arguments": {...}}, ...]``, and each call gets arguments of the types in the signature.
+"""Functions as tools. ``tool`` gives a function a name and limits. ``Toolbox`` describes tools to the model
+and reads its calls, each of which gets arguments of the types in the signature. In a ``gen`` the model writes
+a JSON list of calls, ``[{"name": ..., "arguments": {...}}, ...]``.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeAlias, overload
 
 import msgspec
 
 from agentflow.errors import BadArgument
-from agentflow.language.typed.json_types import parameters_type, with_definitions
+from agentflow.language.typed.json_types import json_text, parameters_type, with_definitions
 from agentflow.protocol.chat import ToolSpec, hoisted
+from agentflow.protocol.sampling import is_number, is_whole
 
-Tool = Callable[..., Any] | Mapping[str, Any]
-"""A function with annotated parameters, or a mapping with ``name``, ``parameters`` (a JSON schema) and
-optionally ``description``, as in OpenAI's API."""
+Tool: TypeAlias = "Callable[..., Any] | Mapping[str, Any] | FunctionTool"
+"""A function with annotated parameters, what ``af.tool`` makes of one, or a mapping with ``name``,
+``parameters`` (a JSON schema) and optionally ``description``, as in OpenAI's API."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the model requests. ``function``: the tool, if it was given as a function.
+    """A call that the model requests. ``id`` names it in the turn with its result. ``text``: the arguments as
+    the model wrote them, a JSON object. ``function``: the tool, where it is known.
 
     >>> calls = af.gen("calls", tools=[weather])
     >>> s += af.user("What is the weather in Oslo?") + af.assistant(calls)
     >>> for call in await s[calls]:
     ...     print(call.name, call.arguments)
-    ...     s += af.tool(call())
+    ...     s += af.tool_result(call())
     weather {'city': 'Oslo'}
     """
 
     name: str
     arguments: dict[str, Any]
-    function: Callable[..., Any] | None = None
+    id: str = ""
+    text: str = field(default="", repr=False, compare=False)
+    function: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.arguments, dict):
+            raise BadArgument(f"ToolCall: the arguments must be a dict, not {self.arguments!r}")
+        if not self.text:
+            try:
+                object.__setattr__(self, "text", json_text(self.arguments))
+            except ValueError as error:
+                raise BadArgument(f"ToolCall: the arguments are not JSON: {error}") from None
 
     def __call__(self) -> Any:
         """Calls the function; an async function returns an awaitable."""
         if self.function is None:
-            raise BadArgument(f"tool {self.name!r} was given as a schema: call what it stands for yourself")
+            raise BadArgument(f"the function of tool {self.name!r} is not known here: call it yourself")
         return self.function(**self.arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionTool:
+    """A function as a tool, made by ``af.tool``. Calling it calls the function."""
+
+    function: Callable[..., Any]
+    name: str | None = None
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None
+    timeout_s: float | None = None
+    max_calls: int | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> FunctionTool:
+        """The tool of a bound method."""
+        if instance is None:
+            return self
+        return replace(self, function=self.function.__get__(instance, owner))
+
+
+@overload
+def tool(
+    function: Callable[..., Any],
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    timeout_s: float | None = None,
+    max_calls: int | None = None,
+) -> FunctionTool: ...
+@overload
+def tool(
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    timeout_s: float | None = None,
+    max_calls: int | None = None,
+) -> Callable[[Callable[..., Any]], FunctionTool]: ...
+def tool(
+    function: Callable[..., Any] | None = None,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    timeout_s: float | None = None,
+    max_calls: int | None = None,
+) -> Any:
+    """A function as a tool that needs more than its signature and docstring say. Also a decorator.
+
+    ``name`` and ``description``: for the model; by default the function's name and docstring. ``parameters``:
+    the JSON schema of its keyword arguments, which then arrive as plain JSON values. ``timeout_s``: in
+    ``af.act``, a call that takes longer fails. ``max_calls``: one ``af.act`` runs so many calls of it.
+    ``BadArgument`` for an invalid argument.
+
+    >>> @af.tool(timeout_s=5, max_calls=3)
+    ... async def search(query: str) -> list[str]:
+    ...     \"\"\"Searches the library.\"\"\"
+    ...     return [f"a book on {query}"]
+    >>> await search("plants")
+    ['a book on plants']
+    >>> [af.tool(weather, name="forecast").name, af.tool(weather).description]
+    ['forecast', None]
+    """
+    if function is None:
+        return partial(
+            tool,
+            name=name,
+            description=description,
+            parameters=parameters,
+            timeout_s=timeout_s,
+            max_calls=max_calls,
+        )
+    if not callable(function):
+        raise BadArgument(
+            f"tool: {function!r:.80} is not a function; a turn with a tool's result is af.tool_result(text)"
+        )
+    check_timeout_s("tool", timeout_s)
+    check_max_calls("tool", max_calls)
+    return FunctionTool(function, name, description, parameters, timeout_s, max_calls)
+
+
+def check_timeout_s(where: str, timeout_s: float | None) -> None:
+    """``BadArgument`` unless it is None or a positive number of seconds."""
+    if timeout_s is not None and not (is_number(timeout_s, 0, math.inf) and timeout_s > 0):
+        raise BadArgument(f"{where}: timeout_s must be a number of seconds above 0, not {timeout_s!r}")
+
+
+def check_max_calls(where: str, max_calls: int | None) -> None:
+    """``BadArgument`` unless it is None or a number of calls."""
+    if max_calls is not None and not is_whole(max_calls, 0, math.inf):
+        raise BadArgument(f"{where}: max_calls must be a whole number, not {max_calls!r}")
 
 
 def spec_of(tool: Tool) -> ToolSpec:
     """The tool's description for the model. ``BadArgument`` if it is not a tool."""
-    described = _described(tool)
-    return ToolSpec(described.name, described.description, described.parameters)
+    return described_tool(tool).spec
 
 
 class _RawCall(msgspec.Struct):
@@ -59,15 +169,25 @@ class Toolbox:
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         if isinstance(tools, str | Mapping) or not isinstance(tools, Iterable) or callable(tools):
-            raise BadArgument("tools must be a list of functions or schemas")
-        self._tools: dict[str, _Described] = {}
+            raise BadArgument("tools must be a list of functions or schemas", param="tools")
+        self._tools: dict[str, DescribedTool] = {}
         for tool in tools:
-            described = _described(tool)
+            described = described_tool(tool)
             if described.name in self._tools:
                 raise BadArgument(f"two tools have the name {described.name!r}")
             self._tools[described.name] = described
         if not self._tools:
             raise BadArgument("tools: there must be at least one")
+
+    def __iter__(self) -> Iterator[DescribedTool]:
+        return iter(self._tools.values())
+
+    def __getitem__(self, name: str) -> DescribedTool:
+        """The tool of this name; ``ValueError`` if there is none."""
+        tool = self._tools.get(name)
+        if tool is None:
+            raise ValueError(f"there is no tool {name!r} (there are: {', '.join(self._tools)})")
+        return tool
 
     def schema(self) -> dict[str, Any]:
         """The JSON schema of a list of calls."""
@@ -106,40 +226,60 @@ class Toolbox:
         return self._call(msgspec.json.decode(text, type=_RawCall))
 
     def _call(self, raw: _RawCall) -> ToolCall:
-        tool = self._tools.get(raw.name)
-        if tool is None:
-            raise ValueError(f"there is no tool {raw.name!r} (there are: {', '.join(self._tools)})")
-        return ToolCall(tool.name, tool.read(bytes(raw.arguments)), tool.function)
+        tool, text = self[raw.name], bytes(raw.arguments)
+        return ToolCall(tool.name, tool.read(text), text=text.decode(), function=tool.function)
 
 
 @dataclass(frozen=True, slots=True)
-class _Described:
+class DescribedTool:
     """A tool. ``parameters``: the schema of its arguments; ``read`` makes them of JSON. ``function``: None
-    for a tool that was given as a schema."""
+    for a tool that was given as a schema. ``timeout_s`` and ``max_calls``: as in ``tool``."""
 
     name: str
     description: str
     parameters: dict[str, Any]
     read: Callable[[str | bytes], dict[str, Any]]
     function: Callable[..., Any] | None = None
+    timeout_s: float | None = None
+    max_calls: int | None = None
+    is_typed: bool = False
+
+    @property
+    def spec(self) -> ToolSpec:
+        """Its description for the model."""
+        return ToolSpec(self.name, self.description, self.parameters)
 
     def placed(self, definitions: dict[str, Any]) -> dict[str, Any]:
         """The schema of its arguments as part of a larger one with these ``definitions``."""
-        place = hoisted if self.function is None else with_definitions
+        place = with_definitions if self.is_typed else hoisted
         return place(self.name, self.parameters, definitions)
 
 
-def _described(tool: Tool) -> _Described:
+_read_object = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def described_tool(tool: Tool) -> DescribedTool:
+    """The tool with its name, its schema and its limits. ``BadArgument`` if it is not a tool."""
     if isinstance(tool, Mapping):
         inner = tool.get("function", tool)  # OpenAI wraps it: {"type": "function", "function": {…}}
-        name, parameters = inner.get("name"), inner.get("parameters", {"type": "object", "properties": {}})
-        if not isinstance(name, str) or not name or not isinstance(parameters, Mapping):
+        given, parameters = inner.get("name"), inner.get("parameters", {"type": "object", "properties": {}})
+        if not isinstance(given, str) or not given or not isinstance(parameters, Mapping):
             raise BadArgument("a tool's schema needs a name, and parameters that are a JSON schema")
         description = inner.get("description")
         described = description if isinstance(description, str) else ""
-        return _Described(name, described, dict(parameters), msgspec.json.Decoder(dict[str, Any]).decode)
-    if not callable(tool):
-        raise BadArgument(f"a tool is a function or a schema, not {tool!r}")
-    name = getattr(tool, "__name__", type(tool).__name__)
-    parameters, read = parameters_type(name, tool)
-    return _Described(name, inspect.getdoc(tool) or "", parameters, read, tool)
+        return DescribedTool(given, described, dict(parameters), _read_object)
+    if not isinstance(tool, FunctionTool):
+        if not callable(tool):
+            raise BadArgument(f"a tool is a function or a schema, not {tool!r}")
+        tool = FunctionTool(tool)
+    function = tool.function
+    named = function.func if isinstance(function, partial) else function
+    name = str(tool.name or getattr(named, "__name__", type(named).__name__))
+    if name == "<lambda>":
+        raise BadArgument("a tool needs a name: give a lambda one with af.tool(…, name=…)")
+    described = inspect.getdoc(named) or "" if tool.description is None else tool.description
+    limits = (tool.timeout_s, tool.max_calls)
+    if tool.parameters is not None:
+        return DescribedTool(name, described, dict(tool.parameters), _read_object, function, *limits)
+    parameters, read = parameters_type(name, function)
+    return DescribedTool(name, described, parameters, read, function, *limits, is_typed=True)

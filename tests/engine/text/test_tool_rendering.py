@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.conversations import TEMPLATES as PLAIN_TEMPLATES
-from support.engine.conversations import messages_of, replay, say, scripts, state_of
+from support.engine.conversations import messages_of, replay, scripts, state_of
 from support.engine.tool_template_shapes import SPECIAL, TEMPLATES, TOKENIZER
 
 from agentflow.engine.text.chat_template import ChatTemplate
@@ -226,13 +226,6 @@ def test_ids_that_a_template_takes() -> None:
         assert (given_id in text) == is_kept
         shown = text.partition('"id": "')[2][:9]
         assert f'"call_id": "{shown}"' in text
-
-
-def test_tools_are_listed_before_the_first_turn() -> None:
-    state = TokenState(TOKENIZER, TEMPLATES["hermes"])
-    say(state, "user", "x")
-    with pytest.raises(BadArgument, match="must be set before the first turn"):
-        state.tools([])
 
 
 def test_a_fork_has_the_tools() -> None:

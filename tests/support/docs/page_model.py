@@ -29,7 +29,7 @@ SCRIPT: dict[str, str | af.Reply] = {
     ),
     "rain in Oslo</tool><assistant>": "It rains in Oslo.",
     "Is it raining in Rome?</user><assistant>": af.Reply(
-        "", (af.CalledTool("call_1", "weather", '{"city": "Rome"}'),)
+        "", (af.ToolCall("weather", {"city": "Rome"}, "call_1"),)
     ),
     "rain in Rome</tool><assistant>": "Yes, it is.",
     "first paragraph: ": "Leaves catch light.",

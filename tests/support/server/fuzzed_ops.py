@@ -142,6 +142,12 @@ class OpsWriter:
             return ops.Text(self._state(), (HANG,))
         return ops.Text(self._state(), self._parts())
 
+    def _tools(self) -> Op:
+        parameters = self._one_of([{"type": "object"}], [{}, {"a": [[]] * 9}, {"$ref": "#"}])
+        tools = (ToolSpec(self._text(), self._text(), parameters),)
+        choice = ToolChoice(self._random.choice(["auto", "required", "none"]), self._one_of([None], ["two"]))
+        return ops.Tools(self._state(), self._one_of([tools], [(), tools * 2]), choice)
+
     def _begin(self) -> Op:
         if self._open_turns and not self._is_wrong():
             return self._end()
@@ -318,6 +324,7 @@ _DECLARING_WRITERS: tuple[_Writer, ...] = (
 _TREE_WRITERS: tuple[_Writer, ...] = (
     OpsWriter._open,
     OpsWriter._converse,
+    OpsWriter._tools,
     OpsWriter._fork,
     OpsWriter._fork,
     OpsWriter._seal,

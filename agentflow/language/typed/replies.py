@@ -1,0 +1,145 @@
+"""Messages of a conversation, and replies to it, as programs see them. ``protocol.chat`` has what is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from agentflow.errors import BadArgument
+from agentflow.language.partial_value import NothingYet, partial_value
+from agentflow.language.typed.tools import ToolCall
+from agentflow.protocol import chat
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation. ``tool_calls``: of an assistant's message. ``tool_call_id``: the call that
+    a ``tool`` message answers, of the tool ``name``.
+
+    >>> question = af.Message("user", "What do plants do?")
+    >>> async with flow.state() as s:
+    ...     s += af.conversation([question]) + af.gen("answer")
+    """
+
+    role: str
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The message in the format of OpenAI's API, which ``af.conversation`` accepts too.
+
+        >>> af.Message("tool", "12 degrees", tool_call_id="call_1").as_dict()
+        {'role': 'tool', 'content': '12 degrees', 'tool_call_id': 'call_1'}
+        """
+        shown: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            shown["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
+                for call in self.tool_calls
+            ]
+        named = {"tool_call_id": self.tool_call_id, "name": self.name}
+        return shown | {key: value for key, value in named.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply of the assistant: its prose, and its tool calls.
+
+    >>> async with flow.state() as s:
+    ...     s += af.conversation([{"role": "user", "content": "What do plants do?"}])
+    ...     s += af.reply("answer")
+    ...     answer = await s["answer"]
+    >>> answer.text, answer.tool_calls
+    ('Plants turn light into sugar.', ())
+    """
+
+    text: str
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def message(self) -> Message:
+        """The reply as a message, to continue the conversation.
+
+        >>> af.Reply("It is cold.").message().role
+        'assistant'
+        """
+        return Message("assistant", self.text, self.tool_calls)
+
+
+def read_reply(notation: str) -> Reply:
+    """The reply that is written so. ``ProtocolError`` if the notation is malformed or incomplete."""
+    return reply_of(chat.read_reply(notation))
+
+
+def reply_of(received: chat.Reply) -> Reply:
+    """The reply as programs see it."""
+    return Reply(received.text, calls_of(received.tool_calls))
+
+
+def calls_of(received: tuple[chat.CalledTool, ...]) -> tuple[ToolCall, ...]:
+    """The calls as programs see them. Of truncated arguments, those that are certain."""
+    return tuple(
+        [ToolCall(call.name, _arguments(call.arguments), call.id, call.arguments) for call in received]
+    )
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        found = partial_value(text)
+    except NothingYet:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def message_of(sent: chat.Message) -> Message:
+    """The message as programs see it."""
+    return Message(sent.role, sent.content, calls_of(sent.tool_calls), sent.tool_call_id, sent.name)
+
+
+def sent_message(message: Message) -> chat.Message:
+    """The message as it is sent. ``BadArgument`` for tool calls that are none."""
+    for call in message.tool_calls:
+        if not isinstance(call, ToolCall):
+            raise BadArgument(
+                f"conversation: {call!r:.200} is not a tool call: give an af.ToolCall", param="messages"
+            )
+    calls = tuple([chat.CalledTool(call.id, call.name, call.text) for call in message.tool_calls])
+    return chat.Message(message.role, message.content, False, calls, message.tool_call_id, message.name)
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class _Call(msgspec.Struct):
+    id: str
+    function: _Function
+
+
+class _OpenAIMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """A message in the format of OpenAI's API, text only."""
+
+    role: str
+    content: str | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+def read_message(message: Message | Mapping[str, Any]) -> chat.Message:
+    """The message as it is sent, of a ``Message`` or a dict as in OpenAI's API. ``BadArgument``."""
+    if isinstance(message, Message):
+        return sent_message(message)
+    try:
+        given = msgspec.convert(message, _OpenAIMessage)
+    except ValueError as error:  # also for a lone surrogate in a name
+        raise BadArgument(
+            f"conversation: {message!r:.200} is not a message: {error}", param="messages"
+        ) from None
+    calls = [chat.CalledTool(c.id, c.function.name, c.function.arguments) for c in given.tool_calls or ()]
+    return chat.Message(given.role, given.content or "", False, tuple(calls), given.tool_call_id, given.name)
