@@ -51,5 +51,5 @@ def test_a_bare_install_is_the_frontend(tmp_path):
     assert "agentflow-lm[engine]" in advice
     assert "torch" not in run(*pip, "list")
     plugin = "import importlib.metadata as m; print(*[p.value for p in m.entry_points(group='pytest11')])"
-    assert run(python, "-c", plugin).strip() == "pytest_agentflow"
+    assert "pytest_agentflow" in run(python, "-c", plugin).split()
     assert any((tmp_path / "clean").glob("lib/*/site-packages/pytest_agentflow.py"))
