@@ -12,6 +12,7 @@ from agentflow.version import __version__
 
 EXAMPLES = """\
 a first session:
+  agentflow doctor                    check this machine
   agentflow pull                      fetch the default model (93 MB)
   agentflow chat                      talk to it
   agentflow serve                     let other programs use it
@@ -49,9 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _commands() -> list[Command]:
     """The commands, in the order of the help. A bare install can import all of them."""
-    from agentflow.cli import chat, config, keys, models, pull, replay, serve, simulate, top
+    from agentflow.cli import chat, config, doctor, keys, models, pull, replay, serve, simulate, top
 
-    modules = (pull, models, chat, serve, config, keys, top, replay, simulate)
+    modules = (doctor, pull, models, chat, serve, config, keys, top, replay, simulate)
     return [module.COMMAND for module in modules]
 
 

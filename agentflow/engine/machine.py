@@ -69,7 +69,7 @@ async def free_memory(devices: Iterable[str | None]) -> FreeMemory:
     """The free memory for models on these devices. ``EngineFailed`` if a GPU is there and its memory cannot
     be read."""
     wants_gpu = any(device != "cpu" for device in devices)
-    cuda_bytes = await _child_cuda_bytes() if wants_gpu and _has_driver() else None
+    cuda_bytes = await _child_cuda_bytes() if wants_gpu and has_driver() else None
     return FreeMemory(free_host_bytes(), cuda_bytes)
 
 
@@ -239,7 +239,7 @@ def _left_in(folder: Path, limit_name: str, used_name: str, cached_name: str) ->
     return max(0, limit - max(0, used - int(cached)))
 
 
-def _has_driver() -> bool:
+def has_driver() -> bool:
     """Whether an NVIDIA driver is installed. Asking torch itself takes seconds."""
     try:
         ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")

@@ -124,13 +124,14 @@ def _library_path(level: str) -> Path:
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     digest.update(" ".join(_command(level)).encode())
-    digest.update(_run([*_compiler(), "--version"]).encode())
+    digest.update(_run([*compiler(), "--version"]).encode())
     cache = os.environ.get("AGENTFLOW_CACHE") or user_cache_dir("agentflow")
     return Path(cache).expanduser() / "kernels" / f"{level}-{digest.hexdigest()[:16]}.so"
 
 
 @functools.cache
-def _compiler() -> tuple[str, ...]:
+def compiler() -> tuple[str, ...]:
+    """Returns the command of the C++ compiler. Raises ``NoNativeKernels`` if there is none."""
     named = os.environ.get("CXX")
     if named:
         return tuple(shlex.split(named))
@@ -145,7 +146,7 @@ def _command(level: str) -> list[str]:
     options = [f"-m{name.replace('_', '')}" for name in LEVELS[level] if not name.startswith("amx")]
     if level == "amx":
         options.append("-DAGENTFLOW_TILES")
-    return [*_compiler(), *FLAGS, *options, str(SOURCES / "entry.cpp")]
+    return [*compiler(), *FLAGS, *options, str(SOURCES / "entry.cpp")]
 
 
 def _compile(level: str, path: Path) -> None:

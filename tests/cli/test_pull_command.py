@@ -46,7 +46,7 @@ def test_the_kernels_are_compiled_once(compiled: list[str], capsys: pytest.Captu
 def test_without_a_compiler_it_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(native_library, "_compiler", lambda: ("false",))
+    monkeypatch.setattr(native_library, "compiler", lambda: ("false",))
     assert COMMAND.run(argparse.Namespace(model="some-model")) == 0
     told = capsys.readouterr().out.splitlines()[1]
     assert "torch kernels" in told

@@ -1,5 +1,6 @@
 """The built wheel, installed bare in a clean environment, is a frontend without torch."""
 
+import json
 import subprocess
 import sys
 import venv
@@ -50,6 +51,9 @@ def test_a_bare_install_is_the_frontend(tmp_path):
     assert greeting == "hi there"
     assert "agentflow-lm[engine]" in advice
     assert "torch" not in run(*pip, "list")
+    report = json.loads(run(python, "-m", "agentflow", "doctor", "--json", "--port", "0"))
+    torch = next(check for check in report["checks"] if check["name"] == "torch")
+    assert (report["ready"], torch["status"]) == (True, "warning")
     plugin = "import importlib.metadata as m; print(*[p.value for p in m.entry_points(group='pytest11')])"
     assert "pytest_agentflow" in run(python, "-c", plugin).split()
     assert any((tmp_path / "clean").glob("lib/*/site-packages/pytest_agentflow.py"))

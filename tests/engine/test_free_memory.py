@@ -125,7 +125,7 @@ def test_the_device_follows_from_the_free_memory() -> None:
 async def test_the_gpu_is_asked_in_a_process_of_its_own_where_a_model_may_run_on_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(free_memory_module, "_has_driver", lambda: True)
+    monkeypatch.setattr(free_memory_module, "has_driver", lambda: True)
     found = (await free_memory([None])).cuda_bytes
     if torch.cuda.is_available():
         assert found is not None
@@ -164,9 +164,9 @@ async def test_torchs_free_memory_of_a_gpu_is_used(
     """With a torch that stands for one on a machine with a GPU."""
     (tmp_path / "torch.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(free_memory_module, "_has_driver", lambda: True)
+    monkeypatch.setattr(free_memory_module, "has_driver", lambda: True)
     assert (await free_memory(devices)).cuda_bytes == cuda_bytes
-    monkeypatch.setattr(free_memory_module, "_has_driver", lambda: False)
+    monkeypatch.setattr(free_memory_module, "has_driver", lambda: False)
     assert (await free_memory(devices)).cuda_bytes is None
 
 
@@ -176,6 +176,6 @@ async def test_a_gpu_that_does_not_answer_is_a_one_line_error(
 ) -> None:
     (tmp_path / "torch.py").write_text(TORCH.format("raise RuntimeError('CUDA error: no memory')"))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(free_memory_module, "_has_driver", lambda: True)
+    monkeypatch.setattr(free_memory_module, "has_driver", lambda: True)
     with pytest.raises(EngineFailed, match=r": RuntimeError: CUDA error: no memory$"):
         await free_memory(["cuda"])

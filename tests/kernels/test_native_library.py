@@ -41,7 +41,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A cache in which nothing is, and a compiler that fails."""
     monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
-    monkeypatch.setattr(native_library, "_compiler", lambda: ("false",))
+    monkeypatch.setattr(native_library, "compiler", lambda: ("false",))
     monkeypatch.setattr(native_ops, "library", lambda: load_library("avx2"))
 
 
@@ -117,11 +117,11 @@ def test_an_old_compiler_costs_the_level_that_it_does_not_know(
 ) -> None:
     flags.update(native_library.LEVELS["amx"])
     old = tmp_path / "old-c++"
-    real = " ".join(native_library._compiler())
+    real = " ".join(native_library.compiler())
     refuse = 'echo "error: what is that?" >&2; exit 1'
     old.write_text(f'#!/bin/sh\ncase "$*" in *{unknown}*) {refuse};; esac\nexec {real} "$@"\n')
     old.chmod(0o755)
-    monkeypatch.setattr(native_library, "_compiler", lambda: (str(old),))
+    monkeypatch.setattr(native_library, "compiler", lambda: (str(old),))
     monkeypatch.delenv("AGENTFLOW_CPU", raising=False)
     with caplog.at_level(logging.WARNING):
         library = load_best()
@@ -134,7 +134,7 @@ def test_a_compiler_without_any_level_is_one_error_without_warnings(
     flags: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     flags.update(native_library.LEVELS["amx"])
-    monkeypatch.setattr(native_library, "_compiler", lambda: ("false",))
+    monkeypatch.setattr(native_library, "compiler", lambda: ("false",))
     monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
     monkeypatch.delenv("AGENTFLOW_CPU", raising=False)
     with pytest.raises(NoNativeKernels, match="compiler failed"):

@@ -12,6 +12,7 @@ SCRIPT: dict[str, str | af.Reply] = {
     "its clarity.</user><assistant>": "The sentences are short.",
     "its evidence.</user><assistant>": "It names no source.",
     "Sum that up.</user><assistant>": "Clear, but without evidence.",
+    "What do plants do?</user><assistant>": "Plants turn light into sugar.",
     "What do plants live on?</user><assistant>": "Light, water and air. They need no more.",
     "Which of these is the most important?</user><assistant>": "Light.",
     "plants live on</user><assistant>": "light\nwater\nair",
