@@ -26,7 +26,8 @@ import anyio
 from agentflow.backends.replay import replayed_seed
 from agentflow.errors import BadArgument, ProgramError
 from agentflow.language.host import OpenSession, SessionHost
-from agentflow.language.map import DEFAULT_CONCURRENCY, Inputs, ItemT, ManyOf, MapOptions, OnError
+from agentflow.language.map import MapOptions
+from agentflow.language.map_inputs import Inputs, ItemT, ManyOf, Table
 from agentflow.language.program import check_program
 from agentflow.language.session import Session
 from agentflow.language.state import State
@@ -235,7 +236,7 @@ def map(
 @overload
 def map(
     program: Callable[Concatenate[State, ...], Awaitable[ResultT]],
-    inputs: ManyOf[dict[str, Any]],
+    inputs: ManyOf[dict[str, Any]] | Table,
     *,
     on_error: Literal["raise"] = ...,
     **options: Unpack[SessionMapOptions],
@@ -243,7 +244,7 @@ def map(
 @overload
 def map(
     program: Callable[Concatenate[State, ...], Awaitable[ResultT]],
-    inputs: ManyOf[dict[str, Any]],
+    inputs: ManyOf[dict[str, Any]] | Table,
     *,
     on_error: Literal["return"],
     **options: Unpack[SessionMapOptions],
@@ -252,14 +253,12 @@ def map(
     program: Callable[Concatenate[State, ...], Awaitable[Any]],
     inputs: Inputs,
     *,
-    concurrency: int = DEFAULT_CONCURRENCY,
-    progress: bool = False,
-    on_error: OnError = "raise",
     session: Session | None = None,
+    **options: Any,
 ) -> list[Any]:
-    """Runs a program on many inputs and returns the list of its results, as ``await flow.map(...)`` does. For
-    scripts: it opens ``session`` (default: ``af.session()``) and closes it afterwards. ``ProgramError``
-    inside a running event loop.
+    """Runs a program on many inputs and returns the list of its results, as ``await flow.map(...)`` does, and
+    with its options. For scripts: it opens ``session`` (default: ``af.session()``) and closes it afterwards.
+    ``ProgramError`` inside a running event loop.
 
     >>> af.map(judge, essays, progress=True)
     """
@@ -268,9 +267,7 @@ def map(
 
     async def main() -> list[Any]:
         async with _open() if session is None else session as flow:
-            return await flow.map(
-                program, inputs, concurrency=concurrency, progress=progress, on_error=on_error
-            )
+            return await flow.map(program, inputs, **options)
 
     return _run_blocking(main, "map")
 

@@ -1,49 +1,40 @@
 """A program on many inputs: a list of results to await, or an ordered stream of them.
 
 ``ProgramMap`` is what ``flow.map`` returns. Its ``_MapWork`` runs in a task of the session: it reads the
-inputs, runs the program on several at once, and keeps the results in order. ``_MapInputs`` reads any
-iterable. ``Tally`` counts for the progress display.
+inputs, runs the program on several at once, again where a failure may pass, and keeps the results in order.
+``Tally`` counts for the progress display.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
+import os
 import weakref
-from collections.abc import (
-    AsyncIterable,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sized,
-)
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Generic, Literal, NoReturn, TypeAlias, TypedDict, TypeVar, cast
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 from anyio.abc import TaskGroup
+from msgspec import Struct
 
 from agentflow.errors import BadArgument, Cancelled, short_repr
 from agentflow.language.graph import Graph
 from agentflow.language.link import Link
+from agentflow.language.map_inputs import END, Inputs, MapInputs, Parameters, Row
 from agentflow.language.program import check_program, execute
+from agentflow.language.results_file import Key, KeyOf, Keys, ResultsFile, as_plain, result_reader
+from agentflow.language.retries import pause_s
 from agentflow.language.run import Run
 from agentflow.language.trace import GraphRun
 from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import is_whole
 from agentflow.runtime.task_group import CallInLoop, loop_caller, open_task_group
-
-ItemT = TypeVar("ItemT")
-
-ManyOf: TypeAlias = Iterable[ItemT] | AsyncIterable[ItemT]
-Inputs: TypeAlias = ManyOf[Any]
 
 
 class MapOptions(TypedDict, total=False):
@@ -51,67 +42,9 @@ class MapOptions(TypedDict, total=False):
 
     concurrency: int
     progress: bool
-
-
-_END: Final = object()
-
-
-class _MapInputs:
-    """Reads ``inputs`` once, in order. ``total``: their number, or None if it is unknown."""
-
-    def __init__(self, inputs: Inputs) -> None:
-        if isinstance(inputs, str | bytes | Mapping):
-            raise BadArgument(
-                f"map: the inputs are a {type(inputs).__name__}, which is one input: "
-                "give a list (or another iterable) of inputs"
-            )
-        self.total = _length(inputs)
-        self._source: AsyncIterator[Any] | Iterator[Any]
-        if isinstance(inputs, AsyncIterable):
-            self._source = aiter(inputs)
-            return
-        try:
-            self._source = iter(inputs)
-        except TypeError as error:
-            raise BadArgument(
-                f"map: inputs {short_repr(inputs)} cannot be iterated: give a list, a generator, "
-                "or an async iterable of inputs"
-            ) from error
-
-    async def read(self) -> Any:
-        """The next input, or ``_END``."""
-        if isinstance(self._source, AsyncIterator):
-            try:
-                return await anext(self._source)
-            except StopAsyncIteration:
-                return _END
-        return next(self._source, _END)
-
-    async def close(self) -> None:
-        """Closes a generator now, instead of when it is garbage-collected."""
-        if inspect.isasyncgen(self._source):
-            await self._source.aclose()
-        elif inspect.isgenerator(self._source):
-            self._source.close()
-
-
-def _arguments_of(item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The program's arguments for one input: a tuple becomes its positional arguments, a dict its keyword
-    arguments, anything else its one argument. Instances of subclasses, such as named tuples, are values."""
-    if type(item) is tuple:
-        return item, {}
-    if type(item) is dict:
-        return (), item
-    return (item,), {}
-
-
-def _length(inputs: Inputs) -> int | None:
-    if not isinstance(inputs, Sized):
-        return None
-    try:
-        return len(inputs)
-    except (TypeError, NotImplementedError):  # a collection that knows its length only after reading
-        return None
+    retries: int
+    resume: str | os.PathLike[str] | None
+    key: KeyOf | None
 
 
 ResultT = TypeVar("ResultT")
@@ -125,12 +58,15 @@ slow run must not stall the others at once, and a slow reader must not fill the 
 @dataclass
 class Tally:
     """The progress of a map. ``total``: the number of inputs, if known. ``usage``: the sum over ended
-    runs."""
+    runs. ``num_retries``: the attempts after the first ones. ``num_resumed``: of those done, how many an
+    earlier map had done."""
 
     total: int | None = None
     num_done: int = 0
     num_failed: int = 0
     usage: Usage = field(default_factory=Usage)
+    num_retries: int = 0
+    num_resumed: int = 0
 
 
 Show: TypeAlias = Callable[[Tally], AbstractContextManager[Callable[[], None]]]
@@ -145,13 +81,25 @@ class _MapWork(Generic[ResultT]):
         self,
         link: Link,
         program: Callable[..., Awaitable[ResultT]] | Graph,
-        inputs: _MapInputs,
+        inputs: MapInputs,
         *,
         concurrency: int,
         on_error: OnError,
         show: Show | None,
+        retries: int,
+        resume: str | os.PathLike[str] | None,
+        key: KeyOf | None,
     ) -> None:
         self.tally = Tally(inputs.total)
+        self.parameters = Parameters(program)
+        self._retries = retries
+        self._path = resume
+        self._read_result = result_reader(program) if resume is not None else None
+        self._key_of = Keys(key)
+        self._file: ResultsFile | None = None
+        self._keys: list[Key] = []  # of the file, in the order of the inputs
+        self._is_synced = True
+        self._group: TaskGroup
         self._link = link
         self._program = program
         self._inputs = inputs
@@ -166,7 +114,7 @@ class _MapWork(Generic[ResultT]):
         self._ended = anyio.Event()
         self._result_came = anyio.Event()
         self._room_came = anyio.Event()
-        self._results: dict[int, ResultT | Exception] = {}  # those not taken yet
+        self._results: dict[int, tuple[Any, ResultT | Exception]] = {}  # with their inputs; not taken yet
         self._num_read = 0
         self._num_running = 0
         self._num_taken = 0
@@ -180,17 +128,17 @@ class _MapWork(Generic[ResultT]):
             self._link.start_soon(self._live)
             self._call_in_loop = loop_caller()
 
-    async def take(self) -> ResultT | Exception:
-        """The next result in order, then once the failure that ended the map. ``StopAsyncIteration`` after
-        the last."""
+    async def take(self) -> tuple[Any, ResultT | Exception]:
+        """The next input and its result in order, then once the failure that ended the map.
+        ``StopAsyncIteration`` after the last."""
         while self._num_taken not in self._results:
             if self._ended.is_set():
                 self._raise_end()
             await self._result_came.wait()
-        result = self._results.pop(self._num_taken)
+        found = self._results.pop(self._num_taken)
         self._num_taken += 1
         self._wake_feed()
-        return result
+        return found
 
     def take_all(self) -> None:
         """Reads ahead without a limit, because the caller keeps all results."""
@@ -214,30 +162,58 @@ class _MapWork(Generic[ResultT]):
 
     async def _live(self) -> None:
         try:
-            with self._scope, self._display as self._refresh:
-                async with open_task_group() as group:
-                    await self._feed(group)
-                self._is_whole = self._failure is None
+            with self._scope:
+                await self._open_file()
+                with self._display as self._refresh:
+                    async with open_task_group() as self._group:
+                        await self._feed()
+                    self._is_whole = self._failure is None
         except Exception as error:
             self._fail(error)  # raised where the results are read, not in the session's task group
         except anyio.get_cancelled_exc_class():
             self._failure = self._failure or Cancelled("the session ended while the map ran")
             raise
         finally:
+            await self._close_file()
             self._ended.set()
             self._result_came.set()
 
-    async def _feed(self, group: TaskGroup) -> None:
+    async def _open_file(self) -> None:
+        if self._path is not None:
+            assert self._read_result is not None
+            arguments = self._path, self._program, self._read_result
+            self._file = await anyio.to_thread.run_sync(ResultsFile.open, *arguments)
+
+    async def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is None:
+            return
+        try:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(file.close, self._keys if self._is_whole else None)
+        except OSError as error:
+            self._is_whole = False
+            self._failure = self._failure or error
+
+    async def _sync_file(self) -> None:
+        """Syncs until nothing is left. Results that come meanwhile share the next turn."""
+        while not self._is_synced:
+            self._is_synced = True
+            if self._file is not None:
+                await anyio.to_thread.run_sync(self._file.sync)
+
+    async def _feed(self) -> None:
         """Starts a run for each input, as soon as there is room."""
         try:
             try:
-                while (item := await self._next_input()) is not _END:
+                while (item := await self._next_input()) is not END:
                     # Numbered here, because event loops start tasks in different orders: with the same seed
                     # of the session, each input samples the same.
                     run_index = self._link.next_run_index()
-                    group.start_soon(self._run, self._num_read, run_index, item)
-                    self._num_read += 1
-                    self._num_running += 1
+                    index, self._num_read = self._num_read, self._num_read + 1
+                    if not self._is_resumed(index, item):
+                        self._num_running += 1
+                        self._group.start_soon(self._run, index, run_index, item)
             finally:
                 await self._inputs.close()
         except Exception as error:
@@ -256,42 +232,96 @@ class _MapWork(Generic[ResultT]):
             error.add_note(f"in map: raised by the inputs, after {self._num_read:,} of them")
             raise
 
+    def _is_resumed(self, index: int, item: Any) -> bool:
+        """Takes the result from the file, if it is there."""
+        if self._file is None:
+            return False
+        key = self._key_of(item)
+        self._keys.append(key)
+        if not self._file.has_result(key):
+            return False
+        self.tally.num_resumed += 1
+        self._end_item(index, item, self._file.result(key))
+        self._refresh()
+        return True
+
     async def _run(self, index: int, run_index: int, item: Any) -> None:
-        run: Run | None = None
+        used = Usage()
+        num_failed = 0
         try:
-            args, kwargs = _arguments_of(item)
-            if isinstance(self._program, Graph):
-                work = GraphRun(
-                    self._link, self._program, args, kwargs, index=run_index, objective="throughput"
-                )
-                run = work.run
-                self._end_item(index, await work.result())
-            else:
-                run = Run(self._link, index=run_index, objective="throughput")
-                self._end_item(index, await execute(run, self._program, args, kwargs))
+            while True:
+                run: Run | None = None
+                try:
+                    # An attempt of its own run samples anew; the runs of other inputs keep their numbers.
+                    run, result = self._begin(run_index + num_failed * _RUNS_OF_AN_ATTEMPT, item)
+                    ended = await result()
+                    break
+                except Exception as error:
+                    num_failed += 1
+                    pause = pause_s(error, num_failed)
+                    if pause is None or num_failed > self._retries or not self._link.is_alive:
+                        raise
+                    self.tally.num_retries += 1
+                finally:
+                    used += run.usage if run is not None else Usage()
+                await anyio.sleep(pause)  # noqa: TID251  # the back-off before the next attempt
         except Exception as error:
-            self._end_in_failure(index, item, error)
+            self._end_in_failure(index, item, error, used)
+        else:
+            self._keep(index, item, ended, used)
         finally:
-            self.tally.usage += run.usage if run is not None else Usage()
+            self.tally.usage += used
             self._num_running -= 1
             self._wake_feed()
             self._refresh()
 
-    def _end_item(self, index: int, result: ResultT | Exception) -> None:
+    def _begin(self, run_index: int, item: Any) -> tuple[Run, Callable[[], Awaitable[ResultT]]]:
+        """The run of one attempt, and what waits for its result."""
+        args, kwargs = self.parameters.arguments(item)
+        if isinstance(self._program, Graph):
+            work = GraphRun(self._link, self._program, args, kwargs, index=run_index, objective="throughput")
+            return work.run, work.result
+        run = Run(self._link, index=run_index, objective="throughput")
+        return run, partial(execute, run, self._program, args, kwargs)
+
+    def _keep(self, index: int, item: Any, result: ResultT, used: Usage) -> None:
+        try:
+            if self._file is not None:
+                result = self._file.add_result(self._keys[index], item, result, used)
+                self._begin_sync()
+        except Exception as error:  # a result that has no form in JSON, or a full disk
+            self._fail(error)
+        else:
+            self._end_item(index, item, result)
+
+    def _begin_sync(self) -> None:
+        if self._is_synced:
+            self._is_synced = False
+            self._group.start_soon(self._sync_file)
+
+    def _end_item(self, index: int, item: Any, result: ResultT | Exception) -> None:
         self.tally.num_done += 1
-        self._results[index] = result
+        self._results[index] = item, result
         if index == self._num_taken:
             self._result_came.set()
             self._result_came = anyio.Event()
 
-    def _end_in_failure(self, index: int, item: Any, error: Exception) -> None:
+    def _end_in_failure(self, index: int, item: Any, error: Exception, used: Usage) -> None:
         if self._failure is not None or self._scope.cancel_called:
             return  # a program may fail because it was cancelled: only the first error counts
         self.tally.num_failed += 1
         if not self._link.is_alive:
             self._fail(error)  # not a failure of this input: all others would fail too
-        elif self._on_error == "return":
-            self._end_item(index, error)
+            return
+        if self._file is not None:
+            try:
+                self._file.add_failure(self._keys[index], item, error, used)
+            except OSError as lost:
+                self._fail(lost)
+                return
+            self._begin_sync()
+        if self._on_error == "return":
+            self._end_item(index, item, error)
         else:
             error.add_note(f"in map: input {index} was {short_repr(item)}")
             self._fail(error)
@@ -322,6 +352,8 @@ def _do_nothing() -> None:
 
 
 DEFAULT_CONCURRENCY = 64
+_RUNS_OF_AN_ATTEMPT: Final = 2**40
+"""No session has so many runs."""
 
 
 class ProgramMap(Generic[ResultT]):
@@ -353,6 +385,9 @@ class ProgramMap(Generic[ResultT]):
         concurrency: int = DEFAULT_CONCURRENCY,
         on_error: OnError = "raise",
         show: Show | None = None,
+        retries: int = 0,
+        resume: str | os.PathLike[str] | None = None,
+        key: KeyOf | None = None,
     ) -> None:
         if not isinstance(program, Graph):
             check_program(program, "map")
@@ -363,11 +398,30 @@ class ProgramMap(Generic[ResultT]):
                 f"map: on_error={on_error!r}: give 'raise' (the first failure ends the map) "
                 "or 'return' (failures stand among the results)"
             )
+        if not is_whole(retries, 0, math.inf):
+            raise BadArgument(f"map: retries={retries!r}: say how often a failed input runs again, 0 or more")
+        if resume is not None and not isinstance(resume, str | os.PathLike):
+            raise BadArgument(f"map: resume={resume!r}: give the path of a file", param="resume")
+        if key is not None and (resume is None or not (isinstance(key, str) or callable(key))):
+            raise BadArgument(
+                f"map: key={key!r}: give a field or a function that identifies an input, and resume=",
+                param="key",
+            )
         link.check_alive()
-        self._work: _MapWork[ResultT] = _MapWork(
-            link, program, _MapInputs(inputs), concurrency=concurrency, on_error=on_error, show=show
+        self._work: _MapWork[Any] = _MapWork(
+            link,
+            program,
+            MapInputs(inputs),
+            concurrency=concurrency,
+            on_error=on_error,
+            show=show,
+            retries=retries,
+            resume=resume,
+            key=key,
         )
-        weakref.finalize(self, self._work.abandon).atexit = False
+        self._pick: Callable[[Any, Any], Any] = _result_only
+        self._owner = _Owner()
+        weakref.finalize(self._owner, self._work.abandon).atexit = False
 
     def __await__(self) -> Generator[object, None, list[ResultT]]:
         return self._collect().__await__()
@@ -387,11 +441,44 @@ class ProgramMap(Generic[ResultT]):
         work = self._work
         work.start()
         try:
-            return cast(ResultT, await work.take())
+            return cast(ResultT, self._pick(*await work.take()))
         finally:
             # The traceback of an exception, such as a cancellation of the reader, keeps this frame, which
             # would keep a dropped map alive.
             del self
+
+    def pairs(self) -> ProgramMap[tuple[Any, ResultT]]:
+        """The same map, with its inputs: it yields pairs of an input and its result.
+
+        >>> async for text, grade in flow.map(judge, essays).pairs():
+        ...     print(text, grade)
+        On leaves. A
+        On light. A
+        On sugar. A
+        """
+        view: ProgramMap[tuple[Any, ResultT]] = ProgramMap.__new__(ProgramMap)
+        view._work, view._owner, view._pick = self._work, self._owner, _pair
+        return view
+
+    async def to_dicts(self) -> list[dict[str, Any]]:
+        """The inputs and results as rows of a table, for ``pandas.DataFrame(rows)`` or
+        ``polars.DataFrame(rows)``.
+
+        An input's columns are those of its table or dict, or else the program's parameters. A result that is
+        a record (a dict, a dataclass, a struct, a model) has a column for each field, any other one the
+        column ``result``; ``result_x`` where the input has a column ``x``. Failures, with
+        ``on_error="return"``, are in the column ``error``.
+
+        >>> rows = await flow.map(judge, essays).to_dicts()
+        >>> rows[0]
+        {'essay': 'On leaves.', 'result': 'A'}
+        """
+        rows = []
+        for item, result in await self.pairs():
+            row = self._work.parameters.columns(item)
+            rows.append(row | {_free_name(name, row): value for name, value in _fields(result).items()})
+        columns = dict.fromkeys(name for row in rows for name in row)
+        return [{name: row.get(name) for name in columns} for row in rows]
 
     async def aclose(self) -> None:
         """Cancels the runs and waits for their end. May be repeated. Further iteration raises ``Cancelled``
@@ -411,3 +498,28 @@ class ProgramMap(Generic[ResultT]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+class _Owner:
+    """What a map and its ``pairs`` have in common: when both are dropped, the work ends."""
+
+
+def _result_only(item: Any, result: Any) -> Any:
+    return result
+
+
+def _pair(item: Any, result: Any) -> tuple[Any, Any]:
+    return dict(item) if isinstance(item, Row) else item, result
+
+
+def _fields(result: Any) -> dict[str, Any]:
+    if isinstance(result, Exception):
+        return {"error": f"{type(result).__name__}: {result}"}
+    is_record = is_dataclass(result) or isinstance(result, Mapping | Struct) or hasattr(result, "model_dump")
+    return dict(as_plain(result)) if is_record else {"result": result}
+
+
+def _free_name(name: str, row: Mapping[str, Any]) -> str:
+    while name in row:
+        name = f"result_{name}"
+    return name

@@ -1,6 +1,6 @@
-"""The progress of a map on stderr: in a terminal one line with a bar, redrawn as it changes; elsewhere (a
-log, a pipe) a plain line every half minute and one at the end. Imports rich, so it is imported when first
-used."""
+"""The progress of a map: in a terminal one line on stderr with a bar, redrawn as it changes; in a notebook a
+line below the cell; elsewhere (a log, a pipe) a plain line every half minute and one at the end. Imports
+rich, so it is imported when first used."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
 from typing import Final
 
 from rich.cells import cell_len
@@ -24,7 +25,7 @@ MIN_BAR: Final = 10
 DRAWN_PER_S: Final = 4
 S_BETWEEN_LINES: Final = 30.0
 # What a narrow line leaves out first: keys of ``MapProgress.parts``.
-DISPENSABLE: Final = ("left", "hits", "rate", "failed")
+DISPENSABLE: Final = ("tokens", "resumed", "retries", "left", "cached", "rate", "failed")
 
 
 class ProgressConsole(Console):
@@ -46,6 +47,14 @@ def shown_on(
     """Shows ``tally`` on the console during the block, and its last state afterwards. Yields a function to
     call after each change."""
     progress = MapProgress(tally, clock)
+    if console.is_jupyter:
+        cell = _NotebookLine(progress, clock)
+        try:
+            yield cell.tick
+        finally:
+            progress.finish()
+            cell.show()
+        return
     if not console.is_terminal or console.is_dumb_terminal:
         lines = _Lines(console, progress, clock)
         try:
@@ -85,13 +94,21 @@ class MapProgress:
         """The parts of the line by name, in order."""
         tally = self._tally
         elapsed_s = self._clock() - self._began_s if self._took_s is None else self._took_s
-        per_s = tally.num_done / elapsed_s if elapsed_s > 0 else 0.0
+        num_run = tally.num_done - tally.num_resumed
+        per_s = num_run / elapsed_s if elapsed_s > 0 else 0.0
         done = f"{tally.num_done:,}"
         found = {"count": f"{done} done" if tally.total is None else f"{done}/{tally.total:,}"}
         if per_s:
             found["rate"] = f"{per_s:,.0f}/s" if per_s >= 100 else f"{per_s:.3g}/s"
-        if tally.usage.prompt_tokens:
-            found["hits"] = f"{tally.usage.hit_rate:.0%} hits"
+        usage = tally.usage
+        if usage.prompt_tokens:
+            found["cached"] = f"{usage.hit_rate:.0%} cached"
+            prompt, output = _amount(usage.prompt_tokens), _amount(usage.output_tokens)
+            found["tokens"] = f"{prompt} tokens in, {output} out"
+        if tally.num_resumed:
+            found["resumed"] = f"{tally.num_resumed:,} resumed"
+        if tally.num_retries:
+            found["retries"] = f"{tally.num_retries:,} retried"
         if tally.num_failed:
             found["failed"] = f"{tally.num_failed:,} failed"
         if self._took_s is not None:
@@ -109,6 +126,13 @@ class MapProgress:
             parts.pop(name, None)
         return "  ".join(parts.values())
 
+    def text(self, width: int) -> str:
+        """The line with a bar of ``width`` characters, if the number of inputs is known."""
+        if not self._tally.total:
+            return self.line()
+        num_full = min(width, width * self._completed // self._tally.total)
+        return f"{'█' * num_full}{'░' * (width - num_full)}  {self.line()}"
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
         line = Text(self.line(width), no_wrap=True, overflow="ellipsis")
@@ -124,6 +148,25 @@ class MapProgress:
     @property
     def _completed(self) -> int:
         return self._tally.num_done if self._tally.total else 1  # an empty map is complete
+
+
+class _NotebookLine:
+    """One line below the cell, in which the rest of its output stays where it is."""
+
+    def __init__(self, progress: MapProgress, clock: Callable[[], float]) -> None:
+        ipython = import_module("IPython.display")  # a notebook has it
+        self._progress = progress
+        self._clock = clock
+        self._next_s = clock()
+        self._cell = ipython.display({"text/plain": ""}, raw=True, display_id=True)
+
+    def tick(self) -> None:
+        if self._clock() >= self._next_s:
+            self._next_s = self._clock() + 1 / DRAWN_PER_S
+            self.show()
+
+    def show(self) -> None:
+        self._cell.update({"text/plain": self._progress.text(MAX_BAR)}, raw=True)
 
 
 class _Lines:
@@ -143,6 +186,21 @@ class _Lines:
         self._next_s = self._clock() + S_BETWEEN_LINES
         text = f"map: {', '.join(self._progress.parts().values())}"
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _amount(number: int) -> str:
+    """In at most five characters.
+
+    >>> _amount(950), _amount(12_345), _amount(3_200_000)
+    ('950', '12.3k', '3.2M')
+    """
+    if number < 1000:
+        return str(number)
+    for unit in "kMG":
+        number_of_unit = number / 1000 ** ("kMG".index(unit) + 1)
+        if number_of_unit < 999.5:
+            return f"{number_of_unit:.3g}{unit}"
+    return f"{number / 1e12:.3g}T"
 
 
 def _duration(seconds: float) -> str:

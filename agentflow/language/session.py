@@ -6,6 +6,7 @@ Every ``run``, ``stream``, ``map``, ``submit`` and ``state`` begins a run on the
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
@@ -16,15 +17,14 @@ from agentflow.language.graph import Graph
 from agentflow.language.link import Link
 from agentflow.language.map import (
     DEFAULT_CONCURRENCY,
-    Inputs,
-    ItemT,
-    ManyOf,
     MapOptions,
     OnError,
     ProgramMap,
     Show,
 )
+from agentflow.language.map_inputs import Inputs, ItemT, ManyOf, Table
 from agentflow.language.program import ProgramStream, check_program, execute
+from agentflow.language.results_file import KeyOf
 from agentflow.language.run import Run
 from agentflow.language.state import RootState, State
 from agentflow.language.trace import GraphRun
@@ -155,7 +155,7 @@ class Session:
     def map(
         self,
         program: Callable[Concatenate[State, ...], Awaitable[ResultT]],
-        inputs: ManyOf[dict[str, Any]],
+        inputs: ManyOf[dict[str, Any]] | Table,
         *,
         on_error: Literal["raise"] = ...,
         **options: Unpack[MapOptions],
@@ -164,7 +164,7 @@ class Session:
     def map(
         self,
         program: Callable[Concatenate[State, ...], Awaitable[ResultT]],
-        inputs: ManyOf[dict[str, Any]],
+        inputs: ManyOf[dict[str, Any]] | Table,
         *,
         on_error: Literal["return"],
         **options: Unpack[MapOptions],
@@ -177,6 +177,9 @@ class Session:
         concurrency: int = DEFAULT_CONCURRENCY,
         progress: bool = False,
         on_error: OnError = "raise",
+        retries: int = 0,
+        resume: str | os.PathLike[str] | None = None,
+        key: KeyOf | None = None,
     ) -> ProgramMap[Any]:
         """Runs a program on each of many inputs, at most ``concurrency`` at once. Results are in the order of
         the inputs. Await it for their list, or iterate over it in bounded memory (see ``ProgramMap``; enter
@@ -185,12 +188,25 @@ class Session:
         ``inputs``: any iterable or async iterable, also an endless one. Each input is the program's one
         argument after the state. A tuple is its positional arguments, a dict its keyword arguments (type
         checkers do not compare these with the program's). To pass a tuple or a dict itself, wrap it:
-        ``((item,) for item in items)``. A generator is closed when the map ends. ``program`` may be a graph
-        (``program.trace(...)``), whose arguments are texts. ``on_error``: with ``"raise"``, the first failure
-        cancels the rest and is raised, with a note that names the input; with ``"return"``, failures are
-        among the results, and only errors that end the session or come from ``inputs`` are raised.
-        ``progress``: shows a bar on stderr with the rate, the time left, the failures, and the cache hit
-        rate.
+        ``((item,) for item in items)``. A generator is closed when the map ends. ``inputs`` may also be a
+        dataframe (pandas, polars, pyarrow, or with ``__arrow_c_stream__``): the program gets those columns of
+        a row that are its parameters. ``program`` may be a graph (``program.trace(...)``), whose arguments
+        are texts.
+
+        ``on_error``: with ``"raise"``, the first failure cancels the rest and is raised, with a note that
+        names the input; with ``"return"``, failures are among the results, and only errors that end the
+        session or come from ``inputs`` are raised. ``retries``: how often an input runs again whose failure
+        may pass: an overloaded or unreachable server (after the pause that it asks for), a failed engine, an
+        invalid value, a ``ConnectionError`` or ``TimeoutError`` of the program.
+
+        ``resume``: a file that receives each input with its result or failure as it ends. A later map of the
+        same program takes the results from it, and runs only the other inputs and those that failed. Results
+        are kept as JSON and come back as the program's annotated return type. ``key``: a field or a function
+        that identifies an input there; by default, its JSON does. ``BadArgument`` for the file of another
+        program, or if another map writes to it.
+
+        ``progress``: shows a bar on stderr with the rate, the time left, the failures, the tokens, and the
+        share of the prompts that was cached.
 
         >>> grades = await flow.map(judge, essays, progress=True)
         >>> async for grade in flow.map(judge, essays):
@@ -204,7 +220,17 @@ class Session:
             from agentflow.language.progress import shown_on_stderr  # imports rich
 
             show = shown_on_stderr
-        return ProgramMap(self._link, program, inputs, concurrency=concurrency, on_error=on_error, show=show)
+        return ProgramMap(
+            self._link,
+            program,
+            inputs,
+            concurrency=concurrency,
+            on_error=on_error,
+            show=show,
+            retries=retries,
+            resume=resume,
+            key=key,
+        )
 
     async def submit(self, graph: Graph, inputs: Mapping[str, str] | None = None) -> Any:
         """Runs a compiled program (``program.trace(...)``) with the texts of its arguments. The backend gets

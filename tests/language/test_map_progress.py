@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from io import StringIO
 
 import pytest
@@ -53,11 +54,14 @@ FULL = Tally(100_000, 1234, 3, af.Usage(1000, 812, 5))
 
 
 def test_the_line_has_the_progress_the_rate_the_hit_rate_and_the_time_left() -> None:
-    assert progress_at(20, FULL).line() == "1,234/100,000  61.7/s  81% hits  3 failed  26:41 left"
-    assert progress_at(5, FULL).line() == "1,234/100,000  247/s  81% hits  3 failed  6:40 left"
-    assert progress_at(10_000, FULL).line().endswith("0.123/s  81% hits  3 failed  222:19:33 left")
+    middle = "81% cached  1k tokens in, 5 out  3 failed"
+    assert progress_at(20, FULL).line() == f"1,234/100,000  61.7/s  {middle}  26:41 left"
+    assert progress_at(5, FULL).line() == f"1,234/100,000  247/s  {middle}  6:40 left"
+    assert progress_at(10_000, FULL).line().endswith(f"0.123/s  {middle}  222:19:33 left")
     assert progress_at(20, Tally(None, 40)).line() == "40 done  2/s"
     assert progress_at(0, Tally(10)).line() == "0/10"
+    resumed = Tally(100, 60, 0, af.Usage(), num_retries=2, num_resumed=50)
+    assert progress_at(10, resumed).line() == "60/100  1/s  50 resumed  2 retried  0:40 left"
     finished = progress_at(64, Tally(128, 128))
     finished.finish()
     assert finished.line() == "128/128  2/s  in 1:04"
@@ -69,13 +73,14 @@ def test_the_line_fits_every_terminal(width: int) -> None:
     assert cell_len(line) <= width
     if width >= len("1,234/100,000"):
         assert "1,234/100,000" in line
-    if width >= 70:
+    if width >= 90:
         assert progress_at(20, FULL).line() in line
 
 
 def test_a_narrow_line_omits_the_least_important_parts() -> None:
     progress = progress_at(20, FULL)
-    assert progress.line(45) == "1,234/100,000  61.7/s  81% hits  3 failed"
+    assert progress.line(60) == "1,234/100,000  61.7/s  81% cached  3 failed  26:41 left"
+    assert progress.line(45) == "1,234/100,000  61.7/s  81% cached  3 failed"
     assert progress.line(35) == "1,234/100,000  61.7/s  3 failed"
     assert progress.line(25) == "1,234/100,000  3 failed"
     assert progress.line(15) == "1,234/100,000"
@@ -109,7 +114,7 @@ async def test_the_final_bar_stays_in_a_terminal() -> None:
     text = out.getvalue()
     last = text.rstrip("\x1b[?25h\n").splitlines()[-1]
     assert "3/3" in last
-    assert "0% hits" in last
+    assert "0% cached" in last
     assert "1 failed" in last
     assert " in 0:00" in last
     assert text.index("\x1b[?25l") < text.rindex("\x1b[?25h")  # the cursor is back
@@ -135,7 +140,7 @@ async def test_outside_a_terminal_one_line_is_printed_at_the_end(
     await mapped(Console(file=out, force_terminal=term == "dumb", width=20), (c for c in "abc"))
     [line] = out.getvalue().splitlines()
     assert line.startswith("map: 3 done, ")
-    assert line.endswith("0% hits, in 0:00")
+    assert line.endswith("0% cached, 3 tokens in, 3 out, in 0:00")
 
 
 def test_outside_a_terminal_a_line_is_printed_every_30_s() -> None:
@@ -208,6 +213,30 @@ async def test_the_hit_rate_counts_only_the_runs_of_the_map() -> None:
         usage = results._work.tally.usage
         assert usage in (af.Usage(120, 48, 12), af.Usage(110, 44, 11))  # the cancelled one may have ended
         assert usage.hit_rate == 0.4
+
+
+def test_in_a_notebook_one_line_is_redrawn() -> None:
+    pytest.importorskip("IPython")
+    shell = import_module("IPython.core.interactiveshell").InteractiveShell
+    publisher = import_module("IPython.core.displaypub").CapturingDisplayPublisher()
+    clock, tally = Clock(), Tally(8)
+    shown = shell.instance(display_pub_class=type(publisher), history_manager=None)
+    try:
+        shown.display_pub = publisher
+        with shown_on(Console(file=StringIO(), force_jupyter=True), tally, clock) as tick:
+            for _ in range(8):
+                tally.num_done += 1
+                clock.now_s += 0.2
+                tick()
+                tick()
+    finally:
+        shell.clear_instance()
+    texts = [output["data"]["text/plain"] for output in publisher.outputs]
+    assert len({output["transient"]["display_id"] for output in publisher.outputs}) == 1
+    assert [output["update"] for output in publisher.outputs] == [False] + [True] * (len(texts) - 1)
+    assert 4 < len(texts) <= 8 + 2
+    assert texts[-1].startswith(f"{'█' * 40}  8/8")
+    assert "4:" not in texts[-1]
 
 
 class ClosedPipe(StringIO):
