@@ -75,7 +75,7 @@ class AgentflowError(Exception):
     place: tuple[int, int] | None = None
     """The op that failed: the number of its state, and its own number in that state, from 1."""
     param: str | None = None
-    """The name of the invalid argument or request field, if there is one."""
+    """What is invalid, if it has a name: an argument, a request's field, or a file or key of a model."""
 
     def __init__(self, *args: object, param: str | None = None) -> None:
         super().__init__(*(shortened(arg) if isinstance(arg, str) else arg for arg in args))
@@ -464,9 +464,9 @@ def _tree(root: type[AgentflowError]) -> dict[str, type[AgentflowError]]:
 _BY_CODE = _tree(AgentflowError)
 
 
-def from_code(code: str, message: str) -> AgentflowError:
+def from_code(code: str, message: str, param: str | None = None) -> AgentflowError:
     """The error of this code. An unknown code gives ``AgentflowError``."""
-    return _BY_CODE.get(code, AgentflowError)(message)
+    return _BY_CODE.get(code, AgentflowError)(message, param=param)
 
 
 def shortened(message: str) -> str:

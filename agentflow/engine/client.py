@@ -91,7 +91,7 @@ class _Call:
 
     def end(self, answer: Finished | EngineStats | Failed) -> None:
         if isinstance(answer, Failed):
-            self.error = from_code(answer.code, answer.message)
+            self.error = from_code(answer.code, answer.message, answer.param)
         else:
             self.answer = answer
         self.ended.set()

@@ -324,7 +324,7 @@ class Engine:
         self._drop(request.id)
 
     def _fail(self, request_id: int, error: AgentflowError) -> None:
-        self._outbox.append(Failed(request_id, error.code, str(error)))
+        self._outbox.append(Failed(request_id, error.code, str(error), error.param))
         self._drop(request_id)
 
     def _drop(self, request_id: int) -> None:
@@ -407,7 +407,8 @@ def check_request(num_prompt: int, params: SamplingParams, info: RunnerInfo) -> 
     if num_prompt >= limit:
         raise PromptTooLong(
             f"the prompt has {num_prompt:,} tokens; with at least one of output it must fit into "
-            f"{limit:,} (the smaller of the model's context and the KV pool): shorten it"
+            f"{limit:,} (the smaller of the model's context and the KV pool): shorten it",
+            param="prompt",
         )
 
 
@@ -426,7 +427,8 @@ def _end_ids(params: SamplingParams, info: RunnerInfo) -> tuple[int, ...]:
     for token_id, _ in params.logit_bias:
         if token_id >= info.vocab_size:
             raise BadArgument(
-                f"gen: logit_bias names token {token_id}; this model's ids are 0 to {info.vocab_size - 1}"
+                f"gen: logit_bias names token {token_id}; this model's ids are 0 to {info.vocab_size - 1}",
+                param="logit_bias",
             )
     own = () if params.ignore_eos else info.end_token_ids
     return tuple({token_id for token_id in (*own, *params.stop_token_ids) if token_id < info.vocab_size})
@@ -487,7 +489,8 @@ class ConstrainedRequest:
             if not words.any():
                 raise RequestRefused(
                     "the constraint requires text that the model's tokens cannot write; "
-                    f"the text so far is {text.shown()!r}"
+                    f"the text so far is {text.shown()!r}",
+                    param="constraint",
                 )
             return words
         if not words.any():

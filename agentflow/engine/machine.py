@@ -173,7 +173,7 @@ def _num_parameters(folder: Path) -> int:
                 (length,) = struct.unpack("<Q", stream.read(8))
                 header: dict[str, Any] = json.loads(stream.read(length))
             except (struct.error, ValueError) as error:
-                raise BadModelFolder(f"{file} is not a safetensors file: {error}") from None
+                raise BadModelFolder(f"{file} is not a safetensors file: {error}", param=file.name) from None
         total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
     return total
 

@@ -139,9 +139,13 @@ class Request:
         """A waiting request over a copy of ``prompt`` (int32, at least one token). ``BadArgument`` for a
         priority or a share that is out of range."""
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-            raise BadArgument(f"priority must be {-MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}")
+            raise BadArgument(
+                f"priority must be {-MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}", param="priority"
+            )
         if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
-            raise BadArgument(f"a tenant's weight must be {MIN_WEIGHT} to {MAX_WEIGHT}, not {weight}")
+            raise BadArgument(
+                f"a tenant's weight must be {MIN_WEIGHT} to {MAX_WEIGHT}, not {weight}", param="weight"
+            )
         tokens: TokenArray = np.empty(len(prompt) + max_new_tokens, dtype=np.int32)
         tokens[: len(prompt)] = prompt
         return cls(

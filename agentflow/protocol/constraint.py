@@ -43,7 +43,10 @@ class TagRule(msgspec.Struct, frozen=True, omit_defaults=True):
             ("lead", self.lead, 0),
         ):
             if not isinstance(mark, str) or not least <= len(mark) <= MAX_MARK_CHARS:
-                raise BadArgument(f"tags: {name} must be a string of {least} to {MAX_MARK_CHARS} characters")
+                raise BadArgument(
+                    f"tags: {name} must be a string of {least} to {MAX_MARK_CHARS} characters",
+                    param=name,
+                )
         Constraint(self.kind, self.source).check()
 
 
@@ -130,26 +133,30 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.between is None and self.max_tags is None:
             return
         if self.kind != "tags":
-            raise BadArgument(f"between and max_tags are for tags, not for {self.kind}")
+            raise BadArgument(f"between and max_tags are for tags, not for {self.kind}", param="between")
         between = "" if self.between is None else self.between
         if not isinstance(between, str) or len(between) > MAX_MARK_CHARS:
-            raise BadArgument(f"between must be a string of at most {MAX_MARK_CHARS} characters, or None")
+            raise BadArgument(
+                f"between must be a string of at most {MAX_MARK_CHARS} characters, or None", param="between"
+            )
         if self.max_tags is not None and not (
             isinstance(self.max_tags, int) and 0 < self.max_tags <= MAX_TAGS
         ):
-            raise BadArgument(f"max_tags must be 1 to {MAX_TAGS}, or None")
+            raise BadArgument(f"max_tags must be 1 to {MAX_TAGS}, or None", param="max_tags")
 
     def _check_instead(self) -> None:
         if not all(isinstance(text, str) and 0 < len(text) <= MAX_MARK_CHARS for text in self.apart):
-            raise BadArgument(f"apart: each must be a string of 1 to {MAX_MARK_CHARS} characters")
+            raise BadArgument(
+                f"apart: each must be a string of 1 to {MAX_MARK_CHARS} characters", param="apart"
+            )
         if len(self.apart) > MAX_TAGS or (self.apart and self.instead is None):
-            raise BadArgument(f"apart: at most {MAX_TAGS}, and only with instead")
+            raise BadArgument(f"apart: at most {MAX_TAGS}, and only with instead", param="apart")
         if self.instead is None:
             return
         if self.kind == "tags" and self.between is None:
-            raise BadArgument("instead: tags in free text need no alternative")
+            raise BadArgument("instead: tags in free text need no alternative", param="instead")
         if self.instead.kind == "tags" or self.instead.instead is not None:
-            raise BadArgument("instead: a single constraint of another kind than tags")
+            raise BadArgument("instead: a single constraint of another kind than tags", param="instead")
         self.instead.check()
 
     def _check_choices(self) -> None:

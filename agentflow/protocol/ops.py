@@ -344,17 +344,23 @@ def check_hint(output_tokens: int | None, forks: int | None, deadline_s: float |
     """Raises ``BadArgument`` for values that a ``Hint`` cannot have."""
     for name, value in (("output_tokens", output_tokens), ("forks", forks)):
         if value is not None and not is_whole(value, 1, MAX_INT):
-            raise BadArgument(f"hint: {name} must be a whole number above 0, not {value!r}")
+            raise BadArgument(f"hint: {name} must be a whole number above 0, not {value!r}", param=name)
     if deadline_s is not None and not (is_number(deadline_s, 0, math.inf) and deadline_s < math.inf):
-        raise BadArgument(f"hint: deadline_s must be a number of seconds, not {deadline_s!r}")
+        raise BadArgument(
+            f"hint: deadline_s must be a number of seconds, not {deadline_s!r}", param="deadline_s"
+        )
 
 
 def check_limit(deadline_s: float | None, output_tokens: int | None) -> None:
     """Raises ``BadArgument`` for values that a ``Limit`` cannot have."""
     if deadline_s is not None and not is_number(deadline_s, 0, math.inf):
-        raise BadArgument(f"limit: deadline_s must be a number of seconds, not {deadline_s!r}")
+        raise BadArgument(
+            f"limit: deadline_s must be a number of seconds, not {deadline_s!r}", param="deadline_s"
+        )
     if output_tokens is not None and not is_whole(output_tokens, 0, math.inf):
-        raise BadArgument(f"limit: output_tokens must be a whole number, not {output_tokens!r}")
+        raise BadArgument(
+            f"limit: output_tokens must be a whole number, not {output_tokens!r}", param="output_tokens"
+        )
 
 
 def check_choices(name: str, choices: Sequence[str]) -> None:

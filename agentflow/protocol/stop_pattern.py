@@ -94,5 +94,6 @@ def _compiled(source: str) -> regex.Pattern[str]:
 def _too_slow() -> RequestRefused:
     return RequestRefused(
         f"stop_regex takes too long to search for: more than {BURST_S * 1000:g} ms of processor time "
-        "beyond its share of each token; avoid nested repeats, or use stop strings"
+        "beyond its share of each token; avoid nested repeats, or use stop strings",
+        param="stop_regex",
     )

@@ -56,14 +56,16 @@ def compiled(pattern: str) -> regex.Pattern[str]:
     """The compiled pattern. ``BadArgument`` if it is not a regular expression."""
     if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_PATTERN_CHARS:
         raise BadArgument(
-            f"a pattern must be a string of 1 to {MAX_PATTERN_CHARS} characters, not {pattern!r:.60}"
+            f"a pattern must be a string of 1 to {MAX_PATTERN_CHARS} characters, not {pattern!r:.60}",
+            param="pattern",
         )
     try:
         return regex.compile(pattern)
     except regex.error as error:
-        raise BadArgument(f"{pattern!r} is not a regular expression: {error}") from None
+        raise BadArgument(f"{pattern!r} is not a regular expression: {error}", param="pattern") from None
     except RecursionError:
-        raise BadArgument(f"{pattern!r:.60}… is nested too deeply for a regular expression") from None
+        message = f"{pattern!r:.60}… is nested too deeply for a regular expression"
+        raise BadArgument(message, param="pattern") from None
 
 
 def apply_transforms(text: str, transforms: tuple[Transform, ...]) -> str:

@@ -37,7 +37,8 @@ class Declared(msgspec.Struct, frozen=True, kw_only=True):
                 convert_checked(value, field_type)
             except msgspec.ValidationError:
                 allowed = allowed_values(plain_type(inspect.type_info(field_type)))
-                raise BadArgument(f"{type(self).__name__}: {name} must be {allowed}, not {value!r}") from None
+                message = f"{type(self).__name__}: {name} must be {allowed}, not {value!r}"
+                raise BadArgument(message, param=name) from None
 
 
 @cache

@@ -213,7 +213,7 @@ def _config(app: Starlette, limits: ServerLimits, tls: Tls | None) -> uvicorn.Co
     try:
         config.load()
     except OSError as error:  # ssl.SSLError is one
-        raise ServerError(f"the TLS certificate or key cannot be used: {error}") from error
+        raise ServerError(f"the TLS certificate or key cannot be used: {error}", param="tls") from error
     return config
 
 

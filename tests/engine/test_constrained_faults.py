@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.plain_constrained import PlainConstrained, written
 from support.fake_engine import TOKENIZER
+from support.faults import has_param
 from support.holds import Hold
 from support.logit_runner import logit_engine, logits_after
 from support.plain_engine import END_ID, PLAIN_IDS, plain_engine
@@ -127,7 +128,7 @@ async def test_a_hostile_stop_in_forced_text_fails_its_own_request_only() -> Non
     forced = CompiledConstraint("forced", "dfa", build_dfa(parse_regex("a{400}")).to_bytes())
     async with plain_engine() as client:
         params = SamplingParams(max_tokens=450, stop_regex="(a|aa)+[éx]")
-        with pytest.raises(RequestRefused, match="stop_regex takes too long to search for"):
+        with pytest.raises(RequestRefused, check=has_param("stop_regex")):
             await client.generate([5, 6], params, seed=0, on_text=lambda text: None, constraint=forced)
         asked = ALL_ASKED[0]
         end = await client.generate(

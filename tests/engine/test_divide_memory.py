@@ -8,6 +8,7 @@ import struct
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.faults import has_param
 
 from agentflow.engine.machine import (
     MIN_KV_TOKENS,
@@ -48,7 +49,7 @@ def test_the_parts_fit_into_the_budget(needs, budget):
         MIN_KV_TOKENS * need.kv_bytes_per_token for need in needs if need.kv_tokens is None
     )
     if least > budget:
-        with pytest.raises(BadArgument, match="the models do not fit"):
+        with pytest.raises(BadArgument):
             divide_memory(needs, budget)
         return
     shares = divide_memory(needs, budget)
@@ -101,5 +102,5 @@ def test_weights_are_counted_in_the_headers_of_their_files(tmp_path):
     assert memory_need("m", tmp_path, "bfloat16", None) == MemoryNeed("m", 22 * 2, 2 * 2 * 2 * 8 * 2, None)
     assert memory_need("m", tmp_path, "float32", 7) == MemoryNeed("m", 22 * 4, 2 * 2 * 2 * 8 * 4, 7)
     (tmp_path / "model-0.safetensors").write_bytes(b"short")
-    with pytest.raises(BadModelFolder, match=r"model-0\.safetensors"):
+    with pytest.raises(BadModelFolder, check=has_param("model-0.safetensors")):
         memory_need("m", tmp_path, "bfloat16", None)

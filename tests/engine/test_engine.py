@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.stepped_engine import SteppedEngine, assert_resumable
 from support.fake_engine import TOKENIZER, StepGate
+from support.faults import has_param
 from support.plain_engine import END_ID, PLAIN_IDS, alone, fake_logprob, plain_engine, plain_token, runner
 from support.small_tokenizers import byte_level
 
@@ -222,7 +223,7 @@ async def test_computing_only_fills_the_cache():
 
 async def test_a_prompt_that_can_never_fit_fails_alone():
     async with plain_engine(max_context=64) as client:
-        with pytest.raises(PromptTooLong, match="the prompt has 64 tokens"):
+        with pytest.raises(PromptTooLong, check=has_param("prompt")):
             await generate(client, [5] * 64)
         with pytest.raises(PromptTooLong):
             await client.score([5] * 65, 60)
@@ -484,7 +485,7 @@ async def test_requests_beyond_the_limit_are_overloaded():
         group.start_soon(generate, client)
         group.start_soon(generate, client)
         await gate.held()
-        with pytest.raises(Overloaded, match="2 unfinished requests, the limit"):
+        with pytest.raises(Overloaded, match=r"\b2\b"):
             await generate(client)
         gate.open()
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine, StepGate
+from support.faults import has_param
 from support.plain_engine import alone, fake_logprob, plain_engine, plain_token
 
 import agentflow as af
@@ -282,11 +283,11 @@ async def test_many_turns_are_laid_out_beside_the_loop_and_no_more_than_the_cont
         context = generator.open("")
         for _ in range(300):
             fill_turn(generator, context, "user", "")
-        with pytest.raises(af.PromptTooLong, match="more than 300 turns"):
+        with pytest.raises(af.PromptTooLong, match=r"\b300\b"):
             generator.begin_role(context, "user")
         branches = await generator.fork(context, 2, ahead=False)
         assert threading.get_ident() != threads[0]
-        with pytest.raises(af.PromptTooLong, match="more than 300 turns"):
+        with pytest.raises(af.PromptTooLong, match=r"\b300\b"):
             generator.begin_role(branches[0], "user")
         for one in (context, *branches):
             generator.free(one)
@@ -360,9 +361,9 @@ async def test_a_call_cancelled_before_it_is_submitted_sends_nothing(call):
 async def test_an_empty_state_cannot_be_continued():
     async with plain_engine() as client:
         generator = generator_on(client)
-        with pytest.raises(af.BadArgument, match="gen on an empty state: append some text or a turn first"):
+        with pytest.raises(af.BadArgument, match=r"^gen "):
             await generate(generator, generator.open(""))
-        with pytest.raises(af.BadArgument, match="select on an empty state"):
+        with pytest.raises(af.BadArgument, match=r"^select "):
             await generator.score(generator.open(""), CHOICES, "token_length_normalized")
 
 
@@ -371,9 +372,9 @@ async def test_a_select_that_cannot_run_says_why_once():
         generator = generator_on(client)
         context = generator.open("")
         generator.fill(context, "x " * 100)
-        with pytest.raises(af.PromptTooLong, match="fit into 64"):
+        with pytest.raises(af.PromptTooLong, check=has_param("prompt")):
             await generator.score(context, CHOICES, "token_length_normalized")
-        with pytest.raises(af.PromptTooLong, match="fit into 64"):
+        with pytest.raises(af.PromptTooLong, check=has_param("prompt")):
             await generator.score(context, CHOICES, "unconditional_likelihood_normalized")
         assert client.num_calls == 0
 
@@ -396,7 +397,7 @@ async def test_a_model_without_a_template_has_no_roles():
         generator = EngineGenerator(client, ChatTemplate(None))
         assert generator.capabilities == Capabilities("fake", roles=False, max_context=512)
         assert generator_on(client).capabilities.roles
-        with pytest.raises(af.NotSupported, match="no chat template"):
+        with pytest.raises(af.NotSupported):
             generator.begin_role(generator.open(""), "user")
 
 
@@ -470,10 +471,11 @@ async def test_a_prompt_that_is_too_long_fails_its_own_state_only():
         for branch, text in ((long, "x " * 2000), (short, "x ")):
             branch += text + af.gen("x", max_tokens=3) + af.select("y", list(CHOICES))
         assert await short["y"] in CHOICES
-        with pytest.raises(af.PromptTooLong, match="shorten it"):
+        with pytest.raises(af.PromptTooLong):
             await long["x"]
-        with pytest.raises(af.RunFailed, match="'y' was not generated: the prompt has"):
+        with pytest.raises(af.RunFailed, match="'y'") as caught:
             await long["y"]
+        assert isinstance(caught.value.__cause__, af.PromptTooLong)
         await engine.assert_idle()
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine, StepGate
+from support.faults import has_param
 from support.plain_engine import fake_logprob, plain_engine, runner
 from support.process_engine import Hold, kill, process_engine
 
@@ -55,7 +56,7 @@ async def test_an_invalid_select_fails_alone(prompt, choices):
     async with plain_engine() as client:
         with pytest.raises((af.BadArgument, af.EngineFailed)):
             await client.score_choices(prompt, choices)
-        with pytest.raises(af.PromptTooLong, match="with the 4 of its longest choice it must fit into 512"):
+        with pytest.raises(af.PromptTooLong, check=has_param("prompt")):
             await client.score_choices([5] * 509, CHOICES)
         end = await client.score_choices(PROMPT, CHOICES)
         assert end.choice_logprobs == expected_logprobs(PROMPT, CHOICES)

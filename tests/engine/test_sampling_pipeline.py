@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.stepped_engine import assert_resumable
+from support.faults import has_param
 from support.logit_runner import alone_by_logits, logit_engine, logit_runner, logits_after
 from support.plain_engine import END_ID, PLAIN_IDS
 from support.plain_sampler import MASK, plain_token_of
@@ -247,7 +248,7 @@ def test_a_resumed_request_draws_as_if_uninterrupted(job, at):
 async def test_a_bias_beyond_the_vocabulary_fails_its_request_only():
     async with logit_engine() as client:
         wrong = SamplingParams(logit_bias=((10**6, 1.0),))
-        with pytest.raises(BadArgument, match=r"logit_bias names token 1000000; this model's ids are 0 to "):
+        with pytest.raises(BadArgument, check=has_param("logit_bias")):
             await client.generate([5], wrong, seed=0, on_text=lambda text: None)
         # Token ids that the model hasn't got can't end a text, nor be forbidden.
         fine = SamplingParams(max_tokens=9, min_tokens=9, stop_token_ids=(10**6,))

@@ -274,7 +274,7 @@ def test_a_row_gives_the_same_whatever_else_is_in_the_batch(kernels: Kernels) ->
 def test_a_token_that_does_not_exist_is_an_error(token_id: int) -> None:
     step = step_of(SIZES[0], [Shape(-1, 0, 3, 4)], [True], torch.float32, 0)
     step.token_ids[2] = token_id
-    with pytest.raises(IndexError, match=rf"there is no token {token_id} \(row 2 of the batch\)"):
+    with pytest.raises(IndexError, match=rf"token {token_id} .*\b2\b"):
         step.run(model_of(SIZES[0], native_ops, torch.float32), native_ops)
 
 

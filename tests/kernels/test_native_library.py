@@ -69,19 +69,19 @@ def test_the_best_level_that_is_there_and_allowed(
 
 def test_an_old_processor_has_none(flags: set[str]) -> None:
     flags.add("sse4_2")
-    with pytest.raises(NoNativeKernels, match="no AVX2"):
+    with pytest.raises(NoNativeKernels, match="AVX2"):
         native_level()
 
 
 def test_another_machine_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_library.platform, "machine", lambda: "aarch64")
-    with pytest.raises(NoNativeKernels, match="aarch64 on Linux"):
+    with pytest.raises(NoNativeKernels, match="aarch64"):
         native_level()
 
 
 def test_an_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTFLOW_CPU", "sse9")
-    with pytest.raises(ValueError, match="AGENTFLOW_CPU is 'sse9': it must be one of avx2, avx512"):
+    with pytest.raises(ValueError, match=r"AGENTFLOW_CPU.*'sse9'.*avx2, avx512"):
         ops.kernels_for(CPU)
 
 
@@ -99,7 +99,7 @@ def test_other_sources_are_another_library(source: Path) -> None:
     source.with_name("team.h").write_text("")
     assert not native_library.is_compiled("avx2")
     source.write_text("#error not the same")
-    with pytest.raises(NoNativeKernels, match=r"compiler failed: .*not the same"):
+    with pytest.raises(NoNativeKernels, match="not the same"):
         load_library("avx2")
 
 
@@ -156,14 +156,14 @@ def test_without_them_a_cpu_runs_on_torch_and_says_so(
 @pytest.mark.usefixtures("no_compiler")
 def test_requested_kernels_that_cannot_be_compiled_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTFLOW_KERNELS", "native")
-    with pytest.raises(ValueError, match="AGENTFLOW_KERNELS is 'native', but the compiler failed"):
+    with pytest.raises(ValueError, match=r"AGENTFLOW_KERNELS.*'native'.*compiler"):
         ops.kernels_for(CPU)
 
 
 def test_native_kernels_are_not_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ops.kernels_for(torch.device("cuda")) is torch_ops
     monkeypatch.setenv("AGENTFLOW_KERNELS", "native")
-    with pytest.raises(ValueError, match="which is for CPUs, and the device is cuda"):
+    with pytest.raises(ValueError, match=r"AGENTFLOW_KERNELS.*'native'.*cuda"):
         ops.kernels_for(torch.device("cuda"))
 
 

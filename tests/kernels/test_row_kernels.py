@@ -172,7 +172,7 @@ def test_the_environment_forces_an_implementation(
 
 def test_an_unknown_implementation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTFLOW_KERNELS", "fastest")
-    with pytest.raises(ValueError, match="AGENTFLOW_KERNELS is 'fastest'"):
+    with pytest.raises(ValueError, match=r"AGENTFLOW_KERNELS.*'fastest'"):
         ops.kernels_for(torch.device("cpu"))
 
 

@@ -124,5 +124,5 @@ def test_a_reply_may_be_empty() -> None:
     "text", ["", "[", "hello", '{"text":1}', '[{"text":"I lo', '["a"]', "[]]", '[{"id":1,"arguments":"']
 )
 def test_an_incomplete_reply_is_rejected(text: str) -> None:
-    with pytest.raises(ProtocolError, match="reply"):
+    with pytest.raises(ProtocolError):
         read_reply(text)

@@ -11,6 +11,7 @@ import anyio.lowlevel
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.faults import has_param
 from support.observed_backends import Observed, assert_idle
 
 import agentflow as af
@@ -44,14 +45,14 @@ RESULTS = [
     ("regex", "(?<=b )\\w+", "a 12 b 34", "34"),
 ]
 FAILURES = [
-    ("json", "a", "no JSON", r"json\('a'\): the text is not JSON .*: 'no JSON'"),
-    ("json", "", "[" * 100_000, r"json\(''\): the text is not JSON"),
-    ("json", "city.street", PLACE, r"there is no 'street' in"),
-    ("json", "city.parts.2", PLACE, r"there is no '2' in"),
-    ("json", "city.parts.first", PLACE, r"there is no 'first' in"),
-    ("json", "city.name.0", PLACE, r"there is no '0' in"),
-    ("json", "city.size.x", PLACE, r"there is no 'x' in '1.5'"),
-    ("regex", "[0-9]+", "no digits", r"regex\('\[0-9\]\+'\) finds nothing in 'no digits'"),
+    ("json", "a", "no JSON", r"json\('a'\): .*: 'no JSON'"),
+    ("json", "", "[" * 100_000, r"json\(''\): "),
+    ("json", "city.street", PLACE, "'street'"),
+    ("json", "city.parts.2", PLACE, "'2'"),
+    ("json", "city.parts.first", PLACE, "'first'"),
+    ("json", "city.name.0", PLACE, "'0'"),
+    ("json", "city.size.x", PLACE, "'x'.*'1.5'"),
+    ("regex", "[0-9]+", "no digits", r"regex\('\[0-9\]\+'\) .*'no digits'"),
     ("regex", HOSTILE, VICTIM, "the search takes too long"),
 ]
 
@@ -95,7 +96,7 @@ async def test_transforms_over_the_wire(server):
         assert await other.text() == "in KÖLN,deutz"
         failing = other.copy()
         failing += s["place"].json("city.street")
-        with pytest.raises(af.RunFailed, match="there is no 'street'"):
+        with pytest.raises(af.RunFailed, match="'street'"):
             await failing
         half = s.set("half", '{"a": "\\ud83d!"}')
         assert await s.set("told", half.json("a")) == "\N{REPLACEMENT CHARACTER}!"
@@ -186,7 +187,7 @@ async def test_leaving_during_a_search_does_not_wait_for_it():
 async def test_an_invalid_pattern_is_rejected(pattern):
     async with af.session(backend=af.Scripted(["x"])) as flow, flow.state() as s:
         s += af.gen("x")
-        with pytest.raises(af.BadArgument, match=r"regular expression|a pattern must be a string of 1 to"):
+        with pytest.raises(af.BadArgument, check=has_param("pattern")):
             s["x"].regex(pattern)
 
 
@@ -215,7 +216,7 @@ async def test_too_many_transforms_over_the_wire_fail_their_state(server):
         variable = s.set("x", "text")
         flow._link._connection.send([ops.Text(s.id, (ops.Ref(variable.id, (Transform("strip"),) * 17),))])
         s += "more"
-        with pytest.raises(af.BadArgument, match="16 transforms"):
+        with pytest.raises(af.BadArgument, match=r"\b16\b"):
             await s
         assert await variable == "text"
     await server.wait_until_idle()
@@ -227,7 +228,7 @@ async def test_the_number_of_transforms_is_limited():
         reference = s["x"]
         for _ in range(16):
             reference = reference.strip()
-        with pytest.raises(af.BadArgument, match="16 transforms"):
+        with pytest.raises(af.BadArgument, match=r"\b16\b"):
             reference.strip()
         assert await reference == "x"
 

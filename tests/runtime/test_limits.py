@@ -5,6 +5,7 @@ from __future__ import annotations
 import anyio
 import msgspec
 import pytest
+from support.faults import has_param
 from support.observed_backends import Observed, Stepped, Unbatched, assert_idle, settle
 from support.wire_peer import HANG
 
@@ -33,8 +34,9 @@ async def test_a_state_runs_nothing_after_its_deadline(unbatched):
             with pytest.raises(af.RunFailed) as failure:
                 await variable
             assert isinstance(failure.value.__cause__, af.DeadlineExceeded)
-        with pytest.raises(af.RunFailed, match="the fork did not happen"):
+        with pytest.raises(af.RunFailed) as failure:
             await branch
+        assert isinstance(failure.value.__cause__, af.DeadlineExceeded)
         assert await s["x"] == "yes"
     assert_idle(backend)
 
@@ -159,7 +161,7 @@ async def test_a_deadline_of_the_session_applies_to_existing_and_later_states():
             with pytest.raises(af.DeadlineExceeded):
                 await late
     assert_idle(backend)
-    with pytest.raises(af.StateClosed, match="session has ended"):
+    with pytest.raises(af.StateClosed):
         flow.limit(deadline_s=1)
 
 
@@ -170,7 +172,7 @@ async def test_limits_over_the_wire(server):
     async with af.session(server.url) as flow, flow.state() as s, flow.state() as slow, flow.state() as one:
         s.limit(output_tokens=2)
         s += "w#5" + af.gen("x")
-        with pytest.raises(af.BudgetExceeded, match="2 output tokens"):
+        with pytest.raises(af.BudgetExceeded, match=r"\b2\b"):
             await s["x"]
         slow += f"a {HANG}" + af.gen("x")
         slow.limit(deadline_s=SOON_S)
@@ -183,18 +185,18 @@ async def test_limits_over_the_wire(server):
 
 
 NO_LIMITS = [
-    ({}, "give deadline_s or output_tokens"),
-    *[({"deadline_s": bad}, "deadline_s must be a number") for bad in (-1, float("nan"), "1", True)],
-    *[({"output_tokens": bad}, "output_tokens must be a whole") for bad in (-1, 1.5, "1", True)],
+    ({}, None),
+    *[({"deadline_s": bad}, "deadline_s") for bad in (-1, float("nan"), "1", True)],
+    *[({"output_tokens": bad}, "output_tokens") for bad in (-1, 1.5, "1", True)],
 ]
 
 
-@pytest.mark.parametrize(("limit", "message"), NO_LIMITS)
-async def test_invalid_limits_are_rejected(limit, message):
+@pytest.mark.parametrize(("limit", "param"), NO_LIMITS)
+async def test_invalid_limits_are_rejected(limit, param):
     observed = Observed(af.Scripted([]))
     async with af.session(backend=observed) as flow, flow.state() as s:
         for limited in (s, flow):
-            with pytest.raises(af.BadArgument, match=message):
+            with pytest.raises(af.BadArgument, check=has_param(param)):
                 limited.limit(**limit)
         assert observed.of(ops.Limit) == []
 

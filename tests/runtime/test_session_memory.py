@@ -257,7 +257,7 @@ def test_free_bytes_do_not_count_in_the_total():
     sessions[0].reserve(60)
     sessions[1].reserve(60)
     assert everyone.num_bytes == 100
-    with pytest.raises(Overloaded, match="all may hold 100 bytes"):
+    with pytest.raises(Overloaded, match=r"^all may hold 100 "):
         sessions[2].reserve(11)
     sessions[2].reserve(10)
     assert (sessions[2].num_bytes, everyone.num_bytes) == (10, 100)
@@ -275,17 +275,15 @@ def test_a_tenant_may_use_half_and_all_tenants_the_total():
     ann, ben = memory.of("ann"), memory.of("ben")
     of_ann = [MemoryBudget(40, within=ann) for _ in range(2)]
     of_ann[0].reserve(40)
-    with pytest.raises(Overloaded, match="this session may hold 40 bytes, and this would be 41: close"):
+    with pytest.raises(Overloaded, match=r"\b40\b.*\b41\b"):
         of_ann[0].reserve(1)
-    with pytest.raises(
-        Overloaded, match="of one tenant, sessions may hold 50 bytes, and this would be 51: wait"
-    ):
+    with pytest.raises(Overloaded, match=r"\b50\b.*\b51\b.*wait$"):
         of_ann[1].reserve(11)
     assert of_ann[1].num_bytes == 0
     of_ann[1].reserve(10)
     ben.reserve(45)
     assert memory.num_bytes == 95
-    with pytest.raises(Overloaded, match=r"^sessions may hold 100 bytes, and this would be 101: wait"):
+    with pytest.raises(Overloaded, match=r"^sessions may hold 100 .*\b101\b.*wait$"):
         memory.of("eve").reserve(6)
     of_ann[0].close()
     memory.of("eve").reserve(6)

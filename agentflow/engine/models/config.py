@@ -51,15 +51,20 @@ def read_config(folder: Path) -> LlamaConfig:
         raise UnknownModel(f"there is no model folder {folder}: give a folder that holds config.json")
     raw = _read_json(folder / "config.json")
     if raw is None:
-        raise BadModelFolder(f"{folder} has no config.json: it is not a Hugging Face model folder")
+        raise BadModelFolder(
+            f"{folder} has no config.json: it is not a Hugging Face model folder", param="config.json"
+        )
     try:
         return _parse(raw, _read_json(folder / "generation_config.json") or {})
     except BadModelFolder as error:
-        raise BadModelFolder(f"{folder}: {error}") from None
+        raise BadModelFolder(f"{folder}: {error}", param=error.param) from None
     except KeyError as error:
-        raise BadModelFolder(f"{folder}: config.json does not give {error}") from None
+        raise BadModelFolder(
+            f"{folder}: config.json does not give {error}", param=str(error.args[0])
+        ) from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise BadModelFolder(f"{folder}: config.json holds a value of the wrong kind: {error}") from error
+        message = f"{folder}: config.json holds a value of the wrong kind: {error}"
+        raise BadModelFolder(message, param="config.json") from error
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
@@ -69,9 +74,9 @@ def _read_json(file: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise BadModelFolder(f"{file} cannot be read: {error}") from error
+        raise BadModelFolder(f"{file} cannot be read: {error}", param=file.name) from error
     if not isinstance(content, dict):
-        raise BadModelFolder(f"{file} must hold a JSON object")
+        raise BadModelFolder(f"{file} must hold a JSON object", param=file.name)
     return content
 
 
@@ -108,20 +113,24 @@ def _architecture(raw: Mapping[str, Any]) -> str:
         return str(names[0])
     found = ", ".join(map(str, names)) or f"none (model_type {raw.get('model_type')!r})"
     known = ", ".join(_ARCHITECTURES)
-    raise BadModelFolder(f"its architecture is {found}; only {known} can be run")
+    raise BadModelFolder(f"its architecture is {found}; only {known} can be run", param="architectures")
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], max_context: int) -> None:
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise BadModelFolder(f"the activation {raw['hidden_act']!r} is not supported, only 'silu'")
+        raise BadModelFolder(
+            f"the activation {raw['hidden_act']!r} is not supported, only 'silu'", param="hidden_act"
+        )
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
-        raise BadModelFolder(f"its weights are quantised ({method}): give the unquantised model")
+        message = f"its weights are quantised ({method}): give the unquantised model"
+        raise BadModelFolder(message, param="quantization_config")
     window = raw.get("sliding_window")
     # Mistral's window is always active, Llama has none, and the Qwen models have a switch.
     is_on = bool(raw.get("use_sliding_window", raw.get("model_type") == "mistral"))
     if is_on and window is not None and int(window) < max_context:
-        raise BadModelFolder(f"sliding-window attention (sliding_window {window}) is not supported")
+        message = f"sliding-window attention (sliding_window {window}) is not supported"
+        raise BadModelFolder(message, param="sliding_window")
 
 
 def _end_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ class KvPool:
     ) -> None:
         self.bytes_per_token = num_layers * 2 * num_kv_heads * head_dim * dtype.itemsize
         if num_slots < 1:
-            raise BadArgument(f"the KV pool needs at least one token, not {num_slots}")
+            raise BadArgument(f"the KV pool needs at least one token, not {num_slots}", param="num_slots")
         try:
             memory = torch.empty(
                 (num_layers, num_slots, 2, num_kv_heads, head_dim), dtype=dtype, device=device
@@ -38,7 +38,8 @@ class KvPool:
             gigabytes = self.bytes_per_token * num_slots / 1e9
             raise BadArgument(
                 f"a KV pool of {num_slots} tokens needs {gigabytes:.1f} GB, more than {device} has: "
-                "configure fewer tokens"
+                "configure fewer tokens",
+                param="num_slots",
             ) from error
         advise_huge_pages(memory)
         self.layers: tuple[Tensor, ...] = memory.unbind(0)

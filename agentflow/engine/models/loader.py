@@ -47,7 +47,9 @@ class Checkpoint:
                 try:
                     file = opened.enter_context(safe_open(self._folder / name, framework="pt"))
                 except (OSError, SafetensorError) as error:
-                    raise BadModelFolder(f"{self._folder / name} cannot be read: {error}") from error
+                    raise BadModelFolder(
+                        f"{self._folder / name} cannot be read: {error}", param=name
+                    ) from error
                 self._files |= dict.fromkeys(file.keys(), file)
             self._open_files = opened.pop_all()
         return self
@@ -77,15 +79,20 @@ class Checkpoint:
 
     def _read(self, name: str, target: Tensor) -> None:
         if name not in self._files:
-            raise BadModelFolder(f"{self._folder} has no tensor {name}: its weights are incomplete")
+            raise BadModelFolder(
+                f"{self._folder} has no tensor {name}: its weights are incomplete", param=name
+            )
         try:
             stored = self._files[name].get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise BadModelFolder(f"{self._folder}: tensor {name} cannot be read: {error}") from error
+            raise BadModelFolder(
+                f"{self._folder}: tensor {name} cannot be read: {error}", param=name
+            ) from error
         if stored.shape != target.shape:
             raise BadModelFolder(
                 f"{self._folder}: tensor {name} is {tuple(stored.shape)}, "
-                f"but config.json makes it {tuple(target.shape)}"
+                f"but config.json makes it {tuple(target.shape)}",
+                param=name,
             )
         self._taken.add(name)
         target.copy_(stored)
@@ -97,7 +104,8 @@ class Checkpoint:
         if left:
             raise BadModelFolder(
                 f"{self._folder} has {len(left)} tensors that its architecture does not use "
-                f"({', '.join(left[:3])}{', …' if len(left) > 3 else ''}): it is another kind of model"
+                f"({', '.join(left[:3])}{', …' if len(left) > 3 else ''}): it is another kind of model",
+                param=left[0],
             )
 
     def _file_names(self) -> list[str]:
@@ -106,11 +114,12 @@ class Checkpoint:
             try:
                 return sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise BadModelFolder(f"{index} cannot be read: {error!r}") from error
+                raise BadModelFolder(f"{index} cannot be read: {error!r}", param=index.name) from error
         names = sorted(file.name for file in self._folder.glob("*.safetensors"))
         if not names:
             raise BadModelFolder(
-                f"{self._folder} has no *.safetensors file: weights in other formats are not read"
+                f"{self._folder} has no *.safetensors file: weights in other formats are not read",
+                param="*.safetensors",
             )
         return names
 

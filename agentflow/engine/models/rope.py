@@ -38,7 +38,9 @@ def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))
     partial = parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     if float(partial) != 1.0:
-        raise BadModelFolder(f"partial rotary embeddings (factor {partial}) are not supported")
+        raise BadModelFolder(
+            f"partial rotary embeddings (factor {partial}) are not supported", param="partial_rotary_factor"
+        )
     if kind == "default":
         return RopeConfig(kind, theta)
     if kind == "linear":
@@ -52,7 +54,9 @@ def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
             float(parameters["high_freq_factor"]),
             int(parameters["original_max_position_embeddings"]),
         )
-    raise BadModelFolder(f"the rope type {kind!r} is not supported, only default, linear and llama3")
+    raise BadModelFolder(
+        f"the rope type {kind!r} is not supported, only default, linear and llama3", param="rope_type"
+    )
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -61,7 +61,7 @@ class TorchRunner:
         folder = Path(folder)
         torch_device = _device(device)
         if dtype not in _DTYPES:
-            raise BadArgument(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
+            raise BadArgument(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}", param="dtype")
         num_threads = num_threads or min(torch.get_num_threads(), usable_cpus())
         if num_threads != torch.get_num_threads():
             torch.set_num_threads(num_threads)
@@ -145,9 +145,9 @@ def device_failure(error: RuntimeError | MemoryError) -> OutOfMemory | Accelerat
 
 def _device(name: str | None) -> torch.device:
     if name not in (None, "cpu", "cuda"):
-        raise BadArgument(f"device must be cpu or cuda, not {name!r}")
+        raise BadArgument(f"device must be cpu or cuda, not {name!r}", param="device")
     if name == "cuda" and not torch.cuda.is_available():
-        raise BadArgument("device is cuda, but torch finds no CUDA device")
+        raise BadArgument("device is cuda, but torch finds no CUDA device", param="device")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -155,7 +155,7 @@ def _kernels(device: torch.device) -> Kernels:
     try:
         return kernels_for(device)
     except ValueError as error:
-        raise BadArgument(str(error)) from error
+        raise BadArgument(str(error), param="AGENTFLOW_KERNELS") from error
 
 
 def _joined(outputs: list[BatchOutput]) -> BatchOutput:

@@ -152,11 +152,12 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The request (or ``StatsRequest``) failed. ``code``: of an error in ``agentflow.errors``; ``cancelled``
-    for an aborted request."""
+    for an aborted request. ``param``: the error's."""
 
     request_id: int
     code: str
     message: str
+    param: str | None = None
 
 
 PHASES = ("schedule", "run", "complete", "deliver")

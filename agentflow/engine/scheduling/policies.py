@@ -207,5 +207,5 @@ POLICIES: dict[str, Callable[[Peek, int], Policy]] = {
 def policy_named(name: str, peek: Peek, token_budget: int) -> Policy:
     """A new policy, for a scheduler with this token budget. ``BadArgument`` for an unknown name."""
     if name not in POLICIES:
-        raise BadArgument(f"unknown scheduling policy {name!r}; known: {', '.join(POLICIES)}")
+        raise BadArgument(f"unknown scheduling policy {name!r}; known: {', '.join(POLICIES)}", param="policy")
     return POLICIES[name](peek, token_budget)

@@ -421,15 +421,18 @@ def _check_size(request: Request, max_total_tokens: int, total_slots: int) -> No
     if tree is None:
         if num_prompt + (1 if request.max_new_tokens else 0) > max_total_tokens:
             raise PromptTooLong(
-                f"the prompt has {num_prompt} tokens; with its output it must fit into {limit}: shorten it"
+                f"the prompt has {num_prompt} tokens; with its output it must fit into {limit}: shorten it",
+                param="prompt",
             )
     elif num_prompt + tree.longest > max_total_tokens:
         raise PromptTooLong(
             f"the prompt has {num_prompt} tokens; with the {tree.longest} of its longest choice it must "
-            f"fit into {limit}: shorten it"
+            f"fit into {limit}: shorten it",
+            param="prompt",
         )
     elif num_prompt + tree.num_nodes > total_slots:
         raise PromptTooLong(
             f"the prompt has {num_prompt} tokens and its choices {tree.num_nodes} to compute; "
-            f"together they must fit into the KV pool of {total_slots}: offer fewer or shorter choices"
+            f"together they must fit into the KV pool of {total_slots}: offer fewer or shorter choices",
+            param="choices",
         )

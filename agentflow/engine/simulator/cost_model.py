@@ -40,7 +40,7 @@ class CostModel:
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.MsgspecError) as error:
-            raise BadArgument(f"cannot read the cost model {path}: {error}") from error
+            raise BadArgument(f"cannot read the cost model {path}: {error}", param="cost") from error
 
 
 @functools.cache

@@ -55,7 +55,9 @@ def convert_gguf(gguf_file: Path, folder: Path, report: Callable[[int, int], Non
     try:
         model = _Gguf(GGUFReader(gguf_file))
     except (ValueError, KeyError, IndexError) as error:
-        raise PullFailed(f"{gguf_file.name} is not a readable GGUF file: {error}") from error
+        raise PullFailed(
+            f"{gguf_file.name} is not a readable GGUF file: {error}", param=gguf_file.name
+        ) from error
     tied = all(tensor.name != "output.weight" for tensor in model.tensors)
     _write_json(folder / "config.json", _config(model, tied))
     _write_json(folder / "generation_config.json", _token_ids(model))
@@ -74,7 +76,7 @@ class _Gguf:
 
     def value(self, key: str) -> Any:
         if (field := self._fields.get(key)) is None:
-            raise PullFailed(f"the GGUF file has no entry {key!r}, which its conversion needs")
+            raise PullFailed(f"the GGUF file has no entry {key!r}, which its conversion needs", param=key)
         return field.contents()
 
     def llama(self, key: str) -> Any:
@@ -82,7 +84,9 @@ class _Gguf:
 
     def require(self, key: str, expected: str) -> None:
         if (found := self.value(key)) != expected:
-            raise PullFailed(f"the GGUF file's {key} is {found!r}; only {expected!r} can be converted")
+            raise PullFailed(
+                f"the GGUF file's {key} is {found!r}; only {expected!r} can be converted", param=key
+            )
 
 
 def _token_ids(model: _Gguf) -> dict[str, int]:
@@ -142,7 +146,10 @@ def _tokenizer(model: _Gguf, tokens: list[str]) -> Tokenizer:
     # and a 7, where the plain GPT-2 rule would pair the second space with the 7.
     model.require("tokenizer.ggml.pre", "smollm")
     if model.value("tokenizer.ggml.add_bos_token"):
-        raise PullFailed("the GGUF file's tokenizer adds a bos token, which its conversion cannot express")
+        raise PullFailed(
+            "the GGUF file's tokenizer adds a bos token, which its conversion cannot express",
+            param="tokenizer.ggml.add_bos_token",
+        )
     merges = [tuple(merge.split(" ")) for merge in model.value("tokenizer.ggml.merges")]
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     tokenizer = Tokenizer(BPE(vocabulary, merges))
@@ -203,7 +210,7 @@ def _torch_name(name: str) -> str:
     match name.split("."):
         case ["blk", layer, part, "weight"] if part in _LAYER:
             return f"model.layers.{layer}.{_LAYER[part]}.weight"
-    raise PullFailed(f"the GGUF file holds a tensor {name!r} that a Llama model does not have")
+    raise PullFailed(f"the GGUF file holds a tensor {name!r} that a Llama model does not have", param=name)
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

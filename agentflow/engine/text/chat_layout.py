@@ -193,7 +193,8 @@ def find_untrusted_spans(
             return _inside(parts)
     raise NotSupported(
         "the model's chat template alters text of tools or tool calls that contains a special token of the "
-        "model: remove that token"
+        "model: remove that token",
+        param="tools",
     )
 
 

@@ -237,7 +237,8 @@ class ChatTemplate:
             self._template = None if source is None else _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise BadModelFolder(
-                f"{where} is no valid Jinja template (line {error.lineno}): {error}"
+                f"{where} is no valid Jinja template (line {error.lineno}): {error}",
+                param="chat_template",
             ) from error
 
     @classmethod

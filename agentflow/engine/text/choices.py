@@ -96,7 +96,9 @@ def encode_choices(
     head, tails = encode_after(tokenizer, text, choices, continues=continues)
     for choice, tail in zip(choices, tails, strict=True):
         if not tail:
-            raise BadArgument(f"the model's vocabulary has no token for the choice {choice!r}")
+            raise BadArgument(
+                f"the model's vocabulary has no token for the choice {choice!r}", param="choices"
+            )
     first, last = min(tails), max(tails)
     most = min([len(tail) for tail in tails]) - 1
     num_common = next((n for n in range(most) if first[n] != last[n]), most)

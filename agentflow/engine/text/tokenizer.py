@@ -77,7 +77,8 @@ def read_decoder(spec: Mapping[str, Any] | None, where: str) -> TokenDecoder:
             return TokenDecoder(byte_level=False, stripped_spaces=int(strip.get("start", 0)))
     raise BadModelFolder(
         f"{where} decodes with {' + '.join(map(str, kinds)) or 'nothing'}; known are byte-level BPE "
-        "(ByteLevel) and SentencePiece-style BPE with byte fallback (Replace + ByteFallback + Fuse + Strip)"
+        "(ByteLevel) and SentencePiece-style BPE with byte fallback (Replace + ByteFallback + Fuse + Strip)",
+        param="decoder",
     )
 
 
@@ -219,14 +220,17 @@ class Tokenizer:
         if text is None:
             raise BadModelFolder(
                 f"{folder} has no tokenizer.json; save the model's tokenizer there in that format "
-                "(AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers does)"
+                "(AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers does)",
+                param=file.name,
             )
         try:
             spec = json.loads(text)
         except ValueError as error:
-            raise BadModelFolder(f"{file} is not valid JSON ({error}); fetch the model again") from error
+            raise BadModelFolder(
+                f"{file} is not valid JSON ({error}); fetch the model again", param=file.name
+            ) from error
         if not isinstance(spec, dict):
-            raise BadModelFolder(f"{file} is not a tokenizer; fetch the model again")
+            raise BadModelFolder(f"{file} is not a tokenizer; fetch the model again", param=file.name)
         added = spec.get("added_tokens") or []
         all_special = all(token.get("special") for token in added)
         template = ChatTemplate.from_folder(folder)
@@ -445,7 +449,7 @@ def _load(spec: Mapping[str, Any], where: str) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(spec))
     except Exception as error:  # the library raises bare Exception
-        raise BadModelFolder(f"{where} cannot be used: {error}") from error
+        raise BadModelFolder(f"{where} cannot be used: {error}", param="tokenizer.json") from error
 
 
 def _variant(

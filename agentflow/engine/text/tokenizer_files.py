@@ -27,7 +27,7 @@ def read_text(file: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise BadModelFolder(f"{file} cannot be read: {error}") from error
+        raise BadModelFolder(f"{file} cannot be read: {error}", param=file.name) from error
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
@@ -38,9 +38,11 @@ def read_json(file: Path) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise BadModelFolder(f"{file} is not valid JSON ({error}); fetch the model again") from error
+        raise BadModelFolder(
+            f"{file} is not valid JSON ({error}); fetch the model again", param=file.name
+        ) from error
     if not isinstance(value, dict):
-        raise BadModelFolder(f"{file} is not a JSON object; fetch the model again")
+        raise BadModelFolder(f"{file} is not a JSON object; fetch the model again", param=file.name)
     return value
 
 
@@ -82,7 +84,8 @@ def chat_template_source(folder: Path) -> str | None:
                 names = ", ".join(sorted(str(name) for name in named)) or "none"
                 raise BadModelFolder(
                     f"{folder / file_name} has no chat template named default (it has: {names}); "
-                    "save the one to use as chat_template.jinja"
+                    "save the one to use as chat_template.jinja",
+                    param=file_name,
                 )
         if isinstance(found, str):
             return found

@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from support.faults import has_param
 from support.small_tokenizers import byte_level, byte_level_of, sentencepiece
 
 from agentflow.engine.grammar import llguidance as llguidance_grammar
@@ -249,10 +250,10 @@ AMBIGUOUS = f'start: e\ne: e "+" e | e e | /[a-z]/ | "(" e ")" |\n{ALL_TOKENS_AL
 def test_a_grammar_that_costs_too_much_hurts_its_own_text_only():
     grammar = LlguidanceGrammar(AMBIGUOUS, BYTE_VOCABULARY)
     hostile, harmless = grammar.matcher(), grammar.matcher()
-    with pytest.raises(RequestRefused, match=r"the limits of one step .*items"):
+    with pytest.raises(RequestRefused, match="items"):
         for_ever(hostile)
     for ask in (hostile.mask, hostile.may_end, hostile.must_end, hostile.forced):
-        with pytest.raises(RequestRefused, match="the limits of one step"):
+        with pytest.raises(RequestRefused, check=has_param("constraint")):
             ask()
     assert harmless.mask().any()
 
@@ -274,7 +275,7 @@ def test_one_texts_lexer_states_end_no_other_text(monkeypatch):
     beside = grammar.matcher()
     write_words(beside, 10)
     long = grammar.matcher()
-    with pytest.raises(RequestRefused, match="too many states"):
+    with pytest.raises(RequestRefused, match="states"):
         write_words(long, 100_000)
     write_words(beside, 50)
     beside.take_back(7)
@@ -305,7 +306,7 @@ def test_a_text_that_can_neither_go_on_nor_end_is_refused():
 
 
 def test_a_grammar_that_llguidance_rejects_is_refused(vocabulary):
-    with pytest.raises(RequestRefused, match=r"cannot be used: .*unknown special token"):
+    with pytest.raises(RequestRefused, check=has_param("constraint")):
         LlguidanceGrammar("start: <|im_start|>", vocabulary)
 
 

@@ -196,7 +196,7 @@ def test_ranges_of_code_points_are_read_as_utf8(pairs, rolls):
     edges |= {rolls.randrange(0x110000) for _ in range(50)} | {0x7F, 0x80, 0x7FF, 0x800, 0xFFFF, 0x10000}
     for kept in (ranges, all_but(ranges)):
         if all(first >= 0xD800 and last <= 0xDFFF for first, last in kept):
-            with pytest.raises(BadArgument, match="no text matches"):
+            with pytest.raises(BadArgument):
                 build_dfa(CharSet(kept))
             continue
         dfa = build_dfa(CharSet(kept))

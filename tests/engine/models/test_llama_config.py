@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.faults import has_param
 
 from agentflow.engine.models.config import read_config
 from agentflow.engine.models.torch_runner import TorchRunner
@@ -80,67 +81,68 @@ def test_windows_that_are_never_reached_are_fine(tmp_path: Path, changed: dict[s
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "param", "value"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "architecture is MambaForCausalLM; only LlamaForCausalLM"),
-        ({"architectures": ...}, "architecture is none .model_type 'llama'."),
-        ({"hidden_size": ...}, "does not give 'hidden_size'"),
-        ({"architectures": "BertModel"}, "architecture is BertModel;"),
-        ({"hidden_size": "wide"}, "a value of the wrong kind"),
-        ({"num_attention_heads": 0}, "a value of the wrong kind"),
-        ({"quantization_config": 4}, "a value of the wrong kind"),
-        ({"num_key_value_heads": 3}, "2 heads over 3 KV heads"),
-        ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised .gptq."),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope type 'longrope'"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "does not give 'factor'"),
-        ({"partial_rotary_factor": 0.5}, "partial rotary embeddings"),
-        (MISTRAL | {"sliding_window": 32}, "sliding-window attention .sliding_window 32."),
-        (QWEN | {"sliding_window": 32, "use_sliding_window": True}, "sliding-window attention"),
+        ({"architectures": ["MambaForCausalLM"]}, "architectures", "MambaForCausalLM"),
+        ({"architectures": ...}, "architectures", "llama"),
+        ({"hidden_size": ...}, "hidden_size", ""),
+        ({"architectures": "BertModel"}, "architectures", "BertModel"),
+        ({"hidden_size": "wide"}, "config.json", "wide"),
+        ({"num_attention_heads": 0}, "config.json", ""),
+        ({"quantization_config": 4}, "config.json", ""),
+        ({"num_key_value_heads": 3}, "config.json", "3"),
+        ({"hidden_act": "gelu"}, "hidden_act", "gelu"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "gptq"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type", "yarn"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type", "longrope"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor", ""),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "0.5"),
+        (MISTRAL | {"sliding_window": 32}, "sliding_window", "32"),
+        (QWEN | {"sliding_window": 32, "use_sliding_window": True}, "sliding_window", "32"),
     ],
 )
-def test_configs_that_cannot_be_run(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+def test_configs_that_cannot_be_run(tmp_path: Path, changed: dict[str, Any], param: str, value: str) -> None:
     write_config(tmp_path, **changed)
     write_weights(tmp_path, lambda tensors: None)
-    with pytest.raises(BadModelFolder, match=message) as refusal:
+    with pytest.raises(BadModelFolder, check=has_param(param)) as caught:
         load(tmp_path)
-    assert str(tmp_path) in str(refusal.value)
+    assert str(tmp_path) in str(caught.value)
+    assert value in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [("{", "cannot be read"), ("[]", "must hold a JSON object"), (None, "no config.json")],
-)
-def test_a_config_that_is_none(tmp_path: Path, content: str | None, message: str) -> None:
+@pytest.mark.parametrize("content", ["{", "[]", None])
+def test_a_config_that_is_none(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(BadModelFolder, match=message):
+    with pytest.raises(BadModelFolder, check=has_param("config.json")):
         load(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "tensor", "shape"),
     [
-        (lambda tensors: tensors.pop("model.norm.weight"), "no tensor model.norm.weight"),
-        (lambda tensors: tensors.pop("lm_head.weight"), "no tensor lm_head.weight"),
+        (lambda tensors: tensors.pop("model.norm.weight"), "model.norm.weight", ""),
+        (lambda tensors: tensors.pop("lm_head.weight"), "lm_head.weight", ""),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.zeros(9)}),
-            r"model.norm.weight is \(9,\), but config.json makes it \(8,\)",
+            "model.norm.weight",
+            "(9,)",
         ),
         (
             lambda tensors: tensors.update({"model.layers.0.self_attn.q_norm.weight": torch.zeros(4)}),
-            "1 tensors that its architecture does not use .model.layers.0.self_attn.q_norm.weight.",
+            "model.layers.0.self_attn.q_norm.weight",
+            "",
         ),
     ],
 )
 def test_weights_that_do_not_fit(
-    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object], tensor: str, shape: str
 ) -> None:
     write_config(tmp_path)
     write_weights(tmp_path, change)
-    with pytest.raises(BadModelFolder, match=message):
+    with pytest.raises(BadModelFolder, check=has_param(tensor)) as caught:
         load(tmp_path)
+    assert shape in str(caught.value)
 
 
 def test_a_tied_model_ignores_a_head_that_is_stored_all_the_same(tmp_path: Path) -> None:
@@ -150,22 +152,18 @@ def test_a_tied_model_ignores_a_head_that_is_stored_all_the_same(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "message"),
+    ("file", "content", "param"),
     [
-        ("model.safetensors", b"version https://git-lfs", "model.safetensors cannot be read"),
-        ("model.safetensors.index.json", b"{}", "model.safetensors.index.json cannot be read"),
-        (
-            "model.safetensors.index.json",
-            b'{"weight_map": {"a": "gone.safetensors"}}',
-            "gone.safetensors cannot be read",
-        ),
-        ("pytorch_model.bin", b"", "no [*].safetensors file"),
+        ("model.safetensors", b"version https://git-lfs", "model.safetensors"),
+        ("model.safetensors.index.json", b"{}", "model.safetensors.index.json"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors"),
+        ("pytorch_model.bin", b"", "*.safetensors"),
     ],
 )
-def test_weight_files_that_cannot_be_read(tmp_path: Path, file: str, content: bytes, message: str) -> None:
+def test_weight_files_that_cannot_be_read(tmp_path: Path, file: str, content: bytes, param: str) -> None:
     write_config(tmp_path)
     (tmp_path / file).write_bytes(content)
-    with pytest.raises(BadModelFolder, match=message):
+    with pytest.raises(BadModelFolder, check=has_param(param)):
         load(tmp_path)
 
 
@@ -175,5 +173,5 @@ def test_a_shard_that_is_cut_off(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     assert load_file(file)
     file.write_bytes(file.read_bytes()[:-40])
-    with pytest.raises(BadModelFolder, match="cannot be read"):
+    with pytest.raises(BadModelFolder, check=has_param("model.safetensors")):
         load(tmp_path)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.engine.runner_driver import Driver
+from support.faults import has_param
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -273,28 +274,22 @@ def _logits_in_bfloat16(folder: Path, prompts: list[list[int]]) -> list[torch.Te
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UnknownModel, match="there is no model folder"):
+    with pytest.raises(UnknownModel, match="nowhere"):
         TorchRunner(tmp_path / "nowhere", num_slots=10)
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"dtype": "float16"}, "dtype must be one of bfloat16, float32"),
-        ({"device": "tpu"}, "device must be cpu or cuda"),
-        ({"num_slots": 0}, "at least one token"),
-        ({"num_slots": 10**12}, "configure fewer tokens"),
-    ],
+    ("name", "value"), [("dtype", "float16"), ("device", "tpu"), ("num_slots", 0), ("num_slots", 10**12)]
 )
-def test_arguments_that_make_no_sense(model_folder: Path, changed: dict[str, object], message: str) -> None:
-    arguments = {"num_slots": 10, "device": "cpu", "dtype": "bfloat16"} | changed
-    with pytest.raises(BadArgument, match=message):
+def test_arguments_that_make_no_sense(model_folder: Path, name: str, value: object) -> None:
+    arguments = {"num_slots": 10, "device": "cpu", "dtype": "bfloat16"} | {name: value}
+    with pytest.raises(BadArgument, check=has_param(name)):
         TorchRunner(model_folder, **arguments)
 
 
 def test_kernels_that_do_not_exist(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTFLOW_KERNELS", "fastest")
-    with pytest.raises(BadArgument, match="AGENTFLOW_KERNELS is 'fastest'"):
+    with pytest.raises(BadArgument, check=has_param("AGENTFLOW_KERNELS")):
         TorchRunner(model_folder, num_slots=10, device="cpu")
 
 

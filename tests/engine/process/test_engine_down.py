@@ -18,7 +18,7 @@ from support.process_engine import PLAIN, Ticks, generate, kill, process_engine,
 from agentflow.engine.process.ipc import Origin
 from agentflow.engine.process.shutdown_budget import AFTER_DRAIN_S, DRAIN_S, ShutdownBudget
 from agentflow.engine.process.supervisor import Deadlines, StepPace, restart_delay_s
-from agentflow.errors import EngineFailed
+from agentflow.errors import EngineDown, EngineFailed
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 
@@ -73,7 +73,7 @@ async def test_a_stats_call_detects_a_stopped_idle_engine():
         assert client.engine.restarts == 0  # nothing is owed: nothing is measured
 
         async def ask() -> None:
-            with pytest.raises(EngineFailed, match="restarting"):
+            with pytest.raises(EngineDown):
                 await client.stats()
 
         async with anyio.create_task_group() as group:
@@ -202,7 +202,7 @@ async def test_with_exits_when_down_repeated_deaths_end_the_server(tmp_path):
             os.kill(client.engine.pid, signal.SIGKILL)
             await until(lambda: False)
 
-    with pytest.raises(EngineFailed, match="it died 3 times in a row"):
+    with pytest.raises(EngineFailed, match=r"\b3\b"):
         await run()
 
 

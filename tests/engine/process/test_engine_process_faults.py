@@ -34,7 +34,7 @@ TESTS = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"missing": "/no/such"}, BadModelFolder, "/no/such is not there"),
+        ({"missing": "/no/such"}, BadModelFolder, "/no/such"),
         ({"error": "odd"}, EngineFailed, r"ValueError\('odd'\)"),
         ({"error": "package"}, ModuleNotFoundError, "no_such_package"),
     ],
@@ -71,7 +71,7 @@ def children(pid: int) -> list[int]:
 
 
 async def test_killed_at_each_load_the_server_does_not_start():
-    with pytest.raises(EngineFailed, match="the engine was killed by SIGKILL; it died 3 times in a row"):
+    with pytest.raises(EngineFailed, match=r"SIGKILL.*\b3\b"):
         async with process_engine(kill_load=True):
             pytest.fail("it opened")
 
@@ -127,7 +127,7 @@ async def test_requests_beyond_the_limit_are_overloaded(tmp_path):
         first.cancel()  # the engine has not read that yet: it still counts
         await anyio.wait_all_tasks_blocked()
         for _ in range(2):
-            with pytest.raises(Overloaded, match="2 unfinished requests, the limit"):
+            with pytest.raises(Overloaded, match=r"\b2\b"):
                 await generate(client)
         hold.release()
         await client.stats()  # the abort has been read by now

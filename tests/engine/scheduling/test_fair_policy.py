@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.faults import has_param
 
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import MAX_WEIGHT, MIN_WEIGHT, Request, Status
@@ -205,13 +206,13 @@ def test_tenants_that_flood_get_tokens_in_proportion_to_their_shares():
 
 @pytest.mark.parametrize("share", [0.0, -1.0, math.nan, math.inf, 0.001, 1e9])
 def test_a_share_that_would_stop_the_round_is_refused(share):
-    with pytest.raises(BadArgument, match=r"0\.01 to 100\.0"):
+    with pytest.raises(BadArgument, check=has_param("weight")):
         request(0, 10, weight=share)
 
 
 @pytest.mark.parametrize("priority", [-11, 11])
 def test_a_priority_out_of_range_is_refused(priority):
-    with pytest.raises(BadArgument, match="priority must be -10 to 10"):
+    with pytest.raises(BadArgument, check=has_param("priority")):
         request(0, 10, priority=priority)
 
 

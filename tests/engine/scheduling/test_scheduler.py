@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.scheduler_harness import Harness, expected_output, jobs
+from support.faults import has_param
 
 from agentflow.engine.request import Status
 from agentflow.engine.scheduling.policies import POLICIES
@@ -135,7 +136,7 @@ def test_each_token_goes_to_the_request_that_it_was_sampled_for(with_scoring):
 
 def test_a_request_that_can_never_run_is_rejected():
     harness = Harness(64)
-    with pytest.raises(PromptTooLong, match="64"):
+    with pytest.raises(PromptTooLong, check=has_param("prompt")):
         harness.add(1, [1] * 64, 1)
     longest = harness.add(2, [1] * 60, 1000)
     harness.run()
@@ -165,5 +166,6 @@ def test_longest_prefix_first_runs_the_cached_one_before_the_earlier_one(policy)
 
 
 def test_an_unknown_policy_names_those_there_are():
-    with pytest.raises(BadArgument, match="fair-lpm, lpm, dfs-weight, fcfs, random"):
+    with pytest.raises(BadArgument, check=has_param("policy")) as caught:
         Harness(policy="best")
+    assert all(name in str(caught.value) for name in POLICIES)

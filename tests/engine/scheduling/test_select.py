@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.scheduler_harness import Harness, expected_output
+from support.faults import has_param
 
 from agentflow.engine.request import Request, Status
 from agentflow.engine.scheduling.policies import POLICIES
@@ -219,11 +220,9 @@ def test_a_full_pool_retracts_selects_and_still_finishes_everything(num_slots, t
 
 def test_a_tree_that_can_never_fit_is_rejected():
     harness = Harness(64)
-    with pytest.raises(
-        PromptTooLong, match="60 tokens; with the 5 of its longest choice it must fit into 64"
-    ):
+    with pytest.raises(PromptTooLong, check=has_param("prompt")):
         add_select(harness, 1, [1] * 60, [[1], [1, 2, 3, 4, 5]])
-    with pytest.raises(PromptTooLong, match=r"its choices 20 to compute; together .* the KV pool of 64"):
+    with pytest.raises(PromptTooLong, check=has_param("choices")):
         add_select(harness, 1, [1] * 50, [[a, 0] for a in range(20)])
     request = add_select(harness, 2, [1] * 50, [[a, 0] for a in range(14)])
     finish(harness)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from support.faults import has_param
 
 from agentflow.cli import main as cli
 from agentflow.cli.simulate import POLICY_NAMES
@@ -148,7 +149,7 @@ def test_all_whole_lines_of_a_truncated_file_are_read(tmp_path, name):
 
 def test_a_workload_of_another_version_is_refused(tmp_path):
     (tmp_path / "w.jsonl").write_text('{"agentflow_workload": 9}\n')
-    with pytest.raises(BadArgument, match="version 9, not 1"):
+    with pytest.raises(BadArgument, match=r"\b9\b.*\b1\b"):
         read_workload(tmp_path / "w.jsonl")
 
 
@@ -204,7 +205,7 @@ def test_the_cost_model_is_read_as_it_was_written(tmp_path):
     model.write(tmp_path / "cost.json")
     assert CostModel.read(tmp_path / "cost.json") == model
     (tmp_path / "cost.json").write_text("[]")
-    with pytest.raises(BadArgument, match="cannot read the cost model"):
+    with pytest.raises(BadArgument, check=has_param("cost")):
         CostModel.read(tmp_path / "cost.json")
 
 

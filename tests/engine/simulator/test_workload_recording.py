@@ -343,5 +343,5 @@ async def test_a_recording_is_its_owners_alone_and_never_written_over(tmp_path, 
 
 @pytest.mark.parametrize("name", ["served.jsonl", "served.jsonl.gz"])
 async def test_a_file_that_cannot_be_created_is_an_error(tmp_path, name):
-    with pytest.raises(BadArgument, match=r"cannot write the workload .*No such file"):
+    with pytest.raises(BadArgument, match="No such file"):
         open_sink(tmp_path / "nowhere" / name)

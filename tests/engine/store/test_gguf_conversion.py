@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
+from support.faults import has_param
 from tokenizers import Tokenizer
 
 from agentflow.engine.store.gguf import convert_gguf
@@ -181,29 +182,29 @@ def test_the_tokenizer_keeps_digits_apart_and_adds_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "param"),
     [
-        ({"architecture": "gemma"}, "general.architecture is 'gemma'; only 'llama'"),
-        ({"pre": "gpt-2"}, "tokenizer.ggml.pre is 'gpt-2'; only 'smollm'"),
-        ({"adds_bos": True}, "adds a bos token"),
-        ({"without_template": True}, "has no entry 'tokenizer.chat_template'"),
+        ({"architecture": "gemma"}, "general.architecture"),
+        ({"pre": "gpt-2"}, "tokenizer.ggml.pre"),
+        ({"adds_bos": True}, "tokenizer.ggml.add_bos_token"),
+        ({"without_template": True}, "tokenizer.chat_template"),
     ],
 )
-def test_unknown_gguf_settings_are_rejected(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(PullFailed, match=said):
+def test_unknown_gguf_settings_are_rejected(tmp_path: Path, changes: dict[str, Any], param: str) -> None:
+    with pytest.raises(PullFailed, check=has_param(param)):
         _converted(tmp_path, _weights(1, tied=True), **changes)
 
 
 def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
     extra = {"blk.0.ffn_gate_inp": np.zeros((1, 32), np.float32)}
-    with pytest.raises(PullFailed, match=r"a tensor 'blk.0.ffn_gate_inp.weight' that a Llama model"):
+    with pytest.raises(PullFailed, check=has_param("blk.0.ffn_gate_inp.weight")):
         _converted(tmp_path, _weights(1, tied=True) | extra)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a GGUF file at all", b"GGUF\x03\0\0\0"])
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "broken.gguf").write_bytes(content)
-    with pytest.raises(PullFailed, match=r"broken.gguf is not a readable GGUF file"):
+    with pytest.raises(PullFailed, check=has_param("broken.gguf")):
         convert_gguf(tmp_path / "broken.gguf", tmp_path, lambda done, total: None)
 
 

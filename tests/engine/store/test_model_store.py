@@ -37,7 +37,7 @@ def _left_in(store: Path) -> set[str]:
 
 
 def test_a_known_model_that_is_not_pulled_says_how_to_pull_it(store: Path) -> None:
-    with pytest.raises(UnknownModel, match="run `agentflow pull tiny`"):
+    with pytest.raises(UnknownModel, match="agentflow pull tiny"):
         resolve_model("tiny")
 
 
@@ -56,9 +56,9 @@ def test_a_pulled_model_is_found_by_name(store: Path) -> None:
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "", "~no-such-user/model", "x" * 5000, "nul\0byte"])
 def test_an_unknown_name_is_refused_with_the_known_ones(store: Path, name: str) -> None:
-    with pytest.raises(UnknownModel, match=r"known: tiny.*give a known name or the path"):
+    with pytest.raises(UnknownModel, match=r"\btiny\b"):
         resolve_model(name)
-    with pytest.raises(UnknownModel, match="the models to pull are tiny"):
+    with pytest.raises(UnknownModel, match=r"\btiny\b"):
         pull_model(name)
 
 
@@ -81,7 +81,7 @@ def test_a_pull_killed_at_any_event_leaves_no_model_and_the_next_pull_cleans_up(
         assert child.returncode == -signal.SIGKILL
         assert child.stdout.split() == narrator.events[: number + 1]
         assert not (store / "tiny").exists()
-        with pytest.raises(UnknownModel, match="not in the store"):
+        with pytest.raises(UnknownModel, match="agentflow pull tiny"):
             resolve_model("tiny")
         assert sum(name.startswith(".tiny.") and name.endswith(".part") for name in _left_in(store)) == 1
     pull_source(TINY, Silent())
@@ -189,7 +189,7 @@ def test_a_pull_replaces_a_folder_that_is_not_the_model(
             (folder / "model.safetensors").unlink()
         case "no manifest":
             (folder / "agentflow.json").unlink()
-    with pytest.raises(UnknownModel, match="run `agentflow pull tiny`"):
+    with pytest.raises(UnknownModel, match="agentflow pull tiny"):
         resolve_model("tiny")
     pull_source(TINY, Silent())
     assert not (resolve_model("tiny") / "stale").exists()
@@ -209,8 +209,8 @@ def test_a_model_that_is_there_is_not_pulled_again(store: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (pull_in_child.CONTENT[:-1], r"has 2,299 bytes instead of 2,300"),
-        (pull_in_child.CONTENT[:-1] + b"!", r"has the SHA-256 [0-9a-f]{64} instead of [0-9a-f]{64}"),
+        (pull_in_child.CONTENT[:-1], "2,299.*2,300"),
+        (pull_in_child.CONTENT[:-1] + b"!", "[0-9a-f]{64}.*[0-9a-f]{64}"),
     ],
 )
 def test_a_file_of_another_content_is_refused(store: Path, content: bytes, said: str) -> None:
@@ -218,7 +218,7 @@ def test_a_file_of_another_content_is_refused(store: Path, content: bytes, said:
         (workspace / "tiny.gguf").write_bytes(content)
         return workspace / "tiny.gguf"
 
-    with pytest.raises(PullFailed, match=f"tiny/tiny.gguf of tiny-package 1.0 {said}"):
+    with pytest.raises(PullFailed, match=rf"tiny/tiny\.gguf.*tiny-package.*1\.0.*{said}"):
         pull_source(replace(TINY, fetch=fetch), Silent())
     assert _left_in(store) == {".tiny.lock"}
 
@@ -226,7 +226,7 @@ def test_a_file_of_another_content_is_refused(store: Path, content: bytes, said:
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path / "file"))
-    with pytest.raises(PullFailed, match=r"could not be written to .*file/models.*set AGENTFLOW_CACHE"):
+    with pytest.raises(PullFailed, match=r"file/models.*AGENTFLOW_CACHE"):
         pull_source(TINY, Silent())
 
 

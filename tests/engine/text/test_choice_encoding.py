@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.conversations import SENTENCEPIECE, SMALL
+from support.faults import has_param
 from support.small_tokenizers import byte_level, byte_level_of, sentencepiece
 
 from agentflow.engine.text import choices as choice_encoding
@@ -125,7 +126,7 @@ def test_a_choice_that_cannot_be_written_is_refused() -> None:
     tokenizer = Tokenizer(spec)
     encoded = encode_choices(tokenizer, [0], "", ["ab", "a"], continues=True)
     assert [tokenizer.decode(end) for end in encoded.ends] == ["ab", "a"]
-    with pytest.raises(BadArgument, match="no token for the choice 'x'"):
+    with pytest.raises(BadArgument, check=has_param("choices")):
         encode_choices(tokenizer, [0], "", ["ab", "x"], continues=True)
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import small_tokenizers
+from support.faults import has_param
 
 from agentflow.engine.text.detokenizer import TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer
@@ -175,7 +176,7 @@ def test_a_pattern_that_takes_for_ever_is_refused(pattern: str) -> None:
     end = TextEnd(TINY, stop_regex=pattern, min_tokens=40)
     for _ in range(40):
         end.push(one("a"))
-    with pytest.raises(RequestRefused, match="stop_regex takes too long to search for"):
+    with pytest.raises(RequestRefused, check=has_param("stop_regex")):
         push_all(end, "a")
 
 
@@ -198,16 +199,9 @@ def test_a_pattern_that_costs_a_little_at_each_token_is_refused_in_the_end(
         push_all(end, "a")
 
 
-@pytest.mark.parametrize(
-    ("pattern", "why"),
-    [
-        ("(a", "that the engine accepts"),
-        ("a*", "not match the empty text"),
-        ("b|(a?)", "not match the empty text"),
-    ],
-)
-def test_a_pattern_that_makes_no_sense_is_a_bad_argument(pattern: str, why: str) -> None:
-    with pytest.raises(BadArgument, match=f"^gen: stop_regex must .*{why}"):
+@pytest.mark.parametrize("pattern", ["(a", "a*", "b|(a?)"])
+def test_a_pattern_that_makes_no_sense_is_a_bad_argument(pattern: str) -> None:
+    with pytest.raises(BadArgument, check=has_param("stop_regex")):
         TextEnd(TINY, stop_regex=pattern)
 
 

@@ -14,6 +14,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from support import small_tokenizers
+from support.faults import has_param
 
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument, BadModelFolder
@@ -260,7 +261,7 @@ def test_a_long_text_is_encoded_as_the_library_does(name: str) -> None:
     for text in ("The answer, é 日本.\n" * 200, "<s>the  answer</s>" * 200):
         expected = LIBRARIES[name].encode(text, add_special_tokens=False).ids
         assert TOKENIZERS[name].encode_markup(text) == expected
-    with pytest.raises(BadArgument, match="lone surrogate"):
+    with pytest.raises(BadArgument):
         TOKENIZERS[name].encode("x" * 5000 + "\ud800")
 
 
@@ -283,7 +284,7 @@ def test_while_a_long_text_is_encoded_other_threads_run() -> None:
 
 
 def test_half_a_surrogate_pair_is_refused() -> None:
-    with pytest.raises(BadArgument, match="surrogate"):
+    with pytest.raises(BadArgument):
         TOKENIZERS["byte_level"].encode("a\ud83d")
 
 
@@ -321,20 +322,20 @@ class TestDefaultModel:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "param"),
     [
-        (None, "no tokenizer.json"),
-        ("{", "not valid JSON"),
-        ("[]", "is not a tokenizer"),
-        ("{}", "decodes with nothing"),
-        ('{"decoder": {"type": "WordPiece"}}', "decodes with WordPiece"),
-        ('{"decoder": {"type": "ByteLevel"}}', "cannot be used"),
+        (None, "tokenizer.json"),
+        ("{", "tokenizer.json"),
+        ("[]", "tokenizer.json"),
+        ("{}", "decoder"),
+        ('{"decoder": {"type": "WordPiece"}}', "decoder"),
+        ('{"decoder": {"type": "ByteLevel"}}', "tokenizer.json"),
     ],
 )
-def test_bad_folders(tmp_path: Path, content: str | None, message: str) -> None:
+def test_bad_folders(tmp_path: Path, content: str | None, param: str) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(BadModelFolder, match=message) as caught:
+    with pytest.raises(BadModelFolder, check=has_param(param)) as caught:
         Tokenizer.from_folder(tmp_path)
     assert str(tmp_path) in str(caught.value)
 
@@ -342,7 +343,7 @@ def test_bad_folders(tmp_path: Path, content: str | None, message: str) -> None:
 def test_bad_config(tmp_path: Path) -> None:
     small_tokenizers.write_folder(tmp_path, FAMILIES["byte_level"])
     (tmp_path / "tokenizer_config.json").write_text("nothing")
-    with pytest.raises(BadModelFolder, match=r"tokenizer_config\.json is not valid JSON"):
+    with pytest.raises(BadModelFolder, check=has_param("tokenizer_config.json")):
         Tokenizer.from_folder(tmp_path)
 
 

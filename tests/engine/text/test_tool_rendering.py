@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.engine.conversations import TEMPLATES as PLAIN_TEMPLATES
 from support.engine.conversations import messages_of, replay, scripts, state_of
 from support.engine.tool_template_shapes import SPECIAL, TEMPLATES, TOKENIZER
+from support.faults import has_param
 
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.token_state import TokenState
@@ -187,7 +188,7 @@ def test_special_text_in_what_a_template_alters() -> None:
             assert TOKENIZER.special_ids.isdisjoint(state.ids())
             assert state.text_view() == description[:12] + "x"
         else:
-            with pytest.raises(NotSupported, match="alters text of tools"):
+            with pytest.raises(NotSupported, check=has_param("tools")):
                 state.ids()
 
 
@@ -212,7 +213,7 @@ def test_a_template_that_writes_json_in_its_own_way() -> None:
 @pytest.mark.parametrize("arguments", ["", "[1]", "{", "x" * 100, "[" * 100_000])
 def test_arguments_that_are_no_object(arguments: str) -> None:
     call = CalledTool("call_1", "weather", arguments)
-    with pytest.raises(BadArgument, match="arguments of the call of 'weather' must be a JSON object"):
+    with pytest.raises(BadArgument, match="'weather'"):
         TEMPLATES["hermes"].render([Message("assistant", "", tool_calls=(call,))])
 
 

@@ -24,6 +24,7 @@ from support.engine.tool_requests import (
     use_of,
 )
 from support.engine.tool_template_shapes import TEMPLATES
+from support.faults import has_param
 
 from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
@@ -175,27 +176,24 @@ def test_a_text_that_begins_as_a_call_is_a_valid_one(name, tools):
 
 
 @pytest.mark.parametrize(
-    ("otherwise", "why"),
+    "otherwise",
     [
-        (
-            Constraint("schema", '{"type": "object"}'),
-            'schema: its text may begin with \'{"name": "weather',
-        ),
-        (Constraint("grammar", "start: /(?s:.+)/"), "grammar: its text may begin with"),
-        (Constraint("grammar", "start: ("), "grammar: "),
-        (Constraint("schema", '{"type": "array", "items": {"$ref": "#/x"}}'), "schema: .*x"),
+        Constraint("schema", '{"type": "object"}'),
+        Constraint("grammar", "start: /(?s:.+)/"),
+        Constraint("grammar", "start: ("),
+        Constraint("schema", '{"type": "array", "items": {"$ref": "#/x"}}'),
     ],
 )
 @pytest.mark.parametrize("tools", [REGULAR, ANY], ids=["regular", "any"])
-def test_a_form_indistinguishable_from_a_call_is_rejected(otherwise, why, tools):
+def test_a_form_indistinguishable_from_a_call_is_rejected(otherwise, tools):
     use = use_of(TEMPLATES["llama"], request(AUTO, tools))
-    with pytest.raises(BadArgument, match=why):
+    with pytest.raises(BadArgument, match=f"^{otherwise.kind}: ", check=has_param("instead")):
         compile_constraint(use.constraint(otherwise))
 
 
 def test_words_that_begin_as_a_bare_call_are_refused_where_a_parser_reads_them():
     use = use_of(TEMPLATES["llama"], request(AUTO, ANY))
-    with pytest.raises(BadArgument, match=r"regex: its text may begin with '\{'"):
+    with pytest.raises(BadArgument, match=r"^regex: ", check=has_param("instead")):
         compile_constraint(use.constraint(OPEN["llama"][1]))
     assert compile_constraint(use.constraint(Constraint("regex", "[a-z]+"))).form == "llguidance"
 
@@ -211,7 +209,7 @@ def test_a_form_that_no_text_has_is_refused_beside_tools_too():
 def test_a_form_beside_bare_calls_of_any_layout_is_refused():
     use = use_of(TEMPLATES["llama"], request(AUTO))
     loose = replace(use, form=replace(use.form, whitespace="free"))
-    with pytest.raises(NotSupported, match="writes calls as plain JSON: no schema"):
+    with pytest.raises(NotSupported):
         loose.constraint(Constraint("schema", "{}"))
     assert loose.constraint() is None
 
@@ -268,5 +266,5 @@ def test_a_result_is_given_the_name_of_what_was_called():
 
 
 def test_a_model_without_a_template_has_no_tools():
-    with pytest.raises(NotSupported, match="no chat template"):
+    with pytest.raises(NotSupported):
         use_of(ChatTemplate(None), request())

@@ -109,7 +109,7 @@ def test_other_statuses_have_their_types():
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("client", CLIENTS)
 def test_an_unknown_model_is_not_found(peer, client, stream):
-    with pytest.raises(anthropic.NotFoundError, match="there is no model 'nowhere' here"):
+    with pytest.raises(anthropic.NotFoundError, match="'nowhere'"):
         peer.message(client, stream, model="nowhere")
 
 
@@ -214,7 +214,7 @@ def test_a_schema_that_cannot_be_kept_is_refused(peer, params, param, code):
 
 def test_a_schema_that_cannot_be_compiled_names_its_field():
     bad = {"type": "json_schema", "schema": {"type": "string", "pattern": "a("}}
-    with anthropic_peer() as peer, pytest.raises(anthropic.BadRequestError, match="schema: ") as caught:
+    with anthropic_peer() as peer, pytest.raises(anthropic.BadRequestError) as caught:
         peer.ask(output_config={"format": bad})
     assert caught.value.body["error"]["details"]["param"] == "output_config.format.schema"
 

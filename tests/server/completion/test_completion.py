@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine
+from support.faults import has_param
 
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.generator import MAX_INLINE_CHARS, EngineGenerator
@@ -136,7 +137,7 @@ async def test_what_is_far_too_long_is_refused_before_it_is_encoded(monkeypatch)
         for prompt in ("x" * 100_000, (Message("user", "x" * 50_000), Message("assistant", "y" * 50_000))):
             with monkeypatch.context() as patch:
                 patch.setattr(generator.tokenizer, "_encode", None)  # nothing may be encoded
-                with pytest.raises(PromptTooLong, match=r"100,000 characters"):
+                with pytest.raises(PromptTooLong, match="100,000"):
                     await ask(generator, CompletionRequest(prompt, SAMPLED))
         with pytest.raises(PromptTooLong, match=r"\b10\b"):
             await ask(generator, CompletionRequest("x" * 1000, SAMPLED, max_prompt_tokens=10))
@@ -149,7 +150,7 @@ async def test_ids_are_the_prompt_as_they_are():
         generator.observe(SentPrompts(prompts))
         await ask(generator, CompletionRequest(TokenIds((5, 6, 7)), SAMPLED, n=2))
         for wrong in (-1, TOKENIZER.vocab_size):
-            with pytest.raises(BadArgument, match=f"{wrong} is not a token"):
+            with pytest.raises(BadArgument, match=str(wrong), check=has_param("prompt")):
                 await ask(generator, CompletionRequest(TokenIds((5, wrong)), SAMPLED))
     assert prompts == [[5, 6, 7], [5, 6, 7]]
 
@@ -261,7 +262,7 @@ async def test_under_a_constraint_tokens_are_told_at_the_end():
 
 async def test_a_prompt_without_a_token_is_refused():
     async with generator_on(FakeEngine()) as generator:
-        with pytest.raises(BadArgument, match="the prompt is empty: give a text"):
+        with pytest.raises(BadArgument, check=has_param("prompt")):
             await ask(generator, CompletionRequest("", SAMPLED))
 
 
@@ -284,9 +285,9 @@ async def test_errors_are_raised_where_the_deltas_are_fetched():
                 await completion.until_accepted()
             with pytest.raises(PromptTooLong):
                 await completion.next()
-        with pytest.raises(NotSupported, match="regex"):
+        with pytest.raises(NotSupported, match="regex", check=has_param("constraint")):
             await ask(generator, CompletionRequest(ASK, SAMPLED, constraint=Constraint("regex", "a")))
-        with pytest.raises(BadArgument, match="temperature"):
+        with pytest.raises(BadArgument, check=has_param("temperature")):
             await ask(generator, CompletionRequest(ASK, SamplingParams(temperature=-1)))
 
 

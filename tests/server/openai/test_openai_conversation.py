@@ -146,7 +146,7 @@ def test_null_is_the_same_as_leaving_a_field_out() -> None:
     message = {"role": "assistant", "content": "x", "audio": None, "function_call": None, "parsed": None}
     assert turns(message) == (Message("assistant", "x"),)
     for field in ("audio", "functions", "suffix"):
-        with pytest.raises(ApiError, match=field) as caught:
+        with pytest.raises(ApiError) as caught:
             check_fields(read(**{field: []}), 1)
         assert caught.value.param == field
     with pytest.raises(ApiError) as caught:

@@ -76,7 +76,7 @@ def test_a_key_that_is_not(server: ApiServer, kind: ClientKind) -> None:
 def test_a_model_that_is_not_there_or_not_allowed(server: ApiServer, key: str, kind: ClientKind) -> None:
     name = "unknown" if key == KEY else MODEL
     for method, asked in ((CHAT, ASK), (TEXT, PROMPT), (TEXT, {**PROMPT, "stream": True}), (MODELS, {})):
-        with pytest.raises(openai.NotFoundError, match=f"no model '{name}'") as caught:
+        with pytest.raises(openai.NotFoundError, match=f"'{name}'") as caught:
             called(server, kind, method, key, **{**asked, "model": name})
         assert caught.value.code == "model_not_found"
 
@@ -85,7 +85,7 @@ def test_a_model_that_is_not_there_or_not_allowed(server: ApiServer, key: str, k
 @pytest.mark.parametrize("kind", CLIENTS)
 def test_a_parameter_that_is_wrong(server: ApiServer, kind: ClientKind, stream: bool) -> None:
     for method, asked in ((CHAT, ASK), (TEXT, PROMPT)):
-        with pytest.raises(openai.BadRequestError, match=">= 0") as caught:
+        with pytest.raises(openai.BadRequestError) as caught:
             called(server, kind, method, KEY, **asked, temperature=-1, stream=stream)
         assert (caught.value.param, caught.value.type) == ("temperature", "invalid_request_error")
 
@@ -113,7 +113,7 @@ def test_over_a_limit(server: ApiServer) -> None:
 
 @pytest.mark.parametrize("kind", CLIENTS)
 def test_a_body_that_is_too_large(server: ApiServer, kind: ClientKind) -> None:
-    with pytest.raises(openai.APIStatusError, match="more than 2,000 bytes") as caught:
+    with pytest.raises(openai.APIStatusError, match="2,000") as caught:
         called(server, kind, TEXT, KEY, model=MODEL, prompt="x" * 3000)
     assert caught.value.status_code == 413
 
@@ -128,16 +128,17 @@ def test_a_body_that_is_no_json(server: ApiServer) -> None:
 def test_a_page_of_another_site(server: ApiServer) -> None:
     with (
         sync_client(server, api_key=KEY, default_headers={"origin": "https://elsewhere.example"}) as client,
-        pytest.raises(openai.PermissionDeniedError, match="other origins"),
+        pytest.raises(openai.PermissionDeniedError) as caught,
     ):
         client.chat.completions.create(**ASK)
+    assert caught.value.code == "forbidden_origin"
 
 
 def test_a_server_that_ends() -> None:
     with api_server(constraints=False) as server:
         server.service.is_draining = True
         for kind in CLIENTS:
-            with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
+            with pytest.raises(openai.InternalServerError) as caught:
                 called(server, kind, CHAT, **ASK)
             assert (caught.value.status_code, caught.value.code) == (503, "unready")
             assert caught.value.type == "server_error"

@@ -231,7 +231,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["", " ", " af-1", "schlüssel", "line\n", "\udcff"])
 def test_keys_of_the_command_line_must_fit_into_a_header(key: str) -> None:
-    with pytest.raises(BadArgument, match="must be printable ASCII, not empty"):
+    with pytest.raises(BadArgument):
         Tenants([key])
 
 

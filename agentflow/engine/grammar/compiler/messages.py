@@ -80,10 +80,9 @@ class CompileFailure(msgspec.Struct, frozen=True):
 
     def to_error(self) -> AgentflowError:
         """A new exception each time, with a traceback of its own."""
-        error = from_code(self.code, self.message)
+        error = from_code(self.code, self.message, self.param)
         if isinstance(error, Overloaded):
             error.retry_after_s = self.retry_after_s
-        error.param = self.param
         return error
 
 

@@ -199,7 +199,7 @@ def test_repeated_words_can_be_written_to_any_length(pattern):
 
 @pytest.mark.parametrize("pattern", ["((a{1,50}b?){1,50}){1,50}", r"((\w{1,50} ?){1,50}){1,50}"])
 def test_a_pattern_that_is_read_in_too_many_ways_is_refused_before_anything_is_written(pattern):
-    with pytest.raises(BadArgument, match="regex: the grammar exceeds the limits of one step"):
+    with pytest.raises(BadArgument, match="limits of one step"):
         compiled("regex", pattern)
 
 

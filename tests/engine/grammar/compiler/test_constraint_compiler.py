@@ -8,6 +8,7 @@ import anyio
 import pytest
 from anyio import wait_all_tasks_blocked
 from support.compile_loaders import LOADER
+from support.faults import has_param
 from support.holds import Hold
 
 from agentflow.engine.grammar.compiler import compiler as compiler_module
@@ -15,7 +16,7 @@ from agentflow.engine.grammar.compiler.compiler import MAX_LATENESS, ConstraintC
 from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.grammar.compiler.worker_handle import CompileWorkerHandle
 from agentflow.errors import AgentflowError, BadArgument, NotSupported, Overloaded, RequestRefused
-from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
+from agentflow.protocol.constraint import Constraint
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 
@@ -130,20 +131,20 @@ async def test_calls_for_a_running_constraint_wait_for_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("constraint", "error", "message"),
+    ("constraint", "error"),
     [
-        (Constraint("schema", "[" * 10_000_000), BadArgument, f"1 to {MAX_SOURCE_CHARS} char"),
-        (Constraint("regex"), BadArgument, "source must have 1 to"),
-        (Constraint("choices", choices=("a", "a")), BadArgument, "different"),
-        (Constraint("choices", choices=("a" * 150_000, "b" * 50_001)), RequestRefused, "200000 characters"),
-        (Constraint("regex", "a\ud800"), BadArgument, "regex: .*surrogate"),
-        (Constraint("choices", choices=("a", "\udfff")), BadArgument, "choices: .*surrogate"),
+        (Constraint("schema", "[" * 10_000_000), BadArgument),
+        (Constraint("regex"), BadArgument),
+        (Constraint("choices", choices=("a", "a")), BadArgument),
+        (Constraint("choices", choices=("a" * 150_000, "b" * 50_001)), RequestRefused),
+        (Constraint("regex", "a\ud800"), BadArgument),
+        (Constraint("choices", choices=("a", "\udfff")), BadArgument),
     ],
     ids=["10 MB", "empty", "twice", "large choices", "surrogate", "surrogate in choices"],
 )
-async def test_invalid_constraints_are_rejected_before_they_are_sent(constraint, error, message):
+async def test_invalid_constraints_are_rejected_before_they_are_sent(constraint, error):
     async with opened() as compiler:
-        with pytest.raises(error, match=message):
+        with pytest.raises(error, match=f"^{constraint.kind}: "):
             await compiler.compile(constraint, tenant="mallory")
         assert compiler.counts.refused == 1
         assert not compiler._jobs
@@ -372,5 +373,5 @@ async def test_a_constraint_abandoned_for_a_moment_continues(tmp_path, monkeypat
 
 @pytest.mark.parametrize("field", CompileLimits.__struct_fields__)
 def test_limits_make_sense(field):
-    with pytest.raises(BadArgument, match=field):
+    with pytest.raises(BadArgument, check=has_param(field)):
         CompileLimits(**{field: -1})

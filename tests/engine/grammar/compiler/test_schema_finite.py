@@ -72,7 +72,7 @@ LIST = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$re
     ],
 )
 def test_a_schema_without_a_value_is_refused_before_it_is_used(schema: dict[str, Any]) -> None:
-    with pytest.raises(BadArgument, match="no finite value satisfies it"):
+    with pytest.raises(BadArgument, match="finite"):
         compile_constraint(Constraint("schema", json.dumps(schema)))
 
 
