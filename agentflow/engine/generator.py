@@ -109,10 +109,17 @@ class EngineGenerator:
         return self._client.tokenizer
 
     def open(
-        self, cache_salt: str, *, program: str = "", priority: int = 0, patience_s: float | None = None
+        self,
+        cache_salt: str,
+        *,
+        program: str = "",
+        priority: int = 0,
+        patience_s: float | None = None,
+        trace: str = "",
     ) -> EngineContext:
         """A context for an empty state. ``program``: states that name the same program have one consumer.
-        ``priority``: of the state's requests, within the tenant. ``patience_s``: as for the generator."""
+        ``priority``: of the state's requests, within the tenant. ``patience_s``: as for the generator.
+        ``trace``: as in ``Origin``."""
         origin = Origin(
             self.tenant.name,
             cache_salt,
@@ -121,6 +128,7 @@ class EngineGenerator:
             weight=self.tenant.weight,
             priority=priority,
             patience_s=patience_s,
+            trace=trace,
         )
         return EngineContext(TokenState(self._client.tokenizer, self.template), origin, self.limits)
 
@@ -362,6 +370,8 @@ class EngineGenerator:
 
     def hint(self, context: EngineContext, hint: StateHint) -> None:
         """Goes with the state's next requests. A fork that is announced has its prefix computed now."""
+        if hint.trace:
+            context.origin = msgspec.structs.replace(context.origin, trace=hint.trace)
         if not self._use_hints:
             return
         origin = context.origin
@@ -395,7 +405,9 @@ class EngineGenerator:
             return
         if context.prefill_ahead is not None:
             self._client.forget(context.prefill_ahead)
-        context.prefill_ahead = self._client.compute_ahead(token_ids, origin=context.origin_now())
+        context.prefill_ahead = self._client.compute_ahead(
+            token_ids, origin=msgspec.structs.replace(context.origin_now(), trace="")
+        )
         context.num_computed, context.has_run = len(token_ids), True
 
     def free(self, context: EngineContext) -> None:

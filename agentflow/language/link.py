@@ -20,6 +20,8 @@ from anyio.abc import TaskGroup
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, EngineFailed, ServerLost, StateClosed
 from agentflow.language.blocking import LoopWatch, threshold_s
 from agentflow.language.op_log import ProgramLine
+from agentflow.language.runs import Runs
+from agentflow.language.spans import SessionSpan, spans_of_session
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection
 from agentflow.protocol.events import (
@@ -86,17 +88,26 @@ class Link:
         self._run_indices = itertools.count()
         self._answers: dict[int, tuple[anyio.Event, list[StatsReply]]] = {}
         self._watch: LoopWatch | None = None
+        self.spans: SessionSpan | None = None
+        self.runs = Runs()
 
     async def open(self, backend: Backend) -> None:
         """Connects to the backend and opens a task group. ``BadArgument`` the second time."""
         if self._tasks is not None:
             raise BadArgument("a session is entered once: make another with af.session(...)")
         blocking_s = threshold_s()
-        async with AsyncExitStack() as stack:
-            connecting = backend.connect(self._deliver, self._lose)
-            self._connection = await stack.enter_async_context(connecting)
-            self._tasks = await stack.enter_async_context(open_task_group())
-            self._stack = stack.pop_all()
+        self.spans = spans_of_session()
+        try:
+            async with AsyncExitStack() as stack:
+                connecting = backend.connect(self._deliver, self._lose)
+                self._connection = await stack.enter_async_context(connecting)
+                self._tasks = await stack.enter_async_context(open_task_group())
+                self._stack = stack.pop_all()
+        except BaseException as error:
+            self._end_spans(error)
+            raise
+        if self.spans is not None:
+            self.spans.is_open(self._connection.capabilities.model)
         if blocking_s:
             self._watch = LoopWatch(blocking_s, lambda: bool(self.states), self._lose)
 
@@ -116,7 +127,14 @@ class Link:
         # An error of the block must leave as itself, not inside the task groups' exception groups;
         # a cancellation is the task groups' own business.
         is_cancelled = isinstance(error, anyio.get_cancelled_exc_class())
-        await self._stack.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
+        try:
+            await self._stack.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
+        finally:
+            self._end_spans(error)
+
+    def _end_spans(self, error: BaseException | None) -> None:
+        if self.spans is not None:
+            self.spans.end(error)
 
     @property
     def capabilities(self) -> Capabilities:

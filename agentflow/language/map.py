@@ -27,7 +27,7 @@ from agentflow.errors import BadArgument, Cancelled, short_repr
 from agentflow.language.graph import Graph
 from agentflow.language.link import Link
 from agentflow.language.map_inputs import END, Inputs, MapInputs, Parameters, Row
-from agentflow.language.program import check_program, execute
+from agentflow.language.program import check_program, execute, name_of
 from agentflow.language.results_file import Key, KeyOf, Keys, ResultsFile, as_plain, result_reader
 from agentflow.language.retries import pause_s
 from agentflow.language.run import Run
@@ -263,7 +263,7 @@ class _MapWork(Generic[ResultT]):
                         raise
                     self.tally.num_retries += 1
                 finally:
-                    used += run.usage if run is not None else Usage()
+                    used += run.record.usage if run is not None else Usage()
                 await anyio.sleep(pause)  # noqa: TID251  # the back-off before the next attempt
         except Exception as error:
             self._end_in_failure(index, item, error, used)
@@ -281,7 +281,7 @@ class _MapWork(Generic[ResultT]):
         if isinstance(self._program, Graph):
             work = GraphRun(self._link, self._program, args, kwargs, index=run_index, objective="throughput")
             return work.run, work.result
-        run = Run(self._link, index=run_index, objective="throughput")
+        run = Run(self._link, index=run_index, objective="throughput", name=name_of(self._program))
         return run, partial(execute, run, self._program, args, kwargs)
 
     def _keep(self, index: int, item: Any, result: ResultT, used: Usage) -> None:

@@ -225,13 +225,13 @@ class TurnContent(NamedTuple):
 class Transcript:
     """The texts, variables, images and tool calls of a state, and where its turns begin and end. Append-only.
 
-    A fork's transcript continues its parent's without a copy. ``open_role``: the role of the open turn.
-    ``closes_with_reply``: the turn ends with the next reply, because the program did not open it itself.
-    ``offer``: the tools that replies may call."""
+    A fork's transcript continues its parent's first ``num_inherited`` entries without a copy. ``open_role``:
+    the role of the open turn. ``closes_with_reply``: the turn ends with the next reply, because the program
+    did not open it itself. ``offer``: the tools that replies may call."""
 
     def __init__(self, parent: Transcript | None = None) -> None:
         self._parent = parent
-        self._num_inherited = len(parent._entries) if parent is not None else 0
+        self.num_inherited = len(parent._entries) if parent is not None else 0
         self._entries: list[Entry] = []
         self.open_role: str | None = parent.open_role if parent is not None else None
         self.closes_with_reply: bool = parent is not None and parent.closes_with_reply
@@ -249,7 +249,12 @@ class Transcript:
     @property
     def is_empty(self) -> bool:
         """Whether nothing was appended, here or before a fork."""
-        return next(self._all(), None) is None
+        return next(self.all(), None) is None
+
+    @property
+    def own(self) -> Sequence[Entry]:
+        """What was appended since the fork. Not to be changed."""
+        return self._entries
 
     def own_content(self) -> list[Content]:
         """What was appended since the fork, without the marks of turns."""
@@ -260,7 +265,7 @@ class Transcript:
         """The turns so far, the open one included. Text outside turns belongs to none."""
         found: list[TurnContent] = []
         is_open = False
-        for entry in self._all():
+        for entry in self.all():
             if isinstance(entry, TurnBegins):
                 found.append(TurnContent(entry, [], []))
                 is_open = True
@@ -272,9 +277,10 @@ class Transcript:
                 found[-1].content.append(entry)
         return found
 
-    def _all(self) -> Iterator[Entry]:
-        chain: list[tuple[Transcript, int]] = [(self, len(self._entries))]
+    def all(self, num_own: int | None = None) -> Iterator[Entry]:
+        """All entries, those before the fork included; of its own only the first ``num_own``."""
+        chain = [(self, len(self._entries) if num_own is None else num_own)]
         while (parent := chain[-1][0]._parent) is not None:
-            chain.append((parent, chain[-1][0]._num_inherited))
+            chain.append((parent, chain[-1][0].num_inherited))
         for transcript, length in reversed(chain):
             yield from islice(transcript._entries, length)

@@ -44,6 +44,12 @@ def check_program(program: object, where: str) -> None:
         )
 
 
+def name_of(program: Callable[..., Any]) -> str:
+    """The name of a program, for ``flow.runs`` and spans."""
+    function = program.func if isinstance(program, functools.partial) else program
+    return getattr(function, "__name__", type(function).__name__)
+
+
 async def execute(
     run: Run,
     program: Callable[..., Awaitable[ResultT]],
@@ -52,11 +58,13 @@ async def execute(
 ) -> ResultT:
     """Calls the program on the run's root state, waits for everything it started, and ends the run."""
     try:
-        result = await called(program, State(run.root), *args, **kwargs)
+        with run.record.current():
+            result = await called(program, State(run.root), *args, **kwargs)
         await run.settle()
         result = await MARKERS.resolved(result, text_of_marked)
     except BaseException as error:
         run.root.cancel(f"its program ended {left_by(error)}")
+        run.record.fail(error)
         raise
     finally:
         run.close()

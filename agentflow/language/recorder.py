@@ -27,6 +27,7 @@ from agentflow.language.expressions import (
 from agentflow.language.markers import MARKERS
 from agentflow.language.op_log import WRITTEN, Entry, ToolCalls, TurnBegins, TurnEnds
 from agentflow.language.run import StateNode, VariableNode
+from agentflow.language.traced import GenOp, traced
 from agentflow.language.typed.replies import calls_of
 from agentflow.language.typed.tools import ToolCall
 from agentflow.language.typed.values import TEXT, ValueType
@@ -91,6 +92,7 @@ class Recorder:
         for item, node, base_id, index in self._validated:
             state.mapped_lines[node.id] = node.line
             (base,) = state.adopt_branches([base_id], num_before + self._num_done_with(index))
+            base.is_hidden = True
             state.link.start_soon(generate_valid, item, node, base)
 
     def _num_done_with(self, index: int) -> int:
@@ -117,8 +119,10 @@ class Recorder:
                 self._generate(item)
             case SelectExpression():
                 MARKERS.reject(item.choices, f"select({item.name!r}): a choice")
-                var_id = self._append_variable(item.name, TEXT).id
-                self.put(ops.Select(state_id, var_id, item.name, item.choices, item.method))
+                num_entries = len(self._entries)
+                node = self._append_variable(item.name, TEXT)
+                select = ops.Select(state_id, node.id, item.name, item.choices, item.method)
+                self.put(self._traced(select, node, num_entries))
             case RoleExpression():
                 self.begin(item.role, item.call)
                 for part in item.parts:
@@ -228,15 +232,17 @@ class Recorder:
                 self._offer = item.offer
                 self.put(ops.Tools(self._state.id, *item.offer))
             self._begin_reply(item.name)
+        num_entries = len(self._entries)
         node = self._append_variable(item.name, item.value_type, is_gen=True)
         if is_reply:
             self._entries.append(ToolCalls(node.front))
-        var_id, params = node.id, item.params
+        params = item.params
         if params.seed is None:
-            seed = self._state.run.seed_at(var_id, self._state.seed_place(self._num_gens))
+            seed = self._state.run.seed_at(node.id, self._state.seed_place(self._num_gens))
             params = msgspec.structs.replace(params, seed=seed)
         self._num_gens += 1
-        self.put(ops.Gen(self._state.id, var_id, item.name, params, constraint, item.timeout_s, is_reply))
+        gen = ops.Gen(self._state.id, node.id, item.name, params, constraint, item.timeout_s, is_reply)
+        self.put(self._traced(gen, node, num_entries))
         if is_reply and self._closes_with_reply:
             self.end()
 
@@ -251,6 +257,11 @@ class Recorder:
         self._ops.append(ops.Expect(state.id, node.id, item.name))
         self._text.append(ops.Ref(node.id))
 
+    def _traced(self, op: GenOp, node: VariableNode, num_entries: int) -> GenOp:
+        """The op with its span. ``num_entries``: those of this append that are before it."""
+        num_entries += len(self._state.transcript.own)
+        return traced(op, node, num_entries=num_entries, in_turn=self._open_role is not None)
+
     def _begin_reply(self, name: str) -> None:
         """A reply is in the assistant's turn: in an open one, or in one of its own."""
         if self._open_role is None:
@@ -263,6 +274,7 @@ class Recorder:
         """Declares a variable whose text is appended to the state."""
         self._flush()
         node = self._declare(name, value_type, is_gen=is_gen)
+        node.is_generated = True
         self._entries.append(Variable(node))
         return node
 

@@ -18,12 +18,13 @@ from agentflow.language.cancellation import CauseFirst, cancelled
 from agentflow.language.link import Link
 from agentflow.language.op_log import InFlight, LineTable, ProgramLine, SingleWriter, Transcript, calling_line
 from agentflow.language.program_events import TextDelta, VariableDone
+from agentflow.language.spans import GenSpan, StateSpan
 from agentflow.language.typed.replies import calls_of
 from agentflow.language.typed.tools import ToolCall
 from agentflow.language.typed.values import TEXT, ValueType
 from agentflow.protocol import ops
 from agentflow.protocol.chat import ReplySoFar
-from agentflow.protocol.events import ErrorInfo, Usage, Value
+from agentflow.protocol.events import ErrorInfo, Value
 from agentflow.protocol.ops import derived_seed, place_of, run_of
 
 FIRST_MAPPED = 2**52
@@ -38,8 +39,8 @@ that."""
 
 class Run:
     """``index``: seeds are derived from it. ``root_id``: of a root that a graph opens. ``objective``: a hint
-    for all states. ``program``: calls with the same name are siblings to the scheduler. ``usage``: the sum
-    over complete variables. ``places``: in a trace, where each gen stands."""
+    for all states. ``program``: calls with the same name are siblings to the scheduler. ``name``: of the
+    ``record``. ``places``: in a trace, where each gen stands."""
 
     def __init__(
         self,
@@ -50,10 +51,11 @@ class Run:
         root_id: int | None = None,
         objective: ops.Objective | None = None,
         program: str = "",
+        name: str = "state",
     ) -> None:
         self.link = link
         self.index = link.next_run_index() if index is None else index
-        self.usage = Usage()
+        self.record = link.runs.begin(name, link.spans)
         self.places: dict[int, str] = {}
         self.states: list[StateNode] = []
         self._seed_prefix = run_of(link.seed, self.index)
@@ -68,6 +70,7 @@ class Run:
             root_id = link.next_id()
             link.send([ops.Open(root_id, cache_salt, objective, program)])
         self.root = StateNode(self, root_id, ())
+        self.root.span = self.record.span
         self.adopt(self.root)
 
     @property
@@ -155,6 +158,7 @@ class Run:
         """Ends all states."""
         for state in reversed(self.states):
             state.close()
+        self.record.end()
         self.wake_streams()
 
     def _located(self, error: ErrorInfo) -> AgentflowError:
@@ -187,12 +191,14 @@ class StateNode:
         self.closed: str | None = None
         self.is_sealed = False
         self.mapped_lines: dict[int, ProgramLine | None] = {}  # mapped variable → the line that maps it
-        self._parent = parent
-        self._children: list[StateNode] = []
+        self.parent = parent
+        self.children: list[StateNode] = []
         self._forked_after = parent.in_flight.num_submitted if parent is not None else 0
         self.in_flight: InFlight = InFlight()
         self._lines = LineTable()
         self._writer = SingleWriter()
+        self.span: StateSpan | None = None  # under which its gens come
+        self.is_hidden = False  # whether it is a detail of how a variable is generated
 
     @property
     def shown(self) -> list[VariableNode]:
@@ -254,9 +260,11 @@ class StateNode:
 
     def adopt_branches(self, ids: list[int], num_ops: int) -> list[StateNode]:
         """Adds branches that the backend knows, forked with op number ``num_ops``."""
-        children = [self.branch(state_id, len(self._children) + i) for i, state_id in enumerate(ids)]
-        self._children += children
+        children = [self.branch(state_id, len(self.children) + i) for i, state_id in enumerate(ids)]
+        self.children += children
+        span = None if self.span is None else self.span.fork(len(ids), self.path)
         for child in children:
+            child.span = span
             child._forked_after = num_ops
             self.run.adopt(child)
         return children
@@ -268,7 +276,7 @@ class StateNode:
     def branch_of_graph(self, state_id: int, number: int) -> StateNode:
         """Branch ``number`` in a graph, whose states only the backend knows."""
         child = self.branch(state_id, number)
-        self._children.append(child)
+        self.children.append(child)
         return child
 
     def await_graph(self) -> None:
@@ -309,10 +317,10 @@ class StateNode:
 
     def _has_begun(self) -> None:
         """An op of this state is done, so all ops of its parents up to the fork are."""
-        state, parent = self, self._parent
+        state, parent = self, self.parent
         while parent is not None and not parent.in_flight.is_done(state._forked_after):
             parent.in_flight.settle(state._forked_after)
-            state, parent = parent, parent._parent
+            state, parent = parent, parent.parent
 
     def fail(self, error: ErrorInfo) -> None:
         """No further op of the state will run. A second failure changes nothing."""
@@ -327,7 +335,7 @@ class StateNode:
         pending = [self]
         while pending:  # no recursion: a chain of forks may be deeper than Python's stack
             state = pending.pop()
-            pending += state._children
+            pending += state.children
             state.closed = state.closed or f"was cancelled ({reason})"
             for variable in state.own:
                 if not variable.is_done:
@@ -360,7 +368,8 @@ class StateNode:
 class VariableNode:
     """A variable's text as it grows, and how it ended. All readers share it.
 
-    ``is_shown``: whether the variable is the program's own, so that streams report it. ``notation``: the text
+    ``is_shown``: whether the variable is the program's own, so that streams report it. ``is_generated``:
+    whether it is appended where it is declared, as the value of a gen or select. ``notation``: the text
     as it was received; that of a reply includes its tool calls. ``end_number``: its place in the order in
     which the run's variables ended. ``line``: the line of the program that declared it. ``outcome``: of a
     text that the client provides, how it was generated. ``front``: the ``Variable`` that programs use. The
@@ -375,12 +384,14 @@ class VariableNode:
         "error",
         "front",
         "id",
+        "is_generated",
         "is_shown",
         "kept",
         "line",
         "name",
         "notation",
         "outcome",
+        "span",
         "state",
         "value_type",
     )
@@ -406,6 +417,8 @@ class VariableNode:
         self.outcome: Value | None = None
         self.front: Any = None
         self.kept: dict[Any, Any] = {}
+        self.span: GenSpan | None = None
+        self.is_generated = False
         self._reply = ReplySoFar() if value_type.is_reply else None
         self._value: Value | None = None
         self._changed: anyio.Event | None = None
@@ -486,7 +499,9 @@ class VariableNode:
         self._wake()
         self.state.end_variable(self.id)
         run = self.state.run
-        run.usage += value.usage
+        run.record.usage += value.usage
+        if self.span is not None:
+            self.span.complete(value, self.text)
         run.touch(self)
 
     def fail(self, error: ErrorInfo) -> None:
@@ -494,6 +509,8 @@ class VariableNode:
         self.state.link.variables.pop(self.id, None)
         if not self.is_done:
             self.error = error
+            if self.span is not None:
+                self.span.fail(error)
         self._wake()
         self.state.run.touch(self)
 

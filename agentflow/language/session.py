@@ -23,9 +23,10 @@ from agentflow.language.map import (
     Show,
 )
 from agentflow.language.map_inputs import Inputs, ItemT, ManyOf, Table
-from agentflow.language.program import ProgramStream, check_program, execute
+from agentflow.language.program import ProgramStream, check_program, execute, name_of
 from agentflow.language.results_file import KeyOf
 from agentflow.language.run import Run
+from agentflow.language.runs import Runs
 from agentflow.language.state import RootState, State
 from agentflow.language.trace import GraphRun
 from agentflow.protocol.backend import Backend
@@ -87,7 +88,7 @@ class Session:
         'A'
         """
         check_program(program, "run")
-        return await execute(Run(self._link), program, args, kwargs)
+        return await execute(Run(self._link, name=name_of(program)), program, args, kwargs)
 
     @overload
     def stream(
@@ -108,7 +109,7 @@ class Session:
             work = GraphRun(self._link, program, args, kwargs, is_streamed=True)
             return ProgramStream(self._link, work.run, work.result)
         check_program(program, "stream")
-        run = Run(self._link)
+        run = Run(self._link, name=name_of(program))
         return ProgramStream(self._link, run, lambda: execute(run, program, args, kwargs))
 
     @overload
@@ -262,7 +263,9 @@ class Session:
         >>> print(await s["answer"])
         Plants turn light into sugar.
         """
-        run = Run(self._link, cache_salt=cache_salt, objective=objective, program=program)
+        run = Run(
+            self._link, cache_salt=cache_salt, objective=objective, program=program, name=program or "state"
+        )
         return RootState(run.root)
 
     def limit(self, *, deadline_s: float | None = None, output_tokens: int | None = None) -> None:
@@ -283,6 +286,17 @@ class Session:
         True
         """
         return await self._link.stats()
+
+    @property
+    def runs(self) -> Runs:
+        """The latest runs, at most 200: their programs, durations, tokens, and how they ended. Draws itself
+        in a notebook.
+
+        >>> grade = await flow.run(judge, essay)
+        >>> flow.runs[-1].program
+        'judge'
+        """
+        return self._link.runs
 
     @property
     def seed(self) -> int:

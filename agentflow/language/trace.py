@@ -228,7 +228,7 @@ class GraphRun:
             places=dict(graph.places),
         )
         link.send([op])  # if this raises, nothing has begun
-        self.run = Run(link, index=index, root_id=op.state)
+        self.run = Run(link, index=index, root_id=op.state, name=graph.name)
         self._graph = graph
         states = self._states(base)
         self.run.root.await_graph()
@@ -260,6 +260,7 @@ class GraphRun:
             return _filled(self._graph.result, values)
         except BaseException as error:
             root.cancel(f"the wait for its graph ended {left_by(error)}")
+            self.run.record.fail(error)
             raise
         finally:
             self.run.close()

@@ -16,6 +16,7 @@ import msgspec
 from agentflow.errors import AgentflowError, InvalidValue, RunFailed
 from agentflow.language.expressions import GenExpression
 from agentflow.language.run import FIRST_MAPPED, StateNode, VariableNode
+from agentflow.language.traced import traced
 from agentflow.language.variable import Variable, value_of
 from agentflow.protocol import ops
 from agentflow.protocol.events import ErrorInfo, Usage
@@ -82,7 +83,8 @@ def _generated(item: GenExpression[Any], branch: StateNode, index: int) -> Varia
     node = VariableNode(branch, branch.link.next_id(), item.name, item.value_type, is_shown=False)
     Variable(node)
     seed = branch.run.seed_at(node.id, branch.seed_place(0))
-    branch.submit([attempt_op(item, branch.id, node.id, seed, index)])
+    op = attempt_op(item, branch.id, node.id, seed, index)
+    branch.submit([traced(op, node, num_entries=0, in_turn=branch.transcript.open_role is not None)])
     branch.num_gens += 1
     branch.declare(node)
     branch.in_flight.expect(node.id, 1)

@@ -117,6 +117,7 @@ def _check_gen(op: ops.Gen) -> None:
     if op.constraint is not None:
         op.constraint.check()
     ops.check_timeout(op.timeout_s)
+    ops.check_trace(op.trace)
 
 
 def _require_gen(op: ops.Gen, capabilities: Capabilities) -> None:
@@ -137,6 +138,11 @@ def _gen_bytes(op: ops.Gen) -> int:
 def _require_roles(op: ops.Begin | ops.End, capabilities: Capabilities) -> None:
     if not capabilities.roles:
         raise NotSupported(f"{capabilities.model} has no chat template: use plain text instead of roles")
+
+
+def _check_select(op: ops.Select) -> None:
+    ops.check_choices(op.name, op.choices)
+    ops.check_trace(op.trace)
 
 
 def _require_select(op: ops.Select, capabilities: Capabilities) -> None:
@@ -217,7 +223,7 @@ OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
     ),
     ops.Select: _step(
         outcome="generated",
-        check=lambda op: ops.check_choices(op.name, op.choices),
+        check=_check_select,
         require=_require_select,
         num_bytes=lambda op: texts_bytes(op.choices),
         label=lambda op, names: f"select {op.name}: {' | '.join(op.choices)}",

@@ -53,6 +53,7 @@ ReadWhat = Literal["text", "token_ids"]
 
 MAX_CHOICES = 1000
 MAX_SALT_CHARS = 256
+MAX_TRACE_CHARS = 256
 MAX_NUMBER = 2**53 - 1
 """The largest number of a state, variable or ticket: every JSON reader represents it exactly."""
 
@@ -131,7 +132,8 @@ class End(_Op, frozen=True):
 
 class Gen(_Op, frozen=True):
     """Generates text into variable ``var``. ``timeout_s`` counts from when the op starts. ``reply``: the text
-    is the notation of a reply (``protocol.chat``) to the state's conversation."""
+    is the notation of a reply (``protocol.chat``) to the state's conversation. ``trace``: a W3C
+    ``traceparent``, below which the server's spans come."""
 
     state: int
     var: int
@@ -140,16 +142,19 @@ class Gen(_Op, frozen=True):
     constraint: Constraint | None = None
     timeout_s: float | None = None
     reply: bool = False
+    trace: str = ""
 
 
 class Select(_Op, frozen=True):
-    """Appends the most likely of ``choices``, which becomes the value of variable ``var``."""
+    """Appends the most likely of ``choices``, which becomes the value of variable ``var``. ``trace``: as in a
+    ``Gen``."""
 
     state: int
     var: int
     name: str
     choices: tuple[str, ...]
     method: SelectMethod = "token_length_normalized"
+    trace: str = ""
 
 
 class Set(_Op, frozen=True):
@@ -349,6 +354,12 @@ def check_hint(output_tokens: int | None, forks: int | None, deadline_s: float |
         raise BadArgument(
             f"hint: deadline_s must be a number of seconds, not {deadline_s!r}", param="deadline_s"
         )
+
+
+def check_trace(trace: str) -> None:
+    """Raises ``BadArgument`` for a ``trace`` that is too long. A server ignores one that it cannot read."""
+    if len(trace) > MAX_TRACE_CHARS:
+        raise BadArgument(f"trace: {MAX_TRACE_CHARS} characters at most, not {len(trace):,}")
 
 
 def check_limit(deadline_s: float | None, output_tokens: int | None) -> None:

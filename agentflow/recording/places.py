@@ -123,7 +123,7 @@ class ForkTree(Generic[NodeT]):
                 fields.append(
                     (name, len(value) if is_new else tuple(self.node(child).path for child in value))
                 )
-            elif name not in ("state", "var"):
+            elif name not in ("state", "var", "trace"):
                 fields.append((name, self._plain(value, node)))
         return Content(kind_of(op), tuple(fields))
 

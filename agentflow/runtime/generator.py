@@ -40,12 +40,13 @@ class Scored(msgspec.Struct, frozen=True):
 
 
 class StateHint(msgspec.Struct, frozen=True):
-    """Advice about a state's next ops; see ``ops.Hint``."""
+    """Advice about a state's next ops; see ``ops.Hint``. ``trace``: the ``traceparent`` of the next one."""
 
     objective: Literal["latency", "throughput"] | None = None
     output_tokens: int | None = None
     forks: int | None = None
     deadline_s: float | None = None
+    trace: str = ""
 
 
 class Generator(Protocol[ContextT]):

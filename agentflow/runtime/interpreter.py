@@ -427,6 +427,8 @@ class _OpExecution(Generic[ContextT]):
     async def execute(self, state: StateRecord[ContextT], pending: PendingOp[ContextT]) -> None:
         """Runs an op, after it has waited for the variables that its text refers to."""
         context, op = state.context, pending.op
+        if isinstance(op, ops.Gen | ops.Select) and op.trace and context is not None:
+            self._generator.hint(context, StateHint(trace=op.trace))
         match op:
             case ops.Set():  # needs no context: the state may be sealed
                 variable = self._variables[op.var]

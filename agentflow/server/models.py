@@ -25,6 +25,7 @@ from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import Overloaded, UnknownModel
 from agentflow.runtime.generator import Generator
+from agentflow.server.metrics.request_spans import request_spans
 from agentflow.server.tenants.rate_limit import TenantGate
 
 # The number of latest starts that the average covers.
@@ -189,6 +190,8 @@ class EngineModel:
         self._max_wait_s = max_wait_s
         self._admission = Admission(max_wait_s)
         client.observe(self._admission)
+        if (spans := request_spans(name)) is not None:
+            client.observe(spans)
         self._generators: dict[str, EngineGenerator] = {}
         self._tenants: dict[str, Tenant] = {}
 

@@ -30,7 +30,8 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     waits for (0: none). ``output_tokens``: expected length of the output (0: unknown). ``deadline_s``:
     seconds from now until it should be done. ``weight``: the tenant's weight against other tenants; that of
     its latest request counts. ``priority``: -10 to 10, higher first, within the tenant. ``patience_s``: a
-    request that has waited so long goes before others of its tenant and priority (None: never).
+    request that has waited so long goes before others of its tenant and priority (None: never). ``trace``:
+    the client's ``traceparent``, for observers; the engine does not use it.
     """
 
     tenant: str = ""
@@ -43,6 +44,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     weight: float = 1.0
     priority: int = 0
     patience_s: float | None = None
+    trace: str = ""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -166,7 +166,7 @@ async def create_message(call: ApiCall) -> None:
     capabilities = generator.capabilities
     frame = AnswerFrame.new(capabilities.model, body.max_tokens, capabilities.max_context)
     with _naming_field():
-        async with completing(generator, request) as completion:
+        async with completing(generator, request, trace=call.trace) as completion:
             if body.stream:
                 await stream_completion(call, completion, AnswerEvents(frame))
                 return

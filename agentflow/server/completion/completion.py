@@ -57,17 +57,19 @@ _SEED_STEP = 5_700_357_409_661_598_991
 
 
 @asynccontextmanager
-async def completing(generator: EngineGenerator, *requests: CompletionRequest) -> AsyncIterator[Completion]:
-    """Runs the requests while the scope lasts. ``BadArgument`` for invalid parameters, ``RateLimited`` if the
-    tenant may not send so many requests. The ``param`` of an error is ``prompt``, ``constraint`` or
-    ``tools``, or a sampling parameter."""
+async def completing(
+    generator: EngineGenerator, *requests: CompletionRequest, trace: str = ""
+) -> AsyncIterator[Completion]:
+    """Runs the requests while the scope lasts. ``trace``: the client's ``traceparent``. ``BadArgument`` for
+    invalid parameters, ``RateLimited`` if the tenant may not send so many requests. The ``param`` of an error
+    is ``prompt``, ``constraint`` or ``tools``, or a sampling parameter."""
     for request in requests:
         request.params.check()
         if request.constraint is not None:
             with faults_of("constraint"):
                 request.constraint.check()
     generator.check_gate(sum(request.n for request in requests))
-    completion = Completion(generator, requests)
+    completion = Completion(generator, requests, trace)
     async with open_task_group() as group:
         for run in completion.runs:
             group.start_soon(completion.follow, run)
@@ -89,12 +91,21 @@ async def prompt_ids(generator: EngineGenerator, request: CompletionRequest) -> 
 class Completion:
     """Requests that run, and the deltas of their answers. ``completing`` creates it."""
 
-    def __init__(self, generator: EngineGenerator, requests: Sequence[CompletionRequest]) -> None:
+    def __init__(
+        self, generator: EngineGenerator, requests: Sequence[CompletionRequest], trace: str = ""
+    ) -> None:
         self._num_answers = 0
         self.runs: list[_Run] = []
         for request in requests:
             self.runs.append(
-                _Run(generator, request, self._num_answers, on_delta=self._add, on_sent=self._count_sent)
+                _Run(
+                    generator,
+                    request,
+                    self._num_answers,
+                    trace,
+                    on_delta=self._add,
+                    on_sent=self._count_sent,
+                )
             )
             self._num_answers += request.n
         self._num_sent = 0
@@ -188,6 +199,7 @@ class _Run:
         generator: EngineGenerator,
         request: CompletionRequest,
         first_index: int,
+        trace: str = "",
         *,
         on_delta: Callable[[CompletionDelta], None],
         on_sent: Callable[[], None],
@@ -196,6 +208,7 @@ class _Run:
         self.num_answers = request.n
         self._request = request
         self._first_index = first_index
+        self._trace = trace
         self._on_delta = on_delta
         self._on_sent = on_sent
         self._seed = secrets.randbits(_SEED_BITS) if request.params.seed is None else request.params.seed
@@ -208,7 +221,10 @@ class _Run:
     async def run(self) -> None:
         generator, request = self._generator, self._request
         context = generator.open(
-            request.cache_salt, priority=request.priority, patience_s=generator.patience_s
+            request.cache_salt,
+            priority=request.priority,
+            patience_s=generator.patience_s,
+            trace=self._trace,
         )
         contexts, self._context = [context], context
         try:

@@ -26,6 +26,7 @@ from agentflow.engine.generator import EngineGenerator
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import AgentflowError
 from agentflow.protocol.json_bounds import BODY_BOUNDS, JsonScan, TooMuchJson
+from agentflow.protocol.ops import MAX_TRACE_CHARS
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.http import events
@@ -87,6 +88,11 @@ class ApiCall:
         self._held: MemoryBudget | None = None
         self._num_charged_tokens = 0
         self._is_prompt_charged = False
+
+    @property
+    def trace(self) -> str:
+        """The client's ``traceparent``, or an empty string."""
+        return self.headers.get("traceparent", "")[:MAX_TRACE_CHARS]
 
     @property
     def service(self) -> Service:

@@ -68,7 +68,7 @@ async def create_chat_completion(call: ApiCall) -> None:
     identity = AnswerIdentity.new("chatcmpl", generator.capabilities.model)
     has_logprobs = request.params.wants_logprobs
     with naming_field("messages", request.constraint):
-        async with completing(generator, request) as completion:
+        async with completing(generator, request, trace=call.trace) as completion:
             if body.stream:
                 include_usage = bool(body.stream_options and body.stream_options.include_usage)
                 chunks = _ChatChunks(identity, request.n, include_usage=include_usage)

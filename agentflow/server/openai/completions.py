@@ -98,7 +98,7 @@ async def create_completion(call: ApiCall) -> None:
     num_answers = n * len(requests)
     identity = AnswerIdentity.new("cmpl", generator.capabilities.model)
     with naming_field("prompt", requests[0].constraint):
-        async with completing(generator, *requests) as completion:
+        async with completing(generator, *requests, trace=call.trace) as completion:
             if body.stream:
                 include_usage = bool(body.stream_options and body.stream_options.include_usage)
                 chunks = _TextChunks(identity, num_answers, include_usage=include_usage)

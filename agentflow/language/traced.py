@@ -1,0 +1,48 @@
+"""Begins the spans of gens and selects."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+
+from agentflow.language.display.outline import known_text
+from agentflow.language.expressions import ImageExpression
+from agentflow.language.op_log import ToolCalls, Transcript, TurnBegins, TurnEnds
+from agentflow.language.run import VariableNode
+from agentflow.protocol import ops
+
+GenOp = TypeVar("GenOp", ops.Gen, ops.Select)
+
+
+def traced(op: GenOp, node: VariableNode, *, num_entries: int, in_turn: bool) -> GenOp:
+    """The op with the span of its variable, if the state has one. ``num_entries``: how many entries of the
+    state's own transcript its prompt includes. ``in_turn``: whether it stands in a turn."""
+    state = node.state
+    if state.span is None:
+        return op
+    prompt = partial(prompt_of, state.transcript, num_entries)
+    node.span = state.span.gen(op, state.path, in_turn=in_turn, prompt=prompt)
+    return msgspec.structs.replace(op, trace=node.span.traceparent)
+
+
+def prompt_of(transcript: Transcript, num_own: int) -> list[tuple[str, str]]:
+    """The turns up to entry ``num_own`` of the transcript: role and text. The role of text outside turns is
+    empty."""
+    found: list[tuple[str, list[str]]] = []
+    is_open = False
+    for entry in transcript.all(num_own):
+        match entry:
+            case TurnBegins(role=role):
+                found.append((role, []))
+                is_open = True
+            case TurnEnds():
+                is_open = False
+            case ToolCalls():
+                pass
+            case _:
+                if not (found and (is_open or not found[-1][0])):
+                    found.append(("", []))
+                found[-1][1].append("[image]" if isinstance(entry, ImageExpression) else known_text(entry))
+    return [(role, "".join(texts)) for role, texts in found]

@@ -1,0 +1,27 @@
+"""OpenTelemetry, where the process uses it. Nothing here imports it otherwise, so that it costs nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from agentflow.version import __version__
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+
+def configured_tracer() -> Tracer | None:
+    """The package's tracer; None if the process has configured no tracer provider."""
+    # Code that configures a provider has imported the module. Only this variable makes a provider later.
+    if "opentelemetry.trace" not in sys.modules and not os.environ.get("OTEL_PYTHON_TRACER_PROVIDER"):
+        return None
+    try:
+        from opentelemetry import trace
+    except ImportError:
+        return None
+    provider = trace.get_tracer_provider()
+    if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
+        return None
+    return provider.get_tracer("agentflow", __version__)
