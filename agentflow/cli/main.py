@@ -50,9 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _commands() -> list[Command]:
     """The commands, in the order of the help. A bare install can import all of them."""
-    from agentflow.cli import chat, config, doctor, keys, models, pull, replay, serve, simulate, top
+    from agentflow.cli import chat, config, doctor, keys, models, pull, replay, run, serve, simulate, top
 
-    modules = (doctor, pull, models, chat, serve, config, keys, top, replay, simulate)
+    modules = (doctor, pull, models, chat, run, serve, config, keys, top, replay, simulate)
     return [module.COMMAND for module in modules]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import (
@@ -12,7 +13,8 @@ from collections.abc import (
     Mapping,
     Sized,
 )
-from typing import Any, Final, Protocol, TypeAlias, TypeVar
+from contextlib import suppress
+from typing import Any, Final, Protocol, TypeAlias, TypeVar, get_origin, get_type_hints
 
 from agentflow.errors import BadArgument, short_repr
 from agentflow.language.graph import Graph
@@ -34,6 +36,13 @@ END: Final = object()
 
 class Row(dict[str, Any]):
     """A row of a table. Columns that are not among the program's parameters are not passed to it."""
+
+
+def function_of(program: Any) -> Any:
+    """The function behind a program, which has its annotations and its source."""
+    while isinstance(program, functools.partial):
+        program = program.func
+    return inspect.unwrap(program)
 
 
 class MapInputs:
@@ -131,6 +140,7 @@ class Parameters:
         self._required: list[str] = []
         self._positional: list[str] = []
         self._names: set[str] | None = set()  # None: any
+        self._takes_row = False
         if isinstance(program, Graph):
             self._positional = self._required = list(program.arguments)
             self._names = set(program.arguments)
@@ -140,6 +150,9 @@ class Parameters:
         except (TypeError, ValueError):
             parameters = []
             self._names = None
+        with suppress(Exception):  # an annotation may be undefined here
+            kinds = [get_type_hints(function_of(program)).get(parameter.name) for parameter in parameters]
+            self._takes_row = len(kinds) == 1 and (get_origin(kinds[0]) or kinds[0]) is dict
         for parameter in parameters:
             if parameter.kind is parameter.VAR_KEYWORD:
                 self._names = None
@@ -153,20 +166,22 @@ class Parameters:
 
     def arguments(self, item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The program's arguments for one input: a tuple becomes its positional arguments, a dict its keyword
-        arguments, a row those that are columns, anything else its one argument. Instances of subclasses, such
-        as named tuples, are values. ``BadArgument`` if a row lacks a column."""
+        arguments, a row those that are columns, or the whole row if a dict is its one parameter, and anything
+        else its one argument. Instances of subclasses, such as named tuples, are values. ``BadArgument`` if a
+        row lacks a column."""
         if type(item) is tuple:
             return item, {}
         if type(item) is dict:
             return (), item
         if not isinstance(item, Row):
             return (item,), {}
+        if self._takes_row:
+            return (dict(item),), {}
         for name in self._required:
             if name not in item:
                 columns = ", ".join(map(repr, item)) or "none"
                 raise BadArgument(
-                    f"map: the program takes {name!r}, and the inputs have no such column "
-                    f"(they have: {columns})"
+                    f"the program takes {name!r}, and the input has no such column (it has: {columns})"
                 )
         return (), {name: value for name, value in item.items() if self._names is None or name in self._names}
 

@@ -10,8 +10,6 @@ lines last through a crash of the machine. An incomplete last line is dropped wh
 
 from __future__ import annotations
 
-import fcntl
-import functools
 import hashlib
 import inspect
 import json
@@ -26,6 +24,7 @@ import msgspec
 
 from agentflow.errors import AgentflowError, BadArgument, short_repr
 from agentflow.language.graph import Graph
+from agentflow.language.map_inputs import function_of
 from agentflow.language.typed.json_types import json_type, shown_type
 from agentflow.protocol.events import Usage
 from agentflow.version import __version__
@@ -240,6 +239,8 @@ class ResultsFile:
 
 def _locked(path: str) -> int:
     """The open file, which no one else writes to."""
+    import fcntl  # POSIX alone has it
+
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -354,19 +355,13 @@ def program_name(program: Any) -> str:
     """The name of a program, by which a file is recognized."""
     if isinstance(program, Graph):
         return program.name
-    function = _function(program)
+    function = function_of(program)
     return str(getattr(function, "__qualname__", type(function).__qualname__))
-
-
-def _function(program: Any) -> Any:
-    while isinstance(program, functools.partial):
-        program = program.func
-    return inspect.unwrap(program)
 
 
 def _source(program: Any) -> str | None:
     try:
-        source = inspect.getsource(_function(program))
+        source = inspect.getsource(function_of(program))
     except (OSError, TypeError):  # a graph, or a function of an interactive session
         return None
     return hashlib.blake2b(textwrap.dedent(source).encode(), digest_size=8).hexdigest()
@@ -378,7 +373,7 @@ def result_reader(program: Any) -> Callable[[bytes], Any]:
     kind: Any = Any
     if not isinstance(program, Graph):
         with suppress(Exception):  # an annotation may be undefined here
-            kind = get_type_hints(_function(program)).get("return", Any)
+            kind = get_type_hints(function_of(program)).get("return", Any)
     if kind in (Any, object):
         return msgspec.json.decode
     if kind is type(None):

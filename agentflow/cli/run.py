@@ -1,0 +1,328 @@
+"""``agentflow run``: a program of a Python file on the inputs of a JSONL or CSV file.
+
+All inputs are read and checked before the first one runs. With ``-o`` the results go to a file from which
+``--resume`` continues, otherwise to standard output in the order of the inputs; the progress goes to standard
+error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TextIO, get_type_hints
+
+import anyio
+import msgspec
+
+from agentflow.backends.open_session import session
+from agentflow.cli.command import Command, count
+from agentflow.cli.server_query import API_KEY_VARIABLE
+from agentflow.errors import AgentflowError, BadArgument
+from agentflow.language.map import DEFAULT_CONCURRENCY
+from agentflow.language.map_inputs import Parameters, Row, function_of
+from agentflow.language.program import Program
+from agentflow.language.results_file import to_json
+
+ProgramFunction = Callable[..., Awaitable[Any]]
+
+SOME_FAILED = 3
+"""The exit status if inputs failed."""
+
+
+def load_program(place: str) -> ProgramFunction:
+    """The program of ``FILE.py:NAME`` or ``MODULE:NAME``; without a name, the only ``af.program`` there.
+    ``BadArgument`` if it is not there."""
+    file, _, name = place.partition(":") if not place.endswith(".py") else (place, "", "")
+    module = _load_module(file)
+    programs = {key: value for key, value in vars(module).items() if isinstance(value, Program)}
+    if not name:
+        if len(programs) != 1:
+            raise BadArgument(f"{file} has {_listed(programs)}: name one, as in {file}:NAME")
+        return next(iter(programs.values()))
+    found = getattr(module, name, None)
+    if found is None:
+        close = get_close_matches(name, [key for key in vars(module) if not key.startswith("_")], 1)
+        advice = f": did you mean {close[0]!r}?" if close else f" (it has {_listed(programs)})"
+        raise BadArgument(f"{file} has no {name!r}{advice}")
+    if not (isinstance(found, Program) or inspect.iscoroutinefunction(found)):
+        raise BadArgument(
+            f"{file}:{name} is no program: a program is an async function of a state, with @af.program"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _listed(programs: dict[str, Any]) -> str:
+    return f"the programs {', '.join(programs)}" if programs else "no program"
+
+
+def _load_module(file: str) -> ModuleType:
+    path = Path(file)
+    if path.suffix == ".py" or os.sep in file:
+        if not path.is_file():
+            raise BadArgument(f"there is no file {file}")
+        sys.path.insert(0, str(path.resolve().parent))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+    else:
+        sys.path.insert(0, os.getcwd())
+        spec = None
+    try:
+        if spec is None:
+            return importlib.import_module(file)
+        assert spec.loader is not None
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise BadArgument(f"{file} cannot be loaded: {_shown(error)}") from error
+    return module
+
+
+def _shown(error: Exception) -> str:
+    """The error in one line, with the line of the program that raised it."""
+    what = f"{type(error).__name__}: {error}"
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    return what if len(own) < 2 else f"{what} ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})"
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """The inputs in a file: JSONL, or CSV with a header if it is named so. ``-`` is standard input."""
+
+    name: str
+    program: ProgramFunction
+
+    def read(self) -> list[Any]:
+        """All inputs. ``BadArgument`` names the file and the line of an invalid one."""
+        try:
+            if self.name == "-":
+                return list(self._inputs(sys.stdin))
+            with open(self.name, encoding="utf-8-sig", newline="") as file:
+                return list(self._inputs(file))
+        except FileNotFoundError:
+            raise BadArgument(f"there is no file {self.name}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadArgument(f"{self.name} cannot be read: {error}") from None
+
+    def _inputs(self, file: TextIO) -> Iterator[Any]:
+        return self._of_csv(file) if self.name.lower().endswith(".csv") else self._of_json(file)
+
+    def _of_json(self, file: TextIO) -> Iterator[Any]:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    value = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise BadArgument(f"{self.name}, line {number}: not JSON: {error}") from None
+                yield self._checked(Row(value) if isinstance(value, dict) else value, number)
+
+    def _of_csv(self, file: TextIO) -> Iterator[Row]:
+        kinds = _scalar_types(self.program)
+        reader = csv.DictReader(file, strict=True)
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    raise BadArgument(
+                        f"{self.name}, line {reader.line_num}: it has not the fields of the header"
+                    )
+                cells = {name: self._cell(reader, name, text, kinds) for name, text in row.items()}
+                yield self._checked(Row(cells), reader.line_num)
+        except csv.Error as error:
+            raise BadArgument(f"{self.name}, line {reader.line_num}: not CSV: {error}") from None
+
+    def _checked(self, item: Any, number: int) -> Any:
+        try:
+            Parameters(self.program).arguments(item)
+        except BadArgument as error:
+            raise BadArgument(f"{self.name}, line {number}: {error}") from None
+        return item
+
+    def _cell(self, reader: csv.DictReader[str], name: str, text: str, kinds: dict[str, type]) -> Any:
+        kind = kinds.get(name)
+        if kind is None:
+            return text
+        try:
+            return msgspec.convert(text.strip(), kind, strict=False)
+        except msgspec.ValidationError:
+            raise BadArgument(
+                f"{self.name}, line {reader.line_num}: {name} is {text!r}, and the program takes "
+                f"{'an int' if kind is int else f'a {kind.__name__}'}"
+            ) from None
+
+
+def _scalar_types(program: ProgramFunction) -> dict[str, type]:
+    """The parameters that are numbers or booleans, which a CSV file has as texts."""
+    try:
+        hints = get_type_hints(function_of(program))
+    except (NameError, TypeError):  # an annotation that is undefined here
+        return {}
+    return {name: kind for name, kind in hints.items() if kind in (int, float, bool)}
+
+
+class Batch:
+    """One run of the command. ``num_ended`` and ``failures`` are those so far."""
+
+    def __init__(self, options: argparse.Namespace, program: ProgramFunction, inputs: list[Any]) -> None:
+        self._options = options
+        self._program = program
+        self._inputs = inputs
+        self.num_ended = 0
+        self.failures: list[Exception] = []
+
+    async def run(self) -> None:
+        """Runs the program on all inputs."""
+        options = self._options
+        flow_of = session(
+            options.url,
+            model=options.model,
+            api_key=options.api_key or os.environ.get(API_KEY_VARIABLE),
+            seed=options.seed,
+        )
+        async with flow_of as flow:
+            results = flow.map(
+                self._program,
+                self._inputs,
+                concurrency=options.concurrency,
+                retries=options.retries,
+                resume=options.output,
+                key=options.key,
+                on_error="return",
+                progress=not options.quiet,
+            )
+            async with results.pairs() as pairs:
+                async for item, result in pairs:
+                    self.num_ended += 1
+                    if isinstance(result, Exception):
+                        self.failures.append(result)
+                    if options.output is None:
+                        print(_line(item, result))
+
+    def summary(self) -> int:
+        """Prints what failed. Returns the exit status."""
+        if not self.failures:
+            return 0
+        first = self.failures[0]
+        self.report(
+            f"{len(self.failures):,} of {len(self._inputs):,} inputs failed, the first with "
+            f"{type(first).__name__}: {first}",
+            "runs them again",
+        )
+        return SOME_FAILED
+
+    def report(self, what: str, effect: str) -> None:
+        """Prints to standard error, with the effect of resuming."""
+        print(f"agentflow: {what}", file=sys.stderr)
+        if self._options.output is not None:
+            command = "the same command" if self._options.resume else "the same command with --resume"
+            print(f"agentflow: {command} {effect}", file=sys.stderr)
+
+    @property
+    def progress(self) -> str:
+        """How many inputs have ended."""
+        return f"after {self.num_ended:,} of {len(self._inputs):,} inputs"
+
+
+def _line(item: Any, result: Any) -> str:
+    is_failure = isinstance(result, Exception)
+    ended = {"error": f"{type(result).__name__}: {result}"} if is_failure else {"result": result}
+    try:
+        return to_json({"input": item, **ended}).decode()
+    except ValueError as error:
+        raise BadArgument(f"the program returned a value that has no form in JSON: {error}") from None
+
+
+def run_batch(options: argparse.Namespace) -> int:
+    """Runs the command and returns its exit status."""
+    if options.output is None and (options.resume or options.key is not None):
+        option = "--resume" if options.resume else "--key"
+        raise BadArgument(f"{option} is of use for a file of results: name one with -o")
+    program = load_program(options.program)
+    inputs = InputFile(options.inputs, program).read()
+    if options.output is not None and not options.resume and os.path.exists(options.output):
+        raise BadArgument(f"{options.output} exists: continue it with --resume, or remove it")
+    batch = Batch(options, program, inputs)
+    try:
+        anyio.run(batch.run)
+    except KeyboardInterrupt:
+        batch.report(f"interrupted {batch.progress}", "continues")
+        return 130
+    except (AgentflowError, OSError) as error:
+        if isinstance(error, BrokenPipeError) or not batch.num_ended:
+            raise
+        batch.report(f"{type(error).__name__} {batch.progress}: {error}", "continues")
+        return 1
+    return batch.summary()
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("program", metavar="PROGRAM", help="FILE.py:NAME or MODULE:NAME; without a name, the only program")
+    add("inputs", metavar="INPUTS", help="a JSONL file, or a CSV file with a header; -: standard input")
+    add("-o", "--output", metavar="FILE", help="append each result as it ends (default: standard output)")
+    add("--resume", action="store_true", help="continue FILE: run only what has no result there")
+    add("--key", metavar="FIELD", help="the field that identifies an input (default: all of it)")
+    add("--url", help="a server, such as ws://127.0.0.1:8410 (default: AGENTFLOW_URL, or none)")
+    add("--model", metavar="NAME", help="a pulled model or a Hugging Face folder (default: smollm2-135m)")
+    add("--api-key", metavar="KEY", help=f"key for the server (default: {API_KEY_VARIABLE})")
+    add(
+        "--concurrency",
+        type=count,
+        default=DEFAULT_CONCURRENCY,
+        metavar="N",
+        help="how many inputs run at once (%(default)s)",
+    )
+    add(
+        "--retries",
+        type=_number,
+        default=2,
+        metavar="N",
+        help="how often an input runs again whose failure may pass (%(default)s)",
+    )
+    add("--seed", type=int, metavar="N", help="with the same seed, the same inputs get the same results")
+    add("-q", "--quiet", action="store_true", help="show no progress")
+
+
+def _number(text: str) -> int:
+    return 0 if text == "0" else count(text)
+
+
+def _run(options: argparse.Namespace) -> int:
+    return run_batch(options)
+
+
+COMMAND = Command(
+    name="run",
+    summary="run a program on many inputs",
+    description="""\
+Runs an async function of a state (@af.program) on each line of a JSONL file,
+or each row of a CSV file. The fields of an object or a row are the program's
+arguments; fields that it does not take stay in the output. Any other value is
+its one argument.
+
+The output has one JSON line for each input, with its "result" or "error". A
+file (-o) begins with a line that names the program; Ctrl-C or a crash loses no
+result in it, and --resume runs the rest.
+
+Exit status: 0 if all inputs have a result, 3 if some failed, 1 for any other
+error, 130 after Ctrl-C.""",
+    examples="""\
+agentflow run judge.py:judge essays.jsonl -o grades.jsonl
+agentflow run judge.py:judge essays.jsonl -o grades.jsonl --resume
+agentflow run judge.py essays.csv --url ws://127.0.0.1:8410 --concurrency 256
+echo '"On plants."' | agentflow run judge.py -
+""",
+    add_options=_add_options,
+    run=_run,
+)

@@ -1,0 +1,187 @@
+"""``agentflow run``: its inputs and output, and what it says of each mistake."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import agentflow as af
+from agentflow.backends.local import Embedded
+from agentflow.cli.main import main
+
+PROGRAM = """
+import agentflow as af
+
+@af.program
+async def judge(s: af.State, essay: str, times: int = 1) -> str:
+    assert type(times) is int
+    s += essay + af.gen("x")
+    return (await s["x"]) * times
+
+async def plain(s, item: dict):
+    return item
+
+number = 3
+"""
+
+
+def answer(prompt: str) -> str | Exception:
+    return af.EngineFailed("no") if prompt == "bad" else f"<{prompt}>"
+
+
+@pytest.fixture(autouse=True)
+def _folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Embedded, "connect", lambda self, *args: af.Scripted(answer).connect(*args))
+    monkeypatch.setattr("agentflow.language.retries.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delenv("AGENTFLOW_URL", raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("judge.py").write_text(PROGRAM)
+    Path("in.jsonl").write_text('{"id": 7, "essay": "a"}\n\n"b"\n{"id": 8, "essay": "c", "times": 2}\n')
+
+
+def results(name: str = "out.jsonl") -> list[object]:
+    return [json.loads(line).get("result") for line in Path(name).read_text().splitlines()[1:]]
+
+
+def test_results_are_printed_in_order_and_progress_is_not(capsys):
+    assert main(["run", "judge.py:judge", "in.jsonl"]) == 0
+    out, err = capsys.readouterr()
+    assert [json.loads(line) for line in out.splitlines()] == [
+        {"input": {"id": 7, "essay": "a"}, "result": "<a>"},
+        {"input": "b", "result": "<b>"},
+        {"input": {"id": 8, "essay": "c", "times": 2}, "result": "<c><c>"},
+    ]
+    assert err.startswith("map: 3/3")
+    assert main(["run", "judge.py", "in.jsonl", "--quiet"]) == 0
+    assert capsys.readouterr() == (out, "")
+
+
+def test_csv_standard_input_and_modules(capsys, monkeypatch):
+    Path("in.csv").write_text('essay,times,note\n"a, b",2,x\nc,1,\n')
+    assert main(["run", "judge:judge", "in.csv", "-q"]) == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO("[1, 2]\nnull\n"))
+    assert main(["run", "judge.py:plain", "-", "-q"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        {"input": {"essay": "a, b", "times": 2, "note": "x"}, "result": "<a, b><a, b>"},
+        {"input": {"essay": "c", "times": 1, "note": ""}, "result": "<c>"},
+        {"input": [1, 2], "result": [1, 2]},
+        {"input": None, "result": None},
+    ]
+
+
+def test_an_output_is_resumed(capsys):
+    command = ["run", "judge.py:judge", "in.jsonl", "-o", "out.jsonl"]
+    assert main(command) == 0
+    assert results() == ["<a>", "<b>", "<c><c>"]
+    assert main(command) == 1
+    assert "out.jsonl exists" in capsys.readouterr().err
+    with open("in.jsonl", "a") as file:
+        file.write('"d"\n')
+    assert main([*command, "--resume"]) == 0
+    assert "4/4" in (err := capsys.readouterr().err)
+    assert "3 resumed" in err
+    assert results() == ["<a>", "<b>", "<c><c>", "<d>"]
+    assert main(["run", "judge.py:plain", "in.jsonl", "-o", "out.jsonl", "--resume"]) == 1
+    assert "'judge'" in capsys.readouterr().err
+
+
+def test_failures_have_a_status_of_their_own_and_run_again(capsys, monkeypatch):
+    Path("in.jsonl").write_text('"a"\n"bad"\n')
+    command = ["run", "judge.py", "in.jsonl", "-o", "out.jsonl", "-q"]
+    assert main(command) == 3
+    err = capsys.readouterr().err
+    assert "1 of 2 inputs failed" in err
+    assert "--resume" in err
+    monkeypatch.setattr(Embedded, "connect", lambda self, *args: af.Scripted("good").connect(*args))
+    assert main([*command, "--resume"]) == 0
+    assert results() == ["<a>", "good"]
+    Path("in.jsonl").write_text('"bad"\n')
+    monkeypatch.setattr(Embedded, "connect", lambda self, *args: af.Scripted(answer).connect(*args))
+    assert main(["run", "judge.py", "in.jsonl", "-q"]) == 3
+    assert json.loads(capsys.readouterr().out)["error"] == "EngineFailed: no"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["judge.py:juge", "in.jsonl"], "did you mean 'judge'"),
+        (["judge.py:zzz", "in.jsonl"], "the programs judge"),
+        (["judge.py:number", "in.jsonl"], "no program"),
+        (["jugde.py", "in.jsonl"], "no file jugde.py"),
+        (["no_such_module:judge", "in.jsonl"], "cannot be loaded: ModuleNotFoundError"),
+        (["empty.py", "in.jsonl"], "has no program"),
+        (["wrong.py", "in.jsonl"], r"cannot be loaded: NameError: .*\(wrong.py, line 3\)"),
+        (["broken.py", "in.jsonl"], "cannot be loaded: SyntaxError: .*broken.py, line 1"),
+        (["judge.py", "none.jsonl"], "no file none.jsonl"),
+        (["judge.py", "bad.jsonl"], "bad.jsonl, line 3: not JSON"),
+        (["judge.py", "column.jsonl"], "column.jsonl, line 2: .*'essay'.*'text'"),
+        (["judge.py", "bytes.jsonl"], "bytes.jsonl cannot be read"),
+        (["judge.py", "number.csv"], "number.csv, line 3: times is 'two'.*an int"),
+        (["judge.py", "ragged.csv"], "ragged.csv, line 3: "),
+        (["judge.py", "in.jsonl", "--resume"], "--resume .* -o"),
+        (["judge.py", "in.jsonl", "--key", "id"], "--key .* -o"),
+        (["judge.py", "in.jsonl", "-o", "in.jsonl", "--resume"], "in.jsonl: it is not a file of results"),
+        (["judge.py", "in.jsonl", "--url", "ws://127.0.0.1:1"], "127.0.0.1:1"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, message, capsys):
+    files = {
+        "empty.py": "",
+        "wrong.py": "\n\nprint(undefined)\n",
+        "broken.py": "def (",
+        "bad.jsonl": '"a"\n\n{"a\n',
+        "column.jsonl": '"a"\n{"text": "b"}\n',
+        "number.csv": "essay,times\na,1\nb,two\n",
+        "ragged.csv": "essay,times\na,1\nb\n",
+    }
+    for name, text in files.items():
+        Path(name).write_text(text)
+    Path("bytes.jsonl").write_bytes(b'"\xff"\n')
+    assert main(["run", *arguments, "-q"]) == 1
+    out, err = capsys.readouterr()
+    [line] = err.splitlines()
+    assert line.startswith("agentflow: ")
+    assert re.search(message, line), line
+    assert out == ""
+
+
+CHILD = """
+import os
+import signal
+import sys
+import agentflow as af
+from agentflow.backends.local import Embedded
+from agentflow.cli.main import main
+
+def answer(prompt):
+    if prompt == "long":
+        os.kill(os.getpid(), signal.SIGINT)
+        return "word " * 100
+    return prompt
+
+Embedded.connect = lambda self, *args: af.Scripted(answer).connect(*args)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_ctrl_c_says_how_to_continue():
+    Path("child.py").write_text(CHILD)
+    Path("in.jsonl").write_text('"a"\n"b"\n"long"\n"c"\n')
+    command = [sys.executable, "-P", "child.py", "run", "judge.py:judge", "in.jsonl", "-o", "out.jsonl", "-q"]
+    command += ["--concurrency", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(af.__file__).parents[1])}
+    child = subprocess.run(command, capture_output=True, env=environment, text=True, timeout=60)
+    assert child.returncode == 130, child.stderr
+    assert "interrupted after 2 of 4 inputs" in child.stderr
+    assert "--resume" in child.stderr
+    assert "Traceback" not in child.stderr
+    assert results() == ["a", "b"]
