@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.wire_peer import Listener, gen
+from support.session_peer import Listener, gen
 
 from agentflow.backends.remote import Cursors
 from agentflow.errors import Cancelled, ProtocolError

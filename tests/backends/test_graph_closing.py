@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 from support.observed_backends import settle
-from support.wire_peer import HANG, Listener, WireGenerator, gen
+from support.session_peer import HANG, HangingGenerator, Listener, gen
 
 from agentflow.backends.local import interpreted
 from agentflow.protocol import ops
@@ -27,7 +27,7 @@ async def test_closing_a_graph_cancels_its_running_states(
     waiting: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The consumers of its variables fail."""
-    generator, listener = WireGenerator(), Listener()
+    generator, listener = HangingGenerator(), Listener()
     graph = (ops.Open(1), ops.Fork(1, (2,)), *WAITS[waiting], gen(2, 4))
     with anyio.fail_after(10):
         async with interpreted(generator, listener.deliver) as connection:
@@ -45,7 +45,7 @@ async def test_closing_a_graph_cancels_its_running_states(
 
 async def test_a_reused_number_is_not_the_closed_state() -> None:
     """A close that waits in a state of the graph finds, when its turn comes, another state of that number."""
-    generator, listener = WireGenerator(), Listener()
+    generator, listener = HangingGenerator(), Listener()
     graph = (ops.Open(1), ops.Fork(1, (2,)), *WAITS["gen"])
     with anyio.fail_after(10):
         async with interpreted(generator, listener.deliver) as connection:

@@ -9,7 +9,7 @@ import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.wire_peer import count_words, gen, opened
+from support.session_peer import count_words, gen, opened
 from support.wire_server import Proxy, ThreadServer, proxied, thread_server
 from websockets.datastructures import Headers
 from websockets.http11 import Response

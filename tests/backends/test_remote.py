@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.language.wire_program import check_program
-from support.wire_peer import HANG, count_words, gen, opened
+from support.session_peer import HANG, count_words, gen, opened
 from support.wire_server import Budget, ThreadServer, proxied, thread_server
 
 import agentflow as af

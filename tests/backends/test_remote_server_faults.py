@@ -13,7 +13,7 @@ import anyio
 import msgspec
 import pytest
 from anyio.abc import ByteStream
-from support.wire_peer import Listener, gen, opened
+from support.session_peer import Listener, gen, opened
 from websockets.client import ClientProtocol
 from websockets.exceptions import ConnectionClosed
 from websockets.protocol import State

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.api_errors import ANTHROPIC, OPENAI
 from support.api_server import ApiServer, api_server
 from support.docs import health_refusals, http_refusals, op_refusals, session_refusals
-from support.refused_calls import ANTHROPIC, OPENAI
 
 PAGES = Path(__file__).parents[2] / "docs" / "reference"
 PAGE = (PAGES / "errors.md").read_text(encoding="utf-8")

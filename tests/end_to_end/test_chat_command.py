@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from support.commands import run_cli
-from support.wire_peer import HANG
+from support.session_peer import HANG
 from support.wire_server import thread_server
 
 from agentflow.cli.chat import Answered, stats_line

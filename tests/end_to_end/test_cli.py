@@ -20,7 +20,7 @@ def only_line(text: str) -> str:
     return lines[0]
 
 
-def test_an_unknown_model_is_told_with_the_known_ones():
+def test_an_unknown_model_is_reported_with_the_known_ones():
     line = only_line(run_cli("serve", "--model", "no-such-model").stderr)
     assert "no-such-model" in line
     assert "smollm2-135m" in line
@@ -32,12 +32,12 @@ def test_pulling_an_unknown_model_names_the_known_ones():
     assert "smollm2-135m" in only_line(result.stderr)
 
 
-def test_a_wrong_folder_is_told_with_what_is_missing(tmp_path):
+def test_a_wrong_folder_is_reported_with_what_is_missing(tmp_path):
     line = only_line(run_cli("serve", "--model", str(tmp_path)).stderr)
     assert "config.json" in line
 
 
-def test_a_model_that_cannot_be_loaded_is_told_in_one_line(model_folder, tmp_path):
+def test_a_model_that_cannot_be_loaded_is_reported_in_one_line(model_folder, tmp_path):
     for file in model_folder.iterdir():
         (tmp_path / file.name).symlink_to(file)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -48,7 +48,7 @@ def test_a_model_that_cannot_be_loaded_is_told_in_one_line(model_folder, tmp_pat
     assert "model.layers.30." in only_line(result.stderr)
 
 
-def test_an_occupied_port_is_told_before_a_model_is_loaded(model_folder):
+def test_an_occupied_port_is_reported_before_a_model_is_loaded(model_folder):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = run_cli("serve", "--port", str(port))
@@ -56,7 +56,7 @@ def test_an_occupied_port_is_told_before_a_model_is_loaded(model_folder):
     assert str(port) in only_line(result.stderr)
 
 
-def test_a_recording_that_cannot_be_written_is_told_before_a_model_is_loaded(model_folder, tmp_path):
+def test_a_recording_that_cannot_be_written_is_reported_before_a_model_is_loaded(model_folder, tmp_path):
     path = tmp_path / "nowhere" / "served.jsonl"
     result = run_cli("serve", "--port", "0", "--record-workload", str(path))
     assert result.returncode == 1
@@ -93,7 +93,7 @@ def test_nonsense_sizes_are_refused(option):
     assert option.partition("=")[0] in result.stderr
 
 
-def test_the_version_is_told():
+def test_the_version_is_printed():
     assert call_cli("--version").stdout == f"agentflow {af.__version__}\n"
 
 
@@ -110,7 +110,7 @@ def test_the_configuration_can_be_seen_and_used(tmp_path, monkeypatch):
     assert tomllib.loads(again.stdout) == {**tomllib.loads(shown.stdout), "access": {"api_keys": []}}
 
 
-def test_a_server_for_everybody_must_be_asked_for():
+def test_a_public_server_without_keys_must_be_requested():
     result = call_cli("serve", "--host", "0.0.0.0")
     assert result.returncode == 2
     assert "--allow-anonymous" in only_line(result.stderr)

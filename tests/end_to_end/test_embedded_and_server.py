@@ -98,7 +98,7 @@ def test_the_demo_answers_on_a_server(server_url):
         assert line in result.stdout
 
 
-def test_the_demo_says_in_one_line_that_nobody_answers():
+def test_the_demo_reports_in_one_line_that_no_server_answers():
     result = subprocess.run(
         [sys.executable, EXAMPLES / "essay_judge.py", "--url", "ws://127.0.0.1:1"],
         capture_output=True,

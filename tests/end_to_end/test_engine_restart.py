@@ -109,7 +109,7 @@ def test_killed_in_mid_stream_the_engine_goes_on_where_it_was(model_folder, max_
 
 
 @pytest.mark.full
-def test_told_to_a_server_exits_with_status_1_when_its_engine_dies_again_and_again(model_folder):
+def test_a_server_exits_with_status_1_after_repeated_engine_deaths_if_configured(model_folder):
     options = ("--dtype", "float32", "--kv-tokens", "3000", "--exit-on-engine-failure")
     with served(*options) as (_, server):
         killed: set[int] = set()

@@ -232,7 +232,7 @@ async def some_wrong(s: af.State, flow: af.Session) -> tuple[dict[str, af.Agentf
     return told, await good["good"], await flow.stats()
 
 
-def test_what_cannot_be_kept_is_told_and_harms_nobody_else(url):
+def test_an_unsupported_constraint_is_rejected_and_affects_no_other_request(url):
     async def main() -> tuple[dict[str, af.AgentflowError], str, Any]:
         async with af.session(url, seed=7) as flow:
             result: tuple[dict[str, af.AgentflowError], str, Any] = await flow.run(some_wrong, flow)
@@ -247,7 +247,7 @@ def test_what_cannot_be_kept_is_told_and_harms_nobody_else(url):
 
 
 @pytest.mark.full  # compiling it takes so long that a busy machine refuses it
-def test_a_pattern_that_no_machine_can_keep_is_kept_all_the_same(url):
+def test_a_pattern_too_large_for_a_dfa_is_enforced(url):
     pattern = r".*a.{20}"
 
     async def main() -> str:

@@ -60,7 +60,9 @@ async def test_a_payload_is_sent_once(payloads: list[tuple[str, bool]]) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.trio_in_full
-async def test_an_engine_that_has_dropped_a_constraint_asks_for_it(payloads: list[tuple[str, bool]]) -> None:
+async def test_an_engine_that_has_dropped_a_constraint_requests_it_again(
+    payloads: list[tuple[str, bool]],
+) -> None:
     async with process_engine() as client:
         assert await text(client, "first") == "first"
         async with anyio.create_task_group() as group:

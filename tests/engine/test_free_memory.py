@@ -72,7 +72,7 @@ def test_inside_a_container_its_own_files_count_whatever_the_path_is_called(
 
 
 @pytest.mark.usefixtures("machine")
-def test_without_a_limit_all_that_the_machine_has_is_free(tmp_path: Path) -> None:
+def test_without_a_limit_all_main_memory_is_free(tmp_path: Path) -> None:
     assert free_host_bytes(tmp_path) == AVAILABLE
     write_membership(tmp_path, f"{V2}/a")
     assert free_host_bytes(tmp_path) == AVAILABLE
@@ -107,7 +107,7 @@ def test_the_tightest_of_all_groups_around_the_process_counts(first: list, secon
         assert free_host_bytes(root) == min(left)
 
 
-def test_the_files_of_this_machine_can_be_read() -> None:
+def test_the_real_memory_files_can_be_read() -> None:
     assert 0 < free_host_bytes() <= psutil.virtual_memory().total
 
 
@@ -122,7 +122,7 @@ def test_the_device_follows_from_the_free_memory() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.trio_in_full
-async def test_the_gpu_is_asked_in_a_process_of_its_own_where_a_model_may_run_on_it(
+async def test_gpu_memory_is_queried_in_a_separate_process_if_a_model_may_run_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(free_memory_module, "has_driver", lambda: True)

@@ -12,7 +12,7 @@ from support.asgi_peer import NO_GRACE, Bench, connected
 from support.fake_engine import TEMPLATE
 from support.holds import Hold
 from support.plain_engine import plain_engine
-from support.wire_peer import gen
+from support.session_peer import gen
 
 from agentflow.engine.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler

@@ -73,7 +73,7 @@ def test_an_old_processor_has_none(flags: set[str]) -> None:
         native_level()
 
 
-def test_another_machine_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_architecture_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_library.platform, "machine", lambda: "aarch64")
     with pytest.raises(NoNativeKernels, match="aarch64"):
         native_level()

@@ -6,7 +6,7 @@ import anyio
 import pytest
 from support.observed_backends import Observed, Stepped, Unbatched, assert_idle, settle
 from support.programs import echo
-from support.wire_peer import HANG
+from support.session_peer import HANG
 
 import agentflow as af
 from agentflow.language.variable import Variable

@@ -7,7 +7,7 @@ import os
 
 import pytest
 from support.observed_backends import Unbatched
-from support.wire_peer import HANG
+from support.session_peer import HANG
 
 import agentflow as af
 

@@ -7,7 +7,7 @@ import anyio.lowlevel
 import pytest
 from support.observed_backends import Stepped, Unbatched, settle
 from support.programs import echo
-from support.wire_peer import HANG
+from support.session_peer import HANG
 
 import agentflow as af
 

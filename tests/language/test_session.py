@@ -6,7 +6,7 @@ import pytest
 from support.fake_engine import FakeEngine
 from support.observed_backends import Observed, Stepped, assert_idle, settle
 from support.programs import ask, echo
-from support.wire_peer import WireGenerator
+from support.session_peer import HangingGenerator
 
 import agentflow as af
 from agentflow.backends.remote import Remote
@@ -205,7 +205,7 @@ async def test_stats_come_from_the_backend():
 
 async def test_failing_stats_do_not_end_the_session():
     backend = af.Scripted(echo)
-    backend.generator = WireGenerator()
+    backend.generator = HangingGenerator()
     async with af.session(backend=backend) as flow:
         backend.generator.stats_fault = af.EngineFailed("the engine restarts")
         with pytest.raises(af.EngineFailed, match="the engine restarts"):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.language.random_recorded_programs import Branch, Clumsy, ClumsyBackend, branches, play
 from support.observed_backends import Observed, Stepped
 from support.programs import measure
-from support.wire_peer import HANG, WireGenerator
+from support.session_peer import HANG, HangingGenerator
 from support.wire_server import thread_server
 
 import agentflow as af
@@ -356,7 +356,7 @@ async def test_a_lost_backend_is_lost_again(path):
 
 async def test_failing_stats_fail_again(path):
     backend = af.Scripted([])
-    backend.generator = WireGenerator()
+    backend.generator = HangingGenerator()
     backend.generator.stats_fault = af.EngineFailed("it restarts")
     async with af.session(backend=backend, record=path) as flow:
         with pytest.raises(af.EngineFailed, match="it restarts"):

@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 from support.asgi_peer import bench, check_still_served, connected
-from support.wire_peer import WireGenerator
+from support.session_peer import HangingGenerator
 
 from agentflow.errors import BadArgument, EngineFailed, faults_of, incident
 from agentflow.protocol import ops
@@ -36,7 +36,7 @@ async def test_a_client_does_not_receive_the_cause_of_a_failure(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("internals")
 
-    monkeypatch.setattr(WireGenerator, "fill", fail)
+    monkeypatch.setattr(HangingGenerator, "fill", fail)
     async with bench() as server, connected(server) as [peer]:
         await peer.greet()
         peer.put_ops(1, ops.Open(1), ops.Text(1, ("a",)), ops.Await(1, 1))

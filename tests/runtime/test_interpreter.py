@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.language.op_programs import ANSWERS, CERTAIN, Failure, OpProgram, Pause, answer, op_programs
 from support.observed_backends import settle
-from support.wire_peer import Listener
+from support.session_peer import Listener
 
 import agentflow as af
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from support.faults import has_param
 from support.observed_backends import Observed, Stepped, Unbatched, assert_idle, settle
-from support.wire_peer import HANG
+from support.session_peer import HANG
 
 import agentflow as af
 from agentflow.protocol import ops

@@ -136,7 +136,7 @@ def test_while_nothing_starts_the_oldest_shows_how_long_it_takes():
     admission.check("ann")
 
 
-def test_one_that_waits_for_its_priority_keeps_nobody_out():
+def test_a_request_that_waits_for_its_priority_blocks_no_other():
     clock = ClockS()
     admission = Admission(10.0, clock)
     admission.sent(submit(1, priority=-1))  # all others start before it

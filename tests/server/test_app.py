@@ -15,9 +15,9 @@ import pytest
 from starlette.types import Message
 from support.api_server import api_server
 from support.faults import has_param
-from support.refusing_servers import BEARER, tenants
+from support.faulty_servers import BEARER, tenants
 from support.server.http_clients import only_asyncio
-from support.wire_peer import HANG, Listener, WireGenerator, gen
+from support.session_peer import HANG, HangingGenerator, Listener, gen
 from support.wire_server import ThreadServer, open_generator, thread_server
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import connect
@@ -226,7 +226,7 @@ def test_limits_that_make_no_sense_are_refused(field: str, value: float) -> None
 @pytest.mark.anyio
 async def test_a_session_is_on_the_model_that_it_names() -> None:
     def named(name: str) -> OneGenerator:
-        model = OneGenerator(WireGenerator())
+        model = OneGenerator(HangingGenerator())
         model.name = name
         return model
 
@@ -252,7 +252,7 @@ async def test_a_session_is_on_the_model_that_it_names() -> None:
 
 
 @pytest.mark.anyio
-async def test_pages_of_other_sites_are_let_in_only_where_that_is_asked_for() -> None:
+async def test_other_origins_are_allowed_only_if_configured() -> None:
     page = "https://app.example"
     preflight = {
         "type": "http",

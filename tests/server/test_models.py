@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.fake_engine import TEMPLATE, FakeEngine
-from support.wire_peer import WireGenerator
+from support.session_peer import HangingGenerator
 
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import BadArgument, UnknownModel
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 
 def named(name: str) -> OneGenerator:
-    model = OneGenerator(WireGenerator())
+    model = OneGenerator(HangingGenerator())
     model.name = name
     return model
 

@@ -122,7 +122,7 @@ async def test_what_does_not_fit_is_refused_before_anything_is_loaded(folder: Pa
 
 
 @pytest.mark.anyio
-async def test_what_the_gpu_has_no_room_for_is_refused_though_the_machine_has_it(
+async def test_a_model_that_exceeds_gpu_memory_is_rejected_although_main_memory_suffices(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     fix_free(monkeypatch, FreeMemory(10**12, cuda_bytes=10**9))
@@ -132,7 +132,7 @@ async def test_what_the_gpu_has_no_room_for_is_refused_though_the_machine_has_it
     assert engine_processes() == []
 
 
-def test_models_on_the_gpu_share_its_memory_and_others_that_of_the_machine(folder: Path) -> None:
+def test_models_on_the_gpu_share_its_memory_and_others_share_main_memory(folder: Path) -> None:
     models = {
         "a": options(folder, "cpu"),
         "b": options(folder, "cuda"),

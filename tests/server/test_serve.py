@@ -15,7 +15,7 @@ import anyio
 import pytest
 from support.faults import has_param
 from support.server.http_clients import only_asyncio
-from support.wire_peer import HANG, Listener, WireGenerator, gen
+from support.session_peer import HANG, HangingGenerator, Listener, gen
 
 from agentflow.backends.remote import Remote
 from agentflow.errors import EngineFailed, PortInUse, ServerError, ServerLost, ServerUnreachable, UnknownModel
@@ -36,7 +36,7 @@ class Opening:
     """Opens a generator, and notes that it was closed."""
 
     def __init__(self, error: Exception | None = None) -> None:
-        self.generator = WireGenerator()
+        self.generator = HangingGenerator()
         self.error = error
         self.is_open = False
 
@@ -75,7 +75,7 @@ async def test_a_server_answers_at_its_url_while_the_scope_lasts(host: str, show
 
 
 @pytest.mark.anyio
-async def test_the_end_of_a_server_frees_what_runs_and_tells_its_clients() -> None:
+async def test_a_stopping_server_ends_running_work_and_notifies_its_clients() -> None:
     opening = Opening()
     listener = Listener()
     urls: list[str] = []

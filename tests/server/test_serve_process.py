@@ -14,7 +14,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from support.wire_peer import HANG, Listener, gen
+from support.session_peer import HANG, Listener, gen
 
 from agentflow.backends.remote import Remote
 from agentflow.errors import ServerLost
@@ -30,7 +30,7 @@ import logging
 import sys
 from contextlib import asynccontextmanager
 import anyio
-from support.wire_peer import WireGenerator
+from support.session_peer import HangingGenerator
 from agentflow.server.models import one_model
 from agentflow.server.serve import serve
 
@@ -42,7 +42,7 @@ async def open_generator():
     print("loading", flush=True)
     try:
         await read_line()
-        yield WireGenerator()
+        yield HangingGenerator()
     finally:
         if sys.argv[2:] == ["closes slowly"]:
             print("closing", flush=True)

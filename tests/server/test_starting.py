@@ -16,7 +16,7 @@ import anyio
 import anyio.to_thread
 import pytest
 from support.server.http_clients import only_asyncio
-from support.wire_peer import Listener, WireGenerator, gen
+from support.session_peer import HangingGenerator, Listener, gen
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
@@ -71,7 +71,7 @@ class HeldOpening:
             await self.may_go_on.wait()
             if self._error is not None:
                 raise self._error
-            yield WireGenerator()
+            yield HangingGenerator()
         finally:
             self.has_ended = True
             self.answered_at_end = takes_connections(self._ports[-1])
@@ -223,7 +223,7 @@ async def test_the_port_of_a_server_that_loads_is_taken(port: list[int]) -> None
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("error", [UnknownModel("no model"), ModelError("broken"), ZeroDivisionError("bug")])
-async def test_what_loading_fails_with_is_raised_as_itself_and_nobody_listens_then(
+async def test_a_load_error_is_raised_unchanged_and_closes_the_port(
     port: list[int], error: Exception
 ) -> None:
     opening = HeldOpening(port, error)
@@ -258,7 +258,7 @@ async def test_cancelling_a_server_that_loads_is_a_clean_end(port: list[int]) ->
 
 
 @pytest.mark.anyio
-async def test_the_models_are_closed_when_nobody_is_connected_any_more(port: list[int]) -> None:
+async def test_the_models_are_closed_after_the_last_connection(port: list[int]) -> None:
     opening = HeldOpening(port)
     async with starting(opening) as (_, is_ready):
         opening.may_go_on.set()

@@ -9,7 +9,7 @@ import anyio
 import pytest
 from support.clocks import ClockNs
 from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine
-from support.wire_peer import WireGenerator
+from support.session_peer import HangingGenerator
 
 import agentflow as af
 from agentflow.engine.process.ipc import Origin
@@ -185,7 +185,7 @@ async def test_of_what_all_share_one_tenant_takes_half():
 
 
 async def test_of_the_sessions_too():
-    generator = WireGenerator()
+    generator = HangingGenerator()
     async with open_sessions(ServerLimits(max_sessions=4)) as sessions:
         for tenant in ("one", "one", "other"):
             await sessions.open(generator, anyio.CancelScope(), tenant=tenant)

@@ -9,8 +9,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import dataclass
 from typing import TypeVar
 
+import anyio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from support.fake_engine import TEMPLATE, FakeEngine
+from support.holds import until
+from support.sent_requests import SentRequests
 
 from agentflow.engine.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import LOADER, ConstraintCompiler, constraint_compiler
@@ -32,7 +35,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass
 class ApiServer:
-    """``url``: such as ``http://127.0.0.1:4000``. ``engine``: its gate holds and lets go steps."""
+    """``url``: such as ``http://127.0.0.1:4000``. ``engine``: its gate pauses and resumes steps."""
 
     url: str
     engine: FakeEngine
@@ -59,8 +62,23 @@ class ApiServer:
         """The engine's, as it is now."""
         return self.call(self.generator.engine_stats)
 
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Waits, in the server's loop, for a condition without an event."""
+
+        async def wait() -> None:
+            with anyio.fail_after(30):
+                await until(holds)
+
+        self.call(wait)
+
+    def observe_requests(self) -> SentRequests:
+        """The requests that the engine's client sends from now on."""
+        requests = SentRequests()
+        self.call(self.generator.observe, requests)
+        return requests
+
     def assert_idle(self) -> None:
-        """Nothing runs or waits, and no slot is held."""
+        """Nothing runs or waits, and no slot is in use."""
         self.call(self.engine.assert_idle)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 from starlette.types import Message
 from starlette.websockets import WebSocket
-from support.wire_peer import Listener, WireGenerator, count_words, gen
+from support.session_peer import HangingGenerator, Listener, count_words, gen
 
 from agentflow.protocol import ops
 from agentflow.protocol.events import Event
@@ -196,7 +196,7 @@ class Bench:
 
 @asynccontextmanager
 async def bench(limits: ServerLimits = FOREVER) -> AsyncIterator[Bench]:
-    generator = WireGenerator()
+    generator = HangingGenerator()
     async with open_sessions(limits) as sessions:
         yield Bench(generator, sessions)
 

@@ -1,16 +1,17 @@
-"""What errors are about, for ``pytest.raises(…, check=has_param("stop"))``."""
+"""What an error is about: ``pytest.raises(BadArgument, check=has_param("stop"))``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 from agentflow.errors import AgentflowError
 
 
-def has_param(name: str | None) -> Callable[[AgentflowError], bool]:
+@dataclass(frozen=True)
+class has_param:
     """Whether an error's ``param`` is ``name``."""
 
-    def check(error: AgentflowError) -> bool:
-        return error.param == name
+    name: str | None
 
-    return check
+    def __call__(self, error: AgentflowError) -> bool:
+        return error.param == self.name

@@ -1,4 +1,4 @@
-"""Places where a process can be held: named pipes, so that a test knows when a process stands there."""
+"""Named pipes at which a process stops, so that a test knows that it is there."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import anyio.to_thread
 
 
 def stand(path: str) -> None:
-    """Stands at a hold, if it is still there, until it is released or the process is killed."""
+    """Stops at a hold, if it still exists, until it is released or the process is killed."""
     if os.path.exists(path):
         with open(path, "rb") as pipe:
             pipe.read()
 
 
 class Hold:
-    """A place at which the first process that comes by stands still."""
+    """The first process that reaches it stops there."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
         os.mkfifo(self.path)
 
     async def reached(self) -> None:
-        """Waits for a process to stand here; no other will. ``release`` is to be called then."""
+        """Waits until a process has stopped here; no other will. Call ``release`` then."""
         self._pipe = await anyio.to_thread.run_sync(os.open, self.path, os.O_WRONLY)
         os.unlink(self.path)
 
     def release(self) -> None:
-        """Lets the process go on, where it was not killed."""
+        """Lets the process continue, unless it was killed."""
         os.close(self._pipe)
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    """Waits until ``is_so()``, for what gives no event."""
+    """Waits for a condition that has no event, and yields the processor to other processes meanwhile."""
     while not is_so():
         os.sched_yield()  # another process may need this processor to get there
         await anyio.lowlevel.checkpoint()

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import anyio
 from anyio.abc import SocketStream
 from anyio.from_thread import BlockingPortal, start_blocking_portal
-from support.wire_peer import WireGenerator
+from support.session_peer import HangingGenerator
 
 from agentflow.runtime.generator import Generator
 from agentflow.runtime.task_group import open_task_group
@@ -27,7 +27,7 @@ class ThreadServer:
     """A server in another thread. Look at it through ``call`` and ``wait_until_empty`` only."""
 
     url: str
-    generator: WireGenerator
+    generator: HangingGenerator
     _server: RunningServer
     _portal: BlockingPortal
 
@@ -53,14 +53,14 @@ class ThreadServer:
 @asynccontextmanager
 async def open_generator() -> AsyncIterator[Generator[Any]]:
     """A new generator, for ``one_model``."""
-    yield WireGenerator()
+    yield HangingGenerator()
 
 
 @contextmanager
 def thread_server(limits: ServerLimits | None = None) -> Iterator[ThreadServer]:
     """A server on a free port."""
     with start_blocking_portal("asyncio") as portal:
-        generator = portal.call(WireGenerator)
+        generator = portal.call(HangingGenerator)
 
         @asynccontextmanager
         async def open_this() -> AsyncIterator[Generator[Any]]:

@@ -252,7 +252,7 @@ def test_many_members_are_for_a_parser(num_members, required):
         assert regex is None
 
 
-def test_a_record_is_a_small_machine():
+def test_a_record_is_a_small_dfa():
     properties = {"name": STRING, "age": INTEGER, "tags": {"type": "array", "items": STRING}}
     regex = schema_to_regex(
         {"type": "object", "properties": properties, "required": list(properties)}, "compact"

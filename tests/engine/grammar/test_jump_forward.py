@@ -126,7 +126,7 @@ def test_a_pattern_goes_as_in_the_reference(
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(st.sampled_from(PATTERNS), st.booleans(), st.data())
-def test_a_text_under_llguidance_goes_as_under_the_machine(
+def test_a_text_under_llguidance_is_that_under_the_dfa(
     name: str, pattern: str, jumps: bool, data: st.DataObject
 ) -> None:
     """What the library says is forced may be less; what is allowed is the same."""

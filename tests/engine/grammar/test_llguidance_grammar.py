@@ -117,7 +117,7 @@ def test_masks_are_those_of_trying_each_token(name, tokenizer, vocabulary):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_masks_and_ends_are_those_of_the_machine(pattern, tokenizer, vocabulary):
+def test_masks_and_ends_are_those_of_the_dfa(pattern, tokenizer, vocabulary):
     dfa = build_dfa(parse_regex(pattern))
     matcher = LlguidanceGrammar(pattern_payload(pattern), vocabulary).matcher()
     dice, state = random.Random(pattern), START
@@ -311,7 +311,7 @@ def test_a_grammar_that_llguidance_rejects_is_refused(vocabulary):
 
 
 @pytest.mark.model
-def test_masks_of_the_default_model_are_those_of_the_machine(model_folder):
+def test_masks_of_the_default_model_are_those_of_the_dfa(model_folder):
     tokenizer = Tokenizer.from_folder(model_folder)
     vocabulary = LlguidanceVocabulary(tokenizer, tokenizer.vocab_size)
     pattern = r'\{"name": "[A-Z][a-zé]*", "n": -?[0-9]{1,3}\}'

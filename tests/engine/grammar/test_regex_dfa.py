@@ -228,7 +228,7 @@ def test_rows_of_equal_sets_are_few():
     assert len(utf8_rows(((0, 0xD7FF, 1), (0xE000, 0x10FFFF, 1)))) == 1 + 3 + 4
 
 
-def test_a_string_of_a_thousand_characters_is_a_small_machine():
+def test_a_string_of_a_thousand_characters_is_a_small_dfa():
     assert build_dfa(parse_regex(r'"[^"\\]{0,1000}"')).num_states == 8003
 
 

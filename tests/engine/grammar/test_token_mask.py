@@ -82,7 +82,7 @@ def test_tokens_with_a_common_beginning(token_bytes: list[bytes], prefix: bytes)
     assert ids_of(vocabulary.beginning_with(prefix), vocabulary.vocab_size) == expected
 
 
-def test_a_machine_survives_the_way_to_another_process():
+def test_a_dfa_is_the_same_after_serialisation():
     dfa = dfa_of([b"yes", b"no"])
     again = Dfa.from_bytes(dfa.to_bytes())
     assert again.matches(b"yes")

@@ -117,7 +117,7 @@ def test_a_preempted_request_keeps_its_tokens_forced_tokens_and_place():
     assert batch.query_lens[batch.req_rows.tolist().index(second.req_row)] == 3
 
 
-def test_a_pool_half_as_large_as_asked_for_costs_little_and_loses_nothing():
+def test_a_pool_of_half_the_needed_size_costs_little_and_loses_nothing():
     arrivals = unshared(num_requests=200, prompt=60, output=120)
     pool = 16 * 180
     once, twice, often = (

@@ -209,7 +209,7 @@ def test_the_cost_model_is_read_as_it_was_written(tmp_path):
         CostModel.read(tmp_path / "cost.json")
 
 
-def test_the_command_knows_every_policy():
+def test_the_command_has_every_policy():
     assert tuple(POLICIES) == POLICY_NAMES
 
 

@@ -162,7 +162,7 @@ def test_other_markup_for_an_empty_content() -> None:
         assert pieces_of(lay_out(template, messages_of([("user", text) for text in texts]))) == expected
 
 
-def test_a_template_that_wants_a_certain_content() -> None:
+def test_a_template_that_requires_a_certain_content() -> None:
     source = "{% for m in messages %}{% if m.content != 'ok' %}{{ raise_exception('not ok') }}{% endif %}"
     template = ChatTemplate(source + "{{ m.content }}{% endfor %}")
     with pytest.raises(NotSupported) as caught:

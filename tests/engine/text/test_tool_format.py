@@ -68,7 +68,7 @@ def test_other_forms_of_a_call() -> None:
     assert tool_format(as_function) == FALLBACK
 
 
-def test_a_template_that_hides_a_part_of_tools_knows_none() -> None:
+def test_a_template_that_hides_a_part_of_tools_supports_none() -> None:
     without_results = MISTRAL.replace("message.content | tojson", "'hidden'")
     without_tools = MISTRAL.replace("tools | tojson", "'hidden'")
     assert tool_format(ChatTemplate(without_results, TOKENS)) == FALLBACK

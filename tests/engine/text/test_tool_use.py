@@ -84,7 +84,7 @@ def test_one_call_in_prose_where_parallel_calls_are_off():
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_no_tool_may_be_called_and_the_model_knows_of_all(name):
+def test_with_choice_none_the_prompt_lists_all_tools_and_none_is_callable(name):
     constraint = Constraint("regex", "[a-z]+")
     use = use_of(ALL[name], request(ToolChoice("none")))
     assert use.constraint(constraint) == constraint
@@ -120,7 +120,7 @@ def keeps(compiled: CompiledConstraint, text: bytes) -> bool:
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tools", [REGULAR, ANY], ids=["regular", "any"])
-def test_either_calls_or_the_form_that_is_asked_for(name, form, tools):
+def test_either_calls_or_the_requested_constraint(name, form, tools):
     otherwise, beginning = FORMS[form]
     use = use_of(ALL[name], request(AUTO, tools))
     compiled = compile_constraint(use.constraint(otherwise).check())

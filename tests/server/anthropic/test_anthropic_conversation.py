@@ -160,7 +160,7 @@ def test_messages_and_blocks_are_limited():
             request([says("user", content)])
 
 
-def test_tools_are_told_as_they_are():
+def test_tools_are_converted_unchanged():
     assert tools_of(request([says("user", "x")], tools=[WEATHER, CLOCK]).tools) == (
         ToolSpec("weather", "", {"type": "object"}),
         ToolSpec("clock", "The time.", {"type": "object"}),

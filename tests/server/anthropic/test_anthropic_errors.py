@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import anthropic
 import pytest
-from support.refusing_servers import KEY as ANN
-from support.refusing_servers import tenants
+from support.faulty_servers import KEY as ANN
+from support.faulty_servers import tenants
 from support.server.anthropic_peer import HELLO, AnthropicPeer, anthropic_peer
 from support.server.http_clients import CLIENTS
 

@@ -141,7 +141,7 @@ def test_a_salt_keeps_caches_apart(peer, kind, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", CLIENTS)
-def test_a_stop_sequence_is_told(peer, kind, stream):
+def test_a_matched_stop_sequence_is_reported(peer, kind, stream):
     free = peer.ask(max_tokens=24).content[0].text
     stop = free[6:9]
     message = peer.message(kind, stream, max_tokens=24, stop_sequences=["never", stop])
@@ -167,7 +167,7 @@ class Sky(pydantic.BaseModel):
     clouds: bool
 
 
-def test_an_answer_has_the_schema_that_is_asked_for(peer):
+def test_a_response_has_the_requested_schema(peer):
     parsed = peer.client.messages.parse(**asking(output_format=Sky, max_tokens=300))
     assert isinstance(parsed.parsed_output, Sky)
     schema = {
@@ -242,6 +242,6 @@ async def test_who_gives_up_is_not_answered(peer, anyio_backend):
             await anyio.to_thread.run_sync(peer.server.call, gate.held)
             group.cancel_scope.cancel()
         # The engine stands still: nobody waits for it, though nothing has ended.
-        await anyio.to_thread.run_sync(peer.until_not_asked)
+        await anyio.to_thread.run_sync(peer.wait_until_idle)
     gate.open()
     await anyio.to_thread.run_sync(peer.server.assert_idle)

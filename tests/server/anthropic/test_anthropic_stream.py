@@ -104,7 +104,7 @@ def test_who_closes_a_stream_leaves_nothing_behind(peer):
             next(stream.text_stream)
             peer.server.call(gate.held)
         # The engine stands still: nobody waits for it, though nothing has ended.
-        peer.until_not_asked()
+        peer.wait_until_idle()
     finally:
         gate.open()
     peer.server.assert_idle()

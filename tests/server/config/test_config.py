@@ -172,14 +172,14 @@ def test_an_error_is_one_line_that_names_its_source(arguments, named):
         ("[network", "TOML"),
     ],
 )
-def test_what_is_wrong_in_the_file_is_told_with_its_key(file, text, told):
+def test_an_invalid_value_in_the_file_is_reported_with_its_key(file, text, told):
     path = file(text)
     message = refusal(file=path)
     assert message.startswith(str(path))
     assert told in message
 
 
-def test_a_file_that_is_not_there_or_no_text_is_told(tmp_path):
+def test_a_missing_or_binary_file_is_reported(tmp_path):
     message = refusal(file=tmp_path / "no")
     assert str(tmp_path / "no") in message
     assert "No such file or directory" in message
@@ -190,7 +190,7 @@ def test_a_file_that_is_not_there_or_no_text_is_told(tmp_path):
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "127.5.5.5", "::1", "0:0:0:0:0:0:0:1", "LOCALHOST", "localhost"]
 )
-def test_this_machine_needs_no_keys(host):
+def test_a_loopback_address_needs_no_keys(host):
     network = loaded(host=host).config.network
     assert network.host == host
     known = _known_names(network)
@@ -201,7 +201,7 @@ def test_this_machine_needs_no_keys(host):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "server.example"])
-def test_other_machines_need_keys_or_leave_for_everybody(host, tmp_path):
+def test_other_addresses_need_keys_or_explicit_open_access(host, tmp_path):
     assert "--allow-anonymous" in refusal(host=host)
     assert _known_names(loaded(host=host, allow_anonymous=True).config.network) is None
     loaded(host=host, api_keys=["k"])

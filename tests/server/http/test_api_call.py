@@ -79,7 +79,7 @@ async def test_a_body_in_any_number_of_parts_is_answered():
         ),
     ],
 )
-async def test_what_is_wrong_with_a_body_is_told(body, code, param, says):
+async def test_an_invalid_body_is_reported_with_its_field(body, code, param, says):
     client = await exchange(echo, Exchange(body))
     assert client.status == 400
     assert (client.error["code"], client.error["param"]) == (code, param)
@@ -130,7 +130,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for():
     assert (client.status, client.error["code"]) == (408, "request_timeout")
 
 
-async def test_a_client_that_goes_while_it_asks_gets_no_answer():
+async def test_a_client_that_disconnects_during_its_request_gets_no_response():
     client = Exchange(b"{", b"never")
     client._messages.pop()
     client.has_hung_up.set()
@@ -205,7 +205,7 @@ async def test_the_time_after_which_to_try_again_is_rounded_up():
     assert client.answer_headers[b"retry-after"] == b"3"
 
 
-async def test_a_fault_of_the_server_is_logged_and_not_told(caplog):
+async def test_an_internal_error_is_logged_and_not_shown_to_the_client(caplog):
     async def fail(call: ApiCall) -> None:
         raise ZeroDivisionError("a secret")
 
@@ -251,7 +251,7 @@ async def test_requests_have_an_id(asked, is_used, caplog):
     assert "private" not in caplog.text
 
 
-async def test_what_is_said_is_logged_where_that_is_asked_for(caplog):
+async def test_bodies_are_logged_only_if_configured(caplog):
     caplog.set_level(logging.INFO, "agentflow.requests")
     async with service() as running:
         running.logs_prompts = True

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import httpx2
 import pytest
+from support.api_errors import ANTHROPIC, OPENAI, Api, request_fields, response_to
 from support.api_server import api_server
-from support.refused_calls import ANTHROPIC, OPENAI, Api, asked, come
-from support.refusing_servers import failing_engine
+from support.faulty_servers import failing_engine
 
 
 @pytest.mark.parametrize(("api", "status"), [(OPENAI, 503), (ANTHROPIC, 529)])
 def test_requests_and_readiness_while_the_engine_is_down(api: Api, status: int) -> None:
     with api_server(failing_engine(SystemExit(3)), constraints=False) as server:
         assert httpx2.get(f"{server.url}/health/ready").status_code == 200
-        come(server, api, asked())  # the engine stops here
+        response_to(server, api, request_fields())  # the engine stops here
         for stream in (False, True):
-            answer = httpx2.post(f"{server.url}{api.path}", json=asked(stream=stream))
+            answer = httpx2.post(f"{server.url}{api.path}", json=request_fields(stream=stream))
             error = answer.json()["error"]
             code = error["code"] if api is OPENAI else error["details"]["error_code"]
             assert (answer.status_code, code) == (status, "engine_down")

@@ -49,7 +49,7 @@ async def status_of(guard: BrowserGuard, headers: dict[str, str], kind: str = "h
         ({"host": "x.example"}, "unknown_host"),
     ],
 )
-async def test_a_refusal_is_told_in_the_words_of_the_path(asked, code):
+async def test_an_error_has_the_format_of_the_path(asked, code):
     guard = BrowserGuard(app, knows_host=LOOPBACK)
     start, body = await answer_of(guard, asked)
     assert json.loads(body["body"])["error"]["code"] == code

@@ -1,6 +1,6 @@
-"""A client that closes its connection while the engine has its request, in the queue, within the prompt or
-within the answer: it is aborted within a step, and no slot stays held. Those that go before that are in
-test_http_client_gone_early.py."""
+"""A client closes its connection while the engine has its request, in the queue, within the prompt or
+within the answer: it is aborted within a step, and no slot stays in use. test_http_client_gone_early.py tests
+earlier disconnects."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import FakeEngine
-from support.server.leaving_clients import PATHS, Heard, asking, goes, post
+from support.server.disconnecting_clients import PATHS, disconnect, post, prompt_fields
 from support.server.openai_peer import MESSAGES, sync_client
 
 TEXT = "The quick brown fox " * 20
-# Of the APIs that give several answers to a prompt.
+# Several answers, where the API supports them.
 THREE = {path: {} if path == "/v1/messages" else {"n": 3} for path in PATHS}
 
 
@@ -35,16 +35,16 @@ def server(engine: FakeEngine) -> Iterator[ApiServer]:
 def test_while_it_is_computed(
     server: ApiServer, engine: FakeEngine, path: str, stream: bool, num_steps: int, is_answering: bool
 ) -> None:
-    heard = Heard(server)
+    requests = server.observe_requests()
     engine.gate.allow(num_steps)
-    connection = post(server, path, stream=stream, **asking(path, TEXT))
-    heard.wait_for(1)
+    connection = post(server, path, stream=stream, **prompt_fields(path, TEXT))
+    server.call(requests.wait_for, 1)
     server.call(engine.gate.held)
-    goes(server, connection)
+    disconnect(server, connection)
     num_batches = len(engine.gate.batches)
     engine.gate.open()
     server.assert_idle()
-    # The step that was held ran to its end, and none came after it.
+    # The paused step ran to its end, and no other followed.
     assert len(engine.gate.batches) == num_batches == num_steps + 1
     assert (server.stats().generated_tokens > 0) == is_answering
 
@@ -52,15 +52,15 @@ def test_while_it_is_computed(
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("path", PATHS)
 def test_while_it_waits(server: ApiServer, engine: FakeEngine, path: str, stream: bool) -> None:
-    heard = Heard(server)
+    requests = server.observe_requests()
     engine.gate.allow(0)
-    first = post(server, path, stream=True, **asking(path, TEXT))
-    heard.wait_for(1)
+    first = post(server, path, stream=True, **prompt_fields(path, TEXT))
+    server.call(requests.wait_for, 1)
     server.call(engine.gate.held)
-    second = post(server, path, stream=stream, **asking(path, TEXT), **THREE[path])
-    heard.wait_for(1 + THREE[path].get("n", 1))
+    second = post(server, path, stream=stream, **prompt_fields(path, TEXT), **THREE[path])
+    server.call(requests.wait_for, 1 + THREE[path].get("n", 1))
     first.close()
-    goes(server, second)
+    disconnect(server, second)
     engine.gate.open()
     server.assert_idle()
     assert len(engine.gate.batches) == 1

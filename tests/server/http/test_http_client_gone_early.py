@@ -14,7 +14,7 @@ from support.api_server import ApiServer, api_server
 from support.compile_loaders import LOADER
 from support.fake_engine import TOKENIZER, FakeEngine
 from support.holds import Hold
-from support.server.leaving_clients import PATHS, Heard, asking, goes, post, wait_until
+from support.server.disconnecting_clients import PATHS, disconnect, post, prompt_fields
 
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.generator import MAX_INLINE_CHARS
@@ -33,7 +33,7 @@ class HeldEncoding:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.has_begun, self.is_let_go = threading.Event(), threading.Event()
-        self.has_gone = threading.Event()  # the client; and its call has heard it
+        self.has_gone = threading.Event()  # the client has disconnected, and its call was notified
         encode, until_gone = Tokenizer._encoding, ApiCall.until_gone
 
         def held(tokenizer: Tokenizer, whole: Any, text: str) -> Any:
@@ -63,8 +63,8 @@ def long_server() -> Iterator[ApiServer]:
 def test_while_its_prompt_is_encoded(
     long_server: ApiServer, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
 ) -> None:
-    server, heard, encoding = long_server, Heard(long_server), HeldEncoding(monkeypatch)
-    connection = post(server, path, stream=stream, **asking(path, LONG))
+    server, requests, encoding = long_server, long_server.observe_requests(), HeldEncoding(monkeypatch)
+    connection = post(server, path, stream=stream, **prompt_fields(path, LONG))
     assert encoding.has_begun.wait(20)
     assert server.generator.encoding_threads.borrowed_tokens == 1
     connection.close()
@@ -73,12 +73,12 @@ def test_while_its_prompt_is_encoded(
     server.call(server.service.calls.until_none)
     assert server.generator.encoding_threads.borrowed_tokens == 0
     server.assert_idle()
-    assert heard.num_sent == 0
-    # Who stays is heard.
-    with post(server, path, max_tokens=1, **asking(path, LONG)) as stays:
+    assert len(requests.submits) == 0
+    # A client that stays is answered.
+    with post(server, path, max_tokens=1, **prompt_fields(path, LONG)) as stays:
         assert stays.recv(100).startswith(b"HTTP/1.1 200")
     server.call(server.service.calls.until_none)
-    assert heard.num_sent == 1
+    assert len(requests.submits) == 1
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/tokenize"])
@@ -134,22 +134,26 @@ def compiler_of(server: ApiServer) -> ConstraintCompiler:
 def test_while_its_constraint_is_compiled_or_waits_for_that(
     compiling_server: ApiServer, tmp_path: Path, path: str, stream: bool
 ) -> None:
-    server, heard, compiler = compiling_server, Heard(compiling_server), compiler_of(compiling_server)
+    server, requests, compiler = (
+        compiling_server,
+        compiling_server.observe_requests(),
+        compiler_of(compiling_server),
+    )
     killed, hold, never = compiler.counts.killed, Hold(tmp_path / "hold"), Hold(tmp_path / "never")
-    compiled = post(server, path, stream=stream, **asking(path, TEXT), **held_at(path, hold))
+    compiled = post(server, path, stream=stream, **prompt_fields(path, TEXT), **held_at(path, hold))
     server.call(hold.reached)
     before = compiler.pid
-    waiting = post(server, path, stream=stream, **asking(path, TEXT), **held_at(path, never))
-    wait_until(server, lambda: len(compiler._queue) == 1)
+    waiting = post(server, path, stream=stream, **prompt_fields(path, TEXT), **held_at(path, never))
+    server.wait_until(lambda: len(compiler._queue) == 1)
     waiting.close()
-    wait_until(server, lambda: server.service.calls.num == 1)
+    server.wait_until(lambda: server.service.calls.num == 1)
     assert len(compiler._queue) == 0
-    goes(server, compiled)
+    disconnect(server, compiled)
     # The process that stands there is not waited for: the next one answers.
     answer = server.call(partial(compiler.compile, Constraint("regex", f"pid {path} {stream}"), tenant="ann"))
     hold.release()
     assert int(answer.payload) == compiler.pid != before
     assert compiler.counts.killed == killed + 1
-    assert heard.num_sent == 0
+    assert len(requests.submits) == 0
     assert server.stats().steps == 0
     server.assert_idle()

@@ -205,7 +205,7 @@ async def _ask(stream: SocketStream, request: bytes) -> None:
         (LIVE + b"\r\n", b"\r\n"),
     ],
 )
-async def test_what_comes_after_an_answer_and_asks_for_nothing_keeps_no_connection(
+async def test_bytes_after_a_response_that_are_no_request_keep_no_connection(
     request_begun: bytes, sent: bytes
 ) -> None:
     async with (
@@ -219,7 +219,7 @@ async def test_what_comes_after_an_answer_and_asks_for_nothing_keeps_no_connecti
 
 
 @pytest.mark.anyio
-async def test_a_websocket_that_is_asked_for_with_a_body_is_refused_at_once() -> None:
+async def test_a_websocket_upgrade_with_a_body_is_rejected_at_once() -> None:
     async with (
         running_server(one_model(open_generator)) as server,
         await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,

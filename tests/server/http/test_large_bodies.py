@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import FakeEngine
-from support.refusing_servers import KEY, tenants
+from support.faulty_servers import KEY, tenants
 from support.server.exchanges import Exchange, exchange, service
 
 from agentflow.engine.generator import PIECE_CHARS

@@ -13,10 +13,10 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from support.api_errors import ANTHROPIC, OPENAI, Api, request_fields
 from support.api_server import ApiServer, api_server
 from support.fake_engine import FakeEngine
-from support.refused_calls import ANTHROPIC, OPENAI, Api, asked
-from support.refusing_servers import failing_engine
+from support.faulty_servers import failing_engine
 from support.server.anthropic_peer import anthropic_peer, asking
 from support.server.http_clients import TLS
 from support.server.openai_peer import sync_client
@@ -34,7 +34,7 @@ def streaming(server: ApiServer, api: Api, **fields: Any) -> Iterator[http.clien
     """The answer to a request for a stream, from when its headers are there."""
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
     with contextlib.closing(connection):
-        connection.request("POST", api.path, json.dumps(asked(stream=True, **fields)))
+        connection.request("POST", api.path, json.dumps(request_fields(stream=True, **fields)))
         yield connection.getresponse()
 
 
@@ -97,7 +97,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
 
 
 def test_openais_client_skips_them(silent: ApiServer) -> None:
-    body = {**asked(), "seed": 1}
+    body = {**request_fields(), "seed": 1}
     with sync_client(silent) as client:
         chunks = list(client.chat.completions.create(**body, stream=True))
         whole = client.chat.completions.create(**body)
@@ -111,7 +111,7 @@ def test_anthropics_client_skips_them(silent: ApiServer) -> None:
         anthropic.Anthropic(
             api_key="none", base_url=silent.url, max_retries=0, http_client=http_client
         ) as client,
-        client.messages.stream(**asked()) as stream,
+        client.messages.stream(**request_fields()) as stream,
     ):
         message = stream.get_final_message()
     assert message.stop_reason == "max_tokens"
@@ -128,10 +128,10 @@ def test_a_step_that_fails_is_the_last_event(api: Api) -> None:
         assert error["type"] == ("server_error" if api is OPENAI else "api_error")
 
 
-def test_a_clients_error_of_a_failed_step_can_be_told() -> None:
+def test_a_failed_step_is_an_error_of_both_clients() -> None:
     with api_server(failing_engine(ArithmeticError("no memory")), constraints=False) as server:
         with sync_client(server) as client, pytest.raises(openai.APIError) as caught:
-            list(client.chat.completions.create(**asked(), stream=True))
+            list(client.chat.completions.create(**request_fields(), stream=True))
         assert caught.value.code == "engine_failed"
     with anthropic_peer(engine=failing_engine(ArithmeticError("no memory"))) as peer:
         with pytest.raises(anthropic.APIStatusError) as failed:

@@ -103,7 +103,7 @@ def app_on(client: EngineClient) -> Any:
 # The application
 
 
-async def test_the_application_tells_what_its_engine_did():
+async def test_the_metrics_include_those_of_the_engine():
     async with plain_engine() as client:
         app = app_on(client)
         async with app.router.lifespan_context(app):
@@ -144,7 +144,7 @@ async def test_tasks_are_counted():
             group.cancel_scope.cancel()
 
 
-async def test_forced_tokens_are_told_apart():
+async def test_forced_tokens_have_a_counter_of_their_own():
     machine = build_dfa(parse_regex("The capital of France is Paris")).to_bytes()
     async with plain_engine() as client:
         app = app_on(client)
@@ -237,7 +237,7 @@ async def test_each_model_has_its_own_counters():
     assert 'agentflow_engine_up{model="other"} 1.0' in lines
 
 
-async def test_a_generator_without_an_engine_has_the_metrics_that_it_knows():
+async def test_a_generator_without_an_engine_has_the_metrics_of_the_server():
     app = create_app(one_model(open_generator))
     async with app.router.lifespan_context(app):
         start, told = await get_metrics(app)
@@ -440,7 +440,7 @@ def test_a_bucket_holds_its_upper_bound(bound):
     assert sum(map(sum, (phase.counts for phase in times.phases))) == 2
 
 
-def test_buckets_are_told_as_sums_up_to_their_bounds():
+def test_buckets_are_cumulative():
     metrics = ServerMetrics()
     for value in (0.001, 0.05, 0.05, 1000.0):
         metrics.of("model").requests.ttft.count(WAIT_BOUNDS_S, value)

@@ -203,7 +203,7 @@ def test_several_answers_of_one_prompt(server: ApiServer, kind: ClientKind) -> N
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
-def test_usage_tells_what_was_cached(server: ApiServer, kind: ClientKind) -> None:
+def test_usage_counts_cached_tokens(server: ApiServer, kind: ClientKind) -> None:
     messages: Any = [{"role": "user", "content": f"A question that nobody asked before, {kind}."}]
     common: dict[str, Any] = {"model": MODEL, "messages": messages, "n": 2, "max_tokens": 4}
     usages = []

@@ -101,7 +101,7 @@ def test_log_probabilities_in_the_old_form(server: ApiServer, count: int, kind: 
         assert [one for part in parts for one in part] == getattr(told, name)
 
 
-def test_half_a_character_is_told_as_bytes() -> None:
+def test_half_a_character_is_reported_as_bytes() -> None:
     raws = ["ü".encode()[:1], "ü".encode()[1:] + b"x", b"y", b"\xff"]
     tokens = [TokenLogprob(n, raw.decode(errors="replace"), raw, -1.0) for n, raw in enumerate(raws)]
     told = _OffsetLogprobs().push(tokens)

@@ -28,7 +28,7 @@ def post(server: ApiServer, path: str, **body: Any) -> tuple[int, dict[str, Any]
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/tokenize"])
-def test_a_conversation_is_told_as_the_engine_is_given_it(server: ApiServer, path: str) -> None:
+def test_a_conversation_is_tokenized_as_for_the_engine(server: ApiServer, path: str) -> None:
     sent = Sent(server)
     with sync_client(server) as client:
         client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1)
@@ -45,7 +45,7 @@ def test_a_conversation_is_told_as_the_engine_is_given_it(server: ApiServer, pat
 @pytest.mark.parametrize(
     "text", ["The quick brown fox", "<|im_start|>user\nHi", "ä" * (MAX_INLINE_CHARS + 1)]
 )
-def test_a_text_is_told_as_it_is_encoded(server: ApiServer, text: str) -> None:
+def test_a_text_is_tokenized_as_it_is_encoded(server: ApiServer, text: str) -> None:
     for path in ("/tokenize", "/v1/tokenize"):
         status, told = post(server, path, prompt=text, return_token_strs=True)
         assert (status, told["tokens"]) == (200, TOKENIZER.encode_markup(text))

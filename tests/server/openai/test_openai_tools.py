@@ -189,7 +189,7 @@ def test_parsed_arguments_are_always_valid(
 
 
 @pytest.mark.parametrize("way", ["parse", "stream"])
-def test_either_calls_or_the_format_that_is_asked_for(any_text: ApiServer, way: str) -> None:
+def test_either_calls_or_the_requested_format(any_text: ApiServer, way: str) -> None:
     told = []
     for seed in range(12):
         parsed = called(

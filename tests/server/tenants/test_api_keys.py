@@ -70,7 +70,7 @@ def test_keys_of_the_command_line_name_one_tenant_that_sees_the_metrics() -> Non
     assert list(tenants) == [DEFAULT_TENANT]
 
 
-def test_the_file_says_who_may_use_how_much(tmp_path: Path) -> None:
+def test_the_file_sets_the_limits_of_tenants(tmp_path: Path) -> None:
     tenants = Tenants(file=written(tmp_path, WHOLE))
     ann = Tenant("ann", 2.0, 600, 100_000, 64, ("smollm2-135m",), True)
     assert tenants.of(ANN) == tenants.of("af-second") == ann
@@ -89,7 +89,7 @@ def test_both_ways_hold_side_by_side(tmp_path: Path) -> None:
     assert tenants.of(ANN).name == "ann"
 
 
-def test_a_missing_key_and_a_wrong_one_are_told_apart() -> None:
+def test_a_missing_key_and_a_wrong_one_are_distinguished() -> None:
     tenants = Tenants([ANN])
     with pytest.raises(NotAuthorized, match="Authorization: Bearer KEY"):
         tenants.of(None)

@@ -104,7 +104,7 @@ def test_the_tables_are_bounded(tenants: Tenants, monkeypatch: pytest.MonkeyPatc
         ("LOCALHOST", None, True, False),
     ],
 )
-def test_keys_beyond_this_machine_without_tls_are_a_warning(
+def test_keys_on_a_public_address_without_tls_log_a_warning(
     host: str, tls_cert: str | None, need_keys: bool, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     _warn_of_open_keys(NetworkConfig(host=host, tls_cert=tls_cert), need_keys)

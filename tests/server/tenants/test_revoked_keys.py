@@ -11,8 +11,8 @@ import anyio
 import anyio.to_thread
 import pytest
 from support.api_server import ApiServer, api_server
-from support.refused_sessions import HELLO, Session, gen, session, text
-from support.wire_peer import Listener
+from support.session_errors import HELLO, Session, gen, session, text
+from support.session_peer import Listener
 
 from agentflow.backends.remote import Remote
 from agentflow.errors import NotAuthorized

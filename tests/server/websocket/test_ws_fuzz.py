@@ -33,7 +33,7 @@ MAX_BYTES = 48_000_000
 @pytest.mark.trio_in_full
 @pytest.mark.timeout(120 + NUM_FRAMES // 10)
 @pytest.mark.parametrize("target", TARGETS)
-async def test_fuzzed_frames_harm_nobody(target: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_fuzzed_frames_affect_no_other_session(target: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     async with TARGETS[target]() as (generator, check_idle):
         fuzzer = Fuzzer(generator, check_idle)

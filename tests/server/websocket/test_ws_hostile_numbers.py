@@ -11,7 +11,7 @@ import pytest
 from support.asgi_peer import bench, check_still_served, connected
 from support.fake_engine import TEMPLATE
 from support.process_engine import process_engine
-from support.wire_peer import gen
+from support.session_peer import gen
 
 from agentflow.backends.local import interpreted
 from agentflow.engine.generator import EngineGenerator

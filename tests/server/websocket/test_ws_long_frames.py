@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 from support.asgi_peer import bench, check_still_served, connected
-from support.wire_peer import gen
+from support.session_peer import gen
 
 from agentflow.protocol import ops
 from agentflow.runtime.state_tree import MAX_LIMITS

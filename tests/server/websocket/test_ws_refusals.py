@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.asgi_peer import bench, check_still_served, connected
-from support.wire_peer import Listener, count_words, gen
+from support.session_peer import Listener, count_words, gen
 
 from agentflow.errors import ProtocolError
 from agentflow.protocol import ops
@@ -124,7 +124,7 @@ BAD_FRAMES: dict[str, tuple[bytes | str, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_FRAMES)
-async def test_a_bad_frame_is_refused_with_what_is_wrong_and_harms_nobody_else(case: str) -> None:
+async def test_a_bad_frame_is_rejected_with_its_cause_and_affects_no_other_session(case: str) -> None:
     data, wrong = BAD_FRAMES[case]
     async with bench() as server, connected(server, binary=[False, True]) as [bad, good]:
         await bad.greet()

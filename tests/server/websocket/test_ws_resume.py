@@ -7,7 +7,7 @@ from itertools import count
 import anyio
 import pytest
 from support.asgi_peer import AsgiPeer, bench, check_still_served, connected
-from support.wire_peer import HANG, Listener, count_words, gen
+from support.session_peer import HANG, Listener, count_words, gen
 
 from agentflow.protocol import ops
 from agentflow.protocol.events import Reached, StateFailed, StatsReply, Value
@@ -17,7 +17,7 @@ from agentflow.runtime.task_group import open_task_group
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_client_comes_back_and_hears_exactly_the_rest() -> None:
+async def test_a_resumed_client_receives_exactly_the_missing_events() -> None:
     async with bench() as server, connected(server, binary=[True, False]) as [first, second]:
         welcome = await first.greet()
         program = (ops.Open(1), ops.Text(1, ("some #50",)), gen(1, 2), ops.Await(1, 1), ops.Fork(1, (5,)))
@@ -44,7 +44,7 @@ async def test_a_client_comes_back_and_hears_exactly_the_rest() -> None:
         assert listener.texts[2] == count_words("some #50")
 
 
-async def test_a_client_that_heard_an_end_but_lost_it_hears_it_again() -> None:
+async def test_an_end_that_was_not_acknowledged_is_sent_again() -> None:
     async with bench() as server, connected(server, binary=[True, True]) as [first, second]:
         welcome = await first.greet()
         first.put_ops(1, ops.Open(1), ops.Text(1, ("word",)), gen(1, 2), ops.Await(1, 3))

@@ -12,7 +12,7 @@ import anyio
 import msgspec
 import pytest
 from support.asgi_peer import FOREVER, NO_GRACE, AsgiPeer, Bench, bench, check_still_served, connected
-from support.wire_peer import HANG, Listener, WireGenerator, count_words, gen
+from support.session_peer import HANG, HangingGenerator, Listener, count_words, gen
 
 from agentflow.errors import EngineFailed
 from agentflow.protocol import ops
@@ -131,7 +131,7 @@ async def test_without_grace_a_session_lives_as_long_as_its_connection() -> None
 
 
 async def test_shutting_down_says_so_and_frees_everything() -> None:
-    generator = WireGenerator()
+    generator = HangingGenerator()
     codes: list[int] = []
     is_ready = anyio.Event()
 
@@ -215,7 +215,7 @@ async def test_ops_sent_again_are_taken_once() -> None:
         assert server.generator.num_open == 1
 
 
-async def test_a_slow_reader_gets_it_at_once_and_slows_nobody_else() -> None:
+async def test_a_slow_reader_receives_the_rest_and_slows_no_other_session() -> None:
     async with bench() as server, connected(server, binary=[True, True]) as [slow, quick]:
         await slow.greet()
         await quick.greet()
@@ -256,7 +256,7 @@ async def test_events_are_cut_to_the_frame_limit() -> None:
 
 async def test_a_frame_of_very_many_ops_lets_others_run_in_between() -> None:
     async with open_task_group() as group:
-        session = ServedSession(WireGenerator(), group, anyio.CancelScope(), "", MemoryBudget())
+        session = ServedSession(HangingGenerator(), group, anyio.CancelScope(), "", MemoryBudget())
         seen: set[int] = set()
 
         async def watch() -> None:

@@ -8,21 +8,21 @@ import socket
 import threading
 from unittest.mock import patch
 
-from support.api_server import ApiServer, api_server
-from support.refused_calls import (
+from support.api_errors import (
     ANTHROPIC,
     CLOSED,
     OPENAI,
     TIMEOUT_S,
     Api,
-    Came,
-    asked,
-    come,
-    come_of_bytes,
+    Response,
+    connection_with,
     port_of,
     request_bytes,
-    talking,
+    request_fields,
+    response_to,
+    response_to_bytes,
 )
+from support.api_server import ApiServer, api_server
 
 from agentflow.server import serve
 from agentflow.server.config.limits import ServerLimits
@@ -31,46 +31,46 @@ from agentflow.server.http import protocol as http_protocol
 from agentflow.server.serve import listen
 
 
-def too_many_connections(_: ApiServer, api: Api) -> Came:
+def too_many_connections(_: ApiServer, api: Api) -> Response:
     with (
         api_server(server_limits=ServerLimits(max_connections=1), constraints=False) as server,
-        talking(server, b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n") as other,
+        connection_with(server, b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n") as other,
     ):
         assert other.recv(1)
-        return come(server, api, asked())
+        return response_to(server, api, request_fields())
 
 
-def slow_headers(_: ApiServer, api: Api) -> Came:
+def slow_headers(_: ApiServer, api: Api) -> Response:
     with api_server(server_limits=ServerLimits(header_timeout_s=0.05), constraints=False) as server:
-        return come_of_bytes(server, api, request_bytes(api, asked())[:20])
+        return response_to_bytes(server, api, request_bytes(api, request_fields())[:20])
 
 
-def no_request(_: ApiServer, api: Api) -> Came:
+def no_request(_: ApiServer, api: Api) -> Response:
     with api_server(server_limits=ServerLimits(idle_timeout_s=0.05), constraints=False) as server:
-        return come_of_bytes(server, api, b"")
+        return response_to_bytes(server, api, b"")
 
 
-def too_many_of_one_address(_: ApiServer, api: Api) -> Came:
+def too_many_of_one_address(_: ApiServer, api: Api) -> Response:
     with (
         patch.object(acceptor, "client_of", lambda host: host),  # also of this machine
         api_server(server_limits=ServerLimits(max_connections_per_address=1), constraints=False) as server,
-        talking(server, b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n") as other,
+        connection_with(server, b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n") as other,
     ):
         assert other.recv(1)
-        return come_of_bytes(server, api, b"")
+        return response_to_bytes(server, api, b"")
 
 
-def large_headers(server: ApiServer, api: Api) -> Came:
-    many = come_of_bytes(server, api, request_bytes(api, asked(), *["x: 1"] * 300))
-    assert many == come_of_bytes(server, api, request_bytes(api, asked(), "x: " + "1" * 70_000))
+def large_headers(server: ApiServer, api: Api) -> Response:
+    many = response_to_bytes(server, api, request_bytes(api, request_fields(), *["x: 1"] * 300))
+    assert many == response_to_bytes(server, api, request_bytes(api, request_fields(), "x: " + "1" * 70_000))
     return many
 
 
-def a_long_url(server: ApiServer, api: Api) -> Came:
-    return come_of_bytes(server, api, b"GET /%b HTTP/1.1\r\n" % (b"a" * 20_000))
+def a_long_url(server: ApiServer, api: Api) -> Response:
+    return response_to_bytes(server, api, b"GET /%b HTTP/1.1\r\n" % (b"a" * 20_000))
 
 
-def not_read(_: ApiServer, api: Api) -> Came:
+def not_read(_: ApiServer, api: Api) -> Response:
     """Of many answers nothing is read, and their way is short of room."""
 
     def listen_with_little_room(host: str, port: int) -> socket.socket:
@@ -86,7 +86,7 @@ def not_read(_: ApiServer, api: Api) -> Came:
             super().connection_lost(exc)
             is_lost.set()
 
-    requests = request_bytes(api, asked(**{"x" * 600: 1})) * 200
+    requests = request_bytes(api, request_fields(**{"x" * 600: 1})) * 200
     with (
         patch.object(http_protocol, "TimedHttpProtocol", Watched),
         patch.object(http_protocol, "WRITE_WATCH_S", 0.05),
@@ -108,16 +108,16 @@ def not_read(_: ApiServer, api: Api) -> Came:
         return CLOSED
 
 
-def a_websocket_with_a_body(server: ApiServer, api: Api) -> Came | None:
+def a_websocket_with_a_body(server: ApiServer, api: Api) -> Response | None:
     if api is ANTHROPIC:
         return None
     head = "GET /v1/session HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-    return come_of_bytes(server, api, f"{head}Content-Length: 9\r\n\r\n".encode())
+    return response_to_bytes(server, api, f"{head}Content-Length: 9\r\n\r\n".encode())
 
 
-def no_http(server: ApiServer, api: Api) -> Came:
-    return come_of_bytes(server, api, b"HELLO\r\n\r\n")
+def no_http(server: ApiServer, api: Api) -> Response:
+    return response_to_bytes(server, api, b"HELLO\r\n\r\n")
 
 
-def the_sessions_path(server: ApiServer, api: Api) -> Came | None:
-    return come(server, api, method="GET", path="/v1/session") if api is OPENAI else None
+def the_sessions_path(server: ApiServer, api: Api) -> Response | None:
+    return response_to(server, api, method="GET", path="/v1/session") if api is OPENAI else None

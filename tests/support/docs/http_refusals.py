@@ -9,6 +9,18 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+from support.api_errors import (
+    ANTHROPIC,
+    OPENAI,
+    Api,
+    Response,
+    connection_with,
+    gated,
+    request_bytes,
+    request_fields,
+    response_to,
+    response_to_bytes,
+)
 from support.api_server import ApiServer, api_server
 from support.chat_template_shapes import INST
 from support.docs.connection_refusals import (
@@ -24,20 +36,7 @@ from support.docs.connection_refusals import (
     too_many_of_one_address,
 )
 from support.fake_engine import FakeEngine
-from support.refused_calls import (
-    ANTHROPIC,
-    OPENAI,
-    Api,
-    Came,
-    asked,
-    come,
-    come_of_bytes,
-    held,
-    request_bytes,
-    talking,
-    until,
-)
-from support.refusing_servers import (
+from support.faulty_servers import (
     BEARER,
     KEY,
     BrokenTenants,
@@ -56,7 +55,7 @@ from agentflow.protocol.json_bounds import BODY_BOUNDS, OBJECT_BOUNDS
 from agentflow.server.config.limits import HttpLimits
 from agentflow.server.http.call import SMALL_BODY_BYTES
 
-Refused = Callable[[ApiServer, Api], Came | None]
+Refused = Callable[[ApiServer, Api], Response | None]
 # A chat template that writes each content in its own way.
 LOUD = "{% for message in messages %}[{{ message.content | upper }}]{% endfor %}"
 # Of which each letter can be read in more ways than the one before.
@@ -65,15 +64,15 @@ AMBIGUOUS = 'start: e\ne: e e e e | f\nf: e e e | g\ng: e e | /[a-z]/ | e "a" | 
 
 def asking(**fields: Any) -> Refused:
     """The same body in both APIs."""
-    return lambda server, api: come(server, api, asked(**fields))
+    return lambda server, api: response_to(server, api, request_fields(**fields))
 
 
 def each(openai: dict[str, Any] | None, anthropic: dict[str, Any] | None) -> Refused:
     """A body in each API."""
 
-    def refused(server: ApiServer, api: Api) -> Came | None:
+    def refused(server: ApiServer, api: Api) -> Response | None:
         fields = openai if api is OPENAI else anthropic
-        return None if fields is None else come(server, api, asked(**fields))
+        return None if fields is None else response_to(server, api, request_fields(**fields))
 
     return refused
 
@@ -81,248 +80,254 @@ def each(openai: dict[str, Any] | None, anthropic: dict[str, Any] | None) -> Ref
 def of_prompt(prompt: Any) -> Refused:
     """A prompt of OpenAI's older API."""
 
-    def refused(server: ApiServer, api: Api) -> Came | None:
-        body = asked(messages=None, prompt=prompt)
-        return come(server, api, body, path="/v1/completions") if api is OPENAI else None
+    def refused(server: ApiServer, api: Api) -> Response | None:
+        body = request_fields(messages=None, prompt=prompt)
+        return response_to(server, api, body, path="/v1/completions") if api is OPENAI else None
 
     return refused
 
 
-def best_of_echo_and_suffix(server: ApiServer, api: Api) -> Came | None:
+def best_of_echo_and_suffix(server: ApiServer, api: Api) -> Response | None:
     if api is ANTHROPIC:
         return None
     wishes: tuple[dict[str, Any], ...] = ({"best_of": 3}, {"echo": True}, {"suffix": "."})
-    bodies = (asked(messages=None, prompt="x", **wish) for wish in wishes)
-    [came] = {come(server, api, body, path="/v1/completions") for body in bodies}
+    bodies = (request_fields(messages=None, prompt="x", **wish) for wish in wishes)
+    [came] = {response_to(server, api, body, path="/v1/completions") for body in bodies}
     return came
 
 
 def with_key(key: str | None) -> Refused:
     """What comes with a wrong key, or none."""
 
-    def refused(_: ApiServer, api: Api) -> Came:
+    def refused(_: ApiServer, api: Api) -> Response:
         with api_server(tenants=tenants(), constraints=False) as server:
-            return come(server, api, asked(), headers={"Authorization": f"Bearer {key}"} if key else {})
+            return response_to(
+                server, api, request_fields(), headers={"Authorization": f"Bearer {key}"} if key else {}
+            )
 
     return refused
 
 
-def many_wrong_keys(_: ApiServer, api: Api) -> Came:
+def many_wrong_keys(_: ApiServer, api: Api) -> Response:
     wrong = {"Authorization": "Bearer af-other"}
     with of_any_address(), api_server(tenants=tenants(), constraints=False) as server:
-        come(server, api, asked(), headers=wrong)
-        return come(server, api, asked(), headers=BEARER)
+        response_to(server, api, request_fields(), headers=wrong)
+        return response_to(server, api, request_fields(), headers=BEARER)
 
 
 def on_template(source: str | None, *roles: str) -> Refused:
     """A conversation, and a model with this chat template."""
 
-    def refused(_: ApiServer, api: Api) -> Came:
+    def refused(_: ApiServer, api: Api) -> Response:
         turns = [{"role": role, "content": "some words"} for role in roles]
         with api_server(template=ChatTemplate(source), constraints=False) as server:
-            return come(server, api, asked(messages=turns))
+            return response_to(server, api, request_fields(messages=turns))
 
     return refused
 
 
-def many_renderings(server: ApiServer, api: Api) -> Came:
+def many_renderings(server: ApiServer, api: Api) -> Response:
     with patch.object(chat_layout, "MIN_RENDERINGS", 4), patch.object(chat_layout, "MAX_RENDERED_CHARS", 0):
         return on_template(LOUD, *["user", "assistant"] * 3, "user")(server, api)
 
 
-def a_model_that_is_not_mine(server: ApiServer, api: Api) -> Came:
-    unknown = come(server, api, asked(model="nowhere"))
+def a_model_that_is_not_mine(server: ApiServer, api: Api) -> Response:
+    unknown = response_to(server, api, request_fields(model="nowhere"))
     with api_server(tenants=tenants('models = ["another"]'), constraints=False) as limited:
-        assert come(limited, api, asked(), headers=BEARER) == unknown
+        assert response_to(limited, api, request_fields(), headers=BEARER) == unknown
     return unknown
 
 
-def an_image(server: ApiServer, api: Api) -> Came:
+def an_image(server: ApiServer, api: Api) -> Response:
     url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     source = {"type": "base64", "media_type": "image/png", "data": "AA=="}
     part = url if api is OPENAI else {"type": "image", "source": source}
-    return come(server, api, asked(messages=[{"role": "user", "content": [part]}]))
+    return response_to(server, api, request_fields(messages=[{"role": "user", "content": [part]}]))
 
 
 def constrained(api: Api, schema: dict[str, Any]) -> dict[str, Any]:
     """A request whose answer has a schema."""
     if api is OPENAI:
         named = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-        return asked(response_format=named)
-    return asked(output_config={"format": {"type": "json_schema", "schema": schema}})
+        return request_fields(response_format=named)
+    return request_fields(output_config={"format": {"type": "json_schema", "schema": schema}})
 
 
 def with_schema(schema: dict[str, Any]) -> Refused:
-    return lambda server, api: come(server, api, constrained(api, schema))
+    return lambda server, api: response_to(server, api, constrained(api, schema))
 
 
-def an_ambiguous_grammar(server: ApiServer, api: Api) -> Came | None:
+def an_ambiguous_grammar(server: ApiServer, api: Api) -> Response | None:
     if api is ANTHROPIC:
         return None
-    return come(server, api, asked(grammar=AMBIGUOUS, stream=True, max_tokens=900))
+    return response_to(server, api, request_fields(grammar=AMBIGUOUS, stream=True, max_tokens=900))
 
 
-def no_compiler(_: ApiServer, api: Api) -> Came:
+def no_compiler(_: ApiServer, api: Api) -> Response:
     with api_server(constraints=False) as server:
-        return come(server, api, constrained(api, {"type": "integer"}))
+        return response_to(server, api, constrained(api, {"type": "integer"}))
 
 
-def a_large_constraint(_: ApiServer, api: Api) -> Came:
+def a_large_constraint(_: ApiServer, api: Api) -> Response:
     with api_server(compile_limits=CompileLimits(compiled_bytes=1)) as server:
-        return come(server, api, constrained(api, {"type": "integer"}))
+        return response_to(server, api, constrained(api, {"type": "integer"}))
 
 
-def a_deep_tool(server: ApiServer, api: Api) -> Came:
+def a_deep_tool(server: ApiServer, api: Api) -> Response:
     deep: dict[str, Any] = {}
     for _ in range(300):
         deep = {"properties": {"a": deep}}
-    return come(server, api, with_tool(api, deep))
+    return response_to(server, api, with_tool(api, deep))
 
 
 def with_tool(api: Api, schema: dict[str, Any]) -> dict[str, Any]:
     if api is OPENAI:
-        return asked(tools=[{"type": "function", "function": {"name": "find", "parameters": schema}}])
-    return asked(tools=[{"name": "find", "input_schema": {"type": "object"} | schema}])
+        return request_fields(
+            tools=[{"type": "function", "function": {"name": "find", "parameters": schema}}]
+        )
+    return request_fields(tools=[{"name": "find", "input_schema": {"type": "object"} | schema}])
 
 
-def many_constraints(_: ApiServer, api: Api) -> Came:
+def many_constraints(_: ApiServer, api: Api) -> Response:
     with api_server(compile_limits=CompileLimits(max_waiting_per_tenant=1)) as server:
         compiler: Any = server.service.models._compiler
-        until(server, lambda: compiler.pid is not None)
+        server.wait_until(lambda: compiler.pid is not None)
         os.kill(compiler.pid, signal.SIGSTOP)  # nothing is compiled any more
         with contextlib.ExitStack() as stack:
             for number in range(2):  # one may be taken out of the queue
                 body = constrained(api, {"const": number})
-                stack.enter_context(talking(server, request_bytes(api, body)))
-                until(server, lambda n=number: len(compiler._jobs) > n or len(compiler._queue) == 1)
-            return come(server, api, constrained(api, {"const": 2}))
+                stack.enter_context(connection_with(server, request_bytes(api, body)))
+                server.wait_until(lambda n=number: len(compiler._jobs) > n or len(compiler._queue) == 1)
+            return response_to(server, api, constrained(api, {"const": 2}))
 
 
-def a_starved_constraint(_: ApiServer, api: Api) -> Came:
+def a_starved_constraint(_: ApiServer, api: Api) -> Response:
     with api_server(compile_limits=CompileLimits(wall_s=0.3)) as server:
         compiler: Any = server.service.models._compiler
-        until(server, lambda: compiler.pid is not None)
+        server.wait_until(lambda: compiler.pid is not None)
         os.kill(compiler.pid, signal.SIGSTOP)  # it gets no processor
-        return come(server, api, constrained(api, {"const": 1}))
+        return response_to(server, api, constrained(api, {"const": 1}))
 
 
-def many_values(server: ApiServer, api: Api) -> Came:
-    return come(server, api, asked(metadata=[0] * (BODY_BOUNDS.values + 1)))
+def many_values(server: ApiServer, api: Api) -> Response:
+    return response_to(server, api, request_fields(metadata=[0] * (BODY_BOUNDS.values + 1)))
 
 
-def a_large_tool(server: ApiServer, api: Api) -> Came:
-    return come(server, api, with_tool(api, {"enum": [""] * OBJECT_BOUNDS.parts}))
+def a_large_tool(server: ApiServer, api: Api) -> Response:
+    return response_to(server, api, with_tool(api, {"enum": [""] * OBJECT_BOUNDS.parts}))
 
 
-def a_large_body(_: ApiServer, api: Api) -> Came:
+def a_large_body(_: ApiServer, api: Api) -> Response:
     with small_bodies() as server:
-        told = come(server, api, asked(messages=[{"role": "user", "content": "x" * 1000}]))
+        told = response_to(server, api, request_fields(messages=[{"role": "user", "content": "x" * 1000}]))
         chunk = b"12c\r\n" + b"x" * 300 + b"\r\n"
         head = f"POST {api.path} HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-        assert come_of_bytes(server, api, head + 2 * chunk) == told  # it tells its length as it comes
+        assert response_to_bytes(server, api, head + 2 * chunk) == told  # it tells its length as it comes
         return told
 
 
-def large_bodies(_: ApiServer, api: Api) -> Came:
+def large_bodies(_: ApiServer, api: Api) -> Response:
     """Two that come at once, each small enough."""
-    body = request_bytes(api, asked(messages=[{"role": "user", "content": "x" * (SMALL_BODY_BYTES + 1000)}]))
+    body = request_bytes(
+        api, request_fields(messages=[{"role": "user", "content": "x" * (SMALL_BODY_BYTES + 1000)}])
+    )
     with (
         api_server(limits=HttpLimits(bodies_bytes=2000), constraints=False) as server,
-        talking(server, body[:-1]),
+        connection_with(server, body[:-1]),
     ):
-        until(server, lambda: server.service.bodies.num_bytes >= 1000)
-        return come_of_bytes(server, api, body)
+        server.wait_until(lambda: server.service.bodies.num_bytes >= 1000)
+        return response_to_bytes(server, api, body)
 
 
-def a_slow_body(_: ApiServer, api: Api) -> Came:
+def a_slow_body(_: ApiServer, api: Api) -> Response:
     with small_bodies() as server:
-        return come_of_bytes(server, api, request_bytes(api, asked())[:-1])
+        return response_to_bytes(server, api, request_bytes(api, request_fields())[:-1])
 
 
-def a_compressed_body(server: ApiServer, api: Api) -> Came:
-    return come(server, api, b"\x1f\x8b", headers={"Content-Encoding": "gzip"})
+def a_compressed_body(server: ApiServer, api: Api) -> Response:
+    return response_to(server, api, b"\x1f\x8b", headers={"Content-Encoding": "gzip"})
 
 
-def a_prompt_over_the_limit(server: ApiServer, api: Api) -> Came:
-    long = come(server, api, asked(messages=[{"role": "user", "content": "x" * 5000}]))
+def a_prompt_over_the_limit(server: ApiServer, api: Api) -> Response:
+    long = response_to(server, api, request_fields(messages=[{"role": "user", "content": "x" * 5000}]))
     with api_server(limits=HttpLimits(max_prompt_tokens=3), constraints=False) as limited:
-        assert come(limited, api, asked()) == long
+        assert response_to(limited, api, request_fields()) == long
     return long
 
 
 def used_up(setting: str) -> Refused:
     """By a first request."""
 
-    def refused(_: ApiServer, api: Api) -> Came:
+    def refused(_: ApiServer, api: Api) -> Response:
         with limited(setting) as server:
             with contextlib.suppress(KeyError):  # it is no refusal
-                come(server, api, asked(), headers=BEARER)
-            return come(server, api, asked(), headers=BEARER)
+                response_to(server, api, request_fields(), headers=BEARER)
+            return response_to(server, api, request_fields(), headers=BEARER)
 
     return refused
 
 
-def too_many_of_one_tenant(_: ApiServer, api: Api) -> Came:
-    with limited("max_unfinished = 1") as server, held(server, api, 1, f"x-api-key: {KEY}"):
-        return come(server, api, asked(), headers=BEARER)
+def too_many_of_one_tenant(_: ApiServer, api: Api) -> Response:
+    with limited("max_unfinished = 1") as server, gated(server, api, 1, f"x-api-key: {KEY}"):
+        return response_to(server, api, request_fields(), headers=BEARER)
 
 
-def a_long_wait(_: ApiServer, api: Api) -> Came:
+def a_long_wait(_: ApiServer, api: Api) -> Response:
     engine = FakeEngine(max_running=1)
-    with api_server(engine, max_wait_s=1e-9, constraints=False) as server, held(server, api, 2):
-        return come(server, api, asked())
+    with api_server(engine, max_wait_s=1e-9, constraints=False) as server, gated(server, api, 2):
+        return response_to(server, api, request_fields())
 
 
-def a_full_engine(_: ApiServer, api: Api) -> Came:
+def a_full_engine(_: ApiServer, api: Api) -> Response:
     engine = FakeEngine(max_unfinished=1)
-    with api_server(engine, constraints=False) as server, held(server, api):
-        full = come(server, api, asked())
+    with api_server(engine, constraints=False) as server, gated(server, api):
+        full = response_to(server, api, request_fields())
     engine = FakeEngine(max_unfinished=2)
     with (
         api_server(engine, tenants=tenants(), constraints=False) as server,
-        held(server, api, 1, f"x-api-key: {KEY}"),  # the other one is for other tenants
+        gated(server, api, 1, f"x-api-key: {KEY}"),  # the other one is for other tenants
     ):
-        assert come(server, api, asked(), headers=BEARER) == full
+        assert response_to(server, api, request_fields(), headers=BEARER) == full
     return full
 
 
-def an_ending_server(server: ApiServer, api: Api) -> Came:
+def an_ending_server(server: ApiServer, api: Api) -> Response:
     with changed(server, server.service, "is_draining", True):
-        ending = come(server, api, asked())
+        ending = response_to(server, api, request_fields())
     with changed(server, server._server.app.state, "service", None):
-        assert come(server, api, asked()) == ending  # before there are models
+        assert response_to(server, api, request_fields()) == ending  # before there are models
     return ending
 
 
-def a_failed_step(_: ApiServer, api: Api) -> Came:
+def a_failed_step(_: ApiServer, api: Api) -> Response:
     with api_server(failing_engine(ArithmeticError("no memory")), constraints=False) as server:
-        return come(server, api, asked())
+        return response_to(server, api, request_fields())
 
 
-def a_dead_engine(_: ApiServer, api: Api) -> Came:
+def a_dead_engine(_: ApiServer, api: Api) -> Response:
     with api_server(failing_engine(SystemExit(3)), constraints=False) as server:
-        dying = come(server, api, asked())
-        assert come(server, api, asked()) == dying
+        dying = response_to(server, api, request_fields())
+        assert response_to(server, api, request_fields()) == dying
         return dying
 
 
-def a_failed_step_in_a_stream(_: ApiServer, api: Api) -> Came:
+def a_failed_step_in_a_stream(_: ApiServer, api: Api) -> Response:
     with api_server(failing_engine(ArithmeticError("no memory"), 3), constraints=False) as server:
-        return come(server, api, asked(stream=True, max_tokens=100))
+        return response_to(server, api, request_fields(stream=True, max_tokens=100))
 
 
-def a_fault_of_the_server(_: ApiServer, api: Api) -> Came:
+def a_fault_of_the_server(_: ApiServer, api: Api) -> Response:
     with api_server(tenants=BrokenTenants(), constraints=False) as server:
-        return come(server, api, asked())
+        return response_to(server, api, request_fields())
 
 
-def a_page_of_another_site(server: ApiServer, api: Api) -> Came:
-    return come(server, api, asked(), headers={"Origin": "http://elsewhere.example"})
+def a_page_of_another_site(server: ApiServer, api: Api) -> Response:
+    return response_to(server, api, request_fields(), headers={"Origin": "http://elsewhere.example"})
 
 
-def another_host(_: ApiServer, api: Api) -> Came:
+def another_host(_: ApiServer, api: Api) -> Response:
     with api_server(hosts=("127.0.0.1",), constraints=False) as server:
-        return come(server, api, asked(), headers={"Host": "elsewhere.example"})
+        return response_to(server, api, request_fields(), headers={"Host": "elsewhere.example"})
 
 
 REFUSED: dict[str, Refused] = {
@@ -330,11 +335,11 @@ REFUSED: dict[str, Refused] = {
     "unknown_key": with_key("af-other"),
     "too_many_wrong_keys": many_wrong_keys,
     "unknown_model": a_model_that_is_not_mine,
-    "unknown_path": lambda server, api: come(server, api, method="GET", path=api.path + "/nowhere"),
-    "wrong_method": lambda server, api: come(server, api, method="PUT"),
+    "unknown_path": lambda server, api: response_to(server, api, method="GET", path=api.path + "/nowhere"),
+    "wrong_method": lambda server, api: response_to(server, api, method="PUT"),
     "websocket_required": the_sessions_path,
     "websocket_with_body": a_websocket_with_a_body,
-    "not_json": lambda server, api: come(server, api, b"{"),
+    "not_json": lambda server, api: response_to(server, api, b"{"),
     "compressed_body": a_compressed_body,
     "missing_field": asking(messages=None),
     "wrong_type": asking(max_tokens="many"),

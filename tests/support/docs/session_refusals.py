@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from support.api_errors import connection_with
 from support.api_server import ApiServer, api_server
-from support.refused_calls import talking
-from support.refused_sessions import ASK, HELLO, NO_CODE, OPEN, address, gen, refused_handshake, text
-from support.refused_sessions import session as session_on
-from support.refusing_servers import KEY, changed, of_any_address, tenants
+from support.faulty_servers import KEY, changed, of_any_address, tenants
+from support.session_errors import ASK, HELLO, NO_CODE, OPEN, address, gen, refused_handshake, text
+from support.session_errors import session as session_on
 
 from agentflow.engine.generator import EngineGenerator
 from agentflow.runtime import interpreter
@@ -218,7 +218,7 @@ def no_answer_to_a_ping(_: ApiServer) -> tuple[str, str]:
         "GET /v1/session HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
         f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n\r\n"
     )
-    with limited(ping_interval_s=0.05) as server, talking(server, head.encode()) as stream:
+    with limited(ping_interval_s=0.05) as server, connection_with(server, head.encode()) as stream:
         reader = stream.makefile("rb")
         while reader.readline() != b"\r\n":
             pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import anyio
 import anyio.lowlevel
-from support.wire_peer import HANG, Listener, count_words, gen
+from support.session_peer import HANG, Listener, count_words, gen
 
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Connection

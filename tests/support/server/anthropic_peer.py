@@ -1,55 +1,36 @@
-"""Anthropic's own client before a server on the deterministic engine, and what the engine was asked."""
+"""Anthropic's client on a server with the deterministic engine, and the requests that the engine receives."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import anthropic
 import anyio
-import anyio.lowlevel
 from support.api_server import MODEL, ApiServer, api_server
-from support.fake_engine import TOKENIZER
+from support.sent_requests import SentRequests
 from support.server.http_clients import TLS, ClientKind, only_asyncio
 
 HELLO = [{"role": "user", "content": "What do plants do?"}]
 
 
 @dataclass
-class SentRequests:
-    """What the engine was asked."""
-
-    submits: list[Any] = field(default_factory=list)
-
-    def sent(self, submit: Any) -> None:
-        self.submits.append(submit)
-
-    def received(self, messages: Any) -> None:
-        pass
-
-    @property
-    def prompt(self) -> str:
-        """Of the latest request."""
-        return TOKENIZER.decode(self.submits[-1].token_ids, skip_special=False)
-
-
-@dataclass
 class AnthropicPeer:
-    """``client`` never tries again."""
+    """``client`` does not retry."""
 
     server: ApiServer
     client: anthropic.Anthropic
     requests: SentRequests
 
     def ask(self, **params: Any) -> Any:
-        """``messages.create``; what is not said is short and the same each time."""
+        """``messages.create``, by default for a short deterministic answer."""
         return self.client.messages.create(**asking(**params))
 
     def called(self, kind: ClientKind, method: str, key: str | None = None, **asked: Any) -> Any:
-        """What a method of ``client.messages`` gives: of ``stream`` the message at its end. ``key``: another
-        one than the client has."""
+        """The result of a method of ``client.messages``; for ``stream``, the final message. ``key``: replaces
+        the client's."""
 
         async def call() -> Any:
             http_client = anthropic.DefaultAsyncHttpxClient(verify=TLS)
@@ -73,17 +54,12 @@ class AnthropicPeer:
             return stream.get_final_message()
 
     def message(self, kind: ClientKind, stream: bool, **params: Any) -> Any:
-        """As ``ask``: asked for by this client, whole or as a stream."""
+        """As ``ask``, with this kind of client, whole or as a stream."""
         return self.called(kind, "stream" if stream else "create", **asking(**params))
 
-    def until_not_asked(self) -> None:
-        """Waits until nobody waits for the engine; the gate may hold it."""
-        self.server.call(self._until_not_asked)
-
-    async def _until_not_asked(self) -> None:
-        with anyio.fail_after(10):
-            while self.server.engine.client.num_calls:
-                await anyio.lowlevel.checkpoint()
+    def wait_until_idle(self) -> None:
+        """Waits until no call waits for the engine, which the gate may have paused."""
+        self.server.call(self.server.engine.client.until_idle)
 
 
 def asking(**params: Any) -> dict[str, Any]:
@@ -96,7 +72,6 @@ def asking(**params: Any) -> dict[str, Any]:
 def anthropic_peer(key: str = "any", **options: Any) -> Iterator[AnthropicPeer]:
     """``options``: of ``api_server``."""
     with api_server(**options) as server:
-        requests = SentRequests()
-        server.call(server.generator.observe, requests)
+        requests = server.observe_requests()
         with anthropic.Anthropic(api_key=key, base_url=server.url, max_retries=0) as client:
             yield AnthropicPeer(server, client, requests)

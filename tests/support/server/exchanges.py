@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import anyio
-from support.wire_peer import WireGenerator
+from support.session_peer import HangingGenerator
 
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.http.call import ApiEndpoint, Handler
@@ -66,7 +66,7 @@ class Exchange:
 @asynccontextmanager
 async def service(**limits: Any) -> AsyncIterator[Service]:
     async with open_sessions(ServerLimits()) as sessions:
-        models = Models([OneGenerator(WireGenerator())])
+        models = Models([OneGenerator(HangingGenerator())])
         yield Service(models, sessions, Tenants(), ServerLimits(), HttpLimits(**limits))
 
 

@@ -16,7 +16,7 @@ from starlette.websockets import WebSocket
 from support.asgi_peer import AsgiPeer, Bench
 from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine
 from support.server.fuzzed_frames import FRAME_BYTES, Conversation, conversation
-from support.wire_peer import Listener, WireGenerator, count_words, gen
+from support.session_peer import HangingGenerator, Listener, count_words, gen
 
 from agentflow.backends.scripted import ScriptedContext
 from agentflow.engine.fake_runner import FakeRunner
@@ -46,7 +46,7 @@ QUIET_TURNS = 200
 CheckIdle = Callable[[], Awaitable[None]]
 
 
-class BoundedGenerator(WireGenerator):
+class BoundedGenerator(HangingGenerator):
     """Answers any prompt, with ``MAX_WORDS`` words at most, whatever number it ends in."""
 
     def __init__(self) -> None:

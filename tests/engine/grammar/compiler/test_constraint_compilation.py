@@ -93,7 +93,7 @@ def test_records_are_read_back(model, form, whitespace):
         ("tight", '{"value":1,"children":[{"value":2}]}'),
     ],
 )
-def test_a_parser_writes_whitespace_as_a_machine_does(whitespace, text):
+def test_a_parser_allows_the_same_whitespace_as_a_dfa(whitespace, text):
     for other in ("compact", "tight", "free"):
         expected = other in (whitespace, "free")
         assert takes(compiled("schema", schema_of(Tree), whitespace=other), text) == expected
@@ -319,7 +319,7 @@ def test_the_29th_of_february_is_in_leap_years(year):
     assert takes(constraint, f'"{year}-12-31"')
 
 
-def test_choices_and_patterns_are_machines():
+def test_choices_and_patterns_compile_to_dfas():
     assert Dfa.from_bytes(compiled("choices", "", choices=("a", "ab", "é")).payload).matches("é".encode())
     dfa = Dfa.from_bytes(compiled("regex", r"^\d{4}-\d\d$").payload)
     assert dfa.matches(b"2024-05")
@@ -334,7 +334,7 @@ def test_choices_and_patterns_are_machines():
         (r"\p{Lu}\p{Ll}+/é", "Éa/é", "éa/é"),
     ],
 )
-def test_a_pattern_too_large_for_a_machine_is_kept_by_a_parser(pattern, good, bad):
+def test_a_pattern_too_large_for_a_dfa_is_enforced_by_a_parser(pattern, good, bad):
     constraint = compiled("regex", pattern)
     assert constraint.form == "llguidance"
     assert takes(constraint, good)

@@ -1,4 +1,4 @@
-"""What the tests of the wire share: a generator that can hang, and a listener that checks the events."""
+"""Both ends of a session: a generator that can hang, and a listener that checks the events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentflow.protocol.events import Delta, Event, Reached, StateFailed, Stats,
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.generator import Generated, OnText
 
-# A prompt with this end is never answered; the end of a user's turn is one too.
+# A prompt that ends in this, or in a user's turn that does, is never answered.
 HANG = "…hang"
 
 
@@ -29,8 +29,8 @@ def count_words(prompt: str) -> str:
     return prompt.split()[-1]
 
 
-class WireGenerator(ScriptedGenerator):
-    """Answers by ``count_words``; hangs where the prompt asks for it; fails where a test sets a fault."""
+class HangingGenerator(ScriptedGenerator):
+    """Answers by ``count_words``, hangs at ``HANG``, and fails with the faults that a test sets."""
 
     def __init__(self) -> None:
         super().__init__(count_words)
@@ -65,12 +65,12 @@ class WireGenerator(ScriptedGenerator):
 
 
 def gen(state: int, var: int, max_tokens: int = 100_000) -> ops.Gen:
-    """A gen whose length the prompt decides."""
+    """A gen whose length depends on the prompt."""
     return ops.Gen(state, var, f"v{var}", SamplingParams(max_tokens=max_tokens))
 
 
 class Listener:
-    """Collects what a connection delivers. A lost, repeated or reordered piece of text fails the test."""
+    """Collects the events of a connection. Lost, repeated or reordered text fails the test."""
 
     def __init__(self) -> None:
         self.texts: dict[int, str] = {}
@@ -94,21 +94,21 @@ class Listener:
         self._change()
 
     async def wait_for(self, holds: Callable[[Listener], bool]) -> None:
-        """Waits for what holds after some event; raises what the connection was lost with."""
+        """Waits until the condition holds after an event. Raises the error that ended the connection."""
         while not holds(self):
             if self.lost_with is not None:
                 raise self.lost_with
             await self._changed.wait()
 
     async def wait_until_lost(self) -> AgentflowError:
-        """What the connection was lost with."""
+        """Waits for the error that ends the connection."""
         while self.lost_with is None:
             await self._changed.wait()
         assert isinstance(self.lost_with, AgentflowError)
         return self.lost_with
 
     async def text(self, var: int) -> str:
-        """A variable's whole text."""
+        """Waits for a variable's whole text."""
         await self.wait_for(lambda _: var in self.ends)
         assert isinstance(self.ends[var], Value), self.ends[var]
         return self.texts[var]
@@ -144,7 +144,7 @@ class Listener:
 
 @asynccontextmanager
 async def opened(remote: Remote) -> AsyncIterator[tuple[Connection, Listener]]:
-    """A connection to a server, and what listens to it."""
+    """A connection to a server, and its listener."""
     listener = Listener()
     async with remote.connect(listener.deliver, listener.lost) as connection:
         yield connection, listener

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from support.api_errors import TIMEOUT_S, port_of
 from support.api_server import ApiServer
-from support.refused_calls import TIMEOUT_S, port_of
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
