@@ -29,7 +29,7 @@ MODEL := smollm2-135m
 
 # In the order of docs/quickstart.md.
 EXAMPLES := few_shot self_consistency tree_of_thought skeleton_of_thought essay_judge react \
-            generative_agents chat long_document extraction retrieval
+            generative_agents chat long_document extraction retrieval fastapi_stream
 
 # Distributions of their own, under adapters/.
 ADAPTERS := langchain-agentflow dspy-agentflow
@@ -51,7 +51,7 @@ demo: $(VENV)/.installed ## run examples/essay_judge.py on the default model
 	@$(BIN)/agentflow pull $(MODEL)
 	@$(BIN)/python examples/essay_judge.py
 
-examples: $(VENV)/.installed ## run every example on the default model (ARGS="--url ws://…": on a server)
+examples: $(VENV)/.installed-examples ## run every example on the default model (ARGS="--url ws://…": on a server)
 	@$(BIN)/agentflow pull $(MODEL)
 	@for name in $(EXAMPLES); do \
 	  printf '\n=== examples/%s.py\n\n' $$name; \
@@ -181,6 +181,10 @@ $(VENV)/.torch: constraints.txt constraints-cpu.txt | $(BIN)/python
 # Without build isolation, the build uses the pinned setuptools too.
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch
 	@$(PIP) --no-build-isolation -e '.[engine,server]'
+	@touch $@
+
+$(VENV)/.installed-examples: $(VENV)/.installed
+	@$(PIP) --no-build-isolation -e '.[engine,server,examples]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -98,8 +98,8 @@ class Embedded:
             from agentflow.engine.local_engine import open_generator
         except ImportError as error:
             raise ModelError(
-                f"the embedded engine needs the package {error.name!r}: pip install 'agentflow-lm[engine]', "
-                "or give the url of a server"
+                f"the embedded engine needs the package {error.name!r}: pip install 'agentflow-lm[engine]' "
+                "(`agentflow doctor` says which build of torch this machine needs), or give the url of a server"
             ) from error
         async with (
             open_generator(**self._options) as generator,

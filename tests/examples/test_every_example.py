@@ -29,7 +29,7 @@ EXAMPLES = sorted(
 
 def make(*options: str) -> subprocess.CompletedProcess[str]:
     """``make examples``, without its set-up."""
-    command = ["make", "-o", ".venv/.installed", *options, "examples"]
+    command = ["make", "-o", ".venv/.installed-examples", *options, "examples"]
     # The tests may run inside `make test`, whose options are not meant for this make.
     environment = {name: value for name, value in os.environ.items() if "MAKE" not in name and name != "ARGS"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
@@ -85,8 +85,10 @@ class FirstChoice(ScriptedGenerator):
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "essay_judge"])
-async def test_the_markup_in_a_models_text_is_shown_literally(name):
+async def test_the_markup_in_a_models_text_is_shown_literally(name, anyio_backend):
     """Square brackets mean something to rich, and a model may write them anywhere."""
+    if name == "fastapi_stream" and anyio_backend == "trio":
+        pytest.skip("uvicorn runs on asyncio only")
     said: dict[str, Any] = {"extraction": {"name": "[/] [red", "born": 1900, "kind": "athlete"}}
     backend = scripted(str)
     backend.generator = FirstChoice(lambda prompt: said.get(name, "[/] [red"))

@@ -1,68 +1,60 @@
-"""Retrieval: what the index ranks first is wired into the question."""
+"""Retrieval: the passages that the store finds are wired into the question."""
 
+import numpy as np
 import pytest
 import retrieval
 from hypothesis import given
 from hypothesis import strategies as st
-from retrieval import PASSAGES, Index, ask
-from scripted_example import Asked, run, scripted, shown
+from retrieval import PASSAGES, QUESTIONS, Store, ask, embed
+from scripted_example import run, shown
+
+import agentflow as af
 
 pytestmark = pytest.mark.anyio
 
-
-def answerer(prompt: str) -> str:
-    if prompt.endswith("Search for:"):
-        return " soft feathers\nand so on"
-    return " Because it is so. "
+SCRIPT = {"query": " soft feathers\nand so on", "answer": " Because it is so. "}
 
 
 async def test_the_query_finds_what_the_answer_is_made_of():
-    asked = Asked(answerer)
-    found = await run(ask, scripted(asked), "Why?", Index(PASSAGES))
-    owls = next(passage for passage in PASSAGES if "feathers" in passage)
-    assert (found.query, found.passages, found.answer) == ("soft feathers", owls, "Because it is so.")
-    assert asked.prompts == [
+    backend = af.Scripted(SCRIPT)
+    found = await run(ask, backend, "Why?", Store(PASSAGES))
+    owls, other = found.passages.split("\n")
+    assert "feathers" in owls
+    assert (found.query, found.answer) == ("soft feathers", "Because it is so.")
+    assert backend.prompts == [
         "<user>Which words should I search for to find out: Why?</user><assistant>Search for:",
-        f"<user>{owls}\n\nWhy? Answer in one sentence.</user><assistant>",
+        f"<user>{owls}\n{other}\n\nWhy? Answer in one sentence.</user><assistant>",
     ]
-
-
-async def test_an_empty_search_result_is_part_of_the_prompt():
-    asked = Asked(lambda prompt: " xyz")
-    found = await run(ask, scripted(asked), "Qqq?", Index(PASSAGES))
-    assert found.passages == "(nothing was found)"
-    assert "<user>(nothing was found)\n\nQqq?" in asked.prompts[1]
 
 
 @pytest.mark.parametrize("passage", PASSAGES)
-def test_a_passage_is_found_by_its_own_words(passage):
-    assert Index(PASSAGES).search(passage, 2)[0] == passage
+def test_a_passage_is_the_nearest_to_itself(passage):
+    assert Store(PASSAGES).search(passage, 1) == [passage]
 
 
-def test_rare_words_short_passages_and_repetition_count():
-    common = ["cold sea", "cold hill", "cold wind", "cold warm"]
-    assert Index(common).search("cold warm", 1) == ["cold warm"]
-    assert Index(["sea and a long grey hill", "sea", "wind"]).search("sea", 3) == [
-        "sea",
-        "sea and a long grey hill",
-    ]
-    assert Index(["sea hill", "sea sea", "wind"]).search("sea", 1) == ["sea sea"]
+@pytest.mark.parametrize(
+    ("question", "word"), list(zip(QUESTIONS, ["nectar", "glacier", "Owls"], strict=True))
+)
+def test_the_questions_find_their_passages(question, word):
+    assert word in Store(PASSAGES).search(question, 1)[0]
 
 
-WORDS = st.lists(st.sampled_from(["sea", "hill", "wind", "rain", "snow"]), min_size=1, max_size=6).map(
+WORDS = st.lists(st.sampled_from(["seas", "hills", "wind", "rain", "snow"]), min_size=1, max_size=6).map(
     " ".join
 )
 
 
-@given(passages=st.lists(WORDS, min_size=1, max_size=6), query=WORDS, count=st.integers(1, 4))
-def test_what_is_found_shares_a_word_with_the_query(passages, query, count):
-    found = Index(passages).search(query, count)
-    sharing = [passage for passage in passages if set(passage.split()) & set(query.split())]
-    assert len(found) == min(count, len(sharing))
-    assert all(passage in sharing for passage in found)
+@given(passages=st.lists(WORDS, min_size=1, max_size=6, unique=True), query=WORDS, count=st.integers(1, 4))
+def test_the_store_finds_the_nearest_by_cosine(passages, query, count):
+    def distance(passage: str) -> float:
+        one, other = (np.frombuffer(embed(text), dtype=np.float32) for text in (passage, query))
+        return 1 - float(one @ other / np.linalg.norm(one) / np.linalg.norm(other))
+
+    found = [distance(passage) for passage in Store(passages).search(query, count)]
+    assert found == pytest.approx(sorted(map(distance, passages))[:count], abs=1e-5)
 
 
 async def test_the_answers_are_shown():
-    page = await shown(retrieval.main, scripted(answerer))
-    assert page.count("Because it is so.") == len(retrieval.QUESTIONS)
+    page = await shown(retrieval.main, af.Scripted(SCRIPT))
+    assert page.count("Because it is so.") == len(QUESTIONS)
     assert "about one metre a day" in page

@@ -1,0 +1,89 @@
+"""A FastAPI service: whole answers, streams, errors, and disconnects, with a real server and client."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import httpx2
+import pytest
+from fastapi_stream import create_app, main, served
+from scripted_example import shown
+
+import agentflow as af
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"  # uvicorn's
+
+
+@asynccontextmanager
+async def client_of(backend: af.Scripted) -> AsyncIterator[httpx2.AsyncClient]:
+    async with (
+        served(create_app(lambda: af.session(backend=backend))) as base,
+        httpx2.AsyncClient(base_url=base, timeout=30) as client,
+    ):
+        yield client
+
+
+def pieces(text: str) -> list[str]:
+    return [
+        json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")
+    ]
+
+
+async def test_an_answer_comes_whole_or_in_pieces():
+    backend = af.Scripted({"answer": "Light,\nwater and\n\nair."})
+    async with client_of(backend) as client:
+        whole = await client.get("/explain", params={"question": "What?"})
+        assert whole.json() == {"answer": "Light,\nwater and\n\nair."}
+        streamed = await client.get("/explain/stream", params={"question": "What?"})
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        assert "".join(pieces(streamed.text)) == "Light,\nwater and\n\nair."
+    assert [call.messages[0].content for call in backend.calls] == ["What?", "What?"]
+
+
+async def idle(backend: af.Scripted) -> None:
+    with anyio.fail_after(20):
+        while backend.generator.num_open or backend.generator.num_running:
+            await anyio.lowlevel.checkpoint()
+
+
+async def test_a_client_that_disconnects_cancels_its_program():
+    backend = af.Scripted({"answer": "word " * 150})
+    async with client_of(backend) as client:
+        for num_lines in (0, 1, 7):
+            for _ in range(5):
+                async with client.stream("GET", "/explain/stream", params={"question": "?"}) as response:
+                    lines = response.aiter_lines()
+                    for _ in range(num_lines):
+                        await anext(lines)
+                await idle(backend)
+        assert (await client.get("/explain", params={"question": "?"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(af.Overloaded("full"), 503), (af.PromptTooLong("too long"), 400)]
+)
+async def test_errors_are_statuses_of_http(error, status):
+    async with client_of(af.Scripted([error])) as client:
+        answer = await client.get("/explain", params={"question": "?"})
+        assert (answer.status_code, "Retry-After" in answer.headers) == (status, status == 503)
+        assert (await client.get("/explain")).status_code == 422
+
+
+async def test_an_error_in_a_stream_is_its_last_event():
+    async with client_of(af.Scripted([af.EngineFailed("broken")])) as client:
+        answer = await client.get("/explain/stream", params={"question": "?"})
+        assert answer.text.startswith("event: error\n")
+        assert "broken" in pieces(answer.text)[0]
+
+
+async def test_two_answers_are_shown():
+    page = await shown(main, af.Scripted({"answer": " ".join(f"w{i}" for i in range(150))}))
+    assert "w149" in page
+    assert "w5 … (disconnected)" not in page
+    assert "w11 … (disconnected)" in page
