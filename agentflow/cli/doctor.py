@@ -144,7 +144,9 @@ def check_extra(requirements: Iterable[str], extra: str) -> Check | None:
         command = INSTALL_ENGINE if extra == "engine" else f"pip install {target}"
         return Check(name, "warning", f"not installed: {OPTIONAL[extra]}", f"to have it: {command}")
     if not missing and not wrong:
-        return Check(name, "ok", f"{num_found} packages, all in a version that fits")
+        return Check(
+            name, "ok", f"{num_found} {'package' if num_found == 1 else 'packages'}, in versions that fit"
+        )
     found = "; ".join([*(f"{package} is missing" for package in missing), *wrong])
     return Check(name, "error", found, f"pip install --upgrade {target}")
 
@@ -240,8 +242,8 @@ def check_compiler() -> Check:
             "compiler",
             "warning",
             str(error),
-            "the engine runs on torch's operations, at less than half the speed: install g++ or clang++, or "
-            "name a compiler in CXX",
+            "install g++ or clang++, or name a compiler in CXX: without one, the engine runs on torch's "
+            "operations, at less than half the speed",
         )
     done = "compiled" if is_ready else "compiled when the engine first starts, in a few seconds"
     return Check("compiler", "ok", f"{command}; the kernels for {level} are {done}")
