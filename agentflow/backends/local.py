@@ -99,7 +99,7 @@ class Embedded:
         except ImportError as error:
             raise ModelError(
                 f"the embedded engine needs the package {error.name!r}: pip install 'agentflow-lm[engine]' "
-                "(`agentflow doctor` says which build of torch fits this machine), or give the url of a server"
+                "(`agentflow doctor` names the build of torch that fits), or give the url of a server"
             ) from error
         async with (
             open_generator(**self._options) as generator,
