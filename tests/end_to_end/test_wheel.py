@@ -1,6 +1,7 @@
 """The built wheel, installed bare in a clean environment, is a frontend without torch."""
 
 import json
+import os
 import subprocess
 import sys
 import venv
@@ -36,8 +37,10 @@ anyio.run(main)
 
 @pytest.mark.timeout(300)
 def test_a_bare_install_is_the_frontend(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
     def run(*command: str | Path) -> str:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
