@@ -64,8 +64,8 @@ class Run:
         self._num_ended = 0
         self._raised: set[ErrorInfo] = set()
         self.cause_first = CauseFirst()
-        # Weak: a stream that was dropped needs no events.
-        self._streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
+        # Those that get all changes. Weak: a stream that was dropped needs no events.
+        self.streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
         if root_id is None:
             root_id = link.next_id()
             link.send([ops.Open(root_id, cache_salt, objective, program)])
@@ -93,7 +93,7 @@ class Run:
         else:
             self._unfinished.setdefault(variable.id, variable)
         if variable.is_shown:
-            for stream in self._streams:
+            for stream in self.streams:
                 stream.touch(variable)
 
     def seed_at(self, var_id: int, place: str) -> int | None:
@@ -140,7 +140,7 @@ class Run:
         """Reports these variables to the stream, and from now on each that changes."""
         for variable in variables:
             stream.touch(variable)
-        self._streams.add(stream)
+        self.streams.add(stream)
         return stream
 
     def drop(self, state: StateNode) -> None:
@@ -151,7 +151,7 @@ class Run:
 
     def wake_streams(self) -> None:
         """Makes the streams check whether they are over."""
-        for stream in self._streams:
+        for stream in self.streams:
             stream.wake()
 
     def close(self) -> None:

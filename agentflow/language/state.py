@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, get_args, overlo
 from agentflow.errors import BadArgument, Cancelled, ForeignState, NotSupported, UnknownVariable
 from agentflow.language.cancellation import left_by
 from agentflow.language.contest import Contest
+from agentflow.language.display.live import ShownState
 from agentflow.language.expressions import (
     Appendable,
     Expression,
@@ -39,7 +40,7 @@ from agentflow.runtime.limits import limit_op
 ValueT = TypeVar("ValueT")
 
 
-class State:
+class State(ShownState):
     """Made by a session, which passes the root to a program, or by ``fork``.
 
     ``s += x`` appends text, a variable, ``gen``, ``select`` or a role, and never waits. ``s["x"]`` is the

@@ -39,7 +39,7 @@ async def judge(s: af.State, essay: str) -> str:
     return await s["grade"]
 
 
-SCRIPT = {"judgment": "It is short", "grade": "A"}
+SCRIPT = {"judgment": "It is short", "grade": "A", "x": "green"}
 JUDGED = (
     "invoke_workflow judge",
     [("fork 2", ["chat scripted", "chat scripted"]), "chat scripted"],

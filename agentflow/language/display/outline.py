@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, Literal
 
 from agentflow.errors import AgentflowError
 from agentflow.language.expressions import Expression, ImageExpression
@@ -21,11 +21,11 @@ from agentflow.protocol.transform import apply_transforms
 
 MAX_PARTS: Final = 60
 """Of more turns in a state, or pieces in a turn, those in the middle are left out."""
+MAX_PIECE_CHARS: Final = 4_000
 MAX_STATES: Final = 64
 MAX_BRANCHES: Final = 12
 
 Kind = Literal["text", "generated", "inserted", "image"]
-ItemT = TypeVar("ItemT")
 
 
 @dataclass(slots=True)
@@ -52,11 +52,13 @@ class LeftOut:
 
 @dataclass(slots=True)
 class TurnOutline:
-    """A turn, or text outside turns (``role`` is empty). ``calls``: the tools that it calls."""
+    """A turn, or text outside turns (``role`` is empty). ``calls``: the tools that it calls. ``continues``:
+    it begins before the state's fork."""
 
     role: str
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[Any] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
+    continues: bool = False
 
 
 @dataclass(slots=True)
@@ -133,15 +135,15 @@ class _Outliner:
         estimate = _CacheEstimate()
         parts: list[Part] = []
         role = ""
-        for state in reversed(chain[1:]):
-            num_entries = chain[chain.index(state) - 1].transcript.num_inherited
-            walk = _Walk(state, estimate, role, num_entries)
+        for state, following in zip(chain[:0:-1], chain[-2::-1], strict=True):
+            walk = _Walk(state, estimate, role, following.transcript.num_inherited)
             for _ in walk.fork_points(()):
                 pass
-            parts += walk.parts
+            _join(parts, walk.parts)
             role = walk.role
         outline = self._state(node, estimate, role)
-        return StateOutline(node.path, shortened([*parts, *outline.parts]), outline.error)
+        _join(parts, outline.parts)
+        return StateOutline(node.path, shortened(parts), outline.error)
 
     def _state(self, node: StateNode, estimate: _CacheEstimate, role: str) -> StateOutline:
         forks: dict[int, list[StateNode]] = {}
@@ -156,16 +158,15 @@ class _Outliner:
         return StateOutline(node.path, shortened(walk.parts), error)
 
     def _fork(self, children: list[StateNode], estimate: _CacheEstimate, role: str) -> ForkOutline:
-        branches: list[StateOutline | LeftOut] = []
-        for child in shortened(children, MAX_BRANCHES):
-            if isinstance(child, LeftOut):
-                branches.append(child)
-            elif self._num_states_left == 0:
-                branches.append(LeftOut(1))
-            else:
-                self._num_states_left -= 1
-                branches.append(self._state(child, estimate.copy(), role))
-        return ForkOutline(branches)
+        # Those of this fork before the branches of the first of them.
+        shown = shortened(children, min(MAX_BRANCHES, self._num_states_left))
+        self._num_states_left -= len(shown)
+        return ForkOutline(
+            [
+                child if isinstance(child, LeftOut) else self._state(child, estimate.copy(), role)
+                for child in shown
+            ]
+        )
 
 
 class _Walk:
@@ -179,7 +180,7 @@ class _Walk:
         self._node = node
         self._estimate = estimate
         self._entries = node.transcript.own[:num_entries]
-        self._turn = TurnOutline(role)
+        self._turn = TurnOutline(role, continues=node.parent is not None)
         self._generated: set[int] = set()
 
     def fork_points(self, points: Container[int]) -> Iterator[int]:
@@ -206,6 +207,7 @@ class _Walk:
     def _end_turn(self, next_role: str) -> None:
         turn = self._turn
         if turn.pieces or turn.calls:
+            turn.pieces = shortened(turn.pieces)
             self.parts.append(turn)
         self.role = next_role
         self._turn = TurnOutline(next_role)
@@ -237,10 +239,37 @@ class _Walk:
         return piece
 
 
-def shortened(items: Sequence[ItemT], most: int = MAX_PARTS) -> list[ItemT | LeftOut]:
+def _join(parts: list[Part], more: list[Part]) -> None:
+    """Adds the parts of a state to those of its parent. A turn that continues is one."""
+    if parts and more:
+        before, after = parts[-1], more[0]
+        if isinstance(before, TurnOutline) and isinstance(after, TurnOutline) and after.continues:
+            pieces = shortened([*before.pieces, *after.pieces])
+            parts[-1] = TurnOutline(before.role, pieces, before.calls + after.calls, before.continues)
+            more = more[1:]
+    parts += more
+
+
+def shortened(items: Sequence[Any], most: int = MAX_PARTS) -> list[Any]:
     """The items, without those in the middle if there are more than ``most``."""
     if len(items) <= most:
         return list(items)
     num_first = most // 3
-    num_last = most - num_first
-    return [*items[:num_first], LeftOut(len(items) - most), *items[-num_last:]]
+    last = len(items) - (most - num_first)
+    count = sum(item.count if isinstance(item, LeftOut) else 1 for item in items[num_first:last])
+    return [*items[:num_first], LeftOut(count), *items[last:]]
+
+
+def elided(text: str, most: int) -> tuple[str, int, str]:
+    """The beginning of a text, how many characters are left out in its middle, and its end, with ``most``
+    characters together."""
+    if len(text) <= most:
+        return text, 0, ""
+    num_last = max(0, most) // 3
+    return text[: max(0, most - num_last)], len(text) - max(0, most), text[len(text) - num_last :]
+
+
+def short(text: str, most: int = 300) -> str:
+    """A text of at most about ``most`` characters on one line."""
+    before, num_omitted, after = elided(" ".join(text.split()), most)
+    return f"{before} … {after}" if num_omitted else before
