@@ -3,7 +3,7 @@
 import pytest
 import self_consistency
 from scripted_example import Asked, in_turn, run, scripted, shown
-from self_consistency import Poll, number_in, poll
+from self_consistency import number_in, poll
 
 pytestmark = pytest.mark.anyio
 
@@ -31,20 +31,23 @@ def voters(num_rounds: int = 1) -> Asked:
 async def test_each_line_of_thought_votes_and_the_most_votes_win():
     asked = voters()
     result = await run(poll, scripted(asked), "What is 2 times 9?", num_voters=len(VOTES))
-    assert dict(result.thoughts) == dict(zip(VOTES, [18, 18, 11, None, 18], strict=True))
-    assert result.votes == {18: 3, 11: 1}
+    votes = dict(zip(VOTES, [18, 18, 11, None, 18], strict=True))
     assert result.winner == 18
+    assert dict(result.thoughts).items() <= votes.items()
+    assert [vote for _, vote in result.thoughts].count(18) >= 2
+    assert len(result.thoughts) + result.num_cancelled == len(VOTES)
     questions = asked.ending("Let us think:")
     assert questions == ["<user>What is 2 times 9?</user><assistant>Let us think:"] * len(VOTES)
-    assert len(asked.prompts) == 2 * len(VOTES)
 
 
-@pytest.mark.parametrize(
-    ("votes", "winner"),
-    [([], None), ([None, None], None), ([None, 4], 4), ([3, 4, 4], 4), ([7, 5, 5, 7], 7), ([0], 0)],
-)
-def test_the_first_of_equal_votes_wins_and_abstentions_do_not_count(votes, winner):
-    assert Poll([("", vote) for vote in votes]).winner == winner
+async def test_without_a_number_there_is_no_answer():
+    result = await run(poll, scripted(voters_without_a_number()), "What is 2 times 9?", num_voters=3)
+    assert result.winner is None
+    assert len(result.thoughts) == 3
+
+
+def voters_without_a_number() -> Asked:
+    return Asked(lambda prompt: " none")
 
 
 @pytest.mark.parametrize(
@@ -55,8 +58,8 @@ def test_a_vote_is_the_last_number(text, number):
     assert number_in(text) == number
 
 
-async def test_the_count_is_shown():
+async def test_the_votes_and_the_answer_are_shown():
     page = await shown(self_consistency.main, scripted(voters(num_rounds=2)))
-    assert "18 █████ 5" in page
-    assert "11 ██ 2" in page
-    assert page.count("abstains") == 1
+    assert "The answer: 18" in page
+    assert page.count(" 18 ") >= 4
+    assert "were cancelled" in page
