@@ -80,8 +80,6 @@ def is_right(answer: str, case: Case) -> bool:
 
 async def main(flow: af.Session, console: Console, folder: Path | None = None) -> None:
     """Prints all answers and the scores."""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         answers = await evaluate(flow, folder or Path(temporary))
     table = Table("question", *answers, title=f"{len(CASES)} questions", show_footer=True)
@@ -101,4 +99,6 @@ if __name__ == "__main__":
         "--results", type=Path, metavar="FOLDER", help="the folder of the files (default: a temporary one)"
     )
     options = parser.parse_args()
+    if options.results is not None:
+        options.results.mkdir(parents=True, exist_ok=True)
     sys.exit(run_example(partial(main, folder=options.results), options))
