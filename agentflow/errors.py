@@ -264,7 +264,7 @@ class LimitExceeded(AgentflowError):
 class DeadlineExceeded(LimitExceeded):
     """The session, the state or the gen exceeded its time limit.
 
-    >>> s += af.gen("answer", timeout_s=1e-9)
+    >>> s += af.user("Why?") + af.gen("answer", timeout_s=1e-9)
     >>> await s["answer"]  # raises DeadlineExceeded
     """
 
@@ -276,7 +276,7 @@ class BudgetExceeded(LimitExceeded):
 
     >>> await s
     >>> s.limit(output_tokens=2)
-    >>> s += af.gen("answer", max_tokens=64)
+    >>> s += af.user("Why?") + af.gen("answer", max_tokens=64)
     >>> await s["answer"]  # raises BudgetExceeded
     """
 
@@ -288,7 +288,7 @@ class Cancelled(AgentflowError):
     state, in the fork tree. ``variable``: the name of the variable that was awaited, None if it was the
     state.
 
-    >>> s += af.gen("answer")
+    >>> s += af.user("Why?") + af.gen("answer")
     >>> s.cancel()
     >>> await s["answer"]
     Traceback (most recent call last):

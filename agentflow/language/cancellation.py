@@ -24,8 +24,8 @@ def cancelled(error: Cancelled, path: tuple[int, ...], name: str | None) -> Canc
 
 
 def left_by(error: BaseException) -> str:
-    """How a block ended that ``error`` left: for reasons of cancellations."""
-    if isinstance(error, anyio.get_cancelled_exc_class()):
+    """How a block ended that ``error`` left: for reasons of cancellations. Also outside event loops."""
+    if not isinstance(error, Exception) and type(error).__name__ in ("CancelledError", "Cancelled"):
         return "by the cancellation of its task"
     return f"by {type(error).__name__}"
 

@@ -158,6 +158,9 @@ def gen(
     sampled token by token too, which is slower. ``timeout_s``: a gen that takes longer, counted from the
     start of its op, fails with ``DeadlineExceeded``.
 
+    A gen of a conversation is in an assistant's turn. Right after another turn, it is a turn of its own:
+    ``s += af.user("Why?") + af.gen("answer")``. Without turns, as for base models, it continues the text.
+
     >>> s += af.user("What do plants do?")
     >>> s += af.assistant(af.gen("answer", max_tokens=32, stop="\\n"))
     >>> await s["answer"]

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import anyio
 
-from agentflow.errors import BacklogFull, ConcurrentAppend
+from agentflow.errors import BacklogFull, BadArgument, ConcurrentAppend
 from agentflow.language.expressions import Expression, Offer
 from agentflow.language.typed.tools import ToolCall
 
@@ -222,29 +222,59 @@ class TurnContent(NamedTuple):
     calls: list[ToolCalls]
 
 
+class TurnPlace(NamedTuple):
+    """Where a state is among its turns. ``open_role``: of the open turn. ``closes_with_reply``: that turn
+    ends with the next reply, because the program did not open it itself. ``last_role``: of the last turn that
+    has ended. ``has_text``: something was appended after it, outside turns."""
+
+    open_role: str | None = None
+    closes_with_reply: bool = False
+    last_role: str | None = None
+    has_text: bool = False
+
+    def begun(self, role: str) -> TurnPlace:
+        """After the begin of a turn."""
+        return TurnPlace(role)
+
+    def ended(self) -> TurnPlace:
+        """After the end of the open turn."""
+        return TurnPlace(last_role=self.open_role)
+
+    def check_own_turn(self, what: str) -> bool:
+        """Whether ``what``, a gen or select, makes a turn of its own: in a state with turns, outside of them.
+        ``BadArgument`` where it would continue what stands there."""
+        if self.open_role is not None or self.last_role is None:
+            return False
+        if self.has_text:
+            raise BadArgument(
+                f"{what} follows text outside the turns: put both into one turn, as in "
+                f"s += af.assistant('…', af.{what})"
+            )
+        if self.last_role == "assistant":
+            raise BadArgument(
+                f"{what} follows the end of the assistant's turn: put it into that turn, as in "
+                f"s += af.assistant('…', af.{what}), or append af.user(…) first"
+            )
+        return True
+
+
 class Transcript:
     """The texts, variables, images and tool calls of a state, and where its turns begin and end. Append-only.
 
-    A fork's transcript continues its parent's first ``num_inherited`` entries without a copy. ``open_role``:
-    the role of the open turn. ``closes_with_reply``: the turn ends with the next reply, because the program
-    did not open it itself. ``offer``: the tools that replies may call."""
+    A fork's transcript continues its parent's first ``num_inherited`` entries without a copy. ``place``: of
+    its end. ``offer``: the tools that replies may call."""
 
     def __init__(self, parent: Transcript | None = None) -> None:
         self._parent = parent
         self.num_inherited = len(parent._entries) if parent is not None else 0
         self._entries: list[Entry] = []
-        self.open_role: str | None = parent.open_role if parent is not None else None
-        self.closes_with_reply: bool = parent is not None and parent.closes_with_reply
+        self.place: TurnPlace = parent.place if parent is not None else TurnPlace()
         self.offer: Offer | None = parent.offer if parent is not None else None
 
-    def extend(
-        self, entries: Sequence[Entry], open_role: str | None, closes_with_reply: bool, offer: Offer | None
-    ) -> None:
-        """Appends the entries, after which the turn of ``open_role`` is open."""
+    def extend(self, entries: Sequence[Entry], place: TurnPlace, offer: Offer | None) -> None:
+        """Appends the entries, after which the state is at ``place``."""
         self._entries += entries
-        self.open_role = open_role
-        self.closes_with_reply = closes_with_reply
-        self.offer = offer
+        self.place, self.offer = place, offer
 
     @property
     def is_empty(self) -> bool:

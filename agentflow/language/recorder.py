@@ -25,7 +25,7 @@ from agentflow.language.expressions import (
     not_appendable,
 )
 from agentflow.language.markers import MARKERS
-from agentflow.language.op_log import WRITTEN, Entry, ToolCalls, TurnBegins, TurnEnds
+from agentflow.language.op_log import WRITTEN, Entry, ToolCalls, TurnBegins, TurnEnds, TurnPlace
 from agentflow.language.run import StateNode, VariableNode
 from agentflow.language.traced import GenOp, traced
 from agentflow.language.typed.replies import calls_of
@@ -64,8 +64,7 @@ class Recorder:
         self._ops: list[ops.Op] = []
         self._declared: list[_Declared] = []
         self._entries: list[Entry] = []
-        self._open_role = state.transcript.open_role
-        self._closes_with_reply = state.transcript.closes_with_reply
+        self._place = state.transcript.place
         self._offer = state.transcript.offer
         self._num_gens = 0
         self._text: list[str | ops.Ref] = []
@@ -79,7 +78,7 @@ class Recorder:
         state.submit(self._ops, num_expected=len(self._validated))
         for written in WRITTEN.get():
             written[id(state)] = state
-        state.transcript.extend(self._entries, self._open_role, self._closes_with_reply, self._offer)
+        state.transcript.extend(self._entries, self._place, self._offer)
         for node, is_gen, index in self._declared:
             num_ops = self._num_done_with(index)
             state.num_gens += is_gen
@@ -102,7 +101,6 @@ class Recorder:
 
     def add(self, item: Appendable) -> None:
         """Records one item."""
-        state_id = self._state.id
         match item:
             case str():
                 for piece in MARKERS.split(item):
@@ -118,11 +116,7 @@ class Recorder:
             case GenExpression():
                 self._generate(item)
             case SelectExpression():
-                MARKERS.reject(item.choices, f"select({item.name!r}): a choice")
-                num_entries = len(self._entries)
-                node = self._append_variable(item.name, TEXT)
-                select = ops.Select(state_id, node.id, item.name, item.choices, item.method)
-                self.put(self._traced(select, node, num_entries))
+                self._select(item)
             case RoleExpression():
                 self.begin(item.role, item.call)
                 for part in item.parts:
@@ -132,8 +126,8 @@ class Recorder:
                 self._converse(item.conversation)
             case ImageExpression():
                 MARKERS.reject([item.source], "image: its source")
-                self._entries.append(item)
-                self.put(ops.Image(state_id, item.source))
+                self._append_entry(item)
+                self.put(ops.Image(self._state.id, item.source))
             case _:
                 raise not_appendable(item)
 
@@ -144,20 +138,22 @@ class Recorder:
 
     def begin(self, role: ops.Role, call: ToolCall | None = None) -> None:
         """Begins a turn. ``call``: the one that a tool's turn answers."""
-        if self._open_role is not None:
+        is_open = self._place.open_role
+        if is_open is not None:
             raise BadArgument(
-                f"a {role} turn cannot stand inside another turn: the {self._open_role} turn is open"
+                f"a {role} turn cannot stand inside another turn: the {is_open} turn is open, and s.end() "
+                "ends it"
             )
-        self._open_role, self._closes_with_reply = role, False
+        self._place = self._place.begun(role)
         answered = (None, None) if call is None else (call.id or None, call.name)
         self._entries.append(TurnBegins(role, *answered))
         self.put(ops.Begin(self._state.id, role, *answered))
 
     def end(self) -> None:
         """Ends the open turn."""
-        if self._open_role is None:
+        if self._place.open_role is None:
             raise BadArgument("there is no open turn to end")
-        self._open_role, self._closes_with_reply = None, False
+        self._place = self._place.ended()
         self._entries.append(TurnEnds())
         self.put(ops.End(self._state.id))
 
@@ -180,8 +176,8 @@ class Recorder:
         return Variable(node)
 
     def _add_text(self, piece: str | Expression) -> None:
-        self._entries.append(piece)
         self._text.append(self._part(piece))
+        self._append_entry(piece)
 
     def _part(self, piece: str | Expression) -> str | ops.Ref:
         if isinstance(piece, str):
@@ -205,7 +201,7 @@ class Recorder:
 
     def _converse(self, conversation: Conversation) -> None:
         """Records the turns of a conversation, and the assistant's, which stays open."""
-        if self._open_role is not None or self._entries or not self._state.transcript.is_empty:
+        if self._place.open_role is not None or self._entries or not self._state.transcript.is_empty:
             raise BadArgument("a conversation begins a state: append it first, and nothing before it")
         for message in conversation.messages:
             arguments = [call.arguments for call in message.tool_calls]
@@ -215,7 +211,7 @@ class Recorder:
             self._entries.append(TurnEnds())
         last = conversation.messages[-1].role if conversation.messages else ""
         self._entries[-1:] = [] if last == "assistant" else [TurnEnds(), TurnBegins("assistant")]
-        self._open_role, self._closes_with_reply = "assistant", True
+        self._place = TurnPlace("assistant", closes_with_reply=True)
         self._offer = Offer(conversation.tools, conversation.choice)
         self.put(ops.Converse(self._state.id, conversation))
 
@@ -223,15 +219,30 @@ class Recorder:
         constraint = item.value_type.constraint
         fixed = [*item.params.stop, item.params.stop_regex, *(constraint.texts() if constraint else ())]
         MARKERS.reject(fixed, f"gen({item.name!r}): a stop string or a constraint")
+        is_reply = item.value_type.is_reply
+        if is_reply and item.offer is not None and item.offer != self._offer:
+            self._offer = item.offer
+            self.put(ops.Tools(self._state.id, *item.offer))
+        ends_turn = self._begin_reply(item.name) if is_reply else self._begin_own(f"gen({item.name!r})")
         if item.max_retries:
             self._generate_valid(item)
-            return
-        is_reply = item.value_type.is_reply
-        if is_reply:
-            if item.offer is not None and item.offer != self._offer:
-                self._offer = item.offer
-                self.put(ops.Tools(self._state.id, *item.offer))
-            self._begin_reply(item.name)
+        else:
+            self._put_gen(item)
+        if ends_turn:
+            self.end()
+
+    def _select(self, item: SelectExpression) -> None:
+        MARKERS.reject(item.choices, f"select({item.name!r}): a choice")
+        ends_turn = self._begin_own(f"select({item.name!r}, […])")
+        num_entries = len(self._entries)
+        node = self._append_variable(item.name, TEXT)
+        select = ops.Select(self._state.id, node.id, item.name, item.choices, item.method)
+        self.put(self._traced(select, node, num_entries))
+        if ends_turn:
+            self.end()
+
+    def _put_gen(self, item: GenExpression[Any]) -> None:
+        constraint, is_reply = item.value_type.constraint, item.value_type.is_reply
         num_entries = len(self._entries)
         node = self._append_variable(item.name, item.value_type, is_gen=True)
         if is_reply:
@@ -243,8 +254,6 @@ class Recorder:
         self._num_gens += 1
         gen = ops.Gen(self._state.id, node.id, item.name, params, constraint, item.timeout_s, is_reply)
         self.put(self._traced(gen, node, num_entries))
-        if is_reply and self._closes_with_reply:
-            self.end()
 
     def _generate_valid(self, item: GenExpression[Any]) -> None:
         """Records a gen of which only a valid text is appended; see ``validation``."""
@@ -260,22 +269,35 @@ class Recorder:
     def _traced(self, op: GenOp, node: VariableNode, num_entries: int) -> GenOp:
         """The op with its span. ``num_entries``: those of this append that are before it."""
         num_entries += len(self._state.transcript.own)
-        return traced(op, node, num_entries=num_entries, in_turn=self._open_role is not None)
+        return traced(op, node, num_entries=num_entries, in_turn=self._place.open_role is not None)
 
-    def _begin_reply(self, name: str) -> None:
-        """A reply is in the assistant's turn: in an open one, or in one of its own."""
-        if self._open_role is None:
+    def _begin_reply(self, name: str) -> bool:
+        """A reply is in the assistant's turn: in an open one, or in one of its own. Whether it ends it."""
+        is_open = self._place.open_role
+        if is_open is None:
             self.begin("assistant")
-            self._closes_with_reply = True
-        elif self._open_role != "assistant":
-            raise BadArgument(f"reply({name!r}): the {self._open_role} turn is open: end it first")
+        elif is_open != "assistant":
+            raise BadArgument(f"reply({name!r}): the {is_open} turn is open: end it first")
+        return is_open is None or self._place.closes_with_reply
+
+    def _begin_own(self, what: str) -> bool:
+        """A gen or select outside the turns of a state that has turns begins its own. Whether it did."""
+        if not self._place.check_own_turn(what):
+            return False
+        self.begin("assistant")
+        return True
+
+    def _append_entry(self, entry: Entry) -> None:
+        self._entries.append(entry)
+        if self._place.open_role is None:
+            self._place = self._place._replace(has_text=True)
 
     def _append_variable(self, name: str, value_type: ValueType, *, is_gen: bool = False) -> VariableNode:
         """Declares a variable whose text is appended to the state."""
         self._flush()
         node = self._declare(name, value_type, is_gen=is_gen)
         node.is_generated = True
-        self._entries.append(Variable(node))
+        self._append_entry(Variable(node))
         return node
 
     def _declare(

@@ -308,7 +308,7 @@ class State(ShownState):
 
         >>> async with s.fork(3) as branches:
         ...     for branch in branches:
-        ...         branch += af.gen("paragraph")
+        ...         branch += af.user("A paragraph.") + af.gen("paragraph")
         >>> s.join(branches, separator="\\n")
         """
         if not isinstance(branches, Branches) or branches.parent is not self:

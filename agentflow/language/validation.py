@@ -84,7 +84,7 @@ def _generated(item: GenExpression[Any], branch: StateNode, index: int) -> Varia
     Variable(node)
     seed = branch.run.seed_at(node.id, branch.seed_place(0))
     op = attempt_op(item, branch.id, node.id, seed, index)
-    branch.submit([traced(op, node, num_entries=0, in_turn=branch.transcript.open_role is not None)])
+    branch.submit([traced(op, node, num_entries=0, in_turn=branch.transcript.place.open_role is not None)])
     branch.num_gens += 1
     branch.declare(node)
     branch.in_flight.expect(node.id, 1)

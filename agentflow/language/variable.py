@@ -365,10 +365,10 @@ class Variable(Reference[ValueT_co]):
         """The log-probability of each token, with ``gen(..., logprobs=True)``; None for a token at the end of
         the text that was encoded again. Await the variable first.
 
-        >>> s += af.gen("word", max_tokens=4, logprobs=True)
+        >>> s += af.user("Why?") + af.gen("word", max_tokens=3, logprobs=True)
         >>> word = await s["word"]
         >>> len(s["word"].logprobs)
-        4
+        3
         """
         return self._node.end.logprobs
 
@@ -377,10 +377,10 @@ class Variable(Reference[ValueT_co]):
         """The most likely tokens at each position, most likely first, with ``gen(..., top_logprobs=k)``; None
         for a token that was encoded again. Await the variable first.
 
-        >>> s += af.gen("word", max_tokens=4, top_logprobs=2)
+        >>> s += af.user("Why?") + af.gen("word", max_tokens=3, top_logprobs=2)
         >>> word = await s["word"]
         >>> [len(place) for place in s["word"].top_logprobs]
-        [2, 2, 2, 2]
+        [2, 2, 2]
         """
         return self._node.end.top_logprobs
 

@@ -16,7 +16,7 @@ from agentflow.protocol.constraint import Constraint, ConstraintKind
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """A token, its text (``\ufffd`` for the bytes of half a character), and its log-probability.
 
-    >>> s += af.gen("word", max_tokens=4, top_logprobs=2)
+    >>> s += af.user("Why?") + af.gen("word", max_tokens=4, top_logprobs=2)
     >>> word = await s["word"]
     >>> likeliest, second = s["word"].top_logprobs[0]
     >>> likeliest.logprob >= second.logprob

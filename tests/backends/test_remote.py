@@ -58,10 +58,11 @@ async def essay(s: af.State, num_branches: int) -> list[str]:
         for index, branch in enumerate(branches):
             branch += af.user(f"Judge it, part {index}. #{index + 3}")
             branch += af.assistant(af.gen("judgment"))
-    s += af.user("All in all: ")
-    for branch in branches:
-        s += branch["judgment"]
-    s += " #5"
+    async with s.user():
+        s += "All in all: "
+        for branch in branches:
+            s += branch["judgment"]
+        s += " #5"
     s += af.gen("report")
     return [await s["text"], *[await branch["judgment"] for branch in branches], await s["report"]]
 

@@ -63,7 +63,7 @@ async def test_a_blocking_line_of_a_program_is_named_once(shown, blocks):
         blocks()  # until the warning is there
         return await s["x"]
 
-    async with af.session(backend=af.Scripted({"": "yes"})) as flow:
+    async with af.session(backend=af.Scripted(lambda call: "yes")) as flow:
         for _ in range(2):
             assert await flow.run(program) == "yes"
     (warning,) = shown
@@ -82,7 +82,7 @@ async def test_a_blocking_function_of_map_is_named(shown):
         arrived.wait(timeout=60)
         return text.upper()
 
-    async with af.session(backend=af.Scripted({"": "yes"})) as flow, flow.state() as s:
+    async with af.session(backend=af.Scripted(lambda call: "yes")) as flow, flow.state() as s:
         s += af.gen("x")
         assert await s["x"].map(shout) == "YES"
     assert [warning.lineno for warning in shown] == [shout.__code__.co_firstlineno + 1]
@@ -97,7 +97,7 @@ async def test_if_warnings_are_errors_the_session_ends(shown):
         return await s["x"]
 
     warnings.simplefilter("error", af.BlockingWarning)
-    async with af.session(backend=af.Scripted({"": "yes"})) as flow:
+    async with af.session(backend=af.Scripted(lambda call: "yes")) as flow:
         watch = flow._link._watch
         call_in_loop = watch._call_in_loop
 

@@ -327,9 +327,9 @@ async def seeds_of(seed: int | None, *, names: tuple[str, ...] = ("a", "b")) -> 
         for _ in range(2):
             async with flow.state() as s:
                 s += af.assistant(af.gen(names[0], temperature=1.0), af.gen(names[1], temperature=1.0))
-                s += af.gen("own", seed=7)
+                s += af.user("And?") + af.gen("own", seed=7)
                 for branch in (*s.fork(2), *s.fork(1)):
-                    branch += af.gen("c", temperature=1.0)
+                    branch += af.user("And?") + af.gen("c", temperature=1.0)
     assert [op.params.seed for op in observed.of(ops.Gen)].count(7) == 2
     return [op.params.seed for op in observed.of(ops.Gen) if op.params.seed != 7]
 

@@ -297,8 +297,9 @@ def test_optimising_folds_constants():
         s += af.system("Be brief.")
         s += af.user("Greet ", name, " warmly.")
         tone = s.set("tone", "Kindly.")
-        s += tone.upper()
-        s += "!"
+        async with s.user():
+            s += tone.upper()
+            s += "!"
         async with s.fork(2) as branches:
             for branch in branches:
                 branch += af.gen("x")

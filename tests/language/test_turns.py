@@ -228,6 +228,69 @@ async def test_turns_over_the_wire(server):
         assert await s.text() == "<system>be kind</system><user>a question</user>"
 
 
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+@pytest.mark.parametrize("expression", [af.gen("x"), af.select("x", ["yes"]), af.reply("x")])
+async def test_a_generation_right_after_a_turn_is_a_turn_of_its_own(role, expression):
+    backend = af.Scripted(lambda call: "yes")
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += getattr(af, NAMES.get(role, role))("a") + expression
+        assert await s.text() == f"<{role}>a</{role}><assistant>yes</assistant>"
+        assert (await s.messages())[1:] == [{"role": "assistant", "content": "yes"}]
+        s.begin(role)  # none is open
+        s.end()
+        branch = s.copy()
+        branch += expression  # the fork knows the last turn
+        assert (await branch.messages())[-1] == {"role": "assistant", "content": "yes"}
+
+
+async def test_the_own_turn_of_a_generation_reaches_the_chat_template():
+    """On an engine, as if the program had written the turn."""
+    texts = []
+    for turn in (lambda expression: expression, af.assistant):
+        async with af.session(backend=FakeEngine()) as flow, flow.state() as s:
+            s += af.user("What?") + turn(af.gen("x", max_tokens=8))
+            s += af.user("And?") + turn(af.select("y", ["yes", "no"]))
+            texts.append(await s.token_ids())
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("expression", [af.gen("x"), af.select("x", ["a", "b"]), af.gen("x", schema=int)])
+async def test_a_generation_whose_turn_is_unclear_is_rejected(expression):
+    observed = Observed(af.Scripted(lambda call: "a"))
+    async with af.session(backend=observed) as flow, flow.state() as s:
+        s += af.user("q")
+        num_ops = len(observed.ops)
+        for before in (
+            "text",
+            "\n",
+            s.set("note", "a"),
+            af.image("data:image/png;base64,"),
+            af.assistant("a"),
+        ):
+            num_ops = len(observed.ops)
+            with pytest.raises(af.BadArgument, match=r"af\.assistant\("):
+                s += before + expression
+            assert len(observed.ops) == num_ops
+        s += af.assistant(af.gen("y"))
+        for state in (s, s.copy()):
+            with pytest.raises(af.BadArgument, match="assistant's turn"):
+                state.add(expression)
+        s += "text"
+        s += af.user("a turn makes it clear again") + expression
+
+
+async def test_text_without_turns_is_completed():
+    async with af.session(backend=af.Scripted(lambda call: "a")) as flow, flow.state() as s:
+        s += "1, " + af.gen("x") + ", " + af.select("y", ["a", "b"]) + af.gen("z")
+        assert await s.text() == "1, a, aa"
+        s += af.user("?") + af.gen("w")
+        assert await s.text() == "1, a, aa<user>?</user><assistant>a</assistant>"
+    async with af.session(backend=af.Scripted(lambda call: "a")) as flow, flow.state() as s:
+        async with s.user():  # a model that plays the user
+            s += "I " + af.gen("x")
+        assert await s.text() == "<user>I a</user>"
+
+
 # Random conversations against a reference model
 
 
@@ -239,13 +302,26 @@ class PlainState:
     messages: list[dict[str, str]] = field(default_factory=list)
     open_role: str | None = None
     last: str | None = None  # the value of its variable x
+    rejects_gen: bool = False  # text or an assistant's turn stands before, outside any turn
 
     def append(self, piece: str) -> None:
         self.text += piece
         if self.open_role is not None:
             self.messages[-1]["content"] += piece
+        elif self.messages:
+            self.rejects_gen = True
+
+    def generate(self) -> None:
+        is_own = self.open_role is None and bool(self.messages)
+        if is_own:
+            self.turn("assistant")
+        self.last = answer(self.text)
+        self.append(self.last)
+        if is_own:
+            self.turn(None)
 
     def turn(self, role: str | None) -> None:
+        self.rejects_gen = role is None and self.open_role == "assistant"
         if role is None:
             self.text += f"</{self.open_role}>"
         else:
@@ -261,8 +337,11 @@ def step(kind: str, number: int, states: list[tuple[af.State, PlainState]]) -> N
         state.add(f"t{number} ")
         plain.append(f"t{number} ")
     elif kind == "gen":
-        plain.last = answer(plain.text)
-        plain.append(plain.last)
+        if plain.rejects_gen:
+            with pytest.raises(af.BadArgument, match=r"turn"):
+                state.add(af.gen("x"))
+            return
+        plain.generate()
         state.add(af.gen("x"))
     elif kind in ("upper", "marker", "sum") and plain.last is not None:
         x, value = state["x"].upper(), plain.last.upper()

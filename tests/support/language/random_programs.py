@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 import agentflow as af
+from agentflow.language.state import state_node
 
 WORDS = ["one", "two ", " three", "\n", "4"]
 
@@ -60,11 +61,11 @@ async def run_steps(s: af.State, todo: list[Step], argument: Any, known: list[An
             case "strip" if known:
                 s += f"{known[step.number % len(known)].strip()}"
             case "gen":
-                s += af.gen(name, max_tokens=4)
+                s += in_turn(s, af.gen(name, max_tokens=4))
             case "sampled":
-                s += af.gen(name, temperature=1.0, stop="f")
+                s += in_turn(s, af.gen(name, temperature=1.0, stop="f"))
             case "select":
-                s += af.gen(name, choices=None)
+                s += in_turn(s, af.gen(name, choices=None))
             case "set":
                 s.set(name, step.word + (known[-1] if known else ""))
             case "turn":
@@ -75,6 +76,13 @@ async def run_steps(s: af.State, todo: list[Step], argument: Any, known: list[An
                 await run_fork(s, step, argument, known)
         if name in s and step.kind in ("gen", "sampled", "select", "set", "turn"):
             known.append(s[name])
+
+
+def in_turn(s: af.State, generation: Any) -> Any:
+    """The generation: in a turn, if text stands after the turns of the state, or an assistant's turn."""
+    place = state_node(s).transcript.place
+    is_outside = place.last_role is not None and (place.has_text or place.last_role == "assistant")
+    return af.assistant(generation) if is_outside else generation
 
 
 async def run_fork(s: af.State, step: Step, argument: Any, known: list[Any]) -> None:
