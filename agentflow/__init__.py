@@ -49,6 +49,7 @@ from agentflow.errors import (
     UnknownModel,
     UnknownVariable,
 )
+from agentflow.language.act import Act, ActDone, RoundStarted, ToolDone, ToolStarted, act
 from agentflow.language.expressions import (
     assistant,
     conversation,
@@ -78,6 +79,8 @@ from agentflow.version import __version__
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
+    "Act",
+    "ActDone",
     "AgentflowError",
     "BacklogFull",
     "BadArgument",
@@ -118,6 +121,7 @@ __all__ = [
     "ReplayDiffers",
     "Reply",
     "RequestRefused",
+    "RoundStarted",
     "RunDone",
     "RunFailed",
     "ScriptMismatch",
@@ -135,6 +139,8 @@ __all__ = [
     "TextDelta",
     "TokenLogprob",
     "ToolCall",
+    "ToolDone",
+    "ToolStarted",
     "Transformed",
     "UnknownModel",
     "UnknownVariable",
@@ -142,6 +148,7 @@ __all__ = [
     "Variable",
     "VariableDone",
     "__version__",
+    "act",
     "assistant",
     "conversation",
     "errors",

@@ -84,6 +84,9 @@ class Replay:
     True True
     """
 
+    is_replay = True
+    """It gives the texts that a client provided, such as the results of tools."""
+
     def __init__(self, path: str | PathLike[str]) -> None:
         self._recording = read_recording(path)
         self._runs = RecordedRuns(self._recording)

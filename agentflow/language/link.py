@@ -87,6 +87,8 @@ class Link:
         self._ids = itertools.count(1)
         self._run_indices = itertools.count()
         self._answers: dict[int, tuple[anyio.Event, list[StatsReply]]] = {}
+        self.is_replay = False
+        """Whether the backend has the texts that the client provided when the session was recorded."""
         self._watch: LoopWatch | None = None
         self.spans: SessionSpan | None = None
         self.runs = Runs()
@@ -108,6 +110,12 @@ class Link:
             raise
         if self.spans is not None:
             self.spans.is_open(self._connection.capabilities.model)
+        async with AsyncExitStack() as stack:
+            self.is_replay = bool(getattr(backend, "is_replay", False))
+            connecting = backend.connect(self._deliver, self._lose)
+            self._connection = await stack.enter_async_context(connecting)
+            self._tasks = await stack.enter_async_context(open_task_group())
+            self._stack = stack.pop_all()
         if blocking_s:
             self._watch = LoopWatch(blocking_s, lambda: bool(self.states), self._lose)
 

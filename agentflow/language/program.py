@@ -147,7 +147,10 @@ class ProgramStream:
     """
 
     def __init__(self, link: Link, run: Run, result: Callable[[], Awaitable[Any]]) -> None:
-        self._work = _StreamWork(link, run, result)
+        async def done() -> RunDone:
+            return RunDone(await result())
+
+        self._work = StreamWork(link, run.wake_streams, done)
         self._events = run.watch(self._work.ended.is_set)
         weakref.finalize(self, self._work.abandon).atexit = False
 
@@ -165,7 +168,7 @@ class ProgramStream:
             result, work.result = work.result, None
             if result is None:
                 raise
-            return result
+            return result  # type: ignore[no-any-return]
         finally:
             # A traceback that is kept keeps this frame, which would keep a dropped stream alive.
             del self
@@ -188,15 +191,16 @@ class ProgramStream:
         await self.aclose()
 
 
-class _StreamWork:
-    """The run behind a ``ProgramStream``, in a task of the session. It holds no reference to the stream, so
-    that the garbage collector can notice a dropped one."""
+class StreamWork:
+    """What runs behind a stream of events, such as a ``ProgramStream``, in a task of the session. It holds no
+    reference to the stream, so that the garbage collector can notice a dropped one. ``wake`` is called at its
+    end."""
 
-    def __init__(self, link: Link, run: Run, result: Callable[[], Awaitable[Any]]) -> None:
+    def __init__(self, link: Link, wake: Callable[[], None], result: Callable[[], Awaitable[Any]]) -> None:
         self.ended = anyio.Event()
         self.failure: Exception | None = None
-        self.result: RunDone | None = None
-        self._run = run
+        self.result: Any = None
+        self._wake = wake
         self._scope = anyio.CancelScope()
         self._is_abandoned = False
         self._call_in_loop = loop_caller()
@@ -225,7 +229,7 @@ class _StreamWork:
     async def _live(self, result: Callable[[], Awaitable[Any]]) -> None:
         try:
             with self._scope:
-                self.result = RunDone(await result())
+                self.result = await result()
         except Exception as error:
             self.failure = error  # raised where the stream is read, not in the session's task group
             if self._is_abandoned:
@@ -235,4 +239,4 @@ class _StreamWork:
             raise
         finally:
             self.ended.set()
-            self._run.wake_streams()
+            self._wake()

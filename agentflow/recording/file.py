@@ -100,6 +100,11 @@ class Recorded:
         self._seed = seed
         self._clock = clock
 
+    @property
+    def is_replay(self) -> bool:
+        """As of the backend that is recorded."""
+        return bool(getattr(self._backend, "is_replay", False))
+
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
         """Opens the file, then the backend."""

@@ -33,6 +33,13 @@ SCRIPT: dict[str, str | af.Reply] = {
         "", (af.ToolCall("weather", {"city": "Rome"}, "call_1"),)
     ),
     "rain in Rome</tool><assistant>": "Yes, it is.",
+    "Will it rain in Rome or in Turin?</user><assistant>": af.Reply(
+        "", (af.ToolCall("weather", {"city": "Rome"}), af.ToolCall("weather", {"city": "Turin"}))
+    ),
+    "rain in Turin</tool><assistant>": "In both.",
+    "How many legs have two spiders?</user><assistant>": "16",
+    "Is it raining in Lima?</user><assistant>": af.Reply("", (af.ToolCall("weather", {"city": "Lima"}),)),
+    "only Europe is covered</tool><assistant>": "I cannot tell.",
     "first paragraph: ": "Leaves catch light.",
     "second paragraph: ": "Roots bring water.",
     # guides/coming-from.md and the README

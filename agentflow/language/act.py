@@ -1,0 +1,566 @@
+"""The loop of an agent: the model calls tools, gets their results, and goes on until it answers.
+
+``act`` runs the loop on a state. Each round is one reply of the model. Its tool calls run in one task group,
+and their results are appended in the order of the calls. ``Act`` is what a program awaits, or iterates over
+for the events of the loop (``ActStream``).
+
+A result is sent as the text of a variable, like that of ``Variable.map``. A recording therefore has it, and a
+replay takes it from there: neither the tools nor the approval hook run again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+import weakref
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import suppress
+from functools import partial
+from types import TracebackType
+from typing import Any, Generic, TypeAlias, TypeVar, Unpack, overload
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from agentflow.errors import AgentflowError, BadArgument, InvalidValue, LimitExceeded
+from agentflow.language.expressions import GenExpression, RoleExpression, Sequence_
+from agentflow.language.gen import JsonOptions, reply
+from agentflow.language.markers import MARKERS
+from agentflow.language.program import StreamWork
+from agentflow.language.program_events import TextDelta
+from agentflow.language.state import State, state_node
+from agentflow.language.typed.json_types import json_text
+from agentflow.language.typed.replies import Reply
+from agentflow.language.typed.tools import (
+    DescribedTool,
+    Tool,
+    Toolbox,
+    ToolCall,
+    check_max_calls,
+    check_timeout_s,
+)
+from agentflow.language.typed.values import value_type
+from agentflow.language.variable import Variable
+from agentflow.protocol import ops
+from agentflow.protocol.chat import ToolChoice
+from agentflow.protocol.sampling import is_whole
+from agentflow.runtime.task_group import first_of, open_task_group
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+ValueT = TypeVar("ValueT")
+
+Verdict: TypeAlias = bool | str
+Approve: TypeAlias = Callable[[ToolCall], Verdict | Awaitable[Verdict]]
+"""Whether a call may run: True, False, or the reason why not, which the model gets."""
+
+MAX_THREADS = 16
+"""So many plain functions of one ``act`` run at once."""
+ERROR = "error: "
+"""How the text of a failed call begins."""
+
+
+class RoundStarted(msgspec.Struct, frozen=True):
+    """The model begins reply ``number`` of this ``af.act``, from 1.
+
+    >>> async for event in af.act(s, tools=[weather]):
+    ...     if isinstance(event, af.RoundStarted):
+    ...         print(event.number)
+    1
+    """
+
+    number: int
+
+
+class ToolStarted(msgspec.Struct, frozen=True):
+    """A tool call was approved, or rejected, and starts.
+
+    >>> async for event in af.act(s, tools=[weather]):
+    ...     if isinstance(event, af.ToolStarted):
+    ...         print(event.call.name, event.call.arguments)
+    """
+
+    call: ToolCall
+
+
+class ToolDone(msgspec.Struct, frozen=True):
+    """A tool call has ended. ``text``: what the model gets. ``failed``: it is an error.
+
+    >>> async for event in af.act(s, tools=[weather]):
+    ...     if isinstance(event, af.ToolDone) and event.failed:
+    ...         print(event.call.name, event.text)
+    """
+
+    call: ToolCall
+    text: str
+    failed: bool = False
+
+
+class ActDone(msgspec.Struct, frozen=True):
+    """The loop has ended with ``result``. The last event.
+
+    >>> async for event in af.act(s, tools=[weather]):
+    ...     if isinstance(event, af.ActDone):
+    ...         print(event.result)
+    Plants turn light into sugar.
+    """
+
+    result: Any
+
+
+ActEvent = RoundStarted | TextDelta | ToolStarted | ToolDone | ActDone
+Emit: TypeAlias = Callable[[ActEvent], None]
+
+
+@overload
+def act(
+    state: State,
+    *,
+    tools: Sequence[Tool],
+    schema: type[ValueT],
+    max_rounds: int = ...,
+    max_calls: int | None = ...,
+    call_timeout_s: float | None = ...,
+    approve: Approve | None = ...,
+    name: str = ...,
+    choice: str | ToolChoice = ...,
+    parallel: bool = ...,
+    **options: Unpack[JsonOptions],
+) -> Act[ValueT]: ...
+@overload
+def act(
+    state: State,
+    *,
+    tools: Sequence[Tool],
+    schema: None = ...,
+    max_rounds: int = ...,
+    max_calls: int | None = ...,
+    call_timeout_s: float | None = ...,
+    approve: Approve | None = ...,
+    name: str = ...,
+    choice: str | ToolChoice = ...,
+    parallel: bool = ...,
+    **options: Unpack[JsonOptions],
+) -> Act[str]: ...
+@overload
+def act(
+    state: State,
+    *,
+    tools: Sequence[Tool],
+    schema: Any,
+    max_rounds: int = ...,
+    max_calls: int | None = ...,
+    call_timeout_s: float | None = ...,
+    approve: Approve | None = ...,
+    name: str = ...,
+    choice: str | ToolChoice = ...,
+    parallel: bool = ...,
+    **options: Unpack[JsonOptions],
+) -> Act[Any]: ...
+def act(
+    state: State,
+    *,
+    tools: Sequence[Tool],
+    schema: Any = None,
+    max_rounds: int = 8,
+    max_calls: int | None = None,
+    call_timeout_s: float | None = None,
+    approve: Approve | None = None,
+    name: str = "answer",
+    choice: str | ToolChoice = "auto",
+    parallel: bool = True,
+    **options: Unpack[JsonOptions],
+) -> Act[Any]:
+    """Lets the model call tools until it answers. Await it for the answer, or iterate over its events.
+
+    Each round, the model writes a reply (``af.reply``) as variable ``name``. Its tool calls run at the same
+    time; their results are appended in the order of the calls, and the next round begins. A reply without
+    calls ends the loop: its text is the result. With ``schema``, as in ``gen``, that text is such a value.
+
+    ``tools``: functions with annotated parameters, plain or async, what ``af.tool`` makes of them, or the
+    tools of ``af.mcp``. Plain functions run in threads, and go on there if their call is cancelled. Arguments
+    have the types of the parameters. A result is a text, or a value that becomes JSON. Failures are results:
+    an exception, invalid arguments, an unknown tool, a call that is denied or above a limit.
+
+    ``call_timeout_s``: the time of one call. ``max_calls``: of all rounds together. ``approve``: a function
+    of the ``ToolCall``, plain or async, asked before each call, one after another; it returns True, False, or
+    the reason for denying the call. ``choice``: of the first round, as in ``af.reply``; later ones are free.
+    ``parallel``: whether a reply may call several tools. ``options``: as in ``gen``.
+
+    ``LimitExceeded`` if reply ``max_rounds`` still calls tools. These calls are not run, and the state says
+    so. If the loop is cancelled, unfinished calls are cancelled, and the state says so too. Either way the
+    state stays a valid conversation, and the program may continue it.
+
+    >>> s += af.user("What do plants do?")
+    >>> await af.act(s, tools=[weather], max_rounds=4)
+    'Plants turn light into sugar.'
+    """
+    where = "act"
+    if not isinstance(state, State):
+        raise BadArgument(f"act: the first argument is a state, not {state!r:.80}", param="state")
+    if not is_whole(max_rounds, 1, 1_000_000):
+        raise BadArgument(f"act: max_rounds must be 1 or more, not {max_rounds!r}", param="max_rounds")
+    check_max_calls(where, max_calls)
+    check_timeout_s(where, call_timeout_s)
+    if approve is not None and not callable(approve):
+        raise BadArgument(f"act: approve must be a function of a call, not {approve!r}", param="approve")
+    toolbox = Toolbox(tools)
+    for tool in toolbox:
+        if tool.function is None:
+            raise BadArgument(
+                f"act: tool {tool.name!r} is only a schema: give the function that runs it, as in "
+                f"af.tool(function, name={tool.name!r}, parameters={{…}})",
+                param="tools",
+            )
+    specs = [tool.spec for tool in toolbox]
+    read = None if schema is None else value_type(schema=schema).read
+    first, later = [
+        reply(name, tools=specs, choice=mode, parallel=parallel, schema=schema, **options)
+        for mode in (choice, "auto")
+    ]
+    calls = _Calls(toolbox, max_calls, call_timeout_s, approve)
+    return Act(_Loop(state, first, later, max_rounds, read, calls))
+
+
+class Act(Generic[ResultT]):
+    """What ``af.act`` returns: await it for the result, or iterate over its events. It runs once.
+
+    >>> async with af.act(s, tools=[weather]) as events:  # leaving the block cancels the loop
+    ...     async for event in events:
+    ...         if isinstance(event, af.TextDelta):
+    ...             print(event.text, end="")
+    Plants turn light into sugar.
+    """
+
+    def __init__(self, loop: _Loop) -> None:
+        self._loop: _Loop | None = loop
+        self._stream: ActStream | None = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_loop", None) is not None:
+            warnings.warn("af.act(...) was never awaited", RuntimeWarning, stacklevel=2)
+
+    def _started(self) -> _Loop:
+        loop, self._loop = self._loop, None
+        if loop is None:
+            raise BadArgument("this af.act(...) has run: call it again for another loop")
+        return loop
+
+    def __await__(self) -> Generator[object, None, ResultT]:
+        return self._started().run(None).__await__()
+
+    def __aiter__(self) -> ActStream:
+        return ActStream(self._started())
+
+    async def __aenter__(self) -> ActStream:
+        self._stream = ActStream(self._started())
+        return self._stream
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._stream is not None
+        await self._stream.aclose()
+
+
+class ActStream:
+    """The events of a running ``af.act``. The last is ``ActDone``; if the loop fails, the iteration raises
+    its error. Dropping it cancels the loop."""
+
+    def __init__(self, loop: _Loop) -> None:
+        self._events = events = _Events()
+        link = state_node(loop.state).link
+        self._work = StreamWork(link, events.wake, lambda: loop.run(events.emit))
+        weakref.finalize(self, self._work.abandon).atexit = False
+
+    def __aiter__(self) -> ActStream:
+        return self
+
+    async def __anext__(self) -> ActEvent:
+        work, events = self._work, self._events
+        try:
+            while not events.waiting:
+                if work.ended.is_set():
+                    failure, work.failure = work.failure, None
+                    if failure is not None:
+                        raise failure from failure.__cause__
+                    raise StopAsyncIteration
+                await events.change()
+            return events.waiting.popleft()
+        finally:
+            # A traceback that is kept keeps this frame, which would keep a dropped stream alive.
+            del self
+
+    async def aclose(self) -> None:
+        """Cancels the loop if it still runs, and waits for its end. May be repeated."""
+        await self._work.stop()
+
+
+class _Events:
+    """Events that were not read yet. Adjacent texts are merged, so a slow reader gets fewer events."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[ActEvent] = deque()
+        self._changed = anyio.Event()
+
+    def emit(self, event: ActEvent) -> None:
+        last = self.waiting[-1] if self.waiting else None
+        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
+            self.waiting[-1] = TextDelta(event.path, event.name, last.text + event.text)
+        else:
+            self.waiting.append(event)
+        self.wake()
+
+    def wake(self) -> None:
+        self._changed.set()
+
+    async def change(self) -> None:
+        """Waits for an event, or the end."""
+        self._changed = anyio.Event()
+        await self._changed.wait()
+
+
+class _Loop:
+    """One ``act``. ``read``: makes the result of the last text; None: it is the text."""
+
+    def __init__(
+        self,
+        state: State,
+        first: GenExpression[Reply],
+        later: GenExpression[Reply],
+        max_rounds: int,
+        read: Callable[[str], Any] | None,
+        calls: _Calls,
+    ) -> None:
+        self.state = state
+        self._replies = (first, later)
+        self._max_rounds = max_rounds
+        self._read = read
+        self._calls = calls
+
+    async def run(self, emit: Emit | None) -> Any:
+        """Runs the rounds and returns the result. ``emit`` gets the events."""
+        for number in range(1, self._max_rounds + 1):
+            if emit is not None:
+                emit(RoundStarted(number))
+            expression = self._replies[number > 1]
+            variable = self.state.add(expression)[expression]
+            if emit is not None:
+                async for text in variable:
+                    emit(TextDelta(variable.path, variable.name, text))
+            answer = await variable
+            if not answer.tool_calls:
+                result = self._result(variable, answer)
+                if emit is not None:
+                    emit(ActDone(result))
+                return result
+            results = _Results(self.state, answer.tool_calls)
+            try:
+                if number < self._max_rounds:
+                    await self._calls.run(results, emit or _ignore)
+                else:
+                    results.fill(f"{ERROR}not run: the limit of rounds is reached")
+            except BaseException:
+                with suppress(AgentflowError):  # the state or the session may have ended
+                    results.fill(f"{ERROR}the call was cancelled")
+                    results.append()
+                raise
+            results.append()
+        raise LimitExceeded(
+            f"act: the model still calls tools after {self._max_rounds} rounds: raise max_rounds, or catch "
+            "this and continue the state"
+        )
+
+    def _result(self, variable: Variable[Reply], answer: Reply) -> Any:
+        if self._read is None:
+            return answer.text
+        if variable.finish_reason == "length":
+            raise InvalidValue(f"{variable.name!r} was truncated, raise max_tokens: {answer.text[-200:]!r}")
+        try:
+            return self._read(answer.text)
+        except (ValueError, RecursionError) as error:
+            shown = repr(answer.text[:200])
+            raise InvalidValue(f"{variable.name!r} is not a valid result ({error}): {shown}") from error
+
+
+def _ignore(event: ActEvent) -> None:
+    pass
+
+
+class _Results:
+    """The results of one reply's calls: a variable for each, whose text is sent when it is there."""
+
+    def __init__(self, state: State, calls: Sequence[ToolCall]) -> None:
+        self.calls = calls
+        self._state = state
+        self._node = node = state_node(state)
+        self._nodes = [node.expect_text(f"the result of {call.name}") for call in calls]
+        self._variables = [Variable[str](one) for one in self._nodes]
+        for one in self._nodes:
+            node.run.touch(one)
+        self._is_given = [False] * len(calls)
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether the results come from a recording."""
+        return self._node.link.is_replay
+
+    async def recorded(self, index: int) -> str:
+        """The result in the recording. Raises the failure of the recorded state."""
+        self._is_given[index] = True
+        return await self._variables[index]
+
+    def give(self, index: int, text: str) -> None:
+        """Sends the result of a call."""
+        self._is_given[index] = True
+        self._node.link.send([ops.Provide(self._nodes[index].id, text)], quiet=True)
+
+    def fill(self, text: str) -> None:
+        """Sends this as the result of each call that has none."""
+        for index, is_given in enumerate(self._is_given):
+            if not is_given:
+                self.give(index, text)
+
+    def append(self) -> None:
+        """Appends a turn for each result, in the order of the calls."""
+        turns = [
+            RoleExpression("tool", (variable,), call)
+            for variable, call in zip(self._variables, self.calls, strict=True)
+        ]
+        self._state.add(Sequence_(tuple(turns)))
+
+    async def failure(self) -> None:
+        """Returns when the state has failed, or was cancelled. Returns also when all results are there."""
+        for node in self._nodes:
+            await node.settled()
+            if node.error is not None:
+                return
+
+    def raise_failure(self) -> None:
+        """Raises the failure of the state."""
+        for node in self._nodes:
+            node.raise_failure()
+
+
+class _Calls:
+    """Runs tool calls within the limits."""
+
+    def __init__(
+        self, toolbox: Toolbox, max_calls: int | None, timeout_s: float | None, approve: Approve | None
+    ) -> None:
+        self._toolbox = toolbox
+        self._max_calls = max_calls
+        self._timeout_s = timeout_s
+        self._approve = approve
+        self._num_runs: Counter[str] = Counter()
+        self._threads: anyio.CapacityLimiter | None = None
+
+    async def run(self, results: _Results, emit: Emit) -> None:
+        """Runs the calls of one reply. Raises if its state fails meanwhile."""
+        if results.is_replay:
+            for index, call in enumerate(results.calls):
+                emit(ToolStarted(call))
+                text = await results.recorded(index)
+                emit(ToolDone(call, text, text.startswith(ERROR)))
+            return
+        async with open_task_group() as watching:
+            watching.start_soon(_cancel_after, results.failure, watching.cancel_scope)
+            async with open_task_group() as group:
+                for index, received in enumerate(results.calls):
+                    call, tool, fault = await self._checked(received)
+                    emit(ToolStarted(call))
+                    end = partial(_end, results, index, call, emit)
+                    if tool is None:
+                        end(f"{ERROR}{fault}")
+                    else:
+                        group.start_soon(self._run_one, tool, call, end)
+            watching.cancel_scope.cancel()
+        results.raise_failure()
+
+    async def _checked(self, received: ToolCall) -> tuple[ToolCall, DescribedTool | None, str]:
+        """The call with typed arguments, and its tool; or why it does not run."""
+        try:
+            tool = self._toolbox[received.name]
+        except ValueError as error:
+            return received, None, str(error)
+        try:
+            arguments = tool.read(received.text)
+        except (ValueError, RecursionError) as error:
+            return received, None, f"the arguments are invalid: {_shown(error)}"
+        call = ToolCall(tool.name, arguments, received.id, received.text, tool.function)
+        if self._max_calls is not None and self._num_runs.total() >= self._max_calls:
+            return call, None, f"not run: the limit of {self._max_calls} calls is reached"
+        if tool.max_calls is not None and self._num_runs[tool.name] >= tool.max_calls:
+            return call, None, f"not run: the limit of {tool.max_calls} calls of {tool.name!r} is reached"
+        verdict = True if self._approve is None else await self._called(self._approve, call)
+        if not isinstance(verdict, bool | str):
+            raise BadArgument(
+                f"act: approve returned {verdict!r:.80}: return True, False, or why the call is denied",
+                param="approve",
+            )
+        if verdict is not True:
+            return call, None, f"the call was denied: {verdict}" if verdict else "the call was denied"
+        self._num_runs[tool.name] += 1
+        return call, tool, ""
+
+    async def _run_one(self, tool: DescribedTool, call: ToolCall, end: Callable[[str], None]) -> None:
+        timeout_s = self._timeout_s if tool.timeout_s is None else tool.timeout_s
+        text = f"{ERROR}the call took longer than {timeout_s} s"
+        with anyio.move_on_after(timeout_s):
+            try:
+                assert tool.function is not None
+                text = _result_text(await self._called(tool.function, **call.arguments))
+            except Exception as error:
+                logger.info("tool %r failed", tool.name, exc_info=True)
+                text = f"{ERROR}{_shown(error)}"
+        end(text)
+
+    async def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls the function: an async one here, a plain one in a thread."""
+        if _is_async(function):
+            return await function(*args, **kwargs)
+        if self._threads is None:
+            self._threads = anyio.CapacityLimiter(MAX_THREADS)
+        result = await anyio.to_thread.run_sync(
+            partial(function, *args, **kwargs), abandon_on_cancel=True, limiter=self._threads
+        )
+        return await result if inspect.isawaitable(result) else result
+
+
+async def _cancel_after(wait: Callable[[], Awaitable[None]], scope: anyio.CancelScope) -> None:
+    await wait()
+    scope.cancel()
+
+
+def _end(results: _Results, index: int, call: ToolCall, emit: Emit, text: str) -> None:
+    results.give(index, text)
+    emit(ToolDone(call, text, text.startswith(ERROR)))
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    while isinstance(function, partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004  # of an object with an async __call__
+    )
+
+
+def _result_text(result: Any) -> str:
+    """The result as the model gets it. ``ValueError`` if it has no such form."""
+    if not isinstance(result, str):
+        return json_text(result)
+    result.encode()  # half a surrogate pair could not be sent
+    MARKERS.reject([result], "the result of a tool")
+    return result
+
+
+def _shown(error: BaseException) -> str:
+    """The error for the model. Text that could not be sent is escaped."""
+    lone = first_of(error) if isinstance(error, Exception) else error
+    name = "" if type(lone) is ValueError else f"{type(lone).__name__}: "
+    text = f"{name}{lone}" if str(lone) else type(lone).__name__
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,515 @@
+"""The tool loop: what the model gets, in which order, within which limits; and how it ends early."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import threading
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field
+from support.observed_backends import Unbatched
+
+import agentflow as af
+
+pytestmark = pytest.mark.anyio
+
+ERROR = "error: "
+
+
+def call(name: str, **arguments: Any) -> af.ToolCall:
+    return af.ToolCall(name, arguments)
+
+
+def scripted(*answers: Any) -> af.Session:
+    return af.session(backend=af.Scripted({"answer": list(answers)}), seed=1)
+
+
+def weather(city: str) -> str:
+    """The weather in a city."""
+    return f"rain in {city}"
+
+
+async def answered(tools: list[Any], *calls: af.ToolCall, **options: Any) -> list[str]:
+    """What the model gets for these calls of one reply."""
+    async with scripted(calls, "done") as flow, flow.state() as s:
+        s += af.user("?")
+        assert await af.act(s, tools=tools, **options) == "done"
+        return [m["content"] for m in await s.messages() if m["role"] == "tool"]
+
+
+# The model of the loop: one call after another, and the conversation that follows.
+
+SILENT = {"ok": 0, "slow": 1}
+
+
+def ok(number: int) -> int:
+    return number * 2
+
+
+async def slow(number: int) -> str:
+    for _ in range(number % 5):
+        await anyio.lowlevel.checkpoint()
+    return f"slow {number}"
+
+
+async def failing(number: int) -> None:
+    raise ValueError(f"no {number}")
+
+
+def denied(number: int) -> str:
+    raise AssertionError("a denied call runs")
+
+
+async def never(number: int) -> str:
+    await anyio.sleep_forever()
+    raise AssertionError
+
+
+NAMES = ["ok", "slow", "failing", "denied", "never", "missing", "limited"]
+CALLS = st.tuples(st.sampled_from(NAMES), st.one_of(st.integers(0, 9), st.just("no number")))
+ROUNDS = st.lists(st.lists(CALLS, min_size=1, max_size=5), max_size=5)
+
+
+def expected_results(rounds: list[Any], max_rounds: int, max_calls: int | None) -> tuple[list[Any], bool]:
+    """The contents of the results of each round, and whether the loop ends with an answer."""
+    found, num_runs, num_limited = [], 0, 0
+    for position, calls in enumerate(rounds):
+        if position + 1 == max_rounds:
+            return [*found, [f"{ERROR}not run: the limit of rounds is reached"] * len(calls)], False
+        texts = []
+        for name, number in calls:
+            if name == "missing":
+                text = "missing"
+            elif not isinstance(number, int):
+                text = "invalid"
+            elif (max_calls is not None and num_runs >= max_calls) or (
+                name == "limited" and num_limited >= 2
+            ):
+                text = "limit"
+            elif name == "denied":
+                text = (
+                    f"{ERROR}the call was denied: not number {number}"
+                    if number
+                    else f"{ERROR}the call was denied"
+                )
+            else:
+                num_runs += 1
+                num_limited += name == "limited"
+                text = {
+                    "ok": str(number * 2),
+                    "slow": f"slow {number}",
+                    "failing": f"{ERROR}no {number}",
+                    "never": "took longer",
+                    "limited": json.dumps({"number": number}),
+                }[name]
+            texts.append(text)
+        found.append(texts)
+    return found, True
+
+
+@given(
+    rounds=ROUNDS,
+    max_rounds=st.integers(1, 6),
+    max_calls=st.one_of(st.none(), st.integers(0, 8)),
+    is_streamed=st.booleans(),
+    is_batched=st.booleans(),
+)
+async def test_the_loop_is_that_of_the_model(rounds, max_rounds, max_calls, is_streamed, is_batched):
+    async def approve(asked: af.ToolCall) -> bool | str:
+        number = asked.arguments["number"]
+        return asked.name != "denied" or (f"not number {number}" if number else False)
+
+    @af.tool(max_calls=2)
+    def limited(number: int) -> dict[str, int]:
+        return {"number": number}
+
+    tools = [ok, slow, failing, denied, af.tool(never, timeout_s=1e-3), limited]
+    answers = [[call(name, number=number) for name, number in calls] for calls in rounds]
+    backend = af.Scripted({"answer": [*answers, "the end"]})
+    results, ends = expected_results(rounds, max_rounds, max_calls)
+    events = []
+    async with af.session(backend=backend if is_batched else Unbatched(backend)) as flow, flow.state() as s:
+        s += af.system("x") + af.user("y")
+        loop = af.act(s, tools=tools, max_rounds=max_rounds, max_calls=max_calls, approve=approve)
+        try:
+            if is_streamed:
+                events = [event async for event in loop]
+                assert events[-1] == af.ActDone("the end")
+            else:
+                assert await loop == "the end"
+            assert ends
+        except af.LimitExceeded:
+            assert not ends
+        messages = await s.messages()
+        s += af.user("z") + af.reply("after", tools=[ok])
+        if ends:
+            backend.generator._script["after"] = "fine"
+            await s["after"]
+    ids = itertools.count(1)
+    shown = iter(messages)
+    assert [next(shown)["role"] for _ in range(2)] == ["system", "user"]
+    for calls, texts in zip(rounds, results, strict=False):
+        said = next(shown)
+        numbers = [f"call_{next(ids)}" for _ in calls]
+        assert [one["id"] for one in said["tool_calls"]] == numbers
+        for (name, _), number, text in zip(calls, numbers, texts, strict=True):
+            message = next(shown)
+            assert (message["role"], message["tool_call_id"], message["name"]) == ("tool", number, name)
+            if text.startswith((ERROR, "{")) or name in ("ok", "slow"):
+                assert message["content"] == text or text in message["content"]
+            else:
+                assert message["content"].startswith(ERROR)
+                assert text in message["content"]
+    assert [message["content"] for message in shown] == (["the end"] if ends else [])
+    if is_streamed and ends:
+        done = [event for event in events if isinstance(event, af.ToolDone)]
+        assert sorted(e.text for e in done) == sorted(m["content"] for m in messages if m["role"] == "tool")
+        assert all(event.failed == event.text.startswith(ERROR) for event in done)
+        assert [e.number for e in events if isinstance(e, af.RoundStarted)] == [*range(1, len(rounds) + 2)]
+
+
+# Tools
+
+
+class Place(BaseModel):
+    city: str
+    days: int = Field(1, ge=1, le=9)
+
+
+@dataclasses.dataclass
+class Report:
+    place: Place
+    dry: bool
+
+
+async def test_arguments_and_results_have_the_types_of_the_function():
+    async def forecast(place: Place, dry: bool = False) -> Report:
+        assert isinstance(place, Place)
+        return Report(place, dry)
+
+    right, wrong = (
+        call("forecast", place={"city": "Oslo"}),
+        call("forecast", place={"city": "Oslo", "days": 99}),
+    )
+    found = await answered([forecast], right, wrong)
+    assert json.loads(found[0]) == {"place": {"city": "Oslo", "days": 1}, "dry": False}
+    assert found[1].startswith(ERROR)
+    assert "days" in found[1]
+
+
+class Shop:
+    def __init__(self) -> None:
+        self.sold: list[str] = []
+
+    def buy(self, item: str) -> None:
+        self.sold.append(item)
+
+    @af.tool(name="sell")
+    def sells(self, item: str) -> list[str]:
+        return self.sold
+
+    async def __call__(self, item: str) -> str:
+        return item.upper()
+
+
+async def test_methods_partial_functions_objects_and_renamed_functions_are_tools():
+    shop = Shop()
+    tools = [shop.buy, shop.sells, functools.partial(weather, city="Rome"), af.tool(shop, name="shout")]
+    calls = [call("buy", item="nail"), call("shout", item="x"), call("weather")]
+    assert await answered(tools, *calls) == ["null", "X", "rain in Rome"]
+    assert await answered(tools, call("sell", item="")) == ['["nail"]']
+
+
+async def test_a_tool_of_a_schema_gets_plain_values():
+    schema = {"type": "object", "properties": {"a": {"type": "array"}}}
+    add = af.tool(lambda a: sum(a), name="add", description="Adds.", parameters=schema)
+    backend = af.Scripted({"answer": [call("add", a=[1, 2]), "done"]})
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += af.user("?")
+        await af.act(s, tools=[add])
+        assert (await s.messages())[-2]["content"] == "3"
+    [spec] = backend.calls[0].tools
+    assert (spec.name, spec.description, spec.parameters) == ("add", "Adds.", schema)
+
+
+async def test_plain_functions_do_not_block_the_loop_and_calls_run_together():
+    """Each waits for the other, one in a thread."""
+    in_thread, in_loop = threading.Event(), anyio.Event()
+
+    def first() -> str:
+        in_thread.set()
+        anyio.from_thread.run(in_loop.wait)
+        return "first"
+
+    async def second() -> str:
+        await anyio.to_thread.run_sync(in_thread.wait)
+        in_loop.set()
+        return "second"
+
+    assert await answered([first, second], call("first"), call("second")) == ["first", "second"]
+
+
+@pytest.mark.parametrize("value", [object(), float("nan"), "\ud800", {1j: 2}, b"\xff"])
+async def test_a_result_without_a_form_is_an_error_of_the_call(value):
+    def odd() -> Any:
+        return value
+
+    [text] = await answered([odd], call("odd"))
+    assert text.startswith(ERROR) == (value != b"\xff")
+
+
+async def test_errors_that_could_not_be_sent_are_escaped():
+    def odd() -> None:
+        raise ExceptionGroup("many", [KeyError("\ud800")])
+
+    assert await answered([odd], call("odd")) == [f"{ERROR}KeyError: '\\ud800'"]
+
+
+# The hook
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_calls_are_approved_one_after_another_in_their_order(is_async):
+    asked = []
+
+    def approve(wanted: af.ToolCall) -> bool | str:
+        asked.append(wanted.arguments["city"])
+        return {"a": True, "b": False, "c": "too far"}[asked[-1]]
+
+    async def approve_async(wanted: af.ToolCall) -> bool | str:
+        return approve(wanted)
+
+    calls = [call("weather", city=city) for city in "cabbc"]
+    found = await answered([weather], *calls, approve=approve_async if is_async else approve)
+    assert asked == list("cabbc")
+    denied = f"{ERROR}the call was denied"
+    assert found == [f"{denied}: too far", "rain in a", denied, denied, f"{denied}: too far"]
+
+
+@pytest.mark.parametrize("verdict", [None, 1])
+async def test_a_hook_without_a_verdict_is_an_error_of_the_program(verdict):
+    with pytest.raises(af.BadArgument) as caught:
+        await answered([weather], call("weather", city="a"), approve=lambda _: verdict)
+    assert caught.value.param == "approve"
+
+
+# Ending early
+
+
+async def state_is_valid(s: af.State, *contents: str) -> None:
+    assert [m["content"] for m in await s.messages() if m["role"] == "tool"] == list(contents)
+    s += af.user("Go on.") + af.reply("after")
+    assert (await s["after"]).text == "fine"
+
+
+async def test_a_cancelled_loop_leaves_no_task_and_a_valid_state():
+    started, cancelled = anyio.Event(), []
+
+    async def waiting() -> None:
+        started.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            cancelled.append(True)
+
+    backend = af.Scripted({"answer": [(call("weather", city="a"), call("waiting"))], "after": "fine"})
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += af.user("?")
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as group:
+                group.start_soon(cancel_when, started, scope)
+                await af.act(s, tools=[weather, waiting])
+        assert scope.cancelled_caught
+        assert cancelled == [True]
+        contents = [m["content"] for m in await s.messages() if m["role"] == "tool"]
+        assert contents[0] in ("rain in a", f"{ERROR}the call was cancelled")
+        await state_is_valid(s, contents[0], f"{ERROR}the call was cancelled")
+
+
+async def cancel_when(event: anyio.Event, scope: anyio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel()
+
+
+@pytest.mark.parametrize("leaves_block", [False, True])
+async def test_leaving_the_events_cancels_the_loop(leaves_block):
+    cancelled = anyio.Event()
+
+    async def waiting() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            cancelled.set()
+
+    backend = af.Scripted({"answer": [call("waiting")], "after": "fine"})
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += af.user("?")
+        if leaves_block:
+            async with af.act(s, tools=[waiting]) as events:
+                async for event in events:
+                    if isinstance(event, af.ToolStarted):
+                        break
+            await state_is_valid(s, f"{ERROR}the call was cancelled")
+        else:
+            async for event in af.act(s, tools=[waiting]):  # dropped, and collected
+                if isinstance(event, af.ToolStarted):
+                    await anyio.lowlevel.checkpoint()
+                    break
+            with anyio.fail_after(10):
+                await cancelled.wait()
+
+
+@pytest.mark.parametrize("cause", ["cancel", "sibling"])
+async def test_a_state_that_fails_while_tools_run_cancels_them(cause):
+    cancelled = []
+
+    async def waiting() -> None:
+        if cause == "cancel":
+            branch.cancel()
+        else:
+            sibling.add(af.gen("broken"))
+        try:
+            await anyio.sleep_forever()
+        finally:
+            cancelled.append(True)
+
+    script = {"answer": [call("waiting")], "broken": af.EngineFailed("broken")}
+    async with af.session(backend=af.Scripted(script)) as flow, flow.state() as s:
+        async with s.fork(2) as (branch, sibling):
+            branch += af.user("?")
+            with pytest.raises(af.AgentflowError):
+                await af.act(branch, tools=[waiting])
+        assert cancelled == [True]
+
+
+async def test_an_error_of_the_hook_cancels_the_calls_and_is_raised():
+    async def waiting() -> None:
+        await anyio.sleep_forever()
+
+    def approve(wanted: af.ToolCall) -> bool:
+        if wanted.name == "weather":
+            raise OSError("no terminal")
+        return True
+
+    backend = af.Scripted({"answer": [(call("waiting"), call("weather", city="a"))], "after": "fine"})
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += af.user("?")
+        with pytest.raises(OSError, match="no terminal"):
+            await af.act(s, tools=[waiting, weather], approve=approve)
+        await state_is_valid(s, *[f"{ERROR}the call was cancelled"] * 2)
+
+
+# Results
+
+
+async def test_a_schema_makes_the_result_a_value():
+    async with scripted(call("weather", city="a"), Place(city="Oslo")) as flow, flow.state() as s:
+        s += af.user("?")
+        assert await af.act(s, tools=[weather], schema=Place) == Place(city="Oslo")
+        assert (await s["answer"]).text == '{"city": "Oslo", "days": 1}'
+    async with scripted({"city": "Oslo", "days": 99}) as flow, flow.state() as s:
+        s += af.user("?")
+        with pytest.raises(af.InvalidValue, match="days"):
+            await af.act(s, tools=[weather], schema=Place)
+
+
+async def test_options_of_gen_and_the_choice_are_passed_on():
+    backend = af.Scripted({"said": [call("weather", city="a"), "done"]})
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += af.conversation([{"role": "user", "content": "?"}])
+        loop = af.act(s, tools=[weather], name="said", choice="required", temperature=0.5, max_tokens=9)
+        assert await loop == "done"
+        with pytest.raises(af.BadArgument):
+            await loop
+        assert [m["role"] for m in await s.messages()] == ["user", "assistant", "tool", "assistant"]
+    assert {(one.params.temperature, one.params.max_tokens) for one in backend.calls} == {(0.5, 9)}
+
+
+# Recordings
+
+
+async def test_a_replay_takes_the_results_from_the_recording(tmp_path):
+    path, numbers = tmp_path / "run.jsonl", itertools.count()
+
+    def number() -> int:
+        return next(numbers)
+
+    @af.program
+    async def agent(s: af.State, question: str) -> tuple[str, list[dict[str, Any]]]:
+        s += af.user(question)
+        found = await af.act(s, tools=[number], approve=approve)
+        return found, await s.messages()
+
+    def approve(wanted: af.ToolCall) -> bool:
+        return next(numbers) != 2
+
+    calls = [call("number"), call("number")]
+    async with af.session(backend=af.Scripted({"answer": [calls, calls, "x"]}), record=path) as flow:
+        first = await flow.run(agent, "?")
+    assert first[0] == "x"
+    after = next(numbers)
+    async with af.session(backend=af.Replay(path)) as flow:
+        assert await flow.run(agent, "?") == first
+    assert next(numbers) == after + 1, "a tool or the hook has run"
+    async with af.session(backend=af.Replay(path), record=tmp_path / "again.jsonl") as flow:
+        assert await flow.run(agent, "?") == first
+    async with af.session(backend=af.Replay(tmp_path / "again.jsonl")) as flow:
+        assert await flow.run(agent, "?") == first
+        with pytest.raises(af.ReplayDiffers):
+            await flow.run(agent, "another question")
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"tools": []}, None),
+        ({"tools": [{"name": "x", "parameters": {}}]}, "tools"),
+        ({"tools": [weather, weather]}, None),
+        ({"tools": [lambda: 1]}, None),
+        ({"tools": [weather], "max_rounds": 0}, "max_rounds"),
+        ({"tools": [weather], "max_calls": -1}, None),
+        ({"tools": [weather], "call_timeout_s": 0}, None),
+        ({"tools": [weather], "approve": "yes"}, "approve"),
+        ({"tools": [weather], "choice": "sing"}, "choice"),
+    ],
+)
+async def test_wrong_arguments_are_rejected_at_once(wrong, param):
+    async with scripted("x") as flow, flow.state() as s:
+        s += af.user("?")
+        with pytest.raises(af.BadArgument) as caught:
+            af.act(s, **wrong)
+        assert param is None or caught.value.param == param
+        assert await s.text() == "<user>?</user>"
+
+
+def test_a_turn_of_a_tool_is_another_function():
+    with pytest.raises(af.BadArgument, match="tool_result"):
+        af.tool("12 degrees")  # type: ignore[call-overload]
+
+
+async def test_a_loop_that_is_not_awaited_warns():
+    async with scripted("x") as flow, flow.state() as s:
+        s += af.user("?")
+        with pytest.warns(RuntimeWarning, match="never awaited"):
+            af.act(s, tools=[weather])
+
+
+async def test_a_graph_cannot_hold_a_loop():
+    @af.program
+    async def agent(s: af.State, question: str) -> str:
+        s += af.user(question)
+        return await af.act(s, tools=[weather])
+
+    with pytest.raises(af.DataDependent):
+        agent.trace()
