@@ -5,7 +5,7 @@ A line with ``type: ignore`` is an error that mypy must find: mypy reports an un
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict, assert_type
 
@@ -133,6 +133,25 @@ async def arguments(flow: af.Session) -> None:
     assert_type(await flow.map(plain_count, two_each, on_error="return"), list[float | Exception])
     unknown: list[Any] = []
     assert_type(await flow.map(plain_count, unknown), list[float])
+    assert_type(await flow.map(plain_count, Frame(), retries=2, resume="x", key="id"), list[float])
+    assert_type(await flow.map(count, one_each, key=len, resume="x").pairs(), list[tuple[Any, float]])
+    assert_type(await flow.map(count, one_each).to_dicts(), list[dict[str, Any]])
+    async with flow.state() as s:
+        branches = s.fork(2)
+        assert_type(await branches.first("x"), af.State)
+        assert_type(await branches.best("x", key=len), af.State)
+        assert_type(await af.race(*branches), af.State)
+        assert_type(await af.race(count(s.copy(), "a", 1), flow.run(plain_count, "a", 1)), float)
+
+
+class Frame:
+    """A dataframe, which also gives its columns when it is iterated over."""
+
+    def __iter__(self) -> Iterator[Place]:
+        raise NotImplementedError
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+        raise NotImplementedError
 
 
 async def wrong_arguments(flow: af.Session) -> None:
