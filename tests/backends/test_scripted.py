@@ -1,9 +1,13 @@
 """The scripted backend truncates its answers like a model's, and rejects what it does not support."""
 
+import contextlib
 import dataclasses
 from typing import Annotated, Any, TypedDict
 
+import anyio
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 from support.programs import echo
 
@@ -408,3 +412,53 @@ async def test_tool_calls_are_answers_of_a_gen_with_tools():
     async with af.session(backend=af.Scripted({"calls": [[OSLO, ROME]]})) as flow, flow.state() as s:
         s += af.gen("calls", tools=[weather])
         assert [call() for call in await s["calls"]] == ["rain in Oslo", "rain in Rome"]
+
+
+# Names, in random programs
+
+KINDS = ["gen", "gen", "select", "fork", "copy", "wire", "set", "cancel"]
+STEPS = st.lists(st.tuples(st.integers(0, 30), st.sampled_from(KINDS)), max_size=25)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+@given(steps=STEPS, is_strict=st.booleans())
+def test_each_generation_gets_the_answers_of_its_own_name(loop, steps, is_strict):
+    """The name of a generation comes from a queue of its state, which must not shift when states fork, wait
+    for another, or are cancelled. The script answers with the name of the call."""
+
+    async def play() -> None:
+        backend = af.Scripted(lambda call: call.name, strict=is_strict)
+        variables: list[af.Variable[str]] = []
+        has_cancelled = False
+        async with af.session(backend=backend) as flow, flow.state() as root:
+            states = [root]
+            for choice, kind in steps:
+                number = choice % len(states)
+                s, name = states[number], f"v{len(variables)}"
+                with contextlib.suppress(af.StateClosed):  # a state that was cancelled
+                    match kind:
+                        case "gen":
+                            s += "a" + af.gen(name)
+                            variables.append(s[name])
+                        case "select":
+                            s += af.select(name, [name, "other"])
+                            variables.append(s[name])
+                        case "fork":
+                            states += s.fork(2)
+                        case "copy":
+                            states.append(s.copy())
+                        case "set":
+                            s.set("set", "text")
+                        case "cancel" if number:
+                            s.cancel()
+                            has_cancelled = True
+                        case "wire" if variables:
+                            s += variables[choice % len(variables)]
+            for variable in variables:
+                with contextlib.suppress(af.Cancelled, af.RunFailed):
+                    assert await variable == variable.name
+        called, appended = [call.name for call in backend.calls], [variable.name for variable in variables]
+        assert called == [name for name in appended if name in called]
+        assert has_cancelled or called == appended
+
+    anyio.run(play, backend=loop)
