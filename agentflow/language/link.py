@@ -98,6 +98,7 @@ class Link:
         if self._tasks is not None:
             raise BadArgument("a session is entered once: make another with af.session(...)")
         blocking_s = threshold_s()
+        self.is_replay = bool(getattr(backend, "is_replay", False))
         self.spans = spans_of_session()
         try:
             async with AsyncExitStack() as stack:
@@ -110,12 +111,6 @@ class Link:
             raise
         if self.spans is not None:
             self.spans.is_open(self._connection.capabilities.model)
-        async with AsyncExitStack() as stack:
-            self.is_replay = bool(getattr(backend, "is_replay", False))
-            connecting = backend.connect(self._deliver, self._lose)
-            self._connection = await stack.enter_async_context(connecting)
-            self._tasks = await stack.enter_async_context(open_task_group())
-            self._stack = stack.pop_all()
         if blocking_s:
             self._watch = LoopWatch(blocking_s, lambda: bool(self.states), self._lose)
 
