@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from agentflow.language.display.svg import Arrow, Box, BoxKind, ForkMark, graph_svg
 from agentflow.language.typed.values import ValueType
 from agentflow.protocol import ops
 from agentflow.protocol.op_table import ROOT, opened, references, spec_of
@@ -124,6 +125,10 @@ class Graph:
         """
         return _draw(self)
 
+    def _repr_svg_(self) -> str:
+        """For notebooks."""
+        return _svg(self)
+
     def optimised(self) -> Graph:
         """The graph with constants folded. Its results are the same.
 
@@ -220,27 +225,62 @@ def _draw(graph: Graph) -> str:
             if getattr(graph.ops[index], "state", ROOT) == state:
                 lines.append(f"        {_node(index, graph)}")
         lines.append("    end")
-    lines += [f"    {line}" for line in _arrows(graph, set(shown))]
+    for arrow in _arrows(graph, set(shown)):
+        lines.append(f"    {arrow.source} {_ARROWS[arrow.kind]} {arrow.target}")
     return "\n".join(lines)
 
 
-def _arrows(graph: Graph, shown: set[int]) -> list[str]:
+def _svg(graph: Graph) -> str:
+    """The drawing. The beginning of a turn is drawn with what comes first in it."""
+    items: list[Box | ForkMark] = [
+        Box(f"a{variable}", name, "argument", None) for name, variable in graph.arguments.items()
+    ]
+    shown: set[int] = set()
+    begun: dict[int, int] = {}  # state → index of the beginning of its turn
+    drawn_as: dict[str, str] = {}
+    for index, op in enumerate(graph.ops):
+        state, label = getattr(op, "state", ROOT), _label(op, graph)
+        if state in begun and (label or isinstance(op, ops.Fork)):
+            before = begun.pop(state)
+            role = _label(graph.ops[before], graph)
+            if isinstance(op, ops.Fork):
+                items.append(Box(f"n{before}", role, "text", state))
+            else:
+                label = f"{role} {label}"
+                drawn_as[f"n{before}"] = f"n{index}"
+        if isinstance(op, ops.Fork):
+            items.append(ForkMark(op.state, op.children))
+        elif label:
+            shown.add(index)
+            if isinstance(op, ops.Begin):
+                begun[state] = index
+            else:
+                kind: BoxKind = "gen" if isinstance(op, ops.Gen | ops.Select) else "text"
+                items.append(Box(f"n{index}", _shortened(label), kind, state))
+    arrows = [
+        Arrow(drawn_as.get(arrow.source, arrow.source), drawn_as.get(arrow.target, arrow.target), arrow.kind)
+        for arrow in _arrows(graph, shown)
+    ]
+    return graph_svg(graph.name, ROOT, items, [arrow for arrow in arrows if arrow.source != arrow.target])
+
+
+def _arrows(graph: Graph, shown: set[int]) -> list[Arrow]:
     """The edges between ops that are shown; an edge passes through ops that are not."""
-    before: dict[int, list[tuple[int, str]]] = {}
-    lines: list[str] = []
+    before: dict[int, list[tuple[int, EdgeKind]]] = {}
+    found: list[Arrow] = []
     for edge in graph.edges():
         source = graph.ops[edge.source]
         if edge.kind == "data" and isinstance(source, ops.Expect):
-            lines.append(f"a{source.var} {_ARROWS['data']} n{edge.target}")
+            found.append(Arrow(f"a{source.var}", f"n{edge.target}", "data"))
         elif edge.kind == "data" and edge.target in shown:
-            lines.append(f"n{edge.source} {_ARROWS['data']} n{edge.target}")
+            found.append(Arrow(f"n{edge.source}", f"n{edge.target}", "data"))
         elif edge.kind != "data":
             reached = [(edge.source, edge.kind)] if edge.source in shown else before.get(edge.source, [])
             kept = [(at, edge.kind if at == edge.source else kind) for at, kind in reached]
             before.setdefault(edge.target, []).extend(kept)
             if edge.target in shown:
-                lines += [f"n{at} {_ARROWS[kind]} n{edge.target}" for at, kind in kept]
-    return list(dict.fromkeys(lines))
+                found += [Arrow(f"n{at}", f"n{edge.target}", kind) for at, kind in kept]
+    return list(dict.fromkeys(found))
 
 
 def _node(index: int, graph: Graph) -> str:
@@ -251,7 +291,10 @@ def _node(index: int, graph: Graph) -> str:
 
 def _label(op: ops.Op, graph: Graph) -> str:
     """The label of an op; empty for ops that are not drawn."""
-    label = spec_of(op).label(op, graph.names)
+    return _shortened(spec_of(op).label(op, graph.names))
+
+
+def _shortened(label: str) -> str:
     return label if len(label) <= _MAX_LABEL else f"{label[: _MAX_LABEL - 1]}…"
 
 

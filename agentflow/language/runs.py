@@ -9,11 +9,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, overload
 
 from agentflow.errors import AgentflowError
+from agentflow.language.display.svg import Bar, runs_svg
 from agentflow.language.spans import RunSpan, SessionSpan
 from agentflow.protocol.events import Usage
 
 MAX_RUNS: Final = 200
 """A session keeps the latest so many runs."""
+MAX_DRAWN: Final = 50
 
 
 class RunRecord:
@@ -31,8 +33,18 @@ class RunRecord:
         self._ended_s: float | None = None
 
     def __repr__(self) -> str:
-        how = self.error or ("done" if self.is_done else "running")
-        return f"<run of {self.program}: {how}, {self.duration_s:.3g} s, {_tokens(self.usage)}>"
+        return f"<run of {self.program}: {self.summary}>"
+
+    @property
+    def summary(self) -> str:
+        """Its duration, tokens and end in one line."""
+        usage = self.usage
+        cached = f", {usage.hit_rate:.0%} cached" if usage.prompt_tokens else ""
+        how = self.error or ("" if self.is_done else "running")
+        tokens = f"{usage.prompt_tokens:,} + {usage.output_tokens:,} tokens{cached}"
+        seconds = self.duration_s
+        duration = f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+        return f"{duration}, {tokens}{', ' if how else ''}{how}"
 
     @property
     def is_done(self) -> bool:
@@ -104,7 +116,14 @@ class Runs(Sequence[RunRecord]):
     def __repr__(self) -> str:
         return f"<{len(self)} runs>"
 
+    def __str__(self) -> str:
+        return "\n".join([f"{record.program:<24} {record.summary}" for record in self]) or "no runs"
 
-def _tokens(usage: Usage) -> str:
-    cached = f", {usage.hit_rate:.0%} cached" if usage.cached_tokens else ""
-    return f"{usage.prompt_tokens:,} + {usage.output_tokens:,} tokens{cached}"
+    def _repr_svg_(self) -> str:
+        """For notebooks."""
+        bars = []
+        for record in list(self)[-MAX_DRAWN:]:
+            color = "#cf6a62" if record.error else "#57a773" if record.is_done else "#5b8def"
+            ended_s = record.began_s + record.duration_s
+            bars.append(Bar(record.program, record.began_s, ended_s, record.summary, color))
+        return runs_svg(bars)
