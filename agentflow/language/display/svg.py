@@ -151,7 +151,7 @@ def runs_svg(bars: Sequence[Bar]) -> str:
 def _svg(title: str, width: float, height: float, parts: Sequence[str]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}"'
+        f'viewBox="0 0 {width:.0f} {height:.0f}" '
         'style="max-width:100%;height:auto" font-family="system-ui,sans-serif" font-size="12">'
         f"<title>{_clean(title)}</title>{''.join(parts)}</svg>"
     )
