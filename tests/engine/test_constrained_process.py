@@ -33,7 +33,7 @@ async def text(client: EngineClient, word: str) -> str:
 
 @pytest.fixture
 def payloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """Of each request that is written to the process the key, and whether the payload goes with it."""
+    """The constraint key of each request that is sent to the process, and whether it includes the payload."""
     written: list[tuple[str, bool]] = []
     to_frame = engine_supervisor.to_frame
 

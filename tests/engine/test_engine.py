@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.engine.stepped_engine import SteppedEngine, assert_resumable
 from support.fake_engine import TOKENIZER, StepGate
 from support.faults import has_param
-from support.plain_engine import END_ID, PLAIN_IDS, alone, fake_logprob, plain_engine, plain_token, runner
+from support.plain_engine import PLAIN_IDS, alone, fake_logprob, plain_engine, plain_token, runner
 from support.small_tokenizers import byte_level
 
 from agentflow.engine.batch import Batch
@@ -37,7 +37,7 @@ from agentflow.engine.process.ipc import (
 from agentflow.engine.runner import AcceleratorFault, OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.tokenizer import Tokenizer
-from agentflow.errors import BadModelFolder, EngineFailed, Overloaded, PromptTooLong
+from agentflow.errors import BadModelFolder, EngineFailed, PromptTooLong
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.task_group import open_task_group
 
@@ -147,58 +147,6 @@ async def test_each_token_emits_its_text():
         end, deltas = await generate(client, max_tokens=20, ignore_eos=True)
         assert deltas == [text for i in end.token_ids if (text := TOKENIZER.decode([i]))]
         assert "".join(deltas) == end.text
-
-
-async def test_a_possible_beginning_of_a_stop_string_is_held_back():
-    expected = alone(PROMPT, SamplingParams(max_tokens=20, ignore_eos=True))
-    stop = expected.text[10:16]
-    cut = expected.text.index(stop)
-    async with plain_engine() as client:
-        end, deltas = await generate(client, max_tokens=20, stop=(stop,), ignore_eos=True)
-        assert (end.text, end.finish_reason) == (expected.text[:cut], "stop")
-        assert end.text.startswith("".join(deltas))
-
-
-async def test_the_end_token_is_no_part_of_the_text():
-    prompt = next([n] for n in range(2, 400) if alone([n], SamplingParams()).reason == "eos")
-    async with plain_engine() as client:
-        end, _ = await generate(client, prompt)
-        assert end.finish_reason == "eos"
-        assert END_ID not in end.token_ids
-        assert end.output_tokens == len(end.token_ids) + 1
-        more, _ = await generate(client, prompt, ignore_eos=True)
-        assert more.finish_reason == "length"
-        assert more.token_ids[: len(end.token_ids) + 1] == [*end.token_ids, END_ID]
-
-
-async def test_the_same_seed_draws_the_same():
-    async with plain_engine(next_token=None) as client:
-        outputs = {}
-        for name, seed, temperature in (("a", 1, 1.0), ("again", 1, 1.0), ("b", 2, 1.0), ("greedy", 2, 0.0)):
-            end, _ = await generate(client, seed=seed, temperature=temperature, max_tokens=16)
-            outputs[name] = end.token_ids
-        assert outputs["a"] == outputs["again"]
-        assert len({tuple(ids) for ids in outputs.values()}) == 3
-
-
-async def test_logprobs_are_returned_only_on_request():
-    gate = StepGate()
-    gate.attach()
-    gate.allow(0)
-    ends = {}
-
-    async def run(name: str, **params) -> None:
-        ends[name], _ = await generate(client, [*PROMPT, len(name)], ignore_eos=True, **params)
-
-    async with plain_engine(on_step=gate) as client, anyio.create_task_group() as group:
-        group.start_soon(run, "holds the gate")
-        await gate.held()
-        group.start_soon(lambda: run("asked", max_tokens=9, logprobs=True))
-        group.start_soon(lambda: run("did not ask", max_tokens=9))
-        await anyio.lowlevel.checkpoint()
-        gate.open()
-    assert len(ends["asked"].logprobs) == 9
-    assert ends["did not ask"].logprobs == []
 
 
 async def test_scoring_gives_the_logprob_of_each_token():
@@ -471,23 +419,6 @@ async def test_leaving_the_scope_ends_the_engine_whatever_it_does(error):
             await leave()
         assert failure.value is error
     assert fake.num_closed == 1
-
-
-async def test_requests_beyond_the_limit_are_overloaded():
-    gate = StepGate()
-    gate.attach()
-    gate.allow(0)
-    fake = runner(on_step=gate)
-    async with (
-        running_engine(lambda: (fake, TOKENIZER, SchedulerConfig()), max_unfinished=2) as client,
-        anyio.create_task_group() as group,
-    ):
-        group.start_soon(generate, client)
-        group.start_soon(generate, client)
-        await gate.held()
-        with pytest.raises(Overloaded, match=r"\b2\b"):
-            await generate(client)
-        gate.open()
 
 
 async def test_stats_count_what_was_done():

@@ -1,4 +1,4 @@
-"""What memory is free: of the machine, of the containers around the process, and of a GPU."""
+"""Free memory: of the machine, of the containers around the process, and of a GPU."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ async def test_torchs_free_memory_of_a_gpu_is_used(
     devices: list[str | None],
     cuda_bytes: int | None,
 ) -> None:
-    """With a torch that stands for one on a machine with a GPU."""
+    """With a fake torch that has a GPU."""
     (tmp_path / "torch.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(free_memory_module, "has_driver", lambda: True)

@@ -16,7 +16,7 @@ from agentflow.protocol.sampling import SamplingParams
 
 
 def submitted(origin: Origin) -> Submit:
-    """As it comes out of the engine's end of the pipe."""
+    """As the engine receives it from the pipe."""
     message = Submit(1, [5, 6, 7], SamplingParams(max_tokens=4), origin=origin)
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Submit)
 

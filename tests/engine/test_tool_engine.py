@@ -1,4 +1,4 @@
-"""Tool calls on the engine: whatever the model would like, they are valid, and the next request goes on."""
+"""Tool calls on the engine are valid, whatever the model prefers, and the next request continues them."""
 
 from __future__ import annotations
 

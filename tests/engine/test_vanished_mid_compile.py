@@ -39,7 +39,7 @@ async def test_a_client_that_vanishes_mid_compile_leaves_nothing(tmp_path: Path)
         peer.hang_up()
         with anyio.fail_after(10):
             await sessions.wait_until_empty()
-        # The process that stands there is not waited for: the next one answers.
+        # The stopped process is not waited for: the next one answers.
         compiled = await compiler.compile(Constraint("regex", "pid"), tenant="another")
         assert int(compiled.payload) == compiler.pid != before
         hold.release()

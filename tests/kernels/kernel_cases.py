@@ -1,4 +1,4 @@
-"""Random batches for the attention kernels: requests whose page tables form a tree, in a poisoned pool."""
+"""Random batches for the attention kernels: requests whose slots form a tree, in a poisoned pool."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentflow.kernels import native_library, native_ops, torch_ops
 from agentflow.kernels.native_library import LEVELS, cpu_flags
 
 FOREIGN = 2**31 - 1
-"""What a page table holds where no token is: reading a slot of this number fails at once."""
+"""The value of req_to_token where no token is: reading a slot of this number fails at once."""
 
 
 class NativeAt:

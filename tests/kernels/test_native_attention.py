@@ -131,7 +131,7 @@ def test_a_row_of_infinite_keys_is_lost_alone(kernels: Kernels) -> None:
 
 @NATIVE_KERNELS
 def test_many_rows_over_one_prefix_and_none_over_it(kernels: Kernels) -> None:
-    """More rows than one task takes share a run, beside requests of other lengths down to one token."""
+    """More rows than one task processes share a run, beside requests of other lengths down to one token."""
     shared = [Shape(-1, 0, 300, 1), *[Shape(0, 290, 290 + i % 7, 1 + i % 3) for i in range(150)]]
     case = make_case([*shared, Shape(-1, 0, 0, 1), Shape(-1, 0, 1, 1)])
     assert_equals_reference(kernels, case)

@@ -215,7 +215,7 @@ def test_the_nodes_below_a_short_prefix_read_it_with_their_tree() -> None:
 
 
 def test_large_trees_have_groups_of_their_own() -> None:
-    """Also longer than what a kernel takes at once."""
+    """Also longer than one pass of a kernel."""
     batch = [Shape(-1, 0, 300 + r, 1) for r in range(4)]
     sizes = [3, 600, 70, 4]
     trees = [Tree(r, tuple(n // 2 - 1 for n in range(size))) for r, size in enumerate(sizes)]

@@ -130,7 +130,7 @@ async def test_unsupported_ops_are_rejected_before_anything_runs(program, abilit
 
 
 def test_ops_without_requirements_are_supported_by_every_backend() -> None:
-    """An op that asks for nothing special is supported by a backend that can do nothing special."""
+    """A plain op is supported by a backend without capabilities."""
     nothing = Capabilities("nothing", False, False, False, False, None, (), False, False, False)
     for op in (ops.Open(1), ops.Text(1, ("a",)), ops.Read(1, 2, "text()", "text"), ops.Close(1)):
         spec_of(op).require(op, nothing)

@@ -99,7 +99,7 @@ async def test_transforms_over_the_wire(server):
         with pytest.raises(af.RunFailed, match="'street'"):
             await failing
         half = s.set("half", '{"a": "\\ud83d!"}')
-        assert await s.set("told", half.json("a")) == "\N{REPLACEMENT CHARACTER}!"
+        assert await s.set("reported", half.json("a")) == "\N{REPLACEMENT CHARACTER}!"
         await other
 
 
@@ -139,7 +139,7 @@ async def outcome(waiting: af.Variable | af.Transformed) -> str:
 
 
 async def test_a_slow_pattern_does_not_block_the_event_loop():
-    """While it is searched for, on either side, the loop goes round many times and others are served."""
+    """During the search, on either side, the event loop runs and serves others."""
     backend = af.Scripted({"y": "one two three"})
     async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as other:
         hostile = s.set("x", VICTIM).regex(HOSTILE)

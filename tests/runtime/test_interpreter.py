@@ -151,7 +151,7 @@ async def test_the_end_of_a_session_frees_everything(program, num_turns):
     losses=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=20),
 )
 async def test_after_a_rewind_no_event_is_missing_or_repeated(program, losses):
-    """The listener comes back from each loss having received only some of the events that were sent."""
+    """After each loss, the listener has received only some of the sent events."""
     async with bench() as at:
         await at.play(program)
         for num_turns, num_received in losses:
@@ -341,7 +341,7 @@ async def test_invalid_arguments_fail_only_their_state(bad):
         assert at.listener.ends[3].error.code == "bad_argument"
         assert at.listener.ends[4].error.code == "run_failed"
         assert at.listener.texts == {5: "<a>"}
-        assert at.generator.num_open == 1  # what has failed holds nothing
+        assert at.generator.num_open == 1  # a failed state holds no context
 
 
 async def test_too_many_pending_ops_fail_their_state_with_all_that_it_declares():

@@ -1,4 +1,4 @@
-"""Models by name: who finds which."""
+"""Models are found by name, among those that the tenant may use."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_tenants_that_are_others_than_before():
         assert model.generator(changed) is ann
         assert model.generator(ANONYMOUS) is nobody
         assert model.generator(Tenant("ben")) is not ben
-        # A request that came before the change asks after it.
+        # A request from before the change queries after it.
         assert model.generator(Tenant("ann")) is ann
         assert ann.open("").origin.weight == 3.0
         models.keep_tenants([changed, Tenant("carl", weight=2.0)])

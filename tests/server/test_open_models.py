@@ -74,12 +74,12 @@ def options(folder: Path, device: str | None = "cpu", kv_tokens: int | None = No
 
 
 def fix_free(monkeypatch: pytest.MonkeyPatch, free: FreeMemory) -> None:
-    """What is free: of the machine it changes while a test runs."""
+    """Fixed, because real free memory changes while a test runs."""
 
-    async def told(devices: object) -> FreeMemory:
+    async def reported(devices: object) -> FreeMemory:
         return free
 
-    monkeypatch.setattr(open_models_module, "free_memory", told)
+    monkeypatch.setattr(open_models_module, "free_memory", reported)
 
 
 def engine_processes() -> list[psutil.Process]:

@@ -92,7 +92,7 @@ async def test_a_stopping_server_ends_running_work_and_notifies_its_clients() ->
         await has_started.wait()
         async with Remote(urls[0]).connect(listener.deliver, listener.lost) as connection:
             connection.send([ops.Open(1), ops.Text(1, (HANG,)), gen(1, 2)])
-            await listener.wait_for(lambda heard: 2 in heard.texts)
+            await listener.wait_for(lambda received: 2 in received.texts)
             may_end.set()
             error = await listener.wait_until_lost()
     assert isinstance(error, ServerLost)
@@ -122,7 +122,7 @@ async def test_cancelling_a_server_is_a_clean_end() -> None:
             Remote(server.url).connect(listener.deliver, listener.lost) as connection,
         ):
             connection.send([ops.Open(1), ops.Text(1, (HANG,)), gen(1, 2)])
-            await listener.wait_for(lambda heard: 2 in heard.texts)
+            await listener.wait_for(lambda received: 2 in received.texts)
             scope.cancel()
             await anyio.sleep_forever()
     assert scope.cancelled_caught

@@ -128,7 +128,7 @@ def test_it_prints_its_addresses_when_it_is_ready_and_a_signal_ends_it_under_a_c
             listener = Listener()
             async with Remote(f"ws://{address}").connect(listener.deliver, listener.lost) as connection:
                 connection.send([ops.Open(1), ops.Text(1, (HANG,)), gen(1, 2)])
-                await listener.wait_for(lambda heard: 2 in heard.texts)
+                await listener.wait_for(lambda received: 2 in received.texts)
                 server.process.send_signal(number)
                 return await listener.wait_until_lost()
 

@@ -40,7 +40,7 @@ anyio_backend = pytest.fixture(only_asyncio)
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of the servers that began to listen: ``running_server`` tells only when the models are loaded."""
+    """The ports of listening servers: ``running_server`` yields only when the models are loaded."""
     ports: list[int] = []
 
     def noted(host: str, port: int) -> socket.socket:
@@ -97,7 +97,7 @@ def ask(port: int, method: str, path: str, **headers: str) -> Answer:
 
 
 async def beside(function: Callable[..., ResultT], *args: Any) -> ResultT:
-    """Calls what waits for the server, while the server's loop goes on."""
+    """Runs a blocking call in a thread, so that the server's event loop continues."""
     return await anyio.to_thread.run_sync(function, *args)
 
 

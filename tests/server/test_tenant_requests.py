@@ -195,7 +195,7 @@ async def test_of_the_sessions_too():
         with pytest.raises(Overloaded, match=r"\b4\b"):
             await sessions.open(generator, anyio.CancelScope(), tenant="third")
     async with open_sessions(ServerLimits(max_sessions=4)) as sessions:
-        for _ in range(4):  # without keys there is nobody else
+        for _ in range(4):  # without keys there is only one tenant
             await sessions.open(generator, anyio.CancelScope())
 
 
@@ -236,7 +236,7 @@ async def test_what_never_ran_is_not_counted():
 
 
 async def test_limits_are_not_got_around_by_forks():
-    """What is computed before forks ask for it is nobody's request; with limits it is left to them."""
+    """A prefix that is computed ahead of forks is no tenant's request; with limits the forks compute it."""
     limited, free = Tenant("limited", tokens_per_minute=1000), Tenant("free")
     gate = TenantGate(ClockNs())
     computed = []

@@ -100,7 +100,7 @@ class AsgiPeer:
         return self._decoder.decode(data)
 
     async def greet(self, resume: Resume | None = None) -> Welcome:
-        """Says hello and gives the welcome."""
+        """Sends hello and returns the welcome."""
         self.put(Hello(VERSION, resume))
         frame = await self.frame()
         assert isinstance(frame, Welcome), frame
@@ -151,7 +151,7 @@ class AsgiPeer:
 async def connected(
     server: Bench, *, binary: Sequence[bool] = (True,), tenant: str = ""
 ) -> AsyncIterator[list[AsgiPeer]]:
-    """Peers whose websockets are served; their connections break at the end, if they have not ended."""
+    """Peers with served websockets. Connections that are open at the end break."""
     peers = [AsgiPeer(binary=is_binary) for is_binary in binary]
 
     async def serve(peer: AsgiPeer) -> None:

@@ -1,4 +1,4 @@
-"""Clocks that stand still unless a test moves them."""
+"""Clocks that only a test advances."""
 
 from dataclasses import dataclass
 

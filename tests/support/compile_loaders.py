@@ -37,7 +37,7 @@ def _spin(_: str) -> None:
 
 
 def _spin_stubbornly(_: str) -> None:
-    """As a destructor would, takes no notice of an exception."""
+    """Ignores exceptions, as a destructor would."""
     while True:
         try:
             _spin("")
@@ -46,7 +46,7 @@ def _spin_stubbornly(_: str) -> None:
 
 
 def _spin_natively(hold: str) -> None:
-    """Never comes back to Python's loop, where signals are handled."""
+    """Never returns to Python's interpreter loop, where signals are handled."""
     stand(hold)
     collections.deque(itertools.repeat(0), maxlen=0)
 

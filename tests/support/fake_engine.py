@@ -1,5 +1,5 @@
 """The whole engine on the deterministic runner, as a backend: for tests that need slots and steps but
-no model. A gate holds the engine before a step, so that a test can act at a chosen point."""
+no model. A gate pauses the engine before a step, so that a test can act at a chosen point."""
 
 import math
 import threading
@@ -28,7 +28,7 @@ TEMPLATE = ChatTemplate(CHATML)
 
 
 class StepGate:
-    """Lets so many steps pass, then holds the engine until more are allowed."""
+    """Allows a number of steps, then pauses the engine until more are allowed."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -54,7 +54,7 @@ class StepGate:
         self.allow(math.inf)
 
     async def held(self) -> None:
-        """Waits until the engine stands before a step that is not allowed."""
+        """Waits until the engine is paused before a step that is not allowed."""
         with anyio.fail_after(10):
             await self._is_held.wait()
 

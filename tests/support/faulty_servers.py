@@ -38,7 +38,7 @@ class BrokenTenants(Tenants):
 
 @contextmanager
 def of_any_address() -> Iterator[None]:
-    """A second wrong key from one address is too many, also from this machine."""
+    """A second wrong key from one address is too many, also from a loopback address."""
     with (
         patch.object(failed_keys, "client_of", lambda host: host),
         patch.object(failed_keys, "FAILURES_PER_MINUTE", 1),

@@ -33,7 +33,7 @@ def plain_choice(
     seed: int,
     position: int,
 ) -> int:
-    """One row, one token, as the docstring of ``sample`` says it."""
+    """One row, one token, as the docstring of ``sample`` defines it."""
     highest = max(logits)
     if temperature == 0:
         return logits.index(highest)

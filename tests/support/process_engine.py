@@ -26,7 +26,7 @@ PLAIN = alone(PROMPT, SamplingParams(max_tokens=LENGTH, ignore_eos=True))
 
 
 class Ticks:
-    """Time for an engine's deadlines that passes only when a test says so. Delays before restarts take no
+    """Time for an engine's deadlines that passes only when a test advances it. Delays before restarts take no
     time, or one tick (``holds_delays``)."""
 
     def __init__(self, *, holds_delays: bool = False) -> None:

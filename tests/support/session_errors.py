@@ -33,7 +33,7 @@ class Session:
     welcome: dict[str, Any] = field(default_factory=dict)
 
     def hello(self, **fields: Any) -> dict[str, Any]:
-        """Says it, and hears the welcome."""
+        """Sends hello, and receives the welcome."""
         self.send({**HELLO, **fields})
         self.welcome = json.loads(self.socket.recv(TIMEOUT_S))
         return self.welcome
@@ -55,7 +55,7 @@ class Session:
         with contextlib.suppress(ConnectionClosed):
             while True:
                 message = self.socket.recv(TIMEOUT_S)
-                # A client that has said nothing yet is answered in binary.
+                # Before its first frame, a client is answered in binary.
                 frame = msgspec.msgpack.decode(message) if isinstance(message, bytes) else json.loads(message)
                 if frame["frame"] == "refused":
                     assert frame["error"]["message"]
@@ -97,7 +97,7 @@ def session(server: ApiServer, *, key: str | None = None, greets: bool = True) -
 def refused_handshake(
     url: str, headers: dict[str, str] | None = None, *, is_json: bool = True
 ) -> tuple[str, str]:
-    """The status, and the headers that tell what to do."""
+    """The status, and the headers that instruct the client."""
     try:
         with connect(url, additional_headers=headers):
             raise AssertionError("let in")

@@ -102,7 +102,7 @@ def library(spec: Spec) -> tokenizers.Tokenizer:
 
 
 def write_folder(folder: Path, spec: Spec, config: Spec | None = None, template: str | None = None) -> Path:
-    """A model folder with just what says how its text works."""
+    """A model folder with only the tokenizer and the chat template."""
     (folder / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
     if config is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")

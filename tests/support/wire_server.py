@@ -1,5 +1,5 @@
 """A real server in a thread of its own (uvicorn needs asyncio; the clients under test run on trio too),
-and a TCP proxy before it that breaks connections where a test asks for it."""
+and a TCP proxy before it that breaks connections on request of a test."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def payload_of(constraint: Constraint) -> str:
 
 
 def pattern_payload(pattern: str) -> str:
-    """Of what would be a machine otherwise."""
+    """Of a pattern that would otherwise be a DFA."""
     return f"start: /{pattern_of(parse_regex(pattern))}/\n{ALL_TOKENS_ALLOWED}"
 
 

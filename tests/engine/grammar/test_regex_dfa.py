@@ -29,7 +29,7 @@ CHARS_OF_LENGTH = ["".join(chars) for _, chars in itertools.groupby(EVERY_CHAR, 
 
 
 def dfa_of(pattern: str) -> Dfa:
-    """Of a random pattern, which some text should match, and whose machine should not be too large."""
+    """Of a random pattern that some text matches and whose DFA is not too large."""
     try:
         return build_dfa(parse_regex(pattern))
     except TooLargeForDfa:
@@ -41,7 +41,7 @@ def dfa_of(pattern: str) -> Dfa:
 
 
 def assert_same_language(pattern: str, others: list[str], rolls: random.Random) -> None:
-    """Walks through the machine must match, and other texts match here as they match there."""
+    """Walks through the DFA match, and other texts match as they do for Python's ``re``."""
     dfa = dfa_of(pattern)
     matcher = re.compile(pattern)
     for _ in range(4):

@@ -146,7 +146,7 @@ def test_anchors_at_the_ends_say_nothing(pattern):
 
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_too_large_a_pattern_fails_after_bounded_work(name):
-    """Work is counted in calls of functions, Python's and C's, which are the same on every machine."""
+    """Work is counted in calls of functions, Python's and C's, which do not depend on the machine."""
     calls = 0
 
     def count(frame, event, argument):

@@ -1,4 +1,4 @@
-"""Token masks of a machine, against trying every token; and what a matcher says besides."""
+"""Token masks and the other results of a matcher, against trying every token."""
 
 import pytest
 from hypothesis import example, given

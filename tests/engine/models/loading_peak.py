@@ -16,7 +16,7 @@ from agentflow.kernels.ops import kernels_for
 
 
 def memory_bytes(name: str) -> int:
-    """Of this process, as Linux says it: VmRSS is what is resident, VmHWM the most since it was set back."""
+    """Of this process, from Linux: VmRSS is the resident memory, VmHWM its peak since the reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024
 

@@ -171,18 +171,6 @@ def test_a_cut_among_many_tokens_falls_where_sorting_puts_it(
     assert kernels.choose(logits, rows)[0] == pytest.approx(num_kept - 1, rel=2e-3)
 
 
-@KERNELS
-@given(st.lists(ROW, min_size=2, max_size=6), st.integers(0, 1000))
-def test_a_row_chooses_the_same_alone(kernels: Kernels, rows: list[Row], seed: int) -> None:
-    logits = random_logits(len(rows), 5000, seed)
-    together = choose_tokens(logits, sampled_rows(rows), kernels).token_ids
-    alone = [
-        choose_tokens(logits[i : i + 1], sampled_rows([row]), kernels).token_ids[0]
-        for i, row in enumerate(rows)
-    ]
-    assert together.tolist() == alone
-
-
 @given(st.integers(0, MASK), st.integers(0, 2**40))
 def test_uniforms_equal_the_plain_generator(seed: int, position: int) -> None:
     drawn = uniforms(np.array([seed], dtype=np.uint64), np.array([position]))
@@ -209,23 +197,6 @@ def test_samples_follow_the_softmax(kernels: Kernels) -> None:
     counts = np.bincount(tokens, minlength=8)
     # Chi-squared of 7 degrees of freedom: 24.3 is the 99.9th percentile.
     assert ((counts - expected) ** 2 / expected).sum() < 24.3
-
-
-@KERNELS
-def test_the_cuts_leave_what_they_should(kernels: Kernels) -> None:
-    logits = torch.log(torch.tensor([[0.4, 0.3, 0.15, 0.1, 0.05]]))
-
-    def seen(top_k: int, top_p: float, min_p: float) -> set[int]:
-        rows = [(1.0, top_k, top_p, min_p, 5, position) for position in range(400)]
-        return set(choose_tokens(logits.expand(400, -1), sampled_rows(rows), kernels).token_ids.tolist())
-
-    assert seen(0, 1.0, 0.0) == {0, 1, 2, 3, 4}
-    assert seen(2, 1.0, 0.0) == {0, 1}
-    assert seen(0, 0.6, 0.0) == {0, 1}
-    assert seen(0, 0.75, 0.0) == {0, 1, 2}
-    assert seen(0, 1.0, 0.3) == {0, 1, 2}
-    # The nucleus is taken of what top_k left: 0.4 / 0.7 of two tokens reach 0.55.
-    assert seen(2, 0.55, 0.0) == {0}
 
 
 @KERNELS

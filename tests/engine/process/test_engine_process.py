@@ -199,7 +199,7 @@ async def test_during_a_restart_the_server_is_live_and_not_ready_with_a_reason(t
             async def ask() -> None:
                 asked.append(await answer_of(app, "/health/ready"))
 
-            group.start_soon(ask)  # asked of an engine that dies before it answers
+            group.start_soon(ask)  # the engine dies before it answers
             await checkpoint()
             await checkpoint()
             kill(clients[0], in_step)

@@ -32,7 +32,7 @@ def next_of(policy, is_blocked) -> Request | None:
 
 @dataclass
 class Cache:
-    """Stands in for the radix cache: how much of a prompt is cached is written in its first token."""
+    """Replaces the radix cache: the first token of a prompt is the number of its cached tokens."""
 
     def peek(self, identity, run: bytes) -> int:
         return min(int(np.frombuffer(run, np.int32)[0]), len(run) // 4) if run else 0
@@ -398,7 +398,7 @@ def test_among_equal_priorities_expired_deadlines_go_first(plan):
 
 def test_a_tenant_that_leaves_without_a_turn_is_forgotten():
     policy = FairLongestPrefix(Cache().peek, token_budget=10_000)
-    policy.add(request(0, 30, 0, priority=1))  # its tier goes first, and that of the others is never asked
+    policy.add(request(0, 30, 0, priority=1))  # its tier comes first, and that of the others is never queried
     for number in range(1, 5_000):
         made = request(number, 30, 0, patience_end=float(number))
         policy.add(made)

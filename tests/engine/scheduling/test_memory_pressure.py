@@ -126,7 +126,7 @@ def test_a_pool_of_half_the_needed_size_costs_little_and_loses_nothing():
     )
     for result in (once, twice, often):
         assert result.counters.generated_tokens == sum(len(a.output) for a in arrivals)
-    # Simulated time, the same on every machine.
+    # Simulated time, the same everywhere.
     assert twice.elapsed_s < once.elapsed_s / 0.8
     assert often.elapsed_s < once.elapsed_s / 0.8
     # No thrash: what is redone is a small part of the work.

@@ -1,4 +1,4 @@
-"""The simulator: replays by the clock of its cost model, and says what happened."""
+"""The simulator: replays in the time of its cost model, and its results."""
 
 import io
 import json

@@ -180,7 +180,7 @@ async def test_a_request_that_lives_through_a_restart_is_recorded_once_and_whole
 
 
 async def serve_conversations(client: EngineClient) -> None:
-    """Turns that share prefixes with what was asked and answered before them, under several salts."""
+    """Turns that share prefixes with earlier prompts and answers, under several salts."""
     for salt in ("", "secret"):
         for first in range(3):
             state = [2, 3, 4, *range(20, 50), 5 + first]
@@ -227,7 +227,7 @@ async def test_the_command_replays_a_recording(tmp_path, capsys):
 
 
 class BrokenDisk(io.BytesIO):
-    """Takes so many bytes."""
+    """Accepts this many bytes."""
 
     def __init__(self, room: int) -> None:
         super().__init__()

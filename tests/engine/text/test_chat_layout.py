@@ -228,7 +228,7 @@ def test_many_contents_as_json_are_found_together() -> None:
     )
 )
 def test_contents_that_hold_markup_are_content_beside_altered_turns(texts: list[str]) -> None:
-    """What says where the altered contents are may not be what another content says."""
+    """Markers of altered contents are not confused with text of other contents."""
     turns = [("user", "a" + ANSWER_BEGINS)]
     for number, text in enumerate(texts):
         turns.append(("user", text) if number % 2 else ("assistant", f"<think>\nx\n</think>\n\n{text}"))
@@ -238,7 +238,7 @@ def test_contents_that_hold_markup_are_content_beside_altered_turns(texts: list[
 
 
 def test_rendering_is_limited() -> None:
-    """Of turns that the template writes in ways of its own, each takes a rendering by itself."""
+    """Each turn that the template rewrites takes a rendering."""
     template = Counting("{% for m in messages %}[{{ m.content | upper }}]{% endfor %}")
     few = messages_of([("user", "some words")] * 20)
     assert len(lay_out(template, few).shown) == 20

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import small_tokenizers
 from support.faults import has_param
@@ -72,8 +72,24 @@ def brute_force(tokenizer: Tokenizer, ids: list[int], stop: list[str]) -> Expect
     return Expected(text, kept, num_read, delivered)
 
 
+def one(text: str) -> int:
+    """The id of the token that is all of ``text``."""
+    return next(i for i in range(TINY.vocab_size) if TINY.token_bytes(i) == text.encode())
+
+
+HALF = next(i for i in range(TINY.vocab_size) if TINY.token_bytes(i) == "é".encode()[:1])
+
+
 @settings(max_examples=300)
 @given(ids=tokens, stop=stops)
+@example(ids=[], stop=["x"])
+@example(ids=[one("a"), one("abab"), one("a")], stop=["ba"])  # inside one token
+@example(ids=[one("a"), one("ab"), one("ba")], stop=["bb"])  # over two tokens
+@example(ids=[one("a"), one("b"), one("b")], stop=["aba", "bbb"])  # undecided at the end
+@example(ids=[one("abab")], stop=["abab", "b"])  # one begins first, the other is complete first
+@example(ids=[one("ab")], stop=["ab"])
+@example(ids=[one("a"), HALF], stop=[])
+@example(ids=[one("a"), HALF, one("b")], stop=[])
 def test_like_brute_force(ids: list[int], stop: list[str]) -> None:
     expected = brute_force(TINY, ids, stop)
     end = TextEnd(TINY, stop)
@@ -211,62 +227,6 @@ def test_a_pattern_that_takes_for_ever_on_nothing_affects_no_other_text(pattern:
         push_all(TextEnd(TINY, stop_regex=pattern), "a")
 
 
-def pushed(ids: list[int], *stop: str) -> tuple[list[str], TextEnd]:
-    end = TextEnd(TINY, stop)
-    return [end.push(i) for i in ids], end
-
-
-def one(text: str) -> int:
-    """The id of the token that is all of ``text``."""
-    return next(i for i in range(TINY.vocab_size) if TINY.token_bytes(i) == text.encode())
-
-
-def test_a_stop_inside_one_token() -> None:
-    deltas, end = pushed([one("a"), one("abab"), one("a")], "ba")
-    assert deltas == ["a", "a", ""]
-    assert end.stopped
-    ending = end.finish()
-    assert (ending.text, ending.kept) == ("aa", 1)
-    assert ending.ids == [one("a"), one("a")]
-
-
-def test_a_stop_over_several_tokens_takes_back_the_first_of_them() -> None:
-    deltas, end = pushed([one("a"), one("ab"), one("ba")], "bb")
-    assert deltas == ["a", "a", ""]
-    assert end.finish().ids == [one("a"), one("a")]
-
-
-def test_a_possible_stop_is_held_back_until_it_is_decided() -> None:
-    deltas, end = pushed([one("a"), one("b"), one("b")], "aba", "bbb")
-    assert deltas == ["", "", "a"]
-    assert not end.stopped
-    ending = end.finish()
-    assert (ending.text, ending.rest, ending.kept) == ("abb", "bb", 3)
-
-
-def test_of_two_stops_at_the_same_character_the_longer_one() -> None:
-    assert pushed([one("a"), one("a"), one("b")], "b", "ab")[1].finish().text == "a"
-
-
-def test_a_stop_that_is_complete_first_wins_however_the_tokens_fall() -> None:
-    """``abab`` begins first, ``b`` is complete first."""
-    for ids in ([one("abab")], [one("ab"), one("ab")], [one("a"), one("b"), one("ab")]):
-        assert pushed(ids, "abab", "b")[1].finish().text == "a"
-
-
-def test_a_stop_at_the_very_start_leaves_nothing() -> None:
-    deltas, end = pushed([one("ab")], "ab")
-    ending = end.finish()
-    assert (deltas, ending.ids, ending.text, ending.kept) == ([""], [], "", 0)
-
-
-def test_half_a_character_at_the_end_is_dropped() -> None:
-    half = next(i for i in range(TINY.vocab_size) if TINY.token_bytes(i) == "é".encode()[:1])
-    deltas, end = pushed([one("a"), half])
-    ending = end.finish()
-    assert (deltas, ending.text, ending.ids) == (["a", ""], "a", [one("a")])
-
-
 def test_a_token_that_ends_one_character_and_begins_another() -> None:
     """The part of it that is whole is kept, as new ids."""
     first, second = "é".encode()
@@ -286,22 +246,8 @@ def test_a_token_that_ends_one_character_and_begins_another() -> None:
     assert (ending.text, ending.kept, ending.ids) == ("é", 0, tokenizer.encode("é"))
 
 
-def test_broken_bytes_in_the_middle_stay() -> None:
-    half = next(i for i in range(TINY.vocab_size) if TINY.token_bytes(i) == "é".encode()[:1])
-    deltas, end = pushed([one("a"), half, one("b")])
-    ending = end.finish()
-    assert (deltas, ending.text) == (["a", "", "\ufffdb"], "a\ufffdb")
-    assert ending.ids == [one("a"), half, one("b")]
-
-
-@pytest.mark.parametrize("stop", [(), ("x",)])
-def test_no_tokens_at_all(stop: tuple[str, ...]) -> None:
-    ending = TextEnd(TINY, stop).finish()
-    assert (ending.ids, ending.text, ending.kept, ending.rest) == ([], "", 0, "")
-
-
 def _alphabet() -> dict[str, int]:
-    """Which character of the byte-level alphabet stands for which byte."""
+    """The byte of each character of the byte-level alphabet."""
     written = {i: char for char, i in small_tokenizers.byte_level_of([])["model"]["vocab"].items()}
     found = {}
     for token_id in range(TINY.vocab_size):

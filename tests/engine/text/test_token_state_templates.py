@@ -1,4 +1,4 @@
-"""States under templates that rewrite, trim, reorder or refuse turns, and text that stands between turns."""
+"""States under templates that rewrite, trim, reorder or reject turns, and text between turns."""
 
 from __future__ import annotations
 

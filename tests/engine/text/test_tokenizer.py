@@ -266,7 +266,7 @@ def test_a_long_text_is_encoded_as_the_library_does(name: str) -> None:
 
 
 def test_while_a_long_text_is_encoded_other_threads_run() -> None:
-    """As long as it takes, and not only before and after it."""
+    """During the whole encoding, not only before and after it."""
     text = "the answer " * 100_000
     has_begun, num_turns = threading.Event(), 0
 

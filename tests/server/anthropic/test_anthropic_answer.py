@@ -35,14 +35,14 @@ ENDS = st.sampled_from(
 
 
 def answer(request: httpx2.Request) -> httpx2.Response:
-    """The stream that the request asks for in a header."""
+    """The stream that a request header selects."""
     headers = {"content-type": "text/event-stream"}
     return httpx2.Response(200, headers=headers, content=bytes.fromhex(request.headers["x-stream"]))
 
 
 @functools.cache
 def client() -> anthropic.Anthropic:
-    """Made once: a client takes longer to make than a request."""
+    """Created once: that takes longer than a request."""
     http_client = anthropic.DefaultHttpxClient(transport=httpx2.MockTransport(answer))
     return anthropic.Anthropic(api_key="any", http_client=http_client)
 
@@ -88,7 +88,7 @@ def test_a_stream_read_by_the_client_is_the_whole_answer(parts, pieces, end, cut
     assert streamed["content"] == whole["content"]
     for field in ("id", "model", "role", "type", "stop_reason", "stop_sequence", "usage"):
         assert streamed[field] == whole[field]
-    # And it is what was said: texts that follow each other are one block.
+    # Consecutive texts are one block.
     expected = []
     for part in parts:
         if isinstance(part, dict):
@@ -97,8 +97,10 @@ def test_a_stream_read_by_the_client_is_the_whole_answer(parts, pieces, end, cut
             expected[-1] += part
         elif part:
             expected.append(part)
-    told = [block["input"] if block["type"] == "tool_use" else block["text"] for block in whole["content"]]
-    assert told == expected
+    reported = [
+        block["input"] if block["type"] == "tool_use" else block["text"] for block in whole["content"]
+    ]
+    assert reported == expected
 
 
 @pytest.mark.parametrize("cut", range(1, 34))

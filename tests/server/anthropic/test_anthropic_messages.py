@@ -241,7 +241,7 @@ async def test_who_gives_up_is_not_answered(peer, anyio_backend):
             group.start_soon(partial(client.messages.create, **asking(max_tokens=900)))
             await anyio.to_thread.run_sync(peer.server.call, gate.held)
             group.cancel_scope.cancel()
-        # The engine stands still: nobody waits for it, though nothing has ended.
+        # The engine is paused: no call waits for it, although nothing has ended.
         await anyio.to_thread.run_sync(peer.wait_until_idle)
     gate.open()
     await anyio.to_thread.run_sync(peer.server.assert_idle)

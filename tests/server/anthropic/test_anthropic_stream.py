@@ -51,7 +51,7 @@ def test_events_come_in_anthropics_order(peer):
     assert block["content_block"]["text"] == ""
     assert end["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
     assert end["usage"]["output_tokens"] == 12
-    # The first event counts the whole prompt, the last one tells how much of it was cached.
+    # The first event counts the whole prompt, the last one how much of it was cached.
     usage = end["usage"]
     assert start["usage"]["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
@@ -103,7 +103,7 @@ def test_who_closes_a_stream_leaves_nothing_behind(peer):
         with peer.client.messages.stream(**asking(max_tokens=900)) as stream:
             next(stream.text_stream)
             peer.server.call(gate.held)
-        # The engine stands still: nobody waits for it, though nothing has ended.
+        # The engine is paused: no call waits for it, although nothing has ended.
         peer.wait_until_idle()
     finally:
         gate.open()

@@ -74,8 +74,8 @@ def test_a_result_is_a_turn_of_the_next_prompt(peer):
 
 def test_the_tools_are_part_of_the_count(peer):
     plain = peer.client.messages.count_tokens(model="fake", messages=HELLO)
-    told = peer.client.messages.count_tokens(model="fake", messages=HELLO, tools=[WEATHER, CLOCK])
-    assert told.input_tokens > plain.input_tokens
+    reported = peer.client.messages.count_tokens(model="fake", messages=HELLO, tools=[WEATHER, CLOCK])
+    assert reported.input_tokens > plain.input_tokens
 
 
 @anthropic.beta_tool(name="weather", description="The weather.", input_schema=SCHEMA)
@@ -84,7 +84,7 @@ def weather(city: str, days: int) -> str:
 
 
 def test_the_clients_loop_runs_the_tools(peer):
-    """It asks to have the conversation kept here, is told that it is not, and sends all of it."""
+    """It requests a stored conversation, is rejected, and sends all of it."""
     runner = peer.client.beta.messages.tool_runner(
         **asking(tools=[weather], tool_choice=ANY, max_tokens=300, max_iterations=3)
     )
@@ -109,12 +109,12 @@ def test_the_clients_loop_streams(peer):
 @pytest.mark.anyio
 async def test_the_asynchronous_clients_loop_runs_the_tools(peer, anyio_backend):
     @anthropic.beta_async_tool(name="weather", description="The weather.", input_schema=SCHEMA)
-    async def told(city: str, days: int) -> str:
+    async def report(city: str, days: int) -> str:
         return await anyio.to_thread.run_sync(lambda: weather(city=city, days=days))
 
     async with anthropic.AsyncAnthropic(api_key="any", base_url=peer.server.url, max_retries=0) as client:
         runner = client.beta.messages.tool_runner(
-            **asking(tools=[told], tool_choice=ANY, max_tokens=300, max_iterations=2)
+            **asking(tools=[report], tool_choice=ANY, max_tokens=300, max_iterations=2)
         )
         messages = [message async for message in runner]
     assert len(messages) == 2

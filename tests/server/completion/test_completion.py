@@ -1,4 +1,4 @@
-"""Completions: what a request gives as deltas and as answers, against the engine asked directly."""
+"""Completions, as deltas and as answers, against direct requests to the engine."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_an_answer_that_comes_back_as_text_is_the_tokens_that_were_generat
         # Another conversation with the same answer in it does not know it.
         other = (Message("user", "Something else."), *again[2:])
         await ask(generator, CompletionRequest(other, SAMPLED))
-        # Nor does the same one under another salt: what it is given would tell that somebody had it.
+        # Nor does the same one under another salt: a hit would reveal that another tenant had sent it.
         await ask(generator, CompletionRequest(again, SAMPLED, cache_salt="other"))
     assert prompts[1][: len(start)] == start == prompts[0]
     # All that was computed of the first turn and its answer is cached: but its last token, never computed.
@@ -166,7 +166,7 @@ async def test_several_answers_are_a_fork_of_one_prompt():
     num_prompt = answers[0].usage.prompt_tokens
     assert [answer.text for answer in answers] == [answer.text for answer in again]
     assert answers[0].text == alone.text
-    # The prompt is computed once, and whoever computed it does not call it cached.
+    # The prompt is computed once, and the request that computed it does not count it as cached.
     assert stats.computed_tokens < 2 * num_prompt + 3 * 24
     assert min(answer.usage.cached_tokens for answer in answers) < num_prompt // 2
     assert max(answer.usage.cached_tokens for answer in answers) >= num_prompt - 1
@@ -202,18 +202,18 @@ async def test_log_probabilities_come_with_the_text_that_they_are_of():
     assert len(answer.tokens) == 40
     assert b"".join(token.raw for token in answer.tokens).decode(errors="replace").startswith(answer.text)
     assert all(len(token.top) == 2 and token.logprob is not None for token in answer.tokens)
-    told = b""
+    reported = b""
     text = ""
     for delta in deltas:
         if isinstance(delta, TextDelta):
-            told += b"".join(token.raw for token in delta.tokens)
+            reported += b"".join(token.raw for token in delta.tokens)
             text += delta.text
             if delta is not deltas[-2]:  # the last one also has the bytes that are no text
-                assert text.startswith(codecs.getincrementaldecoder("utf-8")("replace").decode(told))
+                assert text.startswith(codecs.getincrementaldecoder("utf-8")("replace").decode(reported))
 
 
 async def test_a_token_that_is_reported_again_has_its_text(monkeypatch):
-    """Of each token the text is decoded once, however often and in however many answers it is told."""
+    """Of each token the text is decoded once, however often and in however many answers it appears."""
     decoded: Counter[int] = Counter()
     decode = TOKENIZER.decode
 
@@ -226,14 +226,14 @@ async def test_a_token_that_is_reported_again_has_its_text(monkeypatch):
     params = SamplingParams(max_tokens=40, logprobs=True, top_logprobs=3, seed=1, temperature=1.0)
     async with generator_on(FakeEngine()) as generator:
         answers = await ask(generator, CompletionRequest(ASK, params, n=3))
-    told = [one for answer in answers for token in answer.tokens for one in (token, *token.top)]
-    assert len(told) > 100
+    reported = [one for answer in answers for token in answer.tokens for one in (token, *token.top)]
+    assert len(reported) > 100
     assert all(
         (one.text, one.raw)
         == (decode([one.token_id], skip_special=False, continues=True), TOKENIZER.token_bytes(one.token_id))
-        for one in told
+        for one in reported
     )
-    assert set(decoded) == {one.token_id for one in told}
+    assert set(decoded) == {one.token_id for one in reported}
     assert set(decoded.values()) == {1}
     assert set(TOKENIZER._shown) == set(decoded)
 

@@ -157,7 +157,7 @@ def test_an_error_is_one_line_that_names_its_source(arguments, named):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ("[network]\nport = true", "network.port must be an integer from 0 to 65535, not true"),
         ("[network]\nport = '1'", "network.port must be an integer from 0 to 65535, not '1'"),
@@ -172,11 +172,11 @@ def test_an_error_is_one_line_that_names_its_source(arguments, named):
         ("[network", "TOML"),
     ],
 )
-def test_an_invalid_value_in_the_file_is_reported_with_its_key(file, text, told):
+def test_an_invalid_value_in_the_file_is_reported_with_its_key(file, text, reported):
     path = file(text)
     message = refusal(file=path)
     assert message.startswith(str(path))
-    assert told in message
+    assert reported in message
 
 
 def test_a_missing_or_binary_file_is_reported(tmp_path):
@@ -216,7 +216,7 @@ def test_secrets_are_never_shown(tmp_path):
     found = loaded(api_keys=[secret], tls_key=str(pem), tls_cert=str(pem), tls_key_password=secret)
     text = config_text(found)
     assert secret not in text
-    assert "api_keys" not in tomllib.loads(text)["access"]  # nor is a key that nobody chose put into the file
+    assert "api_keys" not in tomllib.loads(text)["access"]  # nor does a default key appear in the file
     assert secret not in refusal(environment={"AGENTFLOW_SERVE_TLS_KEY_PASSWORD": secret})
 
 

@@ -242,10 +242,10 @@ async def test_requests_have_an_id(asked, is_used, caplog):
     caplog.set_level(logging.INFO, "agentflow.requests")
     body = b'{"word": "private"}'
     client = await exchange(echo, Exchange(body, headers={"x-request-id": asked}))
-    told = client.answer_headers[b"x-request-id"].decode()
-    assert (told == asked) == is_used
+    reported = client.answer_headers[b"x-request-id"].decode()
+    assert (reported == asked) == is_used
     [record] = caplog.records
-    assert record.request["id"] == told
+    assert record.request["id"] == reported
     assert record.request["status"] == 200
     assert record.request.keys().isdisjoint({"error", "asked", "answered"})
     assert "private" not in caplog.text

@@ -55,10 +55,10 @@ async def test_an_error_has_the_format_of_the_path(asked, code):
     assert json.loads(body["body"])["error"]["code"] == code
     assert dict(start["headers"])[b"x-request-id"].startswith(b"req_")
     start, body = await answer_of(guard, {**asked, "x-request-id": "mine"}, path="/v1/messages/count_tokens")
-    told = json.loads(body["body"])
-    assert (told["type"], told["error"]["type"]) == ("error", "permission_error")
-    assert told["error"]["details"]["error_code"] == code
-    assert dict(start["headers"])[b"request-id"].decode() == told["request_id"] == "mine"
+    reported = json.loads(body["body"])
+    assert (reported["type"], reported["error"]["type"]) == ("error", "permission_error")
+    assert reported["error"]["details"]["error_code"] == code
+    assert dict(start["headers"])[b"request-id"].decode() == reported["request_id"] == "mine"
     _, body = await answer_of(guard, asked, "websocket")
     assert json.loads(body["body"])["reason"]
 

@@ -1,5 +1,5 @@
 """A client that closes its connection before the engine has its request: while the prompt is encoded beside
-the loop, and while the constraint is compiled. The engine never hears of it."""
+the loop, and while the constraint is compiled. The engine never receives it."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class HeldEncoding:
                 assert self.is_let_go.wait(20)
             return encode(tokenizer, whole, text)
 
-        async def told(call: ApiCall) -> None:
+        async def reported(call: ApiCall) -> None:
             await until_gone(call)
             self.has_gone.set()
 
         monkeypatch.setattr(Tokenizer, "_encoding", held)
-        monkeypatch.setattr(ApiCall, "until_gone", told)
+        monkeypatch.setattr(ApiCall, "until_gone", reported)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def compiling_server() -> Iterator[ApiServer]:
 
 
 def held_at(path: str, hold: Hold) -> dict[str, Any]:
-    """The field of a constraint whose compilation stands there."""
+    """The field of a constraint whose compilation stops at the hold."""
     if path != "/v1/messages":
         return {"regex": f"hold {hold.path}"}
     schema = {"type": "object", "description": f"hold {hold.path}"}
@@ -149,7 +149,7 @@ def test_while_its_constraint_is_compiled_or_waits_for_that(
     server.wait_until(lambda: server.service.calls.num == 1)
     assert len(compiler._queue) == 0
     disconnect(server, compiled)
-    # The process that stands there is not waited for: the next one answers.
+    # The stopped process is not waited for: the next one answers.
     answer = server.call(partial(compiler.compile, Constraint("regex", f"pid {path} {stream}"), tenant="ann"))
     hold.release()
     assert int(answer.payload) == compiler.pid != before

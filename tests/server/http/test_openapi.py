@@ -75,10 +75,10 @@ def references(node: Any) -> Iterator[str]:
 
 def test_each_route_is_there_and_all_that_it_refers_to() -> None:
     document = openapi_document(ROUTES)
-    told = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    reported = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
     served = {(route.method, re.sub(r":\w+}", "}", route.path)) for route in ROUTES}
     extra = {("GET", path) for path in ("/health/live", "/health/ready", "/metrics", "/openapi.json")}
-    assert told == served | extra
+    assert reported == served | extra
     names = [operation["operationId"] for path in document["paths"].values() for operation in path.values()]
     assert len(set(names)) == len(names)
     open_to_all = {
@@ -110,7 +110,7 @@ def test_a_route_has_its_own_errors() -> None:
     answers = operation["responses"]
     assert list(answers) == sorted(answers)
     assert {"200", "400", "401", "404", "408", "413", "415", "429", "500", "529"} <= set(answers)
-    # What comes before the request is read is the same in all APIs.
+    # Errors before the request is read are the same in all APIs.
     for status in ("414", "431", "503"):
         assert set(answers.pop(status)["content"]) == {"text/plain"}
     for status in ("408", "429"):
@@ -118,9 +118,9 @@ def test_a_route_has_its_own_errors() -> None:
         assert not answers[status]["headers"]["request-id"]["required"]
     assert set(answers["200"]["content"]) == {"application/json", "text/event-stream"}
     own = {"$ref": "#/components/schemas/Fault"}
-    # What stands before the API answers in the words of OpenAI's.
-    told = {status: answer["content"]["application/json"]["schema"] for status, answer in answers.items()}
-    assert {status for status, schema in told.items() if schema == own} == set(answers) - {"200", "403"}
+    # Middleware before the API answers in the format of OpenAI's.
+    reported = {status: answer["content"]["application/json"]["schema"] for status, answer in answers.items()}
+    assert {status for status, schema in reported.items() if schema == own} == set(answers) - {"200", "403"}
     assert all("request-id" in answers[status]["headers"] for status in ("200", "400", "529"))
 
 
@@ -135,9 +135,9 @@ def test_what_the_web_server_answers_by_itself_is_there_on_each_path() -> None:
             for method, operation in methods.items():
                 answer = httpx2.request(method, server.url + path)
                 assert answer.status_code == 503
-                told = operation["responses"]["503"]
-                assert answer.headers["content-type"].partition(";")[0] in told["content"], path
-                needed = {name for name, one in told.get("headers", {}).items() if one.get("required")}
+                reported = operation["responses"]["503"]
+                assert answer.headers["content-type"].partition(";")[0] in reported["content"], path
+                needed = {name for name, one in reported.get("headers", {}).items() if one.get("required")}
                 assert needed <= set(answer.headers)
 
 

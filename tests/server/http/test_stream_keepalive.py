@@ -78,7 +78,7 @@ def test_a_text_with_several_prompts_or_answers_begins_at_once_too(api: Api) -> 
 
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    """Its engine stands still until three keep-alives were sent."""
+    """Its engine is paused until three keep-alives were sent."""
     num_sent = 0
     write = ApiCall._write
 

@@ -72,7 +72,7 @@ def samples(text: bytes) -> Samples:
 
 
 async def get_metrics(app: Any) -> tuple[dict[str, Any], Samples]:
-    """The first message of the answer to GET /metrics, and what the body says."""
+    """The first message of the response to GET /metrics, and the metrics."""
     start, body = await get_text(app)
     return start, samples(body.encode())
 
@@ -271,7 +271,7 @@ async def test_no_counter_goes_back_when_the_engine_process_is_started_again(tmp
     assert all(meanwhile[key] >= before[key] for key in counters)
     assert all(after[key] >= meanwhile[key] for key in counters)
     assert (after["agentflow_engine_up",], after["agentflow_engine_restarts_total",]) == (1, 1)
-    # The process that died had generated one token more, and never told.
+    # The process that died had generated one more token, and had not reported it.
     assert after["agentflow_generated_tokens_total",] == 20 + 19
     assert after["agentflow_ttft_seconds_count",] == after["agentflow_tpot_seconds_count",] == 2
     assert after["agentflow_queue_wait_seconds_count", "default"] == 2

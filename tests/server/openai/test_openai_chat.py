@@ -105,10 +105,10 @@ def gathered(chunks: Iterable[Any], n: int = 1) -> list[Streamed]:
     return answers
 
 
-def same_logprobs(told: Any, answer: Answer) -> bool:
-    return [(one.token, bytes(one.bytes), one.logprob) for one in told] == [
+def same_logprobs(reported: Any, answer: Answer) -> bool:
+    return [(one.token, bytes(one.bytes), one.logprob) for one in reported] == [
         (token.text, token.raw, token.logprob) for token in answer.tokens
-    ] and [[(top.token, top.logprob) for top in one.top_logprobs] for one in told] == [
+    ] and [[(top.token, top.logprob) for top in one.top_logprobs] for one in reported] == [
         [(top.text, top.logprob) for top in token.top] for token in answer.tokens
     ]
 
@@ -218,8 +218,11 @@ def test_usage_counts_cached_tokens(server: ApiServer, kind: ClientKind) -> None
     assert cached[1] == num_prompt - 1
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
-    told = chunks[-1].usage
-    assert (told.prompt_tokens, told.prompt_tokens_details.cached_tokens) == (num_prompt, num_prompt - 1)
+    reported = chunks[-1].usage
+    assert (reported.prompt_tokens, reported.prompt_tokens_details.cached_tokens) == (
+        num_prompt,
+        num_prompt - 1,
+    )
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert all(chunk.usage is None and chunk.choices for chunk in plain)
 
@@ -244,8 +247,8 @@ def test_headers_ids_and_the_log(server: ApiServer, caplog: pytest.LogCaptureFix
     assert all(record["model"] == MODEL and record["status"] == 200 for record in records)
     assert records[0]["id"] == "mine-1"
     assert first.usage is not None
-    told = Usage(first.usage.prompt_tokens, records[0]["cached_tokens"], first.usage.completion_tokens)
-    assert told == Usage(*[records[0][f"{name}_tokens"] for name in ("prompt", "cached", "output")])
+    reported = Usage(first.usage.prompt_tokens, records[0]["cached_tokens"], first.usage.completion_tokens)
+    assert reported == Usage(*[records[0][f"{name}_tokens"] for name in ("prompt", "cached", "output")])
     assert records[2]["output_tokens"] > 0
 
 

@@ -1,4 +1,4 @@
-"""Text completions with OpenAI's own client, against the engine asked directly."""
+"""Text completions with OpenAI's own client, against direct requests to the engine."""
 
 from __future__ import annotations
 
@@ -84,31 +84,31 @@ def test_answers_come_prompt_by_prompt(
 def test_log_probabilities_in_the_old_form(server: ApiServer, count: int, kind: ClientKind) -> None:
     [answer] = twins(server, [TEXT], 1, logprobs=True, top_logprobs=count)
     common: dict[str, Any] = {"model": MODEL, "prompt": TEXT, "seed": SEED, "logprobs": count}
-    told = called(server, kind, CREATE, **common).choices[0].logprobs
+    reported = called(server, kind, CREATE, **common).choices[0].logprobs
     chunks = called(server, kind, CREATE, **common, stream=True)
-    assert told is not None
-    assert told.tokens == [token.text for token in answer.tokens]
-    assert told.token_logprobs == [token.logprob for token in answer.tokens]
-    assert told.top_logprobs == [
+    assert reported is not None
+    assert reported.tokens == [token.text for token in answer.tokens]
+    assert reported.token_logprobs == [token.logprob for token in answer.tokens]
+    assert reported.top_logprobs == [
         {token.text: token.logprob} | {top.text: top.logprob for top in token.top} for token in answer.tokens
     ]
-    assert [told.text_offset, [len(answer.text)]] == [
-        [len("".join(told.tokens[:n])) for n in range(len(told.tokens))],
-        [len("".join(told.tokens))],
+    assert [reported.text_offset, [len(answer.text)]] == [
+        [len("".join(reported.tokens[:n])) for n in range(len(reported.tokens))],
+        [len("".join(reported.tokens))],
     ]
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         parts = [getattr(chunk.choices[0].logprobs, name) for chunk in chunks if chunk.choices[0].logprobs]
-        assert [one for part in parts for one in part] == getattr(told, name)
+        assert [one for part in parts for one in part] == getattr(reported, name)
 
 
 def test_half_a_character_is_reported_as_bytes() -> None:
     raws = ["ü".encode()[:1], "ü".encode()[1:] + b"x", b"y", b"\xff"]
     tokens = [TokenLogprob(n, raw.decode(errors="replace"), raw, -1.0) for n, raw in enumerate(raws)]
-    told = _OffsetLogprobs().push(tokens)
-    assert told.tokens == ["bytes:\\xc3", "bytes:\\xbc\\x78", "y", "bytes:\\xff"]
+    reported = _OffsetLogprobs().push(tokens)
+    assert reported.tokens == ["bytes:\\xc3", "bytes:\\xbc\\x78", "y", "bytes:\\xff"]
     text = codecs.decode(b"".join(raws), "utf-8", "replace")
     assert text == "üxy\ufffd"
-    assert told.text_offset == [0, 0, 2, 3]
+    assert reported.text_offset == [0, 0, 2, 3]
 
 
 SHARED: list[tuple[dict[str, Any], dict[str, Any]]] = [

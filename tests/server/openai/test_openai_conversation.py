@@ -19,7 +19,7 @@ TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
 
 
 def read(**fields: Any) -> ChatRequest:
-    """As it comes over the wire."""
+    """As it is received."""
     fields = {"messages": [{"role": "user", "content": "x"}]} | fields
     return msgspec.json.decode(msgspec.json.encode({"model": "m", **fields}), type=ChatRequest)
 

@@ -27,7 +27,7 @@ class Mood(StrEnum):
 
 
 class Verdict(pydantic.BaseModel):
-    """What is asked for."""
+    """The requested format."""
 
     is_science: bool
     mood: Mood
@@ -83,9 +83,9 @@ def test_a_schema_holds_strict_or_not(server: ApiServer, strict: bool | None) ->
     value = json.loads(whole.choices[0].message.content or "")
     assert 2 <= len(value) <= 4
     assert set(value) <= {1, "two", None}
-    told = whole.choices[0].logprobs
-    assert told is not None
-    assert b"".join(bytes(token.bytes) for token in told.content or ()).decode().startswith("[")
+    reported = whole.choices[0].logprobs
+    assert reported is not None
+    assert b"".join(bytes(token.bytes) for token in reported.content or ()).decode().startswith("[")
 
 
 def test_any_object() -> None:
@@ -104,7 +104,7 @@ def test_any_object() -> None:
 
 
 def test_any_object_may_hold_anything(server: ApiServer) -> None:
-    """What comes is the beginning of an object, wherever the limit cuts it."""
+    """The answer is the beginning of an object, wherever the limit truncates it."""
     seen = set()
     with sync_client(server) as client:
         for seed in range(6):

@@ -1,4 +1,4 @@
-"""Tokenize and detokenize: what they tell is what the engine is given."""
+"""Tokenize and detokenize return what the engine receives."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def test_a_conversation_is_tokenized_as_for_the_engine(server: ApiServer, path: 
     sent = Sent(server)
     with sync_client(server) as client:
         client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1)
-    status, told = post(server, path, messages=MESSAGES)
+    status, reported = post(server, path, messages=MESSAGES)
     assert status == 200
-    assert told["tokens"] == list(sent.submits[0].token_ids)
-    assert (told["count"], told["max_model_len"]) == (len(told["tokens"]), MAX_CONTEXT)
-    assert told["token_strs"] is None
+    assert reported["tokens"] == list(sent.submits[0].token_ids)
+    assert (reported["count"], reported["max_model_len"]) == (len(reported["tokens"]), MAX_CONTEXT)
+    assert reported["token_strs"] is None
     _, closed = post(server, path, messages=MESSAGES, add_generation_prompt=False)
     opening = TOKENIZER.encode_markup("<|im_start|>assistant\n")
-    assert told["tokens"] == [*closed["tokens"], *opening]
+    assert reported["tokens"] == [*closed["tokens"], *opening]
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,13 @@ def test_a_conversation_is_tokenized_as_for_the_engine(server: ApiServer, path: 
 )
 def test_a_text_is_tokenized_as_it_is_encoded(server: ApiServer, text: str) -> None:
     for path in ("/tokenize", "/v1/tokenize"):
-        status, told = post(server, path, prompt=text, return_token_strs=True)
-        assert (status, told["tokens"]) == (200, TOKENIZER.encode_markup(text))
-        assert post(server, path, prompt=text, add_special_tokens=False)[1]["tokens"] == told["tokens"]
+        status, reported = post(server, path, prompt=text, return_token_strs=True)
+        assert (status, reported["tokens"]) == (200, TOKENIZER.encode_markup(text))
+        assert post(server, path, prompt=text, add_special_tokens=False)[1]["tokens"] == reported["tokens"]
     if text.isascii():
-        assert "".join(told["token_strs"]) == text
+        assert "".join(reported["token_strs"]) == text
     for path in ("/detokenize", "/v1/detokenize"):
-        assert post(server, path, tokens=told["tokens"]) == (200, {"prompt": text})
+        assert post(server, path, tokens=reported["tokens"]) == (200, {"prompt": text})
 
 
 def test_an_empty_text_has_no_tokens(server: ApiServer) -> None:
@@ -79,5 +79,5 @@ def test_an_empty_text_has_no_tokens(server: ApiServer) -> None:
 def test_what_makes_no_sense_is_refused_by_name(
     server: ApiServer, path: str, body: dict[str, Any], param: str
 ) -> None:
-    status, told = post(server, path, **body)
-    assert (status, told["error"]["param"]) == (400, param)
+    status, reported = post(server, path, **body)
+    assert (status, reported["error"]["param"]) == (400, param)

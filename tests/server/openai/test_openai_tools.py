@@ -43,7 +43,7 @@ ANSWERS = {"Oslo": "sunny", "Rome": "rain"}
 
 
 class Weather(pydantic.BaseModel):
-    """Tells the weather."""
+    """Returns the weather."""
 
     city: Literal["Oslo", "Rome"]
     exact: bool
@@ -56,7 +56,7 @@ class Report(pydantic.BaseModel):
 
 
 def scripted(tokens: Sequence[int]) -> int:
-    """Asks for the weather, and when it was told says what it heard."""
+    """Calls the weather tool, and repeats its result."""
     text = TOKENIZER.decode(tokens, skip_special=False, continues=True)
     before, _, written = text.rpartition("<|im_start|>assistant\n")
     wanted = REPORT if "sunny" in before else CALLS
@@ -69,7 +69,7 @@ anyio_backend = pytest.fixture(only_asyncio)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ApiServer]:
-    """Its model does as the script says."""
+    """Its model follows the script."""
     runner = FakeRunner(
         vocab_size=TOKENIZER.vocab_size, max_context=2048, end_token_ids=(END,), next_token=scripted
     )
@@ -190,7 +190,7 @@ def test_parsed_arguments_are_always_valid(
 
 @pytest.mark.parametrize("way", ["parse", "stream"])
 def test_either_calls_or_the_requested_format(any_text: ApiServer, way: str) -> None:
-    told = []
+    reported = []
     for seed in range(12):
         parsed = called(
             any_text,
@@ -210,8 +210,8 @@ def test_either_calls_or_the_requested_format(any_text: ApiServer, way: str) -> 
         else:
             assert reason == "stop"
             assert isinstance(message.parsed, Report)
-        told.append(bool(message.tool_calls))
-    assert set(told) == {True, False}
+        reported.append(bool(message.tool_calls))
+    assert set(reported) == {True, False}
 
 
 def test_a_stream_of_nothing_but_a_call_has_no_content(any_text: ApiServer) -> None:

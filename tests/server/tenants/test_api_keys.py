@@ -1,4 +1,4 @@
-"""Keys, the tenants that they name, and the file that says so: what is taken, and what is refused how."""
+"""Keys, their tenants, and the keys file: what is accepted, and the errors."""
 
 from __future__ import annotations
 

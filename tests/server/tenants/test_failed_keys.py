@@ -1,4 +1,4 @@
-"""Wrong keys from one address: few are looked up, and what was right before goes on."""
+"""Wrong keys from one address: few are looked up, and earlier valid requests continue."""
 
 from __future__ import annotations
 

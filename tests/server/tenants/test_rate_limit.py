@@ -53,7 +53,7 @@ tenants = st.builds(
 
 
 class TenantGateMachine(RuleBasedStateMachine):
-    """Requests of three tenants come, end and fail while time goes on."""
+    """Requests of three tenants arrive, end and fail over time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ def test_who_is_known_under_old_limits_too_wins_nothing_by_it() -> None:
     old, new = Tenant("ann"), Tenant("ann", requests_per_minute=1, tokens_per_minute=10)
     with gate.request(old, 5) as unlimited:
         use(gate, new, 5)
-        unlimited.output_tokens = 10**6  # not charged: it was let in without that limit
+        unlimited.output_tokens = 10**6  # not charged: it was accepted without that limit
     for _ in range(5):
         use(gate, old, 5)
         assert refusal(gate, new).retry_after_s == 60.0

@@ -19,10 +19,10 @@ events = st.one_of(
 )
 
 
-def _pieces(heard: list[Event]) -> list[tuple[int, int, str]]:
+def _pieces(received: list[Event]) -> list[tuple[int, int, str]]:
     """Texts by variable and position, with what follows on directly put together."""
     merged: list[tuple[int, int, str]] = []
-    for event in heard:
+    for event in received:
         if isinstance(event, Delta | Value):
             var, at, text = event.var, event.at, event.text
             if merged and merged[-1][0] == var and merged[-1][1] + len(merged[-1][2]) == at and at:
@@ -34,16 +34,16 @@ def _pieces(heard: list[Event]) -> list[tuple[int, int, str]]:
 
 @given(st.lists(events, max_size=12), st.booleans())
 def test_frames_carry_all_events_in_order_within_the_limit(given_events: list[Event], binary: bool) -> None:
-    heard: list[Event] = []
+    received: list[Event] = []
     for data in event_frames(7, given_events, frame_bytes=LIMIT, binary=binary):
         assert len(data) <= LIMIT
         frame = server_frames().decode(data if binary else data.decode())
         assert isinstance(frame, Events)
         assert frame.ack == 7
-        heard += frame.events
-    assert _pieces(heard) == _pieces(given_events)
+        received += frame.events
+    assert _pieces(received) == _pieces(given_events)
     # A cut Value becomes deltas and then itself; everything else stays one event.
-    ends = [event for event in heard if not isinstance(event, Delta)]
+    ends = [event for event in received if not isinstance(event, Delta)]
     expected = [event for event in given_events if not isinstance(event, Delta)]
     assert [type(event) for event in ends] == [type(event) for event in expected]
     for end, event in zip(ends, expected, strict=True):
@@ -63,12 +63,12 @@ def test_what_fits_is_one_frame() -> None:
 def test_a_value_whose_choices_do_not_fit_fails_after_its_text() -> None:
     choices = {f"{number} {'x' * 100}": 0.0 for number in range(100)}
     value = Value(1, 0, "chosen", "choice", Usage(), None, choices)
-    heard: list[Event] = []
+    received: list[Event] = []
     for data in event_frames(1, [value], frame_bytes=LIMIT, binary=True):
         frame = server_frames().decode(data)
         assert isinstance(frame, Events)
-        heard += frame.events
-    *pieces, failed = heard
+        received += frame.events
+    *pieces, failed = received
     text = "".join(piece.text for piece in pieces if isinstance(piece, Delta))
     assert "chosen".startswith(text)
     assert isinstance(failed, VarFailed)

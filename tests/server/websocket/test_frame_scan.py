@@ -1,4 +1,4 @@
-"""What a websocket frame holds is counted before it is decoded, and the loop goes on meanwhile."""
+"""The values of a websocket frame are counted before it is decoded, without blocking the event loop."""
 
 from __future__ import annotations
 

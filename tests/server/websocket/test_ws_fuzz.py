@@ -1,4 +1,4 @@
-"""The websocket takes fuzzed frames without a crash, a leak or a stall, and its other clients notice nothing.
+"""The websocket survives fuzzed frames without a crash, leak or stall, and other clients are not affected.
 
 A short run here; ``make fuzz`` sends many more. FUZZ_FRAMES: how many to each kind of server. FUZZ_SEED:
 which ones they are. A failure prints the batches; ``FUZZ_ONLY=BATCH`` runs one of them alone.

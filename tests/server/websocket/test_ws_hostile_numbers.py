@@ -1,4 +1,4 @@
-"""Numbers and errors that can be read and not be told again, or that an engine process cannot be sent."""
+"""Numbers and errors that can be decoded, but not encoded again or sent to an engine process."""
 
 from __future__ import annotations
 

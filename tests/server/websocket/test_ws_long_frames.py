@@ -1,4 +1,4 @@
-"""Frames whose ops cost much: they give way to others, and do not add up without end."""
+"""Frames with expensive ops yield to others, and their total is limited."""
 
 from __future__ import annotations
 

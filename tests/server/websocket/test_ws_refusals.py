@@ -1,4 +1,4 @@
-"""What the server of a session refuses: no hello, too many, bad frames; and that it harms nobody else."""
+"""Errors of sessions: no hello, too many, bad frames. No other session is affected."""
 
 from __future__ import annotations
 

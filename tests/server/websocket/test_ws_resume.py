@@ -1,4 +1,4 @@
-"""A client that comes back to its session: it hears the rest, and only it can come back."""
+"""A client that resumes its session receives the missing events, and no other client can resume it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_a_stuck_connection_cannot_keep_its_session() -> None:
         stuck.put_ops(1, ops.Open(1), ops.Text(1, ("much #300",)), gen(1, 2))
         while server.generator.num_running == 0:
             await anyio.lowlevel.checkpoint()
-        # Nobody reads from the first connection any more: its writer is stuck.
+        # The first connection is not read any more: its writer is blocked.
         again = await new.greet(Resume(welcome.session, welcome.secret, {2: 0}, {1: 0}))
         assert again.ack == 3
         listener = Listener()

@@ -16,7 +16,7 @@ from agentflow.server.config.limits import ServerLimits
 
 
 def status_of(server: ApiServer, path: str, headers: dict[str, str] | None = None) -> tuple[str, str]:
-    """The status, and the headers that tell what to do."""
+    """The status, and the headers that instruct the client."""
     connection = http.client.HTTPConnection("127.0.0.1", port_of(server), timeout=TIMEOUT_S)
     with contextlib.closing(connection):
         connection.request("GET", path, headers=headers or {})

@@ -219,11 +219,15 @@ def a_large_tool(server: ApiServer, api: Api) -> Response:
 
 def a_large_body(_: ApiServer, api: Api) -> Response:
     with small_bodies() as server:
-        told = response_to(server, api, request_fields(messages=[{"role": "user", "content": "x" * 1000}]))
+        reported = response_to(
+            server, api, request_fields(messages=[{"role": "user", "content": "x" * 1000}])
+        )
         chunk = b"12c\r\n" + b"x" * 300 + b"\r\n"
         head = f"POST {api.path} HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-        assert response_to_bytes(server, api, head + 2 * chunk) == told  # it tells its length as it comes
-        return told
+        assert (
+            response_to_bytes(server, api, head + 2 * chunk) == reported
+        )  # the same without a declared length
+        return reported
 
 
 def large_bodies(_: ApiServer, api: Api) -> Response:

@@ -81,7 +81,7 @@ def patterns(*, flags: tuple[str, ...] = ("(?i:", "(?s:", "(?a:", "(?ai:"), look
 
 
 def walked(dfa: Dfa, dice: random.Random, max_bytes: int) -> bytes:
-    """A text that the machine accepts: a random one, which after so many bytes ends as soon as it can."""
+    """A random text that the DFA accepts; after this many bytes it ends as soon as it can."""
     to_end = bytes_to_end(dfa)
     text = bytearray()
     state = START

@@ -1,4 +1,4 @@
-"""Machines and vocabularies for tests: random ones, and one that accepts a few given texts."""
+"""DFAs and vocabularies: random ones, and one that accepts a few given texts."""
 
 from collections.abc import Iterable
 
@@ -18,7 +18,7 @@ def tokens() -> st.SearchStrategy[list[bytes]]:
 
 @st.composite
 def dfas(draw: st.DrawFn, max_states: int = 6) -> Dfa:
-    """Any machine over classes of bytes, trimmed or not: masks do not need it to be."""
+    """Any DFA over classes of bytes, trimmed or not."""
     num_states = draw(st.integers(1, max_states)) + 1
     num_classes = draw(st.integers(1, 4))
     classes = np.zeros(256, dtype=np.uint8)

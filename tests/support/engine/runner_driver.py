@@ -13,7 +13,7 @@ from agentflow.engine.batch import Batch, BatchOutput, SampledRows
 from agentflow.engine.runner import ModelRunner
 
 FOREIGN = 2**31 - 1
-"""What the page table holds where no token is: no slot has this number."""
+"""The value of req_to_token where no token is: no slot has this number."""
 
 
 @dataclass

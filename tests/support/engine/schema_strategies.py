@@ -1,4 +1,4 @@
-"""Random JSON schemas that are regular, and values that are valid under them, made without any machine."""
+"""Random JSON schemas that are regular, and values that are valid under them, made without a DFA."""
 
 import json
 import random

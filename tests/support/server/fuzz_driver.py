@@ -35,7 +35,7 @@ from agentflow.server.websocket.connection import WsSession
 from agentflow.server.websocket.sessions import open_sessions
 
 CONVERSATIONS_AT_ONCE = 8
-# A batch takes a fraction of a second; after so long it stands still.
+# A batch takes a fraction of a second; after this long it hangs.
 STALL_S = 60.0
 MAX_WORDS = 60
 QUESTION = "say #3"
@@ -136,14 +136,14 @@ class Fuzzer:
                 await anyio.lowlevel.checkpoint()
 
     async def _neighbour(self, bench: Bench, is_over: anyio.Event) -> None:
-        """A session that asks the same again and again, and gets the same answer."""
+        """A session that sends the same request repeatedly, and receives the same result."""
         async with _served(bench) as peer:
             await peer.greet()
             listener, first_op = Listener(), 1
             for state in count(1):
                 var = state
                 asked = (ops.Open(state), ops.Text(state, (QUESTION,)), gen(state, var, 8), ops.Close(state))
-                # Closed when the answer was heard: closing forgets the variable.
+                # Closed after the result arrived: closing forgets the variable.
                 peer.put_ops(first_op, *asked[:3])
                 while var not in listener.ends:
                     frame = await peer.frame()
@@ -228,8 +228,8 @@ class _Client:
                 pass
 
     async def _listen(self, peer: AsgiPeer) -> None:
-        """What the server says are frames in the session's encoding, within the limit; what a sane client
-        hears has no gap and no repetition."""
+        """The server sends frames in the session's encoding, within the limit; what a correct client
+        receives has no gap and no repetition."""
         decoder = server_frames()
         listener = Listener()
         try:

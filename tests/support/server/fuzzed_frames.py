@@ -18,7 +18,7 @@ from support.server.fuzzed_ops import FRAME_BYTES, NAMES, OpsWriter
 from agentflow.protocol import ops
 from agentflow.protocol.wire import VERSION, ClientFrame, Hello, Ops, Resume, encode
 
-# Numbers that somewhere somebody forgot.
+# Numbers at the edges of integer types.
 NUMBERS = [0, -1, 1, 2, 255, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 0.5, -0.0, 1e300]
 JSON_NUMBERS = [*NUMBERS, 2**64, 2**200, -(2**64)]
 MSGPACK_NUMBERS = [*NUMBERS, math.inf, -math.inf, math.nan]
@@ -199,5 +199,5 @@ def _somewhere(random: Random, frame: Any) -> tuple[Any, Any]:
 def _write(frame: Any, binary: bool) -> bytes:
     try:
         return msgspec.msgpack.encode(frame) if binary else msgspec.json.encode(frame)
-    except OverflowError:  # a number that no encoder takes
+    except OverflowError:  # no encoder accepts this number
         return b""

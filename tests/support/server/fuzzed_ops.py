@@ -19,7 +19,7 @@ from agentflow.protocol.transform import Transform
 from agentflow.protocol.wire import Bye, ClientFrame, Ops
 
 T = TypeVar("T")
-# What a server of the fuzzed ones takes: texts near it are cheap.
+# The limit of a fuzzed server: texts near it are cheap.
 FRAME_BYTES = 32 * 1024
 
 WORDS = [
@@ -172,7 +172,7 @@ class OpsWriter:
         )
 
     def _converse(self) -> Op:
-        """A state that begins with a conversation; one in twenty comes too late."""
+        """A state that begins with a conversation; one in twenty is not the first item."""
         roles = self._one_of(["system", "user", "assistant", "tool"], ["", "judge"])
         calls = (CalledTool("c", self._text(), self._one_of(["{}", '{"a": 1}'], SOURCES)),)
         messages = [
@@ -183,14 +183,14 @@ class OpsWriter:
         parameters = self._one_of([{"type": "object"}], [{}, {"a": [[]] * 9}, {"$ref": "#"}])
         tools = (ToolSpec(self._text(), self._text(), parameters),)
         choice = ToolChoice(self._random.choice(["auto", "required", "none"]), self._one_of([None], ["two"]))
-        told = Conversation(
+        reported = Conversation(
             tuple(messages[: self._random.randrange(4)]), self._one_of([()], [tools, tools * 2]), choice
         )
         if self._is_wrong():
-            return ops.Converse(self._state(), told)
+            return ops.Converse(self._state(), reported)
         state = self._new()
         self._states.append(state)
-        self._to_write.append(ops.Converse(state, told))
+        self._to_write.append(ops.Converse(state, reported))
         return ops.Open(state)
 
     def _gen(self) -> Op:

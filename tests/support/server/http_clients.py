@@ -13,7 +13,7 @@ from agentflow.server.completion.request import Answer, CompletionRequest
 
 ClientKind = Literal["sync", "async"]
 CLIENTS: tuple[ClientKind, ...] = ("sync", "async")
-# Made once: it takes as long as several requests, and every client would make its own.
+# Created once: that takes as long as several requests, and each client would create its own.
 TLS = ssl.create_default_context()
 
 

@@ -1,4 +1,4 @@
-"""What tests with OpenAI's client share: their server, clients sync and async, what it asked the engine."""
+"""OpenAI's client, sync and async, on a server with the deterministic engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MESSAGES: Any = [{"role": message.role, "content": message.content} for message 
 
 
 def logit_engine_of_server() -> FakeEngine:
-    """Writes plain text, and takes all parameters."""
+    """Writes plain text, and supports all parameters."""
     return FakeEngine(runner=logit_runner(max_context=MAX_CONTEXT))
 
 
@@ -61,7 +61,7 @@ def called(
     **asked: Any,
 ) -> Any:
     """What a method of the client gives, such as ``chat.completions.create``: of a stream the list of its
-    chunks (``hear`` is told each as it comes), of the ``stream`` helper the answer at its end."""
+    chunks (``hear`` is reported each as it comes), of the ``stream`` helper the answer at its end."""
     chunks: list[Any] = []
     take = chunks.append if hear is None else hear
     is_helper = method.endswith(".stream")
@@ -95,7 +95,7 @@ def called(
 def usages_under_salts(
     server: ApiServer, kind: ClientKind, method: str, stream: bool, **asked: Any
 ) -> list[Any]:
-    """The usage of one prompt that is asked under one salt, again, and under another."""
+    """The usage of one prompt, sent twice under one salt and then under another."""
     usages = []
     if stream:
         asked |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -107,7 +107,7 @@ def usages_under_salts(
 
 
 def chat_defaults(**changes: Any) -> SamplingParams:
-    """The parameters of a chat request that says nothing but its seed."""
+    """The parameters of a chat request that sets only its seed."""
     return SamplingParams(**({"max_tokens": MAX_CONTEXT, "temperature": 1.0, "seed": SEED} | changes))
 
 

@@ -91,8 +91,8 @@ def _try_limits(schema: BaseSchema, outcome: Outcome) -> None:
             case events.ScenarioFinished(recorder=recorder, status=status, label=label):
                 for interaction in recorder.interactions.values():
                     answer = interaction.response
-                    told = "no answer" if answer is None else answer.status_code
-                    outcome.answers[f"{label} {told}"] += 1
+                    reported = "no answer" if answer is None else answer.status_code
+                    outcome.answers[f"{label} {reported}"] += 1
                 if status is Status.FAILURE:
                     outcome.faults += _faults(recorder)
             case events.NonFatalError(value=error) | events.FatalError(exception=error):

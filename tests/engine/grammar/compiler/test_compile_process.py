@@ -39,7 +39,7 @@ def opened(limits: CompileLimits = LIMITS):
 
 
 async def process_of(compiler: ConstraintCompiler, source: str = "pid") -> int:
-    """The number of the process that compiles ``source``, as it says itself."""
+    """The number of the process that compiles ``source``, as reported by it."""
     compiled = await compiler.compile(Constraint("regex", source), tenant="ann")
     return int(compiled.payload)
 
@@ -139,7 +139,7 @@ async def test_a_process_that_has_grown_is_replaced():
 
 
 async def test_large_answers_one_after_the_other():
-    """More than a socket holds, each read while the next is asked for."""
+    """More than a socket buffers, each read while the next is requested."""
     async with opened() as compiler:
         before = await process_of(compiler)
         sizes = [2_000_000 + number for number in range(12)]

@@ -1,4 +1,4 @@
-"""One schema kept by a machine and by a parser: both write the same, and all of it is valid."""
+"""One schema enforced by a DFA and by a parser: both write the same, and all of it is valid."""
 
 import json
 import random
@@ -32,7 +32,7 @@ def test_both_take_what_is_valid_and_in_order(schema, whitespace, dice):
         text = written(valid_value(schema, dice), whitespace, dice)
         for form in forms:
             if form.key == "parser" and "\x7f" in text:
-                continue  # of all characters the only one that it would escape and a machine would not
+                continue  # of all characters the only one that it would escape and a DFA would not
             assert takes(form, text), (form.key, text)
 
 
