@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import pytest
+from support.holds import until
 
 import agentflow as af
 from agentflow.errors import ServerLost
@@ -58,11 +59,10 @@ def connection(backend: Backend) -> Iterator[ModelConnection]:
     connection.close()
 
 
-def until(connection: ModelConnection, holds: Any) -> None:
+def wait_until(connection: ModelConnection, holds: Any) -> None:
     async def wait(flow: af.Session) -> None:
         with anyio.fail_after(10):
-            while not holds():
-                await anyio.lowlevel.checkpoint()
+            await until(holds)
 
     connection.shared.run(wait)
 
@@ -159,15 +159,15 @@ def test_calls_without_a_program_keep_nothing_open(connection, backend):
     left = connection.stream(ModelCall(ASKED, af.reply("answer"), n=2))
     next(left)
     left.close()
-    until(connection, lambda: (backend.generator.num_open, backend.generator.num_running) == (0, 0))
+    wait_until(connection, lambda: (backend.generator.num_open, backend.generator.num_running) == (0, 0))
 
 
 def test_a_program_keeps_its_last_calls_until_it_ends(connection, backend):
     for number in range(1, MAX_KEPT + 3):
         list(connection.stream(ModelCall(ASKED, af.reply("answer")), program="p"))
-        until(connection, lambda number=number: backend.generator.num_open == min(number, MAX_KEPT))
+        wait_until(connection, lambda number=number: backend.generator.num_open == min(number, MAX_KEPT))
     connection.end_program("p")
-    until(connection, lambda: backend.generator.num_open == 0)
+    wait_until(connection, lambda: backend.generator.num_open == 0)
     connection.end_program("p")  # may be repeated
 
 
@@ -176,7 +176,7 @@ def test_a_program_that_ends_during_a_call_keeps_nothing_after_it(connection, ba
     next(asking)
     connection.end_program("p")
     list(asking)
-    until(connection, lambda: backend.generator.num_open == 0)
+    wait_until(connection, lambda: backend.generator.num_open == 0)
 
 
 def test_a_lost_session_is_opened_again(connection, backend):

@@ -9,6 +9,7 @@ import anyio
 import pytest
 from support.clocks import ClockNs
 from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine
+from support.holds import until
 from support.session_peer import HangingGenerator
 
 import agentflow as af
@@ -174,8 +175,7 @@ async def test_of_what_all_share_one_tenant_takes_half():
             await generate(one)
         group.start_soon(generate, other)
         with anyio.fail_after(10):
-            while client.num_calls < 4:
-                await anyio.lowlevel.checkpoint()
+            await until(lambda: client.num_calls == 4)
         with pytest.raises(Overloaded, match=r"\b4\b"):
             await generate(Origin("third"))
         engine.gate.open()

@@ -103,11 +103,10 @@ class FakeEngine:
                 yield connection
 
     async def assert_idle(self) -> None:
-        """Nothing is asked of the engine any more, and then everything has been given back by the
-        time it has read what it was sent: before the next step starts."""
+        """Waits until no call waits for the engine. By the time it has read its messages, before its next
+        step, it has then returned all slots."""
         with anyio.fail_after(10):
-            while self.client.num_calls:
-                await anyio.lowlevel.checkpoint()
+            await self.client.until_idle()
         stats = await self.client.stats()
         assert (stats.running, stats.waiting, stats.in_use_slots) == (0, 0, 0)
         assert stats.free_slots + stats.cached_slots == stats.total_slots

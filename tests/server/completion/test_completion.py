@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine
 from support.faults import has_param
+from support.holds import until
 
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.generator import MAX_INLINE_CHARS, EngineGenerator
@@ -296,8 +297,7 @@ async def test_who_reads_slowly_gets_larger_deltas():
     request = CompletionRequest(ASK, SAMPLED, n=2)
     async with generator_on(engine) as generator, completing(generator, request) as completion:
         with anyio.fail_after(10):
-            while not completion._has_ended:
-                await anyio.lowlevel.checkpoint()
+            await until(lambda: completion._has_ended)
         deltas = await completion.next()
         assert await completion.next() == []
     assert [type(delta) for delta in deltas].count(TextDelta) == 2

@@ -18,6 +18,7 @@ from typing import Any
 import anyio
 import pytest
 from anyio.abc import SocketStream
+from support.holds import until
 from support.server.http_clients import only_asyncio
 
 from agentflow.runtime.task_group import open_task_group
@@ -103,8 +104,7 @@ async def test_one_address_has_so_many_connections(
         assert one.num_connections == 6
         assert len(caplog.records) == 1
         await mine[0].aclose()
-        while one.num_connections > 5:
-            await anyio.lowlevel.checkpoint()
+        await until(lambda: one.num_connections <= 5)
         assert await greeted(await connect())
 
 
@@ -165,8 +165,7 @@ async def test_a_tls_handshake_that_does_not_come_counts_and_has_a_deadline() ->
                     await stream.send(sent)
                 with contextlib.suppress(anyio.BrokenResourceError):
                     assert b"!" not in b"".join([part async for part in stream])
-        while one.num_connections:
-            await anyio.lowlevel.checkpoint()
+        await until(lambda: one.num_connections == 0)
 
 
 @pytest.mark.parametrize(
@@ -193,9 +192,10 @@ def test_an_ipv6_network_counts_as_one_client() -> None:
 
 
 RAISED = """
-import ast, resource, sys
+import ast, logging, resource, sys
 from agentflow.server.http.acceptor import with_descriptors
 from agentflow.server.config.limits import ServerLimits
+logging.basicConfig()
 for soft, hard, configured in ast.literal_eval(sys.argv[1]):
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     limits = with_descriptors(ServerLimits(max_connections=configured))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import count
 
-import anyio
 import pytest
 from support.asgi_peer import AsgiPeer, bench, check_still_served, connected
+from support.holds import until
 from support.session_peer import HANG, Listener, count_words, gen
 
 from agentflow.protocol import ops
@@ -79,8 +79,7 @@ async def test_a_stuck_connection_cannot_keep_its_session() -> None:
     async with bench() as server, connected(server, binary=[True, True]) as [stuck, new]:
         welcome = await stuck.greet()
         stuck.put_ops(1, ops.Open(1), ops.Text(1, ("much #300",)), gen(1, 2))
-        while server.generator.num_running == 0:
-            await anyio.lowlevel.checkpoint()
+        await until(lambda: server.generator.num_running > 0)
         # The first connection is not read any more: its writer is blocked.
         again = await new.greet(Resume(welcome.session, welcome.secret, {2: 0}, {1: 0}))
         assert again.ack == 3

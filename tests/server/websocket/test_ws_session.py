@@ -12,6 +12,7 @@ import anyio
 import msgspec
 import pytest
 from support.asgi_peer import FOREVER, NO_GRACE, AsgiPeer, Bench, bench, check_still_served, connected
+from support.holds import until
 from support.session_peer import HANG, HangingGenerator, Listener, count_words, gen
 
 from agentflow.errors import EngineFailed
@@ -224,8 +225,7 @@ async def test_a_slow_reader_receives_the_rest_and_slows_no_other_session() -> N
         # The slow one's server is stuck in its first events while the quick one is served, twice over.
         ids = count(1)
         await check_still_served(quick, ids)
-        while server.generator.num_running:
-            await anyio.lowlevel.checkpoint()
+        await until(lambda: server.generator.num_running == 0)
         await check_still_served(quick, ids, first_op=4)
         num_sent = slow.num_sent
         while 2 not in listener.ends:
@@ -241,10 +241,8 @@ async def test_events_are_cut_to_the_frame_limit() -> None:
     async with bench(limits) as server, connected(server, binary=[False]) as [peer]:
         await peer.greet()
         peer.put_ops(1, ops.Open(1), ops.Text(1, ("much #3000",)), gen(1, 2))
-        while server.generator.num_running == 0:
-            await anyio.lowlevel.checkpoint()
-        while server.generator.num_running:
-            await anyio.lowlevel.checkpoint()
+        await until(lambda: server.generator.num_running > 0)
+        await until(lambda: server.generator.num_running == 0)
         listener = Listener()
         while 2 not in listener.ends:
             message = await peer.message()
