@@ -117,10 +117,14 @@ gpu-check: ## compare the model on this machine's GPU with its CPU and with the 
 	  $(PYTHON) -m pip install -q --no-index --no-deps --no-compile --target "$$site" $(WHEELS)/*.whl || exit 1; \
 	fi && PYTHONPATH="$$site:.$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m benchmarks.step.gpu_check $(ARGS)
 
-lint: $(VENV)/.installed-dev ## ruff, mypy, spelling, and the directions of imports
+lint: $(VENV)/.installed-dev ## ruff, mypy, pyright, spelling, and the directions of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	PYTHONPATH=tests $(BIN)/python -m support.docs.typed_blocks build/typed_docs
 	$(BIN)/mypy
+	$(BIN)/mypy build/typed_docs
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright --pythonpath $(BIN)/python build/typed_docs
 	$(BIN)/typos
 	$(BIN)/codespell
 	$(BIN)/python -m pytest tests/test_import_directions.py

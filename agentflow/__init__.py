@@ -167,3 +167,8 @@ __all__ = [
     "tool_result",
     "user",
 ]
+
+
+def __dir__() -> list[str]:
+    """What editors and ``dir`` show: the names that programs use, without the package's own modules."""
+    return list(__all__)

@@ -52,6 +52,7 @@ def agent(url: str) -> Agent[None, Report]:
     model = OpenAIChatModel("smollm2-135m", provider=OpenAIProvider(base_url=url, api_key="none"))
     return Agent(
         model,
+        deps_type=type(None),
         output_type=Report,
         instructions="Look the weather up, then report it.",
         tools=[Tool(weather, prepare=until_first_result)],

@@ -70,7 +70,6 @@ OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
-    ast.USub: operator.neg,
 }
 
 

@@ -27,7 +27,7 @@ from agentflow.protocol.ops import Role, SelectMethod, check_choices
 from agentflow.protocol.sampling import SamplingParams
 
 ItemT = TypeVar("ItemT")
-ValueT = TypeVar("ValueT")
+ValueT_co = TypeVar("ValueT_co", covariant=True)
 
 
 class Expression:
@@ -71,7 +71,7 @@ class Offer(NamedTuple):
     choice: ToolChoice
 
 
-class GenExpression(Expression, Generic[ValueT]):
+class GenExpression(Expression, Generic[ValueT_co]):
     """A generation into variable ``name``. ``s[expression]`` is that variable, with its type. With
     ``max_retries``, an invalid value is generated again. ``offer``: None for a reply that may call the tools
     of the reply before it."""

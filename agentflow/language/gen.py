@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal, TypedDict, TypeVar, Unpack, get_args, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeVar, Unpack, get_args, overload
 
 from agentflow.errors import BadArgument
 from agentflow.language.expressions import GenExpression, check_name, offer, tuple_of
@@ -16,6 +16,9 @@ from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Whitespace
 from agentflow.protocol.ops import check_timeout
 from agentflow.protocol.sampling import SamplingParams, is_whole
+
+if TYPE_CHECKING:  # of every type, such as ``Report | None``, which type[...] does not include
+    from typing_extensions import TypeForm
 
 ValueT = TypeVar("ValueT")
 
@@ -66,6 +69,10 @@ class JsonValueOptions(ValueOptions, JsonOptions, total=False):
 
 @overload
 def gen(name: str, *, schema: type[ValueT], **options: Unpack[JsonValueOptions]) -> GenExpression[ValueT]: ...
+@overload
+def gen(
+    name: str, *, schema: TypeForm[ValueT], **options: Unpack[JsonValueOptions]
+) -> GenExpression[ValueT]: ...
 @overload
 def gen(name: str, *, schema: Any, **options: Unpack[JsonValueOptions]) -> GenExpression[Any]: ...
 @overload

@@ -51,6 +51,10 @@ def _prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def test_dir_shows_the_public_names_and_nothing_else():
+    assert dir(af) == sorted(af.__all__)
+
+
 def test_every_public_name_has_a_docstring():
     missing = [name for name, public in DOCUMENTED.items() if not inspect.getdoc(public)]
     # A struct without one would show its base's.

@@ -21,12 +21,14 @@ import typing_extensions
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
+from support.engine.bounded_matchers import bounded_matcher
 
 import agentflow as af
 from agentflow.engine.grammar.compiler.compile import compile_constraint
+from agentflow.engine.grammar.compiler.messages import Lengths
 from agentflow.language.typed.json_types import json_type, parameters_type, shown_type
 from agentflow.protocol.constraint import Constraint
-from benchmarks.constrained.text_walks import text_under, walk
+from benchmarks.constrained.text_walks import MatcherText, text_under, walk
 
 pytestmark = pytest.mark.anyio
 
@@ -122,6 +124,14 @@ CASES: list[tuple[Any, str, Any, list[str]]] = [
     (Person | int, "3", 3, ['"3a"']),
     (dict[str, Person], '{"a": {"name": "A", "age": 1}}', {"a": Person(name="A", age=1)}, ['{"a": 1}']),
     (dict[Literal["a", "b"], Age], '{"a": 1}', {"a": 1}, ['{"c": 1}', '{"a": 151}']),
+    (dict[int, Person], f'{{"-12": {ADA}}}', {-12: Person(name="Ada", age=36)}, [f'{{"x": {ADA}}}']),
+    (dict[Annotated[int, Field(ge=1)], int], '{"1": 2}', {1: 2}, ['{"0": 2}']),
+    (dict[float, int], '{"0.5": 2}', {0.5: 2}, ['{"x": 2}']),
+    (dict[bool, int], '{"true": 2}', {True: 2}, ['{"2": 2}']),
+    (dict[datetime.date, int], '{"2026-02-28": 2}', {datetime.date(2026, 2, 28): 2}, ['{"2026-02-30": 2}']),
+    (dict[Color, int], '{"red": 2}', {Color.RED: 2}, ['{"green": 2}']),
+    (dict[Annotated[str, Field(max_length=2)], int], '{"ab": 2}', {"ab": 2}, ['{"abc": 2}']),
+    (dict[Annotated[str, Field(pattern="^a+$")], int], '{"aa": 2}', {"aa": 2}, ['{"b": 2}']),
     (tuple[Age, bool], "[1, true]", (1, True), ["[151, true]", "[1]"]),
     (Annotated[set[int], Field(min_length=2)], "[1, 2]", {1, 2}, ["[1, 1]", "[1]"]),
     (Tree, '{"value": 1, "children": []}', Tree(value=1, children=[]), ['{"value": 10, "children": []}']),
@@ -176,6 +186,14 @@ def is_valid(read: Callable[[str], Any], text: str) -> bool:
     return True
 
 
+@pytest.mark.parametrize(("kind", "text", "value"), [case[:3] for case in CASES])
+async def test_a_program_gets_the_value(kind: Any, text: str, value: Any) -> None:
+    async with af.session(backend=af.Scripted([text])) as flow, flow.state() as s:
+        x = af.gen("x", schema=kind, on_invalid="retry")
+        s += x
+        assert await s[x] == value
+
+
 READ_AFTERWARDS = [Even, Annotated[set[int], Field(min_length=2)]]
 
 
@@ -213,7 +231,7 @@ scalars = (
     integers
     | floats
     | strings
-    | st.sampled_from([bool, Color, Literal["x", 3], datetime.date, uuid.UUID, None])
+    | st.sampled_from([str, bool, Color, Literal["x", 3], datetime.date, uuid.UUID, None])
 )
 
 
@@ -226,6 +244,8 @@ def compound(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     members = st.dictionaries(st.sampled_from(["a", "b", "c"]), inner, min_size=1)
     return st.one_of(
         st.builds(lambda item: Annotated[list[item], Field(max_length=2)], inner),  # type: ignore[valid-type]
+        st.builds(lambda item: list[item], inner),  # type: ignore[valid-type]
+        st.builds(lambda key, item: dict[key, item], st.sampled_from([str, int, bool, Color]), inner),
         st.builds(lambda one: one | None, st.sampled_from([Person, Seat, Cat])),
         members.map(
             lambda fields: pydantic.create_model("Model", **{n: (kind, ...) for n, kind in fields.items()})
@@ -235,12 +255,24 @@ def compound(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
+class ByteText(MatcherText):
+    """A walk by the tokens of one byte."""
+
+    def allowed(self) -> list[int]:
+        return [token for token in super().allowed() if token < 256]
+
+
 @given(st.recursive(scalars, compound, max_leaves=5), st.integers(0, 100))
 def test_random_types_are_kept(kind: Any, seed: int) -> None:
     schema, read = json_type(kind)
     compiled = compile_constraint(Constraint("schema", msgspec.json.encode(schema).decode()))
     for _ in range(3):
         text = walk(text_under(compiled), random.Random(seed))
+        if text is not None:
+            read(text)
+        # Where a part reaches its bound, it ends, unless the type requires more.
+        bounded = ByteText(bounded_matcher(compiled, Lengths(string_chars=3, list_items=2)))
+        text = walk(bounded, random.Random(seed))
         if text is not None:
             read(text)
 
@@ -311,6 +343,8 @@ def test_two_definitions_of_one_name_stay_apart() -> None:
         list[Mixed],
         "Person",
         Callable[[], int],
+        dict[tuple[int, int], int],
+        dict[Literal[1, 2], int],
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""What type checkers infer of typed values: `make lint` checks this file with mypy, and nothing runs it.
+"""What type checkers infer of typed values. `make lint` runs mypy and pyright on this file; no test does.
 
 A line with ``type: ignore`` is an error that mypy must find: mypy reports an unused comment as an error.
 """
@@ -7,15 +7,22 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict, assert_type
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, assert_type
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 import agentflow as af
 
 
 class Report(BaseModel):
     grade: int
+
+
+ItemT = TypeVar("ItemT")
+
+
+class Page(BaseModel, Generic[ItemT]):
+    items: list[ItemT]
 
 
 @dataclass
@@ -62,6 +69,19 @@ async def right(s: af.State) -> Report:
     many, maybe = af.gen("many", schema=list[Report]), af.gen("maybe", schema=Report | None)
     s += many + maybe
     assert_type(await s[many], list[Report])
+    assert_type(await s[maybe], Report | None)
+    print(await s[maybe])
+    either = af.gen("either", schema=Report | Point, on_invalid="retry", max_retries=1)
+    bounded, letter = af.gen("b", schema=Annotated[int, Field(ge=1)]), af.gen("c", schema=Literal["a", "b"])
+    page, named = af.gen("page", schema=Page[Report]), af.gen("named", schema=dict[str, Report])
+    plain_json = af.gen("plain_json", schema={"type": "object"})
+    s += either + bounded + letter + page + named + plain_json
+    assert_type(await s[either], Report | Point)
+    assert_type(await s[bounded], int)
+    assert_type(await s[letter], Literal["a", "b"])
+    assert_type(await s[page], Page[Report])
+    assert_type(await s[named], dict[str, Report])
+    assert_type(await s[plain_json], Any)
     assert_type(await s[number], int)
     assert_type(await s[is_so], bool)
     assert_type(await s[calls], list[af.ToolCall])

@@ -26,7 +26,7 @@ import msgspec
 
 from agentflow.errors import BadArgument
 from agentflow.protocol.chat import hoisted
-from agentflow.protocol.json_formats import FORMATS
+from agentflow.protocol.json_formats import FORMATS, PATTERN_OF_FORMAT
 from agentflow.protocol.schema_walk import resolved, subschemas
 
 JsonSchema: TypeAlias = dict[str, Any]
@@ -46,8 +46,10 @@ def json_type(kind: Any, where: str = "gen: schema") -> tuple[JsonSchema, Reader
         raise BadArgument(f"{where}: give the type {name}, not an instance of it", param="schema")
     try:
         libraries = _libraries(kind)
-        if libraries == {"msgspec", "pydantic"}:
+        if {"msgspec", "pydantic"} <= libraries:
             raise TypeError("it has both msgspec's structs or constraints and pydantic's: use one of the two")
+        if libraries == {"keys"} and importlib.util.find_spec("pydantic") is not None:
+            libraries.add("pydantic")  # msgspec's schemas leave out what the keys of a dict may be
         schema, read = _of_pydantic(kind) if "pydantic" in libraries else _of_either(kind)
     except Exception as error:  # an annotation may be undefined, and pydantic has errors of many types
         why = _shown_error(error)
@@ -177,7 +179,8 @@ def _shown_error(error: Exception) -> str:
 
 
 def _libraries(kind: Any) -> set[str]:
-    """Which of msgspec and pydantic the type mentions, at any depth."""
+    """Which of msgspec and pydantic the type mentions, at any depth; ``keys`` for a dict whose keys are not
+    plain strings."""
     found: set[str] = set()
     pending, seen = [kind], dict[int, Any]()  # which keeps the objects, so that their ids stay theirs
     while pending:
@@ -189,6 +192,8 @@ def _libraries(kind: Any) -> set[str]:
             found |= {library for meta in one.__metadata__ for library in _libraries_of_metadata(meta)}
         if get_origin(one) is not Literal:
             pending += get_args(one)
+        if get_origin(one) in (dict, Mapping) and get_args(one)[0] not in (str, Any):
+            found.add("keys")
         pending += [getattr(one, "__value__", None), get_origin(one)]  # of ``type X = ...``
         if not isinstance(one, type):
             continue
@@ -273,6 +278,21 @@ def _schema_generator() -> Any:
             places = schema.get("decimal_places", _DECIMAL_PLACES)
             return {"type": "string", "pattern": _decimal(max_digits, places)}
 
+        def dict_schema(self, schema: Any) -> JsonSchema:
+            found = super().dict_schema(schema)
+            if "keys_schema" in schema and "patternProperties" not in found:
+                keys = schema["keys_schema"]
+                names = self.generate_inner(keys)
+                is_number = (
+                    keys["type"] == "literal" and names.get("type") != "string"
+                )  # never read from text
+                if is_number or names.get("type") in ("array", "object"):
+                    raise TypeError(
+                        "the keys of a dict must have a form as text, such as str, int or an enum"
+                    )
+                found["propertyNames"] = names
+            return found
+
     return Generator
 
 
@@ -347,13 +367,41 @@ def _fit_format(schema: JsonSchema) -> None:
 
 
 def _fit_names(schema: JsonSchema, root: JsonSchema) -> None:
-    """Names of members that are an enumeration become optional members."""
-    names = schema.pop("propertyNames", None)
-    allowed = resolved(names, root).get("enum")
-    if allowed and all(isinstance(name, str) for name in allowed) and "properties" not in schema:
-        member = schema.get("additionalProperties", True)
-        schema["properties"] = dict.fromkeys(allowed, member)
+    """Names of members that are an enumeration become optional members, others match a pattern."""
+    names = resolved(schema.pop("propertyNames", None), root)
+    if "patternProperties" in schema:  # pydantic's form of keys with a pattern
+        schema.setdefault("additionalProperties", False)
+        return
+    if "properties" in schema:
+        return
+    member = schema.get("additionalProperties", True)
+    allowed = [names["const"]] if "const" in names else names.get("enum")
+    if names.get("type") == "boolean":
+        allowed = [True, False]
+    if allowed and all(isinstance(name, str | int) for name in allowed):
+        written = [name if isinstance(name, str) else json.dumps(name) for name in allowed]
+        schema["properties"] = dict.fromkeys(written, member)
         schema["additionalProperties"] = False
+    elif (pattern := _pattern_of_names(names)) is not None:
+        schema["patternProperties"] = {pattern: member}
+        schema["additionalProperties"] = False
+
+
+def _pattern_of_names(names: JsonSchema) -> str | None:
+    """The pattern of names with this schema. None if all are allowed."""
+    if names.get("type") in ("integer", "number"):
+        fraction = "" if names["type"] == "integer" else r"(\.[0-9]{1,15})?"
+        least = max(names.get("minimum", -1), names.get("exclusiveMinimum", -2) + 1)
+        zero = "" if least >= 1 else "0|" if least >= 0 else "-?0|-?"
+        return f"^({zero}[1-9][0-9]{{0,14}}){fraction}$"
+    if "pattern" in names:
+        return str(names["pattern"])
+    if names.get("format") in PATTERN_OF_FORMAT:
+        return f"^(?:{PATTERN_OF_FORMAT[names['format']]})$"
+    if "minLength" in names or "maxLength" in names:
+        most = names.get("maxLength", "")
+        return rf'^[^\x00-\x1f"\\]{{{names.get("minLength", 0)},{most}}}$'
+    return None
 
 
 def _fit_discriminator(schema: JsonSchema, root: JsonSchema) -> None:

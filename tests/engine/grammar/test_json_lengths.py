@@ -12,35 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.engine.bounded_matchers import BYTES, PAIRS, TOKENS, bounded_matcher
 
 from agentflow.engine.grammar.compiler.compile import compile_constraint
-from agentflow.engine.grammar.compiler.messages import CompiledConstraint, Lengths
-from agentflow.engine.grammar.dfa import Dfa
+from agentflow.engine.grammar.compiler.messages import Lengths
 from agentflow.engine.grammar.grammar import Matcher
-from agentflow.engine.grammar.json_lengths import LengthMasks, LengthMatcher, Position, after
-from agentflow.engine.grammar.llguidance import LlguidanceGrammar, LlguidanceVocabulary
-from agentflow.engine.grammar.token_dfa import DfaGrammar, Vocabulary
+from agentflow.engine.grammar.json_lengths import Position, after
 from agentflow.protocol.constraint import Constraint
 
-BYTES = [bytes([byte]) for byte in range(256)]
-PAIRS = [
-    b'", "',
-    b'"]',
-    b'": "',
-    b'"}',
-    b"}, {",
-    b'"}, {"',
-    b"]}",
-    b", ",
-    b"12",
-    b"345",
-    b".5",
-    b'", ',
-    b'"], ["',
-]
-TOKENS = [*BYTES, *PAIRS]
-VOCABULARY = Vocabulary(TOKENS)
-MASKS = LengthMasks(VOCABULARY)
 LENGTHS = Lengths(string_chars=5, list_items=3)
 
 json_values: st.SearchStrategy[Any] = st.recursive(
@@ -78,26 +57,6 @@ def test_positions_are_those_of_a_plain_reading(value: Any, data: st.DataObject)
         found.append(container.num_commas)
         container = container.outer
     assert found == commas[::-1]
-
-
-class _Texts:
-    def token_bytes(self, token_id: int) -> bytes:
-        return TOKENS[token_id]
-
-    def encode(self, text: str, *, continues: bool = False) -> list[int]:
-        return list(text.encode())
-
-
-LL_VOCABULARY = LlguidanceVocabulary(_Texts(), len(TOKENS))
-
-
-def matcher_of(compiled: CompiledConstraint, lengths: Lengths) -> Matcher:
-    grammar: DfaGrammar | LlguidanceGrammar
-    if compiled.form == "dfa":
-        grammar = DfaGrammar(Dfa.from_bytes(compiled.payload), VOCABULARY)
-    else:
-        grammar = LlguidanceGrammar(compiled.payload.decode(), LL_VOCABULARY)
-    return LengthMatcher(grammar.matcher(), MASKS, lengths)
 
 
 def endless_text(matcher: Matcher, dice: random.Random, tokens: list[int], most: int = 2000) -> str:
@@ -153,7 +112,7 @@ def test_a_model_that_does_not_stop_is_ended_with_a_valid_value(name: str, seed:
     compiled = compile_constraint(Constraint("schema", json.dumps(OPEN[name])))
     dice = random.Random(seed)
     liked = [len(BYTES) + PAIRS.index(b'", "'), len(BYTES) + PAIRS.index(b"}, {")] if seed % 2 else [ord(",")]
-    value = json.loads(endless_text(matcher_of(compiled, LENGTHS), dice, liked))
+    value = json.loads(endless_text(bounded_matcher(compiled, LENGTHS), dice, liked))
     jsonschema.validate(value, OPEN[name])
     check_lengths(value, least_string=12 if name == "exact" else 0)
 
@@ -176,7 +135,7 @@ def test_fractions_have_at_most_17_digits(lengths: Lengths) -> None:
     assert compiled.form == "llguidance"
     digits = [*map(ord, "0123456789"), TOKENS.index(b"12"), TOKENS.index(b"345")]
     for seed in range(10):
-        matcher = matcher_of(compiled, lengths)
+        matcher = bounded_matcher(compiled, lengths)
         matcher.take(ord("0"))
         matcher.take(ord("."))
         text = endless_text(matcher, random.Random(seed), digits)
