@@ -31,11 +31,11 @@ from agentflow.language.traced import GenOp, traced
 from agentflow.language.typed.replies import calls_of
 from agentflow.language.typed.tools import ToolCall
 from agentflow.language.typed.values import TEXT, ValueType
-from agentflow.language.validation import attempt_op, generate_valid
+from agentflow.language.validation import Attempts
 from agentflow.language.variable import Reference, Variable, target_of
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation
-from agentflow.protocol.op_table import check_sendable, num_done_with
+from agentflow.protocol.op_table import num_done_with
 from agentflow.protocol.transform import apply_transforms
 
 
@@ -44,15 +44,6 @@ class _Declared(NamedTuple):
 
     node: VariableNode
     is_gen: bool
-    op_index: int
-
-
-class _Validated(NamedTuple):
-    """A gen with retries. ``base_id``: the state that is forked for each attempt."""
-
-    item: GenExpression[Any]
-    node: VariableNode
-    base_id: int
     op_index: int
 
 
@@ -68,19 +59,20 @@ class Recorder:
         self._offer = state.transcript.offer
         self._num_gens = 0
         self._text: list[str | ops.Ref] = []
-        self._validated: list[_Validated] = []
+        self._sent: list[ops.Op] = []  # with those of other states
+        self._attempts: list[tuple[Attempts, int]] = []  # and the index of the fork for them
 
     def submit(self) -> None:
         """Sends the ops and updates the state; if it raises, neither has happened."""
         state = self._state
         self._flush()
         num_before = state.in_flight.num_submitted
-        state.submit(self._ops, num_expected=len(self._validated))
+        state.submit(self._ops, self._sent)
         for written in WRITTEN.get():
             written[id(state)] = state
         state.transcript.extend(self._entries, self._place, self._offer)
         for node, is_gen, index in self._declared:
-            num_ops = self._num_done_with(index)
+            num_ops = num_done_with(self._ops, index)
             state.num_gens += is_gen
             node.line = state.line_of(num_before + num_ops)
             state.declare(node)
@@ -88,16 +80,13 @@ class Recorder:
                 state.names[node.name] = node
             state.in_flight.expect(node.id, num_before + num_ops)
             state.run.touch(node)
-        for item, node, base_id, index in self._validated:
-            state.mapped_lines[node.id] = node.line
-            (base,) = state.adopt_branches([base_id], num_before + self._num_done_with(index))
-            base.is_hidden = True
-            state.link.start_soon(generate_valid, item, node, base)
+        for attempts, index in self._attempts:
+            attempts.adopt(num_before + index + 1)
+            state.link.start_soon(attempts.run)
 
-    def _num_done_with(self, index: int) -> int:
-        """How many of the numbered ops are done once the op at ``index`` is."""
-        num_expected = sum(one.op_index <= index for one in self._validated)
-        return num_done_with(self._ops, index) - num_expected
+    def _record(self, op: ops.Op) -> None:
+        self._ops.append(op)
+        self._sent.append(op)
 
     def add(self, item: Appendable) -> None:
         """Records one item."""
@@ -134,7 +123,7 @@ class Recorder:
     def put(self, op: ops.Op) -> None:
         """Records an op that declares nothing."""
         self._flush()
-        self._ops.append(op)
+        self._record(op)
 
     def begin(self, role: ops.Role, call: ToolCall | None = None) -> None:
         """Begins a turn. ``call``: the one that a tool's turn answers."""
@@ -166,13 +155,13 @@ class Recorder:
             raise BadArgument(f"set({name!r}): its text may hold strings and variables, and no gen or select")
         parts = tuple([self._part(piece) for piece in pieces])
         node = self._declare(name, TEXT)
-        self._ops.append(ops.Set(self._state.id, node.id, name, parts))
+        self._record(ops.Set(self._state.id, node.id, name, parts))
         return Variable(node)
 
     def read(self, what: ops.ReadWhat, value_type: ValueType) -> Variable[Any]:
         """Records a hidden variable that takes what the state holds here."""
         node = self._declare(f"{what}()", value_type, is_shown=False)
-        self._ops.append(ops.Read(self._state.id, node.id, node.name, what))
+        self._record(ops.Read(self._state.id, node.id, node.name, what))
         return Variable(node)
 
     def _add_text(self, piece: str | Expression) -> None:
@@ -197,7 +186,7 @@ class Recorder:
         """Ends the current text op."""
         if self._text:
             parts, self._text = tuple(self._text), []
-            self._ops.append(ops.Text(self._state.id, parts))
+            self._record(ops.Text(self._state.id, parts))
 
     def _converse(self, conversation: Conversation) -> None:
         """Records the turns of a conversation, and the assistant's, which stays open."""
@@ -257,13 +246,15 @@ class Recorder:
 
     def _generate_valid(self, item: GenExpression[Any]) -> None:
         """Records a gen of which only a valid text is appended; see ``validation``."""
-        state, base_id = self._state, self._state.link.next_id()
+        state = self._state
         state.link.needs_values(f"gen({item.name!r}, on_invalid='retry') is validated by the program")
-        check_sendable(attempt_op(item, base_id, base_id, None, 0), state.link.capabilities)
-        self.put(ops.Fork(state.id, (base_id,)))
-        node = self._append_variable(item.name, item.value_type)
-        self._validated.append(_Validated(item, node, base_id, len(self._ops)))
-        self._ops.append(ops.Expect(state.id, node.id, item.name))
+        num_entries = len(state.transcript.own) + len(self._entries)
+        node = self._append_variable(item.name, item.value_type)  # done when the fork is
+        number = len(state.children) + len(self._attempts)
+        attempts = Attempts(item, node, number, num_entries, in_turn=self._place.open_role is not None)
+        self._attempts.append((attempts, len(self._ops)))
+        self._record(ops.Fork(state.id, (attempts.base.id,)))
+        self._sent += attempts.first_ops()
         self._text.append(ops.Ref(node.id))
 
     def _traced(self, op: GenOp, node: VariableNode, num_entries: int) -> GenOp:

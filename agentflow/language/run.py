@@ -222,12 +222,15 @@ class StateNode:
         if not self.link.is_tracing:
             self._writer.check()
 
-    def submit(self, recorded: list[ops.Op], *, num_expected: int = 0) -> None:
-        """Sends ops of this state, all or none. ``num_expected``: how many of them are ``Expect``, which have
-        no number."""
+    def submit(self, recorded: list[ops.Op], sent: list[ops.Op] | None = None) -> None:
+        """Sends ops of this state, all or none. ``sent``: the same ops with others between them."""
         self.in_flight.check_room(len(recorded))
-        self.link.send(recorded)
-        self.in_flight.num_submitted += len(recorded) - num_expected
+        self.link.send(recorded if sent is None else sent)
+        self.count_sent(len(recorded))
+
+    def count_sent(self, num_ops: int) -> None:
+        """So many ops of this state were sent."""
+        self.in_flight.num_submitted += num_ops
         self._lines.add(self.in_flight.num_submitted, calling_line())
 
     def declare(self, variable: VariableNode) -> None:
@@ -256,18 +259,24 @@ class StateNode:
         """Forks the state into ``count`` branches."""
         ids = [self.link.next_id() for _ in range(count)]
         self.submit([ops.Fork(self.id, tuple(ids))])
-        return self.adopt_branches(ids, self.in_flight.num_submitted)
+        children = self.branches(ids, len(self.children))
+        self.adopt(children, self.in_flight.num_submitted)
+        return children
 
-    def adopt_branches(self, ids: list[int], num_ops: int) -> list[StateNode]:
-        """Adds branches that the backend knows, forked with op number ``num_ops``."""
-        children = [self.branch(state_id, len(self.children) + i) for i, state_id in enumerate(ids)]
-        self.children += children
+    def branches(self, ids: list[int], first: int) -> list[StateNode]:
+        """Branches from number ``first`` on, unknown to the run as yet."""
+        children = [self.branch(state_id, first + i) for i, state_id in enumerate(ids)]
         span = None if self.span is None else self.span.fork(len(ids), self.path)
         for child in children:
             child.span = span
+        return children
+
+    def adopt(self, children: list[StateNode], num_ops: int) -> None:
+        """Adds branches that the backend knows, forked with op number ``num_ops``."""
+        self.children += children
+        for child in children:
             child._forked_after = num_ops
             self.run.adopt(child)
-        return children
 
     def branch(self, state_id: int, number: int) -> StateNode:
         """Branch ``number``, unknown to the run as yet."""

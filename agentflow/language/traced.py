@@ -16,13 +16,16 @@ from agentflow.protocol import ops
 GenOp = TypeVar("GenOp", ops.Gen, ops.Select)
 
 
-def traced(op: GenOp, node: VariableNode, *, num_entries: int, in_turn: bool) -> GenOp:
+def traced(
+    op: GenOp, node: VariableNode, *, num_entries: int, in_turn: bool, transcript: Transcript | None = None
+) -> GenOp:
     """The op with the span of its variable, if the state has one. ``num_entries``: how many entries of the
-    state's own transcript its prompt includes. ``in_turn``: whether it stands in a turn."""
+    state's own transcript, or of ``transcript``, its prompt includes. ``in_turn``: whether it stands in a
+    turn."""
     state = node.state
     if state.span is None:
         return op
-    prompt = partial(prompt_of, state.transcript, num_entries)
+    prompt = partial(prompt_of, transcript or state.transcript, num_entries)
     node.span = state.span.gen(op, state.path, in_turn=in_turn, prompt=prompt)
     return msgspec.structs.replace(op, trace=node.span.traceparent)
 

@@ -2,7 +2,7 @@
 
 Validators are Python functions of this process, so the backend cannot decide whether a text is valid. The
 recorder forks the state where the gen stands, and appends a variable whose text the client provides, for
-which the state's later ops wait. ``generate_valid`` forks that branch once for each attempt, generates, and
+which the state's later ops wait. ``Attempts`` forks that branch once for each attempt, generates, and
 provides the first valid text. So the state never holds an invalid text, and attempts share its prefix. The
 seed of an attempt is that of its place in the fork tree, as any other: recordings and replays need no more.
 """
@@ -26,67 +26,119 @@ RETRY_TEMPERATURE: Final = 0.7
 """Of the retries of a greedy gen, which would repeat itself."""
 
 
-def attempt_op(
-    item: GenExpression[Any], state_id: int, var_id: int, derived: int | None, index: int
-) -> ops.Gen:
-    """The op of attempt number ``index``. ``derived``: the seed of its place."""
-    params = item.params
-    seed = derived
-    if params.seed is not None:
-        seed = derived_seed(str(params.seed), f"attempt {index}") if index else params.seed
-    temperature = params.temperature or (RETRY_TEMPERATURE if index else 0.0)
-    params = msgspec.structs.replace(params, seed=seed, temperature=temperature)
-    return ops.Gen(state_id, var_id, item.name, params, item.value_type.constraint, item.timeout_s)
+class Attempts:
+    """The generations of ``variable``, whose state is forked before it. ``number``: of that branch, among the
+    state's. ``num_entries``: those of the state's transcript before the variable."""
 
+    def __init__(
+        self,
+        item: GenExpression[Any],
+        variable: VariableNode,
+        number: int,
+        num_entries: int,
+        *,
+        in_turn: bool,
+    ) -> None:
+        state = variable.state
+        self._item = item
+        self._variable = variable
+        self._num_entries = num_entries
+        self._in_turn = in_turn
+        (self.base,) = state.branches([state.link.next_id()], number)
+        self.base.is_hidden = True
+        (branch,) = self.base.branches([state.link.next_id()], 0)
+        self._first = self._declared(branch)
 
-async def generate_valid(item: GenExpression[Any], variable: VariableNode, base: StateNode) -> None:
-    """Provides ``variable`` with a valid text, generated in a fork of ``base``, or with the error for which
-    it has none."""
-    link = variable.state.link
-    try:
-        outcome = await _attempted(item, variable, base)
-        link.send([outcome], quiet=True)
-    except Exception as error:
-        failure = error if isinstance(error, AgentflowError) else RunFailed(f"validation failed: {error!r}")
-        failure.__cause__ = None if failure is error else error
-        # With a place of its own, so that two failures with equal messages are two.
-        info = ErrorInfo.of(failure).at(variable.state.id, FIRST_MAPPED + variable.id)
-        link.send([ops.Provide(variable.id, error=info)], quiet=True)
-    finally:
-        base.run.drop(base)
+    def first_ops(self) -> list[ops.Op]:
+        """The ops that begin the first attempt and declare the variable."""
+        branch = self._first.state
+        return [
+            ops.Fork(self.base.id, (branch.id,)),
+            self._op(self._first, 0),
+            ops.Expect(self._variable.state.id, self._variable.id, self._variable.name),
+        ]
 
+    def adopt(self, num_ops: int) -> None:
+        """The ops were sent; the base was forked with op number ``num_ops``."""
+        state, branch = self._variable.state, self._first.state
+        state.mapped_lines[self._variable.id] = self._variable.line
+        state.adopt([self.base], num_ops)
+        self.base.count_sent(1)
+        self.base.adopt([branch], 1)
+        branch.count_sent(1)
+        self._begin(self._first)
 
-async def _attempted(item: GenExpression[Any], variable: VariableNode, base: StateNode) -> ops.Provide:
-    usage = Usage()
-    failure: InvalidValue | None = None
-    for index in range(item.max_retries + 1):
-        (branch,) = base.fork(1)
+    async def run(self) -> None:
+        """Provides the variable with a valid text, or with the error for which it has none."""
+        variable, link = self._variable, self._variable.state.link
         try:
-            attempt = _generated(item, branch, index)
-            await attempt.settled()
-            if attempt.error is not None:  # not raised: that would count as raised in the program
-                return ops.Provide(variable.id, error=attempt.error)
-            usage += attempt.end.usage
-            value_of(attempt)
-        except InvalidValue as error:
-            failure = error
-        else:
-            variable.outcome = msgspec.structs.replace(attempt.end, var=variable.id, usage=usage)
-            return ops.Provide(variable.id, attempt.notation)
+            link.send([await self._outcome()], quiet=True)
+        except Exception as error:
+            is_known = isinstance(error, AgentflowError)
+            failure = error if is_known else RunFailed(f"validation failed: {error!r}")
+            failure.__cause__ = None if failure is error else error
+            # With a place of its own, so that two failures with equal messages are two.
+            info = ErrorInfo.of(failure).at(variable.state.id, FIRST_MAPPED + variable.id)
+            link.send([ops.Provide(variable.id, error=info)], quiet=True)
         finally:
-            base.run.drop(branch)
-    raise InvalidValue(f"{failure} (after {item.max_retries + 1} attempts)")
+            self.base.run.drop(self.base)
 
+    async def _outcome(self) -> ops.Provide:
+        variable, usage = self._variable, Usage()
+        failure: InvalidValue | None = None
+        for index in range(self._item.max_retries + 1):
+            attempt = self._again(index) if index else self._first
+            try:
+                await attempt.settled()
+                if attempt.error is not None:  # not raised: that would count as raised in the program
+                    return ops.Provide(variable.id, error=attempt.error)
+                usage += attempt.end.usage
+                value_of(attempt)
+            except InvalidValue as error:
+                failure = error
+            else:
+                variable.outcome = msgspec.structs.replace(attempt.end, var=variable.id, usage=usage)
+                return ops.Provide(variable.id, attempt.notation)
+            finally:
+                self.base.run.drop(attempt.state)
+        raise InvalidValue(f"{failure} (after {self._item.max_retries + 1} attempts)")
 
-def _generated(item: GenExpression[Any], branch: StateNode, index: int) -> VariableNode:
-    """The variable of an attempt, which is being generated."""
-    node = VariableNode(branch, branch.link.next_id(), item.name, item.value_type, is_shown=False)
-    Variable(node)
-    seed = branch.run.seed_at(node.id, branch.seed_place(0))
-    op = attempt_op(item, branch.id, node.id, seed, index)
-    branch.submit([traced(op, node, num_entries=0, in_turn=branch.transcript.place.open_role is not None)])
-    branch.num_gens += 1
-    branch.declare(node)
-    branch.in_flight.expect(node.id, 1)
-    branch.run.touch(node)
-    return node
+    def _again(self, index: int) -> VariableNode:
+        (branch,) = self.base.fork(1)
+        node = self._declared(branch)
+        branch.submit([self._op(node, index)])
+        self._begin(node)
+        return node
+
+    def _declared(self, branch: StateNode) -> VariableNode:
+        item = self._item
+        node = VariableNode(branch, branch.link.next_id(), item.name, item.value_type, is_shown=False)
+        Variable(node)
+        return node
+
+    def _op(self, node: VariableNode, index: int) -> ops.Gen:
+        """The op of attempt number ``index``."""
+        item, branch, params = self._item, node.state, self._item.params
+        if params.seed is None:
+            seed = branch.run.seed_at(node.id, branch.seed_place(0))
+        else:
+            seed = derived_seed(str(params.seed), f"attempt {index}") if index else params.seed
+        temperature = params.temperature or (RETRY_TEMPERATURE if index else 0.0)
+        params = msgspec.structs.replace(params, seed=seed, temperature=temperature)
+        constraint = item.value_type.constraint
+        op = ops.Gen(branch.id, node.id, item.name, params, constraint, item.timeout_s)
+        return traced(
+            op,
+            node,
+            num_entries=self._num_entries,
+            in_turn=self._in_turn,
+            transcript=self._variable.state.transcript,
+        )
+
+    def _begin(self, node: VariableNode) -> None:
+        """The op of the attempt was sent."""
+        branch = node.state
+        branch.num_gens += 1
+        branch.declare(node)
+        branch.in_flight.expect(node.id, 1)
+        branch.run.touch(node)

@@ -38,7 +38,7 @@ def texts_of(answers: Sequence[int]) -> list[str]:
 
 @pytest.mark.parametrize("unbatched", [False, True])
 async def test_only_the_valid_text_is_in_the_state(unbatched):
-    backend = af.Scripted(["1", "3", "4", "the end"])
+    backend = af.Scripted({"n": ["1", "3", "4"], "rest": "the end"})
     async with af.session(backend=Unbatched(backend) if unbatched else backend) as flow, flow.state() as s:
         s += af.user("Even?") + af.assistant("It is ", even(), ".") + af.user("And?")
         s += af.assistant(af.gen("rest"))
@@ -116,7 +116,7 @@ async def test_each_attempt_has_its_own_seed_and_retries_are_not_greedy():
 
 async def test_the_gens_after_it_keep_their_seeds():
     seeds = []
-    for answers in (["2", "x"], ["1", "2", "x"]):
+    for answers in (["2", "x"], ["1", "x", "2"]):  # the retry is appended last
         backend = Observed(af.Scripted(answers))
         async with af.session(backend=backend, seed=1) as flow, flow.state() as s:
             s += even() + af.gen("x")
@@ -238,3 +238,12 @@ def test_attempts_are_bounded(odd_first: list[int], max_retries: int, is_awaited
             assert len(backend.of(ops.Gen)) == num_gens
 
     anyio.run(main)
+
+
+async def test_the_first_attempt_is_sent_with_the_append():
+    """So a list of scripted answers is used in the order of the program, and nothing waits for a task."""
+    backend = Observed(af.Scripted(["2", "x"]))
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += even() + af.gen("x")
+        assert [gen.name for gen in backend.of(ops.Gen)] == ["n", "x"]
+        assert (await s["n"], await s["x"]) == (2, "x")
