@@ -10,7 +10,6 @@ contexts of their states.
 
 from __future__ import annotations
 
-import json
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -21,10 +20,9 @@ import anyio.lowlevel
 import msgspec
 
 from agentflow.backends.local import interpreted
+from agentflow.backends.scripted_answers import Answer, check_satisfied, for_name, reply_of, stopped, text_of
 from agentflow.errors import BadArgument, NotSupported, ScriptMismatch
-from agentflow.language.typed.json_types import json_text
-from agentflow.language.typed.replies import Message, Reply, calls_of, message_of
-from agentflow.language.typed.tags import matches_whole, split_at_tags
+from agentflow.language.typed.replies import Message, calls_of, message_of
 from agentflow.language.typed.tools import ToolCall
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Connection, Deliver, Lost
@@ -42,36 +40,33 @@ from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.events import Capabilities, Stats, Usage
 from agentflow.protocol.op_table import expanded
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.protocol.stop_pattern import StopPattern
 from agentflow.runtime.generator import Generated, OnText, Scored, StateHint
 
 MAX_CALLS = 10_000
 """The most calls that are kept."""
-
-Answer: TypeAlias = Any
 
 
 class ScriptedCall(str):
     """One generation of an ``af.Scripted``: a string, the text of its prompt, with what the program wanted.
 
     ``name``: of the variable. ``kind``: ``gen``, ``reply`` or ``select``. ``messages``: the turns of the
-    prompt, with the open one if it has text. ``tools``: those of the conversation. ``params`` and
-    ``constraint``: of a gen or a reply, as they were sent. ``choices``: of a select. ``answer``: what the
-    script answered, before stops and limits truncated it; None until then.
+    prompt, as ``s.messages()`` gives them, with the open one if it has text. ``tools``: those of the
+    conversation. ``params`` and ``constraint``: of a gen or a reply, as they were sent. ``choices``: of a
+    select. ``answer``: what the script answered, before stops and limits truncated it; None until then.
 
     >>> backend = af.Scripted(lambda call: f"{call.name}, {call.params.max_tokens} tokens")
     >>> async with af.session(backend=backend) as flow, flow.state() as s:
     ...     s += af.user("Say something.") + af.assistant(af.gen("answer", max_tokens=9))
     ...     print(await s["answer"])
     answer, 9 tokens
-    >>> backend.calls[0].messages[0].content
-    'Say something.'
+    >>> backend.calls[0].messages
+    [{'role': 'user', 'content': 'Say something.'}]
     """
 
     name: str
     kind: Literal["gen", "reply", "select"]
     sent: _SentGen
-    messages: tuple[Message, ...]
+    messages: list[dict[str, Any]]
     tools: tuple[ToolSpec, ...]
     params: SamplingParams
     constraint: Constraint | None
@@ -100,9 +95,6 @@ _Queue: TypeAlias = "deque[_SentGen | list[_Queue]]"
 """The gens, selects and forks of a state that have not run yet, in order; of a fork, the queues of its
 branches. A state runs its ops in order and stops at the first that fails, so the first of the queue is the
 one that runs."""
-
-CHARS_PER_TOKEN = 4
-"""About as many as a model's tokens have: a ``stop_regex`` may use processor time for each token."""
 
 
 @dataclass
@@ -221,7 +213,7 @@ class ScriptedGenerator:
         nothing)."""
         call = self._call(context, "gen", params, constraint)
         return await self._stream(
-            context, _text_of(self._answer(call)), call.name, params, on_text, constraint
+            context, text_of(self._answer(call)), call.name, params, on_text, constraint
         )
 
     async def offer_tools(
@@ -255,7 +247,7 @@ class ScriptedGenerator:
     ) -> Generated:
         """As ``generate``, but the script may also answer with a ``Reply`` or with tool calls."""
         call = self._call(context, "reply", params, constraint)
-        reply = _reply_of(self._answer(call))
+        reply = reply_of(self._answer(call))
         writer = ReplyWriter()
         written: list[str] = []
 
@@ -286,9 +278,9 @@ class ScriptedGenerator:
         if params.wants_logprobs:
             raise NotSupported("a scripted backend has no log-probabilities: use an engine")
         prompt = context.text
-        answer, reason = _stopped(answer, params)
+        answer, reason = stopped(answer, params)
         if constraint is not None:
-            _check_satisfied(constraint, answer, name)
+            check_satisfied(constraint, answer, name)
         words = answer.split(" ")
         if len(words) > params.max_tokens:
             answer, reason = " ".join(words[: params.max_tokens]), "length"
@@ -309,10 +301,10 @@ class ScriptedGenerator:
         """The choice that equals the script's answer. ``ScriptMismatch`` if there is none."""
         call = self._call(context, "select", choices=tuple(choices))
         await anyio.lowlevel.checkpoint()
-        answer = _text_of(self._answer(call))
+        answer = text_of(self._answer(call))
         if answer not in choices:
             raise ScriptMismatch(
-                f"the script answers {answer!r}{_for(call.name)}, which is none of the choices "
+                f"the script answers {answer!r}{for_name(call.name)}, which is none of the choices "
                 f"{list(choices)}"
             )
         usage = Usage(len(context.text.split()), 0, 0)
@@ -383,7 +375,8 @@ class ScriptedGenerator:
         call = ScriptedCall(context.text)
         call.name, call.kind, call.sent = sent.name, kind, sent
         turn = [context.open_message()] if context.open_roles else []
-        call.messages = (*context.messages, *[message for message in turn if message.content])
+        messages = (*context.messages, *[message for message in turn if message.content])
+        call.messages = [message.as_dict() for message in messages]
         call.tools, call.choices = context.tools, choices
         call.params, call.constraint = params or SamplingParams(), constraint
         call.answer = None
@@ -415,8 +408,8 @@ class ScriptedGenerator:
             return script(call)
         if position >= len(script):
             raise ScriptMismatch(
-                f"there is no answer left{_for(call.name)}: {kept} has {len(script)}, and this is generation "
-                f"{position + 1}"
+                f"there is no answer left{for_name(call.name)}: {kept} has {len(script)}, and this is "
+                f"generation {position + 1}"
             )
         return script[position]
 
@@ -424,14 +417,6 @@ class ScriptedGenerator:
         self._stats["steps"] += 1
         self._stats["prompt_tokens"] += usage.prompt_tokens
         self._stats["generated_tokens"] += usage.output_tokens
-
-
-def _stopped(answer: str, params: SamplingParams) -> tuple[str, str]:
-    if params.stop or params.stop_regex is not None:
-        end = _stop_in(answer, params, len(" ".join(answer.split(" ")[: params.min_tokens])))
-        if end is not None:
-            return answer[:end], "stop"
-    return answer, "eos"
 
 
 class _ScriptedConnection:
@@ -471,84 +456,6 @@ class _ScriptedConnection:
                 self._queues.pop(op.state, None)
             case _:
                 pass
-
-
-def _for(name: str) -> str:
-    return f" for {name!r}" if name else ""
-
-
-def _check_satisfied(constraint: Constraint, answer: str, name: str) -> None:
-    try:
-        is_satisfied = _is_satisfied(constraint, answer)
-    except BadArgument:  # a ValueError, too: the constraint itself is invalid
-        raise
-    except (ValueError, RecursionError):
-        is_satisfied = False
-    if not is_satisfied:
-        raise ScriptMismatch(
-            f"the script answers {answer!r}{_for(name)}, which violates the {constraint.kind} constraint"
-        )
-
-
-def _is_satisfied(constraint: Constraint, answer: str) -> bool:
-    match constraint.kind:
-        case "choices":
-            return answer in constraint.choices
-        case "regex":
-            return matches_whole(constraint.source, answer)
-        case "schema":
-            json.loads(answer)
-        case "tags":
-            split_at_tags(answer, constraint.tags())
-        case "grammar":
-            pass
-    return True
-
-
-def _reply_of(answer: Answer) -> Reply:
-    if isinstance(answer, Reply):
-        return answer
-    calls = _calls_in(answer)
-    return Reply("", calls) if calls else Reply(_text_of(answer))
-
-
-def _calls_in(answer: Answer) -> tuple[ToolCall, ...]:
-    """The tool calls of which the answer consists, if any."""
-    calls = answer if isinstance(answer, list | tuple) else (answer,)
-    return tuple(calls) if all(isinstance(call, ToolCall) for call in calls) else ()
-
-
-def _text_of(answer: object) -> str:
-    if isinstance(answer, str):
-        return str(answer)
-    if calls := _calls_in(answer):
-        answer = [{"name": call.name, "arguments": call.arguments} for call in calls]
-    try:
-        return json_text(answer)
-    except ValueError as error:
-        raise BadArgument(
-            f"the script answers {answer!r}: an answer must be a text, a value that JSON can represent, or "
-            f"an exception ({error})"
-        ) from None
-
-
-def _stop_in(answer: str, params: SamplingParams, first: int) -> int | None:
-    """The start of the stop that is complete first, of those that begin at ``first`` or later."""
-    pattern = None if params.stop_regex is None else StopPattern(params.stop_regex)
-    if pattern is not None:
-        pattern.skip(answer[:first])
-    for start in range(first, len(answer), CHARS_PER_TOKEN):
-        token = answer[start : start + CHARS_PER_TOKEN]
-        if pattern is not None:
-            pattern.add(token)  # and extends its limit of processor time
-        for end in range(start + 1, start + len(token) + 1):
-            begins = [end - len(stop) for stop in params.stop if answer.endswith(stop, first, end)]
-            found = None if pattern is None else pattern.step()
-            if found is not None:
-                begins.append(found)
-            if begins:
-                return min(begins)
-    return None
 
 
 class Scripted:
@@ -611,7 +518,7 @@ class Scripted:
         """
         left = self.generator.unused()
         if left:
-            listed = ", ".join(f"{count}{_for(name)}" for name, count in left.items())
+            listed = ", ".join(f"{count}{for_name(name)}" for name, count in left.items())
             raise ScriptMismatch(f"the script has unused answers: {listed}")
 
     @asynccontextmanager

@@ -246,14 +246,14 @@ async def test_a_call_has_what_the_program_sent():
     assert (related.kind, related.choices, related.answer) == ("select", ("yes", "no"), "no")
     assert (first.kind, first.params.max_tokens, first.choices) == ("gen", 5, ())
     assert (why.params.stop, why.answer) == ((".",), "so. And so on")
-    user, assistant = "Is it about science? Leaves.", af.Message("assistant", "no")
-    assert first.messages == (
-        af.Message("user", user),
-        assistant,
-        af.Message("user", "Judge its clarity."),
-        af.Message("assistant", "It is "),
-    )
-    assert why.messages[-1] == af.Message("assistant", "It is bad: ")
+    user = "Is it about science? Leaves."
+    assert first.messages == [
+        {"role": "user", "content": user},
+        {"role": "assistant", "content": "no"},
+        {"role": "user", "content": "Judge its clarity."},
+        {"role": "assistant", "content": "It is "},
+    ]
+    assert why.messages[-1] == {"role": "assistant", "content": "It is bad: "}
     assert backend.prompts[0] == f"<user>{user}</user><assistant>" == related
     assert "'judgment'" in repr(first)
     assert "'bad'" in repr(first)
@@ -399,13 +399,13 @@ async def test_tool_calls_are_answers_of_a_reply(answer):
         assert len({call.id for call in calls}) == num_calls
         for _ in calls:
             s += af.tool_result("rain")
+        turns = await s.messages()
         s += af.reply("answer")
         assert (await s["answer"]).text == "It rains."
     first, second = backend.calls
     assert (first.kind, [tool.name for tool in first.tools]) == ("reply", ["weather"])
-    roles = [message.role for message in second.messages]
-    assert roles == ["user", "assistant", *["tool"] * num_calls]
-    assert (second.messages[1].content, second.messages[1].tool_calls) == ("", calls)
+    assert [turn["role"] for turn in turns] == ["user", "assistant", *["tool"] * num_calls]
+    assert second.messages == turns
 
 
 async def test_tool_calls_are_answers_of_a_gen_with_tools():

@@ -32,7 +32,7 @@ async def test_a_pdf_becomes_a_record(paper: Path):
     person, backend = RECORDS[paper.stem], af.Scripted(reader)
     assert await run(extract, backend, str(paper)) == person
     (call,) = backend.calls
-    assert all(text in call.messages[1].content for text in (person.name, str(person.born), "as JSON."))
+    assert all(text in call.messages[1]["content"] for text in (person.name, str(person.born), "as JSON."))
 
 
 def test_all_pages_are_read():

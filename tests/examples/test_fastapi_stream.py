@@ -43,7 +43,7 @@ async def test_an_answer_comes_whole_or_in_pieces():
         streamed = await client.get("/explain/stream", params={"question": "What?"})
         assert streamed.headers["content-type"].startswith("text/event-stream")
         assert "".join(pieces(streamed.text)) == "Light,\nwater and\n\nair."
-    assert [call.messages[0].content for call in backend.calls] == ["What?", "What?"]
+    assert [call.messages[0]["content"] for call in backend.calls] == ["What?", "What?"]
 
 
 async def idle(backend: af.Scripted) -> None:

@@ -1,0 +1,109 @@
+"""What an answer of a script becomes: the text of a generation, or a reply with tool calls.
+
+A text ends where the parameters of the gen end it, and must satisfy the constraint.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeAlias
+
+from agentflow.errors import BadArgument, ScriptMismatch
+from agentflow.language.typed.json_types import json_text
+from agentflow.language.typed.replies import Reply
+from agentflow.language.typed.tags import matches_whole, split_at_tags
+from agentflow.language.typed.tools import ToolCall
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.stop_pattern import StopPattern
+
+CHARS_PER_TOKEN = 4
+"""About as many as a model's tokens have: a ``stop_regex`` may use processor time for each token."""
+
+Answer: TypeAlias = Any
+
+
+def reply_of(answer: Answer) -> Reply:
+    if isinstance(answer, Reply):
+        return answer
+    calls = _calls_in(answer)
+    return Reply("", calls) if calls else Reply(text_of(answer))
+
+
+def _calls_in(answer: Answer) -> tuple[ToolCall, ...]:
+    """The tool calls of which the answer consists, if any."""
+    calls = answer if isinstance(answer, list | tuple) else (answer,)
+    return tuple(calls) if all(isinstance(call, ToolCall) for call in calls) else ()
+
+
+def text_of(answer: object) -> str:
+    if isinstance(answer, str):
+        return str(answer)
+    if calls := _calls_in(answer):
+        answer = [{"name": call.name, "arguments": call.arguments} for call in calls]
+    try:
+        return json_text(answer)
+    except ValueError as error:
+        raise BadArgument(
+            f"the script answers {answer!r}: an answer must be a text, a value that JSON can represent, or "
+            f"an exception ({error})"
+        ) from None
+
+
+def stopped(answer: str, params: SamplingParams) -> tuple[str, str]:
+    if params.stop or params.stop_regex is not None:
+        end = _stop_in(answer, params, len(" ".join(answer.split(" ")[: params.min_tokens])))
+        if end is not None:
+            return answer[:end], "stop"
+    return answer, "eos"
+
+
+def _stop_in(answer: str, params: SamplingParams, first: int) -> int | None:
+    """The start of the stop that is complete first, of those that begin at ``first`` or later."""
+    pattern = None if params.stop_regex is None else StopPattern(params.stop_regex)
+    if pattern is not None:
+        pattern.skip(answer[:first])
+    for start in range(first, len(answer), CHARS_PER_TOKEN):
+        token = answer[start : start + CHARS_PER_TOKEN]
+        if pattern is not None:
+            pattern.add(token)  # and extends its limit of processor time
+        for end in range(start + 1, start + len(token) + 1):
+            begins = [end - len(stop) for stop in params.stop if answer.endswith(stop, first, end)]
+            found = None if pattern is None else pattern.step()
+            if found is not None:
+                begins.append(found)
+            if begins:
+                return min(begins)
+    return None
+
+
+def check_satisfied(constraint: Constraint, answer: str, name: str) -> None:
+    try:
+        is_satisfied = _is_satisfied(constraint, answer)
+    except BadArgument:  # a ValueError, too: the constraint itself is invalid
+        raise
+    except (ValueError, RecursionError):
+        is_satisfied = False
+    if not is_satisfied:
+        raise ScriptMismatch(
+            f"the script answers {answer!r}{for_name(name)}, which violates the {constraint.kind} constraint"
+        )
+
+
+def _is_satisfied(constraint: Constraint, answer: str) -> bool:
+    match constraint.kind:
+        case "choices":
+            return answer in constraint.choices
+        case "regex":
+            return matches_whole(constraint.source, answer)
+        case "schema":
+            json.loads(answer)
+        case "tags":
+            split_at_tags(answer, constraint.tags())
+        case "grammar":
+            pass
+    return True
+
+
+def for_name(name: str) -> str:
+    return f" for {name!r}" if name else ""
