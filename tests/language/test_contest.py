@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.observed_backends import Stepped, assert_idle, settle, unconstrained
-from support.programs import echo
+from support.programs import by_end, echo
 
 import agentflow as af
 from agentflow.language.contest import Poll
 
 pytestmark = pytest.mark.anyio
 
-SCRIPT = {"short": "one", "medium": "one two", "long": "one two three", "never": "word " * 500}
+SCRIPT = by_end({"short": "one", "medium": "one two", "long": "one two three", "never": "word " * 500})
 
 
 def begin(branches: Sequence[af.State], prompts: Sequence[str], name: str = "x") -> None:
@@ -78,7 +78,7 @@ async def test_of_values_that_are_there_already_the_one_that_ended_first_wins():
 
 async def test_a_branch_that_fails_cannot_win_and_does_not_fail_the_run():
     script = {"bad": af.EngineFailed("no"), "medium": "one two", "invalid": "none"}
-    backend = unconstrained(script)
+    backend = unconstrained(by_end(script))
 
     async def program(s: af.State) -> str:
         branches = s.fork(3)
@@ -108,14 +108,14 @@ async def test_in_a_task_group_the_failure_of_a_branch_is_raised():
             begin(branches, ["never", "bad", "never"])
         return await getattr(branches, choose)("x")
 
-    async with af.session(backend=af.Scripted(script)) as flow:
+    async with af.session(backend=af.Scripted(by_end(script))) as flow:
         for choose in ("first", "best", "vote"):
             with pytest.raises(af.EngineFailed, match="no"):
                 await flow.run(program, choose)
 
 
 async def test_the_greatest_value_wins():
-    backend = af.Scripted({"a": "7", "b": "9", "c": "9", "d": "x", "e": "-12"})
+    backend = af.Scripted(by_end({"a": "7", "b": "9", "c": "9", "d": "x", "e": "-12"}))
     async with af.session(backend=backend) as flow, flow.state() as s:
         branches = s.fork(5)
         for branch, prompt in zip(branches, "abcde", strict=True):
@@ -131,7 +131,7 @@ async def test_the_greatest_value_wins():
 
 
 async def test_a_vote_cancels_the_branches_that_it_does_not_need():
-    backend = Stepped({"yes": "yes", "no": "no", "never": "word " * 50})
+    backend = Stepped(by_end({"yes": "yes", "no": "no", "never": "word " * 50}))
     async with af.session(backend=backend) as flow, flow.state() as s, anyio.create_task_group() as group:
         async with s.fork(5) as branches:
             begin(branches, ["yes", "no", "yes", "yes", "never"])
@@ -151,7 +151,7 @@ async def test_a_vote_cancels_the_branches_that_it_does_not_need():
 
 async def test_abstentions_and_enough_votes():
     async with (
-        af.session(backend=af.Scripted({"a": "1", "b": "it is 2", "z": "none"})) as flow,
+        af.session(backend=af.Scripted(by_end({"a": "1", "b": "it is 2", "z": "none"}))) as flow,
         flow.state() as s,
     ):
 

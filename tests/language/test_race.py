@@ -5,13 +5,13 @@ from __future__ import annotations
 import anyio
 import pytest
 from support.observed_backends import Stepped, assert_idle, settle
-from support.programs import ask, echo
+from support.programs import ask, by_end, echo
 
 import agentflow as af
 
 pytestmark = pytest.mark.anyio
 
-SCRIPT = {"never": "word " * 500, "short": "one two"}
+SCRIPT = by_end({"never": "word " * 500, "short": "one two"})
 
 
 async def test_the_first_program_wins_and_the_states_of_the_others_are_cancelled():
