@@ -248,3 +248,13 @@ async def test_a_running_state_is_redrawn_until_it_is_done(monkeypatch: pytest.M
         await settle()
         assert cell.shown[-1]["text/plain"].endswith("one two three")
         assert "af-cursor" not in cell.shown[-1]["text/html"].partition("</style>")[2]
+
+
+async def test_ipython_takes_the_html():
+    formatter = pytest.importorskip("IPython.core.formatters").DisplayFormatter()
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        s += af.user("a<b>")
+        data, _ = formatter.format(s)
+        assert data == {"text/html": s._repr_html_(), "text/plain": repr(s)}
+        data, _ = formatter.format(flow.runs)
+        assert data["image/svg+xml"].startswith("<svg")
