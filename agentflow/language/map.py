@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, is_dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Generic, Literal, NoReturn, TypeAlias, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NoReturn, TypeAlias, TypedDict, TypeVar, cast
 
 import anyio
 import anyio.lowlevel
@@ -26,15 +26,17 @@ from msgspec import Struct
 from agentflow.errors import BadArgument, Cancelled, short_repr
 from agentflow.language.graph import Graph
 from agentflow.language.link import Link
-from agentflow.language.map_inputs import END, Inputs, MapInputs, Parameters, Row
+from agentflow.language.map_inputs import END, Inputs, Key, KeyOf, MapInputs, Parameters, Row
 from agentflow.language.program import check_program, execute, name_of
-from agentflow.language.results_file import Key, KeyOf, Keys, ResultsFile, as_plain, result_reader
 from agentflow.language.retries import pause_s
 from agentflow.language.run import Run
 from agentflow.language.trace import GraphRun
 from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import is_whole
 from agentflow.runtime.task_group import CallInLoop, loop_caller, open_task_group
+
+if TYPE_CHECKING:
+    from agentflow.language.results_file import ResultsFile
 
 
 class MapOptions(TypedDict, total=False):
@@ -93,10 +95,14 @@ class _MapWork(Generic[ResultT]):
         self.tally = Tally(inputs.total)
         self.parameters = Parameters(program)
         self._retries = retries
-        self._path = resume
-        self._read_result = result_reader(program) if resume is not None else None
-        self._key_of = Keys(key)
         self._file: ResultsFile | None = None
+        self._make_file: Callable[[], ResultsFile] | None = None
+        if resume is not None:
+            from agentflow.language import results_file  # not every program keeps its results
+
+            read = results_file.result_reader(program)
+            self._make_file = partial(results_file.ResultsFile.open, resume, program, read)
+            self._key_of = results_file.Keys(key)
         self._keys: list[Key] = []  # of the file, in the order of the inputs
         self._is_synced = True
         self._group: TaskGroup
@@ -179,10 +185,8 @@ class _MapWork(Generic[ResultT]):
             self._result_came.set()
 
     async def _open_file(self) -> None:
-        if self._path is not None:
-            assert self._read_result is not None
-            arguments = self._path, self._program, self._read_result
-            self._file = await anyio.to_thread.run_sync(ResultsFile.open, *arguments)
+        if self._make_file is not None:
+            self._file = await anyio.to_thread.run_sync(self._make_file)
 
     async def _close_file(self) -> None:
         file, self._file = self._file, None
@@ -515,6 +519,8 @@ def _pair(item: Any, result: Any) -> tuple[Any, Any]:
 def _fields(result: Any) -> dict[str, Any]:
     if isinstance(result, Exception):
         return {"error": f"{type(result).__name__}: {result}"}
+    from agentflow.language.results_file import as_plain
+
     is_record = is_dataclass(result) or isinstance(result, Mapping | Struct) or hasattr(result, "model_dump")
     return dict(as_plain(result)) if is_record else {"result": result}
 

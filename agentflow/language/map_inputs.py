@@ -8,6 +8,7 @@ import inspect
 from collections.abc import (
     AsyncIterable,
     AsyncIterator,
+    Callable,
     Iterable,
     Iterator,
     Mapping,
@@ -30,6 +31,10 @@ class Table(Protocol):
 
 ManyOf: TypeAlias = Iterable[ItemT] | AsyncIterable[ItemT]
 Inputs: TypeAlias = ManyOf[Any] | Table
+
+Key: TypeAlias = str | int
+KeyOf: TypeAlias = str | Callable[[Any], Key]
+"""A field of the inputs, or a function of an input."""
 
 END: Final = object()
 

@@ -18,20 +18,16 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, TypeAlias, get_type_hints
+from typing import Any, Final, NamedTuple, get_type_hints
 
 import msgspec
 
 from agentflow.errors import AgentflowError, BadArgument, short_repr
 from agentflow.language.graph import Graph
-from agentflow.language.map_inputs import function_of
+from agentflow.language.map_inputs import Key, KeyOf, function_of
 from agentflow.language.typed.json_types import json_type, shown_type
 from agentflow.protocol.events import Usage
 from agentflow.version import __version__
-
-Key: TypeAlias = str | int
-KeyOf: TypeAlias = str | Callable[[Any], Key]
-"""A field of the inputs, or a function of an input."""
 
 FORMAT: Final = 1
 _MARK: Final = b'{"agentflow_map":'

@@ -22,9 +22,8 @@ from agentflow.language.map import (
     ProgramMap,
     Show,
 )
-from agentflow.language.map_inputs import Inputs, ItemT, ManyOf, Table
+from agentflow.language.map_inputs import Inputs, ItemT, KeyOf, ManyOf, Table
 from agentflow.language.program import ProgramStream, check_program, execute, name_of
-from agentflow.language.results_file import KeyOf
 from agentflow.language.run import Run
 from agentflow.language.runs import Runs
 from agentflow.language.state import RootState, State
