@@ -31,7 +31,11 @@ def answer(prompt: str) -> str | Exception:
 
 @af.program
 async def judge(s: af.State, essay: str) -> str:
-    s += af.system("You are strict.") + af.user(essay) + SELECT + af.select("related", ["yes", "no"])
+    s += (
+        af.system("You are strict.")
+        + af.user(essay)
+        + af.assistant(SELECT, af.select("related", ["yes", "no"]))
+    )
     assert await s["related"] == "yes"
     async with s.fork(2) as branches:
         for branch, what in zip(branches, ["clarity", "evidence"], strict=True):
@@ -219,7 +223,11 @@ async def test_the_command_shows_the_fork_tree(path):
         "└ report a",
     ]
     async with af.session(backend=af.Scripted(answer)) as flow, flow.state() as s:
-        s += af.system("You are strict.") + af.user("an essay") + SELECT + af.select("related", ["yes", "no"])
+        s += (
+            af.system("You are strict.")
+            + af.user("an essay")
+            + af.assistant(SELECT, af.select("related", ["yes", "no"]))
+        )
         await s["related"]
         prompt_tokens = s["related"].usage.prompt_tokens
     numbers = table[1].split()[3:]

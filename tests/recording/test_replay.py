@@ -62,7 +62,7 @@ async def everything(s: af.State, flow: af.Session) -> list[Any]:
     """A program of every primitive; all that it can see."""
     seen: list[Any] = []
     s += "some text, " + af.system("strict") + af.user("an essay ")
-    s += "yes or no? " + af.select("related", ["yes", "no"])
+    s += af.assistant("yes or no? ", af.select("related", ["yes", "no"]))
     seen += [await s["related"], s["related"].choices, s["related"].usage]
     s += af.assistant("so ", af.gen("first", max_tokens=3, temperature=0.7, stop="x", logprobs=True))
     seen.append("".join([text async for text in s["first"]]))
@@ -81,9 +81,9 @@ async def everything(s: af.State, flow: af.Session) -> list[Any]:
     seen += [await s["both"], await s.text()]
     seen.append(await flow.submit(compiled, {"subject": "stars"}))
     plain = s.fork(3)
-    plain[0] += "left " + af.gen("x")
-    plain[1] += "broken!" + af.gen("x")
-    plain[2] += "idle " + af.gen("x")
+    plain[0] += af.assistant("left ", af.gen("x"))
+    plain[1] += af.assistant("broken!", af.gen("x"))
+    plain[2] += af.assistant("idle ", af.gen("x"))
     plain[2].cancel()
     for branch in plain:
         try:
@@ -93,8 +93,8 @@ async def everything(s: af.State, flow: af.Session) -> list[Any]:
     await s
     try:
         async with s.fork(2) as failing:
-            failing[0] += "bad!" + af.gen("x")
-            failing[1] += "good " + af.gen("x")
+            failing[0] += af.assistant("bad!", af.gen("x"))
+            failing[1] += af.assistant("good ", af.gen("x"))
         s += failing[0]["x"]
         await s
     except af.AgentflowError as error:
@@ -147,7 +147,7 @@ async def test_what_was_recorded_on_a_server_is_replayed_without_it(path):
         s += af.user("count #12") + af.gen("x")
         async with s.fork(2) as group:
             for branch in group:
-                branch += "again #4" + af.gen("x")
+                branch += af.assistant("again #4", af.gen("x"))
         return [await s["x"], *[await branch["x"] for branch in group]]
 
     with thread_server() as server:

@@ -20,22 +20,22 @@ async def judge(s: af.State, change: str = "") -> list[str]:
     )
     s += af.assistant("It is ", af.gen("first", max_tokens=12 if change == "parameter" else 16))
     if change == "extra gen":
-        s += af.gen("more")
+        s += af.assistant(af.gen("more"))
     if change == "other name":
-        s += "yes or no? " + af.select("other", ["yes", "no"])
+        s += af.assistant("yes or no? ", af.select("other", ["yes", "no"]))
     elif change != "missing gen":
         choices = ["yes", "no", "maybe"] if change == "choices" else ["yes", "no"]
-        s += "yes or no? " + af.select("related", choices)
+        s += af.assistant("yes or no? ", af.select("related", choices))
     group = s.fork(1 if change == "missing branch" else 2)
     if change != "no group":
         await group.__aenter__()
     for branch in group:
         if change != "idle branch":
-            branch += af.gen("x") if change == "no reference" else af.user(s["first"]) + af.gen("x")
+            branch += (af.user("?") if change == "no reference" else af.user(s["first"])) + af.gen("x")
     if change == "other reference":
-        s += group[1]["x"] + af.gen("sum")
+        s += af.assistant(group[1]["x"], af.gen("sum"))
     elif change != "idle branch":
-        s += group[0]["x"] + af.gen("sum")
+        s += af.assistant(group[0]["x"], af.gen("sum"))
     return [await s] if change == "idle branch" else [await s["sum"]]
 
 
@@ -54,24 +54,24 @@ async def judge(s: af.State, change: str = "") -> list[str]:
         ),
         (
             "extra gen",
-            "run 0, state (), op 8: the recording has text 'yes or no? ', and the program has gen 'more'",
+            "run 0, state (), op 9: the recording has text 'yes or no? ', and the program has gen 'more'",
         ),
         (
             "missing gen",
-            "run 0, state (), op 8: the recording has text 'yes or no? ', and the program has a fork of 2",
+            "run 0, state (), op 8: the recording has begin 'assistant', and the program has a fork of 2",
         ),
         (
             "other name",
-            "run 0, state (), op 9: the recording has select 'related', and the program has select 'other'",
+            "run 0, state (), op 10: the recording has select 'related', and the program has select 'other'",
         ),
         (
             "choices",
-            "run 0, state (), op 9: the recording has select 'related' with choices ('yes', 'no'), "
+            "run 0, state (), op 10: the recording has select 'related' with choices ('yes', 'no'), "
             "and the program has select 'related' with choices ('yes', 'no', 'maybe')",
         ),
         (
             "missing branch",
-            "run 0, state (), op 10: the recording has a fork of 2, and the program has a fork of 1",
+            "run 0, state (), op 12: the recording has a fork of 2, and the program has a fork of 1",
         ),
         (
             "no group",
@@ -80,11 +80,12 @@ async def judge(s: af.State, change: str = "") -> list[str]:
         ),
         (
             "no reference",
-            "run 0, state (0,), op 0: the recording has begin 'user', and the program has gen 'x'",
+            """run 0, state (0,), op 1: the recording has text "{'first' of ()}", """
+            """and the program has text '?'""",
         ),
         (
             "other reference",
-            """run 0, state (), op 11: the recording has text "{'x' of (0,)}", """
+            """run 0, state (), op 14: the recording has text "{'x' of (0,)}", """
             """and the program has text "{'x' of (1,)}\"""",
         ),
         (

@@ -75,6 +75,7 @@ async def run_block(page: Path, block: Block, namespace: dict[str, Any]) -> None
         else:  # in a thread without an event loop: ``af.run`` wants none
             await anyio.to_thread.run_sync(exec, code, namespace)
     shown = "".join(f"{text}\n" for text in re.findall(r"^ *# → ?(.*)$", block.source, flags=re.MULTILINE))
-    assert doctest.OutputChecker().check_output(shown, printed.getvalue(), doctest.ELLIPSIS), (
-        f"the block at line {block.line} shows\n{shown}and prints\n{printed.getvalue()}"
+    found = re.sub(r"(?<=[^\n])\Z", "\n", printed.getvalue())  # the last line may have no end
+    assert doctest.OutputChecker().check_output(shown, found, doctest.ELLIPSIS), (
+        f"the block at line {block.line} shows\n{shown}and prints\n{found}"
     )
