@@ -178,7 +178,8 @@ def transformed(variable: af.Variable, ref: ops.Ref) -> af.Variable | af.Transfo
     return reference
 
 
-@given(program=op_programs(kinds=CERTAIN, max_size=25))
+# Without turns: the frontend puts a gen after a turn into one of its own.
+@given(program=op_programs(kinds=[kind for kind in CERTAIN if kind != "turn"], max_size=25))
 async def test_the_frontend_gives_the_same_values(program):
     """The same programs, written with states, variables, f-strings and forks."""
     variables: dict[int, af.Variable] = {}
@@ -200,10 +201,6 @@ async def test_the_frontend_gives_the_same_values(program):
                     variables[var] = states[state].set(name, "".join([f"{piece}" for piece in pieces]))
                 case ops.Read(state, var):
                     variables[var] = states[state].text()
-                case ops.Begin(state, role):
-                    states[state].begin(role)
-                case ops.End(state):
-                    states[state].end()
                 case ops.Image(state, source):
                     states[state] += af.image(source)
                 case ops.Hint(state, objective, output_tokens, forks):

@@ -218,17 +218,6 @@ def test_unlock_without_lock_is_refused():
         cache.unlock(match)
 
 
-def test_a_lock_survives_a_split():
-    cache = RadixCache()
-    whole, _ = insert(cache, None, [1, 2, 3, 4], [0, 1, 2, 3])
-    cache.lock(whole)
-    half = cache.match(None, as_run([1, 2]))  # splits the edge
-    assert half.num_tokens == 2
-    assert len(cache.evict(4)) == 0
-    cache.unlock(whole)
-    assert sorted(cache.evict(4).tolist()) == [0, 1, 2, 3]
-
-
 def test_trees_of_unused_extra_keys_do_not_stay():
     cache = RadixCache()
     for tenant in range(100):

@@ -1,50 +1,12 @@
 """The scheduler on the deterministic runner, against a plain loop that computes every request alone."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from support.engine.scheduler_harness import Harness, expected_output, jobs
+from support.engine.scheduler_harness import Harness, expected_output
 from support.faults import has_param
 
 from agentflow.engine.request import Status
 from agentflow.engine.scheduling.policies import POLICIES
 from agentflow.errors import BadArgument, PromptTooLong
-
-
-@given(
-    jobs=jobs,
-    num_slots=st.integers(64, 160),
-    token_budget=st.integers(1, 48),
-    max_running=st.integers(1, 8),
-    policy=st.sampled_from(sorted(POLICIES)),
-    use_cache=st.booleans(),
-)
-def test_any_mix_of_requests_gives_what_each_gives_alone(
-    jobs, num_slots, token_budget, max_running, policy, use_cache
-):
-    harness = Harness(
-        num_slots, token_budget=token_budget, max_running=max_running, policy=policy, use_cache=use_cache
-    )
-    scheduler = harness.scheduler
-    for now in range(2000):
-        for index, job in enumerate(jobs):
-            if job.arrives == now:
-                harness.add(index, job.prompt, job.count, job.extra)
-            if job.aborts_at == now and index in harness.requests:
-                scheduler.release(harness.requests[index])
-                scheduler.release(harness.requests[index])  # idempotent
-                harness.check()
-        if not harness.step() and now > 20:
-            break
-    else:
-        pytest.fail("the scheduler did not finish")
-    for index, job in enumerate(jobs):
-        output = harness.output(index)
-        assert output == expected_output(job.prompt, job.count)[: len(output)]
-        if job.aborts_at is None:
-            assert len(output) == job.count
-            assert harness.requests[index].status is Status.FINISHED
-    scheduler.check_idle()
 
 
 def test_a_generated_continuation_is_a_cache_hit():
@@ -92,17 +54,6 @@ def test_prefill_stays_within_the_token_budget(budget):
     assert harness.output(1) == expected_output(list(range(50)), 3)
 
 
-def test_a_full_pool_retracts_and_still_finishes_everything():
-    harness = Harness(64, token_budget=32, max_running=8)
-    for index in range(6):
-        harness.add(index, [index] * 8, 40)
-    harness.run()
-    assert harness.scheduler.counters.retractions > 0
-    for index in range(6):
-        assert harness.output(index) == expected_output([index] * 8, 40)
-    harness.scheduler.check_idle()
-
-
 def test_scoring_gives_one_logprob_per_scored_token():
     harness = Harness(token_budget=8)
     tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
@@ -141,16 +92,6 @@ def test_a_request_that_can_never_run_is_rejected():
     longest = harness.add(2, [1] * 60, 1000)
     harness.run()
     assert longest.num_generated == 4  # what the pool could still hold
-
-
-def test_a_failed_forward_gives_its_slots_back():
-    harness = Harness()
-    harness.add(1, [1, 2, 3], 5)
-    assert harness.scheduler.schedule() is not None
-    for request in harness.scheduler.discard():
-        harness.scheduler.release(request)
-    harness.scheduler.check_idle()
-    assert harness.scheduler.memory.slots.num_free == harness.scheduler.memory.slots.total
 
 
 @pytest.mark.parametrize("policy", ["lpm", "fair-lpm"])

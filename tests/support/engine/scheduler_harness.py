@@ -5,10 +5,8 @@ sharing, chunking, eviction or retraction changes an output or raises.
 """
 
 import zlib
-from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import strategies as st
 
 from agentflow.engine.batch import Batch
 from agentflow.engine.fake_runner import FakeRunner
@@ -32,15 +30,6 @@ def expected_output(prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         tokens.append(hash_token(tokens))
     return tokens[len(prompt) :]
-
-
-@dataclass
-class Job:
-    prompt: list[int]
-    count: int
-    extra: str = ""
-    arrives: int = 0
-    aborts_at: int | None = None
 
 
 class Harness:
@@ -116,17 +105,3 @@ class Harness:
     def output(self, request_id: int) -> list[int]:
         request = self.requests[request_id]
         return request.tokens[request.num_prompt : request.num_tokens].tolist()
-
-
-jobs = st.lists(
-    st.builds(
-        Job,
-        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=40),
-        count=st.integers(0, 12),  # 0: the prompt is only computed
-        extra=st.sampled_from(["", "", "x"]),
-        arrives=st.integers(0, 20),
-        aborts_at=st.one_of(st.none(), st.none(), st.integers(0, 30)),
-    ),
-    min_size=1,
-    max_size=12,
-)
