@@ -24,7 +24,8 @@ from typing import (
 import anyio
 
 from agentflow.backends.replay import replayed_seed
-from agentflow.errors import BadArgument, ProgramError
+from agentflow.errors import AgentflowError, BadArgument, ProgramError
+from agentflow.language.frames import without_internals
 from agentflow.language.host import OpenSession, SessionHost
 from agentflow.language.map import MapOptions
 from agentflow.language.map_inputs import Inputs, ItemT, ManyOf, Table
@@ -284,6 +285,8 @@ def _run_blocking(main: Callable[[], Awaitable[ResultT]], name: str) -> ResultT:
     except KeyboardInterrupt:
         # Ctrl-C shows no traceback of the event loop's cancelled tasks.
         raise KeyboardInterrupt from None
+    except AgentflowError as error:
+        raise without_internals(error) from error.__cause__
 
 
 def _is_in_event_loop() -> bool:

@@ -15,31 +15,22 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NamedTuple
-
-import anyio
+from typing import Any, NamedTuple
 
 from agentflow.errors import BadArgument, BlockingWarning, ProgramError
-from agentflow.language.op_log import PACKAGE, ProgramLine
+from agentflow.language.frames import program_frames
+from agentflow.language.op_log import ProgramLine
 from agentflow.runtime.task_group import loop_caller
 
 ENVIRONMENT = "AGENTFLOW_BLOCKING_MS"
 DEFAULT_MS = 100.0
-_LIBRARIES = (
-    *{os.path.join(sysconfig.get_path(kind), "") for kind in ("stdlib", "platstdlib", "purelib", "platlib")},
-    os.path.join(os.path.dirname(os.path.dirname(anyio.__file__)), ""),  # with --target, for example
-)
-_LOOPS = frozenset({"asyncio", "trio", "uvloop"})
-_IGNORED = frozenset({"bdb", "pdb", "debugpy", "pydevd", "_pydevd_bundle", "importlib"})
 _POLL_S = 0.05
 _SAMPLES = 4  # in the time that is long enough to warn
 _LITTLE_S = 0.005  # of processor time, in which a thread goes to sleep
@@ -195,35 +186,6 @@ class LoopWatch:
             )
         except BlockingWarning:
             self._call_in_loop(lambda: self._fail(ProgramError(message)))
-
-
-def program_frames(frame: FrameType | None) -> list[FrameType]:
-    """The frames of the program in the running step of the event loop, the innermost first. None of them if
-    this package runs, or an import or a debugger."""
-    found: list[FrameType] = []
-    while frame is not None:
-        kind = _kind(frame.f_code.co_filename, frame.f_globals.get("__name__") or "")
-        if kind == "ignored":
-            return []
-        if kind == "package" or (kind == "loop" and found):
-            return found
-        if kind == "program":
-            found.append(frame)
-        frame = frame.f_back
-    return []  # not in an event loop
-
-
-@lru_cache(maxsize=10_000)
-def _kind(file: str, module: str) -> Literal["package", "program", "loop", "library", "ignored"]:
-    """What a frame belongs to."""
-    root = module.partition(".")[0]
-    if root in _IGNORED or file.startswith("<frozen importlib"):
-        return "ignored"
-    if root in _LOOPS:
-        return "loop"
-    if file.startswith(PACKAGE):
-        return "package"
-    return "library" if file.startswith(_LIBRARIES) else "program"
 
 
 def thread_usage(thread_id: int, native_id: int) -> ThreadUsage:

@@ -55,6 +55,9 @@ class StateEvents(Protocol):
     def line_of(self, number: int) -> ProgramLine | None:
         """The line of the program that appended op ``number``."""
 
+    def origin_of(self, number: int) -> Exception | None:
+        """The error that a function of the program raised instead of providing op ``number``."""
+
 
 class VariableEvents(Protocol):
     """What the link needs of a ``VariableNode``, which removes itself from ``Link.variables`` when done."""
@@ -156,8 +159,12 @@ class Link:
         if self._failure is not None:
             raise ErrorInfo.of(self._failure).to_exception()
         if self._connection is None:
-            what = "is not open yet" if self._tasks is None else "has ended"
-            raise StateClosed(f"the session {what}: do this inside its `async with` block")
+            if self._tasks is None:
+                raise StateClosed(
+                    "the session was not opened: write `async with af.session(...) as flow:`, and do this "
+                    "inside the block"
+                )
+            raise StateClosed("the session has ended: do this inside its `async with` block")
 
     def next_id(self) -> int:
         """A number that no state, variable or ticket of this session has."""

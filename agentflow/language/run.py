@@ -15,6 +15,7 @@ import anyio
 
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, StateClosed
 from agentflow.language.cancellation import CauseFirst, cancelled
+from agentflow.language.failures import located
 from agentflow.language.link import Link
 from agentflow.language.op_log import InFlight, LineTable, ProgramLine, SingleWriter, Transcript, calling_line
 from agentflow.language.program_events import TextDelta, VariableDone
@@ -108,7 +109,7 @@ class Run:
         """The exception for a failure of ``state``, or of its variable ``name``, that is raised in the
         program now; ``settle`` does not raise it again."""
         self._raised.add(error.origin)
-        exception = self._located(error)
+        exception = located(error, self.link.states)
         return cancelled(exception, state.path, name) if isinstance(exception, Cancelled) else exception
 
     async def settle(self) -> None:
@@ -125,7 +126,7 @@ class Run:
         errors = [state.error for state in self.states] + [variable.error for variable in provided]
         for error in errors:
             if error is not None and error.code != Cancelled.code and error.origin not in self._raised:
-                raise self._located(error)
+                raise located(error, self.link.states)
 
     def watch(self, is_over: Callable[[], bool], *, raw: bool = False) -> EventStream:
         """The events of all variables, from their start, until ``is_over``; see ``EventStream``."""
@@ -161,16 +162,6 @@ class Run:
         self.record.end()
         self.wake_streams()
 
-    def _located(self, error: ErrorInfo) -> AgentflowError:
-        """The exception, with a note that names the program's line whose op failed."""
-        exception = error.to_exception()
-        place = error.place
-        state = self.link.states.get(place[0]) if place is not None else None
-        line = state.line_of(place[1]) if state is not None and place is not None else None
-        if line is not None:
-            exception.add_note(f"what failed was appended at {line}")
-        return exception
-
 
 class StateNode:
     """A state: what was appended to it, and how far the backend has got.
@@ -191,6 +182,7 @@ class StateNode:
         self.closed: str | None = None
         self.is_sealed = False
         self.mapped_lines: dict[int, ProgramLine | None] = {}  # mapped variable → the line that maps it
+        self.mapped_errors: dict[int, Exception] = {}  # and what its function raised
         self.parent = parent
         self.children: list[StateNode] = []
         self._forked_after = parent.in_flight.num_submitted if parent is not None else 0
@@ -254,6 +246,10 @@ class StateNode:
         if number > FIRST_MAPPED:
             return self.mapped_lines.get(number - FIRST_MAPPED)
         return self._lines.line_of(number)
+
+    def origin_of(self, number: int) -> Exception | None:
+        """The error that a function of the program raised instead of providing op ``number``."""
+        return self.mapped_errors.get(number - FIRST_MAPPED)
 
     def fork(self, count: int) -> list[StateNode]:
         """Forks the state into ``count`` branches."""

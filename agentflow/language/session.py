@@ -6,13 +6,14 @@ Every ``run``, ``stream``, ``map``, ``submit`` and ``state`` begins a run on the
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, TypeVarTuple, Unpack, overload
 
-from agentflow.errors import BadArgument
+from agentflow.errors import AgentflowError, BadArgument
 from agentflow.language.graph import Graph
 from agentflow.language.link import Link
 from agentflow.language.map import (
@@ -32,6 +33,8 @@ from agentflow.protocol.backend import Backend
 from agentflow.protocol.events import Capabilities, Stats
 from agentflow.protocol.ops import Objective
 from agentflow.runtime.limits import limit_op
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 ArgTs = TypeVarTuple("ArgTs")
@@ -65,7 +68,12 @@ class Session:
         self._link, self._backend, self._limit = other._link, other._backend, other._limit
 
     async def __aenter__(self) -> Session:
-        await self._link.open(self._backend)
+        try:
+            await self._link.open(self._backend)
+        except AgentflowError as error:
+            # What failed and what to do is in the message; where is of no use to a program.
+            logger.debug("a session could not be opened", exc_info=error)
+            raise error.with_traceback(None) from None
         if self._limit is not None:
             self._link.send([self._limit])
         return self
@@ -325,7 +333,7 @@ class Session:
         return self._link.is_alive
 
     def check_alive(self) -> None:
-        """Raises the error that ended the session; ``StateClosed`` before it is entered and after its block.
+        """Raises the error that ended the session; ``StateClosed`` before `async with` and after its block.
 
         >>> flow.check_alive()
         """

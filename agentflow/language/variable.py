@@ -15,10 +15,11 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar, overload
 
-from agentflow.errors import AgentflowError, BadArgument, InvalidValue, RunFailed, StateClosed
+from agentflow.errors import AgentflowError, BadArgument, InvalidValue, RunFailed, StateClosed, short_repr
 from agentflow.language.expressions import Expression
+from agentflow.language.frames import raised_at, without_internals
 from agentflow.language.markers import MARKERS
-from agentflow.language.op_log import calling_line
+from agentflow.language.op_log import ProgramLine, calling_line
 from agentflow.language.partial_value import NothingYet, partial_value
 from agentflow.language.run import FIRST_MAPPED, Path, VariableNode
 from agentflow.language.typed.replies import Reply, reply_of
@@ -503,15 +504,24 @@ async def _provide(variable: VariableNode, reference: Reference[Any], function: 
     try:
         value = function(await reference)
         if not isinstance(value, str):
-            raise BadArgument(f"map: the function must return a string, not {value!r}")
+            raise BadArgument(f"map: the function must return a string, not {value!r}: {_named(function)}")
         MARKERS.reject([value], "map: what the function returns")
         link.send([ops.Provide(variable.id, value)], quiet=True)
     except Exception as error:
-        failure = error if isinstance(error, AgentflowError) else RunFailed(f"map failed: {error!r}")
-        failure.__cause__ = None if failure is error else error
+        failure: Exception = error
+        if not isinstance(error, AgentflowError):
+            failure = RunFailed(f"map failed: {error!r}, raised at {raised_at(error)}")
+            variable.state.mapped_errors[variable.id] = without_internals(error)
         # With a place of its own, so that two failures with equal messages are two.
         info = ErrorInfo.of(failure).at(variable.state.id, FIRST_MAPPED + variable.id)
         link.send([ops.Provide(variable.id, error=info)], quiet=True)
+
+
+def _named(function: Callable[..., Any]) -> str:
+    """The function, with the line that defines it."""
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__name__", short_repr(function))
+    return name if code is None else str(ProgramLine(code.co_filename, code.co_firstlineno, name))
 
 
 _NOTHING = object()

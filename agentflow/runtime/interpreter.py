@@ -523,7 +523,7 @@ class _OpExecution(Generic[ContextT]):
             await variable.done.wait()
             if variable.error is not None:
                 cause = root_cause(variable.error)
-                raise RunFailed(f"the text needs {variable.name!r}, which has no value") from cause
+                raise RunFailed(f"the text needs {variable.name!r}, which has no value: {cause}") from cause
         pieces: list[str] = []
         num_chars = 0
         variables = iter(sources)

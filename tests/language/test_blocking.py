@@ -18,10 +18,10 @@ from agentflow.language.blocking import (
     BlockingDetector,
     LoopWatch,
     ThreadUsage,
-    program_frames,
     thread_usage,
     threshold_s,
 )
+from agentflow.language.frames import program_frames
 
 FILE = "test_blocking.py"
 

@@ -1,0 +1,83 @@
+"""Which frames are the program's: not those of this package, of libraries, or of the event loop."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterable
+from functools import lru_cache
+from traceback import walk_tb
+from types import FrameType, TracebackType
+from typing import Literal, TypeVar
+
+import anyio
+
+from agentflow.language.op_log import PACKAGE, ProgramLine
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
+
+_LIBRARIES = (
+    *{os.path.join(sysconfig.get_path(kind), "") for kind in ("stdlib", "platstdlib", "purelib", "platlib")},
+    os.path.join(os.path.dirname(os.path.dirname(anyio.__file__)), ""),  # with --target, for example
+)
+_LOOPS = frozenset({"asyncio", "trio", "uvloop", "anyio"})
+_IGNORED = frozenset({"bdb", "pdb", "debugpy", "pydevd", "_pydevd_bundle", "importlib"})
+
+
+def program_frames(frame: FrameType | None) -> list[FrameType]:
+    """The frames of the program in the running step of the event loop, the innermost first. None of them if
+    this package runs, or an import or a debugger."""
+    found: list[FrameType] = []
+    while frame is not None:
+        kind = kind_of(frame.f_code.co_filename, frame.f_globals.get("__name__") or "")
+        if kind == "ignored":
+            return []
+        if kind == "package" or (kind == "loop" and found):
+            return found
+        if kind == "program":
+            found.append(frame)
+        frame = frame.f_back
+    return []  # not in an event loop
+
+
+@lru_cache(maxsize=10_000)
+def kind_of(file: str, module: str) -> Literal["package", "program", "loop", "library", "ignored"]:
+    """What a frame of ``file`` in ``module`` belongs to."""
+    root = module.partition(".")[0]
+    if root in _IGNORED or file.startswith("<frozen importlib"):
+        return "ignored"
+    if root in _LOOPS:
+        return "loop"
+    if file.startswith(PACKAGE):
+        return "package"
+    return "library" if file.startswith(_LIBRARIES) else "program"
+
+
+def raised_at(error: BaseException) -> ProgramLine | None:
+    """The innermost line of the program in the traceback of ``error``."""
+    found = None
+    for frame, line in walk_tb(error.__traceback__):
+        code = frame.f_code
+        if kind_of(code.co_filename, frame.f_globals.get("__name__") or "") == "program":
+            found = ProgramLine(code.co_filename, line, code.co_name)
+    return found
+
+
+def without_internals(error: ErrorT) -> ErrorT:
+    """The error with only the program's and libraries' frames in its traceback."""
+    kept = [
+        (frame, line, step.tb_lasti)
+        for step in _steps(error.__traceback__)
+        for frame, line in [(step.tb_frame, step.tb_lineno)]
+        if kind_of(frame.f_code.co_filename, frame.f_globals.get("__name__") or "") == "program"
+    ]
+    trace: TracebackType | None = None
+    for frame, line, lasti in reversed(kept):
+        trace = TracebackType(trace, frame, lasti, line)
+    return error.with_traceback(trace)
+
+
+def _steps(trace: TracebackType | None) -> Iterable[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
