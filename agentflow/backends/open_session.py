@@ -161,16 +161,21 @@ ResultT = TypeVar("ResultT")
 @overload
 def run(
     program: Callable[Concatenate[State, ...], Awaitable[ResultT]],
+    /,
     *args: Any,
     session: Session | None,
     **kwargs: Any,
 ) -> ResultT: ...
 @overload
 def run(
-    program: Callable[Concatenate[State, P], Awaitable[ResultT]], *args: P.args, **kwargs: P.kwargs
+    program: Callable[Concatenate[State, P], Awaitable[ResultT]],
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
 ) -> ResultT: ...
 def run(  # type: ignore[misc]  # ``session`` cannot be an argument of the program
     program: Callable[Concatenate[State, ...], Awaitable[ResultT]],
+    /,
     *args: Any,
     session: Session | None = None,
     **kwargs: Any,
@@ -188,6 +193,11 @@ def run(  # type: ignore[misc]  # ``session`` cannot be an argument of the progr
     """
 
     check_program(program, "run")
+    if session is not None and not isinstance(session, Session):
+        raise BadArgument(
+            f"run: session must be an af.session(…), not {session!r:.200}: give a program's own argument of "
+            "that name by position"
+        )
 
     async def main() -> ResultT:
         async with _open() if session is None else session as flow:

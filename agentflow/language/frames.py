@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
 from collections.abc import Iterable
 from functools import lru_cache
 from traceback import walk_tb
 from types import FrameType, TracebackType
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import anyio
 
-from agentflow.language.op_log import PACKAGE, ProgramLine
-
 ErrorT = TypeVar("ErrorT", bound=BaseException)
+
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+"""The beginning of the paths of this package's files."""
+
+
+class ProgramLine(NamedTuple):
+    """A line outside this package."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}, in {self.function}"
+
+
+def calling_line() -> ProgramLine | None:
+    """The innermost line on the stack that is outside this package. Takes about a microsecond."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(PACKAGE):
+            return ProgramLine(code.co_filename, frame.f_lineno, code.co_name)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
 
 _LIBRARIES = (
     *{os.path.join(sysconfig.get_path(kind), "") for kind in ("stdlib", "platstdlib", "purelib", "platlib")},

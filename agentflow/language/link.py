@@ -19,7 +19,7 @@ from anyio.abc import TaskGroup
 
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, EngineFailed, ServerLost, StateClosed
 from agentflow.language.blocking import LoopWatch, threshold_s
-from agentflow.language.op_log import ProgramLine
+from agentflow.language.frames import ProgramLine
 from agentflow.language.runs import Runs
 from agentflow.language.spans import SessionSpan, spans_of_session
 from agentflow.protocol import ops

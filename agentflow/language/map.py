@@ -27,6 +27,7 @@ from agentflow.errors import BadArgument, Cancelled, short_repr
 from agentflow.language.graph import Graph
 from agentflow.language.link import Link
 from agentflow.language.map_inputs import END, Inputs, Key, KeyOf, MapInputs, Parameters, Row
+from agentflow.language.mistakes import AsyncOnly, needs_async_for, unfit_arguments
 from agentflow.language.program import check_program, execute, name_of
 from agentflow.language.retries import pause_s
 from agentflow.language.run import Run
@@ -328,6 +329,8 @@ class _MapWork(Generic[ResultT]):
             self._end_item(index, item, error)
         else:
             error.add_note(f"in map: input {index} was {short_repr(item)}")
+            if (advice := unfit_arguments(error, item)) is not None:
+                error.add_note(advice)
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
@@ -360,7 +363,7 @@ _RUNS_OF_AN_ATTEMPT: Final = 2**40
 """No session has so many runs."""
 
 
-class ProgramMap(Generic[ResultT]):
+class ProgramMap(AsyncOnly, Generic[ResultT]):
     """What ``flow.map`` returns. Nothing runs before it is awaited, iterated or entered.
 
     ``await`` returns the list of all results that were not taken before. ``async for`` yields them one by
@@ -440,6 +443,11 @@ class ProgramMap(Generic[ResultT]):
 
     def __aiter__(self) -> ProgramMap[ResultT]:
         return self
+
+    if not TYPE_CHECKING:
+
+        def __iter__(self) -> NoReturn:
+            raise needs_async_for(self)
 
     async def __anext__(self) -> ResultT:
         work = self._work

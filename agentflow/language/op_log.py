@@ -8,7 +8,6 @@ holds the content of the state as the client knows it, for ``messages()`` and ``
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import weakref
 from bisect import bisect_left
@@ -23,6 +22,7 @@ import anyio
 
 from agentflow.errors import BacklogFull, BadArgument, ConcurrentAppend
 from agentflow.language.expressions import Expression, Offer
+from agentflow.language.frames import ProgramLine
 from agentflow.language.typed.tools import ToolCall
 
 MAX_IN_FLIGHT = 10_000
@@ -106,8 +106,9 @@ class SingleWriter:
         # Coroutines of tasks, in the order of their last append, without repetition.
         self._last: list[weakref.ref[Any]] = []
 
-    def check(self) -> None:
-        """Records that the running task appends now, or raises ``ConcurrentAppend``."""
+    def check(self, last_line: ProgramLine | None) -> None:
+        """Records that the running task appends now, or raises ``ConcurrentAppend``. ``last_line``: of the
+        last append."""
         now = _running()
         if now is None or (self._last and self._last[-1]() is now):
             return
@@ -117,8 +118,8 @@ class SingleWriter:
             return
         if any(ref() is now for ref in alive):
             raise ConcurrentAppend(
-                "two tasks append to this state at the same time, so the order of their ops is random: "
-                "fork the state and give each task a branch"
+                "two tasks append to this state at the same time, so the order of their ops is random (the "
+                f"other appended at {last_line}): fork the state and give each task a branch"
             )
         self._last = [*alive, weakref.ref(now)]
 
@@ -145,32 +146,6 @@ def _has_ended(coroutine: object | None) -> bool:
     return not isinstance(coroutine, GeneratorType) or coroutine.gi_frame is None
 
 
-PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-"""The beginning of the paths of this package's files."""
-
-
-class ProgramLine(NamedTuple):
-    """A line outside this package."""
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.line}, in {self.function}"
-
-
-def calling_line() -> ProgramLine | None:
-    """The innermost line on the stack that is outside this package. Takes about a microsecond."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith(PACKAGE):
-            return ProgramLine(code.co_filename, frame.f_lineno, code.co_name)
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
 class LineTable:
     """Maps the number of an op in its state to the line that appended it."""
 
@@ -185,6 +160,11 @@ class LineTable:
         else:
             self._ends.append(end)
             self._lines.append(line)
+
+    @property
+    def last(self) -> ProgramLine | None:
+        """The line of the last append."""
+        return self._lines[-1] if self._lines else None
 
     def line_of(self, number: int) -> ProgramLine | None:
         """The line that appended op ``number``, counted from 1."""

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 import anyio
 
@@ -21,6 +21,7 @@ from agentflow.language.cancellation import left_by
 from agentflow.language.graph import Graph
 from agentflow.language.link import Link
 from agentflow.language.markers import MARKERS
+from agentflow.language.mistakes import AsyncOnly, explain, needs_async_for
 from agentflow.language.program_events import ProgramEvent, RunDone
 from agentflow.language.run import Run
 from agentflow.language.state import State
@@ -63,6 +64,7 @@ async def execute(
         await run.settle()
         result = await MARKERS.resolved(result, text_of_marked)
     except BaseException as error:
+        explain(error)
         run.root.cancel(f"its program ended {left_by(error)}")
         run.record.fail(error)
         raise
@@ -87,7 +89,7 @@ class Program(Generic[P, ResultT]):
         self._function = function
         functools.update_wrapper(self, function)
 
-    async def __call__(self, state: State, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+    async def __call__(self, state: State, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
         if not isinstance(state, State):
             raise BadArgument(
                 f"a program's first argument is a state, not {type(state).__name__}: "
@@ -95,7 +97,7 @@ class Program(Generic[P, ResultT]):
             )
         return await called(self._function, state, *args, **kwargs)
 
-    def trace(self, *args: Any, **kwargs: Any) -> Graph:
+    def trace(self, /, *args: Any, **kwargs: Any) -> Graph:
         """The program as a graph, made by running it without a model: with these arguments after its state,
         and stand-ins for the text arguments that are not given. ``flow.submit`` runs the graph.
 
@@ -132,7 +134,7 @@ def program(function: ProgramFunction[P, ResultT]) -> Program[P, ResultT]:
     return Program(function)
 
 
-class ProgramStream:
+class ProgramStream(AsyncOnly):
     """A running program as an async iterator over its events. The last event is ``RunDone``; if the program
     fails, the iteration raises its error. ``async with`` (or ``aclose``) cancels the program if the reader
     stops early, and waits for its end.
@@ -156,6 +158,11 @@ class ProgramStream:
 
     def __aiter__(self) -> ProgramStream:
         return self
+
+    if not TYPE_CHECKING:
+
+        def __iter__(self) -> NoReturn:
+            raise needs_async_for(self)
 
     async def __anext__(self) -> ProgramEvent:
         work = self._work

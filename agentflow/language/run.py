@@ -8,7 +8,7 @@ An ``EventStream`` reads the events of several variables.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 import anyio
@@ -16,8 +16,9 @@ import anyio
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, StateClosed
 from agentflow.language.cancellation import CauseFirst, cancelled
 from agentflow.language.failures import located
+from agentflow.language.frames import ProgramLine, calling_line
 from agentflow.language.link import Link
-from agentflow.language.op_log import InFlight, LineTable, ProgramLine, SingleWriter, Transcript, calling_line
+from agentflow.language.op_log import InFlight, LineTable, SingleWriter, Transcript
 from agentflow.language.program_events import TextDelta, VariableDone
 from agentflow.language.spans import GenSpan, StateSpan
 from agentflow.language.typed.replies import calls_of
@@ -206,13 +207,18 @@ class StateNode:
         """Raises if the session or the state has ended."""
         self.link.check_alive()
         if self.closed is not None:
-            raise StateClosed(f"state {self.path} {self.closed}: nothing can be appended to it")
+            advice = "" if self.is_open else ", so return values from programs, or use flow.state()"
+            raise StateClosed(f"state {self.path} {self.closed}: nothing can be appended to it{advice}")
+
+    def names_of_branches(self) -> list[tuple[Path, Collection[str]]]:
+        """The path of each fork, and the names of its variables."""
+        return [(child.path, child.names) for child in self.children]
 
     def check_appendable(self) -> None:
         """Raises if the state has ended, or if another task appends to it."""
         self.check_open()
         if not self.link.is_tracing:
-            self._writer.check()
+            self._writer.check(self._lines.last)
 
     def submit(self, recorded: list[ops.Op], sent: list[ops.Op] | None = None) -> None:
         """Sends ops of this state, all or none. ``sent``: the same ops with others between them."""

@@ -24,6 +24,7 @@ from agentflow.language.map import (
     Show,
 )
 from agentflow.language.map_inputs import Inputs, ItemT, KeyOf, ManyOf, Table
+from agentflow.language.mistakes import AsyncOnly
 from agentflow.language.program import ProgramStream, check_program, execute, name_of
 from agentflow.language.run import Run
 from agentflow.language.runs import Runs
@@ -41,7 +42,7 @@ ArgTs = TypeVarTuple("ArgTs")
 ResultT = TypeVar("ResultT")
 
 
-class Session:
+class Session(AsyncOnly):
     """Made by ``af.session``. Everything that it starts ends with its block.
 
     >>> async with af.session() as flow:
@@ -84,7 +85,11 @@ class Session:
         await self._link.close(kind, error, trace)
 
     async def run(
-        self, program: Callable[Concatenate[State, P], Awaitable[ResultT]], *args: P.args, **kwargs: P.kwargs
+        self,
+        program: Callable[Concatenate[State, P], Awaitable[ResultT]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> ResultT:
         """Runs a program on a new state and returns its result.
 
@@ -99,11 +104,15 @@ class Session:
 
     @overload
     def stream(
-        self, program: Callable[Concatenate[State, P], Awaitable[Any]], *args: P.args, **kwargs: P.kwargs
+        self,
+        program: Callable[Concatenate[State, P], Awaitable[Any]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> ProgramStream: ...
     @overload
-    def stream(self, program: Graph, *args: str, **kwargs: str) -> ProgramStream: ...
-    def stream(self, program: Any, *args: Any, **kwargs: Any) -> ProgramStream:
+    def stream(self, program: Graph, /, *args: str, **kwargs: str) -> ProgramStream: ...
+    def stream(self, program: Any, /, *args: Any, **kwargs: Any) -> ProgramStream:
         """Runs a program and yields its events as they come: ``TextDelta`` and ``VariableDone`` of every
         state, and ``RunDone`` with the result at the end. ``program`` may be a graph
         (``program.trace(...)``), whose arguments are texts; each of its texts comes when it is complete.

@@ -25,7 +25,9 @@ from agentflow.language.expressions import (
     SelectExpression,
     Sequence_,
 )
-from agentflow.language.op_log import Content, ProgramLine, TurnContent, calling_line
+from agentflow.language.frames import ProgramLine, calling_line
+from agentflow.language.mistakes import AsyncOnly, explain, needs_async_for, unknown_variable
+from agentflow.language.op_log import Content, TurnContent
 from agentflow.language.recorder import Recorder
 from agentflow.language.run import EventStream, Path, StateNode, VariableNode
 from agentflow.language.typed.replies import Message
@@ -94,6 +96,9 @@ class State(ShownState):
 
         def __add__(self, item: object) -> NoReturn:
             raise BadArgument("s + x makes no new state: append with s += x, or s.add(x)")
+
+        def __iter__(self) -> NoReturn:
+            raise needs_async_for(self)
 
     def add(self, item: Appendable) -> Self:
         """The same as ``s += item``, for code in which Python would rebind ``s``. Returns the state.
@@ -265,10 +270,7 @@ class State(ShownState):
         names = self._node.names
         found = names.get(wanted) if isinstance(wanted, str) else None
         if found is None:
-            known = ", ".join(map(repr, names)) or "none yet"
-            raise UnknownVariable(
-                f"this state has no variable {wanted!r} (it has: {known}): append its gen first"
-            )
+            raise unknown_variable(wanted, names, self._node.names_of_branches())
         if isinstance(name, GenExpression) and found.value_type is not name.value_type:
             raise UnknownVariable(
                 f"the state's variable {wanted!r} is not of this gen: append the gen first, and look its "
@@ -387,7 +389,7 @@ def state_node(state: State) -> StateNode:
     return state._node
 
 
-class RootState(State):
+class RootState(AsyncOnly, State):
     """A state without a program. The end of its ``async with`` block, or ``close``, ends it."""
 
     def close(self) -> None:
@@ -408,11 +410,12 @@ class RootState(State):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
+            explain(error)
             self._node.cancel(f"its block was left {left_by(error)}")
         self.close()
 
 
-class Turn:
+class Turn(AsyncOnly):
     """Begins a turn on entering and ends it on leaving. An exception leaves the turn open, because the state
     is not a conversation any more."""
 
@@ -432,7 +435,7 @@ class Turn:
             self._state.end()
 
 
-class Branches(list[State]):
+class Branches(AsyncOnly, list[State]):
     """The states of a fork, in order.
 
     ``async with s.fork(n) as branches`` makes them a task group: the failure of a branch cancels its siblings

@@ -18,10 +18,11 @@ import msgspec
 
 from agentflow.errors import BadArgument, DataDependent, short_repr
 from agentflow.language.cancellation import left_by
+from agentflow.language.frames import ProgramLine, calling_line
 from agentflow.language.graph import Graph, Output
 from agentflow.language.link import TRACE, Link
 from agentflow.language.markers import MARKERS
-from agentflow.language.op_log import ProgramLine, calling_line
+from agentflow.language.mistakes import defined_at
 from agentflow.language.run import Run, StateNode, VariableNode
 from agentflow.language.state import State
 from agentflow.language.typed.values import TEXT
@@ -38,13 +39,13 @@ ResultT = TypeVar("ResultT")
 _EVERYTHING = Capabilities(model="a trace", constraints=CONSTRAINT_KINDS, images=True, conversations=True)
 
 
-def called(program: Callable[..., Awaitable[ResultT]], *args: Any, **kwargs: Any) -> Awaitable[ResultT]:
+def called(program: Callable[..., Awaitable[ResultT]], /, *args: Any, **kwargs: Any) -> Awaitable[ResultT]:
     """Calls the program; the result is to be awaited. ``BadArgument`` if the function is not async."""
     running = program(*args, **kwargs)
     if not inspect.isawaitable(running):
         raise BadArgument(
-            f"{short_repr(program)} returned {short_repr(running)}, which cannot be awaited: a program is an "
-            "async function"
+            f"{defined_at(program)}, returned {short_repr(running)}, which cannot be awaited: a program is "
+            "an async function, so write `async def`"
         )
     return running
 

@@ -15,11 +15,11 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar, overload
 
-from agentflow.errors import AgentflowError, BadArgument, InvalidValue, RunFailed, StateClosed, short_repr
-from agentflow.language.expressions import Expression
-from agentflow.language.frames import raised_at, without_internals
+from agentflow.errors import AgentflowError, BadArgument, InvalidValue, RunFailed, StateClosed
+from agentflow.language.expressions import Appendable, Expression, Sequence_
+from agentflow.language.frames import calling_line, raised_at, without_internals
 from agentflow.language.markers import MARKERS
-from agentflow.language.op_log import ProgramLine, calling_line
+from agentflow.language.mistakes import defined_at
 from agentflow.language.partial_value import NothingYet, partial_value
 from agentflow.language.run import FIRST_MAPPED, Path, VariableNode
 from agentflow.language.typed.replies import Reply, reply_of
@@ -170,6 +170,11 @@ class Reference(Expression, Generic[ValueT_co]):
     def __getitem__(self, key: object) -> NoReturn:
         self._refuse("indexed")
 
+    if not TYPE_CHECKING:
+
+        def __iter__(self) -> NoReturn:
+            self._refuse("iterated with `for`, only with `async for`")
+
     if not TYPE_CHECKING:  # for which every attribute would exist
 
         def __getattr__(self, name: str) -> NoReturn:
@@ -179,16 +184,21 @@ class Reference(Expression, Generic[ValueT_co]):
                 f"{self._label} is a reference, not a value, and has no attribute {name!r}: await it first"
             )
 
+    def __add__(self, other: Appendable) -> Sequence_:
+        if isinstance(other, int | float):
+            self._refuse("used as a number")
+        return super().__add__(other)
+
     def __sub__(self, other: object) -> NoReturn:
         self._refuse("used as a number")
 
     __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = __mod__ = __sub__
+    __pow__ = __rpow__ = __rfloordiv__ = __rmod__ = __divmod__ = __rdivmod__ = __and__ = __or__ = __sub__
 
     def __int__(self) -> NoReturn:
         self._refuse("used as a number")
 
-    def __float__(self) -> NoReturn:
-        self._refuse("used as a number")
+    __float__ = __index__ = __neg__ = __abs__ = __int__
 
     def __round__(self, ndigits: int = 0) -> NoReturn:
         self._refuse("used as a number")
@@ -199,7 +209,10 @@ class Reference(Expression, Generic[ValueT_co]):
     __le__ = __gt__ = __ge__ = __lt__
 
     def _refuse(self, what: str) -> NoReturn:
-        raise BadArgument(f"{self._label} is a reference, not a value, and cannot be {what}: await it first")
+        raise BadArgument(
+            f"{self._label} is a reference, not a value, and cannot be {what}: await it first, as in "
+            f"`value = await s[{self._node.name!r}]`"
+        )
 
 
 class Target(NamedTuple):
@@ -504,7 +517,9 @@ async def _provide(variable: VariableNode, reference: Reference[Any], function: 
     try:
         value = function(await reference)
         if not isinstance(value, str):
-            raise BadArgument(f"map: the function must return a string, not {value!r}: {_named(function)}")
+            raise BadArgument(
+                f"map: the function must return a string, not {value!r}: {defined_at(function)}"
+            )
         MARKERS.reject([value], "map: what the function returns")
         link.send([ops.Provide(variable.id, value)], quiet=True)
     except Exception as error:
@@ -515,13 +530,6 @@ async def _provide(variable: VariableNode, reference: Reference[Any], function: 
         # With a place of its own, so that two failures with equal messages are two.
         info = ErrorInfo.of(failure).at(variable.state.id, FIRST_MAPPED + variable.id)
         link.send([ops.Provide(variable.id, error=info)], quiet=True)
-
-
-def _named(function: Callable[..., Any]) -> str:
-    """The function, with the line that defines it."""
-    code = getattr(function, "__code__", None)
-    name = getattr(function, "__name__", short_repr(function))
-    return name if code is None else str(ProgramLine(code.co_filename, code.co_firstlineno, name))
 
 
 _NOTHING = object()

@@ -25,6 +25,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, get_args, get_orig
 import msgspec
 
 from agentflow.errors import BadArgument
+from agentflow.language.mistakes import defined_at
 from agentflow.protocol.chat import hoisted
 from agentflow.protocol.json_formats import FORMATS, PATTERN_OF_FORMAT
 from agentflow.protocol.schema_walk import resolved, subschemas
@@ -35,6 +36,9 @@ Reader: TypeAlias = Callable[[str | bytes], Any]
 
 _PYDANTIC: Final = frozenset({"pydantic", "pydantic_core", "annotated_types"})
 """Packages whose metadata in ``Annotated`` constrains a type. msgspec would ignore it."""
+
+
+_INSTEAD = " (write a pydantic model, a dataclass, a TypedDict, or a type such as list[str])"
 
 
 def json_type(kind: Any, where: str = "gen: schema") -> tuple[JsonSchema, Reader]:
@@ -53,7 +57,9 @@ def json_type(kind: Any, where: str = "gen: schema") -> tuple[JsonSchema, Reader
         schema, read = _of_pydantic(kind) if "pydantic" in libraries else _of_either(kind)
     except Exception as error:  # an annotation may be undefined, and pydantic has errors of many types
         why = _shown_error(error)
-        raise BadArgument(f"{where}: {shown} cannot be expressed as JSON: {why}", param="schema") from None
+        raise BadArgument(
+            f"{where}: {shown} cannot be expressed as JSON: {why}{_INSTEAD}", param="schema"
+        ) from None
     return enforceable(schema), read
 
 
@@ -73,7 +79,10 @@ def parameters_type(name: str, function: Callable[..., Any]) -> tuple[JsonSchema
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise BadArgument(f"{where} cannot be given by its name", param="tools")
         if parameter.annotation is parameter.empty:
-            raise BadArgument(f"{where} has no type annotation", param="tools")
+            raise BadArgument(
+                f"{where} has no type annotation, as in {parameter.name}: str ({defined_at(function)})",
+                param="tools",
+            )
         kind, default = parameter.annotation, parameter.default
         if _is_pydantic_field(default):
             kind = Annotated[kind, default]

@@ -1,0 +1,92 @@
+"""Messages for typical mistakes: what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from agentflow.errors import BadArgument, UnknownVariable, short_repr
+from agentflow.language.frames import ProgramLine
+
+
+class AsyncOnly:
+    """Base of what works with ``async with`` and ``async for`` alone."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # type checkers reject it by its absence
+
+        def __enter__(self) -> NoReturn:
+            raise BadArgument(
+                f"{_kind(self)} needs `async with`, in an async function, not `with`: a script without one "
+                "calls af.run(program, …)"
+            )
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+
+def needs_async_for(item: object) -> BadArgument:
+    """The error for a ``for`` over what needs ``async for``."""
+    return BadArgument(f"{_kind(item)} needs `async for`, in an async function, not `for`")
+
+
+def _kind(item: object) -> str:
+    return f"a {type(item).__name__}"
+
+
+def unknown_variable(
+    name: object, known: Iterable[str], branches: Iterable[tuple[Any, Any]]
+) -> UnknownVariable:
+    """The error for ``s[name]``. ``branches``: the paths of the state's forks, and the names of their
+    variables."""
+    names = list(known)
+    has = ", ".join(map(repr, names)) or "none yet"
+    message = f"this state has no variable {name!r} (it has: {has})"
+    where = [path for path, of_branch in branches if name in of_branch]
+    near = difflib.get_close_matches(name, names, 1) if isinstance(name, str) else []
+    if where:
+        index = where[0][-1]
+        return UnknownVariable(f"{message}: its branch {where[0]} does, as in branches[{index}][{name!r}]")
+    if near:
+        return UnknownVariable(f"{message}: did you mean {near[0]!r}?")
+    return UnknownVariable(f"{message}: append its gen first")
+
+
+_REFERENCE = re.compile(r"\b(Variable|Transformed)\b")
+
+
+def explain(error: BaseException) -> None:
+    """Adds a note to a ``TypeError`` of Python itself that a variable in place of its value has caused, as in
+    ``json.dumps(s["x"])``."""
+    if isinstance(error, TypeError) and _REFERENCE.search(str(error)):
+        error.add_note(
+            "a Variable is a reference, not its value: await it first, as in `value = await s['answer']`"
+        )
+
+
+def defined_at(function: Callable[..., Any]) -> str:
+    """The function, with the line that defines it."""
+    plain = getattr(function, "__wrapped__", function)
+    code = getattr(plain, "__code__", None)
+    name = getattr(plain, "__name__", short_repr(function))
+    return name if code is None else str(ProgramLine(code.co_filename, code.co_firstlineno, name))
+
+
+def unfit_arguments(error: BaseException, item: object) -> str | None:
+    """What to write if the program did not accept ``item``, an input of ``flow.map``, as its arguments."""
+    if not isinstance(error, TypeError) or not re.search(r"argument", str(error)):
+        return None
+    if isinstance(item, tuple):
+        return (
+            "a tuple is the program's positional arguments: to pass it as one argument, wrap it: "
+            "[(item,) for item in inputs]"
+        )
+    if isinstance(item, dict):
+        return (
+            "a dict is the program's keyword arguments: to pass it as one argument, wrap it: "
+            "[(item,) for item in inputs]"
+        )
+    return "an input that is no tuple and no dict is the program's one argument after the state"
