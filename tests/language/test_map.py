@@ -234,7 +234,7 @@ async def test_the_seeds_of_a_map_do_not_depend_on_its_concurrency():
 
 async def test_a_map_is_refused_outside_its_session():
     flow = af.session(backend=af.Scripted(echo))
-    with pytest.raises(af.StateClosed, match="inside its `async with` block"):
+    with pytest.raises(af.StateClosed, match="was not opened"):
         flow.map(ask, [])
     async with flow:
         late = flow.map(ask, ["a"])

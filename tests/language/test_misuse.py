@@ -101,8 +101,8 @@ VALUE_USES = {
     "round": (round, "used as a number"),
     "less": (lambda x: x < 3, "compared"),
     "more": (lambda x: 3 < x, "compared"),  # noqa: SIM300
-    "iterate": (list, "measured|indexed"),
-    "for": (lambda x: [c for c in x], "indexed"),  # noqa: C416
+    "iterate": (list, "iterated"),
+    "for": (lambda x: [c for c in x], "iterated"),  # noqa: C416
 }
 
 

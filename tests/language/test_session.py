@@ -45,7 +45,7 @@ async def test_a_session_is_entered_once():
     flow = af.session(backend=af.Scripted(echo))
     with pytest.raises(af.StateClosed):
         flow.check_alive()
-    with pytest.raises(af.StateClosed, match="not open yet"):
+    with pytest.raises(af.StateClosed, match="was not opened"):
         flow.state()
     async with flow:
         with pytest.raises(af.BadArgument, match="entered once"):
