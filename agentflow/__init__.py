@@ -63,6 +63,7 @@ from agentflow.language.gen import gen, reply
 from agentflow.language.graph import Graph
 from agentflow.language.host import OpenSession
 from agentflow.language.map import ProgramMap
+from agentflow.language.mcp import McpServer, mcp
 from agentflow.language.program import Program, ProgramStream, program
 from agentflow.language.program_events import ProgramEvent, RunDone, TextDelta, VariableDone
 from agentflow.language.race import race
@@ -101,6 +102,7 @@ __all__ = [
     "Graph",
     "InvalidValue",
     "LimitExceeded",
+    "McpServer",
     "Message",
     "ModelError",
     "NotAuthorized",
@@ -155,6 +157,7 @@ __all__ = [
     "gen",
     "image",
     "map",
+    "mcp",
     "open_session",
     "program",
     "race",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from html.parser import HTMLParser
+from importlib import import_module
 
 import anyio
 import pytest
@@ -251,7 +252,7 @@ async def test_a_running_state_is_redrawn_until_it_is_done(monkeypatch: pytest.M
 
 
 async def test_ipython_takes_the_html():
-    formatter = pytest.importorskip("IPython.core.formatters").DisplayFormatter()
+    formatter = import_module("IPython.core.formatters").DisplayFormatter()
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
         s += af.user("a<b>")
         data, _ = formatter.format(s)

@@ -216,7 +216,6 @@ async def test_the_hit_rate_counts_only_the_runs_of_the_map() -> None:
 
 
 def test_in_a_notebook_one_line_is_redrawn() -> None:
-    pytest.importorskip("IPython")
     shell = import_module("IPython.core.interactiveshell").InteractiveShell
     publisher = import_module("IPython.core.displaypub").CapturingDisplayPublisher()
     clock, tally = Clock(), Tally(8)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import pandas
+import polars
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -318,8 +320,6 @@ class Arrow:
 
 
 def tables() -> list[Any]:
-    pandas, polars = pytest.importorskip("pandas"), pytest.importorskip("polars")
-    pytest.importorskip("nanoarrow")
     columns = {"id": [1, 2], "question": ["a", "b"], "score": [1.5, None], "note": [None, "x"]}
     return [polars.DataFrame(columns), Arrow(polars.DataFrame(columns)), pandas.DataFrame(columns)]
 
