@@ -49,7 +49,9 @@ from agentflow.errors import (
     UnknownModel,
     UnknownVariable,
 )
-from agentflow.language.act import Act, ActDone, RoundStarted, ToolDone, ToolStarted, act
+from agentflow.language.agents.act import Act, ActDone, RoundStarted, ToolDone, ToolStarted, act
+from agentflow.language.agents.mcp import McpServer, mcp
+from agentflow.language.batch.map import ProgramMap
 from agentflow.language.expressions import (
     assistant,
     conversation,
@@ -62,17 +64,15 @@ from agentflow.language.expressions import (
 from agentflow.language.gen import gen, reply
 from agentflow.language.graph import Graph
 from agentflow.language.host import OpenSession
-from agentflow.language.map import ProgramMap
-from agentflow.language.mcp import McpServer, mcp
 from agentflow.language.program import Program, ProgramStream, program
 from agentflow.language.program_events import ProgramEvent, RunDone, TextDelta, VariableDone
 from agentflow.language.race import race
 from agentflow.language.session import Session
-from agentflow.language.state import Branches, State
+from agentflow.language.states.state import Branches, State
+from agentflow.language.states.variable import Transformed, Variable
 from agentflow.language.typed.replies import Message, Reply
 from agentflow.language.typed.tags import Tag, Tagged
 from agentflow.language.typed.tools import ToolCall, tool
-from agentflow.language.variable import Transformed, Variable
 from agentflow.protocol.events import Stats, TokenLogprob, Usage
 from agentflow.version import __version__
 

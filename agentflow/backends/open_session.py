@@ -25,13 +25,13 @@ import anyio
 
 from agentflow.backends.replay import replayed_seed
 from agentflow.errors import AgentflowError, BadArgument, ProgramError
+from agentflow.language.batch.inputs import Inputs, ItemT, ManyOf, Table
+from agentflow.language.batch.map import MapOptions
 from agentflow.language.frames import without_internals
 from agentflow.language.host import OpenSession, SessionHost
-from agentflow.language.map import MapOptions
-from agentflow.language.map_inputs import Inputs, ItemT, ManyOf, Table
 from agentflow.language.program import check_program
 from agentflow.language.session import Session
-from agentflow.language.state import State
+from agentflow.language.states.state import State
 from agentflow.protocol.backend import Backend
 from agentflow.recording.file import Recorded
 

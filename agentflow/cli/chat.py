@@ -31,7 +31,7 @@ from agentflow.errors import AgentflowError, Cancelled, NotSupported
 from agentflow.language.expressions import assistant, system, user
 from agentflow.language.gen import gen
 from agentflow.language.session import Session
-from agentflow.language.state import RootState, State
+from agentflow.language.states.state import RootState, State
 from agentflow.protocol.events import Usage
 
 

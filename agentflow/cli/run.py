@@ -30,10 +30,10 @@ from agentflow.backends.open_session import session
 from agentflow.cli.command import Command, count
 from agentflow.cli.server_query import API_KEY_VARIABLE
 from agentflow.errors import AgentflowError, BadArgument
-from agentflow.language.map import DEFAULT_CONCURRENCY
-from agentflow.language.map_inputs import Parameters, Row, function_of
+from agentflow.language.batch.inputs import Parameters, Row, function_of
+from agentflow.language.batch.map import DEFAULT_CONCURRENCY
+from agentflow.language.batch.results_file import to_json
 from agentflow.language.program import Program
-from agentflow.language.results_file import to_json
 
 ProgramFunction = Callable[..., Awaitable[Any]]
 

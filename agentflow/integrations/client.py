@@ -33,10 +33,10 @@ from agentflow.errors import (
 from agentflow.integrations.background_loop import BackgroundLoop
 from agentflow.language.expressions import ConversationExpression, GenExpression
 from agentflow.language.program_events import TextDelta
-from agentflow.language.run import VariableNode
 from agentflow.language.session import Session
-from agentflow.language.state import RootState, State, state_node
-from agentflow.language.variable import target_of
+from agentflow.language.states.run import VariableNode
+from agentflow.language.states.state import RootState, State, state_node
+from agentflow.language.states.variable import target_of
 from agentflow.protocol.backend import Backend
 from agentflow.protocol.chat import Piece, ReplyReader, TextPiece
 from agentflow.protocol.events import TopLogprobs, Usage

@@ -1,8 +1,10 @@
 """What programs are written in. Knows no backend: ops go through a link, and events come back.
 
 Reading order: ``expressions`` and ``gen`` are what a program appends, ``typed`` the types of what is
-generated, ``markers`` what stands for both in strings. ``link`` connects to the backend. ``run`` has the tree
-of states and variables, ``op_log`` what was appended to each state. ``recorder`` makes ops of expressions.
-``variable`` and ``state`` are what a program sees. ``program``, ``map`` (with ``progress``), and ``graph``
-with ``trace`` are the ways to run one; ``session`` offers them all.
+generated, ``markers`` what stands for both in strings. ``op_log`` keeps what was appended to a state.
+``link`` connects to the backend, and ``observing`` watches it. ``states`` are what a program sees, with the
+tree behind them. ``program``, ``batch``, ``race``, ``agents``, and ``graph`` with ``trace`` are the ways to
+run something; ``session`` offers them, and ``host`` keeps one open without a block. ``display`` draws states,
+runs and graphs. ``frames``, ``mistakes`` and ``cancellation`` say in errors where they come from and what to
+write.
 """

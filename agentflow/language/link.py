@@ -18,10 +18,10 @@ import anyio
 from anyio.abc import TaskGroup
 
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, EngineFailed, ServerLost, StateClosed
-from agentflow.language.blocking import LoopWatch, threshold_s
 from agentflow.language.frames import ProgramLine
-from agentflow.language.runs import Runs
-from agentflow.language.spans import SessionSpan, spans_of_session
+from agentflow.language.observing.blocking import LoopWatch, threshold_s
+from agentflow.language.observing.runs import Runs
+from agentflow.language.observing.spans import SessionSpan, spans_of_session
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection
 from agentflow.protocol.events import (

@@ -23,10 +23,10 @@ from agentflow.language.link import Link
 from agentflow.language.markers import MARKERS
 from agentflow.language.mistakes import AsyncOnly, explain, needs_async_for
 from agentflow.language.program_events import ProgramEvent, RunDone
-from agentflow.language.run import Run
-from agentflow.language.state import State
+from agentflow.language.states.run import Run
+from agentflow.language.states.state import State
+from agentflow.language.states.variable import text_of_marked
 from agentflow.language.trace import called, trace
-from agentflow.language.variable import text_of_marked
 from agentflow.runtime.task_group import loop_caller
 
 P = ParamSpec("P")

@@ -13,9 +13,9 @@ import anyio
 from agentflow.errors import BadArgument, short_repr
 from agentflow.language.link import TRACE
 from agentflow.language.op_log import WRITTEN
-from agentflow.language.run import StateNode
-from agentflow.language.state import State, state_node
-from agentflow.language.variable import Reference, target_of
+from agentflow.language.states.run import StateNode
+from agentflow.language.states.state import State, state_node
+from agentflow.language.states.variable import Reference, target_of
 from agentflow.runtime.task_group import open_task_group
 
 ResultT = TypeVar("ResultT")

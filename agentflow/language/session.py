@@ -14,21 +14,21 @@ from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, TypeVarTuple, Unpack, overload
 
 from agentflow.errors import AgentflowError, BadArgument
-from agentflow.language.graph import Graph
-from agentflow.language.link import Link
-from agentflow.language.map import (
+from agentflow.language.batch.inputs import Inputs, ItemT, KeyOf, ManyOf, Table
+from agentflow.language.batch.map import (
     DEFAULT_CONCURRENCY,
     MapOptions,
     OnError,
     ProgramMap,
     Show,
 )
-from agentflow.language.map_inputs import Inputs, ItemT, KeyOf, ManyOf, Table
+from agentflow.language.graph import Graph
+from agentflow.language.link import Link
 from agentflow.language.mistakes import AsyncOnly
+from agentflow.language.observing.runs import Runs
 from agentflow.language.program import ProgramStream, check_program, execute, name_of
-from agentflow.language.run import Run
-from agentflow.language.runs import Runs
-from agentflow.language.state import RootState, State
+from agentflow.language.states.run import Run
+from agentflow.language.states.state import RootState, State
 from agentflow.language.trace import GraphRun
 from agentflow.protocol.backend import Backend
 from agentflow.protocol.events import Capabilities, Stats
@@ -234,7 +234,7 @@ class Session(AsyncOnly):
         """
         show: Show | None = None
         if progress:
-            from agentflow.language.progress import shown_on_stderr  # imports rich
+            from agentflow.language.batch.progress import shown_on_stderr  # imports rich
 
             show = shown_on_stderr
         return ProgramMap(

@@ -23,10 +23,10 @@ from agentflow.language.graph import Graph, Output
 from agentflow.language.link import TRACE, Link
 from agentflow.language.markers import MARKERS
 from agentflow.language.mistakes import defined_at
-from agentflow.language.run import Run, StateNode, VariableNode
-from agentflow.language.state import State
+from agentflow.language.states.run import Run, StateNode, VariableNode
+from agentflow.language.states.state import State
+from agentflow.language.states.variable import Reference, Variable, target_of
 from agentflow.language.typed.values import TEXT
-from agentflow.language.variable import Reference, Variable, target_of
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import CONSTRAINT_KINDS
 from agentflow.protocol.events import Capabilities

@@ -39,7 +39,7 @@ def answer(prompt: str) -> str | Exception:
 @pytest.fixture(autouse=True)
 def _folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Embedded, "connect", lambda self, *args: af.Scripted(answer).connect(*args))
-    monkeypatch.setattr("agentflow.language.retries.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("agentflow.language.batch.retries.FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delenv("AGENTFLOW_URL", raising=False)
     monkeypatch.chdir(tmp_path)

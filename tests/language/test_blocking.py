@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agentflow as af
-from agentflow.language.blocking import (
+from agentflow.language.frames import program_frames
+from agentflow.language.observing.blocking import (
     BlockingDetector,
     LoopWatch,
     ThreadUsage,
     thread_usage,
     threshold_s,
 )
-from agentflow.language.frames import program_frames
 
 FILE = "test_blocking.py"
 

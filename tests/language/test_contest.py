@@ -14,7 +14,7 @@ from support.observed_backends import Stepped, assert_idle, settle, unconstraine
 from support.programs import by_end, echo
 
 import agentflow as af
-from agentflow.language.contest import Poll
+from agentflow.language.states.contest import Poll
 
 pytestmark = pytest.mark.anyio
 

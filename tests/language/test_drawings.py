@@ -12,7 +12,7 @@ from support.programs import ask, echo
 
 import agentflow as af
 from agentflow.language.display.svg import MAX_BOXES, Arrow, Bar, Box, ForkMark, graph_svg, runs_svg
-from agentflow.language.runs import MAX_RUNS
+from agentflow.language.observing.runs import MAX_RUNS
 
 pytestmark = pytest.mark.anyio
 SVG = "{http://www.w3.org/2000/svg}"

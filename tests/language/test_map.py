@@ -14,7 +14,7 @@ from support.observed_backends import Observed, Stepped, assert_idle, settle
 from support.programs import agen, ask, echo
 
 import agentflow as af
-from agentflow.language.map import READ_AHEAD
+from agentflow.language.batch.map import READ_AHEAD
 from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio

@@ -16,7 +16,7 @@ from support.wire_server import thread_server
 
 import agentflow as af
 from agentflow.backends import scripted
-from agentflow.language.map import READ_AHEAD
+from agentflow.language.batch.map import READ_AHEAD
 from agentflow.language.markers import MARKERS
 from agentflow.runtime.interpreter import Interpreter
 

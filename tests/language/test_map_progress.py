@@ -13,8 +13,8 @@ from rich.console import Console
 from support.programs import ask, echo
 
 import agentflow as af
-from agentflow.language.map import ProgramMap, Tally
-from agentflow.language.progress import MapProgress, ProgressConsole, shown_on
+from agentflow.language.batch.map import ProgramMap, Tally
+from agentflow.language.batch.progress import MapProgress, ProgressConsole, shown_on
 from agentflow.runtime.generator import Generated
 
 

@@ -22,9 +22,9 @@ from support.observed_backends import Stepped, assert_idle, settle, unconstraine
 from support.programs import ask, echo
 
 import agentflow as af
-from agentflow.language import retries as retries_module
-from agentflow.language.map_inputs import rows_of
-from agentflow.language.retries import MAX_PAUSE_S, pause_s
+from agentflow.language.batch import retries as retries_module
+from agentflow.language.batch.inputs import rows_of
+from agentflow.language.batch.retries import MAX_PAUSE_S, pause_s
 
 pytestmark = pytest.mark.anyio
 

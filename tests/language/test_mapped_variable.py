@@ -9,7 +9,7 @@ from support.programs import echo
 from support.session_peer import HANG
 
 import agentflow as af
-from agentflow.language.variable import Variable
+from agentflow.language.states.variable import Variable
 from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agentflow as af
-from agentflow.language.results_file import Keys, ResultsFile, result_reader, to_json
+from agentflow.language.batch.results_file import Keys, ResultsFile, result_reader, to_json
 from agentflow.protocol.events import Usage
 
 USED = Usage(10, 4, 2)
@@ -183,7 +183,7 @@ def test_a_full_disk_leaves_no_part_of_a_line(tmp_path, monkeypatch):
             raise OSError(28, "no space left on device")
         return real(descriptor, data[: len(data) // 2])
 
-    monkeypatch.setattr("agentflow.language.results_file.os.write", half)
+    monkeypatch.setattr("agentflow.language.batch.results_file.os.write", half)
     with pytest.raises(OSError, match="no space"):
         file.add_result("b", "b", "B", USED)
     monkeypatch.undo()

@@ -16,7 +16,7 @@ from support.programs import ask, echo
 from support.spans import Recorded, recording_spans
 
 import agentflow as af
-from agentflow.language.spans import CAPTURE_CONTENT
+from agentflow.language.observing.spans import CAPTURE_CONTENT
 
 pytestmark = pytest.mark.anyio
 

@@ -13,7 +13,7 @@ import anyio
 from agentflow.language.display.html import as_html
 from agentflow.language.display.outline import outline_of
 from agentflow.language.display.terminal import as_text, show
-from agentflow.language.run import EventStream, StateNode, VariableNode
+from agentflow.language.states.run import EventStream, StateNode, VariableNode
 
 logger = logging.getLogger(__name__)
 

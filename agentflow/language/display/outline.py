@@ -13,9 +13,9 @@ from typing import Any, Final, Literal
 from agentflow.errors import AgentflowError
 from agentflow.language.expressions import Expression, ImageExpression
 from agentflow.language.op_log import Content, ToolCalls, TurnBegins, TurnEnds
-from agentflow.language.run import Path, StateNode
+from agentflow.language.states.run import Path, StateNode
+from agentflow.language.states.variable import Reference, target_of
 from agentflow.language.typed.tools import ToolCall
-from agentflow.language.variable import Reference, target_of
 from agentflow.protocol.events import Usage
 from agentflow.protocol.transform import apply_transforms
 

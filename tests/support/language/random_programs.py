@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 import agentflow as af
-from agentflow.language.state import state_node
+from agentflow.language.states.state import state_node
 
 WORDS = ["one", "two ", " three", "\n", "4"]
 

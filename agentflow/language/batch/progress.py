@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from agentflow.language.map import Tally
+from agentflow.language.batch.map import Tally
 
 MAX_BAR: Final = 40
 MIN_BAR: Final = 10

@@ -24,20 +24,20 @@ from anyio.abc import TaskGroup
 from msgspec import Struct
 
 from agentflow.errors import BadArgument, Cancelled, short_repr
+from agentflow.language.batch.inputs import END, Inputs, Key, KeyOf, MapInputs, Parameters, Row
+from agentflow.language.batch.retries import pause_s
 from agentflow.language.graph import Graph
 from agentflow.language.link import Link
-from agentflow.language.map_inputs import END, Inputs, Key, KeyOf, MapInputs, Parameters, Row
 from agentflow.language.mistakes import AsyncOnly, needs_async_for, unfit_arguments
 from agentflow.language.program import check_program, execute, name_of
-from agentflow.language.retries import pause_s
-from agentflow.language.run import Run
+from agentflow.language.states.run import Run
 from agentflow.language.trace import GraphRun
 from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import is_whole
 from agentflow.runtime.task_group import CallInLoop, loop_caller, open_task_group
 
 if TYPE_CHECKING:
-    from agentflow.language.results_file import ResultsFile
+    from agentflow.language.batch.results_file import ResultsFile
 
 
 class MapOptions(TypedDict, total=False):
@@ -99,7 +99,7 @@ class _MapWork(Generic[ResultT]):
         self._file: ResultsFile | None = None
         self._make_file: Callable[[], ResultsFile] | None = None
         if resume is not None:
-            from agentflow.language import results_file  # not every program keeps its results
+            from agentflow.language.batch import results_file  # not every program keeps its results
 
             read = results_file.result_reader(program)
             self._make_file = partial(results_file.ResultsFile.open, resume, program, read)
@@ -527,7 +527,7 @@ def _pair(item: Any, result: Any) -> tuple[Any, Any]:
 def _fields(result: Any) -> dict[str, Any]:
     if isinstance(result, Exception):
         return {"error": f"{type(result).__name__}: {result}"}
-    from agentflow.language.results_file import as_plain
+    from agentflow.language.batch.results_file import as_plain
 
     is_record = is_dataclass(result) or isinstance(result, Mapping | Struct) or hasattr(result, "model_dump")
     return dict(as_plain(result)) if is_record else {"result": result}

@@ -10,7 +10,7 @@ from typing import Any, Final, overload
 
 from agentflow.errors import AgentflowError
 from agentflow.language.display.svg import Bar, runs_svg
-from agentflow.language.spans import RunSpan, SessionSpan
+from agentflow.language.observing.spans import RunSpan, SessionSpan
 from agentflow.protocol.events import Usage
 
 MAX_RUNS: Final = 200

@@ -26,13 +26,13 @@ from agentflow.language.expressions import (
 )
 from agentflow.language.markers import MARKERS
 from agentflow.language.op_log import WRITTEN, Entry, ToolCalls, TurnBegins, TurnEnds, TurnPlace
-from agentflow.language.run import StateNode, VariableNode
-from agentflow.language.traced import GenOp, traced
+from agentflow.language.states.run import StateNode, VariableNode
+from agentflow.language.states.traced import GenOp, traced
+from agentflow.language.states.validation import Attempts
+from agentflow.language.states.variable import Reference, Variable, target_of
 from agentflow.language.typed.replies import calls_of
 from agentflow.language.typed.tools import ToolCall
 from agentflow.language.typed.values import TEXT, ValueType
-from agentflow.language.validation import Attempts
-from agentflow.language.variable import Reference, Variable, target_of
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.op_table import num_done_with

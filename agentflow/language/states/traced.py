@@ -10,7 +10,7 @@ import msgspec
 from agentflow.language.display.outline import known_text
 from agentflow.language.expressions import ImageExpression
 from agentflow.language.op_log import ToolCalls, Transcript, TurnBegins, TurnEnds
-from agentflow.language.run import VariableNode
+from agentflow.language.states.run import VariableNode
 from agentflow.protocol import ops
 
 GenOp = TypeVar("GenOp", ops.Gen, ops.Select)

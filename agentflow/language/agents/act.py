@@ -31,7 +31,8 @@ from agentflow.language.gen import JsonOptions, reply
 from agentflow.language.markers import MARKERS
 from agentflow.language.program import StreamWork
 from agentflow.language.program_events import TextDelta
-from agentflow.language.state import State, state_node
+from agentflow.language.states.state import State, state_node
+from agentflow.language.states.variable import Variable
 from agentflow.language.typed.json_types import json_text
 from agentflow.language.typed.replies import Reply
 from agentflow.language.typed.tools import (
@@ -43,7 +44,6 @@ from agentflow.language.typed.tools import (
     check_timeout_s,
 )
 from agentflow.language.typed.values import value_type
-from agentflow.language.variable import Variable
 from agentflow.protocol import ops
 from agentflow.protocol.chat import ToolChoice
 from agentflow.protocol.sampling import is_whole

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, get_args, overlo
 
 from agentflow.errors import BadArgument, Cancelled, ForeignState, NotSupported, UnknownVariable
 from agentflow.language.cancellation import left_by
-from agentflow.language.contest import Contest
 from agentflow.language.display.live import ShownState
 from agentflow.language.expressions import (
     Appendable,
@@ -28,12 +27,13 @@ from agentflow.language.expressions import (
 from agentflow.language.frames import ProgramLine, calling_line
 from agentflow.language.mistakes import AsyncOnly, explain, needs_async_for, unknown_variable
 from agentflow.language.op_log import Content, TurnContent
-from agentflow.language.recorder import Recorder
-from agentflow.language.run import EventStream, Path, StateNode, VariableNode
+from agentflow.language.states.contest import Contest
+from agentflow.language.states.recorder import Recorder
+from agentflow.language.states.run import EventStream, Path, StateNode, VariableNode
+from agentflow.language.states.variable import Reference, Variable, target_of, text_of
 from agentflow.language.typed.replies import Message
 from agentflow.language.typed.tools import ToolCall
 from agentflow.language.typed.values import TEXT, ValueType
-from agentflow.language.variable import Reference, Variable, target_of, text_of
 from agentflow.protocol import ops
 from agentflow.protocol.ops import Objective, ReadWhat, Role
 from agentflow.protocol.sampling import is_whole

@@ -14,7 +14,7 @@ from typing import Any, Final
 import anyio
 
 from agentflow.errors import AgentflowError, BadArgument, Cancelled
-from agentflow.language.run import EventStream, StateNode, VariableNode
+from agentflow.language.states.run import EventStream, StateNode, VariableNode
 from agentflow.protocol.sampling import is_whole
 
 Key = Callable[[Any], Any]

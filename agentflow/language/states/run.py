@@ -15,12 +15,12 @@ import anyio
 
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, StateClosed
 from agentflow.language.cancellation import CauseFirst, cancelled
-from agentflow.language.failures import located
 from agentflow.language.frames import ProgramLine, calling_line
 from agentflow.language.link import Link
+from agentflow.language.observing.spans import GenSpan, StateSpan
 from agentflow.language.op_log import InFlight, LineTable, SingleWriter, Transcript
 from agentflow.language.program_events import TextDelta, VariableDone
-from agentflow.language.spans import GenSpan, StateSpan
+from agentflow.language.states.failures import located
 from agentflow.language.typed.replies import calls_of
 from agentflow.language.typed.tools import ToolCall
 from agentflow.language.typed.values import TEXT, ValueType

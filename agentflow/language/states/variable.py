@@ -20,8 +20,8 @@ from agentflow.language.expressions import Appendable, Expression, Sequence_
 from agentflow.language.frames import calling_line, raised_at, without_internals
 from agentflow.language.markers import MARKERS
 from agentflow.language.mistakes import defined_at
-from agentflow.language.partial_value import NothingYet, partial_value
-from agentflow.language.run import FIRST_MAPPED, Path, VariableNode
+from agentflow.language.states.partial_value import NothingYet, partial_value
+from agentflow.language.states.run import FIRST_MAPPED, Path, VariableNode
 from agentflow.language.typed.replies import Reply, reply_of
 from agentflow.language.typed.tags import Tagged
 from agentflow.language.typed.tools import ToolCall

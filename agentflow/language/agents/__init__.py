@@ -1,0 +1,1 @@
+"""Models that call tools: ``act`` is the loop, and ``mcp`` gives it the tools of MCP servers."""
