@@ -4,13 +4,11 @@
 """
 
 import logging
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from agentflow import errors
-from agentflow.backends.local import Embedded
 from agentflow.backends.open_session import map, open_session, run, session
-from agentflow.backends.remote import Remote
-from agentflow.backends.replay import Replay
-from agentflow.backends.scripted import Scripted, ScriptedCall
 from agentflow.errors import (
     AgentflowError,
     BacklogFull,
@@ -49,8 +47,6 @@ from agentflow.errors import (
     UnknownModel,
     UnknownVariable,
 )
-from agentflow.language.agents.act import Act, ActDone, RoundStarted, ToolDone, ToolStarted, act
-from agentflow.language.agents.mcp import McpServer, mcp
 from agentflow.language.batch.map import ProgramMap
 from agentflow.language.expressions import (
     assistant,
@@ -66,7 +62,6 @@ from agentflow.language.graph import Graph
 from agentflow.language.host import OpenSession
 from agentflow.language.program import Program, ProgramStream, program
 from agentflow.language.program_events import ProgramEvent, RunDone, TextDelta, VariableDone
-from agentflow.language.race import race
 from agentflow.language.session import Session
 from agentflow.language.states.state import Branches, State
 from agentflow.language.states.variable import Transformed, Variable
@@ -75,6 +70,15 @@ from agentflow.language.typed.tags import Tag, Tagged
 from agentflow.language.typed.tools import ToolCall, tool
 from agentflow.protocol.events import Stats, TokenLogprob, Usage
 from agentflow.version import __version__
+
+if TYPE_CHECKING:
+    from agentflow.backends.local import Embedded
+    from agentflow.backends.remote import Remote
+    from agentflow.backends.replay import Replay
+    from agentflow.backends.scripted import Scripted, ScriptedCall
+    from agentflow.language.agents.act import Act, ActDone, RoundStarted, ToolDone, ToolStarted, act
+    from agentflow.language.agents.mcp import McpServer, mcp
+    from agentflow.language.race import race
 
 # Silent unless the program configures logging.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -175,3 +179,30 @@ __all__ = [
 def __dir__() -> list[str]:
     """What editors and ``dir`` show: the names that programs use, without the package's own modules."""
     return list(__all__)
+
+
+# Loaded where they are used: most programs need one backend and no tools, and a command should start at once.
+_LOADED_LATER = {
+    "Embedded": "agentflow.backends.local",
+    "Remote": "agentflow.backends.remote",
+    "Replay": "agentflow.backends.replay",
+    "Scripted": "agentflow.backends.scripted",
+    "ScriptedCall": "agentflow.backends.scripted",
+    "Act": "agentflow.language.agents.act",
+    "ActDone": "agentflow.language.agents.act",
+    "RoundStarted": "agentflow.language.agents.act",
+    "ToolDone": "agentflow.language.agents.act",
+    "ToolStarted": "agentflow.language.agents.act",
+    "act": "agentflow.language.agents.act",
+    "McpServer": "agentflow.language.agents.mcp",
+    "mcp": "agentflow.language.agents.mcp",
+    "race": "agentflow.language.race",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a name of ``_LOADED_LATER``."""
+    if name not in _LOADED_LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LOADED_LATER[name]), name)
+    return value

@@ -23,7 +23,6 @@ from typing import (
 
 import anyio
 
-from agentflow.backends.replay import replayed_seed
 from agentflow.errors import AgentflowError, BadArgument, ProgramError
 from agentflow.language.batch.inputs import Inputs, ItemT, ManyOf, Table
 from agentflow.language.batch.map import MapOptions
@@ -33,7 +32,6 @@ from agentflow.language.program import check_program
 from agentflow.language.session import Session
 from agentflow.language.states.state import State
 from agentflow.protocol.backend import Backend
-from agentflow.recording.file import Recorded
 
 
 def session(
@@ -79,8 +77,12 @@ def session(
         raise BadArgument(
             f"session: {backend!r:.200} is not a backend, such as af.Scripted(…) or af.Replay(…)"
         )
-    seed = replayed_seed(backend, seed)
+    session_seed = getattr(backend, "session_seed", None)
+    if session_seed is not None:  # a replay has the recorded one
+        seed = session_seed(seed)
     if record is not None:
+        from agentflow.recording.file import Recorded
+
         seed = secrets.randbits(63) if seed is None else seed
         backend = Recorded(backend, record, seed)
     return Session(backend, seed=seed, deadline_s=deadline_s, output_tokens=output_tokens)

@@ -42,7 +42,7 @@ import msgspec
 
 from agentflow.errors import BadArgument, ReplayDiffers
 from agentflow.protocol import ops
-from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
+from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.events import (
     Delta,
     ErrorInfo,
@@ -96,6 +96,15 @@ class Replay:
         """The seed of the session that was recorded."""
         return self._recording.header.seed
 
+    def session_seed(self, seed: int | None) -> int:
+        """The recorded seed. ``BadArgument`` if ``seed`` is another. For the session."""
+        if seed not in (None, self.seed):
+            raise BadArgument(
+                f"session: the recording was made with seed {self.seed}, and its replay uses that one: "
+                f"leave out seed={seed}"
+            )
+        return self.seed
+
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
         """Opens the replay. For the session."""
@@ -109,19 +118,6 @@ class Replay:
                     connection.finish()
             finally:
                 group.cancel_scope.cancel()
-
-
-def replayed_seed(backend: Backend, seed: int | None) -> int | None:
-    """The seed of a session on ``backend``: of a replay, the recorded one. ``BadArgument`` if ``seed`` is
-    another."""
-    if not isinstance(backend, Replay) or seed == backend.seed:
-        return seed
-    if seed is not None:
-        raise BadArgument(
-            f"session: the recording was made with seed {backend.seed}, and its replay uses that one: "
-            f"leave out seed={seed}"
-        )
-    return backend.seed
 
 
 class _ReplayConnection:

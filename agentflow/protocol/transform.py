@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import anyio.to_thread
 import msgspec
-import regex
 
 from agentflow.errors import BadArgument, RunFailed
+
+if TYPE_CHECKING:
+    import regex
 
 TransformName = Literal["strip", "lower", "upper", "first_line", "json", "regex"]
 
@@ -59,6 +61,8 @@ def compiled(pattern: str) -> regex.Pattern[str]:
             f"a pattern must be a string of 1 to {MAX_PATTERN_CHARS} characters, not {pattern!r:.60}",
             param="pattern",
         )
+    import regex  # slow to load, and few programs need it
+
     try:
         return regex.compile(pattern)
     except regex.error as error:

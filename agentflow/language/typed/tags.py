@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import regex
 
 from agentflow.errors import BadArgument
 from agentflow.language.typed.tools import Tool, Toolbox
@@ -143,6 +142,8 @@ def split_at_tags(text: str, rules: tuple[TagRule, ...]) -> list[str | InTag]:
 def matches_whole(pattern: str, text: str) -> bool:
     """Whether all of ``text`` matches. ``BadArgument`` if the pattern is invalid, ``ValueError`` if matching
     takes too long."""
+    import regex  # slow to load, and few programs need it
+
     try:
         return regex.fullmatch(pattern, text, timeout=REGEX_TIMEOUT_S) is not None
     except regex.error as error:
