@@ -1,16 +1,19 @@
-"""The cost of the frontend to a client: CPU per op and per token over the websocket, round trips, stalls.
+"""The cost of the frontend to a client: CPU per op and per token over the websocket, round trips, stalls, a
+round of ``af.act``, and the import.
 
 The server is a separate process with a scripted generator, so that only the client is measured. Figures are
-CPU time of this process, not wall time.
+CPU time of this process, not wall time, except for the import.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import anyio
@@ -194,6 +197,62 @@ async def measure_chain(url: str, report: Report) -> None:
     report.results.append(median_of("frontend.compiled_cpu_share", ratios, "ratio", note=note, goal="<= 0.2"))
 
 
+async def measure_act(_url: str, report: Report) -> None:
+    """Measures what ``af.act`` adds to a round with one tool call, over the same loop written by hand."""
+    rounds = 50 if report.scale == "full" else 10
+
+    async def look_up(topic: str) -> str:
+        """Looks up a topic."""
+        return f"{topic} is known"
+
+    call = af.ToolCall("look_up", {"topic": "stars"})
+
+    async def by_hand(s: af.State) -> None:
+        for _ in range(rounds + 1):
+            reply = af.reply("answer", tools=[look_up])
+            s += reply
+            for wanted in (await s[reply]).tool_calls:
+                s += af.tool_result(await look_up(**wanted.arguments), call=wanted)
+
+    async def by_act(s: af.State) -> None:
+        await af.act(s, tools=[look_up], max_rounds=rounds + 1)
+
+    added: list[float] = []
+    totals: list[float] = []
+    for _ in range(9):
+        spent: list[float] = []
+        for work in (by_hand, by_act):
+            backend = af.Scripted({"answer": [call] * rounds + ["Done."]})
+            async with af.session(backend=backend) as flow, flow.state() as s:
+                s += af.user("What are stars?")
+                spent.append(await cpu_us(lambda: work(s)) / rounds / 1000)  # noqa: B023
+        added.append(spent[1] - spent[0])
+        totals.append(spent[1])
+    note = (
+        f"over the same loop by hand; a round with a call takes {min(totals):.2f} ms in all, {rounds} rounds"
+    )
+    report.results.append(median_of("frontend.act_ms_per_round", added, "ms", note=note, goal="<= 1"))
+
+
+async def measure_import(_url: str, report: Report) -> None:
+    """Measures ``import agentflow`` in a new interpreter with bytecode, less the start of the interpreter."""
+    runs = []
+    with TemporaryDirectory() as folder:
+        environment = {**os.environ, "PYTHONPYCACHEPREFIX": folder, "PYTHONDONTWRITEBYTECODE": ""}
+
+        async def took_ms(code: str) -> float:
+            start = time.perf_counter()
+            await anyio.run_process([sys.executable, "-c", code], env=environment)
+            return (time.perf_counter() - start) * 1e3
+
+        await took_ms("import agentflow")  # compiles
+        for _ in range(15):
+            bare = await took_ms("pass")
+            runs.append(await took_ms("import agentflow") - bare)
+    note = "without the start of the interpreter"
+    report.results.append(median_of("frontend.import_ms", runs, "ms", note=note, goal="<= 150"))
+
+
 async def _trips(counted: Counted, flow: af.Session, graph: Graph | None) -> int:
     before = counted.round_trips
     if graph is None:
@@ -210,6 +269,8 @@ def run(report: Report, console: Console, only: str) -> None:
         "client_us_per_token": measure_tokens,
         "max_stall_ms": measure_stalls,
         "chain_round_trips compiled_cpu_share": measure_chain,
+        "act_ms_per_round": measure_act,
+        "import_ms": measure_import,
     }
     with scripted_server() as url:
         for names, measure in measures.items():
