@@ -173,7 +173,7 @@ def test_no_module_imports_itself_in_a_circle() -> None:
         (
             "engine/engine.py",
             "from agentflow.language import gen",
-            "agentflow.language.gen",
+            "agentflow.language",
         ),
         ("engine/scheduling/policy.py", "import torch", "torch"),
         ("engine/scheduling/policy.py", "import msgspec", "msgspec"),

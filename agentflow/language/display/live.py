@@ -13,7 +13,8 @@ import anyio
 from agentflow.language.display.html import as_html
 from agentflow.language.display.outline import outline_of
 from agentflow.language.display.terminal import as_text, show
-from agentflow.language.states.run import EventStream, StateNode, VariableNode
+from agentflow.language.states.event_stream import EventStream, StreamedVariable
+from agentflow.language.states.run import StateNode, VariableNode
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def _bundle(node: StateNode) -> dict[str, str]:
 class _Changes(EventStream):
     """Tells that some variable has changed, and not which."""
 
-    def touch(self, variable: VariableNode) -> None:
+    def touch(self, variable: StreamedVariable) -> None:
         self.wake()
 
     async def next(self) -> None:

@@ -14,7 +14,8 @@ from typing import Any, Final
 import anyio
 
 from agentflow.errors import AgentflowError, BadArgument, Cancelled
-from agentflow.language.states.run import EventStream, StateNode, VariableNode
+from agentflow.language.states.event_stream import EventStream, StreamedVariable
+from agentflow.language.states.run import StateNode, VariableNode
 from agentflow.protocol.sampling import is_whole
 
 Key = Callable[[Any], Any]
@@ -125,7 +126,7 @@ class _Ends(EventStream):
         self._event = anyio.Event()
         variables[0].state.run.follow(self, ())
 
-    def touch(self, variable: VariableNode) -> None:
+    def touch(self, variable: StreamedVariable) -> None:
         if variable.is_done and variable.id in self._awaited:
             self._event.set()
 

@@ -2,7 +2,6 @@
 
 ``Run`` keeps its tree until all states and variables have ended. The link delivers the backend's events to
 ``StateNode`` and ``VariableNode``; programs see these as ``State`` and ``Variable``.
-An ``EventStream`` reads the events of several variables.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from agentflow.language.frames import ProgramLine, calling_line
 from agentflow.language.link import Link
 from agentflow.language.observing.spans import GenSpan, StateSpan
 from agentflow.language.op_log import InFlight, LineTable, SingleWriter, Transcript
-from agentflow.language.program_events import TextDelta, VariableDone
+from agentflow.language.states.event_stream import EventStream, StateStream
 from agentflow.language.states.failures import located
 from agentflow.language.typed.replies import calls_of
 from agentflow.language.typed.tools import ToolCall
@@ -32,7 +31,7 @@ from agentflow.protocol.ops import derived_seed, place_of, run_of
 FIRST_MAPPED = 2**52
 """An op number above this names a mapped variable: this plus the variable's number."""
 
-StreamT = TypeVar("StreamT", bound="EventStream")
+StreamT = TypeVar("StreamT", bound=EventStream)
 
 Path = tuple[int, ...]
 """A state's place in its fork tree: () is the root, (2,) its third branch, (2, 0) the first branch of
@@ -136,7 +135,7 @@ class Run:
 
     def watch_state(self, state: StateNode) -> EventStream:
         """The events of one state's variables, until all that it has then are done."""
-        return self.follow(_StateStream(state), state.shown)
+        return self.follow(StateStream(state), state.shown)
 
     def follow(self, stream: StreamT, variables: Iterable[VariableNode]) -> StreamT:
         """Reports these variables to the stream, and from now on each that changes."""
@@ -529,81 +528,3 @@ class VariableNode:
         if self._changed is not None:
             self._changed.set()
             self._changed = None
-
-
-class EventStream:
-    """An async iterator over the events of several variables. It has no queue: a slow reader gets fewer and
-    larger deltas. ``is_over``: whether no further event can come. ``raw``: the texts of replies are their
-    notations (``VariableNode.notation``)."""
-
-    def __init__(self, is_over: Callable[[], bool], *, raw: bool = False) -> None:
-        self._is_over = is_over
-        self._is_raw = raw
-        self._changed_variables: dict[int, VariableNode] = {}
-        self._num_read: dict[int, int] = {}  # variable → characters
-        self._changed = anyio.Event()
-
-    def touch(self, variable: VariableNode) -> None:
-        """The variable has changed."""
-        self._changed_variables[variable.id] = variable
-        self.wake()
-
-    def wake(self) -> None:
-        """Makes the reader check for events, and whether the stream is over."""
-        self._changed.set()
-
-    def __aiter__(self) -> EventStream:
-        return self
-
-    async def __anext__(self) -> TextDelta | VariableDone:
-        while True:
-            event = self._next()
-            if event is not None:
-                return event
-            if self._is_over():
-                raise StopAsyncIteration
-            if self._changed.is_set():
-                self._changed = anyio.Event()
-            await self._changed.wait()
-
-    def _next(self) -> TextDelta | VariableDone | None:
-        while self._changed_variables:
-            var_id, variable = next(iter(self._changed_variables.items()))
-            num_read = self._num_read.get(var_id, 0)
-            text = variable.notation if self._is_raw else variable.text
-            if len(text) > num_read:
-                self._num_read[var_id] = len(text)
-                if not variable.is_done:
-                    del self._changed_variables[var_id]
-                return TextDelta(variable.state.path, variable.name, text[num_read:])
-            del self._changed_variables[var_id]
-            if variable.has_value:
-                self._num_read.pop(var_id, None)
-                path, end = variable.state.path, variable.end
-                calls = variable.tool_calls
-                return VariableDone(path, variable.name, text, end.finish_reason, end.usage, calls)
-        return None
-
-
-class _StateStream(EventStream):
-    """The events of one state. Raises at its end the first failure of the state's variables."""
-
-    def __init__(self, state: StateNode) -> None:
-        super().__init__(lambda: all(variable.is_done for variable in state.shown))
-        self._state = state
-        self._has_ended = False
-
-    def touch(self, variable: VariableNode) -> None:
-        if variable.state is self._state:
-            super().touch(variable)
-
-    async def __anext__(self) -> TextDelta | VariableDone:
-        try:
-            return await super().__anext__()
-        except StopAsyncIteration:
-            if not self._has_ended:
-                self._has_ended = True
-                for variable in self._state.shown:
-                    await variable.settled()
-                    variable.raise_failure()
-            raise

@@ -28,8 +28,9 @@ from agentflow.language.frames import ProgramLine, calling_line
 from agentflow.language.mistakes import AsyncOnly, explain, needs_async_for, unknown_variable
 from agentflow.language.op_log import Content, TurnContent
 from agentflow.language.states.contest import Contest
+from agentflow.language.states.event_stream import EventStream
 from agentflow.language.states.recorder import Recorder
-from agentflow.language.states.run import EventStream, Path, StateNode, VariableNode
+from agentflow.language.states.run import Path, StateNode, VariableNode
 from agentflow.language.states.variable import Reference, Variable, target_of, text_of
 from agentflow.language.typed.replies import Message
 from agentflow.language.typed.tools import ToolCall

@@ -1,0 +1,135 @@
+"""Events of several variables, for ``flow.stream`` and ``async for event in s``: ``TextDelta`` and
+``VariableDone``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import anyio
+
+from agentflow.language.program_events import TextDelta, VariableDone
+from agentflow.language.typed.tools import ToolCall
+from agentflow.protocol.events import Value
+
+
+class StreamedVariable(Protocol):
+    """What a stream reads of a ``VariableNode``."""
+
+    id: int
+    name: str
+    state: Any
+    notation: str
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has a value or has failed."""
+
+    @property
+    def has_value(self) -> bool:
+        """Whether it is complete."""
+
+    @property
+    def text(self) -> str:
+        """What was received so far."""
+
+    @property
+    def end(self) -> Value:
+        """How it was completed."""
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of a reply."""
+
+    async def settled(self) -> None:
+        """Waits until it is done."""
+
+    def raise_failure(self) -> None:
+        """Raises the error for which it has no value, if there is one."""
+
+
+class StreamedState(Protocol):
+    """What a stream reads of a ``StateNode``."""
+
+    @property
+    def shown(self) -> Sequence[StreamedVariable]:
+        """The program's own variables."""
+
+
+class EventStream:
+    """An async iterator over the events of several variables. It has no queue: a slow reader gets fewer and
+    larger deltas. ``is_over``: whether no further event can come. ``raw``: the texts of replies are their
+    notations (``VariableNode.notation``)."""
+
+    def __init__(self, is_over: Callable[[], bool], *, raw: bool = False) -> None:
+        self._is_over = is_over
+        self._is_raw = raw
+        self._changed_variables: dict[int, StreamedVariable] = {}
+        self._num_read: dict[int, int] = {}  # variable → characters
+        self._changed = anyio.Event()
+
+    def touch(self, variable: StreamedVariable) -> None:
+        """The variable has changed."""
+        self._changed_variables[variable.id] = variable
+        self.wake()
+
+    def wake(self) -> None:
+        """Makes the reader check for events, and whether the stream is over."""
+        self._changed.set()
+
+    def __aiter__(self) -> EventStream:
+        return self
+
+    async def __anext__(self) -> TextDelta | VariableDone:
+        while True:
+            event = self._next()
+            if event is not None:
+                return event
+            if self._is_over():
+                raise StopAsyncIteration
+            if self._changed.is_set():
+                self._changed = anyio.Event()
+            await self._changed.wait()
+
+    def _next(self) -> TextDelta | VariableDone | None:
+        while self._changed_variables:
+            var_id, variable = next(iter(self._changed_variables.items()))
+            num_read = self._num_read.get(var_id, 0)
+            text = variable.notation if self._is_raw else variable.text
+            if len(text) > num_read:
+                self._num_read[var_id] = len(text)
+                if not variable.is_done:
+                    del self._changed_variables[var_id]
+                return TextDelta(variable.state.path, variable.name, text[num_read:])
+            del self._changed_variables[var_id]
+            if variable.has_value:
+                self._num_read.pop(var_id, None)
+                path, end = variable.state.path, variable.end
+                calls = variable.tool_calls
+                return VariableDone(path, variable.name, text, end.finish_reason, end.usage, calls)
+        return None
+
+
+class StateStream(EventStream):
+    """The events of one state. Raises at its end the first failure of the state's variables."""
+
+    def __init__(self, state: StreamedState) -> None:
+        super().__init__(lambda: all(variable.is_done for variable in state.shown))
+        self._state = state
+        self._has_ended = False
+
+    def touch(self, variable: StreamedVariable) -> None:
+        if variable.state is self._state:
+            super().touch(variable)
+
+    async def __anext__(self) -> TextDelta | VariableDone:
+        try:
+            return await super().__anext__()
+        except StopAsyncIteration:
+            if not self._has_ended:
+                self._has_ended = True
+                for variable in self._state.shown:
+                    await variable.settled()
+                    variable.raise_failure()
+            raise
