@@ -33,6 +33,7 @@ def approve(call: af.ToolCall) -> bool | str:
 @af.program
 async def agent(s: af.State, question: str, shop: af.McpServer, console: Console) -> str:
     s += af.system("You answer questions about a shop with its tools.") + af.user(question)
+    answer = ""
     loop = af.act(s, tools=[price, *shop.tools], choice="required", max_rounds=4, approve=approve)
     async for event in loop:
         if isinstance(event, af.ToolDone):

@@ -40,7 +40,7 @@ def check(reply: af.Reply, *names: str) -> None:
     known = {tool.name: tool.parameters for tool in TOOLS}
     for call in reply.tool_calls:
         assert call.name in (names or known)
-        jsonschema.validate(json.loads(call.arguments), known[call.name])
+        jsonschema.validate(call.arguments, known[call.name])
 
 
 async def converse(flow: af.Session) -> None:

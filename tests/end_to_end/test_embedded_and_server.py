@@ -27,11 +27,13 @@ async def describe(s: af.State, thing: str) -> dict[str, str]:
     s += af.user(
         "Notes:\n", *["- " + branch["part"] + ".\n" for branch in branches], f"First: {branches[0]['part']}"
     )
-    s += af.assistant("Well, ", af.gen("whole", max_tokens=24))
-    s += "\nPS: "
-    s += af.gen("sampled", max_tokens=12, temperature=0.8, top_p=0.9)
     penalties = {"frequency_penalty": 0.5, "presence_penalty": 0.2, "repetition_penalty": 1.1}
-    s += af.gen("edited", max_tokens=20, temperature=0.9, min_tokens=5, stop_regex=r"[.!?]\s", **penalties)
+    async with s.assistant():
+        s += "Well, " + af.gen("whole", max_tokens=24) + "\nPS: "
+        s += af.gen("sampled", max_tokens=12, temperature=0.8, top_p=0.9)
+        s += af.gen(
+            "edited", max_tokens=20, temperature=0.9, min_tokens=5, stop_regex=r"[.!?]\s", **penalties
+        )
     values = {f"part{i}": await branch["part"] for i, branch in enumerate(branches)}
     return values | {name: await s[name] for name in ("alive", "whole", "sampled", "edited")}
 

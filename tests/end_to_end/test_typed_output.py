@@ -307,7 +307,8 @@ def test_a_stop_string_ends_the_text_inside_a_value(url, jumps):
     async def main() -> None:
         async with af.session(url, seed=7) as flow, flow.state() as s:
             s += af.user("Name a book.")
-            s += af.assistant(af.gen("book", schema=Book, stop='"year', jump_forward=jumps, logprobs=True))
+            s.begin("assistant")
+            s += af.gen("book", schema=Book, stop='"year', jump_forward=jumps, logprobs=True)
             with pytest.raises(af.InvalidValue, match=r"ended \(stop\) with a text that is not a valid Book"):
                 await s["book"]
             text = await s["book"].whole_text()
