@@ -149,7 +149,7 @@ async def test_a_batch_without_threads():
     before = threading.active_count()
     answers = await on_script().abatch(questions)
     assert [answer.content for answer in answers] == [f"Answer to {question}" for question in questions]
-    assert threading.active_count() <= before + 1  # the session's
+    assert threading.active_count() <= before + 2  # the session's, and the watch of its event loop
 
 
 def test_a_failure_in_a_batch_can_be_returned():
@@ -162,7 +162,7 @@ def test_a_failure_in_a_batch_can_be_returned():
 class EndlessGenerator(ScriptedGenerator):
     """Says some words, and then nothing until it is cancelled."""
 
-    async def _stream(self, context: Any, answer: str, params: Any, on_text: Any, constraint: Any) -> Any:
+    async def _stream(self, context: Any, answer: str, name: str, params: Any, on_text: Any, _: Any) -> Any:
         self.num_running += 1
         try:
             for _ in range(4):  # a chain may look one ahead
