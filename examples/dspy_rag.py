@@ -13,12 +13,27 @@ import asyncio
 import sys
 
 import dspy
+import numpy as np
 from dspy_agentflow import AgentflowLM
 from example_session import example_parser
-from retrieval import PASSAGES, QUESTIONS, Index
+from passages import PASSAGES, QUESTIONS, embed
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
+
+
+class Index:
+    """Passages with their vectors, compared by the cosine."""
+
+    def __init__(self, passages: list[str]) -> None:
+        self.passages = passages
+        vectors = np.stack([embed(passage) for passage in passages])
+        self._vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+    def search(self, query: str, count: int) -> list[str]:
+        """Returns the ``count`` nearest passages, the nearest first."""
+        nearest = np.argsort(-(self._vectors @ embed(query)), kind="stable")[:count]
+        return [self.passages[i] for i in nearest]
 
 
 class Rag(dspy.Module):

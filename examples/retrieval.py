@@ -2,51 +2,27 @@
 
 The store is SQLite with the extension sqlite-vec. ``map`` connects it to two prompts: it is called with the
 query as soon as that is complete, and its result goes into the next prompt. The program submits the whole
-pipeline at once and waits only for the answer. ``embed`` compares groups of three letters, not meanings: it
-needs no model, and a real program calls an embedding model there.
+pipeline at once and waits only for the answer. ``passages.embed`` compares groups of three letters, not
+meanings: it needs no model, and a real program calls an embedding model there.
 
     python examples/retrieval.py [--url ws://127.0.0.1:8410]
 """
 
 from __future__ import annotations
 
-import re
 import sys
-import zlib
 from dataclasses import dataclass
 from functools import partial
 
 import apsw  # SQLite, also where Python's own cannot load extensions
-import numpy as np
 import sqlite_vec
 from example_session import example_parser, run_example
+from passages import PASSAGES, QUESTIONS, SIZE, embed
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 
 import agentflow as af
-
-PASSAGES = [
-    "Bees collect nectar from flowers and turn it into honey. A bee colony has one queen.",
-    "The lighthouse keeper lights the lamp at dusk and puts it out at dawn.",
-    "Bread rises because yeast turns sugar into gas. The dough should rest for two hours.",
-    "A glacier is a river of ice. It moves about one metre a day and carves valleys.",
-    "Owls hunt at night. Their soft feathers let them fly without a sound.",
-    "Salt was once so precious that soldiers were paid with it.",
-    "A sundial shows the time by the shadow of a stick. It is of no use at night.",
-    "Silk is made by a caterpillar that spins a thread one kilometre long.",
-]
-QUESTIONS = ["How do bees make honey?", "How fast does a glacier move?", "Why can owls fly without a sound?"]
-SIZE = 1024
-
-
-def embed(text: str) -> bytes:
-    """Returns a vector of float32 that counts the groups of three letters, each at the place of its hash."""
-    vector = np.zeros(SIZE, dtype=np.float32)
-    for word in re.findall(r"[a-z]{3,}", text.lower()):
-        for start in range(len(word)):
-            vector[zlib.crc32(f" {word} "[start : start + 3].encode()) % SIZE] += 1
-    return vector.tobytes()
 
 
 class Store:
@@ -60,14 +36,14 @@ class Store:
             "create virtual table passages using vec0("
             f"vector float[{SIZE}] distance_metric=cosine, +text text)"
         )
-        rows = [(embed(passage), passage) for passage in passages]
+        rows = [(embed(passage).tobytes(), passage) for passage in passages]
         self._database.executemany("insert into passages(vector, text) values (?, ?)", rows)
 
     def search(self, query: str, count: int) -> list[str]:
         """Returns the ``count`` nearest passages, the nearest first."""
         found = self._database.execute(
             "select text from passages where vector match ? and k = ? order by distance",
-            (embed(query), count),
+            (embed(query).tobytes(), count),
         )
         return [str(text) for (text,) in found]
 

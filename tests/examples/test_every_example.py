@@ -23,7 +23,7 @@ OF_FRAMEWORKS = {"langchain_agent", "dspy_rag", "pydantic_ai_agent"}
 EXAMPLES = sorted(
     path.stem
     for path in (ROOT / "examples").glob("*.py")
-    if path.stem not in {"example_session", *OF_FRAMEWORKS}
+    if path.stem not in {"example_session", "passages", *OF_FRAMEWORKS}
 )
 
 

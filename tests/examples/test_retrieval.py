@@ -5,7 +5,8 @@ import pytest
 import retrieval
 from hypothesis import given
 from hypothesis import strategies as st
-from retrieval import PASSAGES, QUESTIONS, Store, ask, embed
+from passages import PASSAGES, QUESTIONS, embed
+from retrieval import Store, ask
 from scripted_example import run, shown
 
 import agentflow as af
