@@ -205,5 +205,7 @@ def test_dspy_without_the_adapter(url: str) -> None:
         for _ in range(2):
             assert len(plain("What do plants need?", max_tokens=8)) == 1
         assert dict(plain.history[-1]["usage"]["prompt_tokens_details"])["cached_tokens"] > 0
-        [text] = plain("Name a plant.", response_format=response_format(Plant.model_json_schema()))
+        [text] = plain(
+            "Name a plant.", temperature=0, response_format=response_format(Plant.model_json_schema())
+        )
     Plant.model_validate_json(text)
