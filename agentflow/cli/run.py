@@ -298,10 +298,6 @@ def _number(text: str) -> int:
     return 0 if text == "0" else count(text)
 
 
-def _run(options: argparse.Namespace) -> int:
-    return run_batch(options)
-
-
 COMMAND = Command(
     name="run",
     summary="run a program on many inputs",
@@ -324,5 +320,5 @@ agentflow run judge.py essays.csv --url ws://127.0.0.1:8410 --concurrency 256
 echo '"On plants."' | agentflow run judge.py -
 """,
     add_options=_add_options,
-    run=_run,
+    run=run_batch,
 )

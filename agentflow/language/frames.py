@@ -54,7 +54,7 @@ def program_frames(frame: FrameType | None) -> list[FrameType]:
     this package runs, or an import or a debugger."""
     found: list[FrameType] = []
     while frame is not None:
-        kind = kind_of(frame.f_code.co_filename, frame.f_globals.get("__name__") or "")
+        kind = _kind_of(frame)
         if kind == "ignored":
             return []
         if kind == "package" or (kind == "loop" and found):
@@ -65,8 +65,15 @@ def program_frames(frame: FrameType | None) -> list[FrameType]:
     return []  # not in an event loop
 
 
+Kind = Literal["package", "program", "loop", "library", "ignored"]
+
+
+def _kind_of(frame: FrameType) -> Kind:
+    return kind_of(frame.f_code.co_filename, frame.f_globals.get("__name__") or "")
+
+
 @lru_cache(maxsize=10_000)
-def kind_of(file: str, module: str) -> Literal["package", "program", "loop", "library", "ignored"]:
+def kind_of(file: str, module: str) -> Kind:
     """What a frame of ``file`` in ``module`` belongs to."""
     root = module.partition(".")[0]
     if root in _IGNORED or file.startswith("<frozen importlib"):
@@ -82,23 +89,18 @@ def raised_at(error: BaseException) -> ProgramLine | None:
     """The innermost line of the program in the traceback of ``error``."""
     found = None
     for frame, line in walk_tb(error.__traceback__):
-        code = frame.f_code
-        if kind_of(code.co_filename, frame.f_globals.get("__name__") or "") == "program":
+        if _kind_of(frame) == "program":
+            code = frame.f_code
             found = ProgramLine(code.co_filename, line, code.co_name)
     return found
 
 
 def without_internals(error: ErrorT) -> ErrorT:
     """The error with only the program's and libraries' frames in its traceback."""
-    kept = [
-        (frame, line, step.tb_lasti)
-        for step in _steps(error.__traceback__)
-        for frame, line in [(step.tb_frame, step.tb_lineno)]
-        if kind_of(frame.f_code.co_filename, frame.f_globals.get("__name__") or "") == "program"
-    ]
+    kept = [step for step in _steps(error.__traceback__) if _kind_of(step.tb_frame) == "program"]
     trace: TracebackType | None = None
-    for frame, line, lasti in reversed(kept):
-        trace = TracebackType(trace, frame, lasti, line)
+    for step in reversed(kept):
+        trace = TracebackType(trace, step.tb_frame, step.tb_lasti, step.tb_lineno)
     return error.with_traceback(trace)
 
 

@@ -326,11 +326,12 @@ class Rejected:
     children: tuple[int, ...] = ()
 
 
-def check_timeout(timeout_s: float | None) -> None:
-    """Raises ``BadArgument`` unless it is None or a positive number of seconds."""
+def check_timeout(timeout_s: float | None, where: str = "gen", param: str = "timeout_s") -> None:
+    """Raises ``BadArgument`` unless it is None or a positive number of seconds. ``param``: its name, an
+    argument of ``where``."""
     if timeout_s is not None and not (is_number(timeout_s, 0, math.inf) and timeout_s > 0):
         raise BadArgument(
-            f"gen: timeout_s must be a number of seconds above 0, not {timeout_s!r}", param="timeout_s"
+            f"{where}: {param} must be a number of seconds above 0, not {timeout_s!r}", param=param
         )
 
 

@@ -10,7 +10,7 @@ import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.observed_backends import Stepped, assert_idle, settle, unconstrained
+from support.observed_backends import Stepped, assert_idle, outcome_of, settle, unconstrained
 from support.programs import by_end, echo
 
 import agentflow as af
@@ -47,15 +47,7 @@ async def test_the_first_complete_branch_wins_and_the_others_are_cancelled(is_gr
         await s
         return await winner["x"]
 
-    async with af.session(backend=backend) as flow, anyio.create_task_group() as group:
-
-        async def run() -> None:
-            assert await flow.run(program) == "one two"
-
-        group.start_soon(run)
-        await settle()
-        await backend.allow(6)
-    assert_idle(backend)
+    assert await outcome_of(program, backend, num_words=6) == "one two"
 
 
 async def test_the_winner_goes_on_inside_of_the_block():

@@ -10,7 +10,7 @@ import anyio.lowlevel
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.observed_backends import Observed, Stepped, assert_idle, settle
+from support.observed_backends import Observed, Stepped, settle
 from support.programs import agen, ask, echo
 
 import agentflow as af
@@ -41,14 +41,6 @@ class Crowd:
             self.num_read += 1
             self.max_ahead = max(self.max_ahead, self.num_read - self.num_taken)
             yield num_turns
-
-
-@pytest.fixture
-async def flow():
-    backend = af.Scripted(echo)
-    async with af.session(backend=backend) as flow:
-        yield flow
-    assert_idle(backend)
 
 
 # Inputs and results.

@@ -16,14 +16,6 @@ import agentflow as af
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-async def flow():
-    backend = af.Scripted(echo)
-    async with af.session(backend=backend) as flow:
-        yield flow
-    assert_idle(backend)
-
-
 async def test_the_first_failure_is_raised_and_cancels_the_rest():
     backend = Stepped({"bad": "one", "": "never ever"})
     ended = []

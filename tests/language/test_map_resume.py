@@ -29,14 +29,6 @@ from agentflow.language.batch.retries import MAX_PAUSE_S, pause_s
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-async def flow():
-    backend = af.Scripted(echo)
-    async with af.session(backend=backend) as flow:
-        yield flow
-    assert_idle(backend)
-
-
 class Asked:
     """A program that counts how often it ran on each input. Inputs in ``failing`` fail."""
 

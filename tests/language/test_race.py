@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import anyio
 import pytest
-from support.observed_backends import Stepped, assert_idle, settle
+from support.observed_backends import Stepped, assert_idle, outcome_of, settle
 from support.programs import ask, by_end, echo
 
 import agentflow as af
@@ -33,15 +33,7 @@ async def test_the_first_program_wins_and_the_states_of_the_others_are_cancelled
         await s
         return found
 
-    async with af.session(backend=backend) as flow, anyio.create_task_group() as group:
-
-        async def run() -> None:
-            assert await flow.run(program) == "one two"
-
-        group.start_soon(run)
-        await settle()
-        await backend.allow(6)
-    assert_idle(backend)
+    assert await outcome_of(program, backend, num_words=6) == "one two"
 
 
 async def test_runs_race_and_the_slow_one_leaves_nothing_behind():

@@ -6,13 +6,16 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
 import anyio
 import anyio.lowlevel
 from support.programs import by_end
 
+import agentflow as af
 from agentflow.backends.local import interpreted
 from agentflow.backends.scripted import Script, Scripted, ScriptedContext, ScriptedGenerator
+from agentflow.language.program import ProgramFunction
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.constraint import Constraint
@@ -165,3 +168,19 @@ async def settle() -> None:
 def assert_idle(backend: Scripted | Stepped) -> None:
     """No context is open and nothing runs."""
     assert (backend.generator.num_open, backend.generator.num_running) == (0, 0)
+
+
+async def outcome_of(program: ProgramFunction[[], Any], backend: Stepped, *, num_words: int) -> Any:
+    """The result of a program whose backend may generate ``num_words`` words. The backend is idle at the
+    end."""
+    results: list[Any] = []
+    async with af.session(backend=backend) as flow, anyio.create_task_group() as group:
+
+        async def run() -> None:
+            results.append(await flow.run(program))
+
+        group.start_soon(run)
+        await settle()
+        await backend.allow(num_words)
+    assert_idle(backend)
+    return results[0]

@@ -41,7 +41,6 @@ from agentflow.language.typed.tools import (
     Toolbox,
     ToolCall,
     check_max_calls,
-    check_timeout_s,
 )
 from agentflow.language.typed.values import value_type
 from agentflow.protocol import ops
@@ -199,13 +198,12 @@ def act(
     >>> await af.act(s, tools=[weather], max_rounds=4)
     'Plants turn light into sugar.'
     """
-    where = "act"
     if not isinstance(state, State):
         raise BadArgument(f"act: the first argument is a state, not {state!r:.80}", param="state")
     if not is_whole(max_rounds, 1, 1_000_000):
         raise BadArgument(f"act: max_rounds must be 1 or more, not {max_rounds!r}", param="max_rounds")
-    check_max_calls(where, max_calls)
-    check_timeout_s(where, call_timeout_s)
+    check_max_calls("act", max_calls)
+    ops.check_timeout(call_timeout_s, "act", "call_timeout_s")
     if approve is not None and not callable(approve):
         raise BadArgument(f"act: approve must be a function of a call, not {approve!r}", param="approve")
     toolbox = Toolbox(tools)

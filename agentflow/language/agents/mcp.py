@@ -14,7 +14,8 @@ import anyio
 from anyio.abc import TaskStatus
 
 from agentflow.errors import BadArgument, NotSupported, ServerUnreachable
-from agentflow.language.typed.tools import FunctionTool, check_timeout_s, tool
+from agentflow.language.typed.tools import FunctionTool, tool
+from agentflow.protocol.ops import check_timeout
 from agentflow.runtime.task_group import first_of, open_task_group
 
 CONNECT_TIMEOUT_S = 30.0
@@ -46,7 +47,7 @@ def mcp(
     >>> af.mcp(["uvx", "mcp-server-git"])
     <MCP server uvx mcp-server-git with no tools>
     """
-    check_timeout_s("mcp", timeout_s)
+    check_timeout(timeout_s, "mcp")
     is_url = isinstance(server, str)
     if is_url and not server.startswith(("http://", "https://")):  # type: ignore[union-attr]
         raise BadArgument(

@@ -104,11 +104,6 @@ class _Changes(EventStream):
     def touch(self, variable: StreamedVariable) -> None:
         self.wake()
 
-    async def next(self) -> None:
-        """Waits for a change."""
-        await self._changed.wait()
-        self._changed = anyio.Event()
-
 
 async def _follow(node: StateNode, cell: Any) -> None:
     """Redraws the state until everything in it is done, or the session ends."""
@@ -116,7 +111,7 @@ async def _follow(node: StateNode, cell: Any) -> None:
     node.run.streams.add(changes)
     try:
         while is_running(node):
-            await changes.next()
+            await changes.change()
             await anyio.sleep(S_BETWEEN_DRAWINGS)  # noqa: TID251  # a longer pause than between tokens
             if is_running(node):
                 cell.update(_bundle(node), raw=True)

@@ -11,8 +11,6 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
-import anyio
-
 from agentflow.errors import AgentflowError, BadArgument, Cancelled
 from agentflow.language.states.event_stream import EventStream, StreamedVariable
 from agentflow.language.states.run import StateNode, VariableNode
@@ -123,16 +121,11 @@ class _Ends(EventStream):
     def __init__(self, variables: Sequence[VariableNode]) -> None:
         super().__init__(lambda: False)
         self._awaited = {variable.id for variable in variables}
-        self._event = anyio.Event()
         variables[0].state.run.follow(self, ())
 
     def touch(self, variable: StreamedVariable) -> None:
         if variable.is_done and variable.id in self._awaited:
-            self._event.set()
-
-    async def change(self) -> None:
-        await self._event.wait()
-        self._event = anyio.Event()
+            self.wake()
 
 
 class Poll:

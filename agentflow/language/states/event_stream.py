@@ -78,6 +78,12 @@ class EventStream:
         """Makes the reader check for events, and whether the stream is over."""
         self._changed.set()
 
+    async def change(self) -> None:
+        """Waits for the next change after the call."""
+        if self._changed.is_set():
+            self._changed = anyio.Event()
+        await self._changed.wait()
+
     def __aiter__(self) -> EventStream:
         return self
 
@@ -88,9 +94,7 @@ class EventStream:
                 return event
             if self._is_over():
                 raise StopAsyncIteration
-            if self._changed.is_set():
-                self._changed = anyio.Event()
-            await self._changed.wait()
+            await self.change()
 
     def _next(self) -> TextDelta | VariableDone | None:
         while self._changed_variables:

@@ -17,7 +17,8 @@ import msgspec
 from agentflow.errors import BadArgument
 from agentflow.language.typed.json_types import json_text, parameters_type, with_definitions
 from agentflow.protocol.chat import ToolSpec, hoisted
-from agentflow.protocol.sampling import is_number, is_whole
+from agentflow.protocol.ops import check_timeout
+from agentflow.protocol.sampling import is_whole
 
 Tool: TypeAlias = "Callable[..., Any] | Mapping[str, Any] | FunctionTool"
 """A function with annotated parameters, what ``af.tool`` makes of one, or a mapping with ``name``,
@@ -137,15 +138,9 @@ def tool(
         raise BadArgument(
             f"tool: {function!r:.80} is not a function; a turn with a tool's result is af.tool_result(text)"
         )
-    check_timeout_s("tool", timeout_s)
+    check_timeout(timeout_s, "tool")
     check_max_calls("tool", max_calls)
     return FunctionTool(function, name, description, parameters, timeout_s, max_calls)
-
-
-def check_timeout_s(where: str, timeout_s: float | None) -> None:
-    """``BadArgument`` unless it is None or a positive number of seconds."""
-    if timeout_s is not None and not (is_number(timeout_s, 0, math.inf) and timeout_s > 0):
-        raise BadArgument(f"{where}: timeout_s must be a number of seconds above 0, not {timeout_s!r}")
 
 
 def check_max_calls(where: str, max_calls: int | None) -> None:
