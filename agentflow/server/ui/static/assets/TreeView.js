@@ -1,0 +1,1 @@
+import{t as e}from"./View.js";import{t}from"./index.js";function n(){return t(e,{name:`tree`,title:`Prefix tree`,children:t(`p`,{class:`empty`,children:`Nothing here yet.`})})}export{n as default};

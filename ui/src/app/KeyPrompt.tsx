@@ -1,0 +1,62 @@
+// Asks for the API key. It goes into the session store's memory and nowhere else.
+import { signal, useSignalEffect } from "@preact/signals";
+import { useRef } from "preact/hooks";
+import { status, useKey } from "./session";
+
+const isAsking = signal(false);
+
+export function askForKey(): void {
+  isAsking.value = true;
+}
+
+export function KeyPrompt() {
+  const dialog = useRef<HTMLDialogElement>(null);
+  const input = useRef<HTMLInputElement>(null);
+  useSignalEffect(() => {
+    if (status.value.kind === "key") isAsking.value = true;
+  });
+  useSignalEffect(() => {
+    if (isAsking.value && !dialog.current?.open) dialog.current?.showModal();
+    else if (!isAsking.value) dialog.current?.close();
+  });
+  const wasWrong = status.value.kind === "key" && status.value.wasWrong;
+  return (
+    <dialog ref={dialog} class="dialog" aria-labelledby="key-title" onClose={() => (isAsking.value = false)}>
+      <form
+        onSubmit={(event) => {
+          event.preventDefault();
+          const given = input.current!.value;
+          input.current!.value = "";
+          isAsking.value = false;
+          void useKey(given);
+        }}
+      >
+        <h2 id="key-title">API key</h2>
+        <p id="key-note">
+          {wasWrong ? "The server does not accept that key. " : ""}
+          The key stays in this page's memory: it is gone when the page is closed or reloaded.
+        </p>
+        <label class="field">
+          <span>Key</span>
+          <input
+            ref={input}
+            type="password"
+            autocomplete="off"
+            spellcheck={false}
+            required
+            aria-describedby="key-note"
+            data-testid="key-input"
+          />
+        </label>
+        <div class="row end">
+          <button type="button" class="quiet" onClick={() => (isAsking.value = false)}>
+            Cancel
+          </button>
+          <button type="submit" class="primary">
+            Connect
+          </button>
+        </div>
+      </form>
+    </dialog>
+  );
+}

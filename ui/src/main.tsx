@@ -1,0 +1,8 @@
+// The page's entry: starts the shell and connects to the server that served the page.
+import { render } from "preact";
+import { App } from "./app/App";
+import { open } from "./app/session";
+import "./style.css";
+
+render(<App />, document.getElementById("app")!);
+void open();

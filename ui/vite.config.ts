@@ -1,0 +1,31 @@
+// The build writes agentflow/server/ui/static, which is committed. Names carry no hash, so that equal sources
+// give equal files; the server sends an ETag with each.
+import { existsSync } from "node:fs";
+import { fileURLToPath } from "node:url";
+import { defineConfig } from "vitest/config";
+
+const fromHere = (path: string) => fileURLToPath(new URL(path, import.meta.url));
+const client = fromHere("../clients/typescript/src/index.ts");
+const hasClient = existsSync(client);
+
+export default defineConfig({
+  base: "/ui/",
+  resolve: { alias: { "agentflow-client": hasClient ? client : fromHere("./src/client-placeholder.ts") } },
+  build: {
+    outDir: fromHere("../agentflow/server/ui/static"),
+    emptyOutDir: true,
+    target: "es2023",
+    modulePreload: { polyfill: false },
+    assetsInlineLimit: 0,
+    reportCompressedSize: true,
+    rollupOptions: {
+      output: {
+        entryFileNames: "assets/[name].js",
+        chunkFileNames: "assets/[name].js",
+        assetFileNames: "assets/[name][extname]",
+      },
+    },
+  },
+  server: { host: "127.0.0.1", proxy: { "/v1": { target: "http://127.0.0.1:8410", ws: true } } },
+  test: { include: ["src/**/*.test.ts"] },
+});
