@@ -1,5 +1,5 @@
 # The project's commands: `make help` lists them. They need Python 3.11 to 3.13, pip, make and a network;
-# everything else is installed into .venv, once. `make docs` also needs npm.
+# everything else is installed into .venv, once. `make docs` and `make ui` also need npm, `make test-ui` a Chromium.
 
 # PYTHON       the interpreter that .venv is made with (python3)
 # ARGS         options passed on to the command, such as ARGS="-k radix" for make test
@@ -38,7 +38,7 @@ EXAMPLE_OF_langchain-agentflow := langchain_agent
 EXAMPLE_OF_dspy-agentflow := dspy_rag
 
 .PHONY: help demo examples test test-full coverage test-adapters lint lint-adapters $(ADAPTERS) fuzz soak gpu-check \
-        docs lock clean distclean
+        ui test-ui docs lock clean distclean
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -59,17 +59,17 @@ examples: $(VENV)/.installed-examples ## run every example on the default model 
 	  $(BIN)/python examples/$$name.py $(ARGS) || { echo "make: examples/$$name.py failed"; exit 1; }; \
 	done
 
-# Tests marked as slow and broad run in test-full only.
-MARKS := -m 'not full'
+# Tests marked as slow and broad run in test-full only, those in a browser in test-ui.
+MARKS := -m 'not full and not ui'
 
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 20
 
 test: $(VENV)/.installed-dev ## run the tests, and print the 20 slowest
 	@$(PYTEST) $(MARKS) $(ARGS)
 
-test-full: MARKS :=
+test-full: MARKS := -m 'not ui'
 test-full: export HYPOTHESIS_PROFILE := full
-test-full: test test-adapters lint-adapters ## run all tests, the slow ones and the adapters' too
+test-full: test test-adapters lint-adapters test-ui ## run all tests, the slow ones, the adapters' and the page's too
 
 # The engine's and the compiler's processes are not measured: their tests limit processor time.
 coverage: $(VENV)/.installed-dev ## run the tests with coverage; the report is build/coverage/index.html
@@ -86,6 +86,29 @@ lint-adapters: $(VENV)/.installed-dev $(ADAPTERS:%=adapters/%/.venv/.installed) 
 	@for name in $(ADAPTERS); do \
 	  (cd adapters/$$name && MYPYPATH=../.. ../../$(BIN)/mypy --python-executable .venv/bin/python) || exit 1; \
 	done
+
+# The built page is committed, so that users need no npm.
+STATIC := agentflow/server/ui/static
+NPM_CI := npm ci --loglevel=error --ignore-scripts --no-audit --no-fund
+
+ui: ui/node_modules/.installed ## build the page of the server from ui/
+	@cd ui && npm run --silent build
+
+NODE_PACKAGES := ui clients/typescript
+
+test-ui: $(NODE_PACKAGES:%=%/node_modules/.installed) $(VENV)/.installed-ui ## test the page and its client, in Chromium too
+	@cd clients/typescript && npm test --silent
+	@cd ui && npm test --silent
+	@cd ui && npm run --silent build -- --outDir ../build/ui --emptyOutDir
+	@diff -r build/ui $(STATIC) || { \
+	  echo "make: $(STATIC) is not what ui/ builds: run make ui, and commit the result"; exit 1; }
+	@$(BIN)/agentflow pull $(MODEL)
+	@$(BIN)/python -m pytest tests/ui --durations 10 $(ARGS)
+
+%/node_modules/.installed: %/package.json %/package-lock.json
+	@command -v npm >/dev/null || { echo "make: the page needs npm (part of Node.js) to be built"; exit 1; }
+	@cd $* && $(NPM_CI)
+	@touch $@
 
 $(ADAPTERS): %: adapters/%/.venv/.installed
 	@$(BIN)/agentflow pull $(MODEL)
@@ -148,7 +171,7 @@ docs: build/npm/.installed $(VENV)/.installed-docs ## build the documentation in
 build/npm/.installed: docs/hooks/package.json docs/hooks/package-lock.json
 	@command -v npm >/dev/null || { echo "make: make docs needs npm (part of Node.js) to fetch Mermaid"; exit 1; }
 	@mkdir -p build/npm && cp $^ build/npm
-	@cd build/npm && npm ci --loglevel=error --ignore-scripts --no-audit --no-fund
+	@cd build/npm && $(NPM_CI)
 	@touch $@
 
 clean: ## remove what building and testing left behind
@@ -156,7 +179,7 @@ clean: ## remove what building and testing left behind
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
-	rm -rf $(VENV) adapters/*/.venv
+	rm -rf $(VENV) adapters/*/.venv $(NODE_PACKAGES:%=%/node_modules)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
@@ -194,6 +217,10 @@ $(VENV)/.installed-examples: $(VENV)/.installed
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(PIP) --no-build-isolation -e '.[engine,server,dev]'
+	@touch $@
+
+$(VENV)/.installed-ui: $(VENV)/.installed-dev
+	@$(PIP) --no-build-isolation -e '.[engine,server,dev,ui]'
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

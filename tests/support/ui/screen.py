@@ -1,0 +1,96 @@
+"""Pages in a browser that are checked while a test uses them: errors, foreign requests, leaked keys."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, Request, WebSocket
+
+TIMEOUT_MS = 15_000
+_STORED = """() => JSON.stringify([
+  {...localStorage}, {...sessionStorage}, document.cookie, location.href, history.state, window.name
+])"""
+
+
+@dataclass
+class Screen:
+    """A page with a browser context of its own. ``problems``: what the browser complained about, and requests
+    to other hosts. ``secrets``: texts that may stand in no address and no storage."""
+
+    page: Page
+    url: str
+    secrets: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    addresses: list[str] = field(default_factory=list)
+    _expected: list[str] = field(default_factory=list)
+
+    def expect_problem(self, pattern: str) -> None:
+        """Problems in which this regular expression is found are part of the test."""
+        self._expected.append(pattern)
+
+    def open(self, view: str) -> Locator:
+        """Goes to a view, such as ``playground``, and waits until it stands."""
+        self.page.goto(f"{self.url}/ui/#/{view}")
+        return self.view(view)
+
+    def view(self, name: str) -> Locator:
+        """A view's element, when it is visible."""
+        found = self.at(f"view-{name}")
+        found.wait_for()
+        return found
+
+    def at(self, test_id: str) -> Locator:
+        """The elements with this test id."""
+        return self.page.get_by_test_id(test_id)
+
+    def wait(self, condition: str, argument: Any = None) -> None:
+        """Waits until a function of the page's returns something true."""
+        self.page.wait_for_function(condition, arg=argument)
+
+    def check(self) -> None:
+        """At the end of a test: nothing unexpected happened, and nothing secret is kept or was sent in an
+        address."""
+        left = [p for p in self.problems if not any(re.search(e, p) for e in self._expected)]
+        assert left == []
+        if self.secrets and not self.page.is_closed():
+            kept = self.page.evaluate(_STORED)
+            for secret in self.secrets:
+                assert secret not in kept
+        for secret in self.secrets:
+            assert [address for address in self.addresses if secret in address] == []
+
+    def _watch(self, context: BrowserContext) -> None:
+        own = urlsplit(self.url).netloc
+
+        def console(message: ConsoleMessage) -> None:
+            if message.type in ("error", "warning"):
+                self.problems.append(f"{message.type}: {message.text} ({message.location.get('url', '')})")
+
+        def sent(address: str) -> None:
+            self.addresses.append(address)
+            split = urlsplit(address)
+            if split.scheme not in ("data", "blob") and split.netloc != own:
+                self.problems.append(f"a request to another host: {address}")
+
+        def requested(request: Request) -> None:
+            sent(request.url)
+
+        def connected(socket: WebSocket) -> None:
+            sent(socket.url)
+
+        context.on("request", requested)
+        self.page.on("console", console)
+        self.page.on("pageerror", lambda error: self.problems.append(f"uncaught: {error}"))
+        self.page.on("websocket", connected)
+
+
+def new_screen(browser: Browser, url: str, **options: Any) -> Screen:
+    """An empty page for the server at ``url``. ``options``: of the browser's context."""
+    context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
+    context.set_default_timeout(TIMEOUT_MS)
+    screen = Screen(context.new_page(), url)
+    screen._watch(context)
+    return screen

@@ -1,0 +1,173 @@
+"""A real server whose generator says what a test tells it to, when the test says so."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import anyio
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.protocol.chat import ReplyWriter, TextPiece
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.events import Usage
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.generator import Generated, Generator, OnText
+from agentflow.server.app import Access
+from agentflow.server.config.limits import ServerLimits
+from agentflow.server.models import one_model
+from agentflow.server.serve import RunningServer, running_server
+
+ResultT = TypeVar("ResultT")
+DONE = None
+
+
+@dataclass(eq=False)
+class _Line:
+    """A generation that waits for its text."""
+
+    prompt: str
+    pieces: anyio.abc.ObjectSendStream[str | None]
+
+
+class StagedGenerator(ScriptedGenerator):
+    """Generations whose prompt a key of ``texts`` is part of answer with its text at once; all others stream
+    what ``say`` gives them until ``end``."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda prompt: "scripted")
+        self.texts: dict[str, str] = {}
+        self.lines: list[_Line] = []
+        self.changed = anyio.Event()
+
+    async def generate(
+        self,
+        context: ScriptedContext,
+        params: SamplingParams,
+        on_text: OnText,
+        constraint: Constraint | None = None,
+    ) -> Generated:
+        text = await self._staged(context, on_text)
+        return Generated(text, "stop", Usage(len(context.text.split()), 0, len(text.split())))
+
+    async def reply(
+        self,
+        context: ScriptedContext,
+        params: SamplingParams,
+        on_text: OnText,
+        constraint: Constraint | None = None,
+    ) -> Generated:
+        writer = ReplyWriter()
+        written: list[str] = []
+
+        def write(delta: str) -> None:
+            written.append(writer.push([TextPiece(delta)]))
+            on_text(written[-1])
+
+        text = await self._staged(context, write)
+        usage = Usage(len(context.text.split()), 0, len(text.split()))
+        return Generated("".join(written) + writer.finish(), "stop", usage)
+
+    async def _staged(self, context: ScriptedContext, on_text: OnText) -> str:
+        known = next((text for key, text in self.texts.items() if key in context.text), None)
+        if known is not None:
+            await anyio.lowlevel.checkpoint()
+            context.text += known
+            on_text(known)
+            return known
+        send, receive = anyio.create_memory_object_stream[str | None](1000)
+        line = _Line(context.text, send)
+        self.lines.append(line)
+        self.num_running += 1
+        self._change()
+        said = ""
+        try:
+            with send, receive:
+                async for piece in receive:
+                    if piece is DONE:
+                        break
+                    said += piece
+                    context.text += piece
+                    on_text(piece)
+        finally:
+            self.lines.remove(line)
+            self.num_running -= 1
+            self._change()
+        return said
+
+    def _change(self) -> None:
+        self.changed.set()
+        self.changed = anyio.Event()
+
+
+@dataclass
+class Stage:
+    """``url``: of the server. ``to`` chooses the generations whose prompt contains it; "": all of them."""
+
+    url: str
+    _generator: StagedGenerator
+    _server: RunningServer
+    _portal: BlockingPortal
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self.url.rpartition(":")[2])
+
+    def answer(self, to: str, text: str) -> None:
+        """Generations whose prompt contains ``to`` get this text at once, from now on."""
+        self._call(self._generator.texts.__setitem__, to, text)
+
+    def say(self, text: str, to: str = "") -> None:
+        """Streams a piece of text. Some generation must wait for it."""
+        self._send(text, to)
+
+    def end(self, to: str = "") -> None:
+        """Ends generations, successfully."""
+        self._send(DONE, to)
+
+    def running(self, to: str = "") -> int:
+        """Generations that wait for text."""
+        return self._call(lambda: sum(to in line.prompt for line in self._generator.lines))
+
+    def wait_running(self, count: int, to: str = "") -> None:
+        """Waits until so many generations wait for text."""
+        self._wait(lambda: sum(to in line.prompt for line in self._generator.lines) == count)
+
+    def _send(self, piece: str | None, to: str) -> None:
+        def send() -> int:
+            lines = [line for line in self._generator.lines if to in line.prompt]
+            for line in lines:
+                line.pieces.send_nowait(piece)
+            return len(lines)
+
+        assert self._call(send), f"no generation waits for text after {to!r}"
+
+    def _wait(self, holds: Callable[[], bool]) -> None:
+        async def wait() -> None:
+            with anyio.fail_after(20):
+                while not holds():
+                    await self._generator.changed.wait()
+
+        self._portal.call(wait)
+
+    def _call(self, function: Callable[..., ResultT], *args: object) -> ResultT:
+        return self._portal.call(function, *args)
+
+
+@contextmanager
+def open_stage(limits: ServerLimits | None = None, access: Access | None = None) -> Iterator[Stage]:
+    """A server on a free port."""
+    with start_blocking_portal("asyncio") as portal:
+        generator = portal.call(StagedGenerator)
+
+        @asynccontextmanager
+        async def open_this() -> AsyncIterator[Generator[Any]]:
+            yield generator
+
+        running = running_server(one_model(open_this), limits=limits, access=access)
+        with portal.wrap_async_context_manager(running) as server:
+            yield Stage(server.url.replace("ws://", "http://"), generator, server, portal)
