@@ -41,11 +41,13 @@ from agentflow.protocol.events import (
     Delta,
     ErrorInfo,
     Event,
+    Peeked,
     Reached,
     StateFailed,
     StatsReply,
     Value,
     VarFailed,
+    Watched,
 )
 from agentflow.protocol.op_table import GRAPH_TICKET, declared, opened
 from agentflow.protocol.ops import GetStats, Op
@@ -554,6 +556,8 @@ class Cursors:
                 return event if self._receive_state(event) else None
             case StatsReply():
                 return event if self.unanswered.pop(event.ticket, None) is not None else None
+            case Watched() | Peeked():
+                return None  # for other clients: a program sends neither op
 
     def _receive_text(self, event: Delta | Value) -> Delta | Value | None:
         variable = self._variables.get(event.var)

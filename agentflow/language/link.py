@@ -29,12 +29,14 @@ from agentflow.protocol.events import (
     Delta,
     ErrorInfo,
     Event,
+    Peeked,
     Reached,
     StateFailed,
     Stats,
     StatsReply,
     Value,
     VarFailed,
+    Watched,
 )
 from agentflow.protocol.op_table import check_sendable
 from agentflow.runtime.task_group import open_task_group
@@ -245,6 +247,8 @@ class Link:
                     if event.ticket in self._answers:
                         self._answers[event.ticket][1].append(event)
                         self._answers[event.ticket][0].set()
+                case Watched() | Peeked():
+                    pass  # a program sends neither op
 
     def _lose(self, error: Exception) -> None:
         is_known = isinstance(error, AgentflowError)

@@ -7,6 +7,8 @@ a slow reader gets larger deltas, and a client that resumes continues at an offs
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from agentflow.errors import AgentflowError, NotSupported, Overloaded, RunFailed, from_code, shortened
@@ -41,6 +43,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     images: bool = False
     token_ids: bool = True
     conversations: bool = False
+    watch: bool = False
 
     def require_conversations(self) -> None:
         """Raises ``NotSupported`` if the backend does not accept whole conversations."""
@@ -63,8 +66,8 @@ class Capabilities(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """The tokens of one generation: of the prompt, those of them that were cached, and of the output. Usages
-    can be added.
+    """The tokens of one generation: of the prompt, those of them that were cached, of the output, and those
+    of them that a constraint forced and that were not sampled. Usages can be added.
 
     >>> await s["answer"]
     'Plants turn light into sugar.'
@@ -77,6 +80,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    forced_tokens: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -88,6 +92,7 @@ class Usage(msgspec.Struct, frozen=True):
             self.prompt_tokens + other.prompt_tokens,
             self.cached_tokens + other.cached_tokens,
             self.output_tokens + other.output_tokens,
+            self.forced_tokens + other.forced_tokens,
         )
 
 
@@ -223,7 +228,8 @@ class Delta(_Event, frozen=True):
 class Value(_Event, frozen=True):
     """Variable ``var`` is complete: its text ends with ``text``, from character ``at`` on. ``choices``: the
     score of each choice of a select. ``top_logprobs``: for each token the most likely ones at its
-    position."""
+    position. ``forced``: the parts of the whole text that a constraint forced and that were not sampled, as
+    pairs of the first character and the number of characters, in order."""
 
     var: int
     at: int
@@ -233,6 +239,7 @@ class Value(_Event, frozen=True):
     logprobs: tuple[float | None, ...] | None = None
     choices: dict[str, float] | None = None
     top_logprobs: TopLogprobs | None = None
+    forced: tuple[tuple[int, int], ...] | None = None
 
 
 class VarFailed(_Event, frozen=True):
@@ -264,4 +271,86 @@ class StatsReply(_Event, frozen=True):
     error: ErrorInfo | None = None
 
 
-Event = Delta | Value | VarFailed | Reached | StateFailed | StatsReply
+class StepRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One forward pass: its ``number``, its scheduled tokens by kind, the requests that ran in it and those
+    that waited, the slots of the KV pool that running requests used, and its duration in milliseconds."""
+
+    number: int
+    prefill_tokens: int
+    decode_tokens: int
+    running: int
+    waiting: int
+    used_slots: int
+    duration_ms: float
+
+
+class WatchedRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One unfinished request. ``id``: its number in this watch. ``prompt_tokens``, of them the
+    ``cached_tokens``; ``computed_tokens`` of prompt and output. ``age_s``: since the engine received it."""
+
+    id: int
+    tenant: str
+    program: str
+    status: Literal["running", "waiting"]
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    output_tokens: int
+    age_s: float
+
+
+class TreeNode(msgspec.Struct, frozen=True, array_like=True):
+    """One node of the radix tree. ``id``: its number in this watch; ``parent``: that of the node above, 0 at
+    the top. ``num_generated``: of its tokens, those that were generated. ``locks``: running requests that use
+    it. ``keeps``: open states that end here. ``age_s``: seconds from its last use to the event's ``time_s``.
+    ``tenant``: an index into ``TreeDelta.tenants``."""
+
+    id: int
+    parent: int
+    num_tokens: int
+    num_generated: int
+    locks: int
+    keeps: int
+    age_s: float
+    tenant: int
+
+
+class TreeDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What has changed in the watched part of the radix tree since the last event: ``nodes`` that are new or
+    changed, parents before their children, and the ids of those that are ``gone``. ``reset``: forget all
+    earlier nodes first. ``tenants``: the names of all tenants of the nodes. ``num_nodes_left_out``: nodes of
+    the tree beyond ``max_nodes``."""
+
+    reset: bool = False
+    nodes: tuple[TreeNode, ...] = ()
+    gone: tuple[int, ...] = ()
+    tenants: tuple[str, ...] = ()
+    num_nodes_left_out: int = 0
+
+
+class Watched(_Event, frozen=True):
+    """The scheduler and the radix tree at ``time_s`` (the engine's clock), for the ``Watch`` with this
+    ticket. ``steps``: those since the last event, the newest 512; ``steps_skipped``: those before them.
+    ``requests``: 200 at most, running ones first. ``error``: why there is nothing to see now."""
+
+    ticket: int
+    time_s: float = 0.0
+    steps: tuple[StepRecord, ...] = ()
+    steps_skipped: int = 0
+    requests: tuple[WatchedRequest, ...] = ()
+    stats: Stats | None = None
+    tree: TreeDelta | None = None
+    error: ErrorInfo | None = None
+
+
+class Peeked(_Event, frozen=True):
+    """Answers ``Peek`` with the text of the node's first 500 tokens and the number of all of them, or with
+    the error that prevented it."""
+
+    ticket: int
+    text: str = ""
+    num_tokens: int = 0
+    error: ErrorInfo | None = None
+
+
+Event = Delta | Value | VarFailed | Reached | StateFailed | StatsReply | Watched | Peeked

@@ -151,8 +151,8 @@ def _require_select(op: ops.Select, capabilities: Capabilities) -> None:
 
 
 def _require_read(op: ops.Read, capabilities: Capabilities) -> None:
-    if op.what == "token_ids" and not capabilities.token_ids:
-        raise NotSupported(f"{capabilities.model} does not report token ids")
+    if op.what != "text" and not capabilities.token_ids:
+        raise NotSupported(f"{capabilities.model} does not report tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +252,9 @@ OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
     ops.Cancel: OpSpec(),
     ops.Close: OpSpec(),
     ops.GetStats: OpSpec(),
+    ops.Watch: OpSpec(check=lambda op: ops.check_watch(op.interval_s, op.max_nodes)),
+    ops.Unwatch: OpSpec(),
+    ops.Peek: OpSpec(),
 }
 
 

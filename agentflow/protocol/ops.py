@@ -49,11 +49,14 @@ SelectMethod = Literal[
 ]
 
 Objective = Literal["latency", "throughput"]
-ReadWhat = Literal["text", "token_ids"]
+ReadWhat = Literal["text", "token_ids", "tokens"]
 
 MAX_CHOICES = 1000
 MAX_SALT_CHARS = 256
 MAX_TRACE_CHARS = 256
+WATCH_INTERVALS_S = (0.1, 60.0)
+"""The shortest and the longest ``interval_s`` of a ``Watch``."""
+MAX_WATCHED_NODES = 5000
 MAX_NUMBER = 2**53 - 1
 """The largest number of a state, variable or ticket: every JSON reader represents it exactly."""
 
@@ -168,7 +171,8 @@ class Set(_Op, frozen=True):
 
 class Read(_Op, frozen=True):
     """Sets variable ``var`` to the state's content at this point: its ``text``, including the markup of the
-    chat template, or its ``token_ids`` as a JSON list. A sealed state may have one."""
+    chat template, its ``token_ids`` as a JSON list, or the texts of its ``tokens`` as a JSON list, which
+    joined are their text. A sealed state may have one."""
 
     state: int
     var: int
@@ -225,9 +229,10 @@ class Limit(_Op, frozen=True):
 class Submit(_Op, frozen=True):
     """Runs a whole graph. In ``ops`` states and variables are numbered from 1, the root first; number n is
     the session's ``state`` + n - 1. ``inputs``: the values of its expected variables. Only ``outputs`` of its
-    variables are reported, each when it is complete. When all its states have ended, the root reaches ticket
-    1, without an ``Await``. ``seeds`` and ``places``: the arguments of ``derived_seed`` for gens without a
-    seed. ``Close`` of the root closes all states of the graph, and cancels the ops that still run."""
+    variables are reported: each when it is complete, or if ``live`` also while it is generated. When all its
+    states have ended, the root reaches ticket 1, without an ``Await``. ``seeds`` and ``places``: the
+    arguments of ``derived_seed`` for gens without a seed. ``Close`` of the root closes all states of the
+    graph, and cancels the ops that still run."""
 
     state: int
     ops: tuple[Op, ...]
@@ -235,6 +240,7 @@ class Submit(_Op, frozen=True):
     outputs: tuple[int, ...] = ()
     seeds: str = ""
     places: dict[int, str] = {}
+    live: bool = False
 
     def session_number(self, number: int) -> int:
         """The number in the session of the graph's state or variable ``number``."""
@@ -287,6 +293,29 @@ class GetStats(_Op, frozen=True):
     ticket: int
 
 
+class Watch(_Op, frozen=True):
+    """Requests ``Watched`` events with this ticket until ``Unwatch``, one per ``interval_s`` at most. A
+    session has one watch: another one replaces it. ``steps`` and ``tree``: whether the events have them.
+    ``max_nodes``: the most recently used nodes of the tree, so many."""
+
+    ticket: int
+    steps: bool = True
+    tree: bool = True
+    interval_s: float = 0.5
+    max_nodes: int = 1000
+
+
+class Unwatch(_Op, frozen=True):
+    """Ends the watch."""
+
+
+class Peek(_Op, frozen=True):
+    """Requests a ``Peeked`` with the same ticket: the text of a node of the watched tree."""
+
+    ticket: int
+    node: int
+
+
 Declaring = Gen | Select | Set | Read | Done | Expect
 """Ops that declare a variable."""
 Op = (
@@ -309,6 +338,9 @@ Op = (
     | Cancel
     | Close
     | GetStats
+    | Watch
+    | Unwatch
+    | Peek
 )
 
 
@@ -354,6 +386,20 @@ def check_hint(output_tokens: int | None, forks: int | None, deadline_s: float |
     if deadline_s is not None and not (is_number(deadline_s, 0, math.inf) and deadline_s < math.inf):
         raise BadArgument(
             f"hint: deadline_s must be a number of seconds, not {deadline_s!r}", param="deadline_s"
+        )
+
+
+def check_watch(interval_s: float, max_nodes: int) -> None:
+    """Raises ``BadArgument`` for values that a ``Watch`` cannot have."""
+    least_s, most_s = WATCH_INTERVALS_S
+    if not is_number(interval_s, least_s, most_s):
+        raise BadArgument(
+            f"watch: interval_s must be {least_s} to {most_s:g} seconds, not {interval_s!r}",
+            param="interval_s",
+        )
+    if not is_whole(max_nodes, 1, MAX_WATCHED_NODES):
+        raise BadArgument(
+            f"watch: max_nodes must be 1 to {MAX_WATCHED_NODES}, not {max_nodes!r}", param="max_nodes"
         )
 
 

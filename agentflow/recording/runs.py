@@ -12,11 +12,13 @@ from agentflow.protocol.events import (
     Delta,
     ErrorInfo,
     Event,
+    Peeked,
     Reached,
     StateFailed,
     StatsReply,
     Value,
     VarFailed,
+    Watched,
 )
 from agentflow.protocol.op_table import GRAPH_TICKET, declared, num_done_with, references, spec_of
 from agentflow.recording.file import Entry, Recording
@@ -283,6 +285,8 @@ class RecordedRuns:
                     self._expect(recorded, event.error)
             case StatsReply():
                 self.stats.append((recorded.seq, event))
+            case Watched() | Peeked():
+                pass  # nothing of a run
 
     def _receive_variable(self, variable: RecordedVariable, recorded: RecordedEvent, at_s: float) -> None:
         event = recorded.event

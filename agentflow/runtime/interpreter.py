@@ -15,7 +15,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic
+from typing import Generic, Literal
 
 import anyio
 import anyio.lowlevel
@@ -35,7 +35,7 @@ from agentflow.errors import (
 )
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation, ToolSpec
-from agentflow.protocol.events import MAX_CAUSES, ErrorInfo, Event, StatsReply, Usage, Value
+from agentflow.protocol.events import MAX_CAUSES, ErrorInfo, Usage, Value
 from agentflow.protocol.op_table import (
     OP_BYTES,
     OPS,
@@ -61,6 +61,7 @@ from agentflow.runtime.limits import (
     spend,
     variable_bytes,
 )
+from agentflow.runtime.observation import StatsAnswers, WatchAnswers
 from agentflow.runtime.state_tree import (
     EventCursor,
     GraphExecution,
@@ -107,7 +108,8 @@ class Interpreter(Generic[ContextT]):
         )
         self._variables: dict[int, VariableRecord] = {}
         self._ops = _OpExecution(generator, self._variables, self._memory, self._start_child)
-        self._stats = _StatsAnswers(generator, task_group, self.events)
+        self._stats = StatsAnswers(generator, task_group, self.events)
+        self._watch = WatchAnswers(generator, task_group, self.events)
 
     def submit(self, op: ops.Op | ops.Rejected) -> None:
         """Accepts an op, without waiting for it to run. A rejected op fails its state. Raises an error that
@@ -135,6 +137,12 @@ class Interpreter(Generic[ContextT]):
                 self._start_graph(op)
             case ops.GetStats():
                 self._stats.ask(op.ticket)
+            case ops.Watch():
+                self._watch.watch(op)
+            case ops.Unwatch():
+                self._watch.unwatch()
+            case ops.Peek():
+                self._watch.peek(op)
             case ops.Cancel():
                 cancelled = Cancelled(f"state {op.state} was cancelled")
                 self._states.cancel(self._states.open_state(op.state), cancelled)
@@ -382,12 +390,13 @@ class Interpreter(Generic[ContextT]):
         """Enqueues all ops of a graph before the first one runs. If one is rejected, none runs."""
         outputs = {op.session_number(number) for number in op.outputs}
         inputs = {op.session_number(number): text for number, text in op.inputs.items()}
+        reports: Literal["all", "end"] = "all" if op.live else "end"
         graph: GraphExecution[ContextT] | None = None
         try:
             for part in expanded(op):
                 self._accept(part)
                 if isinstance(part, ops.Declaring):
-                    self._variables[part.var].reports = "end" if part.var in outputs else "nothing"
+                    self._variables[part.var].reports = reports if part.var in outputs else "nothing"
                     if part.var in inputs:
                         self._provide(ops.Provide(part.var, inputs[part.var]))
                 elif isinstance(part, ops.Open):
@@ -547,45 +556,6 @@ def _num_chars_of(tools: Sequence[ToolSpec]) -> int:
 
 def _complete(variable: VariableRecord, text: str, reason: str) -> None:
     variable.complete(Value(variable.id, 0, text, reason, Usage()))
-
-
-MAX_TICKETS = 1_000
-
-
-class _StatsAnswers(Generic[ContextT]):
-    """Answers ``GetStats``. Concurrent ones share one query of the generator."""
-
-    def __init__(self, generator: Generator[ContextT], tasks: TaskGroup, events: EventCursor) -> None:
-        self._generator = generator
-        self._tasks = tasks
-        self._events = events
-        self._tickets: list[int] = []
-        self._replies: list[Event] = []
-
-    def ask(self, ticket: int) -> None:
-        """Asks for an answer with this ticket. ``Overloaded`` if too many are waiting."""
-        ops.check_number(ticket)
-        if len(self._tickets) >= MAX_TICKETS:
-            raise Overloaded(
-                f"{MAX_TICKETS} requests for statistics are unanswered: receive some answers first"
-            )
-        self._tickets.append(ticket)
-        if len(self._tickets) == 1:
-            self._tasks.start_soon(self._answer)
-
-    async def _answer(self) -> None:
-        try:
-            reply = StatsReply(0, await self._generator.stats())
-        except AgentflowError as error:  # such as an engine that restarts
-            reply = StatsReply(0, error=ErrorInfo.of(error))
-        tickets, self._tickets = self._tickets, []
-        self._replies += [msgspec.structs.replace(reply, ticket=ticket) for ticket in tickets]
-        self._events.mark(self)
-
-    def take_events(self) -> list[Event]:
-        """The replies since the last call."""
-        replies, self._replies = self._replies, []
-        return replies
 
 
 def _with_place(error: AgentflowError, state: StateRecord[ContextT], number: int | None) -> AgentflowError:

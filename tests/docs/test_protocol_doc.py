@@ -51,6 +51,10 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     ErrorInfo,
     generator.Usage,
     generator.Stats,
+    events.StepRecord,
+    events.WatchedRequest,
+    events.TreeDelta,
+    events.TreeNode,
 )
 
 

@@ -18,7 +18,7 @@ from support.session_errors import session as session_on
 
 from agentflow.engine.generator import EngineGenerator
 from agentflow.runtime import interpreter
-from agentflow.runtime import interpreter as stats_answers
+from agentflow.runtime import observation as stats_answers
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.tenants.keys import hashed_key
 
