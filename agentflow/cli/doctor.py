@@ -225,7 +225,13 @@ def check_processor() -> Check:
 
 def check_compiler() -> Check:
     """Whether the native kernels are compiled, or can be."""
-    from agentflow.kernels.native_library import NoNativeKernels, compiler, is_compiled, native_level
+    from agentflow.kernels.native_library import (
+        NoNativeKernels,
+        compiled_ahead,
+        compiler,
+        is_compiled,
+        native_level,
+    )
 
     forced = os.environ.get("AGENTFLOW_KERNELS")
     if forced and forced != "native":
@@ -234,6 +240,8 @@ def check_compiler() -> Check:
         level = native_level()
     except (NoNativeKernels, ValueError):
         return Check("compiler", "ok", "not needed: there are no native kernels for this processor")
+    if (ahead := compiled_ahead(level)) is not None:
+        return Check("compiler", "ok", f"not needed: the kernels for {level} are in {ahead.parent}")
     try:
         command = " ".join(compiler())
         is_ready = is_compiled(level)

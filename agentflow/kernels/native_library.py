@@ -3,6 +3,10 @@
 The sources in ``native/`` are compiled for the best of ``LEVELS`` that the processor supports;
 ``AGENTFLOW_CPU`` names a lower one. The file name of the library has a hash of the sources, the command and
 the compiler's version, so a cached library is never stale.
+
+Packages and container images compile ahead, for all levels: ``python -m agentflow.kernels FOLDER``. Where
+``AGENTFLOW_COMPILED_KERNELS`` names that folder, its libraries are loaded and no compiler is needed. Their
+names have a hash of the sources and options, so another version of agentflow ignores them.
 """
 
 from __future__ import annotations
@@ -86,8 +90,25 @@ def cpu_flags() -> frozenset[str]:
 
 
 def is_compiled(level: str) -> bool:
-    """Whether the library is in the cache. Raises ``NoNativeKernels`` without a compiler."""
-    return _library_path(level).exists()
+    """Whether the library was compiled, ahead or into the cache. Raises ``NoNativeKernels`` if it was not
+    compiled ahead and there is no compiler."""
+    return compiled_ahead(level) is not None or _library_path(level).exists()
+
+
+def compiled_ahead(level: str) -> Path | None:
+    """Returns the library in ``AGENTFLOW_COMPILED_KERNELS``, or None."""
+    folder = os.environ.get("AGENTFLOW_COMPILED_KERNELS")
+    path = Path(folder).expanduser() / _ahead_name(level) if folder else None
+    return path if path is not None and path.exists() else None
+
+
+def compile_ahead(folder: Path) -> list[Path]:
+    """Compiles the kernels for every level into ``folder``, also for those that this processor lacks, and
+    returns the files. Raises ``NoNativeKernels`` if one cannot be compiled."""
+    paths = [folder / _ahead_name(level) for level in LEVELS]
+    for level, path in zip(LEVELS, paths, strict=True):
+        _compile(level, path)
+    return paths
 
 
 def load_best() -> ctypes.CDLL:
@@ -110,7 +131,7 @@ def load_best() -> ctypes.CDLL:
 def load_library(level: str) -> ctypes.CDLL:
     """Returns the kernels for ``level``. The first call on a machine compiles them, which takes a few
     seconds. Raises ``NoNativeKernels`` if that fails."""
-    path = _library_path(level)
+    path = compiled_ahead(level) or _library_path(level)
     if not path.exists():
         _compile(level, path)
     try:
@@ -120,13 +141,21 @@ def load_library(level: str) -> ctypes.CDLL:
 
 
 def _library_path(level: str) -> Path:
+    made_by = [*_command(level), _run([*compiler(), "--version"])]
+    cache = os.environ.get("AGENTFLOW_CACHE") or user_cache_dir("agentflow")
+    return Path(cache).expanduser() / "kernels" / _file_name(level, made_by)
+
+
+def _ahead_name(level: str) -> str:
+    return _file_name(level, _options(level))  # without the compiler, which need not be there
+
+
+def _file_name(level: str, made_by: list[str]) -> str:
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    digest.update(" ".join(_command(level)).encode())
-    digest.update(_run([*compiler(), "--version"]).encode())
-    cache = os.environ.get("AGENTFLOW_CACHE") or user_cache_dir("agentflow")
-    return Path(cache).expanduser() / "kernels" / f"{level}-{digest.hexdigest()[:16]}.so"
+    digest.update(" ".join(made_by).encode())
+    return f"{level}-{digest.hexdigest()[:16]}.so"
 
 
 @functools.cache
@@ -142,11 +171,15 @@ def compiler() -> tuple[str, ...]:
 
 
 def _command(level: str) -> list[str]:
+    return [*compiler(), *_options(level), str(SOURCES / "entry.cpp")]
+
+
+def _options(level: str) -> list[str]:
     # AMX instructions are inline assembler: the compiler need not support them.
     options = [f"-m{name.replace('_', '')}" for name in LEVELS[level] if not name.startswith("amx")]
     if level == "amx":
         options.append("-DAGENTFLOW_TILES")
-    return [*compiler(), *FLAGS, *options, str(SOURCES / "entry.cpp")]
+    return [*FLAGS, *options]
 
 
 def _compile(level: str, path: Path) -> None:

@@ -120,7 +120,7 @@ def amx(monkeypatch, tmp_path):
     monkeypatch.setattr(native_library.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(native_library.platform, "system", lambda: "Linux")
     monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
-    for name in ("AGENTFLOW_CPU", "AGENTFLOW_KERNELS", "CXX"):
+    for name in ("AGENTFLOW_CPU", "AGENTFLOW_KERNELS", "AGENTFLOW_COMPILED_KERNELS", "CXX"):
         monkeypatch.delenv(name, raising=False)
     yield
     native_library.compiler.cache_clear()
@@ -155,6 +155,10 @@ def test_the_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
     assert check_compiler().status == "warning"
     assert "g++" in check_compiler().advice
+    monkeypatch.setenv("AGENTFLOW_COMPILED_KERNELS", str(tmp_path))
+    assert check_compiler().status == "warning"
+    (tmp_path / native_library._ahead_name("amx")).touch()
+    assert (check_compiler().status, check_compiler().advice) == ("ok", "")
     monkeypatch.setenv("AGENTFLOW_KERNELS", "torch")
     assert check_compiler().status == "ok"
 

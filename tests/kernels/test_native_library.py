@@ -130,6 +130,33 @@ def test_an_old_compiler_costs_the_level_that_it_does_not_know(
     assert f"for {level} instead of amx: the compiler failed: error: what is that?" in record.message
 
 
+@pytest.mark.usefixtures("source")
+def test_kernels_compiled_ahead_need_neither_compiler_nor_cache(
+    flags: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = native_library.compile_ahead(tmp_path / "ahead")
+    assert [path.name.partition("-")[0] for path in made] == list(native_library.LEVELS)
+    monkeypatch.setenv("AGENTFLOW_COMPILED_KERNELS", str(tmp_path / "ahead"))
+    monkeypatch.setattr(native_library, "compiler", lambda: ("false",))
+    monkeypatch.delenv("AGENTFLOW_CPU", raising=False)
+    for path, (level, needed) in zip(made, native_library.LEVELS.items(), strict=True):
+        flags.clear()
+        flags.update(needed)
+        assert native_library.is_compiled(level)
+        assert load_best()._name == str(path)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_kernels_compiled_ahead_from_other_sources_are_ignored(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native_library.compile_ahead(tmp_path / "ahead")
+    monkeypatch.setenv("AGENTFLOW_COMPILED_KERNELS", str(tmp_path / "ahead"))
+    source.write_text("int changed;")
+    assert native_library.compiled_ahead("avx2") is None
+    assert Path(load_library("avx2")._name).parent == tmp_path / "cache/kernels"
+
+
 def test_a_compiler_without_any_level_is_one_error_without_warnings(
     flags: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
