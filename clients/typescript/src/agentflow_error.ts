@@ -1,0 +1,29 @@
+// The base of all errors.
+
+/** Base of all errors of this package and of the server. `errors.ts` has a class for each code. */
+export class AgentflowError extends Error {
+  static readonly code: string = "error";
+
+  /** The error's name in the protocol, such as `not_authorized`. */
+  readonly code: string;
+  /** The number of seconds after which to try again, of `overloaded` and `rate_limited`, if known. */
+  readonly retryAfterS: number | undefined;
+  /** The op that failed: the number of its state, and its own number in that state, from 1. */
+  readonly place: readonly [state: number, op: number] | undefined;
+
+  constructor(
+    message: string,
+    options: {
+      cause?: unknown;
+      code?: string | undefined;
+      retryAfterS?: number | undefined;
+      place?: readonly [number, number] | undefined;
+    } = {},
+  ) {
+    super(message, options.cause === undefined ? undefined : { cause: options.cause });
+    this.code = options.code ?? new.target.code;
+    this.name = new.target.name;
+    this.retryAfterS = options.retryAfterS;
+    this.place = options.place;
+  }
+}

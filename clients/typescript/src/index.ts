@@ -1,0 +1,34 @@
+// The client of agentflow servers. Names of the protocol's data are the protocol's own (`usage.cached_tokens`);
+// options, methods and properties are in camel case.
+
+export { AgentflowError } from "./agentflow_error.js";
+export { countCodePoints, utf16Spans } from "./code_points.js";
+export type { Status } from "./connection.js";
+export * from "./errors.js";
+export type { GenOptions, SamplingOptions } from "./gen_options.js";
+export { Graph, type Run, type StateOptions, type SubmitOptions } from "./graph.js";
+export type {
+  CalledTool,
+  Capabilities,
+  Constraint,
+  ErrorInfo,
+  Message,
+  Op,
+  SamplingParams,
+  ServerEvent,
+  Stats,
+  StepRecord,
+  TokenLogprob,
+  ToolChoice,
+  ToolSpec,
+  TreeDelta,
+  TreeNode,
+  Usage,
+  WatchedRequest,
+} from "./protocol.js";
+export { ReplyReader, ReplySoFar, readReply, type Reply, type ReplyPiece } from "./reply.js";
+export { connect, type ConnectOptions, type Session } from "./session.js";
+export type { Part, State } from "./state.js";
+export type { WebSocketConstructor, WebSocketLike } from "./transport.js";
+export type { ChangeListener, Reference, Span, Variable } from "./variable.js";
+export { mergeWatched, TreeView, type TreeViewNode, type Watched, type WatchOptions } from "./watch.js";

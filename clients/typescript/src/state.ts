@@ -1,0 +1,370 @@
+// States: what programs append to, fork and await.
+
+import type { AgentflowError } from "./agentflow_error.js";
+import { splitText } from "./code_points.js";
+import { BadArgument, ForeignState, StateClosed } from "./errors.js";
+import { genFields, type GenOptions } from "./gen_options.js";
+import type {
+  BeginOp,
+  Conversation,
+  ForkOp,
+  HintOp,
+  LimitOp,
+  Message,
+  Op,
+  ReadOp,
+  Ref,
+  SelectOp,
+  ToolChoice,
+  ToolSpec,
+} from "./protocol.js";
+import { Reference, Variable } from "./variable.js";
+
+/** What can be appended as text: a text, a variable of the same session or graph, or a part of one. */
+export type Part = string | Reference;
+
+// Longer texts are sent in several ops, because a frame has a limit.
+const MAX_TEXT_CHARS = 256 * 1024;
+
+/** Where the ops of a state go: to a session, or into a graph. */
+export interface Link {
+  /** Whether the ops are recorded for a graph and do not run. */
+  readonly isRecording: boolean;
+  /** A new number for a state or variable. */
+  nextNumber(): number;
+  send(op: Op): void;
+  addState(state: State): void;
+  addVariable(variable: Variable): void;
+  /** The gen has no seed: one can be derived from its place. */
+  addPlace(variable: Variable, place: string): void;
+  /** Whether the server still knows the state. */
+  isOpen(state: State): boolean;
+  dropState(state: State): void;
+  /** Resolves when all earlier ops of the state are done. */
+  done(state: State): Promise<void>;
+}
+
+interface TurnPlace {
+  readonly openRole?: string;
+  /** The turn ends with the next reply, because the program did not open it itself. */
+  readonly closesWithReply?: boolean;
+  readonly lastRole?: string;
+  /** Something was appended after the last turn. */
+  readonly hasText?: boolean;
+}
+
+/** The content of one model's context, which grows with each op, and which can be forked. */
+export class State {
+  /** The state's number in its session or graph. */
+  readonly number: number;
+  /** The place in the fork tree: `[]` is the root, `[2]` its third branch, `[2, 0]` the first branch of that. */
+  readonly path: readonly number[];
+  readonly #link: Link;
+  #place: TurnPlace = {};
+  #numBranches = 0;
+  #numGens = 0;
+  #error: AgentflowError | undefined;
+  #isClosed = false;
+  #isSealed = false;
+
+  /** @internal */
+  constructor(link: Link, number: number, path: readonly number[], place: unknown = {}) {
+    this.#link = link;
+    this.number = number;
+    this.path = path;
+    this.#place = place as TurnPlace;
+    link.addState(this);
+  }
+
+  /** Whether the state belongs to a graph: its ops are recorded. */
+  get isRecorded(): boolean {
+    return this.#link.isRecording;
+  }
+
+  /** Why the state has failed. Later ops do not run. */
+  get error(): AgentflowError | undefined {
+    return this.#error;
+  }
+
+  /** Appends a turn of the system. */
+  system(...parts: Part[]): this {
+    return this.#turn("system", parts);
+  }
+
+  /** Appends a turn of the user. */
+  user(...parts: Part[]): this {
+    return this.#turn("user", parts);
+  }
+
+  /** Appends a turn of the assistant with these texts. */
+  assistant(...parts: Part[]): this {
+    return this.#turn("assistant", parts);
+  }
+
+  /** Appends a tool's turn: the answer to a call of a reply. */
+  tool(call: { id?: string; name: string }, ...parts: Part[]): this {
+    this.begin("tool", call);
+    if (parts.length) this.text(...parts);
+    return this.end();
+  }
+
+  /** Appends text, as content: special tokens of the model in it stay text. */
+  text(...parts: Part[]): this {
+    let open: (string | Ref)[] = [];
+    let room = MAX_TEXT_CHARS;
+    const flush = (): void => {
+      if (open.length) this.#send({ op: "text", state: this.number, parts: open });
+      open = [];
+      room = MAX_TEXT_CHARS;
+    };
+    for (const part of parts) {
+      for (const piece of typeof part === "string" ? splitText(part, MAX_TEXT_CHARS) : [this.#ref(part)]) {
+        const size = typeof piece === "string" ? piece.length : 0;
+        if (size > room) flush();
+        room -= size;
+        if (piece !== "") open.push(piece);
+      }
+    }
+    flush();
+    if (this.#place.openRole === undefined) this.#place = { ...this.#place, hasText: true };
+    return this;
+  }
+
+  /** Appends an image, of a `data:` or `https:` URL. */
+  image(source: string): this {
+    this.#send({ op: "image", state: this.number, source });
+    if (this.#place.openRole === undefined) this.#place = { ...this.#place, hasText: true };
+    return this;
+  }
+
+  /** Opens a turn; `end` closes it. */
+  begin(role: BeginOp["role"], call: { id?: string; name?: string } = {}): this {
+    if (this.#place.openRole !== undefined) {
+      throw new BadArgument(`a ${role} turn cannot stand inside another turn: the ${this.#place.openRole} turn is open`);
+    }
+    const op: BeginOp = { op: "begin", state: this.number, role };
+    if (call.id !== undefined) op.tool_call_id = call.id;
+    if (call.name !== undefined) op.name = call.name;
+    this.#send(op);
+    this.#place = { openRole: role };
+    return this;
+  }
+
+  /** Closes the open turn. */
+  end(): this {
+    const role = this.#place.openRole;
+    if (role === undefined) throw new BadArgument("there is no open turn to end");
+    this.#send({ op: "end", state: this.number });
+    this.#place = { lastRole: role };
+    return this;
+  }
+
+  /** Starts an empty state with a whole conversation; a `gen` with `reply` continues it. */
+  converse(messages: readonly Message[], tools: readonly ToolSpec[] = [], choice?: ToolChoice): this {
+    const conversation: Conversation = { messages: [...messages] };
+    if (tools.length) conversation.tools = [...tools];
+    if (choice) conversation.choice = choice;
+    this.#send({ op: "converse", state: this.number, conversation });
+    this.#place = { openRole: "assistant", closesWithReply: true };
+    return this;
+  }
+
+  /** Sets the tools that later gens with `reply` may call. */
+  tools(tools: readonly ToolSpec[], choice?: ToolChoice): this {
+    this.#send({ op: "tools", state: this.number, tools: [...tools], ...(choice ? { choice } : {}) });
+    return this;
+  }
+
+  /**
+   * Generates text and appends it. In a state with turns, outside of them, it makes the assistant's turn.
+   * Without a constraint the text is free.
+   */
+  gen(name: string, options: GenOptions = {}): Variable {
+    const fields = genFields(options);
+    const makesTurn = this.#beginTurn(`gen(${JSON.stringify(name)})`, options.reply === true);
+    const variable = this.#declare(name, (number) => ({
+      op: "gen",
+      state: this.number,
+      var: number,
+      name,
+      ...fields,
+    }));
+    if (fields.params.seed == null) this.#link.addPlace(variable, this.#seedPlace());
+    this.#numGens++;
+    if (makesTurn || (options.reply && this.#place.closesWithReply)) this.end();
+    return variable;
+  }
+
+  /** Appends the likeliest of several choices, which becomes the variable's value. */
+  select(name: string, choices: readonly string[], options: { method?: SelectOp["method"] } = {}): Variable {
+    const makesTurn = this.#beginTurn(`select(${JSON.stringify(name)})`, false);
+    const variable = this.#declare(name, (number) => {
+      const op: SelectOp = { op: "select", state: this.number, var: number, name, choices: [...choices] };
+      if (options.method) op.method = options.method;
+      return op;
+    });
+    if (makesTurn) this.end();
+    return variable;
+  }
+
+  /** Sets a variable to a text, which is not appended. */
+  set(name: string, ...parts: Part[]): Variable {
+    const made = parts.map((part) => (typeof part === "string" ? part : this.#ref(part)));
+    return this.#declare(name, (number) => ({ op: "set", state: this.number, var: number, name, parts: made }));
+  }
+
+  /** Reads the content at this point: its text with the template's markup, or its tokens as a JSON list. */
+  read(name: string, what: ReadOp["what"]): Variable {
+    return this.#declare(name, (number) => ({ op: "read", state: this.number, var: number, name, what }));
+  }
+
+  /** Creates branches, which continue from here independently. */
+  fork(count: number): State[] {
+    if (!Number.isInteger(count) || count < 1) {
+      throw new BadArgument(`fork: the number of branches must be at least 1, not ${count}`);
+    }
+    this.#check();
+    const children = Array.from({ length: count }, () => this.#link.nextNumber());
+    const op: ForkOp = { op: "fork", state: this.number, children };
+    this.#send(op);
+    return children.map((number) => new State(this.#link, number, [...this.path, this.#numBranches++], this.#place));
+  }
+
+  /** Makes a task group of branches of this state: when one fails, the others are cancelled and this fails. */
+  taskGroup(branches: readonly State[]): this {
+    this.#send({ op: "taskgroup", state: this.number, children: branches.map((branch) => branch.number) });
+    return this;
+  }
+
+  /** Makes this state wait until all earlier ops of the others are done. Appends nothing. */
+  join(...states: State[]): this {
+    const ends = states.map((state) =>
+      state.#declare(`the end of branch (${state.path.join(", ")})`, (number) => ({
+        op: "done",
+        state: state.number,
+        var: number,
+        name: "done",
+      })),
+    );
+    this.#send({ op: "text", state: this.number, parts: ends.map((end) => this.#ref(end)) });
+    return this;
+  }
+
+  /** Describes the next ops to the scheduler. Does not change results. */
+  hint(hint: { objective?: HintOp["objective"]; outputTokens?: number; forks?: number; deadlineS?: number }): this {
+    const op: HintOp = { op: "hint", state: this.number };
+    if (hint.objective) op.objective = hint.objective;
+    if (hint.outputTokens !== undefined) op.output_tokens = hint.outputTokens;
+    if (hint.forks !== undefined) op.forks = hint.forks;
+    if (hint.deadlineS !== undefined) op.deadline_s = hint.deadlineS;
+    this.#send(op);
+    return this;
+  }
+
+  /** Limits the time and the output of the state and its forks from now on. */
+  limit(limit: { deadlineS?: number; outputTokens?: number }): this {
+    const op: LimitOp = { op: "limit", state: this.number };
+    if (limit.deadlineS !== undefined) op.deadline_s = limit.deadlineS;
+    if (limit.outputTokens !== undefined) op.output_tokens = limit.outputTokens;
+    this.#send(op);
+    return this;
+  }
+
+  /** Resolves when all earlier ops of the state are done; throws the error with which the state failed. */
+  done(): Promise<void> {
+    this.#check();
+    return this.#link.done(this);
+  }
+
+  /** Cancels the state and its forks. Their unfinished variables fail with `Cancelled`. */
+  cancel(): void {
+    if (this.#link.isOpen(this)) this.#link.send({ op: "cancel", state: this.number });
+  }
+
+  /** Ends the state's text. Its variables, and `read`, stay usable. */
+  seal(): this {
+    this.#check();
+    if (!this.#isSealed) this.#link.send({ op: "seal", state: this.number });
+    this.#isSealed = true;
+    return this;
+  }
+
+  /** Releases the state: the server forgets it when its variables are done. */
+  close(): void {
+    if (this.#isClosed) return;
+    this.#isClosed = true;
+    if (this.#link.isOpen(this)) {
+      this.#link.send({ op: "close", state: this.number });
+      this.#link.dropState(this);
+    }
+  }
+
+  /** @internal */
+  fail(error: AgentflowError): void {
+    this.#error ??= error;
+  }
+
+  /** The place of the next gen, as programs in Python write it: their seeds are the same. */
+  #seedPlace(): string {
+    const path = this.path.length === 1 ? `${this.path[0]},` : this.path.join(", ");
+    return `(${path})/${this.#numGens}`;
+  }
+
+  #turn(role: BeginOp["role"], parts: Part[]): this {
+    this.begin(role);
+    if (parts.length) this.text(...parts);
+    return this.end();
+  }
+
+  /** Opens the assistant's turn for a gen or select that stands outside of the turns. Whether it did. */
+  #beginTurn(what: string, isReply: boolean): boolean {
+    const { openRole, lastRole, hasText } = this.#place;
+    if (openRole !== undefined) {
+      if (isReply && openRole !== "assistant") {
+        throw new BadArgument(`${what}: the ${openRole} turn is open: end it first`);
+      }
+      return false;
+    }
+    if (!isReply) {
+      if (lastRole === undefined) return false;
+      if (hasText) throw new BadArgument(`${what} follows text outside the turns: put both into one turn`);
+      if (lastRole === "assistant") {
+        throw new BadArgument(`${what} follows the end of the assistant's turn: append a user's turn first`);
+      }
+    }
+    this.begin("assistant");
+    return true;
+  }
+
+  #declare(name: string, opOf: (number: number) => Op): Variable {
+    this.#check();
+    const number = this.#link.nextNumber();
+    const variable = new Variable(this, number, name);
+    const op = opOf(number);
+    this.#send(op);
+    this.#link.addVariable(variable);
+    return variable;
+  }
+
+  #ref(part: Reference): Ref {
+    const variable = part.target();
+    if (variable.state.#link !== this.#link) {
+      throw new ForeignState(`${variable.name} belongs to another session or graph: await it and append its value`);
+    }
+    return part.transforms.length
+      ? { op: "ref", var: variable.number, transforms: part.transforms }
+      : { op: "ref", var: variable.number };
+  }
+
+  #send(op: Op): void {
+    this.#check();
+    if (this.#isSealed && op.op !== "read" && op.op !== "set" && op.op !== "done") {
+      throw new StateClosed(`state (${this.path.join(", ")}) is sealed: nothing can be appended to it`);
+    }
+    this.#link.send(op);
+  }
+
+  #check(): void {
+    if (this.#isClosed) throw new StateClosed(`state (${this.path.join(", ")}) is closed`);
+  }
+}
