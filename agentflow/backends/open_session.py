@@ -299,6 +299,8 @@ def _run_blocking(main: Callable[[], Awaitable[ResultT]], name: str) -> ResultT:
         raise KeyboardInterrupt from None
     except AgentflowError as error:
         raise without_internals(error) from error.__cause__
+    except Exception as error:
+        raise without_internals(error)  # noqa: B904  # it keeps its own cause and context
 
 
 def _is_in_event_loop() -> bool:

@@ -6,12 +6,15 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterable
+from contextvars import ContextVar
 from functools import lru_cache
 from traceback import walk_tb
 from types import FrameType, TracebackType
 from typing import Literal, NamedTuple, TypeVar
 
 import anyio
+
+from agentflow.errors import AgentflowError
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
@@ -30,12 +33,19 @@ class ProgramLine(NamedTuple):
         return f"{os.path.basename(self.file)}:{self.line}, in {self.function}"
 
 
+STARTED_AT: ContextVar[ProgramLine | None] = ContextVar("STARTED_AT", default=None)
+"""In a task of this package: the line of the program that started it."""
+
+
 def calling_line() -> ProgramLine | None:
-    """The innermost line on the stack that is outside this package. Takes about a microsecond."""
+    """The innermost line on the stack that is outside this package; in a task of this package, the line that
+    started it. Takes about a microsecond."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if not code.co_filename.startswith(PACKAGE):
+            if _kind_of(frame) == "loop":
+                return STARTED_AT.get()
             return ProgramLine(code.co_filename, frame.f_lineno, code.co_name)
         frame = frame.f_back  # type: ignore[assignment]
     return None
@@ -96,8 +106,12 @@ def raised_at(error: BaseException) -> ProgramLine | None:
 
 
 def without_internals(error: ErrorT) -> ErrorT:
-    """The error with only the program's and libraries' frames in its traceback."""
-    kept = [step for step in _steps(error.__traceback__) if _kind_of(step.tb_frame) == "program"]
+    """The error with a shorter traceback. Of an error of this package, it has only the program's frames. Of
+    another one, it begins with the program's first, and is complete if there is none."""
+    steps = list(_steps(error.__traceback__))
+    kept = [step for step in steps if _kind_of(step.tb_frame) == "program"]
+    if not isinstance(error, AgentflowError):
+        kept = steps[steps.index(kept[0]) :] if kept else steps
     trace: TracebackType | None = None
     for step in reversed(kept):
         trace = TracebackType(trace, step.tb_frame, step.tb_lasti, step.tb_lineno)

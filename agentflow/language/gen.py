@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeVar, Unpack, get_args, overload
 
-from agentflow.errors import BadArgument
+from agentflow.errors import BadArgument, faults_of
 from agentflow.language.expressions import GenExpression, check_name, offer, tuple_of
-from agentflow.language.typed.replies import Reply, read_reply
+from agentflow.language.typed.replies import Reply, reader_of_replies
 from agentflow.language.typed.tags import Tag, Tagged, tagged_type
-from agentflow.language.typed.tools import Tool, ToolCall
+from agentflow.language.typed.tools import DescribedTool, Tool, ToolCall, described_tool
 from agentflow.language.typed.values import ValueType, refuse_several, value_type
 from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Whitespace
@@ -261,7 +261,8 @@ def reply(
     ``tools``: functions with annotated parameters, or schemas, that the model may call, under their schemas.
     The chat template describes them to the model. ``None``: those of the reply before, or of the
     conversation. ``choice``: whether the reply calls them: ``"auto"``, ``"required"``, ``"none"``, or the
-    name of the tool that it must call. ``parallel``: whether it may call several. ``af.act`` runs the calls.
+    name of the tool that it must call. ``parallel``: whether it may call several. The calls have the
+    functions, and arguments of the parameters' types; ``af.act`` runs them.
 
     ``regex``, ``schema``, ``choices`` and ``grammar`` constrain a reply that calls no tool. The reply is then
     either calls alone, or such a text. The other parameters are those of ``gen``.
@@ -291,9 +292,16 @@ def reply(
             "reply: on_invalid and max_retries are for gen: a reply has no type", param="on_invalid"
         )
     generation = gen(name, **arguments)
-    kind = replace(generation.value_type, shown="reply", read=read_reply, comes_in_parts=False, is_reply=True)
+    with faults_of("tools"):
+        given = [
+            tool if isinstance(tool, ToolSpec) else described_tool(tool)
+            for tool in tuple_of(tools or (), "reply", "tools", "functions or schemas")
+        ]
+    read = reader_of_replies([tool for tool in given if isinstance(tool, DescribedTool)])
+    kind = replace(generation.value_type, shown="reply", read=read, comes_in_parts=False, is_reply=True)
     offered = None
     if tools is not None or choice != "auto" or not parallel:
-        offered = offer(tools or (), choice, parallel=parallel, where="reply")
+        specs = [tool.spec if isinstance(tool, DescribedTool) else tool for tool in given]
+        offered = offer(specs, choice, parallel=parallel, where="reply")
         Conversation((), *offered).check()
     return GenExpression(name, generation.params, kind, generation.timeout_s, offer=offered)

@@ -23,6 +23,7 @@ from agentflow.language.graph import Graph, Output
 from agentflow.language.link import TRACE, Link
 from agentflow.language.markers import MARKERS
 from agentflow.language.mistakes import defined_at
+from agentflow.language.observing.spans import RunSpan
 from agentflow.language.states.run import Run, StateNode, VariableNode
 from agentflow.language.states.state import State
 from agentflow.language.states.variable import Reference, Variable, target_of
@@ -220,16 +221,22 @@ class GraphRun:
         MARKERS.reject(values.values(), f"an argument of graph {graph.name!r}")
         base = link.reserve_ids(max([max(numbers(op)) for op in graph.ops]))
         index = link.next_run_index() if index is None else index
+        record = link.runs.begin(graph.name, link.spans)
         op = ops.Submit(
             base + ROOT,
-            _with_objective(graph.ops, objective),
+            _with_objective(graph.ops if record.span is None else _traced(graph.ops, record.span), objective),
             inputs=values,
             outputs=tuple(graph.generated if is_streamed else graph.outputs),
             seeds=run_of(link.seed, index),
             places=dict(graph.places),
         )
-        link.send([op])  # if this raises, nothing has begun
-        self.run = Run(link, index=index, root_id=op.state, name=graph.name)
+        try:
+            link.send([op])
+        except BaseException as error:
+            record.fail(error)
+            record.end()
+            raise
+        self.run = Run(link, index=index, root_id=op.state, record=record)
         self._graph = graph
         states = self._states(base)
         self.run.root.await_graph()
@@ -271,6 +278,13 @@ def _with_objective(graph_ops: tuple[ops.Op, ...], objective: ops.Objective | No
     if objective is None or not isinstance(graph_ops[0], ops.Open):
         return graph_ops
     return (msgspec.structs.replace(graph_ops[0], objective=objective), *graph_ops[1:])
+
+
+def _traced(graph_ops: tuple[ops.Op, ...], span: RunSpan) -> tuple[ops.Op, ...]:
+    """The same with the run's span as the parent of the server's."""
+    trace, gens = span.traceparent, ops.Gen | ops.Select
+    traced = [msgspec.structs.replace(op, trace=trace) if isinstance(op, gens) else op for op in graph_ops]
+    return tuple(traced)
 
 
 def _inputs(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, str]:

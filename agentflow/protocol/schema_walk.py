@@ -1,4 +1,4 @@
-"""Walking through JSON schemas: which keywords hold further schemas, and what a reference refers to."""
+"""JSON schemas: their keywords, which of these hold further schemas, and what a reference refers to."""
 
 from __future__ import annotations
 
@@ -20,6 +20,80 @@ HOLD_A_SCHEMA: Final = (
 )
 HOLD_A_LIST: Final = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 HOLD_NAMED: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+ANNOTATIONS: Final = frozenset(
+    [
+        "title",
+        "description",
+        "default",
+        "examples",
+        "$schema",
+        "$id",
+        "$comment",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$defs",
+        "definitions",
+        "discriminator",
+        "contentEncoding",
+        "contentMediaType",
+        "contentSchema",
+    ]
+)
+"""Keywords that constrain nothing."""
+
+_OF_NUMBERS: Final = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
+
+KEYWORDS_OF_TYPE: Final[dict[str, frozenset[str]]] = {
+    "object": frozenset(
+        [
+            "properties",
+            "required",
+            "additionalProperties",
+            "patternProperties",
+            "propertyNames",
+            "minProperties",
+            "maxProperties",
+            "dependentRequired",
+            "dependentSchemas",
+            "dependencies",
+            "unevaluatedProperties",
+        ]
+    ),
+    "array": frozenset(
+        [
+            "items",
+            "prefixItems",
+            "minItems",
+            "maxItems",
+            "uniqueItems",
+            "contains",
+            "minContains",
+            "maxContains",
+            "additionalItems",
+            "unevaluatedItems",
+        ]
+    ),
+    "string": frozenset(["minLength", "maxLength", "pattern", "format"]),
+    "integer": _OF_NUMBERS,
+    "number": _OF_NUMBERS,
+    "boolean": frozenset(),
+    "null": frozenset(),
+}
+"""Keywords that constrain values of one type and no others."""
+
+ALL_TYPED: Final = frozenset().union(*KEYWORDS_OF_TYPE.values())
+
+TYPES: Final = tuple(KEYWORDS_OF_TYPE)
+
+KEYWORDS: Final = (
+    ANNOTATIONS
+    | ALL_TYPED
+    | {"type", "enum", "const", "$ref", "$anchor", "$dynamicRef", "$dynamicAnchor", "$vocabulary", "id"}
+    | {*HOLD_A_SCHEMA, *HOLD_A_LIST, *HOLD_NAMED, "nullable"}
+)
+"""All keywords, from draft 4 to 2020-12, and OpenAPI's."""
 
 _MOST_REFERENCES: Final = 8
 

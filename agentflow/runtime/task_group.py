@@ -30,16 +30,43 @@ def loop_caller() -> CallInLoop:
 @asynccontextmanager
 async def open_task_group() -> AsyncIterator[TaskGroup]:
     """A task group. If exactly one error ends it, that error is raised itself, not in a group."""
+    before: int | None = None
+    failure: BaseException | None = None
     lone: BaseException
     try:
         async with anyio.create_task_group() as group:
-            yield group
+            try:
+                yield group
+            except anyio.get_cancelled_exc_class():
+                raise
+            except BaseException as error:
+                before, failure = _cancel_requests(), error
+                raise
+            before = _cancel_requests()
         return
     except BaseExceptionGroup as error:
         lone = error
         while isinstance(lone, BaseExceptionGroup) and len(lone.exceptions) == 1:
             lone = lone.exceptions[0]
+    except anyio.get_cancelled_exc_class():
+        if before is None or _cancel_requests() != before:
+            raise
+        # Nothing else cancelled this task while the group ended, so this is the group's own cancellation.
+        # anyio takes it for another's: up to Python 3.12 a failed asyncio.TaskGroup in the block leaves
+        # Task.cancelling() one too high.
+        if failure is None:
+            return
+        lone = failure
     raise lone from lone.__cause__
+
+
+def _cancel_requests() -> int | None:
+    """The cancellations of this task that are not taken back. None outside asyncio."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        return None
+    return None if task is None else task.cancelling()
 
 
 def first_of(error: Exception) -> Exception:

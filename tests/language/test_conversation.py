@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 import pytest
+from pydantic import BaseModel
 from support.fake_engine import FakeEngine
 from support.observed_backends import Unbatched
 
@@ -140,6 +141,30 @@ async def test_a_reply_has_a_text_and_tool_calls():
         assert (reply.text, reply.tool_calls) == ("I look.", (CALL,))
         assert reply.message() == af.Message("assistant", "I look.", (CALL,))
     assert prompts == ["<user>Is it cold in Oslo?</user><assistant>"]
+
+
+class City(BaseModel):
+    name: str
+
+
+async def test_the_calls_of_a_reply_with_functions_can_be_called():
+    def population(city: City, year: int = 2024) -> int:
+        return len(city.name) + year
+
+    calls = (
+        af.ToolCall("population", {"city": {"name": "Oslo"}}),
+        af.ToolCall("population", {"city": "Oslo"}),
+        af.ToolCall("schema_only", {"x": 1}),
+    )
+    schema_only = {"name": "schema_only", "parameters": {"type": "object"}}
+    async with af.session(backend=af.Scripted({"a": [calls]})) as flow, flow.state() as s:
+        s += af.user("?")
+        reply = af.reply("a", tools=[population, schema_only])
+        s += reply
+        typed, invalid, plain = (await s[reply]).tool_calls
+    assert (typed.arguments, typed()) == ({"city": City(name="Oslo"), "year": 2024}, 2028)
+    assert (invalid.arguments, invalid.function) == ({"city": "Oslo"}, population)
+    assert (plain.arguments, plain.function) == ({"x": 1}, None)
 
 
 async def test_replies_and_results_of_tools_take_turns_on_one_state():

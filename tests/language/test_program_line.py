@@ -117,6 +117,28 @@ async def test_each_op_that_fails_names_its_line(kind, unbatched):
         assert await notes_of(s) == [expected]
 
 
+async def test_the_replies_of_an_agent_name_the_line_that_starts_it():
+    name = "test_the_replies_of_an_agent_name_the_line_that_starts_it"
+    async with af.session(backend=af.Scripted([af.Overloaded("busy")] * 2)) as flow:
+        async with flow.state() as s:
+            s += af.user("?")
+            with pytest.raises(af.Overloaded) as failure:
+                await af.act(s, tools=[len_of])
+            line = here(-1)
+        assert failure.value.__notes__ == [note(line, name)]
+        async with flow.state() as s:
+            s += af.user("?")
+            with pytest.raises(af.Overloaded) as failure:
+                async for _ in af.act(s, tools=[len_of]):
+                    pass
+            line = here(-2)
+        assert failure.value.__notes__ == [note(line, name)]
+
+
+def len_of(text: str) -> int:
+    return len(text)
+
+
 async def test_a_failed_branch_names_the_line_of_the_branch():
     async def work(branch: af.State, text: str) -> int:
         branch += text + af.gen("x")

@@ -192,6 +192,53 @@ async def test_maps_streams_graphs_and_states_have_spans(recorded: Recorded):
     assert recorded.tree() == [("agentflow session", inner)]
 
 
+async def test_tool_calls_have_spans(recorded: Recorded, monkeypatch):
+    monkeypatch.setenv(CAPTURE_CONTENT, "true")
+    started = anyio.Event()
+
+    def search(query: str) -> str:
+        """Finds books."""
+        with trace.get_tracer("http").start_as_current_span("GET"):
+            return f"a book on {query}"
+
+    async def fail() -> None:
+        raise LookupError("no such book")
+
+    async def wait() -> None:
+        started.set()
+        await anyio.sleep_forever()
+
+    search_call = af.ToolCall("search", {"query": "leaves"})
+    unknown = af.ToolCall("unknown", {})
+    script = [(search_call, unknown), af.ToolCall("fail", {}), "done", af.ToolCall("wait", {})]
+    async with af.session(backend=af.Scripted({"answer": script})) as flow, flow.state() as s:
+        s += af.user("?")
+        assert await af.act(s, tools=[search, fail]) == "done"
+        s += af.user("?")
+        async with af.act(s, tools=[wait]):
+            await started.wait()
+    chat = "chat scripted"
+    inner = [chat, ("execute_tool search", ["GET"]), chat, "execute_tool fail", chat]
+    inner += [chat, "execute_tool wait"]
+    assert recorded.tree() == [("agentflow session", [("invoke_workflow state", inner)])]
+    (found,) = recorded.named("execute_tool search")
+    assert dict(found.attributes or {}) == {
+        "gen_ai.operation.name": "execute_tool",
+        "gen_ai.tool.name": "search",
+        "gen_ai.tool.type": "function",
+        "gen_ai.tool.description": "Finds books.",
+        "gen_ai.tool.call.id": found.attributes["gen_ai.tool.call.id"],
+        "gen_ai.tool.call.arguments": '{"query": "leaves"}',
+        "gen_ai.tool.call.result": "a book on leaves",
+    }
+    (failed,) = recorded.named("execute_tool fail")
+    assert failed.status.status_code is StatusCode.ERROR
+    assert failed.attributes["error.type"] == "LookupError"
+    (cancelled,) = recorded.named("execute_tool wait")
+    assert cancelled.attributes["agentflow.cancelled"]
+    assert cancelled.status.status_code is StatusCode.UNSET
+
+
 async def test_a_session_that_cannot_open_is_an_error(recorded: Recorded):
     with pytest.raises(af.ServerUnreachable):
         async with af.session("ws://127.0.0.1:1"):

@@ -193,6 +193,10 @@ class Graded:
         (Report, ["Report cannot be expressed as JSON", "a pydantic model, a dataclass"]),
         (Graded(8), ["give the type Graded, not an instance"]),
         (["A", "B"], ["['A', 'B']", "such as list[str]"]),
+        ("int", ["the type itself", "'int'"]),
+        ({"tpye": "object"}, ["no keyword", "did you mean 'type'?"]),
+        ({"name": "str", "age": "int"}, ["no keyword", '"properties"']),
+        ({"type": "int"}, ["'int'", "integer"]),
     ],
 )
 async def test_schema_slip(schema, words):
@@ -369,3 +373,19 @@ def test_an_error_of_a_script_shows_the_program_alone():
     names = [step.name for step in traceback.extract_tb(failure.value.__traceback__)]
     assert names[-1] == "program"
     assert len(names) == 4  # this test, af.run, the raise, the program
+
+
+def test_an_error_of_python_shows_the_program_and_what_it_called():
+    async def program(s: af.State) -> object:
+        s += af.gen("answer")
+        try:
+            return json.loads(s["answer"])
+        except TypeError:
+            return json.loads("{")
+
+    with pytest.raises(json.JSONDecodeError) as failure:
+        af.run(program, session=opened())
+    names = [step.name for step in traceback.extract_tb(failure.value.__traceback__)]
+    assert names[3:5] == ["program", "loads"]  # after this test, af.run, the raise
+    assert isinstance(failure.value.__context__, TypeError)
+    assert not failure.value.__suppress_context__

@@ -213,7 +213,7 @@ class WithUnknown:
 
 
 CIRCLE: dict[str, Any] = {}
-CIRCLE["inner"] = CIRCLE
+CIRCLE["not"] = CIRCLE
 
 REFUSED = [
     ({"schema": Report, "type": int}, "schema and type exclude each other: give one of them"),
@@ -225,7 +225,7 @@ REFUSED = [
     ({"schema": Callable}, "cannot be expressed as JSON"),
     ({"schema": {"type": object()}}, "is not a JSON schema"),
     ({"schema": CIRCLE}, "is not a JSON schema"),
-    ({"schema": "Report"}, "cannot be expressed as JSON"),
+    ({"schema": "Report"}, "give the type itself"),
     ({"schema": {"title": "x" * MAX_SOURCE_CHARS}}, "schema: the source must have 1 to 200000"),
     ({"type": list}, "type must be int, float, bool or str, not <class 'list'>; for others use schema"),
     ({"type": "int"}, "type must be int"),

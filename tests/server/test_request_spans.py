@@ -72,6 +72,15 @@ async def test_the_spans_of_a_session_go_on_in_the_server(recorded: Recorded, se
     assert first["gen_ai.request.model"] == "fake"
 
 
+@pytest.mark.anyio
+async def test_the_spans_of_a_graph_go_on_in_the_server(recorded: Recorded, server: ApiServer):
+    with anyio.fail_after(30):
+        async with af.session(server.url) as flow:
+            await flow.submit(judge.trace(), {"essay": "On leaves."})
+    run = ("invoke_workflow judge", [PHASES, PHASES, SELECT])
+    assert recorded.tree() == [("agentflow session", [run])]
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/completions"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_spans_of_http_clients_go_on_too(recorded: Recorded, server: ApiServer, path: str, stream: bool):

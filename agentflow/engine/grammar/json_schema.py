@@ -1,9 +1,9 @@
 """A JSON schema as one regular expression, if it is regular and small.
 
-The file has two parts: the schema keywords that the compiler knows, and ``schema_to_regex``, which joins the
-expressions of ``json_scalars``. Text generated from the result is always valid under the schema, but not all
-valid text can be generated: members come in the order of ``properties``, and there are no others unless the
-schema asks for them. A schema that is not regular is left to llguidance (None).
+``schema_to_regex`` joins the expressions of ``json_scalars``. Text generated from the result is always valid
+under the schema, but not all valid text can be generated: members come in the order of ``properties``, and
+there are no others unless the schema asks for them. A schema that is not regular is left to llguidance
+(None).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from agentflow.engine.grammar.json_scalars import (
     text_of_format,
 )
 from agentflow.engine.grammar.regex import EMPTY, CharSet, Choice, Regex, Repeat, Sequence, literal
+from agentflow.protocol.schema_walk import ALL_TYPED, ANNOTATIONS, KEYWORDS_OF_TYPE
 
 Whitespace: TypeAlias = Literal["compact", "tight", "free"]
 """Whitespace between the parts of a value: ``", "`` and ``": "`` as Python writes it, none, or the model's
@@ -94,70 +95,6 @@ def exactly(value: object, spaces: Layout) -> Regex | None:
         return None
     return literal(json.dumps(value, ensure_ascii=False))
 
-
-ANNOTATIONS: Final = frozenset(
-    [
-        "title",
-        "description",
-        "default",
-        "examples",
-        "$schema",
-        "$id",
-        "$comment",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "$defs",
-        "definitions",
-        "discriminator",
-        "contentEncoding",
-        "contentMediaType",
-        "contentSchema",
-    ]
-)
-"""Keywords that constrain nothing."""
-
-_OF_NUMBERS: Final = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
-
-KEYWORDS_OF_TYPE: Final[dict[str, frozenset[str]]] = {
-    "object": frozenset(
-        [
-            "properties",
-            "required",
-            "additionalProperties",
-            "patternProperties",
-            "propertyNames",
-            "minProperties",
-            "maxProperties",
-            "dependentRequired",
-            "dependentSchemas",
-            "dependencies",
-            "unevaluatedProperties",
-        ]
-    ),
-    "array": frozenset(
-        [
-            "items",
-            "prefixItems",
-            "minItems",
-            "maxItems",
-            "uniqueItems",
-            "contains",
-            "minContains",
-            "maxContains",
-            "additionalItems",
-            "unevaluatedItems",
-        ]
-    ),
-    "string": frozenset(["minLength", "maxLength", "pattern", "format"]),
-    "integer": _OF_NUMBERS,
-    "number": _OF_NUMBERS,
-    "boolean": frozenset(),
-    "null": frozenset(),
-}
-"""Keywords that constrain values of one type and no others."""
-
-ALL_TYPED: Final = frozenset().union(*KEYWORDS_OF_TYPE.values())
 
 IN_PLACE: Final = frozenset(["anyOf", "allOf", "oneOf", "$ref", "if", "not", "dependentSchemas"])
 """Keywords that apply further schemas to the same value."""

@@ -25,11 +25,11 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from agentflow.engine.grammar.json_schema import ALL_TYPED, ANNOTATIONS
 from agentflow.engine.text.tokenizer_files import chat_template_source, named_special_tokens
 from agentflow.errors import BadArgument, BadModelFolder, NotSupported
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.protocol.json_bounds import MOST_NESTING, nests_deeper
+from agentflow.protocol.schema_walk import ALL_TYPED, ANNOTATIONS
 
 Mark: TypeAlias = Callable[[str], str]
 """Makes an untrusted string recognisable in a rendering."""

@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, TypeAlias, TypeVar, Unpack, overload
@@ -27,8 +27,10 @@ import msgspec
 
 from agentflow.errors import AgentflowError, BadArgument, InvalidValue, LimitExceeded
 from agentflow.language.expressions import GenExpression, RoleExpression, Sequence_
+from agentflow.language.frames import STARTED_AT, calling_line
 from agentflow.language.gen import JsonOptions, reply
 from agentflow.language.markers import MARKERS
+from agentflow.language.observing.spans import StateSpan
 from agentflow.language.program import StreamWork
 from agentflow.language.program_events import TextDelta
 from agentflow.language.states.state import State, state_node
@@ -272,7 +274,13 @@ class ActStream:
     def __init__(self, loop: _Loop) -> None:
         self._events = events = _Events()
         link = state_node(loop.state).link
-        self._work = StreamWork(link, events.wake, lambda: loop.run(events.emit))
+        line = calling_line()
+
+        async def run() -> Any:
+            STARTED_AT.set(line)
+            return await loop.run(events.emit)
+
+        self._work = StreamWork(link, events.wake, run)
         weakref.finalize(self, self._work.abandon).atexit = False
 
     def __aiter__(self) -> ActStream:
@@ -403,6 +411,11 @@ class _Results:
         self._is_given = [False] * len(calls)
 
     @property
+    def span(self) -> StateSpan | None:
+        """The span under which those of the calls come, if the state has one."""
+        return self._node.span
+
+    @property
     def is_replay(self) -> bool:
         """Whether the results come from a recording."""
         return self._node.link.is_replay
@@ -475,7 +488,7 @@ class _Calls:
                     if tool is None:
                         end(f"{ERROR}{fault}")
                     else:
-                        group.start_soon(self._run_one, tool, call, end)
+                        group.start_soon(self._run_one, tool, call, results.span, end)
             watching.cancel_scope.cancel()
         results.raise_failure()
 
@@ -505,16 +518,24 @@ class _Calls:
         self._num_runs[tool.name] += 1
         return call, tool, ""
 
-    async def _run_one(self, tool: DescribedTool, call: ToolCall, end: Callable[[str], None]) -> None:
+    async def _run_one(
+        self, tool: DescribedTool, call: ToolCall, outer: StateSpan | None, end: Callable[[str], None]
+    ) -> None:
         timeout_s = self._timeout_s if tool.timeout_s is None else tool.timeout_s
-        text = f"{ERROR}the call took longer than {timeout_s} s"
-        with anyio.move_on_after(timeout_s):
-            try:
-                assert tool.function is not None
-                text = _result_text(await self._called(tool.function, **call.arguments))
-            except Exception as error:
-                logger.info("tool %r failed", tool.name, exc_info=True)
-                text = f"{ERROR}{_shown(error)}"
+        failure: Exception | None = TimeoutError(f"the call took longer than {timeout_s} s")
+        text = f"{ERROR}{failure}"
+        span = None if outer is None else outer.tool(call.name, call.id, tool.description, call.text)
+        with span or nullcontext():
+            with anyio.move_on_after(timeout_s):
+                try:
+                    assert tool.function is not None
+                    text = _result_text(await self._called(tool.function, **call.arguments))
+                    failure = None
+                except Exception as error:
+                    logger.info("tool %r failed", tool.name, exc_info=True)
+                    text, failure = f"{ERROR}{_shown(error)}", error
+            if span is not None:
+                span.complete(text, failure)
         end(text)
 
     async def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

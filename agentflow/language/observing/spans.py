@@ -7,7 +7,8 @@
         ├── fork 2
         │   ├── chat smollm2-135m    a gen or select; the server's spans come below it
         │   └── chat smollm2-135m
-        └── chat smollm2-135m
+        ├── chat smollm2-135m        a reply of ``af.act``
+        └── execute_tool weather     and the call of a tool in it
 
 ``spans_of_session`` returns None unless the process has configured a tracer provider. It then imports
 nothing, and no run, state or variable has a span. A session keeps the provider that it found when it was
@@ -21,6 +22,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from agentflow.errors import Cancelled
@@ -109,6 +111,11 @@ class StateSpan:
         self.last_ns = time.time_ns()
 
     @property
+    def traceparent(self) -> str:
+        """What the spans of a graph's gens, which are the server's alone, refer to."""
+        return _traceparent(self.span)
+
+    @property
     def run(self) -> RunSpan:
         """The run's."""
         assert self._run is not None
@@ -140,6 +147,19 @@ class StateSpan:
             attributes["agentflow.choices"] = len(op.choices)
         span = self._start(f"{operation} {self._session.model}", attributes)
         return GenSpan(self, span, prompt if self._session.captures_content else None)
+
+    def tool(self, name: str, call_id: str, description: str, arguments: str) -> ToolSpan:
+        """The span of a tool call of ``af.act``. ``arguments``: as JSON."""
+        attributes = {_OP: "execute_tool", "gen_ai.tool.name": name, "gen_ai.tool.type": "function"}
+        if call_id:
+            attributes["gen_ai.tool.call.id"] = call_id
+        if description:
+            attributes["gen_ai.tool.description"] = description
+        if self._session.captures_content:
+            attributes["gen_ai.tool.call.arguments"] = arguments
+        tracer = self._session.tracer
+        span = tracer.start_span(f"execute_tool {name}", self._parent(), attributes=attributes)
+        return ToolSpan(self, span, self._session.captures_content)
 
     def _parent(self) -> Any:
         """The context of a new span below this one. A span that the program has begun itself is between."""
@@ -213,8 +233,7 @@ class GenSpan:
         self._outer = outer
         self._span = span
         self._prompt = prompt
-        context = span.get_span_context()
-        self.traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+        self.traceparent = _traceparent(span)
 
     def complete(self, value: Value, text: str) -> None:
         """Ends the span of a value. ``text``: its text."""
@@ -240,6 +259,42 @@ class GenSpan:
     def _end(self) -> None:
         self._outer.last_ns = time.time_ns()
         self._span.end(self._outer.last_ns)
+
+
+class ToolSpan:
+    """The span of one tool call: a scope in which it is current, and at whose end it ends."""
+
+    def __init__(self, outer: StateSpan, span: Span, captures_content: bool) -> None:
+        self._outer = outer
+        self._span = span
+        self._captures_content = captures_content
+
+    def __enter__(self) -> None:
+        from opentelemetry.trace import use_span
+
+        self._scope = use_span(self._span, record_exception=False, set_status_on_exception=False)
+        self._scope.__enter__()
+
+    def complete(self, text: str, failure: Exception | None) -> None:
+        """The call has this result, or failed."""
+        if self._captures_content:
+            self._span.set_attribute("gen_ai.tool.call.result", text)
+        if failure is not None:
+            _record(self._span, failure)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._scope.__exit__(kind, error, trace)
+        if error is not None:
+            _record(self._span, error)
+        self._outer.last_ns = time.time_ns()
+        self._span.end(self._outer.last_ns)
+
+
+def _traceparent(span: Span) -> str:
+    context = span.get_span_context()
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
 
 def _current() -> Span:

@@ -130,8 +130,8 @@ class Recorder:
         is_open = self._place.open_role
         if is_open is not None:
             raise BadArgument(
-                f"a {role} turn cannot stand inside another turn: the {is_open} turn is open, and s.end() "
-                "ends it"
+                f"a turn of the {role} cannot stand inside another turn: the {is_open} turn is open, and "
+                "s.end() ends it"
             )
         self._place = self._place.begun(role)
         answered = (None, None) if call is None else (call.id or None, call.name)

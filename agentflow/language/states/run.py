@@ -16,6 +16,7 @@ from agentflow.errors import AgentflowError, BadArgument, Cancelled, StateClosed
 from agentflow.language.cancellation import CauseFirst, cancelled
 from agentflow.language.frames import ProgramLine, calling_line
 from agentflow.language.link import Link
+from agentflow.language.observing.runs import RunRecord
 from agentflow.language.observing.spans import GenSpan, StateSpan
 from agentflow.language.op_log import InFlight, LineTable, SingleWriter, Transcript
 from agentflow.language.states.event_stream import EventStream, StateStream
@@ -41,7 +42,7 @@ that."""
 class Run:
     """``index``: seeds are derived from it. ``root_id``: of a root that a graph opens. ``objective``: a hint
     for all states. ``program``: calls with the same name are siblings to the scheduler. ``name``: of the
-    ``record``. ``places``: in a trace, where each gen stands."""
+    ``record``, unless it has begun. ``places``: in a trace, where each gen stands."""
 
     def __init__(
         self,
@@ -53,10 +54,11 @@ class Run:
         objective: ops.Objective | None = None,
         program: str = "",
         name: str = "state",
+        record: RunRecord | None = None,
     ) -> None:
         self.link = link
         self.index = link.next_run_index() if index is None else index
-        self.record = link.runs.begin(name, link.spans)
+        self.record = link.runs.begin(name, link.spans) if record is None else record
         self.places: dict[int, str] = {}
         self.states: list[StateNode] = []
         self._seed_prefix = run_of(link.seed, self.index)

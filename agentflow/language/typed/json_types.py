@@ -45,6 +45,8 @@ def json_type(kind: Any, where: str = "gen: schema") -> tuple[JsonSchema, Reader
     """The schema of a type and the reader of its values. ``BadArgument``, which begins with ``where``, if the
     type has no form in JSON or is an instance."""
     shown = shown_type(kind)
+    if isinstance(kind, str):
+        raise BadArgument(f"{where}: give the type itself, not the string {kind!r:.80}", param="schema")
     if _is_instance(kind):
         name = type(kind).__name__
         raise BadArgument(f"{where}: give the type {name}, not an instance of it", param="schema")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from agentflow.errors import BadArgument
 from agentflow.language.states.partial_value import NothingYet, partial_value
-from agentflow.language.typed.tools import ToolCall
+from agentflow.language.typed.tools import DescribedTool, ToolCall
 from agentflow.protocol import chat
 
 
@@ -73,6 +73,31 @@ class Reply:
 def read_reply(notation: str) -> Reply:
     """The reply that is written so. ``ProtocolError`` if the notation is malformed or incomplete."""
     return reply_of(chat.read_reply(notation))
+
+
+def reader_of_replies(tools: Iterable[DescribedTool]) -> Callable[[str], Reply]:
+    """``read_reply``, whose calls of these tools have the functions, and arguments of the parameters' types.
+    Arguments that are truncated or invalid stay plain JSON."""
+    known = {tool.name: tool for tool in tools if tool.function is not None}
+    if not known:
+        return read_reply
+
+    def read(notation: str) -> Reply:
+        reply = read_reply(notation)
+        calls = [_typed(call, known.get(call.name)) for call in reply.tool_calls]
+        return replace(reply, tool_calls=tuple(calls))
+
+    return read
+
+
+def _typed(call: ToolCall, tool: DescribedTool | None) -> ToolCall:
+    if tool is None:
+        return call
+    try:
+        arguments = tool.read(call.text)
+    except (ValueError, RecursionError):
+        arguments = call.arguments
+    return replace(call, arguments=arguments, function=tool.function)
 
 
 def reply_of(received: chat.Reply) -> Reply:

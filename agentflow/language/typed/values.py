@@ -9,15 +9,16 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any, Final
 
 import msgspec
 
-from agentflow.errors import BadArgument, faults_of
+from agentflow.errors import BadArgument, faults_of, short_repr
 from agentflow.language.typed.json_types import json_type, shown_type
 from agentflow.language.typed.tools import Tool, Toolbox
 from agentflow.protocol.constraint import Constraint, Whitespace
-from agentflow.protocol.schema_walk import subschemas
+from agentflow.protocol.schema_walk import KEYWORDS, TYPES, subschemas
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +127,30 @@ def _read_bool(text: str) -> bool:
 def _of_schema(schema: Any) -> ValueType:
     """A pydantic model, a dataclass, a TypedDict, anything else that msgspec knows, or a JSON schema."""
     if isinstance(schema, Mapping):
+        _check_written(schema)
         return of_json_schema(schema, json.loads, "JSON value")
     described, read = json_type(schema)
     # Type checkers expect that iterating over a string or a number yields text.
     is_scalar = isinstance(schema, type) and issubclass(schema, str | int | float)
     return ValueType(shown_type(schema), _schema(described), read, comes_in_parts=not is_scalar)
+
+
+def _check_written(schema: Mapping[str, Any]) -> None:
+    """``BadArgument`` if a JSON schema that a program wrote allows every value by mistake, or has an unknown
+    type."""
+    if schema and not KEYWORDS.intersection(schema):
+        near = [found[0] for key in schema if (found := get_close_matches(str(key), KEYWORDS, 1))]
+        instead = (
+            f"did you mean {near[0]!r}?"
+            if near
+            else 'members of an object are {"type": "object", "properties": {…}}'
+        )
+        raise BadArgument(f"gen: schema: {short_repr(schema)} has no keyword of JSON Schema: {instead}")
+    names = schema.get("type")
+    for name in names if isinstance(names, list) else [names]:
+        if isinstance(name, str) and name not in TYPES:
+            known = ", ".join(TYPES)
+            raise BadArgument(f"gen: schema: type {name!r} is none of JSON Schema's: {known}")
 
 
 def _schema(schema: Mapping[str, Any]) -> Constraint:

@@ -13,13 +13,17 @@ from collections.abc import Iterable, Iterator, Set
 from typing import Any, Final
 
 from agentflow.engine.grammar.json_scalars import MOST_INTEGER, MOST_NUMBER
-from agentflow.engine.grammar.json_schema import (
-    ANNOTATIONS,
-    IN_PLACE,
-)
+from agentflow.engine.grammar.json_schema import IN_PLACE
 from agentflow.errors import BadArgument
 from agentflow.protocol.json_formats import PATTERN_OF_FORMAT
-from agentflow.protocol.schema_walk import HOLD_A_LIST, HOLD_A_SCHEMA, HOLD_NAMED, inner_schemas, resolved
+from agentflow.protocol.schema_walk import (
+    ANNOTATIONS,
+    HOLD_A_LIST,
+    HOLD_A_SCHEMA,
+    HOLD_NAMED,
+    inner_schemas,
+    resolved,
+)
 
 Schema = dict[str, Any]
 
