@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from agentflow.engine.batch import Batch, IntArray
-from agentflow.engine.models.config import LlamaConfig
+from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.llama import LlamaModel
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
@@ -25,9 +25,9 @@ def llama_config(
     num_heads: int,
     num_kv_heads: int,
     vocab_size: int,
-) -> LlamaConfig:
+) -> DecoderConfig:
     """Returns a config of these sizes."""
-    return LlamaConfig(
+    return DecoderConfig(
         architecture="LlamaForCausalLM",
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -36,7 +36,7 @@ def llama_config(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=hidden_size // num_heads,
-        rms_norm_eps=1e-5,
+        norm_eps=1e-5,
         max_context=8192,
         tie_word_embeddings=False,
         rope=RopeConfig("default", 500_000.0),
@@ -49,7 +49,7 @@ LLAMA_8B = llama_config(4096, 14336, 32, 32, 8, 128_256)
 
 
 def random_llama(
-    config: LlamaConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device
+    config: DecoderConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device
 ) -> LlamaModel:
     """Returns the model. Small models are made on the CPU, so that they are equal on every device."""
     generator = torch.Generator(device if config.hidden_size > 1024 else "cpu").manual_seed(0)
@@ -86,7 +86,7 @@ def random_llama(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        norm_eps=config.rms_norm_eps,
+        norm_eps=config.norm_eps,
     )
     head = kernels.pack_linear(random(config.vocab_size, hidden), None, exact_output=True)
     return LlamaModel(config, kernels, decoder, head)
@@ -96,7 +96,7 @@ def random_llama(
 class RandomRunner:
     """Like ``TorchRunner``, but for a random model, with a KV pool of ``num_slots`` tokens."""
 
-    config: LlamaConfig
+    config: DecoderConfig
     num_slots: int
     dtype: torch.dtype
     device: torch.device

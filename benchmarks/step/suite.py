@@ -19,7 +19,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from agentflow.engine.models.config import LlamaConfig, read_config
+from agentflow.engine.models.config import DecoderConfig
+from agentflow.engine.models.families.registry import read_config
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.kernels import native_ops
@@ -86,7 +87,7 @@ def step_ms(runner: TorchRunner, shape: Shape, runs: int = 5) -> tuple[float, di
     return took, parts
 
 
-def show_budget(runner: TorchRunner, config: LlamaConfig, report: Report, console: Console) -> None:
+def show_budget(runner: TorchRunner, config: DecoderConfig, report: Report, console: Console) -> None:
     """Prints a table of steps, their limits, and where their time goes."""
     limits = measure_limits()
     title = f"limits: {limits.bytes_s / 1e9:.1f} GB/s, {limits.flops / 1e9:.0f} GFLOP/s"
@@ -112,7 +113,7 @@ def show_budget(runner: TorchRunner, config: LlamaConfig, report: Report, consol
     console.print(table)
 
 
-def measure_kernels(runner: TorchRunner, config: LlamaConfig, report: Report, runs: int) -> None:
+def measure_kernels(runner: TorchRunner, config: DecoderConfig, report: Report, runs: int) -> None:
     """Measures for each kernel the minimum time of its bytes and operations, as a share of its time."""
     for label, shape in (("decode1", SINGLE), ("decode32", BATCH32), ("prefill2000", PREFILL)):
         shares: dict[str, list[float]] = {}
@@ -130,7 +131,7 @@ def measure_kernels(runner: TorchRunner, config: LlamaConfig, report: Report, ru
             report.results.append(median_of(f"step.kernel_{part}_{label}", values, "ratio", note=notes[part]))
 
 
-def measure_figures(runner: TorchRunner, config: LlamaConfig, report: Report, runs: int) -> None:
+def measure_figures(runner: TorchRunner, config: DecoderConfig, report: Report, runs: int) -> None:
     """Measures the shares of the limits, which are measured just before each."""
     for name, shape, goal in (
         ("single_of_limit", SINGLE, ">= 0.75"),
@@ -165,7 +166,7 @@ def measure_figures(runner: TorchRunner, config: LlamaConfig, report: Report, ru
     report.results.append(median_of("step.shared_prefix_gain", gains, "ratio", note=note, goal=">= 5"))
 
 
-def _limit_ms(name: str, limits: Limits, shape: Shape, config: LlamaConfig) -> float:
+def _limit_ms(name: str, limits: Limits, shape: Shape, config: DecoderConfig) -> float:
     """Returns the limit: the bytes for a single stream, the operations for a prefill, both for a batch."""
     work = work_of(shape, config)
     if name == "single_of_limit":

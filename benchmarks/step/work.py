@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agentflow.engine.batch import Batch, SampledRows
-from agentflow.engine.models.config import LlamaConfig
+from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.runner import ModelRunner
 
 STRIDE = 1009
@@ -96,7 +96,7 @@ class Work:
         return Work(self.num_bytes + other.num_bytes, self.flops + other.flops)
 
 
-def work_of_parts(shape: Shape, config: LlamaConfig) -> dict[str, Work]:
+def work_of_parts(shape: Shape, config: DecoderConfig) -> dict[str, Work]:
     """Returns the work of each part of a step, by its name in ``native_ops.PARTS``: weights once, KV of each
     distinct slot once, two operations per weight and row, and for attention two products over the keys of
     each row. Values are bfloat16; activations between parts stay in a cache."""
@@ -121,6 +121,6 @@ def work_of_parts(shape: Shape, config: LlamaConfig) -> dict[str, Work]:
     }
 
 
-def work_of(shape: Shape, config: LlamaConfig) -> Work:
+def work_of(shape: Shape, config: DecoderConfig) -> Work:
     """Returns the work of the whole step."""
     return sum(work_of_parts(shape, config).values(), Work(0, 0))

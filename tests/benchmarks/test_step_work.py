@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentflow.engine.models.config import LlamaConfig
+from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.rope import RopeConfig
 from benchmarks.step import gpu_check
 from benchmarks.step.growth import LEVEL, tree_batch
@@ -17,7 +17,7 @@ from benchmarks.step.random_llama import RandomRunner
 from benchmarks.step.work import Shape, Work, batch_of, work_of, work_of_parts
 
 CPU = torch.device("cpu")
-SMOLLM2 = LlamaConfig(
+SMOLLM2 = DecoderConfig(
     architecture="LlamaForCausalLM",
     vocab_size=49152,
     hidden_size=576,
@@ -26,7 +26,7 @@ SMOLLM2 = LlamaConfig(
     num_heads=9,
     num_kv_heads=3,
     head_dim=64,
-    rms_norm_eps=1e-5,
+    norm_eps=1e-5,
     max_context=8192,
     tie_word_embeddings=True,
     rope=RopeConfig("default", 100_000.0),

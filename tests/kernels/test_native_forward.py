@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import NATIVE_KERNELS, Shape, make_case
 
-from agentflow.engine.models.config import LlamaConfig
+from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.llama import LlamaModel
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
@@ -96,7 +96,7 @@ def model_of(sizes: Sizes, kernels: Kernels, dtype: torch.dtype, seed: int = 0) 
         sizes.head_dim,
         1e-5,
     )
-    config = LlamaConfig(
+    config = DecoderConfig(
         architecture="Qwen3ForCausalLM" if sizes.has_qk_norm else "LlamaForCausalLM",
         vocab_size=VOCAB,
         hidden_size=sizes.hidden,
@@ -105,7 +105,7 @@ def model_of(sizes: Sizes, kernels: Kernels, dtype: torch.dtype, seed: int = 0) 
         num_heads=sizes.num_heads,
         num_kv_heads=sizes.num_kv_heads,
         head_dim=sizes.head_dim,
-        rms_norm_eps=1e-5,
+        norm_eps=1e-5,
         max_context=4096,
         tie_word_embeddings=True,
         rope=rope,
@@ -140,7 +140,7 @@ class Step:
         tokens: list[int] = model.choose(self._given(pool, plan), choice).tolist()
         return tokens
 
-    def _pool(self, config: LlamaConfig) -> KvPool:
+    def _pool(self, config: DecoderConfig) -> KvPool:
         pool = KvPool(
             num_layers=NUM_LAYERS,
             num_slots=self.kv.shape[1],

@@ -1,4 +1,7 @@
-"""Reads ``config.json`` of a Hugging Face folder: the sizes of a model of the Llama family."""
+"""Reads ``config.json`` of a Hugging Face folder: the shape of a decoder.
+
+``read_config`` finds the model's family by its architecture (``families``), and the family reads the shape.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,47 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from agentflow.engine.models.rope import RopeConfig, read_rope
+from agentflow.engine.models.rope import RopeConfig
 from agentflow.errors import BadModelFolder, UnknownModel
 
-# Each architecture, with its default head_dim if that is not derived from hidden_size.
-_ARCHITECTURES: Mapping[str, int | None] = {
-    "LlamaForCausalLM": None,
-    "MistralForCausalLM": None,
-    "Qwen2ForCausalLM": None,
-    "Qwen3ForCausalLM": 128,
-}
+RawConfig = Mapping[str, Any]
+"""The object in ``config.json``."""
 
 
 @dataclass(frozen=True, slots=True)
-class LlamaConfig:
-    """The sizes of a decoder. ``max_context``: the longest sequence, in tokens."""
+class LayerShape:
+    """What differs between the layers of a decoder. ``window``: the tokens that a row sees (0: all).
+    ``rope``: "global", "local" (``DecoderConfig.local_rope``) or None for no rotation. ``is_sparse``: the
+    layer has experts."""
+
+    window: int = 0
+    rope: Literal["global", "local"] | None = "global"
+    is_sparse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """A mixture of experts (Shazeer et al. 2017, arXiv 1701.06538). ``intermediate_size``: of each expert.
+    ``normalises``: the weights of the ``num_used`` experts of a token add up to 1."""
+
+    num_experts: int
+    num_used: int
+    intermediate_size: int
+    normalises: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """The shape of a decoder. ``max_context``: the longest sequence, in tokens.
+
+    ``layers``: one for each layer, or none if all are plain. ``norm``: RMS norm, the same with its weights
+    stored less 1, or layer norm. ``qk_norm``: queries and keys are normed before they are rotated, in each
+    head or in whole rows. ``activation``: of the MLP, whose gate ``is_gated`` says. ``attention_scale``: 0
+    for ``head_dim ** -0.5``. ``attention_cap``, ``logit_cap``: of the scores and logits (0: none).
+    ``embedding_scale``: factor of the embeddings. ``position_offset``: of the row of position 0 in a table
+    of learned positions (None: no table)."""
 
     architecture: str
     vocab_size: int
@@ -32,42 +59,52 @@ class LlamaConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
+    norm_eps: float
     max_context: int
     tie_word_embeddings: bool
     rope: RopeConfig
-    end_token_ids: tuple[int, ...]
+    end_token_ids: tuple[int, ...] = ()
+    local_rope: RopeConfig | None = None
+    layers: tuple[LayerShape, ...] = ()
+    norm: Literal["rms", "rms_less_one", "layer"] = "rms"
+    qk_norm: Literal["", "head", "row"] = ""
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu"] = "silu"
+    is_gated: bool = True
+    attention_scale: float = 0.0
+    attention_cap: float = 0.0
+    logit_cap: float = 0.0
+    embedding_scale: float = 1.0
+    position_offset: int | None = None
+    experts: ExpertsShape | None = None
+    has_sinks: bool = False
 
     @property
-    def has_qk_norm(self) -> bool:
-        """Whether queries and keys are normed in each head before they are rotated (Qwen3)."""
-        return self.architecture == "Qwen3ForCausalLM"
-
-
-def read_config(folder: Path) -> LlamaConfig:
-    """The model's config. ``UnknownModel`` if there is no folder; ``BadModelFolder`` if the model is not
-    supported."""
-    if not folder.is_dir():
-        raise UnknownModel(f"there is no model folder {folder}: give a folder that holds config.json")
-    raw = _read_json(folder / "config.json")
-    if raw is None:
-        raise BadModelFolder(
-            f"{folder} has no config.json: it is not a Hugging Face model folder", param="config.json"
+    def is_llama_shaped(self) -> bool:
+        """Whether the fused forward pass of the Llama family can run it."""
+        plain = DecoderConfig(
+            architecture=self.architecture,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            norm_eps=self.norm_eps,
+            max_context=self.max_context,
+            tie_word_embeddings=self.tie_word_embeddings,
+            rope=self.rope,
+            end_token_ids=self.end_token_ids,
+            qk_norm=self.qk_norm,
         )
-    try:
-        return _parse(raw, _read_json(folder / "generation_config.json") or {})
-    except BadModelFolder as error:
-        raise BadModelFolder(f"{folder}: {error}", param=error.param) from None
-    except KeyError as error:
-        raise BadModelFolder(
-            f"{folder}: config.json does not give {error}", param=str(error.args[0])
-        ) from None
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        message = f"{folder}: config.json holds a value of the wrong kind: {error}"
-        raise BadModelFolder(message, param="config.json") from error
+        return self == plain and self.qk_norm != "row" and self.rope.is_plain
+
+    def layer(self, index: int) -> LayerShape:
+        """The shape of one layer."""
+        return self.layers[index] if self.layers else LayerShape()
 
 
-def _read_json(file: Path) -> dict[str, Any] | None:
+def read_json(file: Path) -> dict[str, Any] | None:
     """The object in a JSON file, or None where there is no file."""
     try:
         content = json.loads(file.read_text("utf-8"))
@@ -80,60 +117,20 @@ def _read_json(file: Path) -> dict[str, Any] | None:
     return content
 
 
-def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> LlamaConfig:
-    architecture = _architecture(raw)
-    hidden_size, num_heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
-    head_dim = int(raw.get("head_dim") or _ARCHITECTURES[architecture] or hidden_size // num_heads)
-    max_context = int(raw["max_position_embeddings"])
-    _refuse_unsupported(raw, max_context)
-    num_kv_heads = int(raw.get("num_key_value_heads") or num_heads)
-    if num_heads % num_kv_heads or head_dim % 2:
-        raise ValueError(f"{num_heads} heads over {num_kv_heads} KV heads of size {head_dim}")
-    return LlamaConfig(
-        architecture=architecture,
-        vocab_size=int(raw["vocab_size"]),
-        hidden_size=hidden_size,
-        intermediate_size=int(raw["intermediate_size"]),
-        num_layers=int(raw["num_hidden_layers"]),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        max_context=max_context,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        rope=read_rope(raw),
-        end_token_ids=_end_token_ids(raw, generation),
-    )
-
-
-def _architecture(raw: Mapping[str, Any]) -> str:
-    names = raw.get("architectures") or []
-    names = names if isinstance(names, list) else [names]
-    if len(names) == 1 and names[0] in _ARCHITECTURES:
-        return str(names[0])
-    found = ", ".join(map(str, names)) or f"none (model_type {raw.get('model_type')!r})"
-    known = ", ".join(_ARCHITECTURES)
-    raise BadModelFolder(f"its architecture is {found}; only {known} can be run", param="architectures")
-
-
-def _refuse_unsupported(raw: Mapping[str, Any], max_context: int) -> None:
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+def read_folder(folder: Path) -> tuple[RawConfig, RawConfig]:
+    """``config.json`` and ``generation_config.json`` of a model folder. ``UnknownModel`` if there is no
+    folder, ``BadModelFolder`` if it has no config."""
+    if not folder.is_dir():
+        raise UnknownModel(f"there is no model folder {folder}: give a folder that holds config.json")
+    raw = read_json(folder / "config.json")
+    if raw is None:
         raise BadModelFolder(
-            f"the activation {raw['hidden_act']!r} is not supported, only 'silu'", param="hidden_act"
+            f"{folder} has no config.json: it is not a Hugging Face model folder", param="config.json"
         )
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        message = f"its weights are quantised ({method}): give the unquantised model"
-        raise BadModelFolder(message, param="quantization_config")
-    window = raw.get("sliding_window")
-    # Mistral's window is always active, Llama has none, and the Qwen models have a switch.
-    is_on = bool(raw.get("use_sliding_window", raw.get("model_type") == "mistral"))
-    if is_on and window is not None and int(window) < max_context:
-        message = f"sliding-window attention (sliding_window {window}) is not supported"
-        raise BadModelFolder(message, param="sliding_window")
+    return raw, read_json(folder / "generation_config.json") or {}
 
 
-def _end_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+def end_token_ids(raw: RawConfig, generation: RawConfig) -> tuple[int, ...]:
     """The tokens that end a text, from both files, as some models list different ones in each."""
     found: dict[int, None] = {}
     for source in (generation, raw):

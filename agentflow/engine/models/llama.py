@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from agentflow.engine.models.config import LlamaConfig
+from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.rope import rope_angles
 from agentflow.engine.runner import nothing
 from agentflow.kernels.inputs import (
@@ -25,7 +25,7 @@ class LlamaModel:
     """Weights and forward pass. Keeps no state between calls: the KV pool is an argument."""
 
     def __init__(
-        self, config: LlamaConfig, kernels: Kernels, decoder: DecoderWeights, head: LinearWeight
+        self, config: DecoderConfig, kernels: Kernels, decoder: DecoderWeights, head: LinearWeight
     ) -> None:
         self.config = config
         self.is_tied = config.tie_word_embeddings
@@ -72,7 +72,7 @@ class LlamaModel:
             torch.from_numpy(array).to(device)
             for array in (given.token_ids, given.positions, given.write_slots, given.rows)
         )
-        kernels, decoder, eps = self._kernels, self._decoder, self.config.rms_norm_eps
+        kernels, decoder, eps = self._kernels, self._decoder, self.config.norm_eps
         residual = torch.nn.functional.embedding(token_ids, decoder.embedding)
         cos, sin = rope_angles(positions, decoder.frequencies, residual.dtype)
         normed = kernels.rms_norm(residual, decoder.layers[0].input_norm, eps)
@@ -108,5 +108,5 @@ class LlamaModel:
                 (layer.q_norm, 0, num_heads),
                 (layer.k_norm, num_heads, num_heads + num_kv_heads),
             ):
-                qkv[:, first:end] = kernels.rms_norm(qkv[:, first:end], norm, config.rms_norm_eps)
+                qkv[:, first:end] = kernels.rms_norm(qkv[:, first:end], norm, config.norm_eps)
         return kernels.rope_and_write(qkv, cos, sin, kv_layer, write_slots)

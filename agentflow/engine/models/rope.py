@@ -2,7 +2,8 @@
 of a batch.
 
 The scaled kinds stretch the frequencies to extend the context beyond training: "linear" (Chen et al. 2023,
-arXiv 2306.15595) divides all of them, "llama3" (Llama 3.1) only the low ones.
+arXiv 2306.15595) divides all of them, "llama3" (Llama 3.1) only the low ones, "yarn" (Peng et al. 2023, arXiv
+2309.00071) those below a ramp, and "longrope" (Ding et al. 2024, arXiv 2402.13753) each by its own factor.
 """
 
 from __future__ import annotations
@@ -17,11 +18,18 @@ from torch import Tensor
 
 from agentflow.errors import BadModelFolder
 
+KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """``kind``: default, linear or llama3. ``factor``: the factor by which the context is extended. The other
-    three apply to llama3; ``original_context`` is in tokens."""
+    """``kind``: one of ``KINDS``. ``factor``: the factor by which the context is extended, which trained for
+    ``original_context`` tokens. ``low_freq_factor`` and ``high_freq_factor``: of llama3. ``beta_fast``,
+    ``beta_slow`` and ``truncates``: of yarn, where its ramp begins and ends, in rotations over the original
+    context, and whether these bounds are rounded. ``factors``: of longrope, one for each frequency.
+
+    ``fraction``: the part of each head that rotates, from its first dimension on. ``amplitude``: the factor
+    of cosines and sines."""
 
     kind: str
     theta: float
@@ -29,57 +37,178 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_context: int = 0
+    fraction: float = 1.0
+    amplitude: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncates: bool = True
+    factors: tuple[float, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all dimensions rotate, by angles alone."""
+        return self.fraction == 1.0 and self.amplitude == 1.0
+
+    def num_rotated(self, head_dim: int) -> int:
+        """The number of dimensions of a head that rotate."""
+        return int(head_dim * self.fraction)
 
 
 def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
     """From ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
     parameters = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
-    theta = float(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    return rope_of(raw, parameters)
+
+
+def rope_of(raw: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeConfig:
+    """The rope of ``parameters``; what they leave out stands in ``raw``."""
+    theta = float(parameters.get("rope_theta", raw.get("rope_theta") or 10000.0))
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))
-    partial = parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    if float(partial) != 1.0:
+    fraction = float(parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor") or 1.0))
+    if not 0 < fraction <= 1:
         raise BadModelFolder(
-            f"partial rotary embeddings (factor {partial}) are not supported", param="partial_rotary_factor"
+            f"partial_rotary_factor is {fraction}: it must be above 0 and at most 1",
+            param="partial_rotary_factor",
         )
-    if kind == "default":
-        return RopeConfig(kind, theta)
-    if kind == "linear":
-        return RopeConfig(kind, theta, float(parameters["factor"]))
-    if kind == "llama3":
-        return RopeConfig(
-            kind,
-            theta,
-            float(parameters["factor"]),
-            float(parameters["low_freq_factor"]),
-            float(parameters["high_freq_factor"]),
-            int(parameters["original_max_position_embeddings"]),
-        )
+    match kind:
+        case "default":
+            return RopeConfig(kind, theta, fraction=fraction)
+        case "linear":
+            return RopeConfig(kind, theta, float(parameters["factor"]), fraction=fraction)
+        case "llama3":
+            return RopeConfig(
+                kind,
+                theta,
+                float(parameters["factor"]),
+                float(parameters["low_freq_factor"]),
+                float(parameters["high_freq_factor"]),
+                int(parameters["original_max_position_embeddings"]),
+                fraction,
+            )
+        case "yarn":
+            return _read_yarn(raw, parameters, theta, fraction)
+        case "longrope":
+            return _read_longrope(raw, parameters, theta, fraction)
     raise BadModelFolder(
-        f"the rope type {kind!r} is not supported, only default, linear and llama3", param="rope_type"
+        f"the rope type {kind!r} is not supported, only {', '.join(KINDS)}", param="rope_type"
+    )
+
+
+def _original_context(raw: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
+    name = "original_max_position_embeddings"
+    return int(parameters.get(name) or raw.get(name) or raw["max_position_embeddings"])
+
+
+def _read_yarn(
+    raw: Mapping[str, Any], parameters: Mapping[str, Any], theta: float, fraction: float
+) -> RopeConfig:
+    original = _original_context(raw, parameters)
+    factor = float(parameters.get("factor") or raw["max_position_embeddings"] / original)
+    amplitude = parameters.get("attention_factor")
+    if amplitude is None:
+        mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+        if mscale and mscale_all:
+            amplitude = _yarn_amplitude(factor, float(mscale)) / _yarn_amplitude(factor, float(mscale_all))
+        else:
+            amplitude = _yarn_amplitude(factor, 1.0)
+    return RopeConfig(
+        "yarn",
+        theta,
+        factor,
+        original_context=original,
+        fraction=fraction,
+        amplitude=float(amplitude),
+        beta_fast=float(parameters.get("beta_fast") or 32),
+        beta_slow=float(parameters.get("beta_slow") or 1),
+        truncates=bool(parameters.get("truncate", True)),
+    )
+
+
+def _yarn_amplitude(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
+
+
+def _read_longrope(
+    raw: Mapping[str, Any], parameters: Mapping[str, Any], theta: float, fraction: float
+) -> RopeConfig:
+    """With the factors for texts up to the original context: the keys in the cache cannot change when a text
+    grows beyond it."""
+    original = _original_context(raw, parameters)
+    factor = float(parameters.get("factor") or raw["max_position_embeddings"] / original)
+    amplitude = parameters.get("attention_factor")
+    if amplitude is None:
+        amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    factors = tuple(float(value) for value in parameters["short_factor"])
+    return RopeConfig(
+        "longrope",
+        theta,
+        factor,
+        original_context=original,
+        fraction=fraction,
+        amplitude=float(amplitude),
+        factors=factors,
     )
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """[head_dim / 2] float32: radians per position of each pair of dimensions."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    plain = 1.0 / (rope.theta**exponents)
-    if rope.kind == "default":
-        return plain
-    if rope.kind == "linear":
-        return plain / rope.factor
-    # llama3: wavelengths much shorter than the original context stay, long ones are stretched by the factor,
-    # and between the two bounds the frequencies are interpolated.
+    """[rotated dimensions / 2] float32: radians per position of each pair of dimensions."""
+    num_rotated = rope.num_rotated(head_dim)
+    exponents = torch.arange(0, num_rotated, 2, dtype=torch.int64).float() / num_rotated
+    periods = rope.theta**exponents
+    match rope.kind:
+        case "linear":
+            return 1.0 / periods / rope.factor
+        case "llama3":
+            return _llama3_frequencies(rope, 1.0 / periods)
+        case "yarn":
+            return _yarn_frequencies(rope, periods, num_rotated)
+        case "longrope":
+            if len(rope.factors) != len(periods):
+                raise BadModelFolder(
+                    f"rope has {len(rope.factors)} factors for {len(periods)} frequencies",
+                    param="short_factor",
+                )
+            return 1.0 / (torch.tensor(rope.factors, dtype=torch.float32) * periods)
+    return 1.0 / periods
+
+
+def _llama3_frequencies(rope: RopeConfig, plain: Tensor) -> Tensor:
+    # Wavelengths much shorter than the original context stay, long ones are stretched by the factor, and
+    # between the two bounds the frequencies are interpolated.
     waves_in_context = rope.original_context * plain / (2 * math.pi)
     blend = (waves_in_context - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
     return (1 - blend) * plain / rope.factor + blend * plain
 
 
-def rope_angles(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, head_dim] of positions [T], as kernels take them: the halves of a head rotate
+def _yarn_frequencies(rope: RopeConfig, periods: Tensor, num_rotated: int) -> Tensor:
+    def dimension_of(rotations: float) -> float:
+        """The dimension that rotates so often over the original context."""
+        return (
+            num_rotated
+            * math.log(rope.original_context / (rotations * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncates:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, num_rotated - 1)
+    if low == high:
+        high += 0.001  # as in the reference implementation: no division by zero
+    stretched = ((torch.arange(num_rotated // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return stretched / (rope.factor * periods) + (1 - stretched) / periods
+
+
+def rope_angles(
+    positions: Tensor, frequencies: Tensor, dtype: torch.dtype, amplitude: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, 1, 2 * frequencies] of positions [T], as kernels take them: the halves of a head rotate
     together, so each angle occurs twice, with its sine negated in the first half."""
     angles = positions.float().unsqueeze(-1) * frequencies
     cos, sin = angles.cos(), angles.sin()
+    if amplitude != 1.0:
+        cos, sin = cos * amplitude, sin * amplitude
     cos = torch.cat((cos, cos), dim=-1).to(dtype).unsqueeze(1)
     sin = torch.cat((-sin, sin), dim=-1).to(dtype).unsqueeze(1)
     return cos, sin

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from agentflow.engine.batch import Batch, BatchOutput, SampledRows
 from agentflow.engine.machine import usable_cpus
-from agentflow.engine.models.config import read_config
+from agentflow.engine.models.families.registry import read_config
 from agentflow.engine.models.kv_pool import KvPool
-from agentflow.engine.models.loader import load_llama
+from agentflow.engine.models.loader import load_model
 from agentflow.engine.models.sampler import choice_rows, choose_tokens, wants_only_tokens
 from agentflow.engine.runner import AcceleratorFault, OutOfMemory, RunnerInfo, nothing
 from agentflow.errors import BadArgument
@@ -40,7 +40,7 @@ _FAULT_WORDS = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "Triton Error [
 
 
 class TorchRunner:
-    """Runs a model of the Llama family. ``device``: cpu, cuda or None (cuda if available). ``dtype``:
+    """Runs a model of one of the ``families``. ``device``: cpu, cuda or None (cuda if available). ``dtype``:
     bfloat16 or float32, for weights, activations and KV. ``num_slots``: the size of the KV pool in tokens.
     ``num_threads``: CPU threads of the whole process; None: torch's default, but at most ``usable_cpus``.
 
@@ -76,7 +76,7 @@ class TorchRunner:
             dtype=torch_dtype,
             device=torch_device,
         )
-        self._model = load_llama(folder, config, dtype=torch_dtype, device=torch_device, kernels=kernels)
+        self._model = load_model(folder, config, dtype=torch_dtype, device=torch_device, kernels=kernels)
         self.info = RunnerInfo(
             model=folder.resolve().name,
             vocab_size=config.vocab_size,

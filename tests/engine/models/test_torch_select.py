@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine.models.test_llama_family import saved_model
+from engine.models.test_families import saved_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -35,9 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("llama")
 
 
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> PreTrainedModel:
-    return saved_model("llama", folder)
+@pytest.fixture(scope="module", params=["llama", "mistral_window"])
+def reference(folder: Path, request: pytest.FixtureRequest) -> PreTrainedModel:
+    return saved_model(request.param, folder)
 
 
 @pytest.fixture(scope="module")

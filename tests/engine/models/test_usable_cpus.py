@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.models.test_llama_family import saved_model
+from engine.models.test_families import saved_model
 from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.cgroups import write_membership

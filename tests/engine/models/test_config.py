@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.faults import has_param
 
-from agentflow.engine.models.config import read_config
+from agentflow.engine.models.families.registry import read_config
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.errors import BadModelFolder
 
@@ -27,6 +27,8 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+OPT = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 12}
+GEMMA = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 
 
@@ -77,7 +79,8 @@ def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
 )
 def test_windows_that_are_never_reached_are_fine(tmp_path: Path, changed: dict[str, Any]) -> None:
     write_config(tmp_path, **changed)
-    assert read_config(tmp_path).max_context == 64
+    config = read_config(tmp_path)
+    assert (config.max_context, config.is_llama_shaped) == (64, True)
 
 
 @pytest.mark.parametrize(
@@ -91,14 +94,22 @@ def test_windows_that_are_never_reached_are_fine(tmp_path: Path, changed: dict[s
         ({"num_attention_heads": 0}, "config.json", ""),
         ({"quantization_config": 4}, "config.json", ""),
         ({"num_key_value_heads": 3}, "config.json", "3"),
-        ({"hidden_act": "gelu"}, "hidden_act", "gelu"),
+        ({"hidden_act": "tanh"}, "hidden_act", "tanh"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "gptq"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type", "yarn"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type", "longrope"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type", "dynamic"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "short_factor", ""),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1, 1, 1]}},
+            "short_factor",
+            "3",
+        ),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor", ""),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "0.5"),
-        (MISTRAL | {"sliding_window": 32}, "sliding_window", "32"),
-        (QWEN | {"sliding_window": 32, "use_sliding_window": True}, "sliding_window", "32"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor", "1.5"),
+        (MISTRAL | {"layer_types": ["chunked_attention"]}, "layer_types", "chunked_attention"),
+        (MISTRAL | {"layer_types": ["full_attention"] * 2}, "layer_types", "2"),
+        (OPT | {"do_layer_norm_before": False}, "do_layer_norm_before", ""),
+        (OPT | {"word_embed_proj_dim": 4}, "word_embed_proj_dim", ""),
+        (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention", ""),
     ],
 )
 def test_configs_that_cannot_be_run(tmp_path: Path, changed: dict[str, Any], param: str, value: str) -> None:

@@ -1,0 +1,277 @@
+"""The forward pass of every architecture in ``families``, composed of blocks: norms, attention, and a dense
+or sparse MLP. Models of the Llama shape have a faster one (``llama``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentflow.engine.models.config import DecoderConfig, ExpertsShape, LayerShape
+from agentflow.engine.models.rope import RopeConfig, inverse_frequencies, rope_angles
+from agentflow.engine.runner import nothing
+from agentflow.kernels.inputs import ChoiceRows, ForwardInput, IntArray, LinearWeight
+from agentflow.kernels.masked_attention import AttentionRule, MaskedPlan, masked_attention, plan_masked
+from agentflow.kernels.ops import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMS norm, or layer norm if there is a bias. ``is_less_one``: the weight is stored less 1."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    is_less_one: bool = False
+
+    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+        if self.bias is not None:
+            return torch.nn.functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        if not self.is_less_one:
+            return kernels.rms_norm(x, self.weight, self.eps)
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return (normed * (1.0 + self.weight.float())).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """``gate_up``: both halves, or only the first where the MLP has no gate. ``is_fused``: packed for
+    ``Kernels.gated_linear``."""
+
+    gate_up: LinearWeight
+    down: LinearWeight
+    is_fused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts. ``router``: scores of the experts."""
+
+    router: LinearWeight
+    experts: Sequence[Mlp]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The weights of a layer. Norms are None where the family has none at that place; ``attention_norm`` and
+    ``output_norm`` are those of the outputs of attention and MLP."""
+
+    input_norm: Norm | None
+    qkv: LinearWeight
+    q_norm: Norm | None
+    k_norm: Norm | None
+    sinks: Tensor | None
+    output: LinearWeight
+    attention_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp: Mlp | Experts
+    output_norm: Norm | None
+
+
+class _Batch:
+    """What all layers of one forward pass need: tensors of its rows, angles, and plans of attention."""
+
+    def __init__(self, given: ForwardInput, device: torch.device) -> None:
+        self.given = given
+        self.token_ids, self.positions, self.write_slots, self.rows = (
+            torch.from_numpy(array).to(device)
+            for array in (given.token_ids, given.positions, given.write_slots, given.rows)
+        )
+        self.angles: dict[str, tuple[Tensor, Tensor]] = {}
+        self._longest = max(
+            [*given.plan.kv_lens.tolist(), *(_tree_lens(given.plan.trees) if given.plan.trees else [])]
+        )
+        self._plans: dict[int, MaskedPlan] = {}
+        self._device = device
+
+    def window(self, layer: LayerShape) -> int:
+        """The layer's window, or 0 if all of the batch's texts fit into it."""
+        return layer.window if self._longest > layer.window else 0
+
+    def plan(self, window: int) -> MaskedPlan:
+        if window not in self._plans:
+            self._plans[window] = plan_masked(self.given.plan, window, self._device)
+        return self._plans[window]
+
+
+def _tree_lens(trees: object) -> list[int]:
+    prefix_lens, path_lens = trees.prefix_lens, trees.path_lens  # type: ignore[attr-defined]
+    return [int(prefix_lens.max()) + int(path_lens.max())]
+
+
+class Decoder:
+    """Weights and forward pass. Keeps no state between calls: the KV pool is an argument."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        kernels: Kernels,
+        *,
+        embedding: Tensor,
+        positions: Tensor | None,
+        layers: Sequence[Layer],
+        final_norm: Norm,
+        head: LinearWeight,
+        nbytes: int,
+    ) -> None:
+        self.config = config
+        self.nbytes = nbytes
+        self._kernels = kernels
+        self._embedding = embedding
+        self._positions = positions
+        self._layers = layers
+        self._final_norm = final_norm
+        self._head = head
+        self._ropes: dict[str, RopeConfig] = {"global": config.rope}
+        if config.local_rope is not None:
+            self._ropes["local"] = config.local_rope
+        self._frequencies = {
+            name: inverse_frequencies(rope, config.head_dim).to(embedding.device)
+            for name, rope in self._ropes.items()
+        }
+
+    def forward(self, given: ForwardInput, meanwhile: Callable[[], None] = nothing) -> Tensor:
+        """Computes T tokens and writes their KV. Returns the normed last hidden states of the rows in
+        ``given.rows``: [S, hidden_size]. ``meanwhile`` is called once, as in ``ModelRunner.run``."""
+        device = self._embedding.device
+        if device.type == "cpu":
+            meanwhile()
+        hidden = self._forward(_Batch(given, device))
+        if device.type != "cpu":  # all kernels are launched and running
+            meanwhile()
+        return hidden
+
+    def choose(
+        self, given: ForwardInput, choice: ChoiceRows, meanwhile: Callable[[], None] = nothing
+    ) -> IntArray:
+        """``forward``, then the tokens that ``Kernels.choose`` chooses for the rows: [S]."""
+        return self._kernels.choose(self.logits(self.forward(given, meanwhile)), choice)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden_size] to [S, vocab_size] in float32."""
+        logits = self._kernels.exact_linear(hidden, self._head)
+        cap = self.config.logit_cap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+    def _forward(self, batch: _Batch) -> Tensor:
+        config, kernels = self.config, self._kernels
+        hidden = torch.nn.functional.embedding(batch.token_ids, self._embedding)
+        if config.embedding_scale != 1.0:
+            hidden = hidden * torch.tensor(config.embedding_scale, dtype=hidden.dtype, device=hidden.device)
+        if self._positions is not None:
+            assert config.position_offset is not None
+            places = batch.positions + config.position_offset
+            hidden = hidden + torch.nn.functional.embedding(places, self._positions)
+        for name, frequencies in self._frequencies.items():
+            amplitude = self._ropes[name].amplitude
+            batch.angles[name] = rope_angles(batch.positions, frequencies, hidden.dtype, amplitude)
+        last = len(self._layers) - 1
+        for i, layer in enumerate(self._layers):
+            shape = config.layer(i)
+            normed = hidden if layer.input_norm is None else layer.input_norm(hidden, kernels)
+            queries = self._queries(layer, shape, normed, batch, batch.given.kv_layers[i])
+            if i == last and not len(batch.rows):
+                return hidden[:0]  # a chunk of a prompt: only its KV is needed
+            attended = self._attended(layer, shape, queries, batch, batch.given.kv_layers[i])
+            if i == last and len(batch.rows) < len(hidden):
+                attended, hidden = attended.index_select(0, batch.rows), hidden.index_select(0, batch.rows)
+            attended = kernels.linear(attended, layer.output)
+            if layer.attention_norm is not None:
+                attended = layer.attention_norm(attended, kernels)
+            hidden = hidden + attended
+            normed = hidden if layer.mlp_norm is None else layer.mlp_norm(hidden, kernels)
+            out = self._mlp(layer.mlp, normed)
+            if layer.output_norm is not None:
+                out = layer.output_norm(out, kernels)
+            hidden = hidden + out
+        if len(hidden) == len(batch.token_ids):
+            hidden = hidden.index_select(0, batch.rows)
+        return self._final_norm(hidden, kernels)
+
+    def _queries(self, layer: Layer, shape: LayerShape, x: Tensor, batch: _Batch, kv_layer: Tensor) -> Tensor:
+        """The rotated queries [T, heads, head_dim]. Keys and values are written to the pool."""
+        config, kernels = self.config, self._kernels
+        num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        qkv = kernels.linear(x, layer.qkv).view(-1, num_heads + 2 * num_kv_heads, head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            for norm, first, end in (
+                (layer.q_norm, 0, num_heads),
+                (layer.k_norm, num_heads, num_heads + num_kv_heads),
+            ):
+                part = qkv[:, first:end]
+                rows = part.flatten(1) if config.qk_norm == "row" else part
+                qkv[:, first:end] = norm(rows, kernels).view_as(part)
+        if shape.rope is not None:
+            cos, sin = batch.angles[shape.rope]
+            rotated = qkv[:, : num_heads + num_kv_heads, : cos.shape[-1]]
+            swapped = rotated.roll(cos.shape[-1] // 2, -1) * sin
+            rotated.copy_(rotated * cos + swapped)
+        kv_layer.index_copy_(0, batch.write_slots, qkv[:, num_heads:].reshape(-1, 2, num_kv_heads, head_dim))
+        return qkv[:, :num_heads]
+
+    def _attended(
+        self, layer: Layer, shape: LayerShape, queries: Tensor, batch: _Batch, kv_layer: Tensor
+    ) -> Tensor:
+        config, window = self.config, batch.window(shape)
+        scale = config.attention_scale or config.head_dim**-0.5
+        if not window and not config.attention_cap and layer.sinks is None:
+            return self._kernels.attention(queries, kv_layer, batch.given.plan, scale)
+        rule = AttentionRule(scale, window, config.attention_cap)
+        return masked_attention(queries, kv_layer, batch.plan(window), rule, layer.sinks)
+
+    def _mlp(self, mlp: Mlp | Experts, x: Tensor) -> Tensor:
+        if isinstance(mlp, Mlp):
+            return self._dense(mlp, x)
+        assert self.config.experts is not None
+        weights, chosen = _routed(self._kernels.linear(x, mlp.router), self.config.experts)
+        out = torch.zeros_like(x)
+        # The rows of each expert side by side: one product for all of them.
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=len(mlp.experts)).tolist()
+        places = torch.split(order, counts)
+        for expert, place in zip(mlp.experts, places, strict=True):
+            if len(place):
+                rows = place // chosen.shape[1]
+                part = self._dense(expert, x.index_select(0, rows))
+                part = part * weights.flatten().index_select(0, place).unsqueeze(1).to(part.dtype)
+                out.index_add_(0, rows, part.to(out.dtype))
+        return out
+
+    def _dense(self, mlp: Mlp, x: Tensor) -> Tensor:
+        kernels, config = self._kernels, self.config
+        if mlp.is_fused:
+            return kernels.linear(kernels.gated_linear(x, mlp.gate_up), mlp.down)
+        inner = kernels.linear(x, mlp.gate_up)
+        if config.activation == "clamped_swiglu":
+            gate, up = inner.chunk(2, dim=-1)
+            return kernels.linear(clamped_swiglu(gate, up), mlp.down)
+        if not config.is_gated:
+            return kernels.linear(_ACTIVATIONS[config.activation](inner), mlp.down)
+        gate, up = inner.chunk(2, dim=-1)
+        return kernels.linear(_ACTIVATIONS[config.activation](gate) * up, mlp.down)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "relu": torch.relu,
+}
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
+    """The activation of GPT-OSS."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+def _routed(scores: Tensor, shape: ExpertsShape) -> tuple[Tensor, Tensor]:
+    """The weights and numbers of each row's experts: [T, used] each."""
+    if shape.normalises:  # the softmax of the chosen scores: what normalising that of all gives
+        best = scores.topk(shape.num_used, dim=-1)
+        return best.values.float().softmax(dim=-1), best.indices
+    best = scores.float().softmax(dim=-1).topk(shape.num_used, dim=-1)
+    return best.values, best.indices

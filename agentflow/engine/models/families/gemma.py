@@ -1,0 +1,80 @@
+"""Gemma 2 (arXiv 2408.00118) and the text part of Gemma 3 (arXiv 2503.19786).
+
+Norms around each block, windows in most layers, scaled embeddings. Gemma 2 caps scores and logits; Gemma 3
+norms queries and keys, and its layers with windows have a rope of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from agentflow.engine.models.config import DecoderConfig, LayerShape, RawConfig
+from agentflow.engine.models.families.family import (
+    Family,
+    WeightNames,
+    layer_types,
+    standard_shape,
+    windowed,
+)
+from agentflow.engine.models.rope import RopeConfig, rope_of
+from agentflow.errors import BadModelFolder
+
+NAMES = WeightNames(
+    attention_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    output_norm="post_feedforward_layernorm",
+)
+
+
+def _shape(raw: RawConfig, layers: tuple[LayerShape, ...], **changes: Any) -> DecoderConfig:
+    if raw.get("use_bidirectional_attention"):
+        raise BadModelFolder(
+            "attention in both directions is not supported", param="use_bidirectional_attention"
+        )
+    return standard_shape(
+        {"tie_word_embeddings": True} | dict(raw),
+        head_dim=256,
+        layers=layers,
+        norm="rms_less_one",
+        attention_scale=float(raw.get("query_pre_attn_scalar", 256)) ** -0.5,
+        attention_cap=float(raw.get("attn_logit_softcapping") or 0),
+        logit_cap=float(raw.get("final_logit_softcapping") or 0),
+        embedding_scale=int(raw["hidden_size"]) ** 0.5,
+        **changes,
+    )
+
+
+def read_gemma2(raw: RawConfig) -> DecoderConfig:
+    """Every other layer has a window."""
+    kinds = layer_types(raw, lambda i: "full_attention" if i % 2 else "sliding_attention")
+    return _shape(raw, windowed(raw, kinds))
+
+
+def read_gemma3(raw: RawConfig) -> DecoderConfig:
+    """Five layers of six have a window, and a rope of their own."""
+    pattern = int(raw.get("_sliding_window_pattern") or raw.get("sliding_window_pattern") or 6)
+    kinds = layer_types(raw, lambda i: "sliding_attention" if (i + 1) % pattern else "full_attention")
+    far, near = _ropes(raw)
+    layers = windowed(raw, kinds) or (LayerShape(),) * len(kinds)
+    layers = tuple(
+        replace(layer, rope="local" if kind == "sliding_attention" else "global")
+        for layer, kind in zip(layers, kinds, strict=True)
+    )
+    return _shape(raw, layers, rope=far, local_rope=near, qk_norm="head")
+
+
+def _ropes(raw: RawConfig) -> tuple[RopeConfig, RopeConfig]:
+    """Of full and of sliding layers."""
+    parameters = raw.get("rope_parameters") or {}
+    if "full_attention" in parameters:
+        return rope_of(raw, parameters["full_attention"]), rope_of(raw, parameters["sliding_attention"])
+    far = {"rope_theta": 1_000_000.0} | dict(raw.get("rope_scaling") or {}) | dict(parameters)
+    if raw.get("rope_theta"):
+        far["rope_theta"] = raw["rope_theta"]
+    return rope_of(raw, far), RopeConfig("default", float(raw.get("rope_local_base_freq", 10_000.0)))
+
+
+FAMILIES = (
+    Family("Gemma2ForCausalLM", read_gemma2, NAMES),
+    Family("Gemma3ForCausalLM", read_gemma3, NAMES),
+)

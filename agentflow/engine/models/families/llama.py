@@ -1,0 +1,54 @@
+"""Llama 2 to 3, Mistral, Qwen 2 and 3, SmolLM3: the Llama shape, with a window or layers without rotation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from agentflow.engine.models.config import DecoderConfig, LayerShape, RawConfig
+from agentflow.engine.models.families.family import Family, layer_types, standard_shape, windowed
+
+
+def read_llama(raw: RawConfig) -> DecoderConfig:
+    """Without windows."""
+    return standard_shape(raw)
+
+
+def read_mistral(raw: RawConfig) -> DecoderConfig:
+    """A window in all layers, if the config has one."""
+    return standard_shape(raw, layers=windowed(raw, layer_types(raw, lambda i: "sliding_attention")))
+
+
+def read_qwen2(raw: RawConfig) -> DecoderConfig:
+    """A window, if it is switched on, in the layers above the first ``max_window_layers``."""
+    layers: tuple[LayerShape, ...] = ()
+    if raw.get("use_sliding_window", False):
+        first = int(raw.get("max_window_layers", 28))
+        kinds = layer_types(raw, lambda i: "sliding_attention" if i >= first else "full_attention")
+        layers = windowed(raw, kinds)
+    return standard_shape(raw, layers=layers)
+
+
+def read_qwen3(raw: RawConfig) -> DecoderConfig:
+    """As Qwen 2, with queries and keys normed in each head."""
+    shape = read_qwen2({"head_dim": 128} | {name: value for name, value in raw.items() if value is not None})
+    return replace(shape, qk_norm="head")
+
+
+def read_smollm3(raw: RawConfig) -> DecoderConfig:
+    """Every fourth layer does not rotate (NoPE; Yang et al. 2025, arXiv 2501.18795)."""
+    shape = read_qwen2(raw)
+    interval = int(raw.get("no_rope_layer_interval", 4))
+    rotates = raw.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(shape.num_layers)]
+    layers = tuple(
+        replace(shape.layer(i), rope="global" if rotates[i] else None) for i in range(shape.num_layers)
+    )
+    return replace(shape, layers=layers)
+
+
+FAMILIES = (
+    Family("LlamaForCausalLM", read_llama),
+    Family("MistralForCausalLM", read_mistral),
+    Family("Qwen2ForCausalLM", read_qwen2),
+    Family("Qwen3ForCausalLM", read_qwen3),
+    Family("SmolLM3ForCausalLM", read_smollm3),
+)

@@ -1,0 +1,59 @@
+"""Finds the family of a model folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from agentflow.engine.models.config import DecoderConfig, RawConfig, end_token_ids, read_folder
+from agentflow.engine.models.families import gemma, gpt2, gpt_oss, llama, mixture, olmo, phi
+from agentflow.engine.models.families.family import Family
+from agentflow.engine.models.rope import inverse_frequencies
+from agentflow.errors import BadModelFolder
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    family.architecture: family
+    for module in (llama, mixture, gemma, phi, olmo, gpt_oss, gpt2)
+    for family in module.FAMILIES
+}
+"""The architectures that run natively, by the name in ``config.json``."""
+
+
+def read_config(folder: Path) -> DecoderConfig:
+    """The model's shape. ``UnknownModel`` if there is no folder; ``BadModelFolder`` if the model is not
+    supported."""
+    raw, generation = read_folder(folder)
+    try:
+        family = _family_of(raw)
+        _reject_quantised(raw)
+        shape = family.read(raw)
+        inverse_frequencies(shape.rope, shape.head_dim)  # its factors must fit the heads
+        return replace(shape, end_token_ids=end_token_ids(raw, generation))
+    except BadModelFolder as error:
+        raise BadModelFolder(f"{folder}: {error}", param=error.param) from None
+    except KeyError as error:
+        raise BadModelFolder(
+            f"{folder}: config.json does not give {error}", param=str(error.args[0])
+        ) from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:
+        message = f"{folder}: config.json holds a value of the wrong kind: {error}"
+        raise BadModelFolder(message, param="config.json") from error
+
+
+def _family_of(raw: RawConfig) -> Family:
+    names = raw.get("architectures") or []
+    names = names if isinstance(names, list) else [names]
+    if len(names) == 1 and names[0] in FAMILIES:
+        return FAMILIES[names[0]]
+    found = ", ".join(map(str, names)) or f"none (model_type {raw.get('model_type')!r})"
+    known = ", ".join(FAMILIES)
+    raise BadModelFolder(f"its architecture is {found}; only {known} can be run", param="architectures")
+
+
+def _reject_quantised(raw: RawConfig) -> None:
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        message = f"its weights are quantised ({method}): give the unquantised model"
+        raise BadModelFolder(message, param="quantization_config")
