@@ -25,12 +25,10 @@ from agentflow.backends.open_session import session
 from agentflow.errors import (
     AgentflowError,
     DeadlineExceeded,
-    EngineFailed,
-    NotAuthorized,
     RunFailed,
-    ServerError,
 )
 from agentflow.integrations.background_loop import BackgroundLoop
+from agentflow.language.batch.retries import pause_s
 from agentflow.language.expressions import ConversationExpression, GenExpression
 from agentflow.language.program_events import TextDelta
 from agentflow.language.session import Session
@@ -48,7 +46,6 @@ from agentflow.runtime.task_group import first_of
 MAX_KEPT: Final = 4
 # More programs than these end the oldest: callers may forget ``end_program``.
 MAX_PROGRAMS: Final = 1000
-FIRST_PAUSE_S: Final = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +91,7 @@ class ModelConnection:
 
     Arguments of the four ways to call: ``program`` names the program that the call belongs to, which lasts
     until ``end_program``; ``objective`` is the program's. Transient failures are retried ``max_retries``
-    times, with a pause of ``FIRST_PAUSE_S`` that doubles each time, or that the server asks for; a stream
-    that has yielded anything is not retried.
+    times, as ``flow.map`` retries its inputs; a stream that has yielded anything is not retried.
     """
 
     def __init__(self, open_session: Callable[[], Session]) -> None:
@@ -138,30 +134,32 @@ class ModelConnection:
     async def _complete(
         self, call: ModelCall, program: str, objective: Objective | None, max_retries: int
     ) -> list[Answer]:
-        backoff = Backoff(max_retries)
+        num_failed = 0
         while True:
             try:
                 async with aclosing(self._attempt(call, program, objective)) as events:
                     answers = [event async for event in events if isinstance(event, Answer)]
                 return sorted(answers, key=lambda answer: answer.index)
             except Exception as error:
-                pause_s = backoff.pause_s(first_of(error))
-            await anyio.sleep(pause_s)  # noqa: TID251  # the back-off before the next attempt
+                num_failed += 1
+                after_s = _pause_s(first_of(error), num_failed, max_retries)
+            await anyio.sleep(after_s)  # noqa: TID251  # the back-off before the next attempt
 
     async def _stream(
         self, call: ModelCall, program: str, objective: Objective | None, max_retries: int
     ) -> AsyncGenerator[Delta | Answer, None]:
-        backoff = Backoff(max_retries)
+        num_failed = 0
         while True:
             try:
                 async with aclosing(self._attempt(call, program, objective)) as events:
                     async for event in events:
-                        backoff = Backoff(0)
+                        max_retries = 0
                         yield event
                 return
             except Exception as error:
-                pause_s = backoff.pause_s(first_of(error))
-            await anyio.sleep(pause_s)  # noqa: TID251  # the back-off before the next attempt
+                num_failed += 1
+                after_s = _pause_s(first_of(error), num_failed, max_retries)
+            await anyio.sleep(after_s)  # noqa: TID251  # the back-off before the next attempt
 
     async def _attempt(
         self, call: ModelCall, name: str, objective: Objective | None
@@ -187,22 +185,13 @@ class ModelConnection:
             program.close()
 
 
-class Backoff:
-    """The pauses between the attempts of one call."""
-
-    def __init__(self, max_retries: int) -> None:
-        self._num_left = max_retries
-        self._pause_s = FIRST_PAUSE_S
-
-    def pause_s(self, error: Exception) -> float:
-        """Returns the pause before the next attempt. Raises the error if it is not transient, or if no
-        attempts are left."""
-        is_transient = isinstance(error, ServerError | EngineFailed | DeadlineExceeded)
-        if self._num_left <= 0 or not is_transient or isinstance(error, NotAuthorized):
-            raise error
-        self._num_left -= 1
-        pause_s, self._pause_s = self._pause_s, 2 * self._pause_s
-        return max(pause_s, getattr(error, "retry_after_s", None) or 0.0)
+def _pause_s(error: Exception, num_failed: int, max_retries: int) -> float:
+    """The pause before the next attempt. Raises the error if it is not transient, or if no attempts are
+    left."""
+    after_s = pause_s(error, num_failed, DeadlineExceeded)
+    if after_s is None or num_failed > max_retries:
+        raise error
+    return after_s
 
 
 class CalledProgram:

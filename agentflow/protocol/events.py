@@ -143,7 +143,8 @@ MAX_CAUSES = 16
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """An error of ``errors.py`` with its cause. ``state`` and ``op``: the state whose op failed, and the op's
     number there, from 1, among the ops that ``op_table`` numbers (text, turns, gens and the like).
-    ``retry_after_s``: of an ``Overloaded``, when another attempt may succeed."""
+    ``retry_after_s``: of an ``Overloaded``, when another attempt may succeed. ``param``: the argument that is
+    wrong."""
 
     code: str
     message: str
@@ -151,6 +152,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     state: int | None = None
     op: int | None = None
     retry_after_s: float | None = None
+    param: str | None = None
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorInfo:
@@ -165,7 +167,8 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
             message = shortened(str(link) if isinstance(link, AgentflowError) else repr(link))
             state, op = (link.place if isinstance(link, AgentflowError) else None) or (None, None)
             retry_after_s = link.retry_after_s if isinstance(link, Overloaded) else None
-            info = cls(code, message, info, state, op, retry_after_s)
+            param = link.param if isinstance(link, AgentflowError) else None
+            info = cls(code, message, info, state, op, retry_after_s, param)
         assert info is not None
         return info
 
@@ -204,7 +207,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
             info = info.cause
         error: AgentflowError | None = None
         for info in reversed(chain):
-            cause, error = error, from_code(info.code, info.message)
+            cause, error = error, from_code(info.code, info.message, info.param)
             error.__cause__ = cause
             error.place = None if info.state is None or info.op is None else (info.state, info.op)
             if isinstance(error, Overloaded):

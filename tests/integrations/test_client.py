@@ -14,16 +14,15 @@ from support.holds import until
 
 import agentflow as af
 from agentflow.errors import ServerLost
-from agentflow.integrations import client
 from agentflow.integrations.client import (
     MAX_KEPT,
     Answer,
-    Backoff,
     Delta,
     ModelCall,
     ModelConnection,
     connection_to,
 )
+from agentflow.language.batch import retries
 from agentflow.protocol.chat import Arguments, CallBegun, TextPiece
 
 ASKED = af.conversation([{"role": "user", "content": "Is it cold?"}])
@@ -115,7 +114,7 @@ def scripted(*answers: Any) -> ModelConnection:
 
 
 def test_transient_failures_are_retried_and_others_are_not(monkeypatch):
-    monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.0)
     call = ModelCall("Well", af.gen("answer"))
     connection = scripted(af.EngineFailed("a"), af.Overloaded("b"), "Here.", af.NotAuthorized("c"), "Here.")
     assert connection.complete(call, max_retries=2)[0].text == "Here."
@@ -131,7 +130,7 @@ def test_transient_failures_are_retried_and_others_are_not(monkeypatch):
 
 
 def test_answers_of_several_are_retried_together_and_a_stream_only_before_its_first_event(monkeypatch):
-    monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.0)
     call = ModelCall("Well", af.gen("answer"), n=2)
     connection = scripted("One.", af.EngineFailed("a"), "Two.", "Three.")
     assert {answer.text for answer in connection.complete(call, max_retries=1)} == {"Two.", "Three."}
@@ -142,16 +141,6 @@ def test_answers_of_several_are_retried_together_and_a_stream_only_before_its_fi
     with pytest.raises(af.EngineFailed):
         list(events)
     connection.close()
-
-
-def test_the_pause_doubles_and_is_no_shorter_than_the_server_asks_for():
-    limited = af.RateLimited("x")
-    backoff = Backoff(4)
-    pauses = [backoff.pause_s(limited), backoff.pause_s(limited)]
-    limited.retry_after_s = 7.5
-    assert [*pauses, backoff.pause_s(limited)] == [client.FIRST_PAUSE_S, 2 * client.FIRST_PAUSE_S, 7.5]
-    with pytest.raises(af.RateLimited):
-        Backoff(0).pause_s(limited)
 
 
 def test_calls_without_a_program_keep_nothing_open(connection, backend):

@@ -70,8 +70,10 @@ def one_info(causes: st.SearchStrategy[ErrorInfo | None]) -> st.SearchStrategy[E
     codes = st.sampled_from([error.code for error in all_classes()])
     limits = st.sampled_from([af.Overloaded.code, af.RateLimited.code])
     waits = st.none() | st.floats(0, 1e9)
-    return st.builds(ErrorInfo, codes, st.text(max_size=20), causes) | st.builds(
-        ErrorInfo, limits, st.text(max_size=20), causes, retry_after_s=waits
+    texts = st.text(max_size=20)
+    params = st.none() | st.text(min_size=1, max_size=20)
+    return st.builds(ErrorInfo, codes, texts, causes, param=params) | st.builds(
+        ErrorInfo, limits, texts, causes, retry_after_s=waits
     )
 
 

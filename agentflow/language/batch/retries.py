@@ -27,20 +27,20 @@ _TRANSIENT: Final = (
 )
 
 
-def pause_s(error: Exception, num_failed: int) -> float | None:
+def pause_s(error: Exception, num_failed: int, *also: type[Exception]) -> float | None:
     """How many seconds to wait after ``num_failed`` failed attempts, the last with ``error``; None if another
-    attempt would fail too. An invalid value is generated again at once. A server that says when to retry is
-    obeyed. Other pauses double.
+    attempt would fail too. ``also``: further errors that may pass. An invalid value is generated again at
+    once. A server that says when to retry is obeyed. Other pauses double.
 
     >>> pause_s(EngineFailed("out of memory"), 1), pause_s(EngineFailed("out of memory"), 2)
     (0.5, 1.0)
     """
     if isinstance(error, ExceptionGroup):
-        pauses = [pause_s(inner, num_failed) for inner in error.exceptions]
+        pauses = [pause_s(inner, num_failed, *also) for inner in error.exceptions]
         known = [pause for pause in pauses if pause is not None]
         return max(known) if len(known) == len(pauses) else None
     origin: BaseException = error
-    while not isinstance(origin, _TRANSIENT):
+    while not isinstance(origin, (*_TRANSIENT, *also)):
         # What depends on a failure fails with it as its cause.
         if not isinstance(origin, RunFailed | Cancelled) or origin.__cause__ is None:
             return None

@@ -8,6 +8,8 @@ export class AgentflowError extends Error {
   readonly code: string;
   /** The number of seconds after which to try again, of `overloaded` and `rate_limited`, if known. */
   readonly retryAfterS: number | undefined;
+  /** The name of the argument that is wrong, if the error concerns one. */
+  readonly param: string | undefined;
   /** The op that failed: the number of its state, and its own number in that state, from 1. */
   readonly place: readonly [state: number, op: number] | undefined;
 
@@ -17,6 +19,7 @@ export class AgentflowError extends Error {
       cause?: unknown;
       code?: string | undefined;
       retryAfterS?: number | undefined;
+      param?: string | undefined;
       place?: readonly [number, number] | undefined;
     } = {},
   ) {
@@ -24,6 +27,7 @@ export class AgentflowError extends Error {
     this.code = options.code ?? new.target.code;
     this.name = new.target.name;
     this.retryAfterS = options.retryAfterS;
+    this.param = options.param;
     this.place = options.place;
   }
 }

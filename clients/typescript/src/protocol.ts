@@ -467,6 +467,8 @@ export interface ErrorInfo {
   op?: number | null;
   /** Of `overloaded` and `rate_limited`, if known: the seconds after which to retry. */
   retry_after_s?: number | null;
+  /** The name of the invalid argument or field, if the error concerns one. */
+  param?: string | null;
 }
 
 /** Describes the state's next ops to the scheduler. Does not affect results. */

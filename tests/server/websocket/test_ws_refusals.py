@@ -8,9 +8,11 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.api_server import api_server
 from support.asgi_peer import bench, check_still_served, connected
 from support.session_peer import Listener, count_words, gen
 
+import agentflow as af
 from agentflow.errors import ProtocolError
 from agentflow.protocol import ops
 from agentflow.protocol.events import StateFailed, VarFailed
@@ -267,3 +269,12 @@ async def test_a_client_that_breaks_the_websocket_rules_ends_its_session() -> No
         await peer.greet()
         peer.hang_up(code=1009)
         await server.is_idle()
+
+
+async def test_the_error_of_a_rejected_op_names_its_argument() -> None:
+    with api_server(constraints=False) as server:
+        async with af.session(server.url) as flow, flow.state() as s:
+            s += "a" + af.gen("x", logit_bias={999_999: 1.0})
+            with pytest.raises(af.BadArgument) as failure:
+                await s["x"]
+    assert failure.value.param == "logit_bias"
