@@ -46,9 +46,27 @@ class Screen:
         """The elements with this test id."""
         return self.page.get_by_test_id(test_id)
 
+    def wait_status(self, kind: str) -> None:
+        """Waits until the header shows this state of the connection, such as ``open``."""
+        self.page.locator(f'[data-testid=status][data-status="{kind}"]').wait_for()
+
+    def give_key(self, key: str) -> None:
+        """Types a key into the prompt, which the page must have opened."""
+        self.secrets.append(key)
+        self.at("key-input").fill(key)
+        self.page.keyboard.press("Enter")
+
     def wait(self, condition: str, argument: Any = None) -> None:
-        """Waits until a function of the page's returns something true."""
-        self.page.wait_for_function(condition, arg=argument)
+        """Waits until a function of the page's returns something true. (Playwright's own way to wait for one
+        needs eval, which the page does not allow.)"""
+        polled = f"""async (argument) => {{
+          const end = performance.now() + {TIMEOUT_MS};
+          while (!({condition})(argument)) {{
+            if (performance.now() > end) throw new Error("timed out");
+            await new Promise((resolve) => requestAnimationFrame(resolve));
+          }}
+        }}"""
+        self.page.evaluate(polled, argument)
 
     def check(self) -> None:
         """At the end of a test: nothing unexpected happened, and nothing secret is kept or was sent in an

@@ -1,0 +1,78 @@
+"""``python -m benchmarks.ui.streaming_server STEPS_PER_S``: a server whose generations advance in step.
+
+As in the engine, one step adds a token to each generation that runs. A gen answers with ``max_tokens`` words.
+The first line printed is the address. The server runs until standard input ends.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import anyio.to_thread
+
+from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.events import Usage
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.generator import Generated, Generator, OnText
+from agentflow.runtime.task_group import open_task_group
+from agentflow.server.models import one_model
+from agentflow.server.serve import running_server
+
+WORDS = ("a", "river", "turns", "under", "the", "old", "stone", "bridge", "and", "light", "follows", "it")
+
+
+class SteadyGenerator(ScriptedGenerator):
+    """Generations that wait for the steps."""
+
+    def __init__(self) -> None:
+        super().__init__("word")
+        self._step = anyio.Event()
+
+    async def run(self, steps_per_s: float) -> None:
+        """Steps at this rate, as long as the machine keeps up."""
+        next_s = anyio.current_time()
+        while True:
+            next_s = max(next_s + 1 / steps_per_s, anyio.current_time())
+            await anyio.sleep_until(next_s)
+            before, self._step = self._step, anyio.Event()
+            before.set()
+
+    async def generate(
+        self,
+        context: ScriptedContext,
+        params: SamplingParams,
+        on_text: OnText,
+        constraint: Constraint | None = None,
+    ) -> Generated:
+        """``max_tokens`` words, one in each step."""
+        pieces: list[str] = []
+        for index in range(params.max_tokens):
+            await self._step.wait()
+            pieces.append(f"{' ' if index else ''}{WORDS[index * index % len(WORDS)]}")
+            on_text(pieces[-1])
+        text = "".join(pieces)
+        context.text += text
+        return Generated(text, "length", Usage(len(context.text.split()), 0, params.max_tokens))
+
+
+async def main(steps_per_s: float) -> None:
+    """Serves until standard input ends."""
+    generator = SteadyGenerator()
+
+    @asynccontextmanager
+    async def open_generator() -> AsyncIterator[Generator[ScriptedContext]]:
+        yield generator
+
+    async with running_server(one_model(open_generator)) as server, open_task_group() as group:
+        group.start_soon(generator.run, steps_per_s)
+        print(server.url, flush=True)
+        await anyio.to_thread.run_sync(sys.stdin.read)
+        group.cancel_scope.cancel()
+
+
+if __name__ == "__main__":
+    anyio.run(main, float(sys.argv[1]))

@@ -1,0 +1,151 @@
+"""What the page does when the server is not there, not ready, or does not want it: a sentence and a way on,
+and nothing that was streamed is lost."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import anyio
+import pytest
+from anyio.from_thread import start_blocking_portal
+from playwright.sync_api import Route, expect
+from support.ui.proxy import BreakingProxy
+from support.ui.screen import Screen
+from support.ui.stage import Stage, StagedGenerator, open_stage
+from support.ui.tenants import KEYS, tenants
+
+from agentflow.runtime.generator import Generator
+from agentflow.server.app import Access
+from agentflow.server.config.limits import ServerLimits
+from agentflow.server.models import one_model
+from agentflow.server.serve import listen, running_server
+
+Visit = Callable[..., Screen]
+# What Chromium itself writes to the console of a page whose requests fail.
+NO_ANSWER = r"net::ERR_|WebSocket connection to|Failed to load resource"
+
+
+@pytest.fixture(scope="module")
+def locked_stage() -> Iterator[Stage]:
+    """A stage that needs a key."""
+    with open_stage(access=Access(tenants())) as stage:
+        yield stage
+
+
+def test_a_wrong_key_is_a_sentence_and_the_right_one_opens_the_session(
+    locked_stage: Stage, visit: Visit
+) -> None:
+    screen = visit(locked_stage.url)
+    screen.expect_problem("401|WebSocket connection to")
+    screen.open("playground")
+    screen.wait_status("key")
+    screen.give_key("af-wrong")
+    expect(screen.at("status-line")).to_contain_text("key")
+    screen.wait_status("key")
+    screen.give_key(KEYS["ann"])
+    screen.wait_status("open")
+    # Nothing of it survives a reload.
+    screen.page.reload()
+    screen.wait_status("key")
+
+
+def test_the_prompt_for_a_key_can_be_closed_and_opened_again(locked_stage: Stage, visit: Visit) -> None:
+    screen = visit(locked_stage.url)
+    screen.expect_problem("401|WebSocket connection to")
+    screen.open("chat")
+    expect(screen.at("key-input")).to_be_focused()
+    screen.page.keyboard.press("Escape")
+    expect(screen.at("key-input")).to_be_hidden()
+    screen.at("status-line").get_by_role("button").click()
+    screen.give_key(KEYS["ann"])
+    screen.wait_status("open")
+
+
+def test_an_expired_ticket_is_replaced(locked_stage: Stage, visit: Visit) -> None:
+    screen = visit(locked_stage.url)
+    screen.expect_problem("401|WebSocket connection to")
+    given: list[str] = []
+
+    def old_one(route: Route) -> None:
+        """The first answer has a ticket that the server does not know any more."""
+        answer = route.fetch()
+        if answer.ok and not given:
+            given.append("old")
+            route.fulfill(response=answer, json={**answer.json(), "ticket": "t" * 32})
+        else:
+            route.fulfill(response=answer)
+
+    screen.page.route("**/v1/session-ticket", old_one)
+    screen.open("playground")
+    screen.give_key(KEYS["ann"])
+    screen.wait_status("open")
+    assert given
+
+
+def test_a_server_that_is_gone_and_comes_back(stage: Stage, proxy: BreakingProxy, visit: Visit) -> None:
+    screen = visit(proxy.url)
+    screen.expect_problem(NO_ANSWER)
+    screen.open("playground")
+    screen.wait_status("open")
+    proxy.refuse()
+    proxy.cut()
+    screen.wait_status("lost")
+    proxy.refuse(False)
+    screen.wait_status("open")
+
+
+def test_a_model_that_loads(visit: Visit) -> None:
+    """The server answers while its model loads; the page opens the session by itself when it has loaded."""
+    with loading_server() as (url, finish):
+        screen = visit(url)
+        screen.expect_problem("503|WebSocket connection to")
+        screen.open("playground")
+        screen.wait_status("unready")
+        expect(screen.at("status-line")).not_to_be_empty()
+        finish()
+        screen.wait_status("open")
+
+
+@contextmanager
+def loading_server() -> Iterator[tuple[str, Callable[[], None]]]:
+    """A server whose model loads until the function is called."""
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+
+    with start_blocking_portal("asyncio") as portal:
+        loaded = portal.call(anyio.Event)
+        generator = portal.call(StagedGenerator)
+
+        @asynccontextmanager
+        async def open_generator() -> AsyncIterator[Generator[Any]]:
+            await loaded.wait()
+            yield generator
+
+        async def serve() -> None:
+            async with running_server(one_model(open_generator), port=port):
+                await anyio.sleep_forever()
+
+        task = portal.start_task_soon(serve)
+        try:
+            yield f"http://127.0.0.1:{port}", lambda: portal.call(loaded.set)
+        finally:
+            task.cancel()
+
+
+def test_a_session_that_the_server_has_forgotten(visit: Visit) -> None:
+    """After the grace period the session cannot be resumed. The page keeps what it shows and opens a new one
+    when asked to."""
+    with open_stage(ServerLimits(resume_grace_s=0.0)) as stage:
+        from support.ui.proxy import breaking_proxy
+
+        with breaking_proxy(stage.port) as proxy:
+            screen = visit(proxy.url)
+            screen.expect_problem(NO_ANSWER)
+            screen.open("playground")
+            screen.wait_status("open")
+            proxy.cut()
+            screen.wait_status("ended")
+            screen.at("status-line").get_by_role("button").click()
+            screen.wait_status("open")
