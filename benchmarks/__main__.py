@@ -30,7 +30,7 @@ NAMES = {
     "adapters": ("peers.adapters", "LangChain and DSPy pipelines: adapters, OpenAI route, and no cache"),
     "ui": (
         "ui.suite",
-        "the page in a browser: first paint, weight, frames; and what watching costs the server",
+        "the page in a browser: first paint, weight, frames; the cost of watching",
     ),
     "ablation": ("engine.ablation", "an ablation of the design on the real model"),
     "soak": ("soak.run", "good and bad clients on a server whose engine is killed: leaks"),

@@ -11,8 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from playwright.sync_api import Browser
+from rich.console import Console
 
+from benchmarks.browser import open_browser
 from benchmarks.report import Report, Result, median_of
+from benchmarks.ui.watch_cost import measure_watch_cost
 
 STATIC = Path(__file__).parents[2] / "agentflow" / "server" / "ui" / "static"
 FIRST_PAINT = """() => new Promise((resolve) => new PerformanceObserver((entries) => {
