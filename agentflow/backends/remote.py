@@ -41,13 +41,11 @@ from agentflow.protocol.events import (
     Delta,
     ErrorInfo,
     Event,
-    Peeked,
     Reached,
     StateFailed,
     StatsReply,
     Value,
     VarFailed,
-    Watched,
 )
 from agentflow.protocol.op_table import GRAPH_TICKET, declared, opened
 from agentflow.protocol.ops import GetStats, Op
@@ -420,9 +418,7 @@ class OpQueue:
         try:
             data = self._encoder.encode(op)
         except (UnicodeEncodeError, OverflowError) as error:
-            raise BadArgument(
-                f"{name}: the op cannot be sent: a text holds half a surrogate pair: {error}"
-            ) from None
+            raise BadArgument(f"{name}: a text holds half a surrogate pair: {error}") from None
         if len(data) > self.frame_bytes - FRAME_OVERHEAD_BYTES:
             raise FrameTooLarge(
                 f"{name}: the op takes {len(data):,} bytes, and the server accepts frames of at most "
@@ -554,10 +550,10 @@ class Cursors:
                 return event if self._finish(event.var) else None
             case Reached() | StateFailed():
                 return event if self._receive_state(event) else None
-            case StatsReply():
-                return event if self.unanswered.pop(event.ticket, None) is not None else None
-            case Watched() | Peeked():
-                return None  # for other clients: a program sends neither op
+            case StatsReply() if self.unanswered.pop(event.ticket, None) is not None:
+                return event
+            case _:  # a reply received before, or an event that only other clients request
+                return None
 
     def _receive_text(self, event: Delta | Value) -> Delta | Value | None:
         variable = self._variables.get(event.var)

@@ -327,6 +327,10 @@ class ScriptedGenerator:
         """The text, with turns as ``<role>…</role>``."""
         return context.text
 
+    async def token_texts(self, context: ScriptedContext) -> list[str]:
+        """``NotSupported``."""
+        raise NotSupported("a script has no tokens")
+
     async def token_ids(self, context: ScriptedContext) -> list[int]:
         """``NotSupported``."""
         raise NotSupported("a script has no token ids")

@@ -55,6 +55,7 @@ def run_serve(config: ServeConfig) -> None:
             network.cors_origins,
             _known_names(network),
             logs_prompts=config.logs.log_prompts,
+            has_page=network.ui,
         ),
         tls=_tls(network),
         shutdown=shutdown,

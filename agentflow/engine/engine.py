@@ -216,7 +216,7 @@ class Engine:
         """Puts the request under its grammar and appends what the grammar forces first."""
         constrained = ConstrainedRequest(request, message, self._grammars, self._tokenizer)
         self._constrained[request.id] = constrained
-        jump = constrained.begin(message.generated_ids)
+        jump = constrained.begin(message.generated_ids, message.generated_forced)
         if jump is not None:
             self._jump(request, text, jump)
 
@@ -277,7 +277,7 @@ class Engine:
         num_dropped = request.num_generated - jump.num_kept
         self.scheduler.replace_output(request, jump.num_kept, jump.token_ids)
         delta = text.replace(jump.num_kept, jump.token_ids)
-        self._outbox.append(Progress(request.id, delta, jump.token_ids, (), (), num_dropped))
+        self._outbox.append(Progress(request.id, delta, jump.token_ids, (), (), num_dropped, jump.forced))
 
     def _finish_if_complete(self, request: Request, text: TextEnd) -> None:
         constrained = self._constrained.get(request.id)
@@ -296,6 +296,7 @@ class Engine:
 
     def _finish(self, request: Request, reason: str, stopped_by: int | None = None) -> None:
         text_end, tree = self._texts.get(request.id), request.tree
+        constrained = self._constrained.get(request.id)
         token_ids: list[int] = []
         text = ""
         logprobs: list[float | None] = [*request.logprobs]
@@ -319,6 +320,8 @@ class Engine:
                 top_logprobs=top_logprobs,
                 choice_logprobs=[] if tree is None else tree.by_choice(request.target_logprobs),
                 stopped_by=stopped_by if text_end is None or text_end.stop is None else text_end.stop,
+                forced=[] if constrained is None else constrained.text.forced_spans(len(text)),
+                forced_tokens=0 if constrained is None else constrained.text.num_forced_tokens(),
             )
         )
         self._drop(request.id)
@@ -457,33 +460,34 @@ class ConstrainedRequest:
         matcher = grammars.matcher(message.constraint)
         encode: Encode | None = tokenizer.encode_written if message.jump_forward else None
         self._request = request
-        self._text = ConstrainedText(matcher, grammars.vocabulary, encode)
+        self.text = ConstrainedText(matcher, grammars.vocabulary, encode)
         self._end_words = grammars.vocabulary.only(request.end_ids)
         self._is_stuck = False
 
     def is_complete(self) -> bool:
         """Whether the text is complete, and nothing may follow or no token of the model can write it."""
-        return self._is_stuck or self._text.must_end()
+        return self._is_stuck or self.text.must_end()
 
-    def begin(self, generated_ids: Sequence[int]) -> Jump | None:
+    def begin(self, generated_ids: Sequence[int], generated_forced: Sequence[tuple[int, int]]) -> Jump | None:
         """Starts after the tokens that a dead engine generated."""
         for token_id in generated_ids:
-            self._text.take(token_id)
+            self.text.take(token_id)
+        self.text.forced += generated_forced
         return self._update()
 
     def take(self, token_id: int) -> Jump | None:
         """One more token was sampled."""
-        self._text.take(token_id)
+        self.text.take(token_id)
         return self._update()
 
     def _update(self) -> Jump | None:
-        jump = self._text.jump(self._request.max_new_tokens)
+        jump = self.text.jump(self._request.max_new_tokens)
         self._request.token_mask = self._mask()
         return jump
 
     def _mask(self) -> TokenWords:
         """The allowed tokens; end tokens are among them where the generation may end."""
-        text, request = self._text, self._request
+        text, request = self.text, self._request
         words = text.mask()
         if not text.may_end():
             if not words.any():

@@ -219,7 +219,8 @@ class EngineGenerator:
 
         end = await self.complete(context, params, hear, constraint)
         context.tokens.generated(end.token_ids, end.text)
-        return self._generated(end, params, end.text)
+        generated = self._generated(end, params, end.text)
+        return msgspec.structs.replace(generated, forced=tuple(end.forced)) if end.forced else generated
 
     def _generated(self, end: Finished, params: SamplingParams, text: str) -> Generated:
         logprobs = tuple(end.logprobs) if params.wants_logprobs else None
@@ -395,6 +396,11 @@ class EngineGenerator:
         text that comes next is encoded with what is there."""
         return await self.encode_beside(context.num_to_encode, context.tokens.ids)
 
+    async def token_texts(self, context: EngineContext) -> list[str]:
+        """The texts of ``token_ids``, markup included."""
+        token_ids = await self.token_ids(context)
+        return await self.encode_beside(len(token_ids), self.tokenizer.texts_of, token_ids)
+
     def _compute_ahead(self, context: EngineContext) -> None:
         """Computes the prefix before forks need it, if that is worth a request. Only for tenants without rate
         limits: tokens computed ahead are not charged."""
@@ -487,4 +493,4 @@ def _guessed_tokens(context: EngineContext) -> int:
 
 
 def _usage(end: Finished) -> Usage:
-    return Usage(end.prompt_tokens, end.cached_tokens, end.output_tokens)
+    return Usage(end.prompt_tokens, end.cached_tokens, end.output_tokens, end.forced_tokens)

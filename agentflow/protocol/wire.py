@@ -30,6 +30,8 @@ DEFAULT_PORT = 8410
 # For sessions, servers and `agentflow pull` that name none.
 DEFAULT_MODEL = "smollm2-135m"
 SESSION_PATH = "/v1/session"
+# Clients that offer subprotocols, as pages with a ticket do, offer this one; the server selects it.
+SUBPROTOCOL = "agentflow.v1"
 # A private close code (RFC 6455, section 7.4.2): another connection has taken the session over.
 TAKEN_OVER = 4001
 

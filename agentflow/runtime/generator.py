@@ -21,13 +21,15 @@ ContextT = TypeVar("ContextT")
 
 
 class Generated(msgspec.Struct, frozen=True):
-    """A complete generation. ``finish_reason``: ``eos``, ``stop`` or ``length``."""
+    """A complete generation. ``finish_reason``: ``eos``, ``stop`` or ``length``. ``forced``: as in
+    ``Value``."""
 
     text: str
     finish_reason: str
     usage: Usage
     logprobs: tuple[float | None, ...] | None = None
     top_logprobs: TopLogprobs | None = None
+    forced: tuple[tuple[int, int], ...] | None = None
 
 
 class Scored(msgspec.Struct, frozen=True):
@@ -115,9 +117,12 @@ class Generator(Protocol[ContextT]):
     async def token_ids(self, context: ContextT) -> list[int]:
         """The token ids of the context. ``NotSupported`` if ``capabilities.token_ids`` is False."""
 
+    async def token_texts(self, context: ContextT) -> list[str]:
+        """The texts of the context's tokens, which joined are their text. ``NotSupported`` likewise."""
+
     def free(self, context: ContextT) -> None:
-        """Releases the context: nothing will be appended or generated any more. ``text`` and ``token_ids``
-        can still read it."""
+        """Releases the context: nothing will be appended or generated any more. ``text``, ``token_ids`` and
+        ``token_texts`` can still read it."""
 
     async def stats(self) -> Stats:
         """The counters of the backend."""

@@ -508,6 +508,8 @@ class _OpExecution(Generic[ContextT]):
             return
         if op.what == "token_ids":
             text = json.dumps(await self._generator.token_ids(context))
+        elif op.what == "tokens":
+            text = json.dumps(await self._generator.token_texts(context), ensure_ascii=False)
         else:
             text = self._generator.text(context)
         _complete(self._variables[op.var], text, "read")
@@ -523,7 +525,16 @@ class _OpExecution(Generic[ContextT]):
         was_truncated = end.finish_reason == "length" and params.max_tokens < op.params.max_tokens
         spend(end.usage.output_tokens, state.budgets, was_truncated=was_truncated)
         state.reserve_text(end.text)
-        value = Value(op.var, 0, end.text, end.finish_reason, end.usage, end.logprobs, None, end.top_logprobs)
+        value = Value(
+            op.var,
+            0,
+            end.text,
+            end.finish_reason,
+            end.usage,
+            logprobs=end.logprobs,
+            top_logprobs=end.top_logprobs,
+            forced=end.forced,
+        )
         variable.complete(value)
 
     async def _resolved(self, parts: ops.Parts, sources: Sequence[VariableRecord]) -> str:

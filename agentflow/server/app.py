@@ -3,7 +3,8 @@
 ::
 
     /v1/session     websocket, docs/reference/protocol.md
-    /v1/…           OpenAI's and Anthropic's APIs, http/routes.py
+    /v1/…           OpenAI's and Anthropic's APIs, tickets of sessions, http/routes.py
+    /ui/            the page, ui/pages.py; / leads browsers there
     /health/live    200 while the process answers
     /health/ready   200 when requests are taken and all engines answer; 503 otherwise
     /metrics        for Prometheus, docs/reference/metrics.md
@@ -33,7 +34,7 @@ from starlette.websockets import WebSocket
 
 from agentflow.engine.tenant import ANONYMOUS
 from agentflow.errors import NotAuthorized, RateLimited
-from agentflow.protocol.wire import SESSION_PATH
+from agentflow.protocol.wire import SESSION_PATH, SUBPROTOCOL
 from agentflow.runtime.generator import Generator
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.http.call import address_of
@@ -45,6 +46,8 @@ from agentflow.server.metrics.metrics import CONTENT_TYPE, ServerMetrics
 from agentflow.server.models import OpenModels
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import Tenants, key_of_headers
+from agentflow.server.tenants.tickets import ticket_of
+from agentflow.server.ui.pages import page_routes
 from agentflow.server.websocket.connection import WsSession
 from agentflow.server.websocket.sessions import open_sessions
 
@@ -105,12 +108,13 @@ def unready(reason: str) -> JSONResponse:
 class Access:
     """Access to the server. ``cors_origins``: origins whose pages may use it, beside its own.
     ``allowed_hosts``: accepted host names; None: any, or without keys those that the public DNS cannot
-    resolve. ``logs_prompts``: the log has prompts and answers."""
+    resolve. ``logs_prompts``: the log has prompts and answers. ``has_page``: the page is at ``/ui``."""
 
     tenants: Tenants = field(default_factory=Tenants)
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] | None = None
     logs_prompts: bool = False
+    has_page: bool = True
 
 
 def create_app(
@@ -143,6 +147,7 @@ def create_app(
         Route("/health/ready", ready),
         Route("/metrics", _metrics),
         Route("/openapi.json", openapi),
+        *(page_routes() if access.has_page else ()),
     ]
     origins = access.cors_origins
     if access.allowed_hosts is not None:
@@ -178,9 +183,14 @@ async def _session(socket: WebSocket) -> None:
     if service is None or service.is_draining:
         await socket.send_denial_response(unready(ENDING))
         return
-    tenants, key = service.tenants, key_of_headers(socket.headers)
+    tenants, address = service.tenants, address_of(socket.scope)
+    offered = socket.scope.get("subprotocols", [])
+    ticket = ticket_of(offered)
     try:
-        tenant = tenants.of_request(socket.headers, address_of(socket.scope))
+        if ticket is None:
+            tenant, key = tenants.of_request(socket.headers, address), key_of_headers(socket.headers)
+        else:
+            tenant, key = tenants.of_ticket(ticket, address)
     except (NotAuthorized, RateLimited) as error:
         await socket.send_denial_response(_unauthorized(error))
         return
@@ -191,7 +201,15 @@ async def _session(socket: WebSocket) -> None:
     def is_valid() -> bool:
         return tenants.still_names(key, tenant)
 
-    await WsSession(socket, service.sessions, find, tenant=tenant.name, is_valid=is_valid).run()
+    session = WsSession(
+        socket,
+        service.sessions,
+        find,
+        tenant=tenant.name,
+        is_valid=is_valid,
+        subprotocol=SUBPROTOCOL if SUBPROTOCOL in offered else None,
+    )
+    await session.run()
 
 
 async def _metrics(request: Request) -> Response:

@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PAGE = "agentflow/server/ui/static/"
 
 PROBE = """
 import sys, anyio, agentflow as af
@@ -46,6 +48,10 @@ def test_a_bare_install_is_the_frontend(tmp_path):
 
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path / "dist", ROOT)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        packed = {name.removeprefix(PAGE) for name in files.namelist() if name.startswith(PAGE)}
+    built = {file.relative_to(ROOT / PAGE).as_posix() for file in (ROOT / PAGE).rglob("*") if file.is_file()}
+    assert packed == built >= {"index.html"}
     venv.create(tmp_path / "clean")
     python = tmp_path / "clean" / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python]

@@ -68,7 +68,7 @@ ASKED = st.builds(
 
 
 @cache
-def expected_of(asked: Asked) -> Written:
+def expected_of(asked: Asked) -> tuple[Written, frozenset[int]]:
     def choose(ids: list[int], allowed: set[int]) -> int:
         token = plain_token([*asked.prompt, *ids])
         while token not in allowed:
@@ -76,12 +76,14 @@ def expected_of(asked: Asked) -> Written:
         return token
 
     text = PlainConstrained(DFAS[asked.pattern], TOKENIZER, asked.jumps)
-    return written(text, choose, max_tokens=asked.max_tokens, end_id=END_ID)
+    end = written(text, choose, max_tokens=asked.max_tokens, end_id=END_ID)
+    return end, frozenset(text.forced_chars())
 
 
 def check_end(asked: Asked, end: Finished, streamed: str) -> None:
-    expected = expected_of(asked)
+    expected, forced = expected_of(asked)
     assert (end.text, end.finish_reason) == (expected.text, expected.reason)
+    assert {char for first, length in end.forced for char in range(first, first + length)} == forced
     if expected.reason != "length":  # there the bytes of half a character are dropped
         assert end.token_ids == expected.ids
         assert DFAS[asked.pattern].matches(end.text.encode())
@@ -206,6 +208,7 @@ async def test_a_stop_string_inside_forced_text_ends_the_text(jumps: bool) -> No
     assert "".join(deltas) == "The capital of "
     assert end.finish_reason == "stop"
     assert len(end.logprobs) == len(end.token_ids)
+    assert (end.forced, end.forced_tokens > 0) == (([(0, len(end.text))], True) if jumps else ([], False))
 
 
 @pytest.mark.anyio

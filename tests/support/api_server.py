@@ -96,6 +96,7 @@ def api_server(
     server_limits: ServerLimits | None = None,
     max_wait_s: float | None = None,
     hosts: tuple[str, ...] | None = None,
+    has_page: bool = True,
 ) -> Iterator[ApiServer]:
     """A server on a free port, whose only model is called ``fake``. ``gate``: what its tenants' requests pass
     through. ``constraints``: with a process that compiles them and runs ``compile_loader``. ``hosts``: names
@@ -115,7 +116,7 @@ def api_server(
             yield Models([model], compiler, gate)
 
     async def run() -> AbstractAsyncContextManager[RunningServer]:
-        access = Access(tenants or Tenants(), allowed_hosts=hosts)
+        access = Access(tenants or Tenants(), allowed_hosts=hosts, has_page=has_page)
         return running_server(open_models, limits=server_limits, http_limits=limits, access=access)
 
     with contextlib.ExitStack() as stack:

@@ -29,20 +29,44 @@ Encode = Callable[[str], list[int]]
 """Encodes text that follows other text."""
 
 
+Span = tuple[int, int]
+"""Part of a text: the bytes from its start to its end."""
+
+
 class Jump(NamedTuple):
-    """The first ``num_kept`` ids of the generation stay; ``token_ids`` replace the rest."""
+    """The first ``num_kept`` ids of the generation stay; ``token_ids`` replace the rest. ``forced``: what
+    ``mark_forced`` receives."""
 
     num_kept: int
     token_ids: list[int]
+    forced: Span
+
+
+def mark_forced(spans: list[Span], added: Span) -> None:
+    """Updates the forced parts of a text, in order, after a jump. The bytes of ``added`` are forced; the text
+    ends after them, or before, if its last token is held back: that is no part of it until it is sampled."""
+    start, end = added
+    while spans and spans[-1][1] > end:
+        first, _ = spans.pop()
+        if first < end:
+            spans.append((first, end))
+    if start < end and spans and spans[-1][1] == start:
+        spans[-1] = spans[-1][0], end
+    elif start < end:
+        spans.append(added)
 
 
 class ConstrainedText:
     """The text of one generation under its grammar. ``encode``: None disables jump-forward.
 
     ``token_ids``: the tokens of the text. ``held``: forced bytes that the next token must begin with.
+
+    ``forced``: the parts of the text whose bytes no sampled token brought: what jumps appended and did not
+    hold back. A jump may put both kinds into one token, so these are bytes.
     """
 
     def __init__(self, matcher: Matcher, vocabulary: Vocabulary, encode: Encode | None) -> None:
+        self.forced: list[Span] = []
         self.token_ids: list[int] = []
         self.held = b""
         self._matcher = matcher
@@ -81,6 +105,7 @@ class ConstrainedText:
         forced = b"" if self._encode is None else self._matcher.forced()
         if not forced:
             return None
+        num_bytes = len(self._data)
         first, new_ids = self._encoded(forced)
         if first + len(new_ids) > max_tokens or not new_ids:
             return None
@@ -89,10 +114,39 @@ class ConstrainedText:
         self._replace(first + num_same, new_ids[num_same:])
         if max(len(old_ids), len(new_ids)) > num_same:
             self._hold_back()
+        added = num_bytes, len(self._data)
+        mark_forced(self.forced, added)
         num_kept = min(first + num_same, len(self.token_ids))
         if num_kept == first + len(old_ids) == len(self.token_ids):
             return None
-        return Jump(num_kept, self.token_ids[num_kept:])
+        return Jump(num_kept, self.token_ids[num_kept:], added)
+
+    def forced_spans(self, num_chars: int) -> list[tuple[int, int]]:
+        """The forced parts of the first ``num_chars`` characters, as pairs of the first character and the
+        number of characters, in order. A character counts if all its bytes were forced."""
+        spans: list[tuple[int, int]] = []
+        done, num_before = 0, 0  # bytes, and the characters in them
+        for start, end in self.forced:
+            while start < end and self._data[start] in CONTINUATION_BYTES:
+                start += 1
+            while start < end < len(self._data) and self._data[end] in CONTINUATION_BYTES:
+                end -= 1
+            first = num_before + _num_chars(self._data[done:start])
+            done, num_before = end, first + _num_chars(self._data[start:end])
+            if (length := min(num_before, num_chars) - first) > 0:
+                spans.append((first, length))
+        return spans
+
+    def num_forced_tokens(self) -> int:
+        """The tokens whose bytes are all forced."""
+        ends = [*self._starts[1:], len(self._data)]
+        spans, count = iter(self.forced), 0
+        begin, end = next(spans, (0, 0))
+        for token_start, token_end in zip(self._starts, ends, strict=False):
+            while end <= token_start and (span := next(spans, None)) is not None:
+                begin, end = span
+            count += begin <= token_start < token_end <= end
+        return count
 
     def _encoded(self, forced: bytes) -> tuple[int, list[int]]:
         """The ids of the text followed by ``forced``, from the returned index on; no ids if the tokenizer
@@ -163,6 +217,11 @@ class ConstrainedText:
             self._matcher.take(last)
             self._append(last)
         self._num_encoded = len(self.token_ids)
+
+
+def _num_chars(data: bytes | bytearray) -> int:
+    """The number of whole characters."""
+    return len(data.decode(errors="ignore"))
 
 
 def _num_bits(words: TokenWords) -> int:

@@ -52,11 +52,10 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     computes the tokens only, or scores those from index ``score_from`` on, or scores each of ``choices`` as
     their continuation.
 
-    ``generated_ids``, ``generated_logprobs``, ``generated_top_logprobs``: what an engine that died had sent
-    as ``Progress``. It counts as output, and its text is not sent again. ``constraint``: a grammar for the
-    text, without its payload if this engine was already sent it. ``jump_forward``: append the tokens that the
-    grammar forces without sampling them.
-    """
+    ``generated_ids``, ``generated_logprobs``, ``generated_top_logprobs``, ``generated_forced``: what an
+    engine that died had sent as ``Progress``. It counts as output, and its text is not sent again.
+    ``constraint``: a grammar for the text, without its payload if this engine was already sent it.
+    ``jump_forward``: append the tokens that the grammar forces without sampling them."""
 
     request_id: int
     token_ids: list[int]
@@ -68,6 +67,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     generated_ids: Sequence[int] = ()
     generated_logprobs: Sequence[float] = ()
     generated_top_logprobs: Sequence[TopTokens] = ()
+    generated_forced: Sequence[tuple[int, int]] = ()
     constraint: CompiledConstraint | None = None
     jump_forward: bool = True
 
@@ -115,7 +115,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A request gained ``token_ids``. ``logprobs`` and ``top_logprobs`` have an entry for each if requested;
     those of tokens that a grammar forced come in a later message. ``text``: the text that became final, often
     empty. ``num_dropped``: the last tokens sent so far that these replace, because the same text is now
-    encoded differently."""
+    encoded differently. ``forced``: if a grammar forced the tokens, what ``mark_forced`` receives."""
 
     request_id: int
     text: str
@@ -123,6 +123,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
     logprobs: Sequence[float]
     top_logprobs: Sequence[TopTokens] = ()
     num_dropped: int = 0
+    forced: tuple[int, int] | None = None
 
 
 class NeedPayload(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -137,7 +138,9 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     model's end token), ``stop`` or ``length``. ``logprobs``: one for each generated or scored token, None for
     a token that was encoded again; empty if not requested. ``top_logprobs``: the likeliest tokens at each
     place, likewise. ``choice_logprobs``: for each choice, those of its tokens. ``stopped_by``: the ``stop``
-    string or ``stop_token_ids`` id that ended it."""
+    string or ``stop_token_ids`` id that ended it. ``forced``: the parts of ``text`` that a grammar forced and
+    that were not sampled, as pairs of first character and number of characters; ``forced_tokens``: the tokens
+    that lie wholly in such parts."""
 
     request_id: int
     token_ids: list[int]
@@ -150,6 +153,8 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     top_logprobs: list[TopTokens | None] = []
     choice_logprobs: list[list[float]] = []
     stopped_by: str | int | None = None
+    forced: list[tuple[int, int]] = []
+    forced_tokens: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from agentflow.engine.grammar.jump_forward import mark_forced
 from agentflow.engine.process.ipc import Failed, Finished, FromEngine, Progress, Started, Submit
 from agentflow.engine.request import TopTokens
 from agentflow.errors import Cancelled, EngineDown, EngineFailed
@@ -30,6 +31,7 @@ class _Entry:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopTokens] = field(default_factory=list)
+    forced: list[tuple[int, int]] = field(default_factory=list)
     is_running: bool = False
     is_aborted: bool = False
     deaths: int = 0
@@ -52,6 +54,7 @@ class _Entry:
             generated_ids=[*self.ids],
             generated_logprobs=[*self.logprobs],
             generated_top_logprobs=[*self.top_logprobs],
+            generated_forced=[*self.forced],
         )
 
 
@@ -125,6 +128,8 @@ class RequestJournal:
                     entry.ids += message.token_ids
                     entry.logprobs += message.logprobs
                     entry.top_logprobs += message.top_logprobs
+                    if message.forced is not None:
+                        mark_forced(entry.forced, message.forced)
                     if entry.deaths_since_progress:
                         self._num_suspects -= entry.is_suspect
                         entry.deaths_since_progress = 0

@@ -14,6 +14,7 @@ get that space, so the tokenizer is also built without the parts that add it (``
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import re
@@ -336,6 +337,18 @@ class Tokenizer:
         size = len(table)
         text = b"".join([table[i] for i in ids if 0 <= i < size]).decode(errors="replace")
         return text if continues else text[self.leading_spaces(text) :]
+
+    def texts_of(self, ids: Iterable[int]) -> list[str]:
+        """The text of each token, special ones included. A character in several tokens is in the last of
+        them, and the others have less. Joined, they are ``decode(ids, skip_special=False,
+        continues=True)``."""
+        table = self._bytes_with_special
+        size = len(table)
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        texts = [utf8.decode(table[i] if 0 <= i < size else b"") for i in ids]
+        if texts:
+            texts[-1] += utf8.decode(b"", final=True)
+        return texts
 
     def leading_spaces(self, text: str) -> int:
         """The number of spaces that decoding removes from the front of a text that follows nothing."""

@@ -80,6 +80,7 @@ class NetworkConfig(Struct, frozen=True, kw_only=True):
     allow_anonymous: Annotated[
         bool, doc("listen beyond this machine without API keys: every client can use the server")
     ] = False
+    ui: Annotated[bool, doc("serve the page at /ui, and lead browsers there from /")] = True
 
 
 class AccessConfig(Struct, frozen=True, kw_only=True):

@@ -119,7 +119,7 @@ def _answers(route: ApiRoute, schemas: dict[type[msgspec.Struct], Schema]) -> Sc
     content: Schema = {JSON: {"schema": schemas[route.response]}}
     if route.streams:
         content[events.MEDIA_TYPE] = {"schema": _EVENT}
-    own = [400, *_ANY_CALL] if route.request is not None else [*_ANY_CALL]
+    own = [400, *_ANY_CALL] if route.method == "POST" else [*_ANY_CALL]
     if route.request is not None or "{" in route.path:
         own.append(404)
     answers: dict[int, Schema] = {200: _answer(200, content, _headers(error_format))}

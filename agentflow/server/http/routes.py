@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Route
 from agentflow.server.anthropic.answer import AnthropicErrorFormat
 from agentflow.server.anthropic.messages import count_tokens, create_message
 from agentflow.server.anthropic.types import CountAnswer, CountRequest, MessageAnswer, MessagesRequest
-from agentflow.server.http.call import ApiEndpoint, ErrorFormat, Handler, request_id_of
+from agentflow.server.http.call import ApiCall, ApiEndpoint, ErrorFormat, Handler, request_id_of
 from agentflow.server.http.errors import ApiError
 from agentflow.server.openai.answer import OpenAIErrorFormat
 from agentflow.server.openai.chat import create_chat_completion
@@ -31,6 +31,8 @@ from agentflow.server.openai.models import (
     tokenize,
 )
 from agentflow.server.openai.types import ChatAnswer, ChatRequest
+from agentflow.server.tenants.keys import key_of_headers
+from agentflow.server.tenants.tickets import SessionTicket
 
 OPENAI = OpenAIErrorFormat()
 ANTHROPIC = AnthropicErrorFormat()
@@ -51,7 +53,14 @@ class ApiRoute:
     streams: bool = False
 
 
+async def create_session_ticket(call: ApiCall) -> None:
+    """Returns a ticket with which a page opens one session."""
+    tenants = call.service.tenants
+    await call.reply(tenants.tickets.issue(call.tenant, key_of_headers(call.headers)))
+
+
 ROUTES = (
+    ApiRoute("POST", "/v1/session-ticket", create_session_ticket, OPENAI, response=SessionTicket),
     ApiRoute("GET", "/v1/models", list_models, OPENAI, response=ModelList),
     ApiRoute("GET", "/v1/models/{name:path}", get_model, OPENAI, response=ModelCard),
     ApiRoute(

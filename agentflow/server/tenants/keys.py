@@ -47,6 +47,7 @@ from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import BadArgument, NotAuthorized, RateLimited
 from agentflow.server.http.addresses import client_of
 from agentflow.server.tenants.rate_limit import Bucket
+from agentflow.server.tenants.tickets import SessionTickets
 
 MAX_NAME_CHARS = 64
 
@@ -254,6 +255,7 @@ class Tenants:
         self._file = file
         self._tenant_of = self._read()
         self.failed_keys = FailedKeys()
+        self.tickets = SessionTickets()
 
     @property
     def need_keys(self) -> bool:
@@ -281,6 +283,19 @@ class Tenants:
             raise
         self.failed_keys.passed(address, hashed)
         return tenant
+
+    def of_ticket(self, ticket: str, address: str | None) -> tuple[Tenant, str | None]:
+        """The tenant of a session ticket from this IP address, and the key that it was issued for. Uses the
+        ticket up. ``NotAuthorized`` for a wrong, used or expired one, or a revoked key; ``RateLimited`` after
+        too many wrong keys and tickets from the address."""
+        if not self.need_keys:
+            return ANONYMOUS, None
+        found = self.tickets.redeem(ticket)
+        if found is not None and self.still_names(found[1], found[0]):
+            return self.of(found[1]), found[1]
+        self.failed_keys.check(address, hashed_key(ticket))
+        self.failed_keys.failed(address)
+        raise NotAuthorized("this session ticket is unknown, used or expired: request another one")
 
     def still_names(self, key: str | None, tenant: Tenant) -> bool:
         """Whether the key still identifies this tenant."""

@@ -80,7 +80,7 @@ FindGenerator: TypeAlias = Callable[[str | None], Generator[ContextT]]
 
 class WsSession(Generic[ContextT]):
     """Serves one websocket of a tenant, accepted or not, until it closes. ``is_valid``: whether its API key
-    still identifies the tenant."""
+    still identifies the tenant. ``subprotocol``: the one to select of those that the client offers."""
 
     def __init__(
         self,
@@ -90,8 +90,10 @@ class WsSession(Generic[ContextT]):
         *,
         tenant: str = "",
         is_valid: IsValid = always_valid,
+        subprotocol: str | None = None,
     ) -> None:
         self._socket = socket
+        self._subprotocol = subprotocol
         self._sessions = sessions
         self._find_generator = find_generator
         self._tenant = tenant
@@ -112,7 +114,7 @@ class WsSession(Generic[ContextT]):
         has_hung_up = False
         try:
             with self._sessions.connection_place(self._tenant) as refusal, self._scope:
-                await self._socket.accept()
+                await self._socket.accept(self._subprotocol)
                 if refusal is not None:
                     await self._reject(refusal)
                 session = await self._greet()

@@ -73,6 +73,21 @@ def allowed_of(text: ConstrainedText, vocab_size: int) -> set[int]:
     return {i for i in range(vocab_size) if is_allowed(words, i)}
 
 
+def check_forced(text: ConstrainedText, plain: PlainConstrained) -> None:
+    """The forced parts are what no sampled token brought, and the grammar had no alternative to them."""
+    num_chars = len(plain.data.decode(errors="ignore"))
+    for most in (num_chars, num_chars // 2):
+        spans = text.forced_spans(most)
+        chars = [char for first, length in spans for char in range(first, first + length)]
+        assert chars == sorted(char for char in plain.forced_chars() if char < most)
+        assert len(spans) == sum(char - 1 not in chars for char in chars)  # neighbours are joined
+    assert text.num_forced_tokens() == plain.num_forced_tokens()
+    for at, is_sampled in enumerate(plain.sampled):
+        if not is_sampled:
+            assert plain.next_bytes(plain.data[:at]) == [plain.data[at]]
+            assert not plain.dfa.accepting[plain.state(plain.data[:at])]
+
+
 def check_walk(name: str, dfa: Dfa, jumps: bool, max_tokens: int, choices: st.DataObject) -> bytes:
     """Both walk the same way, step by step, until the text must end or has enough tokens."""
     tokenizer = TOKENIZERS[name]
@@ -89,6 +104,7 @@ def check_walk(name: str, dfa: Dfa, jumps: bool, max_tokens: int, choices: st.Da
         assert (plain.data + plain.held).startswith(plain.shown)
         assert text.may_end() == plain.may_end()
         assert text.must_end() == plain.must_end()
+        check_forced(text, plain)
         allowed = plain.allowed()
         assert allowed_of(text, tokenizer.vocab_size) == allowed
         if (

@@ -71,6 +71,25 @@ def test_a_text_in_two_pieces_decodes_to_itself(name: str, text: str, cut: int) 
 
 
 @family
+@given(ids=st.lists(st.integers(0, 300), max_size=30))
+def test_the_texts_of_tokens_joined_are_their_text(name: str, ids: list[int]) -> None:
+    tokenizer = TOKENIZERS[name]
+    pieces = tokenizer.texts_of(ids)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special=False, continues=True)
+
+
+def test_a_character_in_several_tokens_is_in_the_last_of_them() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    ids = [
+        next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == bytes([byte]))
+        for byte in "é".encode()
+    ]
+    assert tokenizer.texts_of(ids) == ["", "é"]
+    assert tokenizer.texts_of(ids[:1]) == ["\ufffd"]
+
+
+@family
 @given(text=texts)
 def test_markup_is_what_the_library_encodes(name: str, text: str) -> None:
     assert TOKENIZERS[name].encode_markup(text) == LIBRARIES[name].encode(text, add_special_tokens=False).ids

@@ -14,7 +14,7 @@ from agentflow.engine.text.tokenizer import Tokenizer
 @dataclass
 class PlainConstrained:
     """A text that grows under a DFA. ``ids``: its tokens; ``held``: what the next token must begin with;
-    ``shown``: the longest text so far."""
+    ``shown``: the longest text so far. ``sampled``: for each byte, whether a sampled token brought it."""
 
     dfa: Dfa
     tokenizer: Tokenizer
@@ -22,6 +22,7 @@ class PlainConstrained:
     ids: list[int] = field(default_factory=list)
     held: bytes = b""
     shown: bytes = b""
+    sampled: list[bool] = field(default_factory=list)
 
     @property
     def data(self) -> bytes:
@@ -68,6 +69,7 @@ class PlainConstrained:
     def take(self, token: int) -> None:
         assert token in self.allowed()
         self.ids = [*self.ids, token]
+        self.sampled += [True] * len(self.tokenizer.token_bytes(token))
         self.held = b""
         self.shown = max(self.shown, self.data, key=len)
 
@@ -86,8 +88,28 @@ class PlainConstrained:
             last = self.tokenizer.token_bytes(ids[-1])
             if self.allowed_after(whole[: -len(last)], last) != {ids[-1]}:
                 self.ids, self.held = ids[:-1], last
+        self.sampled = (self.sampled + [False] * len(self.data))[: len(self.data)]
         self.shown = max(self.shown, self.data, key=len)
         return self.ids != before
+
+    def forced_chars(self) -> set[int]:
+        """The characters of the text none of whose bytes were sampled."""
+        found, at = set(), 0
+        for index, char in enumerate(self.data.decode(errors="ignore")):
+            end = at + len(char.encode())
+            if not any(self.sampled[at:end]):
+                found.add(index)
+            at = end
+        return found
+
+    def num_forced_tokens(self) -> int:
+        """The tokens none of whose bytes were sampled."""
+        count, at = 0, 0
+        for token in self.ids:
+            end = at + len(self.tokenizer.token_bytes(token))
+            count += not any(self.sampled[at:end])
+            at = end
+        return count
 
 
 Choose = Callable[[list[int], set[int]], int]
