@@ -1,20 +1,17 @@
 // The build writes agentflow/server/ui/static, which is committed. Names carry no hash, so that equal sources
 // give equal files; the server sends an ETag with each.
-import { existsSync } from "node:fs";
 import { fileURLToPath } from "node:url";
 import { defineConfig } from "vitest/config";
 
 const fromHere = (path: string) => fileURLToPath(new URL(path, import.meta.url));
-const client = fromHere("../clients/typescript/src/index.ts");
-const hasClient = existsSync(client);
 
 export default defineConfig({
   base: "/ui/",
-  resolve: { alias: { "agentflow-client": hasClient ? client : fromHere("./src/client-placeholder.ts") } },
+  resolve: { alias: { "agentflow-client": fromHere("../clients/typescript/src/index.ts") } },
   build: {
     outDir: fromHere("../agentflow/server/ui/static"),
     emptyOutDir: true,
-    target: "es2023",
+    target: "es2024",
     // These know light-dark(); a substitute for older ones would ignore the theme that is chosen on the page.
     cssTarget: ["chrome123", "firefox120", "safari17.5"],
     modulePreload: { polyfill: false },

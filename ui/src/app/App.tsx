@@ -1,7 +1,7 @@
 // The shell: header with views, connection and theme; the view of the route; the live region.
 import { signal, useSignalEffect } from "@preact/signals";
 import type { ComponentType } from "preact";
-import { announcement } from "./announce";
+import { announcements } from "./announce";
 import { askForKey, KeyPrompt } from "./KeyPrompt";
 import { hrefOf, route, VIEWS, type ViewName } from "./router";
 import { model, models, useModel } from "./session";
@@ -86,8 +86,10 @@ export function App() {
         {now && <now.Component key={now.name} />}
       </main>
       <KeyPrompt />
-      <div class="visually-hidden" aria-live="polite" data-testid="announcer">
-        {announcement.value}
+      <div class="visually-hidden" role="log" aria-label="Announcements" data-testid="announcer">
+        {announcements.value.map(({ number, text }) => (
+          <p key={number}>{text}</p>
+        ))}
       </div>
     </>
   );

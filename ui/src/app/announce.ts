@@ -1,9 +1,12 @@
-// What screen readers are to say: whole sentences, one at a time, never tokens.
+// What screen readers are to say: whole sentences, never tokens. The newest ones stand in a live region.
 import { signal } from "@preact/signals";
 
-export const announcement = signal("");
+const KEPT = 6;
+let count = 0;
 
-/** Says a sentence politely. A repeated sentence is said again. */
+export const announcements = signal<{ number: number; text: string }[]>([]);
+
+/** Says a sentence politely, after those before it. */
 export function announce(sentence: string): void {
-  announcement.value = announcement.peek() === sentence ? `${sentence}\u00a0` : sentence;
+  announcements.value = [...announcements.peek().slice(1 - KEPT), { number: ++count, text: sentence }];
 }

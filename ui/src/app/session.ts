@@ -62,24 +62,25 @@ export async function open(): Promise<void> {
       void opened.close().catch(() => undefined);
       return;
     }
-    opened.onStatus((now) => {
-      if (mine === attempt) follow(now);
+    opened.onStatus(() => {
+      if (mine === attempt) follow(opened);
     });
     session.value = opened;
     model.value ??= opened.model;
-    follow(opened.status);
+    follow(opened);
     void listModels(mine);
   } catch (error) {
     if (mine === attempt) await failed(error, mine);
   }
 }
 
-function follow(now: Session["status"]): void {
+function follow(opened: Session): void {
+  const now = opened.status;
   if (now === "open") status.value = { kind: "open" };
   else if (now === "lost") status.value = { kind: "lost" };
   else if (now === "closed") {
     session.value = null;
-    status.value = { kind: "ended", reason: "" };
+    status.value = { kind: "ended", reason: opened.error?.message ?? "" };
   } else status.value = { kind: "connecting" };
 }
 
@@ -109,7 +110,7 @@ async function failed(error: unknown, mine: number, delay_s = 1): Promise<void> 
     // Full, or just started: its own message says which.
     status.value = known ? { kind: "unready", reason: known.message } : { kind: "unreachable" };
   } else status.value = next;
-  const wait_s = known ? ((known as { retryAfterS?: number }).retryAfterS ?? delay_s) : delay_s;
+  const wait_s = known?.retryAfterS ?? delay_s;
   retry = setTimeout(() => void again(mine, Math.min(delay_s * 2, 8)), wait_s * 1000);
 }
 
@@ -145,7 +146,7 @@ export function sentenceOf(error: unknown): string {
   if (!(error instanceof AgentflowError)) {
     return error instanceof Error ? error.message : String(error);
   }
-  const wait = (error as { retryAfterS?: number | null }).retryAfterS;
+  const wait = error.retryAfterS;
   const when = wait == null ? "in a moment" : `in ${Math.max(1, Math.ceil(wait))} s`;
   switch (error.code) {
     case "overloaded":

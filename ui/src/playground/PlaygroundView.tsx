@@ -1,9 +1,193 @@
+// The playground: a program as a form on one side, its run on the other.
+import { signal, useComputed, useSignal } from "@preact/signals";
+import { Dialog } from "../app/Dialog";
+import { announce } from "../app/announce";
+import { session } from "../app/session";
 import { View } from "../app/View";
+import { copyText } from "../text/copy";
+import { EXAMPLES } from "./examples";
+import { Form, NumberField } from "./Form";
+import { Ledger } from "./Ledger";
+import { mistakesOf, type Program, type Sampling } from "./program";
+import { toPython } from "./python";
+import { ProgramRun } from "./run";
+import { Stage } from "./Stage";
+import "./playground.css";
+
+// They outlive the view: a run goes on while another view is shown.
+const program = signal<Program>(structuredClone(EXAMPLES["essay_judge"]!));
+const example = signal("essay_judge");
+const run = signal<ProgramRun | null>(null);
+
+function start(): void {
+  const open = session.peek();
+  if (!open) return;
+  run.peek()?.stop();
+  announce("Running.");
+  run.value = new ProgramRun(program.peek(), open);
+}
+
+function choose(name: string): void {
+  example.value = name;
+  program.value = structuredClone(EXAMPLES[name]!);
+  run.value = null;
+}
 
 export default function PlaygroundView() {
+  const drawer = useSignal<"sampling" | "python" | null>(null);
+  const mistakes = useComputed(() => mistakesOf(program.value));
+  const isRunning = run.value?.status.value === "running";
+  const edit = (changed: Program) => (program.value = changed);
   return (
-    <View name="playground" title="Playground">
-      <p class="empty">Nothing here yet.</p>
+    <View
+      name="playground"
+      title="Playground"
+      lead={program.value.about}
+      actions={
+        <>
+          <select
+            aria-label="Ready program"
+            value={example.value}
+            disabled={isRunning}
+            data-testid="example"
+            onChange={(event) => choose(event.currentTarget.value)}
+          >
+            {Object.entries(EXAMPLES).map(([name, one]) => (
+              <option key={name} value={name}>
+                {one.title}
+              </option>
+            ))}
+          </select>
+          <button type="button" data-testid="sampling" onClick={() => (drawer.value = "sampling")}>
+            Sampling
+          </button>
+          <button type="button" data-testid="python" onClick={() => (drawer.value = "python")}>
+            Python
+          </button>
+          <RunButton isRunning={isRunning} canRun={mistakes.value.length === 0 && session.value !== null} />
+        </>
+      }
+    >
+      <div class="playground">
+        <details class="program-side panel" open={matchMedia("(min-width: 68rem)").matches}>
+          <summary>
+            <h2>Program</h2>
+          </summary>
+          <Form program={program.value} onChange={edit} isOff={isRunning} />
+          {mistakes.value.length > 0 && (
+            <ul class="mistakes" data-testid="mistakes">
+              {mistakes.value.map((mistake) => (
+                <li key={mistake}>{mistake}</li>
+              ))}
+            </ul>
+          )}
+        </details>
+        <div class="stage-side">
+          {run.value ? (
+            <>
+              <Ledger run={run.value} />
+              <Stage key={run.value.startedAt} run={run.value} />
+            </>
+          ) : (
+            <Empty />
+          )}
+        </div>
+      </div>
+      <Dialog
+        title="Sampling"
+        className="drawer"
+        isOpen={drawer.value === "sampling"}
+        onClose={() => (drawer.value = null)}
+      >
+        <SamplingFields
+          sampling={program.value.sampling}
+          onChange={(sampling) => edit({ ...program.peek(), sampling })}
+        />
+      </Dialog>
+      <Dialog
+        title="The same program in Python"
+        className="python"
+        isOpen={drawer.value === "python"}
+        onClose={() => (drawer.value = null)}
+      >
+        <pre class="source" tabIndex={0} data-testid="python-source">
+          {toPython(program.value)}
+        </pre>
+        <div class="row end">
+          <button type="button" class="primary" onClick={() => void copyText(toPython(program.peek()))}>
+            Copy
+          </button>
+        </div>
+      </Dialog>
     </View>
+  );
+}
+
+/** One button that is Run or Stop, so that the focus stays on it. */
+function RunButton({ isRunning, canRun }: { isRunning: boolean; canRun: boolean }) {
+  return (
+    <button
+      type="button"
+      class={isRunning ? "stop" : "primary"}
+      data-testid={isRunning ? "stop" : "run"}
+      disabled={!isRunning && !canRun}
+      onClick={() => (isRunning ? run.peek()?.stop() : start())}
+    >
+      {isRunning ? "Stop" : "Run"}
+    </button>
+  );
+}
+
+function Empty() {
+  return (
+    <div class="empty stage-empty">
+      <svg viewBox="0 0 240 120" aria-hidden="true" class="empty-picture">
+        {[30, 90, 150, 210].map((x) => (
+          <path key={x} d={`M120 8C120 40 ${x} 34 ${x} 60S120 84 120 112`} />
+        ))}
+        <circle cx="120" cy="8" r="4" />
+        <circle cx="120" cy="112" r="4" />
+      </svg>
+      <p>Run the program: its branches stream side by side from the prefix that they share.</p>
+    </div>
+  );
+}
+
+function SamplingFields({ sampling, onChange }: { sampling: Sampling; onChange: (sampling: Sampling) => void }) {
+  return (
+    <div class="sampling">
+      <NumberField
+        label="Temperature (0: always the likeliest token)"
+        value={sampling.temperature}
+        min={0}
+        max={2}
+        step={0.1}
+        onChange={(temperature) => onChange({ ...sampling, temperature: temperature ?? 0 })}
+      />
+      <NumberField
+        label="Top p (1: off)"
+        value={sampling.topP}
+        min={0.01}
+        max={1}
+        step={0.05}
+        onChange={(topP) => onChange({ ...sampling, topP: topP ?? 1 })}
+      />
+      <NumberField
+        label="Max tokens of a gen without its own"
+        value={sampling.maxTokens}
+        min={1}
+        max={100_000}
+        onChange={(maxTokens) => onChange({ ...sampling, maxTokens: maxTokens ?? 96 })}
+      />
+      <NumberField
+        label="Seed (empty: another one for each run)"
+        value={sampling.seed}
+        min={0}
+        max={2 ** 53 - 1}
+        placeholder="random"
+        onChange={(seed) => onChange({ ...sampling, seed })}
+      />
+      <p class="hint">Each branch derives its own seed from this one and its place, as the same program in Python does.</p>
+    </div>
   );
 }

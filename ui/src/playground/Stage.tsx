@@ -1,0 +1,304 @@
+// The stage: the shared prefix above, a column for each branch, and below what the branches flow into.
+import { useSignal, useSignalEffect } from "@preact/signals";
+import { useRef } from "preact/hooks";
+import { JsonTree } from "../json/JsonTree";
+import { readPartial, type JsonNode } from "../json/partial_json";
+import { StreamText } from "../text/stream_text";
+import type { CallItem, Item, Lane } from "./compile";
+import { Fan } from "./Fan";
+import { schemaOf } from "./program";
+import type { Call, ProgramRun } from "./run";
+import { sharesOf } from "./scores";
+
+/** A lane's items, cut at its forks. */
+function segmentsOf(lane: Lane): (Item[] | Extract<Item, { kind: "fork" }>)[] {
+  const segments: (Item[] | Extract<Item, { kind: "fork" }>)[] = [];
+  let open: Item[] = [];
+  for (const item of lane.items) {
+    if (item.kind === "fork") {
+      if (open.length) segments.push(open);
+      open = [];
+      segments.push(item);
+    } else open.push(item);
+  }
+  if (open.length) segments.push(open);
+  return segments;
+}
+
+export function Stage({ run }: { run: ProgramRun }) {
+  const root = run.root.value;
+  if (!root) return null;
+  return (
+    <div class="stage">
+      <LaneBody lane={root} run={run} />
+    </div>
+  );
+}
+
+function LaneBody({ lane, run }: { lane: Lane; run: ProgramRun }) {
+  const segments = segmentsOf(lane);
+  const isRoot = lane.path === "";
+  return (
+    <>
+      {segments.map((segment, index) =>
+        Array.isArray(segment) ? (
+          <div key={index} class={isRoot ? "segment panel" : "segment"}>
+            {isRoot && index === 0 && segments.length > 1 && <p class="segment-name">Shared prefix</p>}
+            {segment.map((one) => (
+              <ItemView key={one.key} item={one} run={run} />
+            ))}
+          </div>
+        ) : (
+          <ForkView key={index} lanes={segment.lanes} run={run} joins={Array.isArray(segments[index + 1])} />
+        ),
+      )}
+    </>
+  );
+}
+
+function ForkView({ lanes, run, joins }: { lanes: Lane[]; run: ProgramRun; joins: boolean }) {
+  const columns = useRef<HTMLDivElement>(null);
+  const isFlowing = run.status.value === "running";
+  return (
+    <div class="fork" role="group" aria-label={`${lanes.length} branches`}>
+      <Fan columns={columns} count={lanes.length} isFlowing={isFlowing} />
+      <div class={`columns${lanes.length > 8 ? " is-many" : ""}`} ref={columns}>
+        {lanes.map((lane) => (
+          <BranchView key={lane.path} lane={lane} run={run} />
+        ))}
+      </div>
+      {joins && <Fan columns={columns} count={lanes.length} isFlowing={isFlowing} isJoin />}
+    </div>
+  );
+}
+
+function BranchView({ lane, run }: { lane: Lane; run: ProgramRun }) {
+  const isCancelled = run.cancelled.value.has(lane.path);
+  const canCancel = run.status.value === "running" && !isCancelled;
+  return (
+    <section
+      class={`branch panel${isCancelled ? " is-cancelled" : ""}`}
+      data-testid={`branch-${lane.path}`}
+      aria-label={`Branch ${lane.label}`}
+    >
+      <header class="branch-head">
+        <h3>
+          <bdi>{lane.label}</bdi>
+        </h3>
+        {isCancelled ? (
+          <span class="chip">cancelled</span>
+        ) : (
+          <button
+            type="button"
+            class="quiet small"
+            disabled={!canCancel}
+            data-testid={`cancel-${lane.path}`}
+            aria-label={`Cancel branch ${lane.label}`}
+            onClick={() => run.cancelBranch(lane.path)}
+          >
+            Cancel
+          </button>
+        )}
+      </header>
+      <LaneBody lane={lane} run={run} />
+    </section>
+  );
+}
+
+function ItemView({ item, run }: { item: Item; run: ProgramRun }) {
+  switch (item.kind) {
+    case "turn":
+      return (
+        <div class="turn">
+          <span class="role">{item.role}</span>
+          <p class="model-text turn-text" dir="auto" tabIndex={item.text.length > 500 ? 0 : -1}>
+            {item.text}
+          </p>
+        </div>
+      );
+    case "join":
+      return (
+        <div class="turn">
+          <span class="role">user</span>
+          <div class="model-text turn-text" dir="auto">
+            {item.before && <p>{item.before}</p>}
+            <p class="joined">
+              {item.labels.slice(0, 12).map((label) => (
+                <span key={label} class="chip">
+                  {label}
+                </span>
+              ))}
+              {item.labels.length > 12 && <span class="chip">and {item.labels.length - 12} more</span>}
+            </p>
+            {item.after && <p>{item.after}</p>}
+          </div>
+        </div>
+      );
+    case "fork":
+      return null;
+    default: {
+      const call = run.calls.get(item.key);
+      return call ? <CallView item={item} call={call} /> : null;
+    }
+  }
+}
+
+const WORDS = { waiting: "waits", running: "streams", done: "done", cancelled: "cancelled", failed: "failed" };
+
+function CallView({ item, call }: { item: CallItem; call: Call }) {
+  const { step } = item;
+  const status = call.status.value;
+  const schema = step.kind === "gen" && step.shape.kind === "schema" ? schemaOf(step.shape.source) : null;
+  return (
+    <div class={`call is-${status}`} data-status={status}>
+      <div class="call-head">
+        <span class="role">assistant</span>
+        <code class="name">{step.name}</code>
+        <span class="call-status">{WORDS[status]}</span>
+      </div>
+      {step.lead && (
+        <span class="call-lead model-text" dir="auto">
+          {step.lead}
+        </span>
+      )}
+      {step.kind === "select" ? (
+        <Shares call={call} choices={step.choices} />
+      ) : schema ? (
+        <>
+          <TypedText call={call} schema={schema} />
+          <details class="raw">
+            <summary>Text</summary>
+            <Streamed call={call} />
+          </details>
+        </>
+      ) : (
+        <Streamed call={call} />
+      )}
+      {call.problem.value && (
+        <p class="problem" dir="auto">
+          {call.problem.value}
+        </p>
+      )}
+      <Prompt call={call} />
+    </div>
+  );
+}
+
+/** The text of a call, as it streams; forced parts are marked when it is complete. */
+function Streamed({ call }: { call: Call }) {
+  const host = useRef<HTMLDivElement>(null);
+  useSignalEffect(() => {
+    const variable = call.variable.value;
+    if (!host.current || !variable) return;
+    const text = new StreamText(host.current);
+    text.clear();
+    return variable.onChange((_, added) => text.append(added));
+  });
+  useSignalEffect(() => {
+    const forced = call.forced.value;
+    const text = call.text;
+    if (host.current && forced.length && text.length < 100_000) {
+      new StreamText(host.current).mark(text, forced, "forced", "Forced by the schema or pattern: not sampled");
+    }
+  });
+  return <div ref={host} class="model-text streamed" data-testid={`text-${call.key}`} dir="auto" />;
+}
+
+const TREE_EVERY_MS = 100;
+const MAX_TREE_CHARS = 50_000;
+
+/** A constrained value as a tree, read anew from the text at most ten times a second. */
+function TypedText({ call, schema }: { call: Call; schema: Record<string, unknown> }) {
+  const node = useSignal<JsonNode | null>(null);
+  useSignalEffect(() => {
+    const variable = call.variable.value;
+    if (!variable) return;
+    let timer: ReturnType<typeof setTimeout> | undefined;
+    const read = (): void => {
+      timer = undefined;
+      if (variable.text.length <= MAX_TREE_CHARS) node.value = readPartial(variable.text);
+    };
+    const unsubscribe = variable.onChange(() => {
+      if (variable.done) read();
+      else timer ??= setTimeout(read, TREE_EVERY_MS);
+    });
+    return () => {
+      clearTimeout(timer);
+      unsubscribe();
+    };
+  });
+  return <JsonTree node={node.value} schema={schema} />;
+}
+
+function Shares({ call, choices }: { call: Call; choices: string[] }) {
+  const scores = call.scores.value;
+  if (!scores) {
+    return (
+      <p class="choices">
+        {choices.filter(Boolean).map((choice) => (
+          <span key={choice} class="chip" dir="auto">
+            {choice}
+          </span>
+        ))}
+      </p>
+    );
+  }
+  const shares = sharesOf(scores);
+  return (
+    <figure class="shares">
+      <table>
+        <tbody>
+          {shares.map(({ choice, share, score }, index) => (
+            <tr key={choice} class={index === 0 ? "is-chosen" : ""}>
+              <th scope="row" dir="auto">
+                {choice}
+                {index === 0 && <span class="visually-hidden"> (selected)</span>}
+              </th>
+              <td class="share-bar">
+                <span style={{ width: `${(share * 100).toFixed(1)}%` }} />
+              </td>
+              <td class="number" title={`score ${score.toFixed(3)}`}>
+                {(share * 100).toFixed(share < 0.1 ? 1 : 0)} %
+              </td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+      <figcaption>Softmax of the scores that decided: the mean log-probability of each choice's tokens.</figcaption>
+    </figure>
+  );
+}
+
+/** How much of the prompt was in the cache, as a bar; opened, the prompt's text with that part tinted. */
+function Prompt({ call }: { call: Call }) {
+  const usage = call.usage.value;
+  if (!usage?.prompt_tokens) return null;
+  const cached = usage.cached_tokens ?? 0;
+  const share = cached / usage.prompt_tokens;
+  const forced = usage.forced_tokens ?? 0;
+  const tokens = call.promptTokens.value;
+  const line = (
+    <>
+      <span class="cache-bar" aria-hidden="true">
+        <span style={{ width: `${(share * 100).toFixed(1)}%` }} />
+      </span>
+      <span>
+        {cached.toLocaleString("en")} of {usage.prompt_tokens.toLocaleString("en")} prompt tokens cached
+        {usage.output_tokens ? `, ${usage.output_tokens} generated` : ""}
+        {forced ? `, ${forced} of them forced` : ""}
+      </span>
+    </>
+  );
+  if (!tokens) return <p class="prompt-line">{line}</p>;
+  return (
+    <details class="prompt">
+      <summary class="prompt-line">{line}</summary>
+      <p class="model-text prompt-text" dir="auto" tabIndex={0}>
+        <span class="cached" title="From the cache">
+          {tokens.slice(0, cached).join("")}
+        </span>
+        <span>{tokens.slice(cached).join("")}</span>
+      </p>
+    </details>
+  );
+}
