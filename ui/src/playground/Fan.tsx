@@ -2,16 +2,16 @@
 import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import type { RefObject } from "preact";
 
-const HEIGHT = 44;
+const HEIGHT = 60;
 
 /** The paths from the middle of `width` to the middle of each of `centres`, downwards. */
 export function fanPaths(width: number, centres: readonly number[], isJoin: boolean): string[] {
   const middle = width / 2;
-  const half = HEIGHT / 2;
+  const half = HEIGHT * 0.62;
   return centres.map((x) =>
     isJoin
-      ? `M${x} 0C${x} ${half} ${middle} ${half} ${middle} ${HEIGHT}`
-      : `M${middle} 0C${middle} ${half} ${x} ${half} ${x} ${HEIGHT}`,
+      ? `M${x} 0C${x} ${half} ${middle} ${HEIGHT - half} ${middle} ${HEIGHT}`
+      : `M${middle} 0C${middle} ${half} ${x} ${HEIGHT - half} ${x} ${HEIGHT}`,
   );
 }
 

@@ -76,10 +76,11 @@ class Writer {
           const parts: string[] = [];
           if (step.before) parts.push(this.#text(`${step.before}\n`, scope));
           if (fork) {
-            const name = text(resultOf(fork.step) ?? "");
-            const value = `branch[${name}].strip()`;
             lines.push(
-              `found = [f"{label}: {${value}}\\n" for label, branch in zip(${fork.labels}, ${fork.branches}, strict=True)]`,
+              "found = [",
+              `    f"{label}: {branch['${resultOf(fork.step)}'].strip()}\\n"`,
+              `    for label, branch in zip(${fork.labels}, ${fork.branches}, strict=True)`,
+              "]",
             );
             parts.push("*found");
           }

@@ -1,0 +1,35 @@
+// The Python sources and the graphs of the examples are kept in tests/server/ui/programs, where a test in Python runs
+// both and compares their prompts.
+import { expect, test } from "vitest";
+import { compile } from "./compile";
+import { EXAMPLES } from "./examples";
+import { DEFAULT_SAMPLING, gen, type Program } from "./program";
+import { text, toPython } from "./python";
+
+test.each(Object.entries(EXAMPLES))("the source of %s is the one that is tested", async (name, program) => {
+  await expect(toPython(program)).toMatchFileSnapshot(`../../../tests/server/ui/programs/${name}.py`);
+});
+
+test.each(Object.entries(EXAMPLES))("the graph of %s is the one that is tested", async (name, program) => {
+  const { graph } = compile(program);
+  const { ops, places } = graph.submission(1, [], { seed: 1 });
+  const submitted = { ops: ops.filter((op) => op.op !== "read"), places };
+  await expect(`${JSON.stringify(submitted, null, 1)}\n`).toMatchFileSnapshot(`../../../tests/server/ui/programs/${name}.json`);
+});
+
+test("strings escape what Python or an editor could misread", () => {
+  expect(text('a "b"\n\\ \u202e \u2028 \u0085')).toBe('"a \\"b\\"\\n\\\\ \\u202e \\u2028 \\u0085"');
+  expect(text("\ud800")).toBe('"\ufffd"');
+});
+
+test("braces around a reference stay braces", () => {
+  const program: Program = {
+    title: "t",
+    about: "",
+    system: "",
+    user: "Hm?",
+    steps: [gen("tip"), { kind: "say", role: "user", text: "{tip} {x} 100%" }, gen("more")],
+    sampling: DEFAULT_SAMPLING,
+  };
+  expect(toPython(program)).toContain(`s += af.user(f"{s['tip'].strip()} {{x}} 100%")`);
+});

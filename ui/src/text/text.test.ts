@@ -1,0 +1,46 @@
+import { describe, expect, test } from "vitest";
+import { SentenceReader } from "./sentences";
+import { cutOf } from "./stream_text";
+
+describe("sentences", () => {
+  const read = (pieces: string[]) => {
+    const reader = new SentenceReader();
+    return [...pieces.flatMap((piece) => reader.push(piece)), ...reader.finish()];
+  };
+
+  test("are said whole, however the text is cut", () => {
+    const source = 'It is 3.5 m long. "Really?" she said.\nYes! And then';
+    const whole = ["It is 3.5 m long.", '"Really?"', "she said.", "Yes!", "And then"];
+    expect(read([source])).toEqual(whole);
+    expect(read([...source])).toEqual(whole);
+  });
+
+  test("a text without an end is said in parts", () => {
+    expect(read(["x".repeat(1000), "y"]).every((part) => part.length <= 400)).toBe(true);
+  });
+});
+
+describe("blocks", () => {
+  const blocksOf = (pieces: string[]) => {
+    const blocks = [""];
+    for (let rest of pieces) {
+      while (rest) {
+        const cut = cutOf(blocks.at(-1)!.length, rest);
+        blocks[blocks.length - 1] += rest.slice(0, cut ?? rest.length);
+        rest = cut === null ? "" : rest.slice(cut);
+        if (cut !== null) blocks.push("");
+      }
+    }
+    return blocks;
+  };
+
+  test("lose nothing, stay short, and do not divide a character", () => {
+    const line = "\u{1f600}".repeat(20_000);
+    for (const pieces of [[line], [...line], Array.from({ length: 900 }, (_, index) => `line ${index}\n`)]) {
+      const blocks = blocksOf(pieces);
+      expect(blocks.join("")).toBe(pieces.join(""));
+      expect(Math.max(...blocks.map((block) => block.length))).toBeLessThanOrEqual(8192);
+      expect(blocks.every((block) => block.isWellFormed())).toBe(true);
+    }
+  });
+});
