@@ -19,6 +19,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 import anyio
 import httpx2
 import uvicorn
+from app.sse import server_sent_events
 from example_session import example_parser, run_example
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import StreamingResponse
@@ -57,21 +58,11 @@ def create_app(open_session: Callable[[], AbstractAsyncContextManager[af.Session
 
     @app.get("/explain/stream")
     async def streamed(request: Request, question: str) -> StreamingResponse:
-        return StreamingResponse(events(request.app.state.flow, question), media_type="text/event-stream")
+        # A client that disconnects closes the iterator, which cancels the program.
+        events = server_sent_events(request.app.state.flow.stream(explain, question))
+        return StreamingResponse(events, media_type="text/event-stream")
 
     return app
-
-
-async def events(flow: af.Session, question: str) -> AsyncIterator[str]:
-    """Server-sent events with pieces of the answer. A client that disconnects cancels this, and leaving the
-    block cancels the program."""
-    async with flow.stream(explain, question) as stream:
-        try:
-            async for event in stream:
-                if isinstance(event, af.TextDelta):
-                    yield f"data: {json.dumps(event.text)}\n\n"
-        except af.AgentflowError as error:  # the status 200 is sent already
-            yield f"event: error\ndata: {json.dumps(str(error))}\n\n"
 
 
 @asynccontextmanager
@@ -95,8 +86,10 @@ async def read(base: str, question: str, console: Console, num_pieces: int | Non
         client.stream("GET", f"{base}/explain/stream", params={"question": question}) as response,
     ):
         async for line in response.aiter_lines():
+            if line in ("event: done", "event: error"):
+                break
             if line.startswith("data: "):
-                console.print(json.loads(line.removeprefix("data: ")), end="", markup=False)
+                console.print(json.loads(line.removeprefix("data: "))["text"], end="", markup=False)
                 num_pieces = None if num_pieces is None else num_pieces - 1
             if num_pieces == 0:
                 console.print(" [yellow]… (disconnected)[/]", end="")

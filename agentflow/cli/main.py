@@ -13,8 +13,8 @@ from agentflow.version import __version__
 EXAMPLES = """\
 a first session:
   agentflow doctor                    check this machine
-  agentflow pull                      fetch the default model (93 MB)
-  agentflow chat                      talk to it
+  agentflow up                        the server and its page, in the browser
+  agentflow chat                      talk to the model in the terminal
   agentflow serve                     let other programs use it
   agentflow COMMAND --help            all options of a command, with examples
 """
@@ -50,9 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _commands() -> list[Command]:
     """The commands, in the order of the help. A bare install can import all of them."""
-    from agentflow.cli import chat, config, doctor, keys, models, pull, replay, run, serve, simulate, top
+    from agentflow.cli import chat, config, doctor, keys, models, pull, replay, run, serve, simulate, top, up
 
-    modules = (doctor, pull, models, chat, run, serve, config, keys, top, replay, simulate)
+    modules = (doctor, up, pull, models, chat, run, serve, config, keys, top, replay, simulate)
     return [module.COMMAND for module in modules]
 
 

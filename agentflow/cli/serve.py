@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agentflow.cli.command import Command
 from agentflow.engine.process.child import lower_priority
@@ -14,14 +15,16 @@ from agentflow.server.config.schema import NetworkConfig, ServeConfig
 from agentflow.server.http.addresses import is_loopback
 
 if TYPE_CHECKING:
-    from agentflow.server.serve import Tls
+    from agentflow.server.serve import RunningServer, Tls
 
 logger = logging.getLogger(__name__)
 
 
-def run_serve(config: ServeConfig) -> None:
+def run_serve(
+    config: ServeConfig, on_ready: Callable[[RunningServer], Coroutine[Any, Any, None]] | None = None
+) -> None:
     """Serves until SIGINT or SIGTERM. Errors of models, keys or certificates are raised before anything is
-    loaded."""
+    loaded. ``on_ready`` runs once the server is ready; without one, it prints its addresses."""
     from agentflow.engine.process.shutdown_budget import ShutdownBudget
     from agentflow.server.app import Access
     from agentflow.server.log import set_up_logs
@@ -59,6 +62,7 @@ def run_serve(config: ServeConfig) -> None:
         ),
         tls=_tls(network),
         shutdown=shutdown,
+        on_ready=on_ready,
     )
 
 

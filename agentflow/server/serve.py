@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from email.utils import formatdate
@@ -57,6 +57,16 @@ class RunningServer:
     app: Starlette
 
     @property
+    def http_url(self) -> str:
+        """The same address for HTTP requests."""
+        return self.url.replace("ws", "http", 1)
+
+    @property
+    def models(self) -> list[str]:
+        """The names of its models."""
+        return [model.name for model in self.service.models]
+
+    @property
     def service(self) -> Service:
         """Its state."""
         service: Service = self.app.state.service
@@ -87,9 +97,11 @@ def serve(
     access: Access | None = None,
     tls: Tls | None = None,
     shutdown: ShutdownBudget | None = None,
+    on_ready: Callable[[RunningServer], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
     """Serves until SIGINT or SIGTERM. Then new requests are rejected, and running ones may continue for
-    ``shutdown.drain_s``. A second signal stops the server at once. Prints its addresses when it is ready.
+    ``shutdown.drain_s``. A second signal stops the server at once. ``on_ready`` runs beside it once it is
+    ready; without one, it prints its addresses.
 
     ``PortInUse`` if the port is in use, ``ServerError`` if the address cannot be bound for another reason,
     and the errors of ``open_models``.
@@ -114,16 +126,19 @@ def serve(
             ):
                 group.start_soon(_reload_keys, server.service, signals.until_hang_up)
                 collect_garbage_rarely()
-                names = ", ".join(model.name for model in server.service.models)
-                print(f"agentflow serves {names} at {server.url}")
-                base = server.url.replace("ws", "http", 1)
-                print(f"OpenAI's API is at {base}/v1, Anthropic's at {base}", flush=True)
+                group.start_soon(on_ready or _print_addresses, server)
                 await signals.until_stop()
                 if not await server.service.drain(budget.take(budget.drain_s)):
                     logger.warning("requests still run after %g s and are cancelled", budget.drain_s)
                 group.cancel_scope.cancel()
 
     anyio.run(main, backend="asyncio")  # uvicorn's event loop
+
+
+async def _print_addresses(server: RunningServer) -> None:
+    print(f"agentflow serves {', '.join(server.models)} at {server.url}")
+    base = server.http_url
+    print(f"OpenAI's API is at {base}/v1, Anthropic's at {base}", flush=True)
 
 
 @asynccontextmanager
@@ -282,7 +297,7 @@ class _HttpServer:
             await self._has_ended.wait()
 
 
-async def _reload_keys(service: Service, has_hung_up: Callable[[], Awaitable[None]]) -> None:
+async def _reload_keys(service: Service, has_hung_up: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Reads the keys file again at each SIGHUP. An invalid file is logged and changes nothing."""
     while True:
         await has_hung_up()

@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import httpx2
@@ -29,10 +30,9 @@ async def client_of(backend: af.Scripted) -> AsyncIterator[httpx2.AsyncClient]:
         yield client
 
 
-def pieces(text: str) -> list[str]:
-    return [
-        json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")
-    ]
+def events(text: str) -> list[tuple[str, Any]]:
+    blocks = [block.split("\n") for block in text.removesuffix("\n\n").split("\n\n")]
+    return [(kind.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for kind, data in blocks]
 
 
 async def test_an_answer_comes_whole_or_in_pieces():
@@ -42,7 +42,9 @@ async def test_an_answer_comes_whole_or_in_pieces():
         assert whole.json() == {"answer": "Light,\nwater and\n\nair."}
         streamed = await client.get("/explain/stream", params={"question": "What?"})
         assert streamed.headers["content-type"].startswith("text/event-stream")
-        assert "".join(pieces(streamed.text)) == "Light,\nwater and\n\nair."
+        *pieces, last = events(streamed.text)
+        assert "".join(piece["text"] for _, piece in pieces) == "Light,\nwater and\n\nair."
+        assert last == ("done", "Light,\nwater and\n\nair.")
     assert [call.messages[0]["content"] for call in backend.calls] == ["What?", "What?"]
 
 
@@ -78,8 +80,9 @@ async def test_errors_are_statuses_of_http(error, status):
 async def test_an_error_in_a_stream_is_its_last_event():
     async with client_of(af.Scripted([af.EngineFailed("broken")])) as client:
         answer = await client.get("/explain/stream", params={"question": "?"})
-        assert answer.text.startswith("event: error\n")
-        assert "broken" in pieces(answer.text)[0]
+        [(kind, message)] = events(answer.text)
+        assert kind == "error"
+        assert "broken" in message
 
 
 async def test_two_answers_are_shown():

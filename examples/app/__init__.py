@@ -1,0 +1,1 @@
+"""The example application: ``service`` with its page in ``static``, and ``sse``."""

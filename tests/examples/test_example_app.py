@@ -1,0 +1,149 @@
+"""examples/app: its page, the stream of a program with branches, disconnects, and a server that is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx2
+import pytest
+from app.service import VIEWS, OpenSession, create_app
+from fastapi_stream import served
+
+import agentflow as af
+
+pytestmark = pytest.mark.anyio
+PAGE = Path(__file__).parents[2] / "examples" / "app" / "static"
+TEXTS = {"view": "It is <b>good</b>.\nOr not.", "summary": "It depends."}
+ASKED = {"question": "Why?"}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"  # uvicorn's
+
+
+@asynccontextmanager
+async def client_of(open_session: OpenSession) -> AsyncIterator[httpx2.AsyncClient]:
+    async with (
+        served(create_app(open_session)) as base,
+        httpx2.AsyncClient(base_url=base, timeout=30) as client,
+    ):
+        yield client
+
+
+def on(backend: af.Scripted) -> OpenSession:
+    return lambda: af.open_session(backend=backend)
+
+
+def events(text: str) -> list[tuple[str, Any]]:
+    found = []
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        kind, data = block.split("\n")
+        found.append((kind.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    return found
+
+
+async def test_branches_and_their_summary_stream_by_path() -> None:
+    async with client_of(on(af.Scripted(TEXTS))) as client:
+        answer = await client.get("/discuss", params=ASKED)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *pieces, last = events(answer.text)
+    texts: dict[tuple[tuple[int, ...], str], str] = {}
+    for kind, piece in pieces:
+        assert kind == "message"
+        key = (tuple(piece["path"]), piece["name"])
+        texts[key] = texts.get(key, "") + piece["text"]
+    assert texts == {((), "summary"): TEXTS["summary"]} | {
+        ((number,), "view"): TEXTS["view"] for number in range(len(VIEWS))
+    }
+    assert last == ("done", TEXTS["summary"])
+
+
+async def test_the_page_and_its_files_have_a_strict_policy() -> None:
+    async with client_of(on(af.Scripted(TEXTS))) as client:
+        for path in ("/", *(f"/{file.name}" for file in PAGE.iterdir()), "/views", "/health", "/none"):
+            answer = await client.get(path)
+            assert answer.status_code == (404 if path == "/none" else 200)
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "frame-ancestors 'none'" in policy
+            assert "unsafe" not in policy
+            assert answer.headers["x-content-type-options"] == "nosniff"
+        assert (await client.get("/views")).json() == list(VIEWS)
+
+
+def test_the_page_has_nothing_inline_and_nothing_from_elsewhere() -> None:
+    page = (PAGE / "index.html").read_text(encoding="utf-8")
+    script = (PAGE / "page.js").read_text(encoding="utf-8")
+    assert not any(found in page for found in ("<style", "style=", "onclick", "//"))
+    assert page.count("<script") == page.count('<script type="module" src=') == 1
+    assert not any(
+        found in script for found in ("innerHTML", "insertAdjacentHTML", "eval(", "http:", "https:")
+    )
+
+
+async def idle(backend: af.Scripted) -> None:
+    with anyio.fail_after(20):
+        while backend.generator.num_open or backend.generator.num_running:
+            await anyio.lowlevel.checkpoint()
+
+
+async def test_a_client_that_disconnects_cancels_all_branches() -> None:
+    backend = af.Scripted({"view": "word " * 70, "summary": "short"})
+    async with client_of(on(backend)) as client:
+        for num_lines in (0, 1, 7):
+            async with client.stream("GET", "/discuss", params=ASKED) as response:
+                lines = response.aiter_lines()
+                for _ in range(num_lines):
+                    await anext(lines)
+            await idle(backend)
+
+
+async def test_a_failure_is_the_last_event() -> None:
+    async with client_of(on(af.Scripted([af.EngineFailed("broken")] * 4))) as client:
+        kind, message = events((await client.get("/discuss", params=ASKED)).text)[-1]
+    assert kind == "error"
+    assert "broken" in message
+
+
+@pytest.mark.parametrize("question", ["", "?" * 2001])
+async def test_questions_are_limited(question: str) -> None:
+    async with client_of(on(af.Scripted(TEXTS))) as client:
+        assert (await client.get("/discuss", params={"question": question})).status_code == 422
+
+
+async def test_the_session_is_shared_and_opened_again_after_it_was_lost() -> None:
+    opened: list[af.OpenSession] = []
+
+    async def open_one() -> af.OpenSession:
+        opened.append(await af.open_session(backend=af.Scripted(TEXTS)))
+        return opened[-1]
+
+    async with client_of(open_one) as client:
+        for is_lost in (False, False, True):
+            if is_lost:
+                await opened[0].close()
+            answer = await client.get("/discuss", params=ASKED)
+            assert events(answer.text)[-1][0] == "done"
+            assert len(opened) == 1 + is_lost
+    assert not any(flow.is_alive for flow in opened)
+
+
+async def test_without_a_server_it_says_so_and_works_once_there_is_one() -> None:
+    is_up = False
+
+    async def open_one() -> af.OpenSession:
+        if not is_up:
+            raise af.ServerUnreachable("nothing listens there")
+        return await af.open_session(backend=af.Scripted(TEXTS))
+
+    async with client_of(open_one) as client:
+        answer = await client.get("/discuss", params=ASKED)
+        assert (answer.status_code, "Retry-After" in answer.headers) == (503, True)
+        is_up = True
+        assert (await client.get("/discuss", params=ASKED)).status_code == 200
