@@ -115,7 +115,8 @@ export class Connection {
     if (this.error) throw this.error;
     // The queue checks the op, so it comes first; a delayed `close` is queued later.
     if (op.op === "close") {
-      if (this.#cursors.submit(op)) this.#queue.add(op);
+      if (!this.#cursors.submit(op)) return;
+      this.#queue.add(op);
     } else {
       const number = this.#queue.add(op);
       this.#cursors.submit(op);

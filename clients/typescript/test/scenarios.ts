@@ -1,0 +1,121 @@
+// Programs on a real server, for tests/clients/test_typescript.py. Arguments: the scenario's name, and its options
+// as JSON. Prints the result as JSON.
+
+import WebSocket from "ws";
+import { AgentflowError, connect, Graph, type ConnectOptions, type Session } from "../src/index.js";
+
+type Options = ConnectOptions & { prompts: string[] };
+
+const scenarios: Record<string, (options: Options) => Promise<unknown>> = {
+  /** The first prompt is shared; each other one is that of a branch. */
+  async fork(options) {
+    return withSession(options, async (session) => {
+      const [shared, ...own] = options.prompts as [string, ...string[]];
+      const root = session.state();
+      const first = root.text(shared).gen("first");
+      const branches = root.fork(own.length);
+      const variables = branches.map((branch, index) => branch.text(own[index]!).gen("branch"));
+      const streamed = await Promise.all([first, ...variables].map(collected));
+      const texts = await Promise.all([first, ...variables]);
+      await Promise.all([root, ...branches].map((state) => state.done()));
+      const content = await root.read("content", "text");
+      for (const state of [root, ...branches]) state.close();
+      return { texts, streamed, content, stats: await session.stats() };
+    });
+  },
+
+  /** Each prompt is that of a branch of a graph; the branches whose prompt says so hang, and are cancelled. */
+  async graph(options) {
+    return withSession(options, async (session) => {
+      const graph = new Graph({ program: "scenario" });
+      const input = graph.input("input");
+      graph.root.text(input);
+      const branches = graph.root.fork(options.prompts.length);
+      const outputs = branches.map((branch, index) => branch.text(options.prompts[index]!).gen("branch"));
+      const run = session.submit(graph, { live: true, inputs: { input: "The input. " } });
+      const results = await Promise.all(
+        outputs.map(async (output, index) => {
+          const variable = run.variable(output);
+          if (!options.prompts[index]!.includes("hang")) return variable;
+          for await (const piece of variable) {
+            if (piece) break;
+          }
+          run.cancelBranch(branches[index]!);
+          return Promise.resolve(variable).catch((error: AgentflowError) => [variable.text, error.code]);
+        }),
+      );
+      await run.done();
+      run.cancel(); // it has ended
+      return { results, stats: (await session.stats()).model };
+    });
+  },
+
+  /** Prints "ready" when the first piece has come; then the connection may break. */
+  async dropped(options) {
+    return withSession(options, async (session) => {
+      const statuses: string[] = [];
+      session.onStatus((status) => statuses.push(status));
+      const variables = options.prompts.map((prompt) => session.state().text(prompt).gen("text", { maxTokens: 100_000 }));
+      const streamed = await Promise.all(variables.map(collected));
+      return { texts: await Promise.all(variables), streamed, statuses };
+    });
+  },
+
+  /** Only the model's name. */
+  async model(options) {
+    return withSession(options, async (session) => session.model);
+  },
+
+  /** Two looks at an engine, with a generation between them. */
+  async watch(options) {
+    return withSession(options, async (session) => {
+      const watch = session.watch({ intervalS: 0.1 });
+      const first = (await watch.next()).value!;
+      const state = session.state({ program: "watched" });
+      const variable = state.text(options.prompts[0]!).gen("text", { maxTokens: 8 });
+      await variable;
+      for await (const look of watch) {
+        if (look.tree?.nodes?.length) {
+          const [id] = look.tree.nodes.at(-1)!;
+          return { first: first.tree?.reset, tree: look.tree, steps: look.steps, peeked: await session.peek(id) };
+        }
+      }
+      return null;
+    });
+  },
+
+  /** A constrained value and what was forced in it; the tokens of the state. */
+  async forced(options) {
+    return withSession(options, async (session) => {
+      const state = session.state();
+      const value = state.text(options.prompts[0]!).gen("value", { regex: "forced text [ab]", maxTokens: 30 });
+      const tokens = state.read("tokens", "tokens");
+      return { text: await value, forced: value.forced, usage: value.usage, tokens: JSON.parse(await tokens) };
+    });
+  },
+};
+
+async function withSession<T>(options: Options, work: (session: Session) => Promise<T>): Promise<T> {
+  const { prompts: _prompts, ...connecting } = options;
+  const session = await connect({ WebSocket: globalThis.WebSocket ?? WebSocket, ...connecting });
+  try {
+    return await work(session);
+  } finally {
+    await session.close();
+  }
+}
+
+async function collected(pieces: AsyncIterable<string>): Promise<string> {
+  const found: string[] = [];
+  for await (const piece of pieces) found.push(piece);
+  return found.join("");
+}
+
+const [name, given] = process.argv.slice(2);
+try {
+  console.log(JSON.stringify({ result: await scenarios[name!]!(JSON.parse(given!) as Options) }));
+} catch (error) {
+  if (!(error instanceof AgentflowError)) throw error;
+  const { code, message, retryAfterS } = error;
+  console.log(JSON.stringify({ error: { code, message, name: error.name, retryAfterS } }));
+}

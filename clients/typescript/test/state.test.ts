@@ -1,0 +1,177 @@
+// The ops that states and graphs record, and the mistakes that they find before anything is sent.
+
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { Graph } from "../src/graph.js";
+import type { Op } from "../src/protocol.js";
+import { connect, type Session } from "../src/session.js";
+import { FakeServer, settle } from "./support/fake_server.js";
+
+const texts = new Map(["a", "b", "answer", "grade"].map((name) => [name, name]));
+
+async function opened(server: FakeServer): Promise<Session> {
+  const connecting = connect({ url: "ws://fake", WebSocket: server.WebSocket });
+  await settle(server);
+  return connecting;
+}
+
+/** The recorded ops of a graph, without their numbers. */
+function recorded(build: (graph: Graph) => void): object[] {
+  const graph = new Graph();
+  build(graph);
+  return graph.ops.slice(1).map((op: Op) => {
+    const { state: _state, var: _var, ...rest } = op as unknown as Record<string, unknown>;
+    return rest;
+  });
+}
+
+test("turns, texts and references are ops in their order", () => {
+  const ops = recorded(({ root }) => {
+    root.system("Be brief.").user("Why?");
+    const answer = root.gen("answer", { maxTokens: 8, stop: "\n", seed: 1 });
+    root.user("Because ", answer.strip().json("a.b"), ".");
+    root.select("grade", ["A", "B"], { method: "greedy_token_selection" });
+  });
+  assert.deepEqual(ops, [
+    { op: "begin", role: "system" },
+    { op: "text", parts: ["Be brief."] },
+    { op: "end" },
+    { op: "begin", role: "user" },
+    { op: "text", parts: ["Why?"] },
+    { op: "end" },
+    { op: "begin", role: "assistant" },
+    { op: "gen", name: "answer", params: { max_tokens: 8, seed: 1, stop: ["\n"] } },
+    { op: "end" },
+    { op: "begin", role: "user" },
+    {
+      op: "text",
+      parts: ["Because ", { op: "ref", var: 2, transforms: [["strip"], ["json", "a.b"]] }, "."],
+    },
+    { op: "end" },
+    { op: "begin", role: "assistant" },
+    { op: "select", name: "grade", choices: ["A", "B"], method: "greedy_token_selection" },
+    { op: "end" },
+  ]);
+});
+
+test("a conversation's turn ends with its reply", () => {
+  const call = { id: "c1", name: "weather", arguments: "{}" };
+  const ops = recorded(({ root }) => {
+    root.converse([{ role: "user", content: "Cold?" }], [{ name: "weather", description: "", parameters: {} }]);
+    root.gen("answer", { reply: true });
+    root.tool(call, "3 degrees");
+    root.gen("answer", { reply: true, whitespace: "tight" });
+  });
+  assert.deepEqual(ops.slice(1), [
+    { op: "gen", name: "answer", params: {}, reply: true },
+    { op: "end" },
+    { op: "begin", role: "tool", tool_call_id: "c1", name: "weather" },
+    { op: "text", parts: ["3 degrees"] },
+    { op: "end" },
+    { op: "begin", role: "assistant" },
+    { op: "gen", name: "answer", params: {}, reply: true },
+    { op: "end" },
+  ]);
+});
+
+test("a gen has one constraint, and a schema a limit of its lengths", () => {
+  const schema = { type: "object", properties: { name: { type: "string", maxLength: 9000 } } };
+  const [gen] = recorded(({ root }) => root.gen("a", { schema, jumpForward: false, whitespace: "tight" }));
+  assert.deepEqual((gen as { constraint: object }).constraint, {
+    kind: "schema",
+    source: JSON.stringify(schema),
+    string_chars: 9000,
+    list_items: 200,
+    whitespace: "tight",
+    jump_forward: false,
+  });
+  assert.throws(() => new Graph().root.gen("a", { regex: "a", choices: ["b"] }), { code: "bad_argument" });
+});
+
+test("long texts become several ops that divide no character", () => {
+  const long = "a" + "😀".repeat(300_000);
+  const ops = recorded(({ root }) => root.text(long, "end"));
+  assert.ok(ops.length > 2);
+  assert.equal(ops.flatMap((op) => (op as { parts: string[] }).parts).join(""), long + "end");
+});
+
+test("a run of a graph has numbers of the session, and its places give the seeds of Python", async () => {
+  const server = new FakeServer(texts);
+  const session = await opened(server);
+  const graph = new Graph({ program: "judge" });
+  const question = graph.input("question");
+  graph.root.user(question);
+  const answer = graph.root.gen("answer");
+  const [left, right] = graph.root.fork(2);
+  const a = left!.user("a").gen("a", { seed: 7 });
+  const [inner] = right!.fork(1);
+  const b = inner!.user("b").gen("b");
+  graph.root.join(left!, inner!);
+  assert.deepEqual(graph.variables, [answer, a, b]);
+  session.state();
+  const run = session.submit(graph, { live: true, inputs: { question: "Why?" }, seed: 42, outputs: [b, answer] });
+  run.cancelBranch(inner!);
+  await settle(server);
+  const [, submit, cancel] = server.accepted;
+  assert.ok(submit?.op === "submit");
+  assert.equal(submit.state, 2);
+  assert.deepEqual(submit.ops[1], { op: "expect", state: 1, var: question.number, name: "question" });
+  assert.deepEqual(submit.inputs, { [question.number]: "Why?" });
+  assert.deepEqual(submit.outputs, [b.number, answer.number]);
+  assert.equal(submit.live, true);
+  assert.equal(submit.seeds, "42/0");
+  assert.deepEqual(submit.places, { [answer.number]: "()/0", [b.number]: "(1, 0)/0" });
+  assert.deepEqual(cancel, { op: "cancel", state: 1 + inner!.number });
+  assert.equal(run.variable(b).number, 1 + b.number);
+  assert.deepEqual(run.variables.map(({ name }) => name), ["b", "answer"]);
+  assert.throws(() => run.variable(a), { code: "foreign_state" });
+  assert.throws(() => session.submit(graph), { code: "bad_argument" });
+  assert.throws(() => session.submit(graph, { inputs: { question: "", other: "" } }), { code: "bad_argument" });
+  await Promise.all([session.close(), settle(server)]);
+});
+
+test("mistakes are found before anything is sent", async () => {
+  const server = new FakeServer(texts);
+  const session = await opened(server);
+  const graph = new Graph();
+  const recordedAnswer = graph.root.gen("answer");
+  const state = session.state();
+  assert.throws(() => state.end(), { code: "bad_argument" });
+  assert.throws(() => state.begin("user").begin("user"), { code: "bad_argument" });
+  state.end().begin("assistant").end();
+  assert.throws(() => state.gen("answer"), { code: "bad_argument" });
+  assert.throws(() => state.fork(0), { code: "bad_argument" });
+  assert.throws(() => state.text(recordedAnswer), { code: "foreign_state" });
+  assert.throws(() => state.text("half \ud83d"), { code: "bad_argument" });
+  state.text('a text with "\\ud83d" is whole');
+  await assert.rejects(Promise.resolve(recordedAnswer), { code: "data_dependent" });
+  assert.throws(() => graph.root.cancel(), { code: "data_dependent" });
+  await assert.rejects(graph.root.done(), { code: "data_dependent" });
+  state.seal();
+  assert.throws(() => state.text("more"), { code: "state_closed" });
+  state.close();
+  state.close();
+  state.cancel();
+  assert.throws(() => state.read("text", "text"), { code: "state_closed" });
+  await settle(server);
+  assert.deepEqual(server.accepted.map(({ op }) => op), ["open", "begin", "end", "begin", "end", "text", "seal", "close"]);
+  await Promise.all([session.close(), settle(server)]);
+  assert.throws(() => session.state(), { code: "state_closed" });
+});
+
+test("what the server has not acknowledged has a limit", async () => {
+  const server = new FakeServer(texts);
+  const connecting = connect({ url: "ws://fake", WebSocket: server.WebSocket, maxBufferedBytes: 10_000 });
+  await settle(server);
+  const session = await connecting;
+  const state = session.state();
+  assert.throws(() => {
+    for (;;) state.text("x".repeat(1000));
+  }, { code: "backlog_full" });
+  await settle(server);
+  server.send(); // acknowledges
+  await settle(server);
+  state.text("x".repeat(1000));
+  assert.throws(() => state.image("x".repeat(2_000_000)), { code: "frame_too_large" });
+  await Promise.all([session.close(), settle(server)]);
+});
