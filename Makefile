@@ -1,5 +1,6 @@
 # The project's commands: `make help` lists them. They need Python 3.11 to 3.13, pip, make and a network;
-# everything else is installed into .venv, once. `make docs` and `make ui` also need npm, `make test-ui` a Chromium.
+# everything else is installed into .venv, once. `make docs`, `make ui` and `make test-clients`
+# also need npm, `make test-ui` a Chromium.
 
 # PYTHON       the interpreter that .venv is made with (python3)
 # ARGS         options passed on to the command, such as ARGS="-k radix" for make test
@@ -38,7 +39,7 @@ EXAMPLE_OF_langchain-agentflow := langchain_agent
 EXAMPLE_OF_dspy-agentflow := dspy_rag
 
 .PHONY: help demo examples test test-full coverage test-adapters lint lint-adapters $(ADAPTERS) fuzz soak gpu-check \
-        ui test-ui docs lock clean distclean
+        ui test-clients test-ui docs lock clean distclean
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -69,7 +70,7 @@ test: $(VENV)/.installed-dev ## run the tests, and print the 20 slowest
 
 test-full: MARKS := -m 'not ui'
 test-full: export HYPOTHESIS_PROFILE := full
-test-full: test test-adapters lint-adapters test-ui ## run all tests, the slow ones, the adapters' and the page's too
+test-full: test test-adapters lint-adapters test-clients test-ui ## run all tests, the slow ones, the adapters' and the page's too
 
 # The engine's and the compiler's processes are not measured: their tests limit processor time.
 coverage: $(VENV)/.installed-dev ## run the tests with coverage; the report is build/coverage/index.html
@@ -96,8 +97,11 @@ ui: ui/node_modules/.installed ## build the page of the server from ui/
 
 NODE_PACKAGES := ui clients/typescript
 
-test-ui: $(NODE_PACKAGES:%=%/node_modules/.installed) $(VENV)/.installed-ui ## test the page and its client, in Chromium too
-	@cd clients/typescript && npm test --silent
+test-clients: clients/typescript/node_modules/.installed $(VENV)/.installed-dev ## build and test the TypeScript client
+	@cd clients/typescript && npm run --silent build && npm test --silent
+	@$(BIN)/python -m pytest tests/clients $(ARGS)
+
+test-ui: $(NODE_PACKAGES:%=%/node_modules/.installed) $(VENV)/.installed-ui ## test the page, in Chromium too
 	@cd ui && npm test --silent
 	@cd ui && npm run --silent build -- --outDir ../build/ui --emptyOutDir
 	@diff -r build/ui $(STATIC) || { \
@@ -106,7 +110,7 @@ test-ui: $(NODE_PACKAGES:%=%/node_modules/.installed) $(VENV)/.installed-ui ## t
 	@$(BIN)/python -m pytest tests/ui --durations 10 $(ARGS)
 
 %/node_modules/.installed: %/package.json %/package-lock.json
-	@command -v npm >/dev/null || { echo "make: the page needs npm (part of Node.js) to be built"; exit 1; }
+	@command -v npm >/dev/null || { echo "make: $* needs npm (part of Node.js)"; exit 1; }
 	@cd $* && $(NPM_CI)
 	@touch $@
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,10 +11,15 @@ from typing import Any
 
 import anyio
 import pytest
+from support.api_server import api_server
 from support.session_peer import HANG, count_words
 from support.wire_server import Budget, ThreadServer, proxied
 
-CLIENT = Path(__file__).parents[2] / "clients" / "typescript"
+from agentflow.version import __version__
+
+ROOT = Path(__file__).parents[2]
+CLIENT = ROOT / "clients" / "typescript"
+ADDRESS = "ws://127.0.0.1:8410"
 TIMEOUT_S = 60
 
 pytestmark = [
@@ -30,15 +36,26 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+def compile_project(project: Path) -> None:
+    compiler = CLIENT / "node_modules" / "typescript" / "bin" / "tsc"
+    done = subprocess.run(
+        ["node", compiler, "-p", project], capture_output=True, text=True, timeout=TIMEOUT_S, cwd=CLIENT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.fixture(scope="module")
 def scenarios() -> Path:
     """The compiled scenarios."""
-    compiler = CLIENT / "node_modules" / "typescript" / "bin" / "tsc"
-    built = CLIENT / "build"
-    subprocess.run(
-        ["node", compiler, "-p", CLIENT / "tsconfig.json"], check=True, timeout=TIMEOUT_S, cwd=CLIENT
-    )
-    return built / "test" / "scenarios.js"
+    compile_project(CLIENT / "tsconfig.json")
+    return CLIENT / "build" / "test" / "scenarios.js"
+
+
+@pytest.fixture(scope="module")
+def package() -> Path:
+    """The built package."""
+    compile_project(CLIENT / "tsconfig.build.json")
+    return CLIENT
 
 
 async def outcome(scenarios: Path, name: str, url: str, **options: Any) -> dict[str, Any]:
@@ -109,3 +126,70 @@ async def test_a_server_that_is_not_there(scenarios: Path, server: ThreadServer)
 async def test_an_unknown_model(scenarios: Path, server: ThreadServer) -> None:
     printed = await outcome(scenarios, "model", server.url, model="unknown")
     assert printed["error"]["code"] == "unknown_model"
+
+
+PAGES = (CLIENT / "README.md", ROOT / "docs" / "guides" / "typescript.md")
+BLOCKS = [
+    (page, number, block)
+    for page in PAGES
+    for number, block in enumerate(
+        re.findall(r"^```ts\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL), 1
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def compiled_blocks(scenarios: Path, package: Path) -> Path:
+    """The blocks of the pages as modules that import the built package by its name."""
+    folder = CLIENT / "build" / "docs"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for page, number, block in BLOCKS:
+        (folder / f"{page.stem}{number}.ts").write_text(block, encoding="utf-8")
+    options = {"noEmit": False, "types": ["node"], "rootDir": ".", "outDir": "out", "noUnusedLocals": False}
+    settings = {"extends": "../../tsconfig.json", "compilerOptions": options, "include": ["*.ts"]}
+    (folder / "tsconfig.json").write_text(json.dumps(settings), encoding="utf-8")
+    compile_project(folder / "tsconfig.json")
+    return folder / "out"
+
+
+@pytest.mark.parametrize(
+    ("page", "number", "block"),
+    [pytest.param(*block, id=f"{block[0].stem}-{block[1]}") for block in BLOCKS],
+)
+async def test_the_blocks_of_the_pages_run(
+    compiled_blocks: Path, page: Path, number: int, block: str
+) -> None:
+    name = f"{page.stem}{number}"
+    text = (compiled_blocks / f"{name}.js").read_text(encoding="utf-8")
+    with api_server() as server:
+        script = compiled_blocks / f"{name}.run.mjs"
+        assert ADDRESS in text
+        script.write_text(text.replace(ADDRESS, server.url.replace("http", "ws")), encoding="utf-8")
+        preload = CLIENT / "build" / "test" / "support" / "global_websocket.js"
+        command = ["node", "--import", preload.as_uri(), str(script)]
+        with anyio.fail_after(TIMEOUT_S):
+            done = await anyio.run_process(command, check=False)
+        assert done.returncode == 0, done.stderr.decode()
+        if "console.log" in block:
+            assert done.stdout.strip()
+        server.assert_idle()
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm")
+def test_the_package_contains_what_users_need(package: Path) -> None:
+    command = ["npm", "pack", "--dry-run", "--json", "--ignore-scripts"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S, cwd=package)
+    (packed,) = json.loads(done.stdout)
+    paths = {file["path"] for file in packed["files"]}
+    assert {"README.md", "LICENSE", "package.json", "dist/index.js", "dist/index.d.ts"} <= paths
+    assert {path for path in paths if not path.startswith("dist/")} == {
+        "README.md",
+        "LICENSE",
+        "package.json",
+    }
+    modules = {path.stem for path in (package / "src").glob("*.ts")}
+    assert paths & {f"dist/{module}.js" for module in modules} == {f"dist/{module}.js" for module in modules}
+    declarations = "".join(file.read_text(encoding="utf-8") for file in (package / "dist").glob("*.d.ts"))
+    assert "@internal" not in declarations
+    assert packed["version"] == __version__
