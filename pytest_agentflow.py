@@ -42,7 +42,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, None]:
     report: pytest.TestReport = (yield).get_result()
     if report.when == "call":
         item.stash[_HAS_FAILED] = report.failed
-        if report.failed and _CASSETTE in item.stash:
+        if report.failed and _CASSETTE in item.stash and item.stash[_CASSETTE].exists():
             report.sections.append(("agentflow", f"{item.stash[_CASSETTE]} was replayed. {_advice(item)}"))
 
 
@@ -67,12 +67,15 @@ def agentflow_scripted(request: pytest.FixtureRequest) -> Iterator[Callable[...,
     with substituted(substitute):
         yield scripted
     if not request.node.stash.get(_HAS_FAILED, False):
+        unused = ""
         try:
             for backend, is_strict in made:
                 if is_strict:
                     backend.check_used()
         except af.ScriptMismatch as error:
-            pytest.fail(str(error), pytrace=False)
+            unused = str(error)
+        if unused:  # outside the handler, so that the report shows no other exception
+            pytest.fail(unused, pytrace=False)
 
 
 @pytest.fixture

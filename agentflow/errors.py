@@ -197,7 +197,7 @@ class NotSupported(RequestRefused):
 
     >>> s.token_ids()  # of a scripted answer
     Traceback (most recent call last):
-    NotSupported: scripted does not report token ids
+    NotSupported: scripted does not report tokens
     """
 
     code = "not_supported"

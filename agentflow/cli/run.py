@@ -31,7 +31,7 @@ from agentflow.cli.command import Command, count
 from agentflow.cli.server_query import API_KEY_VARIABLE
 from agentflow.errors import AgentflowError, BadArgument
 from agentflow.language.batch.inputs import Parameters, Row, function_of
-from agentflow.language.batch.map import DEFAULT_CONCURRENCY
+from agentflow.language.batch.map import DEFAULT_CONCURRENCY, ProgramMap
 from agentflow.language.batch.results_file import to_json
 from agentflow.language.program import Program
 
@@ -172,14 +172,14 @@ def _scalar_types(program: ProgramFunction) -> dict[str, type]:
 
 
 class Batch:
-    """One run of the command. ``num_ended`` and ``failures`` are those so far."""
+    """One run of the command. ``failures``: those so far."""
 
     def __init__(self, options: argparse.Namespace, program: ProgramFunction, inputs: list[Any]) -> None:
         self._options = options
         self._program = program
         self._inputs = inputs
-        self.num_ended = 0
         self.failures: list[Exception] = []
+        self._results: ProgramMap[Any] | None = None
 
     async def run(self) -> None:
         """Runs the program on all inputs."""
@@ -191,7 +191,7 @@ class Batch:
             seed=options.seed,
         )
         async with flow_of as flow:
-            results = flow.map(
+            self._results = results = flow.map(
                 self._program,
                 self._inputs,
                 concurrency=options.concurrency,
@@ -203,7 +203,6 @@ class Batch:
             )
             async with results.pairs() as pairs:
                 async for item, result in pairs:
-                    self.num_ended += 1
                     if isinstance(result, Exception):
                         self.failures.append(result)
                     if options.output is None:
@@ -227,6 +226,11 @@ class Batch:
         if self._options.output is not None:
             command = "the same command" if self._options.resume else "the same command with --resume"
             print(f"agentflow: {command} {effect}", file=sys.stderr)
+
+    @property
+    def num_ended(self) -> int:
+        """How many inputs have ended."""
+        return 0 if self._results is None else self._results.num_done
 
     @property
     def progress(self) -> str:

@@ -166,7 +166,9 @@ class Link:
                     "the session was not opened: write `async with af.session(...) as flow:`, and do this "
                     "inside the block"
                 )
-            raise StateClosed("the session has ended: do this inside its `async with` block")
+            raise StateClosed(
+                "the session has ended: do this inside its `async with` block, or before `await flow.close()`"
+            )
 
     def next_id(self) -> int:
         """A number that no state, variable or ticket of this session has."""

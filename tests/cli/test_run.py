@@ -173,15 +173,39 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+WAITING = """
+import anyio
+import agentflow as af
+
+async def judge(s: af.State, text: str) -> str:
+    if text == "waits":
+        await anyio.sleep_forever()
+    s += text + af.gen("x")
+    return await s["x"]
+"""
+
+
 def test_ctrl_c_says_how_to_continue():
+    """It counts all inputs that have ended, also those after one that runs."""
     Path("child.py").write_text(CHILD)
-    Path("in.jsonl").write_text('"a"\n"b"\n"long"\n"c"\n')
-    command = [sys.executable, "-P", "child.py", "run", "judge.py:judge", "in.jsonl", "-o", "out.jsonl", "-q"]
-    command += ["--concurrency", "1"]
+    Path("waiting.py").write_text(WAITING)
+    Path("in.jsonl").write_text('"waits"\n"a"\n"b"\n"long"\n"c"\n')
+    command = [
+        sys.executable,
+        "-P",
+        "child.py",
+        "run",
+        "waiting.py:judge",
+        "in.jsonl",
+        "-o",
+        "out.jsonl",
+        "-q",
+    ]
+    command += ["--concurrency", "2"]
     environment = {**os.environ, "PYTHONPATH": str(Path(af.__file__).parents[1])}
     child = subprocess.run(command, capture_output=True, env=environment, text=True, timeout=60)
     assert child.returncode == 130, child.stderr
-    assert "interrupted after 2 of 4 inputs" in child.stderr
+    assert "interrupted after 2 of 5 inputs" in child.stderr
     assert "--resume" in child.stderr
     assert "Traceback" not in child.stderr
     assert results() == ["a", "b"]

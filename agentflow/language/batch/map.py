@@ -459,6 +459,18 @@ class ProgramMap(AsyncOnly, Generic[ResultT]):
             # would keep a dropped map alive.
             del self
 
+    @property
+    def num_done(self) -> int:
+        """How many inputs have ended, those whose results were not read yet included.
+
+        >>> results = flow.map(judge, essays)
+        >>> await results
+        ['A', 'A', 'A']
+        >>> results.num_done
+        3
+        """
+        return self._work.tally.num_done
+
     def pairs(self) -> ProgramMap[tuple[Any, ResultT]]:
         """The same map, with its inputs: it yields pairs of an input and its result.
 
