@@ -4,6 +4,7 @@
 // has ended, a server that is not ready, and a missing key are handled here. The API key stays in memory.
 import { connect, AgentflowError, type Session } from "agentflow-client";
 import { signal } from "@preact/signals";
+import { newSessionLog } from "../runs/sessionLog";
 
 export type ServerStatus =
   | { kind: "connecting" }
@@ -57,6 +58,7 @@ export async function open(): Promise<void> {
     const opened = await connect({
       ...(key === null ? {} : { key }),
       ...(model.peek() === null ? {} : { model: model.peek()! }),
+      record: newSessionLog(),
     });
     if (mine !== attempt) {
       void opened.close().catch(() => undefined);

@@ -1,9 +1,228 @@
+// Recordings as a timeline: those of files, and the runs of this page's session.
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { announce } from "../app/announce";
+import { hrefOf } from "../app/router";
 import { View } from "../app/View";
+import { count, counted, duration, percent } from "../charts/numbers";
+import { CallDetails } from "./CallDetails";
+import { endingOf } from "./file";
+import type { Call, RecordingReader } from "./recording";
+import { totalsOf, type Totals } from "./recording";
+import { sessionLog } from "./sessionLog";
+import { openFile, opened, useSessionRuns } from "./sources";
+import { Timeline } from "./Timeline";
+import "../charts/charts.css";
+import "./runs.css";
 
 export default function RunsView() {
+  const session = useSessionRuns();
+  const [isOver, setOver] = useState(false);
+  const picker = useRef<HTMLInputElement>(null);
+  const now = opened.value;
+  const open = (files: FileList | null | undefined): void => {
+    const file = files?.[0];
+    if (file !== undefined) void openFile(file);
+  };
   return (
-    <View name="runs" title="Runs">
-      <p class="empty">Nothing here yet.</p>
-    </View>
+    <div
+      class={isOver ? "runs-drop is-over" : "runs-drop"}
+      onDragOver={(event) => {
+        event.preventDefault();
+        setOver(true);
+      }}
+      onDragLeave={(event) => {
+        if (!event.currentTarget.contains(event.relatedTarget as Node | null)) setOver(false);
+      }}
+      onDrop={(event) => {
+        event.preventDefault();
+        setOver(false);
+        open(event.dataTransfer?.files);
+      }}
+    >
+      <View
+        name="runs"
+        title="Runs"
+        lead="The fork tree of each run on the left, time on the right: when each call waited, when it generated, and how much of its prompt was in the cache. Open a recording, or drop one here."
+        actions={
+          <>
+            <input
+              ref={picker}
+              class="visually-hidden"
+              type="file"
+              accept=".jsonl,.json,.txt,application/jsonl"
+              tabIndex={-1}
+              aria-label="Recording"
+              data-testid="recording-file"
+              onChange={(event) => {
+                open(event.currentTarget.files);
+                event.currentTarget.value = "";
+              }}
+            />
+            {now.kind !== "session" && (
+              <button type="button" onClick={() => (opened.value = { kind: "session" })}>
+                This page's runs
+              </button>
+            )}
+            {now.kind === "session" && session.reader.runs.length > 0 && (
+              <button type="button" onClick={save}>
+                Save as a recording
+              </button>
+            )}
+            <button type="button" class="primary" onClick={() => picker.current?.click()}>
+              Open a recording
+            </button>
+          </>
+        }
+      >
+        {now.kind === "reading" && <Reading name={now.name} share={now.share} cancel={now.cancel} />}
+        {now.kind === "failed" && (
+          <p class="empty" role="alert">
+            {now.problem}
+          </p>
+        )}
+        {now.kind === "file" && (
+          <Recording
+            key={now.file.name}
+            title={now.file.name}
+            reader={now.file.reader}
+            version={0}
+            problem={now.file.problem}
+          />
+        )}
+        {now.kind === "session" &&
+          (session.reader.runs.length === 0 ? (
+            <p class="empty">
+              This page has run nothing yet. Run a program in the{" "}
+              <a href={hrefOf("playground")}>playground</a>, or open a file that{" "}
+              <code>af.session(record="run.jsonl")</code> wrote.
+            </p>
+          ) : (
+            <Recording
+              title="This page's session"
+              reader={session.reader}
+              version={session.version}
+              problem={
+                session.isFull ? "The session became too long to be kept: its newest runs are missing." : null
+              }
+            />
+          ))}
+      </View>
+    </div>
+  );
+}
+
+/** Offers the session's log as a file. */
+function save(): void {
+  const url = URL.createObjectURL(sessionLog.peek().toBlob());
+  const link = document.createElement("a");
+  link.href = url;
+  link.download = "run.jsonl";
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(url), 60_000);
+}
+
+function Reading({ name, share, cancel }: { name: string; share: number; cancel: () => void }) {
+  return (
+    <div class="panel row reading">
+      <label class="row">
+        Reading {name}
+        <progress max={1} value={share} />
+      </label>
+      <button type="button" onClick={cancel}>
+        Cancel
+      </button>
+    </div>
+  );
+}
+
+interface RecordingProps {
+  readonly title: string;
+  readonly reader: RecordingReader;
+  readonly version: number;
+  readonly problem: string | null;
+}
+
+function Recording({ title, reader, version, problem }: RecordingProps) {
+  const [focused, setFocused] = useState<Call | null>(null);
+  const totals = useMemo(() => totalsOf(reader.runs, reader.lastS), [reader, version]);
+  useEffect(() => setFocused(null), [reader]);
+  useEffect(() => {
+    if (version === 0) announce(`${title}: ${sentenceOf(totals)}${problem === null ? "" : ` ${problem}`}`);
+  }, [reader]);
+  const ending = endingOf(reader);
+  const { header } = reader;
+  return (
+    <>
+      <div class="runs-head">
+        <h2>
+          <bdi>{title}</bdi>
+        </h2>
+        <p class="runs-source">
+          {[
+            header?.capabilities.model,
+            header?.started && new Date(header.started).toLocaleString("en-GB"),
+            header?.agentflow && `agentflow ${header.agentflow}`,
+          ]
+            .filter(Boolean)
+            .join(" · ")}
+        </p>
+      </div>
+      {problem !== null && (
+        <p class="view-note" data-testid="recording-problem">
+          {problem}
+        </p>
+      )}
+      {ending !== null && <p class="view-note">{ending}</p>}
+      <Sums totals={totals} />
+      {reader.runs.length === 0 ? (
+        <p class="empty">It has no run.</p>
+      ) : (
+        <Timeline
+          runs={reader.runs}
+          version={version}
+          lastS={reader.lastS}
+          focused={focused}
+          onFocus={setFocused}
+        />
+      )}
+      {focused !== null && (
+        <CallDetails key={focused.number} call={focused} lastS={reader.lastS} version={version} />
+      )}
+    </>
+  );
+}
+
+function Sums({ totals }: { totals: Totals }) {
+  const rate = totals.promptTokens > 0 ? totals.cachedTokens / totals.promptTokens : null;
+  const sums: [string, string, string?][] = [
+    ["Runs", count(totals.runs), counted(totals.states, "state")],
+    ["Calls", count(totals.calls), `in ${duration(totals.lastS)}`],
+    [
+      "Prompt tokens",
+      count(totals.promptTokens),
+      `${count(totals.promptTokens - totals.cachedTokens)} computed`,
+    ],
+    ["From the cache", percent(rate), counted(totals.cachedTokens, "token")],
+    ["Output tokens", count(totals.outputTokens)],
+  ];
+  return (
+    <dl class="figures">
+      {sums.map(([name, value, note]) => (
+        <div key={name} class="figure panel">
+          <dt>{name}</dt>
+          <dd>
+            <span class="sum">{value}</span>
+            {note && <span class="figure-note">{note}</span>}
+          </dd>
+        </div>
+      ))}
+    </dl>
+  );
+}
+
+function sentenceOf(totals: Totals): string {
+  return (
+    `${counted(totals.runs, "run")} with ${counted(totals.states, "state")} and ${counted(totals.calls, "call")}, ` +
+    `${count(totals.cachedTokens)} of ${count(totals.promptTokens)} prompt tokens cached.`
   );
 }

@@ -1,1 +1,1 @@
-import{t as e}from"./View.js";import{t}from"./index.js";function n(){return t(e,{name:`chat`,title:`Chat`,children:t(`p`,{class:`empty`,children:`Nothing here yet.`})})}export{n as default};
+import{t as e}from"./View.js";import{t}from"./jsxRuntime.js";function n(){return t(e,{name:`chat`,title:`Chat`,children:t(`p`,{class:`empty`,children:`Nothing here yet.`})})}export{n as default};

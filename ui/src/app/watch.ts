@@ -1,0 +1,48 @@
+// A view's watch of the engine: from when the view is shown until it is left, across new sessions.
+import { AgentflowError } from "agentflow-client";
+import { useSignalEffect } from "@preact/signals";
+import { useRef, useState } from "preact/hooks";
+import { sentenceOf, session } from "./session";
+
+export type { Watched, WatchedRequest, StepRecord, TreeDelta, TreeNode, Stats } from "agentflow-client";
+import type { Watched } from "agentflow-client";
+
+interface Options {
+  readonly steps: boolean;
+  readonly tree: boolean;
+  readonly intervalS: number;
+  readonly maxNodes?: number;
+}
+
+/** Calls `receive` with each look at the engine. Returns a sentence while there is nothing to see, else null.
+ * The options count when a session begins: a component that changes them takes a new `key`. */
+export function useWatch(options: Options, receive: (watched: Watched) => void): string | null {
+  const [problem, setProblem] = useState<string | null>("Waiting for the engine.");
+  const newest = useRef(receive);
+  newest.current = receive;
+  useSignalEffect(() => {
+    const now = session.value;
+    if (now === null) {
+      setProblem("Not connected: what is shown is from before.");
+      return;
+    }
+    const abort = new AbortController();
+    void follow();
+    return () => abort.abort();
+
+    async function follow(): Promise<void> {
+      try {
+        for await (const watched of now!.watch({ ...options, signal: abort.signal })) {
+          const error = watched.error ?? null;
+          setProblem(error && "The engine is restarting: what is shown is from before.");
+          if (error === null) newest.current(watched);
+        }
+      } catch (error) {
+        if (abort.signal.aborted) return;
+        const isOld = error instanceof AgentflowError && error.code === "protocol_error";
+        setProblem(isOld ? "This server cannot be watched." : sentenceOf(error));
+      }
+    }
+  });
+  return problem;
+}

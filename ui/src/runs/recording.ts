@@ -1,0 +1,468 @@
+// The content of a recording: its runs, their fork trees, and the calls of each state.
+//
+// `RecordingReader` takes the lines of docs/guides/recording.md one by one, of a file or of this page's session. A
+// line that contradicts earlier ones, or that this version does not know, is counted and left out.
+
+export const FORMAT_VERSION = 1;
+
+export interface Usage {
+  readonly prompt_tokens: number;
+  readonly cached_tokens: number;
+  readonly output_tokens: number;
+  readonly forced_tokens?: number;
+}
+
+export interface RecordedError {
+  readonly code: string;
+  readonly message: string;
+}
+
+export interface Header {
+  readonly recording: number;
+  readonly agentflow: string;
+  readonly started: string;
+  readonly capabilities: { readonly model: string };
+}
+
+export type Ending = "complete" | "failed" | "cancelled";
+
+/** A gen, a select, or another op that declares a variable. Times are seconds since the start of the recording.
+ *
+ * `sentS`: the op was sent. `readyS`: everything before it in its state was done, so that it could begin; set by
+ * `finish`. `firstS`, `endS`: its first text and its end; null if the recording has none. */
+export interface Call {
+  readonly number: number;
+  readonly kind: string;
+  readonly name: string;
+  readonly state: RunState;
+  readonly sentS: number;
+  readyS: number;
+  firstS: number | null;
+  endS: number | null;
+  text: string;
+  usage: Usage | null;
+  finishReason: string | null;
+  choices: Readonly<Record<string, number>> | null;
+  error: RecordedError | null;
+}
+
+/** What a state did, in order: as much as the times need. */
+type Step =
+  | { readonly call: Call }
+  | { readonly references: readonly number[] }
+  | { readonly children: readonly RunState[] };
+
+export interface RunState {
+  readonly number: number;
+  readonly run: Run;
+  /** The indices of the forks that lead to it; empty for the root. */
+  readonly path: readonly number[];
+  readonly parent: RunState | null;
+  readonly forks: RunState[];
+  readonly calls: Call[];
+  readonly steps: Step[];
+  readonly startS: number;
+  endS: number;
+  /** The first text that was appended to it, shortened. */
+  firstText: string;
+  error: RecordedError | null;
+  isCancelled: boolean;
+  /** When all its calls so far were done; set by `finish`. */
+  doneS: number;
+}
+
+export interface Run {
+  readonly index: number;
+  readonly program: string;
+  readonly root: RunState;
+  /** Parents before their forks. */
+  readonly states: RunState[];
+}
+
+/** Gens and selects run on the model; the other variables take no time of it. */
+export function isModelCall(call: Call): boolean {
+  return call.kind === "gen" || call.kind === "select";
+}
+
+type Json = Readonly<Record<string, unknown>>;
+const MAX_FIRST_TEXT = 200;
+
+export class RecordingReader {
+  header: Header | null = null;
+  ending: Ending | null = null;
+  lost: RecordedError | null = null;
+  readonly runs: Run[] = [];
+  /** The time of the last line. */
+  lastS = 0;
+  /** Lines that could be read, and the numbers of the first few that could not. */
+  numRead = 0;
+  numUnread = 0;
+  firstUnread: number | null = null;
+  private numLines = 0;
+  private readonly states = new Map<number, RunState>();
+  private readonly calls = new Map<number, Call>();
+  private readonly lengths = new Map<Call, number>(); // of its text, in code points
+
+  /** Reads one line as text; false if it could not be read. */
+  readText(line: string): boolean {
+    let value: unknown;
+    try {
+      value = JSON.parse(line);
+    } catch {
+      value = null;
+    }
+    return this.read(value);
+  }
+
+  /** Reads one line; false if it could not be read. */
+  read(line: unknown): boolean {
+    this.numLines += 1;
+    const isRead =
+      isObject(line) && (this.numLines === 1 && "recording" in line ? this.begin(line) : this.entry(line));
+    if (isRead) this.numRead += 1;
+    else {
+      this.numUnread += 1;
+      this.firstUnread ??= this.numLines;
+    }
+    return isRead;
+  }
+
+  /** Computes when each call could begin, from what the recording has so far. May be called again later. */
+  finish(): void {
+    for (const _ of this.finishing());
+  }
+
+  /** `finish` in small parts, for callers that pause between them. */
+  *finishing(): Generator<void> {
+    for (const run of this.runs) {
+      for (const state of run.states) {
+        this.finishState(state);
+        yield;
+      }
+    }
+  }
+
+  private finishState(state: RunState): void {
+    let doneS = state.parent === null ? state.startS : state.doneS;
+    for (const step of state.steps) {
+      if ("call" in step) {
+        const { call } = step;
+        call.readyS = Math.max(call.sentS, doneS);
+        // Its end is known, so it began before that, whatever the times of others say.
+        if (call.endS !== null) call.readyS = Math.min(call.readyS, call.firstS ?? call.endS, call.endS);
+        doneS = Math.max(doneS, call.endS ?? call.readyS);
+      } else if ("references" in step) {
+        for (const number of step.references) doneS = Math.max(doneS, this.calls.get(number)?.endS ?? 0);
+      } else {
+        for (const child of step.children) child.doneS = doneS;
+      }
+    }
+    state.doneS = doneS;
+  }
+
+  private begin(line: Json): boolean {
+    const { recording, agentflow, started, capabilities } = line;
+    if (typeof recording !== "number") return false;
+    const model =
+      isObject(capabilities) && typeof capabilities["model"] === "string" ? capabilities["model"] : "";
+    this.header = {
+      recording,
+      agentflow: typeof agentflow === "string" ? agentflow : "",
+      started: typeof started === "string" ? started : "",
+      capabilities: { model },
+    };
+    return true;
+  }
+
+  private entry(line: Json): boolean {
+    const atS = line["at_s"];
+    if (typeof atS !== "number" || !(atS >= 0) || !Number.isFinite(atS)) return false;
+    const { sent, received, refused, lost, ending } = line;
+    const isRead =
+      (isObject(sent) && this.send(sent, atS)) ||
+      (isObject(received) && this.receive(received, atS)) ||
+      (isObject(refused) && this.refuse(line["ops"], errorOf(refused))) ||
+      this.end(lost, ending);
+    if (isRead) this.lastS = Math.max(this.lastS, atS);
+    return isRead;
+  }
+
+  private end(lost: unknown, ending: unknown): boolean {
+    if (isObject(lost)) this.lost = errorOf(lost);
+    else if (ending === "complete" || ending === "failed" || ending === "cancelled") this.ending = ending;
+    else return false;
+    return true;
+  }
+
+  private refuse(ops: unknown, error: RecordedError): boolean {
+    for (const op of Array.isArray(ops) ? (ops as unknown[]) : []) {
+      const state = isObject(op) ? this.states.get(numberOf(op["state"])) : undefined;
+      if (state !== undefined) state.error ??= error;
+    }
+    return true;
+  }
+
+  private send(op: Json, atS: number): boolean {
+    const kind = op["op"];
+    if (kind === "submit") return this.submit(op, atS);
+    if (kind === "open") return this.open(numberOf(op["state"]), op["program"], atS);
+    if (kind === "getstats" || kind === "provide") return true;
+    const state = this.states.get(numberOf(op["state"]));
+    // A limit may be for the whole session, and a state may be named after its graph was closed.
+    if (state === undefined)
+      return kind === "limit" || kind === "close" || kind === "cancel" || kind === "await";
+    if (kind !== "close" && kind !== "seal") state.endS = Math.max(state.endS, atS);
+    return this.apply(op, kind, state, atS, 0);
+  }
+
+  private open(number: number, program: unknown, atS: number): boolean {
+    if (!(number > 0) || this.states.has(number)) return false;
+    const run: Run = {
+      index: this.runs.length,
+      program: typeof program === "string" ? program : "",
+      root: null as unknown as RunState,
+      states: [],
+    };
+    Object.assign(run, { root: this.newState(number, run, null, [], atS) });
+    this.runs.push(run);
+    return true;
+  }
+
+  /** A graph numbers its states and variables from 1: n is the session's `base` + n. */
+  private submit(op: Json, atS: number): boolean {
+    const base = numberOf(op["state"]) - 1;
+    const ops = Array.isArray(op["ops"]) ? op["ops"].filter(isObject) : [];
+    const [first] = ops;
+    if (first === undefined || !this.open(base + 1, first["program"], atS)) return false;
+    for (const one of ops.slice(1)) {
+      const state = this.states.get(numberOf(one["state"]) + base);
+      if (state !== undefined) this.apply(one, one["op"], state, atS, base);
+    }
+    return true;
+  }
+
+  private apply(op: Json, kind: unknown, state: RunState, atS: number, base: number): boolean {
+    switch (kind) {
+      case "gen":
+      case "select":
+      case "set":
+      case "read":
+      case "done":
+      case "expect":
+        if (kind === "set") this.refer(op, state, base);
+        return this.declare(op, kind, state, atS, base);
+      case "text":
+        this.refer(op, state, base);
+        return true;
+      case "converse":
+        state.firstText ||= shortened(firstMessage(op["conversation"]));
+        return true;
+      case "fork":
+        return this.fork(op, state, atS, base);
+      case "cancel":
+        for (const one of withForks(state)) one.isCancelled = true;
+        return true;
+      default:
+        return typeof kind === "string";
+    }
+  }
+
+  private declare(op: Json, kind: string, state: RunState, atS: number, base: number): boolean {
+    const number = numberOf(op["var"]) + base;
+    if (!(number > 0) || this.calls.has(number)) return false;
+    const call: Call = {
+      number,
+      kind,
+      name: typeof op["name"] === "string" ? op["name"] : "",
+      state,
+      sentS: atS,
+      readyS: atS,
+      firstS: null,
+      endS: null,
+      text: "",
+      usage: null,
+      finishReason: null,
+      choices: null,
+      error: null,
+    };
+    this.calls.set(number, call);
+    state.calls.push(call);
+    state.steps.push({ call });
+    return true;
+  }
+
+  private refer(op: Json, state: RunState, base: number): void {
+    const parts = Array.isArray(op["parts"]) ? (op["parts"] as unknown[]) : [];
+    const references = parts.filter(isObject).map((part) => numberOf(part["var"]) + base);
+    if (references.length > 0) state.steps.push({ references });
+    const text = parts.find((part) => typeof part === "string");
+    if (typeof text === "string") state.firstText ||= shortened(text);
+  }
+
+  private fork(op: Json, state: RunState, atS: number, base: number): boolean {
+    const numbers = Array.isArray(op["children"]) ? op["children"].map((one) => numberOf(one) + base) : [];
+    if (numbers.length === 0 || numbers.some((number) => !(number > 0) || this.states.has(number)))
+      return false;
+    const children = numbers.map((number) =>
+      this.newState(number, state.run, state, [...state.path, state.forks.length], atS),
+    );
+    state.steps.push({ children });
+    return true;
+  }
+
+  private newState(number: number, run: Run, parent: RunState | null, path: number[], atS: number): RunState {
+    const state: RunState = {
+      number,
+      run,
+      path,
+      parent,
+      forks: [],
+      calls: [],
+      steps: [],
+      startS: atS,
+      endS: atS,
+      firstText: "",
+      error: null,
+      isCancelled: parent?.isCancelled ?? false,
+      doneS: atS,
+    };
+    parent?.forks.push(state);
+    run.states.push(state);
+    this.states.set(number, state);
+    return state;
+  }
+
+  private receive(event: Json, atS: number): boolean {
+    switch (event["event"]) {
+      case "delta":
+      case "value":
+      case "varfailed":
+        return this.receiveCall(event, atS);
+      case "statefailed": {
+        const state = this.states.get(numberOf(event["state"]));
+        if (state === undefined) return false;
+        state.error ??= errorOf(event["error"]);
+        state.endS = Math.max(state.endS, atS);
+        return true;
+      }
+      default:
+        return typeof event["event"] === "string";
+    }
+  }
+
+  private receiveCall(event: Json, atS: number): boolean {
+    const call = this.calls.get(numberOf(event["var"]));
+    if (call === undefined) return false;
+    call.state.endS = Math.max(call.state.endS, atS);
+    if (event["event"] === "varfailed") {
+      call.error = errorOf(event["error"]);
+      call.endS = atS;
+      return true;
+    }
+    this.continueText(call, numberOf(event["at"]), typeof event["text"] === "string" ? event["text"] : "");
+    call.firstS ??= atS;
+    if (event["event"] === "value") {
+      call.endS = atS;
+      call.finishReason = typeof event["finish_reason"] === "string" ? event["finish_reason"] : null;
+      call.usage = usageOf(event["usage"]);
+      call.choices = isObject(event["choices"]) ? (event["choices"] as Record<string, number>) : null;
+      this.lengths.delete(call);
+    }
+    return true;
+  }
+
+  /** The text from code point `at` on is `text`. Nearly always `at` is the end. */
+  private continueText(call: Call, at: number, text: string): void {
+    const length = this.lengths.get(call) ?? 0;
+    if (at < length) call.text = [...call.text].slice(0, at).join("");
+    call.text += text;
+    this.lengths.set(call, Math.min(at, length) + codePoints(text));
+  }
+}
+
+/** The state, its forks, their forks, and so on: parents first. */
+export function withForks(state: RunState): RunState[] {
+  const found = [state];
+  for (const one of found) found.push(...one.forks);
+  return found;
+}
+
+/** The sums of all calls. */
+export interface Totals {
+  readonly runs: number;
+  readonly states: number;
+  readonly calls: number;
+  readonly promptTokens: number;
+  readonly cachedTokens: number;
+  readonly outputTokens: number;
+  readonly lastS: number;
+}
+
+export function totalsOf(runs: readonly Run[], lastS: number): Totals {
+  const calls = runs.flatMap((run) => run.states.flatMap((state) => state.calls.filter(isModelCall)));
+  const sum = (of: (usage: Usage) => number): number =>
+    calls.reduce((total, call) => total + (call.usage === null ? 0 : of(call.usage)), 0);
+  return {
+    runs: runs.length,
+    states: runs.reduce((total, run) => total + run.states.length, 0),
+    calls: calls.length,
+    promptTokens: sum((usage) => usage.prompt_tokens),
+    cachedTokens: sum((usage) => usage.cached_tokens),
+    outputTokens: sum((usage) => usage.output_tokens),
+    lastS,
+  };
+}
+
+function isObject(value: unknown): value is Json {
+  return typeof value === "object" && value !== null && !Array.isArray(value);
+}
+
+/** NaN for what is not a number, which no comparison accepts. */
+function numberOf(value: unknown): number {
+  return typeof value === "number" ? value : NaN;
+}
+
+function errorOf(value: unknown): RecordedError {
+  if (!isObject(value)) return { code: "", message: "" };
+  const { code, message } = value;
+  return { code: typeof code === "string" ? code : "", message: typeof message === "string" ? message : "" };
+}
+
+function usageOf(value: unknown): Usage | null {
+  if (!isObject(value)) return null;
+  const of = (name: string): number => (typeof value[name] === "number" ? value[name] : 0);
+  return {
+    prompt_tokens: of("prompt_tokens"),
+    cached_tokens: of("cached_tokens"),
+    output_tokens: of("output_tokens"),
+    forced_tokens: of("forced_tokens"),
+  };
+}
+
+function firstMessage(conversation: unknown): string {
+  const messages = isObject(conversation) ? conversation["messages"] : null;
+  const [first] = Array.isArray(messages) ? messages.filter(isObject) : [];
+  return typeof first?.["content"] === "string" ? first["content"] : "";
+}
+
+function shortened(text: string): string {
+  const line = text
+    .slice(0, 2 * MAX_FIRST_TEXT)
+    .replace(/\s+/g, " ")
+    .trim();
+  return line.length > MAX_FIRST_TEXT ? `${line.slice(0, MAX_FIRST_TEXT)}…` : line;
+}
+
+function codePoints(text: string): number {
+  let number = 0;
+  for (let i = 0; i < text.length; i++) {
+    const code = text.charCodeAt(i);
+    if (code >= 0xdc00 && code <= 0xdfff && i > 0 && isHigh(text.charCodeAt(i - 1))) continue;
+    number += 1;
+  }
+  return number;
+}
+
+function isHigh(code: number): boolean {
+  return code >= 0xd800 && code <= 0xdbff;
+}

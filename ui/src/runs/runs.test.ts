@@ -1,0 +1,336 @@
+import { describe, expect, it } from "vitest";
+import { endingOf, readFile } from "./file";
+import { RecordingReader, totalsOf, withForks, type Call, type Run } from "./recording";
+import {
+  barOf,
+  nameOf,
+  outcomeOf,
+  pannedSpan,
+  revealedSpan,
+  rowsOf,
+  spanOf,
+  visible,
+  zoomedSpan,
+} from "./layout";
+import text from "./tree_of_thought.jsonl?raw";
+
+/** A real recording of examples/tree_of_thought.py with two levels of two branches; `agentflow replay` shows it as
+ * 9 states and 8 variables. */
+const LINES = text.trimEnd().split("\n");
+
+const fileOf = (content: string, name = "run.jsonl"): File => new File([content], name);
+const read = (lines: readonly object[]): RecordingReader => {
+  const reader = new RecordingReader();
+  for (const line of [{ recording: 1, capabilities: { model: "m" } }, ...lines]) reader.read(line);
+  reader.finish();
+  return reader;
+};
+const callsOf = (runs: readonly Run[]): Call[] =>
+  runs.flatMap((run) => run.states.flatMap((state) => state.calls));
+const gen = (state: number, variable: number, name = "x") => ({
+  op: "gen",
+  state,
+  var: variable,
+  name,
+  params: {},
+});
+const value = (variable: number, more: object = {}) => ({
+  event: "value",
+  var: variable,
+  at: 0,
+  text: "t",
+  finish_reason: "stop",
+  usage: { prompt_tokens: 4, cached_tokens: 2, output_tokens: 1 },
+  ...more,
+});
+
+describe("a real recording", () => {
+  it("has the runs, states, calls and sums that `agentflow replay` shows", async () => {
+    const { reader, problem, isRecording } = await readFile(fileOf(text));
+    expect({ problem, isRecording, ending: reader.ending, unread: reader.numUnread }).toEqual({
+      problem: null,
+      isRecording: true,
+      ending: "complete",
+      unread: 0,
+    });
+    expect(totalsOf(reader.runs, reader.lastS)).toMatchObject({
+      runs: 1,
+      states: 9,
+      calls: 8,
+      promptTokens: 728,
+      cachedTokens: 632,
+      outputTokens: 72,
+    });
+    const rows = rowsOf(reader.runs, new Set());
+    expect(rows.map((row) => nameOf(row.state))).toEqual([
+      "run 0",
+      "(0)",
+      "(0, 0)",
+      "(1)",
+      "(1, 0)",
+      "(1, 1)",
+      "(1, 1, 0)",
+      "(1, 2)",
+      "(1, 2, 0)",
+    ]);
+    expect(rows.filter((row) => row.state.isCancelled).map((row) => nameOf(row.state))).toEqual([
+      "(0)",
+      "(0, 0)",
+      "(1, 2)",
+      "(1, 2, 0)",
+    ]);
+    expect(callsOf(reader.runs).map(outcomeOf)).toEqual(Array(8).fill("done"));
+  });
+
+  it("says when each call could begin: a judge only after its thought", async () => {
+    const { reader } = await readFile(fileOf(text));
+    const [thought] = reader.runs[0]!.states[1]!.calls;
+    const [verdict] = withForks(reader.runs[0]!.states[1]!)[1]!.calls;
+    expect(verdict!.sentS).toBeLessThan(thought!.endS!);
+    expect(verdict!.readyS).toBe(thought!.endS);
+    expect(thought!.text).toMatch(/^ It was so /);
+  });
+
+  it("is the same in slices of any size", async () => {
+    let [pauses, last] = [0, 0];
+    const sliced = await readFile(fileOf(text), {
+      sliceMs: 0,
+      pause: async () => void (pauses += 1),
+      onProgress: (share) => (last = share),
+    });
+    expect(pauses).toBeGreaterThanOrEqual(LINES.length);
+    expect(last).toBe(1);
+    const whole = await readFile(fileOf(text));
+    expect(totalsOf(sliced.reader.runs, 0)).toEqual(totalsOf(whole.reader.runs, 0));
+  });
+
+  it("can be aborted", async () => {
+    const abort = new AbortController();
+    const reading = readFile(fileOf(text), {
+      sliceMs: 0,
+      pause: async () => abort.abort(),
+      signal: abort.signal,
+    });
+    await expect(reading).rejects.toThrow();
+  });
+
+  it("is read as far as it goes wherever it was cut, and never contradicts the whole", async () => {
+    const whole = callsOf((await readFile(fileOf(text))).reader.runs);
+    for (let length = 0; length < text.length - 60; length += 397) {
+      const { reader, problem } = await readFile(fileOf(text.slice(0, length)));
+      expect(problem, `after ${length} characters`).toBeTruthy();
+      for (const call of callsOf(reader.runs)) {
+        const same = whole.find(({ number }) => number === call.number)!;
+        expect(call.name).toBe(same.name);
+        expect(same.text.startsWith(call.text)).toBe(true);
+      }
+    }
+  });
+});
+
+describe("files with faults", () => {
+  const entries = LINES.slice(1);
+
+  it.each([
+    ["no line at all", ""],
+    ["something else", "PK\u0003\u0004 not JSON\nmore\n"],
+    ["other JSON lines", '{"a":1}\n[2]\nnull\n'],
+    ["one long line", "x".repeat(600_000)],
+  ])("are no recordings: %s", async (_, content) => {
+    const read = await readFile(fileOf(content));
+    expect(read.isRecording).toBe(false);
+    expect(read.problem).toContain("run.jsonl");
+    expect(read.reader.runs).toEqual([]);
+  });
+
+  it("are not read to the end if nothing in them is a line of a recording", async () => {
+    const { reader } = await readFile(fileOf("no\n".repeat(300_000)));
+    expect(reader.numUnread).toBeLessThan(100_000);
+  });
+
+  it("of another version are shown as far as they are understood", async () => {
+    const header = { ...(JSON.parse(LINES[0]!) as object), recording: 7 };
+    const { reader, problem } = await readFile(fileOf([JSON.stringify(header), ...entries, ""].join("\n")));
+    expect(problem).toContain("version 7");
+    expect(totalsOf(reader.runs, 0).states).toBe(9);
+  });
+
+  it("lose no more than the lines that are damaged", async () => {
+    const lines = [...LINES];
+    const at = lines.findIndex((line) => line.includes('"delta"'));
+    lines[at] = lines[at]!.slice(0, 20);
+    const { reader, problem } = await readFile(fileOf(`${lines.join("\n")}\n`));
+    expect([reader.numUnread, reader.firstUnread]).toEqual([1, at + 1]);
+    expect(problem).toContain(String(at + 1));
+    expect(totalsOf(reader.runs, 0).calls).toBe(8);
+  });
+
+  it("without a header, or without an ending, say so", async () => {
+    const headless = await readFile(fileOf(`${entries.join("\n")}\n`));
+    expect(headless.isRecording).toBe(true);
+    expect(headless.problem).toContain("header");
+    const endless = await readFile(fileOf(`${LINES.slice(0, -1).join("\n")}\n`));
+    expect(endless.reader.ending).toBeNull();
+    expect(endless.problem).toBeTruthy();
+  });
+
+  it("say how the session ended", () => {
+    expect(endingOf(read([{ at_s: 1, ending: "complete" }]))).toBeNull();
+    expect(endingOf(read([{ at_s: 1, ending: "failed" }]))).toBeTruthy();
+    expect(endingOf(read([{ at_s: 1, lost: { code: "server_lost", message: "gone" } }]))).toContain("gone");
+  });
+
+  it.each([
+    { at_s: 1, sent: { op: "fork", state: 9, children: [10] } },
+    { at_s: 1, sent: { op: "fork", state: 1, children: [1] } },
+    { at_s: 1, sent: { op: "gen", state: 1, var: "x" } },
+    { at_s: 1, received: { event: "value", var: 99 } },
+    { at_s: -1, ending: "complete" },
+    { at_s: 1 },
+    { sent: { op: "open", state: 2 } },
+    null,
+    [],
+    3,
+    "x",
+  ])("have lines that contradict others, which are left out: %j", (line) => {
+    const reader = read([
+      { at_s: 0, sent: { op: "open", state: 1 } },
+      line as object,
+      { at_s: 2, sent: gen(1, 2) },
+    ]);
+    expect([reader.numUnread, reader.firstUnread]).toEqual([1, 3]);
+    expect(callsOf(reader.runs)).toHaveLength(1);
+  });
+});
+
+describe("the lines", () => {
+  const open = { at_s: 0, sent: { op: "open", state: 1, program: "p" } };
+
+  it("continue texts at code points", () => {
+    const delta = (at: number, text: string, atS: number) => ({
+      at_s: atS,
+      received: { event: "delta", var: 2, at, text },
+    });
+    const reader = read([
+      open,
+      { at_s: 0, sent: gen(1, 2) },
+      delta(0, "a😀", 1),
+      delta(2, "bc", 2),
+      delta(3, "d", 3),
+      { at_s: 4, received: value(2, { at: 4, text: "!" }) },
+    ]);
+    expect(callsOf(reader.runs)[0]).toMatchObject({
+      text: "a😀bd!",
+      firstS: 1,
+      endS: 4,
+      finishReason: "stop",
+    });
+  });
+
+  it("number the states and variables of a graph from its own", () => {
+    const ops = [
+      { op: "open", state: 1, program: "graph" },
+      { op: "fork", state: 1, children: [2, 3] },
+      gen(2, 4, "a"),
+      gen(3, 5, "b"),
+      { op: "text", state: 1, parts: [{ op: "ref", var: 5 }] },
+      gen(1, 6, "c"),
+    ];
+    const reader = read([
+      { at_s: 0, sent: { op: "submit", state: 11, ops, outputs: [4, 5, 6] } },
+      { at_s: 2, received: value(14) },
+      { at_s: 3, received: value(15) },
+      { at_s: 5, received: value(16) },
+    ]);
+    expect(reader.numUnread).toBe(0);
+    expect(
+      callsOf(reader.runs).map((call) => [call.name, nameOf(call.state), call.readyS, call.endS]),
+    ).toEqual([
+      ["c", "run 0: graph", 3, 5],
+      ["a", "(0)", 0, 2],
+      ["b", "(1)", 0, 3],
+    ]);
+  });
+
+  it("tell failures from cancellations and from calls without an end", () => {
+    const fail = (variable: number, code: string) => ({
+      at_s: 1,
+      received: { event: "varfailed", var: variable, error: { code, message: "m" } },
+    });
+    const reader = read([
+      open,
+      ...[2, 3, 4].map((number) => ({ at_s: 0, sent: gen(1, number) })),
+      { at_s: 0, sent: { op: "fork", state: 1, children: [5] } },
+      { at_s: 0, sent: gen(5, 6) },
+      { at_s: 1, sent: { op: "cancel", state: 5 } },
+      fail(2, "cancelled"),
+      fail(3, "engine_failed"),
+    ]);
+    expect(callsOf(reader.runs).map(outcomeOf)).toEqual(["cancelled", "failed", "open", "cancelled"]);
+  });
+
+  it("of a chain of 20,000 forks make as many rows", () => {
+    const forks = Array.from({ length: 20_000 }, (_, i) => ({
+      at_s: i,
+      sent: { op: "fork", state: i + 1, children: [i + 2] },
+    }));
+    const reader = read([open, ...forks.slice(0, 3000)]);
+    expect(rowsOf(reader.runs, new Set())).toHaveLength(3001);
+  });
+});
+
+describe("the timeline", () => {
+  const call = (readyS: number, firstS: number | null, endS: number | null) =>
+    ({ readyS, firstS, endS }) as Call;
+  const whole = { beginS: 0, toS: 10 };
+
+  it("hides the forks of collapsed states", async () => {
+    const { reader } = await readFile(fileOf(text));
+    const rows = rowsOf(reader.runs, new Set([reader.runs[0]!.states[2]!]));
+    expect(rows.map((row) => [nameOf(row.state), row.isOpen, row.isLast, row.guides])).toEqual([
+      ["run 0", true, true, []],
+      ["(0)", true, false, []],
+      ["(0, 0)", true, true, [true]],
+      ["(1)", false, true, []],
+    ]);
+    expect(spanOf(reader.runs).toS).toBeGreaterThan(1.6);
+    expect(spanOf([])).toEqual({ beginS: 0, toS: 1 });
+  });
+
+  it("draws a call from when it could begin to its end, with its first text between", () => {
+    expect(barOf(call(2, 3, 6), whole, 10)).toEqual({
+      left: 0.2,
+      width: 0.4,
+      first: 0.25,
+      isCutLeft: false,
+      isCutRight: false,
+    });
+    expect(barOf(call(2, 3, 6), { beginS: 4, toS: 5 }, 10)).toEqual({
+      left: 0,
+      width: 1,
+      first: 0,
+      isCutLeft: true,
+      isCutRight: true,
+    });
+    expect(barOf(call(2, null, null), whole, 7)).toMatchObject({ width: 0.5, first: 1 });
+    expect(barOf(call(2, 3, 4), { beginS: 5, toS: 6 }, 10)).toBeNull();
+    expect(barOf(call(2, 2, 2), whole, 10)).toMatchObject({ width: 0, first: 0 });
+  });
+
+  it("zooms and pans inside the whole", () => {
+    expect(zoomedSpan(whole, whole, 2, 5)).toEqual({ beginS: 2.5, toS: 7.5 });
+    expect(zoomedSpan(whole, whole, 2, 0)).toEqual({ beginS: 0, toS: 5 });
+    expect(zoomedSpan({ beginS: 4, toS: 6 }, whole, 0.01, 5)).toEqual(whole);
+    expect(zoomedSpan(whole, whole, 1e9, 5).toS).toBeGreaterThan(5);
+    expect(pannedSpan({ beginS: 4, toS: 6 }, whole, 100)).toEqual({ beginS: 8, toS: 10 });
+    expect(revealedSpan({ beginS: 4, toS: 6 }, whole, call(4, 4, 5))).toEqual({ beginS: 4, toS: 6 });
+    expect(revealedSpan({ beginS: 4, toS: 6 }, whole, call(8, 8, 9))).toEqual({ beginS: 7.5, toS: 9.5 });
+    expect(revealedSpan({ beginS: 4, toS: 6 }, whole, call(1, 1, 9))).toEqual({ beginS: 1, toS: 3 });
+  });
+
+  it("shows only the rows near the window", () => {
+    expect(visible(10_000, 20, 2000, 400)).toEqual([94, 126]);
+    expect(visible(3, 20, 0, 400)).toEqual([0, 3]);
+    expect(visible(3, 20, 9000, 400)).toEqual([3, 3]);
+  });
+});

@@ -1,0 +1,34 @@
+// What this page's session sent and received, as the lines of a recording.
+//
+// The lines stay in memory: the runs view shows them, and saves them as a file that `agentflow replay` reads.
+import { signal } from "@preact/signals";
+
+/** Beyond this the log ends: a recording with a gap could not be read. */
+const MAX_LINES = 300_000;
+
+export class SessionLog {
+  readonly lines: object[] = [];
+  isFull = false;
+
+  /** Takes a line of the client. */
+  readonly record = (line: object): void => {
+    if (this.lines.length < MAX_LINES) this.lines.push(line);
+    else this.isFull = true;
+  };
+
+  /** The file's content. */
+  toBlob(): Blob {
+    const parts = this.lines.map((line) => `${JSON.stringify(line)}\n`);
+    return new Blob(parts, { type: "application/jsonl" });
+  }
+}
+
+/** The log of the newest session. */
+export const sessionLog = signal(new SessionLog());
+
+/** Begins the log of a new session; what `connect` takes as `record`. */
+export function newSessionLog(): (line: object) => void {
+  const log = new SessionLog();
+  sessionLog.value = log;
+  return log.record;
+}

@@ -1,0 +1,65 @@
+// Calls in words.
+
+import { counted, duration, percent } from "../charts/numbers";
+import type { Call, RunState } from "./recording";
+import { nameOf, outcomeOf, type Outcome } from "./layout";
+
+const OUTCOMES: Readonly<Record<Outcome, string>> = {
+  done: "done",
+  failed: "failed",
+  cancelled: "cancelled",
+  open: "without an end",
+};
+
+/** What stands in a bar: `thought · 28 tokens · 98% cached`. */
+export function labelOf(call: Call): string {
+  const parts = [call.name];
+  const { usage } = call;
+  if (usage !== null) {
+    if (call.kind === "gen") parts.push(counted(usage.output_tokens, "token"));
+    if (usage.prompt_tokens > 0) parts.push(`${percent(usage.cached_tokens / usage.prompt_tokens)} cached`);
+  }
+  const outcome = outcomeOf(call);
+  if (outcome !== "done") parts.push(OUTCOMES[outcome]);
+  return parts.join(" · ");
+}
+
+/** A call for screen readers; it begins with the label, which is what the bar shows. */
+export function describeCall(call: Call): string {
+  const { usage, endS } = call;
+  const prompt = usage === null ? "" : `, prompt of ${counted(usage.prompt_tokens, "token")}`;
+  return `${labelOf(call)}, ${call.kind}${prompt}, from ${duration(call.readyS)}${endS === null ? "" : ` to ${duration(endS)}`}`;
+}
+
+/** What tells a state from its siblings: the first text that was appended to it, or, of a very short one, the first
+ * text that was generated in it. */
+export function summaryOf(state: RunState): string {
+  const own = state.firstText;
+  const generated = state.calls[0]?.text.slice(0, 200).replace(/\s+/g, " ").trim() ?? "";
+  return own.length > 3 || generated === "" ? own : generated;
+}
+
+/** The facts about a call, as pairs of a name and a value. */
+export function factsOf(call: Call, lastS: number): [name: string, value: string][] {
+  const { usage, firstS, endS } = call;
+  const outcome = outcomeOf(call);
+  const facts: [string, string][] = [
+    ["State", nameOf(call.state)],
+    ["Outcome", outcome === "done" ? (call.finishReason ?? "done") : OUTCOMES[outcome]],
+  ];
+  if (usage !== null) {
+    const share = usage.prompt_tokens > 0 ? ` (${percent(usage.cached_tokens / usage.prompt_tokens)})` : "";
+    facts.push(["Prompt", counted(usage.prompt_tokens, "token")]);
+    facts.push(["Cached", `${counted(usage.cached_tokens, "token")}${share}`]);
+    if (call.kind === "gen") facts.push(["Output", counted(usage.output_tokens, "token")]);
+    if (usage.forced_tokens) facts.push(["Forced", counted(usage.forced_tokens, "token")]);
+  }
+  facts.push(["Sent at", duration(call.sentS)], ["Could begin at", duration(call.readyS)]);
+  if (firstS !== null) facts.push(["First text after", duration(firstS - call.readyS)]);
+  if (endS !== null) facts.push(["Took", duration(endS - call.readyS)]);
+  else facts.push(["Ran for at least", duration(Math.max(0, lastS - call.readyS))]);
+  if (usage !== null && firstS !== null && endS !== null && endS > firstS && usage.output_tokens > 1) {
+    facts.push(["Per token after the first", duration((endS - firstS) / (usage.output_tokens - 1))]);
+  }
+  return facts;
+}

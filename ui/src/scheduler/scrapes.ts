@@ -1,0 +1,103 @@
+// The scrapes of `/metrics` while the view is shown.
+import { useSignalEffect } from "@preact/signals";
+import { useRef, useState } from "preact/hooks";
+import { fetchWithKey, session } from "../app/session";
+import { Ring } from "../charts/ring";
+import { parseScrape, Scrape, type Sample } from "./prometheus";
+
+const INTERVAL_S = 2;
+/** Ten minutes. */
+const CAPACITY = 300;
+
+export interface Scrapes {
+  readonly all: readonly Scrape[];
+  /** A sentence while `/metrics` cannot be read. `isForbidden`: this key may not see it. */
+  readonly problem: string | null;
+  readonly isForbidden: boolean;
+}
+
+/** Reads `/metrics` every two seconds, unless `isPaused`. */
+export function useScrapes(isPaused: boolean): Scrapes {
+  const ring = useRef(new Ring<Scrape>(CAPACITY));
+  const paused = useRef(isPaused);
+  paused.current = isPaused;
+  const [scrapes, setScrapes] = useState<Scrapes>({ all: [], problem: null, isForbidden: false });
+  useSignalEffect(() => {
+    if (session.value === null) return;
+    const abort = new AbortController();
+    let timer: ReturnType<typeof setTimeout>;
+    const poll = async (): Promise<void> => {
+      if (!paused.current && document.visibilityState === "visible") {
+        const next = await scrapeOnce(abort.signal);
+        if (abort.signal.aborted) return;
+        if (next instanceof Scrape) ring.current.push(next);
+        setScrapes({
+          all: ring.current.toArray(),
+          problem: next instanceof Scrape ? null : next.problem,
+          isForbidden: !(next instanceof Scrape) && next.isForbidden,
+        });
+      }
+      timer = setTimeout(() => void poll(), INTERVAL_S * 1000);
+    };
+    void poll();
+    return () => {
+      abort.abort();
+      clearTimeout(timer);
+    };
+  });
+  return scrapes;
+}
+
+type Missing = { readonly problem: string; readonly isForbidden: boolean };
+
+async function scrapeOnce(signal: AbortSignal): Promise<Scrape | Missing> {
+  try {
+    const answer = await fetchWithKey("/metrics", { signal });
+    if (answer.ok) return parseScrape(await answer.text(), performance.now() / 1000);
+    const isForbidden = answer.status === 401 || answer.status === 403;
+    const problem = isForbidden
+      ? "This key does not see the server's metrics: the numbers below are of its own requests, and there are no percentiles."
+      : `The server answers ${answer.status} for its metrics: the numbers below are from before.`;
+    return { problem, isForbidden };
+  } catch {
+    return {
+      problem: "The server's metrics cannot be read: the numbers below are from before.",
+      isForbidden: false,
+    };
+  }
+}
+
+/** Counters as the `watched` events have them. */
+export type StatsLike = Readonly<Record<string, unknown>>;
+
+/** A scrape with what a session's own stats say, for keys that do not see `/metrics`. */
+export function scrapeOfStats(stats: StatsLike, atS: number): Scrape {
+  const model = String(stats["model"] ?? "");
+  const of = (name: string): number => (typeof stats[name] === "number" ? (stats[name] as number) : 0);
+  const samples: Sample[] = [];
+  const add = (name: string, value: number, labels: Record<string, string> = {}): void => {
+    samples.push({ name: `agentflow_${name}`, labels: { model, ...labels }, value });
+  };
+  add("engine_up", 1);
+  add("running_requests", of("running"));
+  add("waiting_requests", of("waiting"));
+  add("kv_tokens", of("free_slots"), { state: "free" });
+  add("kv_tokens", of("cached_slots"), { state: "cached" });
+  add("kv_tokens", of("in_use_slots"), { state: "in_use" });
+  const [cached, cachedOutput] = [of("cached_tokens"), of("cached_output_tokens")];
+  add("prompt_tokens_total", cached - cachedOutput, { source: "prompt_cache" });
+  add("prompt_tokens_total", cachedOutput, { source: "output_cache" });
+  add("prompt_tokens_total", of("prompt_tokens") - cached, { source: "computed" });
+  for (const name of [
+    "generated_tokens",
+    "forced_tokens",
+    "computed_tokens",
+    "evicted_tokens",
+    "retractions",
+    "steps",
+  ]) {
+    add(`${name}_total`, of(name));
+  }
+  add("engine_restarts_total", of("restarts"));
+  return new Scrape(samples, atS);
+}

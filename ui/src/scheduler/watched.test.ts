@@ -1,0 +1,153 @@
+import { describe, expect, it } from "vitest";
+import { pathOf, spanOf } from "../charts/LineChart";
+import { savings } from "../tree/savings";
+import { headline, totals } from "./figures";
+import { parseScrape } from "./prometheus";
+import { grouped, promptShares, type Request } from "./requests";
+import textAfter from "./scrape-after.txt?raw";
+import { scrapeOfStats } from "./scrapes";
+import { barPaths, newSteps, type Step } from "./steps";
+
+const request = (id: number, more: Partial<Request> = {}): Request => ({
+  id,
+  tenant: "a",
+  program: "p",
+  status: "running",
+  prompt_tokens: 100,
+  cached_tokens: 60,
+  computed_tokens: 80,
+  output_tokens: 5,
+  age_s: id,
+  ...more,
+});
+const step = (number: number, prefill = 0, decode = 1): Step => [number, prefill, decode, 1, 0, 10, 20];
+
+describe("grouped", () => {
+  it("sums the requests of each program and tenant", () => {
+    const groups = grouped([
+      request(1),
+      request(2, { status: "waiting" }),
+      request(3),
+      request(4, { tenant: "b" }),
+      request(5, { program: "" }),
+    ]);
+    expect(groups.map((group) => [group.program, group.tenant, group.running, group.waiting])).toEqual([
+      ["", "a", 1, 0],
+      ["p", "a", 2, 1],
+      ["p", "b", 1, 0],
+    ]);
+    expect(groups[1]).toMatchObject({ promptTokens: 300, cachedTokens: 180, outputTokens: 15, oldestS: 3 });
+    expect(groups[1]!.requests.map(({ id }) => id)).toEqual([3, 1, 2]);
+  });
+
+  it("keeps apart names that would be equal when joined", () => {
+    expect(
+      grouped([request(1, { program: "a", tenant: "b,c" }), request(2, { program: "a,b", tenant: "c" })]),
+    ).toHaveLength(2);
+  });
+
+  it.each([
+    [request(1), 0.6, 0.2],
+    [request(1, { computed_tokens: 140 }), 0.6, 0.4],
+    [request(1, { computed_tokens: 20 }), 0.6, 0],
+    [request(1, { prompt_tokens: 0 }), 0, 0],
+  ])("splits a prompt into what was cached and what is computed", (one, cached, computed) => {
+    expect(promptShares(one).cached).toBeCloseTo(cached);
+    expect(promptShares(one).computed).toBeCloseTo(computed);
+  });
+});
+
+describe("steps", () => {
+  it("are taken once, and anew from an engine that began anew", () => {
+    expect(newSteps([step(4), step(5), step(6)], step(5)).map(([number]) => number)).toEqual([6]);
+    expect(newSteps([step(1), step(2)], step(500)).map(([number]) => number)).toEqual([1, 2]);
+    expect(newSteps([step(1)], undefined)).toHaveLength(1);
+    expect(newSteps([], step(1))).toEqual([]);
+  });
+
+  it("are bars whose parts stand on each other", () => {
+    const { decode, prefill } = barPaths([step(1, 0, 2), step(2, 3, 1)], 100, 50, 6, 10);
+    expect(decode).toBe("M88.0 30.0h5v20.0h-5zM94.0 40.0h5v10.0h-5z");
+    expect(prefill).toBe("M94.0 10.0h5v30.0h-5z");
+  });
+});
+
+describe("a session's own stats", () => {
+  it("give the same numbers as a scrape of the same moment", () => {
+    const scrape = parseScrape(textAfter);
+    const of = (name: string, labels = {}): number => scrape.sum(`agentflow_${name}`, labels) ?? 0;
+    const own = scrapeOfStats(
+      {
+        model: "smollm2-135m",
+        running: of("running_requests"),
+        waiting: of("waiting_requests"),
+        free_slots: of("kv_tokens", { state: "free" }),
+        cached_slots: of("kv_tokens", { state: "cached" }),
+        in_use_slots: of("kv_tokens", { state: "in_use" }),
+        prompt_tokens: of("prompt_tokens_total"),
+        cached_tokens: of("prompt_tokens_total") - of("prompt_tokens_total", { source: "computed" }),
+        cached_output_tokens: of("prompt_tokens_total", { source: "output_cache" }),
+        generated_tokens: of("generated_tokens_total"),
+        computed_tokens: of("computed_tokens_total"),
+        steps: of("steps_total"),
+      },
+      0,
+    );
+    expect(headline(own, null, "smollm2-135m")).toEqual(headline(scrape, null, "smollm2-135m"));
+    expect(totals(own, "smollm2-135m")).toEqual(totals(scrape, "smollm2-135m"));
+  });
+});
+
+describe("savings", () => {
+  const at = (atS: number, promptTokens: number, cachedTokens: number) => ({
+    atS,
+    promptTokens,
+    cachedTokens,
+  });
+
+  it("are the hit rate of the last seconds and of all, and the tokens that were not computed", () => {
+    expect(savings([at(0, 0, 0), at(5, 100, 50), at(12, 200, 140), at(40, 200, 140)])).toEqual({
+      recent: [null, 0.5, 0.9, null],
+      overall: [null, 0.5, 0.7, 0.7],
+      saved: [0, 50, 140, 140],
+    });
+  });
+
+  it("begin anew with the engine", () => {
+    expect(savings([at(0, 100, 90), at(1, 10, 0), at(2, 20, 5)]).recent).toEqual([null, null, 0.5]);
+  });
+});
+
+describe("charts", () => {
+  it("break a line where a value is unknown, and begin at the left edge", () => {
+    const points = [
+      [0, 1],
+      [1, 2],
+      [2, null],
+      [3, 4],
+    ].map(([atS, value]) => ({ atS: atS as number, value: value ?? null }));
+    const path = pathOf(
+      points,
+      (x) => x * 10,
+      (y) => y,
+      5,
+      null,
+    );
+    expect(path).toBe("M10.0 2.0M30.0 4.0");
+    expect(
+      pathOf(
+        points.slice(0, 2),
+        (x) => x * 10,
+        (y) => y,
+        0,
+        9,
+      ),
+    ).toBe("M0.0 1.0L10.0 2.0L10.0 9.0L0.0 9.0Z");
+  });
+
+  it("show half a minute at first, and two minutes at most", () => {
+    expect([spanOf([]), spanOf([{ atS: 5 }, { atS: 50 }]), spanOf([{ atS: 0 }, { atS: 900 }])]).toEqual([
+      30, 50, 120,
+    ]);
+  });
+});

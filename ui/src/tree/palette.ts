@@ -1,0 +1,131 @@
+// The colours of the picture, from the page's tokens, and how a node of each state is drawn.
+
+export interface Palette {
+  readonly ink: string;
+  readonly inkSoft: string;
+  readonly line: string;
+  readonly surface: string;
+  readonly focus: string;
+  readonly cached: string;
+  readonly cachedEdge: string;
+  readonly inUse: string;
+  readonly inUseInk: string;
+  readonly hit: string;
+  readonly hitEdge: string;
+  readonly evicted: string;
+  readonly generated: string;
+}
+
+const TOKENS: Readonly<Record<keyof Palette, string>> = {
+  ink: "--ink",
+  inkSoft: "--ink-soft",
+  line: "--line",
+  surface: "--surface",
+  focus: "--tree-focus",
+  cached: "--tree-cached",
+  cachedEdge: "--tree-cached-edge",
+  inUse: "--tree-in-use",
+  inUseInk: "--accent-ink",
+  hit: "--tree-hit",
+  hitEdge: "--tree-hit-edge",
+  evicted: "--bad",
+  generated: "--tree-generated",
+};
+
+/** The colours that the tokens have at this element now, as a canvas understands them. */
+export function paletteAt(element: Element): Palette {
+  const probe = document.createElement("span");
+  probe.hidden = true;
+  element.append(probe);
+  const read = (token: string): string => {
+    probe.style.color = `var(${token})`;
+    return getComputedStyle(probe).color;
+  };
+  const found = Object.fromEntries(Object.entries(TOKENS).map(([name, token]) => [name, read(token)]));
+  probe.remove();
+  return found as unknown as Palette;
+}
+
+/** How a block looks. `hit`, `ghost`: how much is left of a hit, and of a node that was evicted, 1 to 0. `generated`:
+ * the share of its tokens that were generated. The looks differ by their patterns, not by colour alone. */
+export interface Look {
+  readonly isInUse: boolean;
+  readonly hit: number;
+  readonly ghost: number | null;
+  readonly generated: number;
+}
+
+/** Draws a node's block. */
+export function drawBlock(
+  context: CanvasRenderingContext2D,
+  palette: Palette,
+  { isInUse, hit, ghost, generated }: Look,
+  box: { readonly x: number; readonly y: number; readonly width: number; readonly height: number },
+): void {
+  const { x, y, width, height } = box;
+  const radius = Math.min(4, width / 3, height / 3);
+  const trace = (): void => {
+    context.beginPath();
+    context.roundRect(x, y, width, height, radius);
+  };
+  const isLarge = width >= 5 && height >= 5;
+  trace();
+  if (ghost !== null) {
+    context.globalAlpha = ghost;
+    context.strokeStyle = palette.evicted;
+    context.lineWidth = 1.25;
+    context.setLineDash([3, 3]);
+    context.stroke();
+    context.setLineDash([]);
+    context.globalAlpha = 1;
+    return;
+  }
+  context.fillStyle = isInUse ? palette.inUse : palette.cached;
+  context.fill();
+  if (isLarge && !isInUse) {
+    context.strokeStyle = palette.cachedEdge;
+    context.lineWidth = 1;
+    context.stroke();
+  }
+  if (hit > 0) {
+    context.globalAlpha = hit;
+    if (isLarge) stripes(context, palette.hit, box, trace);
+    context.beginPath();
+    context.roundRect(x + 1, y + 1, Math.max(width - 2, 0.5), Math.max(height - 2, 0.5), radius);
+    context.strokeStyle = palette.hitEdge;
+    context.lineWidth = 2;
+    context.stroke();
+    context.globalAlpha = 1;
+  }
+  if (generated > 0 && height >= 9) {
+    context.save();
+    trace();
+    context.clip();
+    context.fillStyle = isInUse ? palette.inUseInk : palette.generated;
+    // Generated tokens come after those of the prompt: dots along the bottom of the right end.
+    const start = x + width * (1 - generated);
+    for (let at = x + width - 3; at >= start; at -= 4) context.fillRect(at, y + height - 3.5, 2, 2);
+    context.restore();
+  }
+}
+
+function stripes(
+  context: CanvasRenderingContext2D,
+  colour: string,
+  { x, y, width, height }: { x: number; y: number; width: number; height: number },
+  trace: () => void,
+): void {
+  context.save();
+  trace();
+  context.clip();
+  context.strokeStyle = colour;
+  context.lineWidth = 3;
+  context.beginPath();
+  const reach = Math.min(height, 400);
+  for (let at = x - reach; at < x + width; at += 9) {
+    context.moveTo(at, y + reach);
+    context.lineTo(at + reach, y);
+  }
+  context.stroke();
+  context.restore();
+}

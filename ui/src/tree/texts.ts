@@ -1,0 +1,104 @@
+// The texts of nodes, by `peek`: only those of this key's own tenant are given out.
+import { AgentflowError, type Session } from "agentflow-client";
+import { useSignal } from "@preact/signals";
+import { useEffect, useRef } from "preact/hooks";
+import { sentenceOf, session } from "../app/session";
+import type { PrefixNode } from "./prefixes";
+
+/** `foreign`: of another tenant. `gone`: no longer in the tree. */
+export type Peek =
+  | { readonly kind: "text"; readonly text: string; readonly numTokens: number }
+  | { readonly kind: "foreign" }
+  | { readonly kind: "failed"; readonly reason: string };
+
+const DELAY_MS = 120;
+const MAX_KEPT = 2000;
+
+/** Texts that were asked for, by node and size: a node that was split has another text. */
+export class Texts {
+  readonly labels = new Map<number, string>();
+  private readonly known = new Map<string, Peek>();
+
+  find(node: PrefixNode): Peek | undefined {
+    return this.known.get(keyOf(node));
+  }
+
+  async ask(from: Session, node: PrefixNode): Promise<Peek> {
+    const key = keyOf(node);
+    const found = this.known.get(key);
+    if (found !== undefined) return found;
+    let peek: Peek;
+    try {
+      const { text, numTokens } = await from.peek(node.id);
+      peek = { kind: "text", text, numTokens };
+      this.labels.set(node.id, text.slice(0, 300).replace(/\s+/g, " ").trim());
+    } catch (error) {
+      const isForeign = error instanceof AgentflowError && error.code === "not_authorized";
+      if (!isForeign) return { kind: "failed", reason: sentenceOf(error) };
+      peek = { kind: "foreign" };
+      this.labels.delete(node.id);
+    }
+    if (this.known.size >= MAX_KEPT) this.clear();
+    this.known.set(key, peek);
+    return peek;
+  }
+
+  clear(): void {
+    this.known.clear();
+    this.labels.clear();
+  }
+}
+
+function keyOf(node: PrefixNode): string {
+  return `${node.id}/${node.numTokens}`;
+}
+
+/** The text of the node that is pointed at or focused, after a short while; null until then. */
+export function usePeek(texts: Texts, node: PrefixNode | null): Peek | null {
+  const peek = useSignal<Peek | null>(null);
+  const key = node === null ? "" : keyOf(node);
+  useEffect(() => {
+    const known = node === null ? undefined : texts.find(node);
+    peek.value = known ?? null;
+    if (node === null || known !== undefined || node.goneS !== null) return;
+    let isLeft = false;
+    const timer = setTimeout(() => {
+      const from = session.peek();
+      if (from === null) return;
+      void texts.ask(from, node).then((found) => {
+        if (!isLeft) peek.value = found;
+      });
+    }, DELAY_MS);
+    return () => {
+      isLeft = true;
+      clearTimeout(timer);
+    };
+  }, [key]);
+  return peek.value;
+}
+
+/** Asks for the texts of these nodes one after the other, and calls `changed` after each. */
+export function useLabels(texts: Texts, wanted: readonly PrefixNode[], changed: () => void): void {
+  const isAsking = useRef(false);
+  const newest = useRef(wanted);
+  newest.current = wanted;
+  useEffect(() => {
+    void next();
+  });
+  async function next(): Promise<void> {
+    if (isAsking.current) return;
+    isAsking.current = true;
+    try {
+      for (;;) {
+        const from = session.peek();
+        const node = newest.current.find((one) => one.goneS === null && texts.find(one) === undefined);
+        if (from === null || node === undefined) return;
+        const peek = await texts.ask(from, node);
+        if (peek.kind === "failed") return; // the next look at the tree tries again
+        changed();
+      }
+    } finally {
+      isAsking.current = false;
+    }
+  }
+}
