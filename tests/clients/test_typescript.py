@@ -6,12 +6,14 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
-from support.api_server import api_server
+from support.api_server import ApiServer, api_server
+from support.faulty_servers import KEY, tenants
 from support.session_peer import HANG, count_words
 from support.wire_server import Budget, ThreadServer, proxied
 
@@ -126,6 +128,45 @@ async def test_a_server_that_is_not_there(scenarios: Path, server: ThreadServer)
 async def test_an_unknown_model(scenarios: Path, server: ThreadServer) -> None:
     printed = await outcome(scenarios, "model", server.url, model="unknown")
     assert printed["error"]["code"] == "unknown_model"
+
+
+@pytest.fixture(scope="module")
+def keyed_server() -> Iterator[ApiServer]:
+    """A server with one tenant."""
+    with api_server(tenants=tenants(), constraints=False) as running:
+        yield running
+
+
+async def test_a_key_becomes_a_ticket_for_each_connection(scenarios: Path, keyed_server: ApiServer) -> None:
+    async with proxied(int(keyed_server.url.rpartition(":")[2])) as proxy:
+        # The first connection carries the request for a ticket, the second the websocket, which breaks.
+        proxy.budgets = [Budget(), Budget(down=1500)]
+        found = await result(scenarios, "dropped", proxy.url, key=KEY, prompts=["Tell a long story."])
+        assert found["texts"] == found["streamed"]
+        assert found["statuses"][:2] == ["lost", "open"]
+        assert proxy.num_connections >= 3  # a request may share the connection of the one before
+    keyed_server.assert_idle()
+
+
+@pytest.mark.parametrize("key", ["af-wrong", None])
+async def test_a_wrong_or_missing_key_is_not_authorized(
+    scenarios: Path, keyed_server: ApiServer, key: str | None
+) -> None:
+    options = {} if key is None else {"key": key}
+    printed = await outcome(scenarios, "model", keyed_server.url, **options)
+    assert (printed["error"]["code"], printed["error"]["name"]) == ("not_authorized", "NotAuthorized")
+    assert "af-" not in printed["error"]["message"]
+
+
+async def test_forced_text_and_tokens(scenarios: Path) -> None:
+    with api_server() as server:
+        found = await result(scenarios, "forced", server.url, prompts=["Give it: "])
+    text, forced = found["text"], found["forced"]
+    assert text in ("forced text a", "forced text b")
+    assert "".join(found["tokens"]) == "Give it: " + text
+    assert forced
+    assert found["usage"]["forced_tokens"] > 0
+    assert all(text[at : at + length] in "forced text " for at, length in forced)
 
 
 PAGES = (CLIENT / "README.md", ROOT / "docs" / "guides" / "typescript.md")
