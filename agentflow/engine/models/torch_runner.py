@@ -11,10 +11,12 @@ from torch import Tensor
 
 from agentflow.engine.batch import Batch, BatchOutput, SampledRows
 from agentflow.engine.machine import usable_cpus
-from agentflow.engine.models.families.registry import read_config
+from agentflow.engine.models.config import DecoderConfig
+from agentflow.engine.models.families.registry import is_native, read_config
 from agentflow.engine.models.kv_pool import KvPool
-from agentflow.engine.models.loader import load_model
+from agentflow.engine.models.loader import CausalModel, load_model
 from agentflow.engine.models.sampler import choice_rows, choose_tokens, wants_only_tokens
+from agentflow.engine.models.transformers_model import TransformersModel, load_transformers
 from agentflow.engine.runner import AcceleratorFault, OutOfMemory, RunnerInfo, nothing
 from agentflow.errors import BadArgument
 from agentflow.kernels.inputs import AttentionBatch, ForwardInput
@@ -40,9 +42,11 @@ _FAULT_WORDS = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "Triton Error [
 
 
 class TorchRunner:
-    """Runs a model of one of the ``families``. ``device``: cpu, cuda or None (cuda if available). ``dtype``:
-    bfloat16 or float32, for weights, activations and KV. ``num_slots``: the size of the KV pool in tokens.
-    ``num_threads``: CPU threads of the whole process; None: torch's default, but at most ``usable_cpus``.
+    """Runs a model of one of the ``families``, or through transformers.
+
+    ``device``: cpu, cuda or None (cuda if available). ``dtype``: bfloat16 or float32, for weights,
+    activations and KV. ``num_slots``: the size of the KV pool in tokens. ``num_threads``: CPU threads of the
+    whole process; None: torch's default, but at most ``usable_cpus``.
 
     ``UnknownModel``, ``BadModelFolder`` or ``BadArgument`` if it cannot be run.
     """
@@ -66,8 +70,12 @@ class TorchRunner:
         if num_threads != torch.get_num_threads():
             torch.set_num_threads(num_threads)
         self._kernels = kernels = _kernels(torch_device)
-        config = read_config(folder)
         torch_dtype = _DTYPES[dtype]
+        config: DecoderConfig | TransformersModel
+        if is_native(folder):
+            config = read_config(folder)
+        else:
+            config = load_transformers(folder, dtype=torch_dtype, device=torch_device, kernels=kernels)
         self._kv_pool = KvPool(
             num_layers=config.num_layers,
             num_slots=num_slots,
@@ -76,7 +84,11 @@ class TorchRunner:
             dtype=torch_dtype,
             device=torch_device,
         )
-        self._model = load_model(folder, config, dtype=torch_dtype, device=torch_device, kernels=kernels)
+        self._model: CausalModel | TransformersModel
+        if isinstance(config, TransformersModel):
+            self._model = config
+        else:
+            self._model = load_model(folder, config, dtype=torch_dtype, device=torch_device, kernels=kernels)
         self.info = RunnerInfo(
             model=folder.resolve().name,
             vocab_size=config.vocab_size,

@@ -11,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.engine.runner_driver import Driver
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from support.faults import has_param
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from agentflow.engine.models.torch_runner import TorchRunner
+from agentflow.errors import BadModelFolder
 
 SIZES = {
     "vocab_size": 320,
@@ -112,12 +114,22 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256}),
     "opt": ("opt", {"ffn_dim": 80, "word_embed_proj_dim": 48, "num_key_value_heads": None}),
 }
-MODELS |= COMPOSED
+# Those that run through transformers.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "starcoder2": ("starcoder2", {"sliding_window": None}),
+    "starcoder2_window": ("starcoder2", {"sliding_window": 16}),
+    "gpt_neox": ("gpt_neox", {}),
+    "stablelm": ("stablelm", {}),
+    "granite": ("granite", {"attention_multiplier": 0.2, "logits_scaling": 3.0}),
+    "cohere2": ("cohere2", {"sliding_window": 16}),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "exaone4": ("exaone4", {"sliding_window": 16}),
+}
 
 
 def saved_model(name: str, folder: Path) -> PreTrainedModel:
     """A model with random weights, biases and norms, saved to ``folder``."""
-    kind, changed = MODELS[name]
+    kind, changed = (MODELS | COMPOSED | OTHERS)[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SIZES | changed)))
     with torch.no_grad():
@@ -144,7 +156,7 @@ def assert_equal_to_transformers(model: PreTrainedModel, folder: Path) -> None:
     assert len(set(batch[1].generated)) > 4 or "gemma" in type(model).__name__.lower()
 
 
-@pytest.mark.parametrize("name", COMPOSED)
+@pytest.mark.parametrize("name", COMPOSED | OTHERS)
 def test_every_token_is_as_likely_as_in_transformers(name: str, tmp_path: Path) -> None:
     """Random texts in one batch, computed in random chunks; one of them begins with a cached prefix."""
     model = saved_model(name, tmp_path)
@@ -173,8 +185,36 @@ def test_every_token_is_as_likely_as_in_transformers(name: str, tmp_path: Path) 
         np.testing.assert_allclose(logprobs, exact.squeeze(1)[-len(logprobs) :], atol=1e-4 * scale, rtol=0)
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch", "reference"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", ["mamba", "bloom", "gptj", "llama4_text", "deepseek_v3", "t5"])
+def test_models_that_cannot_be_paged(kind: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(kind, **SIZES)
+    model = (AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM).from_config(config)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(BadModelFolder) as caught:
+        TorchRunner(tmp_path, num_slots=4, device="cpu", dtype="float32")
+    assert caught.value.param in ("architectures", "layer_types")
+    assert type(model).__name__ in str(caught.value)
+
+
+def test_code_of_a_model_folder_never_runs(tmp_path: Path) -> None:
+    saved_model("stablelm", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "own", "architectures": ["OwnForCausalLM"]}
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(BadModelFolder, check=has_param("architectures")):
+        TorchRunner(tmp_path, num_slots=4, device="cpu", dtype="float32")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        *((name, kernels) for kernels in ("native", "torch", "reference") for name in MODELS),
+        *((name, kernels) for kernels in ("native", "torch") for name in COMPOSED),
+    ],
+)
 def test_greedy_tokens_equal_transformers(
     name: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,12 @@ def read_config(folder: Path) -> DecoderConfig:
         raise BadModelFolder(message, param="config.json") from error
 
 
+def is_native(folder: Path) -> bool:
+    """Whether the folder's architecture has a family. False, too, if it names none."""
+    names = read_folder(folder)[0].get("architectures") or []
+    return names in FAMILIES if isinstance(names, str) else any(name in FAMILIES for name in names)
+
+
 def _family_of(raw: RawConfig) -> Family:
     names = raw.get("architectures") or []
     names = names if isinstance(names, list) else [names]

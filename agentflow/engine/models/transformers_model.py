@@ -1,0 +1,270 @@
+"""Runs causal models of transformers that have no family here, on the same paged KV pool.
+
+transformers computes everything but attention: its models call the attention function that their config
+names, and the one that is registered here writes keys and values to the pool and attends to it
+(``kernels.masked_attention``). It is slower than a family: weights are not packed, and each layer runs in
+Python.
+
+A model can run so if attention is all that joins its tokens, with the same number and size of KV heads in
+each layer. A first forward pass, of two tokens, finds out. Code of the model's own folder never runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentflow.engine.models.config import RawConfig, end_token_ids, read_folder
+from agentflow.engine.runner import nothing
+from agentflow.errors import BadModelFolder
+from agentflow.kernels.inputs import ChoiceRows, ForwardInput, IntArray
+from agentflow.kernels.masked_attention import AttentionRule, MaskedPlan, masked_attention, plan_masked
+from agentflow.kernels.ops import Kernels
+
+logger = logging.getLogger(__name__)
+
+NAME: Final = "agentflow_paged"
+"""Under which transformers finds the attention function."""
+DEFAULT_CONTEXT: Final = 2048
+"""The longest sequence of a model whose config names none."""
+_PROBE_LEN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a layer passed to the attention function."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int
+
+
+class _Forward:
+    """One forward pass, as the attention function sees it."""
+
+    def __init__(self, given: ForwardInput, device: torch.device) -> None:
+        self.given = given
+        self.write_slots = torch.from_numpy(given.write_slots).to(device)
+        self._device = device
+        self._plans: dict[int, MaskedPlan] = {}
+
+    def plan(self, window: int) -> MaskedPlan:
+        if window not in self._plans:
+            self._plans[window] = plan_masked(self.given.plan, window, self._device)
+        return self._plans[window]
+
+
+class _Probe:
+    """The first forward pass: collects the calls, by layer."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, _Call] = {}
+        self.num_calls = 0
+
+
+# The forward pass of this thread: transformers passes nothing of ours down to all attention layers.
+_current = threading.local()
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of transformers' interface. ``query`` [1, heads, T, head_dim], ``key`` and
+    ``value`` [1, kv_heads, T, head_dim]. Returns [1, T, heads, head_dim]."""
+    forward = _current.forward
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    if isinstance(forward, _Probe):
+        forward.num_calls += 1
+        forward.calls[layer] = _Call(
+            query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], int(sliding_window or 0)
+        )
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+    kv_layer = forward.given.kv_layers[layer]
+    # [T, 2, kv_heads, head_dim]
+    kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
+    kv_layer.index_copy_(0, forward.write_slots, kv.contiguous())
+    queries = query[0].transpose(0, 1)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rule = AttentionRule(scale, int(sliding_window or 0), float(softcap or 0.0))
+    attended = masked_attention(queries, kv_layer, forward.plan(rule.window), rule, s_aux)
+    return attended.view(1, queries.shape[0], queries.shape[1], -1), None
+
+
+class TransformersModel:
+    """A causal model of transformers. Its "hidden states" are logits: the model has its own head.
+
+    ``num_layers``, ``num_kv_heads``, ``head_dim``: of the KV pool that it needs."""
+
+    def __init__(self, model: Any, kernels: Kernels, raw: RawConfig, generation: RawConfig) -> None:
+        self._model = model
+        self._kernels = kernels
+        self._device = next(model.parameters()).device
+        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.nbytes = sum(parameter.nbytes for parameter in model.parameters())
+        calls, logits = self._probe()
+        config = model.config.get_text_config()
+        _check_windows(config, calls)
+        self.num_layers = len(calls)
+        self.num_kv_heads, self.head_dim = calls[0].num_kv_heads, calls[0].head_dim
+        self.vocab_size = int(logits.shape[-1])
+        self.max_context = int(getattr(config, "max_position_embeddings", 0) or DEFAULT_CONTEXT)
+        self.end_token_ids = end_token_ids(raw, generation)
+
+    def forward(self, given: ForwardInput, meanwhile: Callable[[], None] = nothing) -> Tensor:
+        """Computes T tokens and writes their KV. Returns the logits of ``given.rows``: [S, vocab_size]."""
+        if self._device.type == "cpu":
+            meanwhile()
+        logits = self._logits(
+            _Forward(given, self._device), given.token_ids, given.positions, given.rows
+        ).float()
+        if self._device.type != "cpu":  # all kernels are launched and running
+            meanwhile()
+        return logits
+
+    def choose(
+        self, given: ForwardInput, choice: ChoiceRows, meanwhile: Callable[[], None] = nothing
+    ) -> IntArray:
+        """``forward``, then the tokens that ``Kernels.choose`` chooses for the rows: [S]."""
+        return self._kernels.choose(self.forward(given, meanwhile), choice)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The result of ``forward``."""
+        return hidden
+
+    def _logits(
+        self, forward: _Forward | _Probe, token_ids: IntArray, positions: IntArray, rows: IntArray
+    ) -> Tensor:
+        kept = torch.from_numpy(rows).to(self._device)
+        _current.forward = forward
+        try:
+            logits: Tensor = self._model(
+                input_ids=torch.from_numpy(token_ids).to(self._device).unsqueeze(0),
+                position_ids=torch.from_numpy(positions).to(self._device).unsqueeze(0),
+                use_cache=False,
+                **({"logits_to_keep": kept} if self._keeps_rows else {}),
+            ).logits[0]
+        finally:
+            _current.forward = None
+        return logits if self._keeps_rows else logits.index_select(0, kept)
+
+    @torch.inference_mode()
+    def _probe(self) -> tuple[list[_Call], Tensor]:
+        """A call of each layer, and the logits of a forward pass of two tokens."""
+        probe, places = _Probe(), np.arange(_PROBE_LEN)
+        logits = self._logits(probe, np.zeros(_PROBE_LEN, np.int64), places, places)
+        num_layers = int(self._model.config.get_text_config().num_hidden_layers)
+        if sorted(probe.calls) != list(range(num_layers)) or probe.num_calls != num_layers:
+            raise BadModelFolder(
+                f"only {len(probe.calls)} of its {num_layers} layers are attention that can be paged",
+                param="architectures",
+            )
+        calls = [probe.calls[i] for i in range(num_layers)]
+        if len({(call.num_kv_heads, call.head_dim, call.value_dim) for call in calls}) > 1:
+            raise BadModelFolder("its layers differ in their KV heads", param="architectures")
+        if calls[0].head_dim != calls[0].value_dim:
+            raise BadModelFolder(
+                f"its keys have {calls[0].head_dim} dimensions and its values {calls[0].value_dim}",
+                param="architectures",
+            )
+        return calls, logits
+
+
+def _check_windows(config: Any, calls: list[_Call]) -> None:
+    """Rejects a model whose windows reach attention only in masks, which are not made here."""
+    window = getattr(config, "sliding_window", None)
+    kinds = list(getattr(config, "layer_types", None) or [])
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise BadModelFolder(
+            f"layers of the kind {', '.join(map(str, unknown))} are not supported", param="layer_types"
+        )
+    expected = [bool(window) and kind == "sliding_attention" for kind in kinds]
+    found = [bool(call.window) for call in calls]
+    if (kinds and found != expected) or (not kinds and window and not any(found) and _slides(config)):
+        raise BadModelFolder("its windows cannot be paged", param="sliding_window")
+
+
+def _slides(config: Any) -> bool:
+    return bool(getattr(config, "use_sliding_window", True))
+
+
+def load_transformers(
+    folder: Path, *, dtype: torch.dtype, device: torch.device, kernels: Kernels
+) -> TransformersModel:
+    """The causal model of ``folder``. ``BadModelFolder`` if transformers is not installed, does not know the
+    architecture, or cannot run it on a paged KV pool."""
+    raw, generation = read_folder(folder)
+    architectures = raw.get("architectures") or []
+    architectures = architectures if isinstance(architectures, list) else [architectures]
+    if not architectures:
+        raise BadModelFolder(
+            f"{folder}: config.json names no architecture (model_type {raw.get('model_type')!r})",
+            param="architectures",
+        )
+    architecture = ", ".join(map(str, architectures))
+    if importlib.util.find_spec("transformers") is None:
+        raise BadModelFolder(
+            f"{folder}: its architecture is {architecture}, which needs transformers: "
+            "pip install 'agentflow-lm[transformers]'",
+            param="architectures",
+        )
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+    AttentionInterface.register(NAME, paged_attention)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError("it is no causal model")
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=NAME,
+            trust_remote_code=False,
+            local_files_only=True,
+            use_safetensors=True,
+        )
+        if type(model).__name__ not in architectures:
+            raise ValueError(f"transformers takes its model_type for {type(model).__name__}")
+        model = model.to(device).eval()
+        made = TransformersModel(model, kernels, raw, generation)
+    except BadModelFolder as error:
+        raise BadModelFolder(f"{folder}: {architecture}: {error}", param=error.param) from None
+    except KeyError as error:
+        raise BadModelFolder(
+            f"{folder}: its architecture is {architecture}, whose attention cannot be replaced "
+            f"(transformers does not find {error})",
+            param="architectures",
+        ) from error
+    except (ValueError, OSError, RuntimeError, AttributeError, TypeError) as error:
+        raise BadModelFolder(
+            f"{folder}: its architecture is {architecture}, which cannot be run: {error}",
+            param="architectures",
+        ) from error
+    logger.warning(
+        "%s runs through transformers, because it has no kernels of its own here: slower than the native "
+        "architectures",
+        architecture,
+    )
+    return made
