@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import anyio.lowlevel
 import msgspec
@@ -334,6 +334,10 @@ class ScriptedGenerator:
     async def token_ids(self, context: ScriptedContext) -> list[int]:
         """``NotSupported``."""
         raise NotSupported("a script has no token ids")
+
+    def watching(self) -> NoReturn:
+        """``NotSupported``."""
+        raise NotSupported("a script has no scheduler and no cache to watch")
 
     def free(self, context: ScriptedContext) -> None:
         """Counts the context as closed."""

@@ -20,13 +20,17 @@ from agentflow.engine.engine import Engine, EngineBroken
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.process.ipc import (
     Abort,
+    Answer,
     CloseState,
+    EngineSnapshot,
     EngineStats,
     Failed,
     Finished,
     FromEngine,
+    NodeTokens,
     Origin,
     Progress,
+    Query,
     StatsRequest,
     Stop,
     Submit,
@@ -35,6 +39,7 @@ from agentflow.engine.process.ipc import (
 from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.engine.watching.hub import WatchHub
 from agentflow.errors import AgentflowError, EngineDown, EngineFailed, Overloaded, from_code
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.limits import part_of
@@ -69,14 +74,14 @@ class RequestObserver(Protocol):
 
 
 class _Call:
-    """One unanswered request or ``StatsRequest``: its progress callback, and then its answer."""
+    """One unanswered request or ``Query``: its progress callback, and then its answer."""
 
     __slots__ = ("answer", "broken_by", "ended", "error", "on_progress")
 
     def __init__(self, on_progress: OnProgress | None = None) -> None:
         self.on_progress = on_progress
         self.ended = anyio.Event()
-        self.answer: Finished | EngineStats | None = None
+        self.answer: Finished | Answer | None = None
         self.error: AgentflowError | None = None
         self.broken_by: Exception | None = None  # raised by ``on_progress``
 
@@ -89,7 +94,7 @@ class _Call:
             self.broken_by = error
             self.ended.set()
 
-    def end(self, answer: Finished | EngineStats | Failed) -> None:
+    def end(self, answer: Finished | Answer | Failed) -> None:
         if isinstance(answer, Failed):
             self.error = from_code(answer.code, answer.message, answer.param)
         else:
@@ -119,7 +124,9 @@ class EngineClient:
         self._max_unfinished = max_unfinished
         self._unfinished: dict[int, str] = {}  # tenant of each
         self._num_unfinished_of: Counter[str] = Counter()
-        self._report: tuple[int, _Call] | None = None  # the unanswered StatsRequest
+        self._queries: dict[int, _Call] = {}
+        self._stats_ticket: int | None = None  # of the unanswered StatsRequest
+        self.watches = WatchHub(self._query)
         self._ended_because: str | None = None
         self._observers: list[RequestObserver] = []
 
@@ -216,15 +223,29 @@ class EngineClient:
         the query.
         """
         self._check_alive()
-        if self._report is None:
-            ticket = next(self._ids)
-            self.engine.send(StatsRequest(ticket))
-            self._report = (ticket, _Call())
-        _, report = self._report
-        await report.ended.wait()
-        stats = self._answer(report)
+        ticket = self._stats_ticket
+        if ticket is None or ticket not in self._queries:
+            ticket = self._stats_ticket = self._send_query(StatsRequest)
+        call = self._queries[ticket]
+        await call.ended.wait()
+        stats = self._answer(call)
         assert isinstance(stats, EngineStats)
         return stats
+
+    async def _query(self, make: Callable[[int], Query]) -> Answer:
+        """The answer to a query with the ticket that ``make`` gets. ``EngineDown`` as for ``stats``."""
+        self._check_alive()
+        call = self._queries[self._send_query(make)]
+        await call.ended.wait()
+        answer = self._answer(call)
+        assert not isinstance(answer, Finished)
+        return answer
+
+    def _send_query(self, make: Callable[[int], Query]) -> int:
+        ticket = next(self._ids)
+        self.engine.send(make(ticket))
+        self._queries[ticket] = _Call()
+        return ticket
 
     async def _call(
         self, message: Submit, on_progress: OnProgress | None, on_sent: Callable[[], None] | None = None
@@ -273,7 +294,7 @@ class EngineClient:
         for observer in self._observers:
             observer.sent(message)
 
-    def _answer(self, call: _Call) -> Finished | EngineStats:
+    def _answer(self, call: _Call) -> Finished | Answer:
         if call.error is not None:
             raise call.error
         if call.answer is None:
@@ -298,7 +319,7 @@ class EngineClient:
                 case Finished() | Failed():
                     self._has_ended(message.request_id)
                     self._end(message.request_id, message)
-                case EngineStats():
+                case EngineStats() | EngineSnapshot() | NodeTokens():
                     self._end(message.ticket, message)
 
     def _has_ended(self, request_id: int) -> None:
@@ -308,10 +329,8 @@ class EngineClient:
             if not self._num_unfinished_of[tenant]:
                 del self._num_unfinished_of[tenant]
 
-    def _end(self, number: int, answer: Finished | EngineStats | Failed) -> None:
-        call = self._calls.get(number)
-        if self._report is not None and self._report[0] == number:
-            call, self._report = self._report[1], None
+    def _end(self, number: int, answer: Finished | Answer | Failed) -> None:
+        call = self._queries.pop(number, None) or self._calls.get(number)
         if call is not None:
             call.end(answer)
 
@@ -320,8 +339,9 @@ class EngineClient:
         self._ended_because = self._ended_because or why
         for call in self._calls.values():
             call.ended.set()
-        if self._report is not None:
-            self._report[1].ended.set()
+        for call in self._queries.values():
+            call.ended.set()
+        self._queries.clear()
 
 
 def _texts_to(on_text: OnText) -> OnProgress:

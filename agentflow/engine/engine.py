@@ -39,7 +39,9 @@ from agentflow.engine.process.ipc import (
     Finished,
     FromEngine,
     NeedPayload,
+    PeekRequest,
     Progress,
+    SnapshotRequest,
     Started,
     StatsRequest,
     StepBegins,
@@ -54,6 +56,7 @@ from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.text.detokenizer import TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.token_tree import token_tree
+from agentflow.engine.watching.snapshot import EngineWatch
 from agentflow.errors import (
     AgentflowError,
     BadArgument,
@@ -103,6 +106,7 @@ class Engine:
         info = runner.info
         self.scheduler = Scheduler(num_slots=info.num_slots, max_context=info.max_context, config=config)
         self.times = StepTimes()
+        self._watch = EngineWatch(self.scheduler)
         self._requests: dict[int, Request] = {}
         self._texts: dict[int, TextEnd] = {}
         self._constrained: dict[int, ConstrainedRequest] = {}
@@ -144,6 +148,7 @@ class Engine:
             return False
         self.times.count(_SCHEDULE, time.perf_counter() - began)
         self._announce(batch)
+        num_waiting = len(self.scheduler.waiting)
         began = time.perf_counter()
         try:
             output = self._runner.run(batch, self._meanwhile)
@@ -162,6 +167,7 @@ class Engine:
                 self._fail(result.request.id, error)
             except Exception:
                 self._fail(result.request.id, _logged("cannot process the request's output"))
+        self._watch.stepped(len(batch.token_ids), num_waiting, has_run - began)
         self.times.count(_COMPLETE, time.perf_counter() - has_run)
         return True
 
@@ -183,11 +189,18 @@ class Engine:
                 case CloseState():
                     self.scheduler.close_state(message.state)
                 case StatsRequest():
-                    model = self._runner.info.model
-                    self._outbox.append(engine_stats(message.ticket, model, self.scheduler, self.times))
+                    self._outbox.append(self._stats(message.ticket))
+                case SnapshotRequest():
+                    stats = self._stats(message.ticket)
+                    self._outbox.append(self._watch.snapshot(message, self._requests.values(), stats))
+                case PeekRequest():
+                    self._outbox.append(self._watch.peek(message))
                 case Stop():
                     self._is_stopping = True
                     return
+
+    def _stats(self, ticket: int) -> EngineStats:
+        return engine_stats(ticket, self._runner.info.model, self.scheduler, self.times)
 
     def _submit(self, message: Submit) -> None:
         constraint = message.constraint
@@ -394,6 +407,7 @@ def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Re
         weight=origin.weight,
         end_ids=_end_ids(params, info),
     )
+    request.program, request.received_s = origin.program, time.perf_counter()
     end = request.num_prompt + len(message.generated_ids)
     request.tokens[request.num_prompt : end] = message.generated_ids
     request.num_tokens = end

@@ -37,6 +37,7 @@ from agentflow.engine.text.choices import WINDOW_CHARS, EncodedChoices, scores_o
 from agentflow.engine.text.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tools import ReplyText
+from agentflow.engine.watching.view import EngineView
 from agentflow.errors import BadArgument, PromptTooLong, faults_of
 from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec, read_reply
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
@@ -100,6 +101,7 @@ class EngineGenerator:
             roles=template.has_template,
             conversations=template.has_template,
             max_context=info.max_context,
+            watch=True,
             constraints=() if compiler is None else CONSTRAINT_KINDS,
         )
 
@@ -129,6 +131,7 @@ class EngineGenerator:
             priority=priority,
             patience_s=patience_s,
             trace=trace,
+            program=program,
         )
         return EngineContext(TokenState(self._client.tokenizer, self.template), origin, self.limits)
 
@@ -439,6 +442,11 @@ class EngineGenerator:
         """Of the engine, all sessions together. For a tenant that may not see them, of its own requests here
         that have ended: the tokens, and zeros otherwise."""
         if not self.tenant.sees_metrics:
+            return self._stats_of(None)
+        return self._stats_of(await self.engine_stats())
+
+    def _stats_of(self, stats: EngineStats | None) -> Stats:
+        if stats is None or not self.tenant.sees_metrics:
             return Stats(
                 self.capabilities.model,
                 prompt_tokens=self._own.prompt_tokens,
@@ -446,9 +454,15 @@ class EngineGenerator:
                 generated_tokens=self._own.output_tokens,
                 rerendered_tokens=self._num_rerendered,
             )
-        stats = await self.engine_stats()
-        told = {name: getattr(stats, name) for name in Stats.__struct_fields__ if hasattr(stats, name)}
-        return Stats(**told, rerendered_tokens=self._num_rerendered)
+        shown = {name: getattr(stats, name) for name in Stats.__struct_fields__ if hasattr(stats, name)}
+        return Stats(**shown, rerendered_tokens=self._num_rerendered)
+
+    @contextmanager
+    def watching(self) -> Iterator[EngineView]:
+        """The scope of a watch of what the tenant may see. ``Overloaded``."""
+        hub = self._client.watches
+        with hub.watching(self.tenant.name):
+            yield EngineView(hub, self.tenant, self.tokenizer, self._stats_of)
 
     async def engine_stats(self) -> EngineStats:
         """The engine's stats, including those that only the server's metrics show."""

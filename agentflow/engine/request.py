@@ -63,6 +63,7 @@ class Request:
     - ``deadline``, ``patience_end``: when it should be done, and when it should have started, on the
       scheduler's clock (infinite: never).
     - ``priority``: higher goes first within its tenant. ``weight``: its tenant's, against other tenants.
+    - ``program``: the program's name, to be shown.
 
     What the engine knows:
 
@@ -71,7 +72,8 @@ class Request:
       continues only to score tokens that the grammar forced.
     - ``num_cached``: prompt tokens found in the cache when it was first admitted. ``num_shared``: tokens
       found there when it was last admitted.
-    - ``arrival``: its position among all requests, set once by the scheduler.
+    - ``arrival``: its position among all requests, set once by the scheduler. ``received_s``: when it came,
+      on the clock ``perf_counter``.
     - ``num_charged``: up to this position its tokens and nodes have been charged to its tenant.
     - ``req_row``: its row of ``req_to_token`` while it runs. ``committed``: its locked prefix in the cache.
     """
@@ -98,6 +100,8 @@ class Request:
     token_mask: TokenWords | None = None
     is_complete: bool = False
     arrival: int = -1
+    program: str = ""
+    received_s: float = 0.0
     num_retractions: int = 0
     status: Status = Status.WAITING
     num_computed: int = 0

@@ -13,7 +13,8 @@ class Tenant:
     with an empty name. ``weight``: of its work against other tenants' while both wait.
     ``requests_per_minute`` and ``tokens_per_minute`` (prompt and output): more are rejected until there is
     room again. ``max_unfinished``: running and waiting requests. ``models``: those it may use; None: all.
-    ``sees_metrics``: may read ``/metrics``, which covers all tenants."""
+    ``sees_metrics``: may read ``/metrics`` and watch the engine; both
+    cover all tenants."""
 
     name: str = ""
     weight: float = 1.0

@@ -7,13 +7,21 @@ engine. Only the generator encodes text."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, TypeVar
+from contextlib import AbstractContextManager
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
-from agentflow.protocol.events import Capabilities, Stats, TopLogprobs, Usage
+from agentflow.protocol.events import (
+    Capabilities,
+    Stats,
+    StepRecord,
+    TopLogprobs,
+    Usage,
+    WatchedRequest,
+)
 from agentflow.protocol.sampling import SamplingParams
 
 OnText = Callable[[str], None]
@@ -49,6 +57,56 @@ class StateHint(msgspec.Struct, frozen=True):
     forks: int | None = None
     deadline_s: float | None = None
     trace: str = ""
+
+
+class SnapshotNode(NamedTuple):
+    """A node of the radix tree, as ``TreeNode``, but with the backend's numbers, the time of its last use and
+    the tenant's name."""
+
+    number: int
+    parent: int
+    num_tokens: int
+    num_generated: int
+    locks: int
+    keeps: int
+    used_s: float
+    tenant: str
+
+
+class Snapshot(NamedTuple):
+    """What a session may see of the backend at ``time_s``, on the backend's clock. ``epoch``: another one
+    where its numbers started over. ``steps``: the last ones, at most 512. ``requests``: with the backend's
+    ids. ``nodes``: the most recently used ones, parents before their children, of ``num_nodes``."""
+
+    epoch: int
+    time_s: float
+    steps: Sequence[StepRecord]
+    requests: Sequence[WatchedRequest]
+    stats: Stats
+    nodes: Sequence[SnapshotNode]
+    num_nodes: int
+
+
+class NodeText(NamedTuple):
+    """The text of a node's first tokens, and the number of all its tokens."""
+
+    text: str
+    num_tokens: int
+
+
+class View(Protocol):
+    """What one watch sees of the backend."""
+
+    async def snapshot(self, max_nodes: int, steps_after: int) -> Snapshot:
+        """A snapshot with so many nodes at most, and the steps after the one with this number. May wait, so
+        that watching does not slow the backend. ``EngineDown``."""
+
+    async def text_of(self, node: int) -> NodeText:
+        """The text of a node of an earlier snapshot. ``BadArgument`` if it is gone, ``NotAuthorized`` if it
+        is another tenant's, ``EngineDown``."""
+
+    def spent(self, loop_s: float) -> None:
+        """Working on a snapshot took so long in the event loop: the next ones come later."""
 
 
 class Generator(Protocol[ContextT]):
@@ -126,3 +184,7 @@ class Generator(Protocol[ContextT]):
 
     async def stats(self) -> Stats:
         """The counters of the backend."""
+
+    def watching(self) -> AbstractContextManager[View]:
+        """The scope of a watch. ``Overloaded`` if there are too many; ``NotSupported`` unless
+        ``capabilities.watch``."""

@@ -109,7 +109,7 @@ class Interpreter(Generic[ContextT]):
         self._variables: dict[int, VariableRecord] = {}
         self._ops = _OpExecution(generator, self._variables, self._memory, self._start_child)
         self._stats = StatsAnswers(generator, task_group, self.events)
-        self._watch = WatchAnswers(generator, task_group, self.events)
+        self._watch = WatchAnswers(generator, task_group, self.events, self._memory)
 
     def submit(self, op: ops.Op | ops.Rejected) -> None:
         """Accepts an op, without waiting for it to run. A rejected op fails its state. Raises an error that
@@ -166,6 +166,7 @@ class Interpreter(Generic[ContextT]):
         for state_id, ticket in states.items():
             if (state := self._states.get(state_id)) is not None:
                 state.rewind(ticket)
+        self._watch.rewind()
 
     def close(self) -> None:
         """Frees all contexts. The task group must have ended."""

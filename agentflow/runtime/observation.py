@@ -1,18 +1,45 @@
-"""What a client observes of the backend: its counters, and a watch of its scheduler and radix tree."""
+"""What a client observes of the backend: its counters, and a watch of its scheduler and radix trees.
+
+Like all events, those of a watch are made when the client reads: as the difference between the newest
+snapshot and what it has received. A snapshot is taken when the client has read the one before, so a slow
+reader costs nothing and skips what happened in between."""
 
 from __future__ import annotations
 
+import itertools
+import time
+from collections import deque
+from collections.abc import Sequence
 from typing import Generic
 
+import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
-from agentflow.errors import AgentflowError, NotSupported, Overloaded
+from agentflow.errors import AgentflowError, BadArgument, EngineDown, Overloaded
 from agentflow.protocol import ops
-from agentflow.protocol.events import ErrorInfo, Event, Peeked, StatsReply, Watched
-from agentflow.runtime.generator import ContextT, Generator
+from agentflow.protocol.events import (
+    ErrorInfo,
+    Event,
+    Peeked,
+    StatsReply,
+    TreeDelta,
+    TreeNode,
+    Watched,
+    WatchedRequest,
+)
+from agentflow.protocol.op_table import spec_of
+from agentflow.runtime.generator import ContextT, Generator, NodeText, Snapshot, SnapshotNode, View
+from agentflow.runtime.limits import MemoryBudget, Reservation
 from agentflow.runtime.state_tree import EventCursor
 
+MAX_PEEKS = 100
+"""Of one session: peeks without an answer, and answers that it has not received."""
+MAX_TENANTS = 1000
+"""When a watch has seen so many, it starts over: names of gone nodes must not accumulate."""
+WATCH_BYTES = 200_000
+NODE_BYTES = 1_000
+"""Estimated memory of a watch, and of each of its nodes."""
 MAX_TICKETS = 1_000
 
 
@@ -29,7 +56,7 @@ class StatsAnswers(Generic[ContextT]):
     def ask(self, ticket: int) -> None:
         """Asks for an answer with this ticket. ``Overloaded`` if too many are waiting."""
         ops.check_number(ticket)
-        if len(self._tickets) >= MAX_TICKETS:
+        if len(self._tickets) + len(self._replies) >= MAX_TICKETS:
             raise Overloaded(
                 f"{MAX_TICKETS} requests for statistics are unanswered: receive some answers first"
             )
@@ -52,31 +79,234 @@ class StatsAnswers(Generic[ContextT]):
         return replies
 
 
-class WatchAnswers(Generic[ContextT]):
-    """Answers ``Watch`` and ``Peek``."""
+class SentTree:
+    """What one watch has sent of the radix tree. The client's ids of nodes and requests count from 1 in each
+    watch, because the backend's numbers would show what other tenants do."""
 
-    def __init__(self, generator: Generator[ContextT], tasks: TaskGroup, events: EventCursor) -> None:
+    def __init__(self) -> None:
+        self._epoch: int | None = None
+        self._sent: dict[int, SnapshotNode] = {}
+        self._ids: dict[int, int] = {}  # of the nodes that were sent, by the backend's numbers
+        self._numbers: dict[int, int] = {}
+        self._tenants: dict[str, int] = {}
+        self._next_ids = itertools.count(1)
+
+    def reset(self) -> None:
+        """The next delta has all nodes."""
+        self._epoch = None
+
+    def number_of(self, node_id: int) -> int | None:
+        """The backend's number of a node that was sent and is not gone."""
+        return self._numbers.get(node_id)
+
+    def delta(self, snapshot: Snapshot) -> TreeDelta:
+        """What the client lacks of the snapshot."""
+        is_reset = snapshot.epoch != self._epoch or len(self._tenants) > MAX_TENANTS
+        if is_reset:
+            self._epoch = snapshot.epoch
+            for known in (self._sent, self._ids, self._numbers, self._tenants):
+                known.clear()
+        before, self._sent = self._sent, {node.number: node for node in snapshot.nodes}
+        gone = [self._forget(number) for number in before.keys() - self._sent.keys()]
+        nodes = [
+            self._shown(node, snapshot.time_s) for node in snapshot.nodes if before.get(node.number) != node
+        ]
+        return TreeDelta(
+            reset=is_reset,
+            nodes=tuple(nodes),
+            gone=tuple(sorted(gone)),
+            tenants=tuple(self._tenants),
+            num_nodes_left_out=snapshot.num_nodes - len(snapshot.nodes),
+        )
+
+    def _forget(self, number: int) -> int:
+        node_id = self._ids.pop(number)
+        del self._numbers[node_id]
+        return node_id
+
+    def _shown(self, node: SnapshotNode, now_s: float) -> TreeNode:
+        node_id = self._ids.get(node.number)
+        if node_id is None:
+            node_id = self._ids[node.number] = next(self._next_ids)
+            self._numbers[node_id] = node.number
+        return TreeNode(
+            node_id,
+            self._ids[node.parent] if node.parent else 0,
+            node.num_tokens,
+            node.num_generated,
+            node.locks,
+            node.keeps,
+            round(max(0.0, now_s - node.used_s), 3),
+            self._tenants.setdefault(node.tenant, len(self._tenants)),
+        )
+
+
+class _Watch:
+    """One watch, and how much of it the client has received. ``pending``: the newest snapshot, until the
+    client reads; no other one is taken meanwhile."""
+
+    def __init__(self, op: ops.Watch, reservation: Reservation) -> None:
+        self.op = op
+        self.scope = anyio.CancelScope()
+        self.view: View | None = None
+        self.tree = SentTree()
+        self.pending: Snapshot | None = None
+        self.has_read = anyio.Event()
+        self._epoch: int | None = None
+        self._last_step: int | None = None
+        self._request_ids: dict[int, int] = {}
+        self._next_ids = itertools.count(1)
+        self._reservation = reservation
+
+    @property
+    def steps_after(self) -> int:
+        """The number of the last step that is known."""
+        return self._last_step or 0
+
+    def take_event(self, snapshot: Snapshot) -> Watched:
+        """The event that brings the client up to date."""
+        began_s = time.perf_counter()
+        if snapshot.epoch != self._epoch:
+            self._epoch, self._last_step = snapshot.epoch, None
+            self._request_ids.clear()
+        last, steps, num_skipped = self._last_step, [*snapshot.steps], 0
+        if last is None:
+            steps = []
+            self._last_step = snapshot.steps[-1].number if snapshot.steps else 0
+        else:
+            steps = [step for step in steps if step.number > last]
+            if steps:
+                num_skipped = steps[0].number - last - 1
+                self._last_step = steps[-1].number
+        event = Watched(
+            self.op.ticket,
+            round(snapshot.time_s, 3),
+            steps=tuple(steps) if self.op.steps else (),
+            steps_skipped=num_skipped if self.op.steps else 0,
+            requests=self._requests(snapshot.requests),
+            stats=snapshot.stats,
+            tree=self.tree.delta(snapshot) if self.op.tree else None,
+        )
+        if self.view is not None:
+            self.view.spent(time.perf_counter() - began_s)
+        return event
+
+    def _requests(self, requests: Sequence[WatchedRequest]) -> tuple[WatchedRequest, ...]:
+        known = self._request_ids
+        self._request_ids = {one.id: known.get(one.id) or next(self._next_ids) for one in requests}
+        return tuple(
+            [
+                msgspec.structs.replace(one, id=self._request_ids[one.id], age_s=round(one.age_s, 3))
+                for one in requests
+            ]
+        )
+
+
+class WatchAnswers(Generic[ContextT]):
+    """Answers ``Watch`` and ``Peek``. A session has one watch."""
+
+    def __init__(
+        self, generator: Generator[ContextT], tasks: TaskGroup, events: EventCursor, memory: MemoryBudget
+    ) -> None:
         self._generator = generator
+        self._tasks = tasks
         self._events = events
+        self._memory = memory
+        self._watch: _Watch | None = None
+        self._peeks: deque[ops.Peek] = deque()
         self._replies: list[Event] = []
 
     def watch(self, op: ops.Watch) -> None:
+        """Begins a watch, in place of an earlier one. ``Overloaded`` if too many answers are not received."""
         ops.check_number(op.ticket)
-        self._replies.append(Watched(op.ticket, error=self._error()))
-        self._events.mark(self)
+        self._check_room()
+        self.unwatch()
+        try:
+            spec_of(op).check(op)
+            reservation = Reservation(
+                self._memory, WATCH_BYTES + NODE_BYTES * (op.max_nodes if op.tree else 0)
+            )
+        except AgentflowError as error:
+            self._reply(Watched(op.ticket, error=ErrorInfo.of(error)))
+            return
+        self._watch = _Watch(op, reservation)
+        self._tasks.start_soon(self._run, self._watch)
 
     def unwatch(self) -> None:
-        pass
+        """Ends the watch, if there is one."""
+        if self._watch is not None:
+            self._watch.scope.cancel()
+            self._watch = None
 
     def peek(self, op: ops.Peek) -> None:
+        """Requests the text of a node. ``Overloaded`` if too many are waiting or not received."""
         ops.check_number(op.ticket)
-        self._replies.append(Peeked(op.ticket, error=self._error()))
-        self._events.mark(self)
+        self._check_room()
+        self._peeks.append(op)
+        if len(self._peeks) == 1:
+            self._tasks.start_soon(self._answer_peeks)
 
-    def _error(self) -> ErrorInfo:
-        return ErrorInfo.of(NotSupported(f"{self._generator.capabilities.model} cannot be watched"))
+    def rewind(self) -> None:
+        """Events may have been lost with a connection: the next one has the whole tree."""
+        if self._watch is not None:
+            self._watch.tree.reset()
 
     def take_events(self) -> list[Event]:
-        """The replies since the last call."""
+        """The answers since the last call."""
         replies, self._replies = self._replies, []
+        watch = self._watch
+        if watch is not None and watch.pending is not None:
+            replies.append(watch.take_event(watch.pending))
+            watch.pending = None
+            watch.has_read.set()
         return replies
+
+    async def _run(self, watch: _Watch) -> None:
+        with watch.scope:
+            try:
+                with self._generator.watching() as watch.view:
+                    await self._observe(watch, watch.view)
+            except AgentflowError as error:
+                self._reply(Watched(watch.op.ticket, error=ErrorInfo.of(error)))
+        watch.view = None
+
+    async def _observe(self, watch: _Watch, view: View) -> None:
+        is_down = False
+        max_nodes = watch.op.max_nodes if watch.op.tree else 0
+        while True:
+            try:
+                watch.pending = await view.snapshot(max_nodes, watch.steps_after)
+                is_down = False
+                watch.has_read = anyio.Event()
+                self._events.mark(self)
+                await watch.has_read.wait()
+            except EngineDown as error:
+                if not is_down:
+                    self._reply(Watched(watch.op.ticket, error=ErrorInfo.of(error)))
+                is_down = True
+            await anyio.sleep(watch.op.interval_s)  # noqa: TID251  # the interval that the client asked for
+
+    async def _answer_peeks(self) -> None:
+        while self._peeks:
+            op = self._peeks[0]
+            try:
+                text, num_tokens = await self._text_of(op.node)
+                self._reply(Peeked(op.ticket, text, num_tokens))
+            except AgentflowError as error:
+                self._reply(Peeked(op.ticket, error=ErrorInfo.of(error)))
+            self._peeks.popleft()
+
+    async def _text_of(self, node_id: int) -> NodeText:
+        watch = self._watch
+        number = None if watch is None else watch.tree.number_of(node_id)
+        if watch is None or watch.view is None or number is None:
+            raise BadArgument("peek: the watch of this session has no such node", param="node")
+        return await watch.view.text_of(number)
+
+    def _check_room(self) -> None:
+        if len(self._peeks) + len(self._replies) >= MAX_PEEKS:
+            raise Overloaded(f"{MAX_PEEKS} answers to peeks are not received: receive some first")
+
+    def _reply(self, event: Event) -> None:
+        self._replies.append(event)
+        self._events.mark(self)

@@ -1,5 +1,4 @@
-"""What a client observes beside its results: outputs of a live graph, and answers of a backend that cannot be
-watched."""
+"""What a client observes: outputs of a live graph, and the deltas of a watched tree against a plain map."""
 
 from __future__ import annotations
 
@@ -8,14 +7,19 @@ from contextlib import asynccontextmanager
 
 import anyio
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.protocol import ops
-from agentflow.protocol.events import Delta, Event, Reached, Value
+from agentflow.protocol.events import Delta, Event, Peeked, Reached, Stats, TreeNode, Value, Watched
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.generator import Snapshot, SnapshotNode
 from agentflow.runtime.interpreter import Interpreter
+from agentflow.runtime.observation import SentTree
 
 pytestmark = pytest.mark.anyio
+TENANTS = st.sampled_from(["ann", "bob"])
 
 
 @asynccontextmanager
@@ -45,3 +49,85 @@ async def test_outputs_of_a_live_graph_are_reported_while_they_are_generated(liv
     (value,) = [event for event in events if isinstance(event, Value)]
     assert bool(deltas) == live
     assert "".join([event.text for event in [*deltas, value]]) == "one two three"
+
+
+async def test_a_backend_that_cannot_be_watched_says_so() -> None:
+    async with scripted() as interpreter:
+        assert not interpreter._generator.capabilities.watch
+        interpreter.submit(ops.Watch(3))
+        (watched,) = await events_until(interpreter, Watched)
+        interpreter.submit(ops.Peek(4, 1))
+        (peeked,) = await events_until(interpreter, Peeked)
+        interpreter.submit(ops.Unwatch())
+        assert (watched.ticket, watched.error.code) == (3, "not_supported")
+        assert (peeked.ticket, peeked.error.code) == (4, "bad_argument")
+
+
+NUMBERS = st.integers(1, 12)
+
+
+@st.composite
+def snapshots(draw: st.DrawFn) -> list[Snapshot]:
+    """Trees that grow, shrink, split and are replaced."""
+    made: list[Snapshot] = []
+    parents: dict[int, int] = {}
+    epoch = 1
+    for time_s in range(draw(st.integers(1, 8))):
+        if draw(st.integers(0, 9)) == 0:
+            epoch, parents = epoch + 1, {}
+        for number in draw(st.lists(NUMBERS, max_size=6)):
+            if number in parents and number not in parents.values():
+                del parents[number]  # evicted
+            elif number not in parents:
+                parents[number] = draw(st.sampled_from([0, *parents]))  # new, below any node
+                moved = draw(st.sampled_from([None, *parents]))
+                if moved is not None and moved != number and parents[moved] == parents[number]:
+                    parents[moved] = number  # the upper part of a split
+        order = sorted(parents, key=lambda number: depth(parents, number))
+        nodes = [
+            SnapshotNode(n, parents[n], *draw(st.tuples(*[st.integers(0, 2)] * 4)), 0.0, draw(TENANTS))
+            for n in order
+        ]
+        made.append(Snapshot(epoch, float(time_s), (), (), Stats("m"), nodes, len(nodes) + 1))
+    return made
+
+
+def depth(parents: dict[int, int], number: int) -> int:
+    return 0 if not number else 1 + depth(parents, parents[number])
+
+
+@given(snapshots(), st.sets(st.integers(0, 7)))
+def test_deltas_applied_to_an_empty_map_give_the_snapshot(made: list[Snapshot], resets: set[int]) -> None:
+    sent = SentTree()
+    known: dict[int, TreeNode] = {}
+    last: Snapshot | None = None
+    for index, snapshot in enumerate(made):
+        is_new = last is None or last.epoch != snapshot.epoch
+        if index in resets:
+            sent.reset()
+        delta = sent.delta(snapshot)
+        assert delta.reset == (is_new or index in resets)
+        if delta.reset:
+            known.clear()
+        for node in delta.nodes:
+            assert node.parent == 0 or node.parent in known
+            known[node.id] = node
+        for gone in delta.gone:
+            del known[gone]
+        numbers = {node_id: sent.number_of(node_id) for node_id in known}
+        shown = {
+            (numbers[node.id], numbers.get(node.parent, 0), *tuple_of(node)[2:6], delta.tenants[node.tenant])
+            for node in known.values()
+        }
+        assert shown == {(*node[:6], node.tenant) for node in snapshot.nodes}
+        assert delta.num_nodes_left_out == 1
+        if not delta.reset and last is not None:
+            changed = {node.number for node in snapshot.nodes} - {
+                node.number for node in last.nodes if node in snapshot.nodes
+            }
+            assert {numbers[node.id] for node in delta.nodes} == changed
+        last = snapshot
+
+
+def tuple_of(node: TreeNode) -> tuple[float, ...]:
+    return tuple(getattr(node, name) for name in node.__struct_fields__)

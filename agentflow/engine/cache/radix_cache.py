@@ -17,8 +17,8 @@ as keys of trees they compare, slice and hash several times faster than arrays.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +33,8 @@ _EMPTY: SlotArray = np.empty(0, dtype=np.int32)
 
 IDLE_WEIGHT = 1e-6
 """Factor of an owner's weight once it has not used the cache for long."""
+
+MAX_RECENT = 8192
 
 OnEvict = Callable[[Any, Callable[[], TokenRun], int], None]
 """Called for each leaf that loses tokens, with its extra key, a function that returns all tokens from the
@@ -69,7 +71,7 @@ class Node:
 
     ``num_prompt``: leading tokens that were part of a prompt when first computed; the others were generated.
     ``account``: its owner's. ``keeps``: number of open states that end here. ``moved_to``: a removed node's
-    former parent.
+    former parent. ``number``: identifies it, 0 for a root.
     """
 
     __slots__ = (
@@ -81,6 +83,7 @@ class Node:
         "locks",
         "moved_to",
         "num_prompt",
+        "number",
         "parent",
         "run",
         "slots",
@@ -100,6 +103,7 @@ class Node:
         self.keeps = 0
         self.last_access = last_access
         self.moved_to: Node | None = None
+        self.number = 0
 
     @property
     def is_evictable(self) -> bool:
@@ -128,8 +132,12 @@ class RadixCache:
         self._accounts: dict[Hashable, Account] = {}
         self._owner_of = owner_of
         self._idle_after = idle_after
-        self._clock = 0
         self._num_entered = 0
+        self._num_made = 0
+        self.clock = 0
+        """Uses so far, which number the nodes' ``last_access``."""
+        self.recent: OrderedDict[Node, None] = OrderedDict()
+        """The nodes where the last ``MAX_RECENT`` used prefixes end, the least recent first."""
         self.num_cached = 0
         self.num_locked = 0
 
@@ -140,7 +148,7 @@ class RadixCache:
 
     def match(self, extra_key: Hashable, run: TokenRun) -> PrefixMatch:
         """The longest cached prefix of ``run``. Marks it as used now."""
-        self._clock += 1
+        self.clock += 1
         return self._walk(PrefixMatch(self._root(extra_key), 0), run)
 
     def peek(self, extra_key: Hashable, run: TokenRun) -> int:
@@ -173,7 +181,7 @@ class RadixCache:
         Returns the match of all of ``run``, and how many of its tokens were cached already. The caller keeps
         the ``slots`` of that many leading tokens; ``write_slots`` has the tree's own.
         """
-        self._clock += 1
+        self.clock += 1
         if match.node.parent is None:
             match = PrefixMatch(self._root(extra_key), 0)  # the former root may be gone
         found = self._walk(match, run)
@@ -182,7 +190,8 @@ class RadixCache:
             return found, existing
         if found.node.parent is None:
             self._roots[extra_key] = found.node
-            self._accounts[found.node.account.owner] = found.node.account
+            account = self._accounts[found.node.account.owner] = found.node.account
+            account.roots[found.node] = None
         new_prompt = end - existing if num_prompt is None else max(0, min(num_prompt, end) - existing)
         num_output = found.num_output + end - existing - new_prompt
         node = found.node
@@ -220,7 +229,8 @@ class RadixCache:
     def unlock(self, match: PrefixMatch) -> None:
         """Removes one lock from the matched prefix, and marks it as used now."""
         node = match.node
-        self._clock = clock = self._clock + 1
+        self.clock = clock = self.clock + 1
+        self._used(node)
         while node.parent is not None:
             if node.locks <= 0:
                 raise ValueError("unlock without lock")
@@ -284,7 +294,7 @@ class RadixCache:
     def _walk(self, match: PrefixMatch, run: TokenRun) -> PrefixMatch:
         """Follows ``run`` from ``match`` as far as it is cached. Splits the last node where it ends."""
         node, num_output = match.node, match.num_output
-        done, size, clock = match.num_tokens * TOKEN_BYTES, len(run), self._clock
+        done, size, clock = match.num_tokens * TOKEN_BYTES, len(run), self.clock
         while done < size:
             child = node.children.get(run[done : done + TOKEN_BYTES])
             if child is None:
@@ -298,7 +308,23 @@ class RadixCache:
             num_output += len(child.slots) - child.num_prompt
             done += len(child.run)
             node = child
+        self._used(node)
         return PrefixMatch(node, done // TOKEN_BYTES, num_output)
+
+    def _used(self, node: Node) -> None:
+        """A used prefix ends at ``node``."""
+        if node.parent is not None:
+            recent = self.recent
+            recent[node] = None
+            recent.move_to_end(node)
+            if len(recent) > MAX_RECENT:
+                recent.popitem(last=False)
+
+    def _add(self, node: Node) -> None:
+        """Counts a new node."""
+        self._num_made += 1
+        node.number = self._num_made
+        node.account.num_nodes += 1
 
     def _root(self, extra_key: Hashable) -> Node:
         root = self._roots.get(extra_key)
@@ -313,15 +339,17 @@ class RadixCache:
         node.run += run[start * TOKEN_BYTES :]
         node.slots = np.concatenate((node.slots, slots[start:]))
         node.num_prompt += new_prompt
-        node.last_access = self._clock
+        node.last_access = self.clock
         node.account.num_locked += len(slots) - start
         self.num_locked += len(slots) - start
         self._entered(node.account, len(slots) - start)
 
     def _add_leaf(self, parent: Node, run: TokenRun, slots: SlotArray, start: int, new_prompt: int) -> Node:
         # A copy: the caller's slots are a buffer that changes later.
-        leaf = Node(run[start * TOKEN_BYTES :], slots[start:].copy(), parent, self._clock, parent.account)
+        leaf = Node(run[start * TOKEN_BYTES :], slots[start:].copy(), parent, self.clock, parent.account)
         leaf.num_prompt = new_prompt
+        self._add(leaf)
+        self._used(leaf)
         was_leaf = parent.is_evictable
         parent.children[leaf.run[:TOKEN_BYTES]] = leaf
         leaf.account.leaves.num_leaves += 0 if was_leaf else 1
@@ -353,6 +381,8 @@ class RadixCache:
         assert parent is not None
         del parent.children[node.run[:TOKEN_BYTES]]
         account = node.account
+        account.num_nodes -= 1
+        self.recent.pop(node, None)
         self._left(account, len(node.slots))
         account.leaves.num_leaves -= 1
         parent.keeps += node.keeps  # an open state still needs what is left
@@ -363,6 +393,7 @@ class RadixCache:
         elif parent.parent is None and not parent.children:
             # Clients choose the extra keys: empty trees must not accumulate.
             self._roots.pop(parent.extra_key, None)
+            account.roots.pop(parent, None)
 
     def _split(self, node: Node, length: int) -> Node:
         """Splits ``node`` after ``length`` tokens and returns the upper part, which is new. The lower part
@@ -371,6 +402,7 @@ class RadixCache:
         assert parent is not None
         end = length * TOKEN_BYTES
         upper = Node(node.run[:end], node.slots[:length], parent, node.last_access, node.account)
+        self._add(upper)
         upper.locks, upper.num_prompt = node.locks, min(node.num_prompt, length)
         parent.children[upper.run[:TOKEN_BYTES]] = upper
         node.run, node.slots = node.run[end:], node.slots[length:]
@@ -393,6 +425,14 @@ class RadixCache:
     def _requeue(self, node: Node) -> None:
         if node.is_evictable:
             node.account.leaves.push(node)
+
+    def accounts(self) -> Iterable[Account]:
+        """What each owner has in the cache."""
+        return self._accounts.values()
+
+    def account_of(self, owner: Hashable) -> Account | None:
+        """What the owner has in the cache, or None if it has nothing."""
+        return self._accounts.get(owner)
 
     def nodes(self) -> Iterator[Node]:
         """All nodes except the roots, parents first. Slow; for checks."""
@@ -433,15 +473,21 @@ class RadixCache:
             assert account.num_cached == num_cached[owner]
             assert account.num_locked == num_locked[owner]
             assert account.leaves.num_leaves == num_leaves[owner]
+            assert account.num_nodes == sum(node.account is account for node in self.nodes())
+            assert set(account.roots) == {root for root in self._roots.values() if root.account is account}
+        assert all(node.parent is not None for node in self.recent)
 
 
 class Account:
-    """What one owner has in the cache. ``num_cached`` and ``num_locked``: tokens. ``weight``: against other
-    owners. ``last_used``: tokens that had entered the cache when the owner last used it."""
+    """What one owner has in the cache. ``roots``: of its trees, the newest last. ``num_cached`` and
+    ``num_locked``: tokens. ``weight``: against other owners. ``last_used``: tokens that had entered the cache
+    when the owner last used it."""
 
     def __init__(self, owner: Hashable) -> None:
         self.owner = owner
         self.leaves = EvictionQueue()
+        self.roots: dict[Node, None] = {}
+        self.num_nodes = 0
         self.num_cached = 0
         self.num_locked = 0
         self.weight = 1.0

@@ -19,6 +19,7 @@ from agentflow.engine.request import Objective, TopTokens
 from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.protocol.events import StepRecord
 from agentflow.protocol.sampling import SamplingParams
 
 
@@ -31,7 +32,8 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     seconds from now until it should be done. ``weight``: the tenant's weight against other tenants; that of
     its latest request counts. ``priority``: -10 to 10, higher first, within the tenant. ``patience_s``: a
     request that has waited so long goes before others of its tenant and priority (None: never). ``trace``:
-    the client's ``traceparent``, for observers; the engine does not use it.
+    the client's ``traceparent``, for observers; the engine does not use it. ``program``: its name, which
+    snapshots show.
     """
 
     tenant: str = ""
@@ -45,6 +47,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     priority: int = 0
     patience_s: float | None = None
     trace: str = ""
+    program: str = ""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -90,11 +93,31 @@ class StatsRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ticket: int
 
 
+class SnapshotRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Asks for an ``EngineSnapshot`` of what ``tenant`` may see; None: of everything. ``max_nodes``: 0 for no
+    tree. ``steps_after``: the number of the last step that is known."""
+
+    ticket: int
+    tenant: str | None
+    max_nodes: int
+    steps_after: int
+
+
+class PeekRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Asks for the ``NodeTokens`` of a node of an earlier snapshot, if it is the tenant's."""
+
+    ticket: int
+    node: int
+    tenant: str
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Stops the engine. Unfinished requests are dropped."""
 
 
-ToEngine = Submit | Abort | CloseState | StatsRequest | Stop
+Query = StatsRequest | SnapshotRequest | PeekRequest
+"""What is answered by one message with the same ticket, or by ``Failed``."""
+ToEngine = Submit | Abort | CloseState | Query | Stop
 
 
 class Started(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -158,7 +181,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The request (or ``StatsRequest``) failed. ``code``: of an error in ``agentflow.errors``; ``cancelled``
+    """The request (or ``Query``) failed. ``code``: of an error in ``agentflow.errors``; ``cancelled``
     for an aborted request. ``param``: the error's."""
 
     request_id: int
@@ -222,7 +245,41 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     step_times: Sequence[BucketCounts] = ()
 
 
-FromEngine = Started | StepBegins | Progress | NeedPayload | Finished | Failed | EngineStats
+TreeRow = tuple[int, int, int, int, int, int, float, int]
+"""A node: its number, its parent's (0: none), its tokens, those that were generated, its locks and keeps,
+when it was used last, and its tenant (an index)."""
+RequestRow = tuple[int, str, str, bool, int, int, int, int, float]
+"""A request: its id, tenant and program, whether it runs, its tokens of the prompt, those that were cached,
+all that are computed, those generated, and its age in seconds."""
+
+
+class EngineSnapshot(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer to a ``SnapshotRequest``, taken between two steps. ``epoch``: of the engine; another engine
+    numbers everything anew. ``time_s``: on the engine's clock, as the times of ``nodes``, where parents come
+    before their children. ``num_nodes``: all that the tenant has. ``took_s``: in the engine's thread."""
+
+    ticket: int
+    epoch: int
+    time_s: float
+    steps: list[StepRecord]
+    requests: list[RequestRow]
+    nodes: list[TreeRow]
+    tenants: list[str]
+    num_nodes: int
+    stats: EngineStats
+    took_s: float
+
+
+class NodeTokens(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer to a ``PeekRequest``: the first tokens of the node, and the number of all."""
+
+    ticket: int
+    token_ids: list[int]
+    num_tokens: int
+
+
+Answer = EngineStats | EngineSnapshot | NodeTokens
+FromEngine = Started | StepBegins | Progress | NeedPayload | Finished | Failed | Answer
 
 
 class LoadEngine(Protocol):

@@ -30,6 +30,7 @@ from agentflow.engine.process.child import ChildProcess, to_frame
 from agentflow.engine.process.ipc import (
     Abort,
     CloseState,
+    EngineSnapshot,
     EngineStats,
     Failed,
     Finished,
@@ -37,10 +38,11 @@ from agentflow.engine.process.ipc import (
     Loaded,
     LoadFailed,
     NeedPayload,
+    NodeTokens,
     Progress,
     Start,
-    StatsRequest,
     StepBegins,
+    Stop,
     Submit,
     ToEngine,
     answer_decoder,
@@ -235,7 +237,7 @@ class EngineSupervisor:
         self._child: EngineChild | None = None
         self._outgoing: MemoryObjectSendStream[bytes] | None = None
         self._journal = RequestJournal()
-        self._reports: set[int] = set()
+        self._queries: set[int] = set()
         self._sent_keys: set[str] = set()  # of constraints that this process was sent
         self._deaths = 0  # in a row, of unknown cause
         self._blamed_deaths = 0  # in a row
@@ -252,7 +254,7 @@ class EngineSupervisor:
         return None if self._child is None else self._child.pid
 
     def send(self, message: ToEngine) -> None:
-        """Accepts a message whether or not a process is running. ``EngineDown`` for a ``StatsRequest``
+        """Accepts a message whether or not a process is running. ``EngineDown`` for a ``Query``
         without one, and for a ``Submit`` while the engine is down."""
         match message:
             case Submit() if self._down_because is not None:
@@ -269,10 +271,12 @@ class EngineSupervisor:
             case CloseState():
                 if self._outgoing is not None:
                     self._post(message)  # a new process has no states
-            case StatsRequest() if self._outgoing is None:
+            case Stop():
+                pass  # its scope ends the process
+            case _ if self._outgoing is None:
                 raise EngineDown(self._down_because or RESTARTING)
-            case StatsRequest():
-                self._reports.add(message.ticket)
+            case _:
+                self._queries.add(message.ticket)
                 self._post(message)
 
     async def run(self, *, task_status: TaskStatus[EngineClient]) -> None:
@@ -411,7 +415,7 @@ class EngineSupervisor:
 
     @property
     def _is_owed(self) -> bool:
-        return self._journal.is_owed or bool(self._reports)
+        return self._journal.is_owed or bool(self._queries)
 
     def _receive(self, messages: list[FromEngine]) -> None:
         last = messages[-1] if messages else None
@@ -420,8 +424,19 @@ class EngineSupervisor:
         for position, message in enumerate(messages):
             match message:
                 case EngineStats():
-                    self._reports.discard(message.ticket)
+                    self._queries.discard(message.ticket)
                     messages[position] = replace(message, restarts=self.restarts)
+                    continue
+                case EngineSnapshot():
+                    self._queries.discard(message.ticket)
+                    stats = replace(message.stats, restarts=self.restarts)
+                    messages[position] = replace(message, stats=stats)
+                    continue
+                case NodeTokens():
+                    self._queries.discard(message.ticket)
+                    continue
+                case Failed() if message.request_id in self._queries:
+                    self._queries.discard(message.request_id)
                     continue
                 case Progress() | Finished():
                     self._deaths = self._blamed_deaths = 0
@@ -448,8 +463,8 @@ class EngineSupervisor:
             self._blamed_deaths += 1
         else:
             self._deaths += 1
-        ended += [Failed(ticket, EngineDown.code, RESTARTING) for ticket in self._reports]
-        self._reports.clear()
+        ended += [Failed(ticket, EngineDown.code, RESTARTING) for ticket in self._queries]
+        self._queries.clear()
         self._hand_over(ended)
 
     def _forward(self) -> None:

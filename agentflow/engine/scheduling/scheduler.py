@@ -72,6 +72,8 @@ class Scheduler:
         self.max_total_tokens = min(max_context, num_slots)
         self.waiting = policy_named(config.policy, self._peek, config.token_budget)
         self.running: dict[int, Request] = {}
+        self.num_decode_tokens = 0
+        """Of the batch in flight: the scheduled tokens of requests that decode."""
         self._prefills = InProgressPrefixes()  # the running requests that do not decode yet
         self.memory = KVMemory(
             num_slots=num_slots,
@@ -116,6 +118,7 @@ class Scheduler:
                     return None
                 self._retract_one(1)  # unfinished prefills use all slots together
                 draft = None
+        self.num_decode_tokens = draft.num_decode
         work, trees = draft.parts()
         self._in_flight.work, self._in_flight.trees = work, trees
         if self._sampling.num_scoring:

@@ -262,6 +262,9 @@ SESSION_ENDS: dict[str, Ends] = {
     "too_many_getstats": patched(
         stats_answers, "MAX_TICKETS", 1, ops(*[{"op": "getstats", "ticket": 1}] * 2)
     ),
+    "too_many_peeks": patched(
+        stats_answers, "MAX_PEEKS", 1, ops(*[{"op": "peek", "ticket": 1, "node": 1}] * 2)
+    ),
     "session_gone": an_unknown_session,
     "unknown_model": an_unknown_model,
     "revoked_key": a_revoked_key,

@@ -284,6 +284,21 @@ class OpsWriter:
     def _stats(self) -> Op:
         return ops.GetStats(self._new())
 
+    def _watch(self) -> Op:
+        return self._random.choice(
+            [
+                ops.Watch(
+                    self._new(),
+                    steps=self._random.random() < 0.5,
+                    tree=self._random.random() < 0.5,
+                    interval_s=self._one_of([0.1, 1, 60.0], [0.0, -1.0, 1e300]),
+                    max_nodes=self._one_of([1, 100, 5000], [0, -1, 2**63]),
+                ),
+                ops.Unwatch(),
+                ops.Peek(self._new(), self._one_of([1, 2, 3], [0, -1, 2**62])),
+            ]
+        )
+
     def _submit(self) -> Op:
         """A graph, written by another writer, for it has numbers of its own."""
         inner = OpsWriter(self._random, has_logprobs=self._has_logprobs)
@@ -337,5 +352,6 @@ _ODD_WRITERS: tuple[_Writer, ...] = (
     OpsWriter._submit,
     OpsWriter._limit,
     OpsWriter._stats,
+    OpsWriter._watch,
     OpsWriter._couple,
 )

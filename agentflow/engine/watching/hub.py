@@ -1,0 +1,111 @@
+"""The queries of all watches of one engine, limited so that watching does not slow it.
+
+Watches of the same tenant that wait share one snapshot. One snapshot is taken at a time, and the next one
+only when those before have cost at most ``ENGINE_PART`` of the engine's time and ``LOOP_PART`` of the event
+loop's: many watches, or large ones, get their events less often. For one event loop."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import anyio
+
+from agentflow.engine.process.ipc import (
+    Answer,
+    EngineSnapshot,
+    NodeTokens,
+    PeekRequest,
+    Query,
+    SnapshotRequest,
+)
+from agentflow.errors import AgentflowError, Overloaded
+from agentflow.runtime.limits import part_of
+
+MAX_WATCHES = 64
+"""Of one engine; one tenant may have half of them."""
+ENGINE_PART = 0.01
+LOOP_PART = 0.02
+
+SendQuery = Callable[[Callable[[int], Query]], Awaitable[Answer]]
+
+
+@dataclass(slots=True, eq=False)
+class _Shared:
+    """One snapshot for all that wait for it."""
+
+    max_nodes: int = 0
+    steps_after: int | None = None
+    answer: EngineSnapshot | None = None
+    error: AgentflowError | None = None
+
+
+class WatchHub:
+    """Asks for snapshots and node texts with ``send``."""
+
+    def __init__(self, send: SendQuery) -> None:
+        self._send = send
+        self._num_of: Counter[str] = Counter()
+        self._waiting: dict[str | None, _Shared] = {}
+        self._snapshots = anyio.Lock()
+        self._peeks = anyio.Lock()
+        self._next_s = 0.0
+        self._loop_s = 0.0  # spent on snapshots since the last one
+
+    @contextmanager
+    def watching(self, tenant: str) -> Iterator[None]:
+        """The scope of one watch. ``Overloaded`` beyond the limits."""
+        if self._num_of.total() >= MAX_WATCHES:
+            raise Overloaded(f"{MAX_WATCHES} sessions watch this engine, the limit: try again later")
+        if self._num_of[tenant] >= part_of(MAX_WATCHES, tenant):
+            raise Overloaded("too many sessions of this tenant watch this engine: end another watch")
+        self._num_of[tenant] += 1
+        try:
+            yield
+        finally:
+            self._num_of[tenant] -= 1
+            if not self._num_of[tenant]:
+                del self._num_of[tenant]
+
+    def spent(self, loop_s: float) -> None:
+        """Working on a snapshot took so long in the event loop."""
+        self._loop_s += loop_s
+
+    async def snapshot(self, tenant: str | None, max_nodes: int, steps_after: int) -> EngineSnapshot:
+        """What the tenant (None: every tenant) may see, with at least what is asked for. ``EngineDown``."""
+        shared = self._waiting.setdefault(tenant, _Shared())
+        shared.max_nodes = max(shared.max_nodes, max_nodes)
+        known = shared.steps_after
+        shared.steps_after = steps_after if known is None else min(known, steps_after)
+        async with self._snapshots:
+            if shared.answer is None and shared.error is None:
+                await anyio.sleep_until(self._next_s)
+                if self._waiting.get(tenant) is shared:
+                    del self._waiting[tenant]
+                await self._take(shared, tenant)
+        if shared.answer is None:
+            assert shared.error is not None
+            raise shared.error
+        return shared.answer
+
+    async def _take(self, shared: _Shared, tenant: str | None) -> None:
+        after = shared.steps_after or 0
+        try:
+            answer = await self._send(lambda ticket: SnapshotRequest(ticket, tenant, shared.max_nodes, after))
+        except AgentflowError as error:
+            shared.error = error
+            return
+        assert isinstance(answer, EngineSnapshot)
+        shared.answer = answer
+        pause_s = answer.took_s / ENGINE_PART + self._loop_s / LOOP_PART
+        self._next_s, self._loop_s = anyio.current_time() + pause_s, 0.0
+
+    async def peek(self, tenant: str, node: int) -> NodeTokens:
+        """The tokens of a node of an earlier snapshot. ``BadArgument`` if it is gone, ``NotAuthorized`` if it
+        is another tenant's, ``EngineDown``."""
+        async with self._peeks:
+            answer = await self._send(lambda ticket: PeekRequest(ticket, node, tenant))
+        assert isinstance(answer, NodeTokens)
+        return answer

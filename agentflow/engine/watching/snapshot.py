@@ -1,0 +1,180 @@
+"""What an engine shows of itself: its last steps, its requests and the recently used part of its radix trees.
+
+Belongs to the engine's thread. While nothing asks, it costs a record for each step. A snapshot takes a time
+that depends on the limits here, not on the size of the cache.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable
+from itertools import chain, islice
+
+import numpy as np
+
+from agentflow.engine.cache.radix_cache import TOKEN_BYTES, Node
+from agentflow.engine.cache.recent_nodes import accounts_of, recent_nodes
+from agentflow.engine.process.ipc import (
+    EngineSnapshot,
+    EngineStats,
+    Failed,
+    NodeTokens,
+    PeekRequest,
+    RequestRow,
+    SnapshotRequest,
+    TreeRow,
+)
+from agentflow.engine.request import Request, Status
+from agentflow.engine.scheduling.scheduler import Scheduler
+from agentflow.errors import BadArgument, NotAuthorized
+from agentflow.protocol.events import StepRecord
+
+MAX_STEPS = 512
+"""Steps that a snapshot has."""
+MAX_REQUESTS = 200
+"""Requests that a snapshot has."""
+MAX_PEEK_TOKENS = 500
+MAX_SHOWN = 20_000
+"""Nodes that can be peeked at: those of the latest snapshots."""
+TIMES_EVERY_S = 0.1
+MAX_TIMES = 8192
+
+
+class UseTimes:
+    """When the cache was used, from the number of the use. Knows the times ``TIMES_EVERY_S`` seconds apart,
+    and older ones less densely as there are more."""
+
+    def __init__(self) -> None:
+        self._clocks: list[int] = [0]
+        self._times: list[float] = [0.0]
+
+    def note(self, clock: int, time_s: float, every_s: float = TIMES_EVERY_S) -> None:
+        """There were so many uses until this time. Kept if the last time is ``every_s`` old."""
+        if clock > self._clocks[-1] and time_s - self._times[-1] >= every_s:
+            self._clocks.append(clock)
+            self._times.append(time_s)
+            if len(self._clocks) > MAX_TIMES:
+                del self._clocks[1::2], self._times[1::2]
+
+    def of(self, clock: int) -> float:
+        """The first known time after the use."""
+        return self._times[min(bisect_left(self._clocks, clock), len(self._times) - 1)]
+
+
+class EngineWatch:
+    """Records steps and makes snapshots. Its clock begins with it. ``epoch``: another one for each engine,
+    whose numbers start over."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._began_s = time.perf_counter()
+        self._epoch = secrets.randbits(53)
+        self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
+        self._times = UseTimes()
+        self._shown: list[dict[int, Node]] = [{}, {}]  # the nodes of earlier snapshots, newer and older
+
+    def stepped(self, num_tokens: int, num_waiting: int, took_s: float) -> None:
+        """A batch of so many scheduled tokens has run."""
+        scheduler = self._scheduler
+        num_decode = scheduler.num_decode_tokens
+        self._times.note(scheduler.memory.cache.clock, time.perf_counter() - self._began_s)
+        self._steps.append(
+            StepRecord(
+                scheduler.counters.steps,
+                num_tokens - num_decode,
+                num_decode,
+                len(scheduler.running),
+                num_waiting,
+                scheduler.memory.num_in_use,
+                round(1000 * took_s, 3),
+            )
+        )
+
+    def snapshot(
+        self, asked: SnapshotRequest, requests: Iterable[Request], stats: EngineStats
+    ) -> EngineSnapshot:
+        """What the tenant (None: every tenant) may see now."""
+        began_s = time.perf_counter()
+        now_s = began_s - self._began_s
+        cache = self._scheduler.memory.cache
+        self._times.note(cache.clock, now_s, every_s=0.0)
+        nodes = recent_nodes(cache, asked.max_nodes, asked.tenant) if asked.max_nodes else []
+        self._show(nodes)
+        tenants: dict[str, int] = {}
+        time_of = self._times.of
+        rows: list[TreeRow] = []
+        for node in nodes:
+            owner = str(node.account.owner)
+            parent, num_tokens = node.parent, len(node.slots)
+            rows.append(
+                (
+                    node.number,
+                    0 if parent is None else parent.number,
+                    num_tokens,
+                    num_tokens - node.num_prompt,
+                    node.locks,
+                    node.keeps,
+                    time_of(node.last_access),
+                    tenants.setdefault(owner, len(tenants)),
+                )
+            )
+        return EngineSnapshot(
+            ticket=asked.ticket,
+            epoch=self._epoch,
+            time_s=now_s,
+            # Only for those who see every tenant, because steps are common to all.
+            steps=[]
+            if asked.tenant is not None
+            else [s for s in self._steps if s.number > asked.steps_after],
+            requests=self._rows(asked.tenant, requests, began_s),
+            nodes=rows,
+            tenants=[*tenants],
+            num_nodes=sum(account.num_nodes for account in accounts_of(cache, asked.tenant)),
+            stats=stats,
+            took_s=time.perf_counter() - began_s,
+        )
+
+    def peek(self, asked: PeekRequest) -> NodeTokens | Failed:
+        """The tokens of a node of an earlier snapshot."""
+        node = self._shown[0].get(asked.node) or self._shown[1].get(asked.node)
+        if node is None or node.parent is None:
+            return Failed(asked.ticket, BadArgument.code, "the node is no longer in the cache")
+        if node.account.owner != asked.tenant:
+            return Failed(asked.ticket, NotAuthorized.code, "the node belongs to another tenant")
+        ids = np.frombuffer(node.run[: MAX_PEEK_TOKENS * TOKEN_BYTES], np.int32).tolist()
+        return NodeTokens(asked.ticket, ids, len(node.slots))
+
+    def _steps_after(self, number: int) -> list[StepRecord]:
+        """The recorded steps after this one. Only for those who see every tenant: steps are common to all."""
+        return [step for step in self._steps if step.number > number]
+
+    def _show(self, nodes: list[Node]) -> None:
+        if len(self._shown[0]) > MAX_SHOWN // 2:
+            self._shown = [{}, self._shown[0]]
+        self._shown[0].update([(node.number, node) for node in nodes])
+
+    def _rows(self, tenant: str | None, requests: Iterable[Request], now_s: float) -> list[RequestRow]:
+        """The running requests first, each kind in the order of arrival."""
+        waiting = (one for one in requests if one.status is Status.WAITING)
+        visible = (
+            one
+            for one in chain(self._scheduler.running.values(), waiting)
+            if tenant is None or one.tenant == tenant
+        )
+        return [
+            (
+                one.id,
+                one.tenant,
+                one.program,
+                one.status is Status.RUNNING,
+                one.num_prompt,
+                one.num_cached,
+                one.num_computed,
+                one.num_generated,
+                now_s - one.received_s,
+            )
+            for one in islice(visible, MAX_REQUESTS)
+        ]

@@ -1,0 +1,83 @@
+"""What a session of one tenant sees of an engine.
+
+A tenant without ``sees_metrics`` gets only its own requests, nodes and counters, and no steps, which are
+common to all tenants. Texts are for their own tenant in any case."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from agentflow.engine.process.ipc import EngineStats
+from agentflow.engine.tenant import Tenant
+from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.engine.watching.hub import WatchHub
+from agentflow.protocol.events import Stats, WatchedRequest
+from agentflow.runtime.generator import NodeText, Snapshot, SnapshotNode
+
+
+class EngineView:
+    """``stats``: makes the tenant's stats, from those of the engine if it may see them."""
+
+    def __init__(
+        self,
+        hub: WatchHub,
+        tenant: Tenant,
+        tokenizer: Tokenizer,
+        stats: Callable[[EngineStats], Stats],
+    ) -> None:
+        self._hub = hub
+        self._tenant = tenant
+        self._tokenizer = tokenizer
+        self._stats = stats
+
+    async def snapshot(self, max_nodes: int, steps_after: int) -> Snapshot:
+        """As ``View.snapshot``."""
+        scope = None if self._tenant.sees_metrics else self._tenant.name
+        found = await self._hub.snapshot(scope, max_nodes, steps_after)
+        began_s = time.perf_counter()
+        names = found.tenants
+        snapshot = Snapshot(
+            epoch=found.epoch,
+            time_s=found.time_s,
+            steps=found.steps,
+            requests=[
+                WatchedRequest(
+                    request_id,
+                    tenant,
+                    program,
+                    "running" if runs else "waiting",
+                    prompt_tokens,
+                    cached_tokens,
+                    computed_tokens,
+                    output_tokens,
+                    age_s,
+                )
+                for (
+                    request_id,
+                    tenant,
+                    program,
+                    runs,
+                    prompt_tokens,
+                    cached_tokens,
+                    computed_tokens,
+                    output_tokens,
+                    age_s,
+                ) in found.requests
+            ],
+            stats=self._stats(found.stats),
+            nodes=[SnapshotNode(*row[:-1], names[row[-1]]) for row in found.nodes[:max_nodes]],
+            num_nodes=found.num_nodes,
+        )
+        self.spent(time.perf_counter() - began_s)
+        return snapshot
+
+    async def text_of(self, node: int) -> NodeText:
+        """As ``View.text_of``."""
+        found = await self._hub.peek(self._tenant.name, node)
+        text = self._tokenizer.decode(found.token_ids, skip_special=False, continues=True)
+        return NodeText(text, found.num_tokens)
+
+    def spent(self, loop_s: float) -> None:
+        """As ``View.spent``."""
+        self._hub.spent(loop_s)
