@@ -1,8 +1,8 @@
 """An agent with tools: those of an MCP server over stdio, and a plain Python function.
 
-The server is this file itself, started with ``--serve``. The model calls tools until it answers; each reply
-may call several, which run at the same time. The first round requires a call, because small models rarely
-call tools by themselves. Every call is approved before it runs.
+The server is this file itself, started with ``--serve``. The model calls tools until it answers. Every call
+is approved before it runs. Small models rarely call tools by themselves, and then call them without end: so
+the first round requires a call, and no reply may have more than one.
 
     python examples/agent_with_tools.py [--url ws://127.0.0.1:8410]
 """
@@ -34,7 +34,15 @@ def approve(call: af.ToolCall) -> bool | str:
 async def agent(s: af.State, question: str, shop: af.McpServer, console: Console) -> str:
     s += af.system("You answer questions about a shop with its tools.") + af.user(question)
     answer = ""
-    loop = af.act(s, tools=[price, *shop.tools], choice="required", max_rounds=4, approve=approve)
+    loop = af.act(
+        s,
+        tools=[price, *shop.tools],
+        approve=approve,
+        max_rounds=4,
+        choice="required",
+        parallel=False,
+        max_tokens=64,
+    )
     async for event in loop:
         if isinstance(event, af.ToolDone):
             console.print(f"{event.call.name} {event.call.arguments}: {event.text}", markup=False)

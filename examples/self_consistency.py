@@ -61,7 +61,7 @@ async def main(flow: af.Session, console: Console) -> None:
         table.add_row(escape(" ".join(thought.split())), "abstains" if vote is None else str(vote))
     console.print(table)
     console.print(f"The answer: {result.winner}", style="bold")
-    console.print(f"{result.num_cancelled} lines of thought could not change it and were cancelled.")
+    console.print(f"Lines of thought that could not change it, and were cancelled: {result.num_cancelled}")
 
 
 if __name__ == "__main__":
