@@ -85,7 +85,9 @@ def model_url(served_model: tuple[str, subprocess.Popen[str]]) -> str:
 def shared_stage() -> Iterator[Stage]:
     from support.ui.stage import open_stage
 
-    with open_stage() as stage:
+    from agentflow.server.config.limits import ServerLimits
+
+    with open_stage(ServerLimits(resume_grace_s=3.0)) as stage:
         yield stage
 
 

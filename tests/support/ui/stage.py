@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from agentflow.protocol.chat import ReplyWriter, TextPiece
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.runtime.generator import Generated, Generator, OnText
+from agentflow.runtime.generator import Generated, Generator, OnText, Scored
 from agentflow.server.app import Access
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.models import one_model
@@ -35,7 +35,7 @@ class _Line:
 
 class StagedGenerator(ScriptedGenerator):
     """Generations whose prompt a key of ``texts`` is part of answer with its text at once; all others stream
-    what ``say`` gives them until ``end``."""
+    what ``say`` gives them until ``end``. A select takes its first choice."""
 
     def __init__(self) -> None:
         super().__init__(lambda prompt: "scripted")
@@ -70,6 +70,13 @@ class StagedGenerator(ScriptedGenerator):
         text = await self._staged(context, write)
         usage = Usage(len(context.text.split()), 0, len(text.split()))
         return Generated("".join(written) + writer.finish(), "stop", usage)
+
+    async def score(self, context: ScriptedContext, choices: Sequence[str], method: str) -> Scored:
+        """The first choice, at once."""
+        await anyio.lowlevel.checkpoint()
+        context.text += choices[0]
+        scores = tuple(-1.0 - index for index in range(len(choices)))
+        return Scored(0, scores, Usage(len(context.text.split()), 0, 0))
 
     async def _staged(self, context: ScriptedContext, on_text: OnText) -> str:
         known = next((text for key, text in self.texts.items() if key in context.text), None)
@@ -135,7 +142,13 @@ class Stage:
 
     def wait_running(self, count: int, to: str = "") -> None:
         """Waits until so many generations wait for text."""
-        self._wait(lambda: sum(to in line.prompt for line in self._generator.lines) == count)
+
+        async def wait() -> None:
+            with anyio.fail_after(20):
+                while sum(to in line.prompt for line in self._generator.lines) != count:
+                    await self._generator.changed.wait()
+
+        self._portal.call(wait)
 
     def _send(self, piece: str | None, to: str) -> None:
         def send() -> int:
@@ -145,14 +158,6 @@ class Stage:
             return len(lines)
 
         assert self._call(send), f"no generation waits for text after {to!r}"
-
-    def _wait(self, holds: Callable[[], bool]) -> None:
-        async def wait() -> None:
-            with anyio.fail_after(20):
-                while not holds():
-                    await self._generator.changed.wait()
-
-        self._portal.call(wait)
 
     def _call(self, function: Callable[..., ResultT], *args: object) -> ResultT:
         return self._portal.call(function, *args)

@@ -38,7 +38,7 @@ export interface Compiled {
 export interface CompileOptions {
   known?: ReadonlyMap<string, string>;
   without?: ReadonlySet<string>;
-  /** Reads the prompts' tokens where a fork has at most so many branches. */
+  /** Reads the prompts' tokens where a fork has at most so many branches; 0: nowhere. */
   maxTokenReads?: number;
 }
 
@@ -121,7 +121,7 @@ export function compile(program: Program, options: CompileOptions = {}): Compile
   const scope: Scope = new Map();
   if (program.system.trim()) turn(root, "system", program.system, scope, ":system");
   if (program.user.trim()) turn(root, "user", program.user, scope, ":user");
-  run(root, program.steps, scope, true);
+  run(root, program.steps, scope, maxTokenReads > 0);
   return { graph, root };
 }
 

@@ -113,7 +113,11 @@ export class ProgramRun {
   #submit(session: Session): void {
     this.#release();
     this.#session = session;
-    const compiled = compile(this.program, { known: this.#known, without: this.cancelled.peek() });
+    const compiled = compile(this.program, {
+      known: this.#known,
+      without: this.cancelled.peek(),
+      ...(session.capabilities.token_ids === false ? { maxTokenReads: 0 } : {}),
+    });
     const { sampling = DEFAULT_SAMPLING } = this.program;
     this.#compiled = compiled;
     try {
@@ -127,7 +131,8 @@ export class ProgramRun {
       if (!item.variable) continue;
       let call = this.calls.get(item.key);
       if (!call) this.calls.set(item.key, (call = new Call(item.key, lane.path, lane.label)));
-      this.#follow(call, this.#run.variable(item.variable), numLanes <= MAX_SPOKEN_LANES);
+      const selected = item.kind === "select" ? item.step.name : null;
+      this.#follow(call, this.#run.variable(item.variable), numLanes <= MAX_SPOKEN_LANES, selected);
       if (item.tokens) this.#readTokens(call, this.#run.variable(item.tokens));
     }
     // A continuation lacks the lanes that were left out; they stay on the stage as they are.
@@ -136,7 +141,8 @@ export class ProgramRun {
 
   #session: Session | null = null;
 
-  #follow(call: Call, variable: Variable, isSpoken: boolean): void {
+  /** `selected`: the name of a select, whose choice alone is no sentence. */
+  #follow(call: Call, variable: Variable, isSpoken: boolean, selected: string | null): void {
     call.variable.value = variable;
     call.status.value = "waiting";
     call.problem.value = null;
@@ -147,9 +153,9 @@ export class ProgramRun {
     this.#unsubscribe.push(
       variable.onChange((_, added) => {
         if (call.status.peek() === "waiting" && added) call.status.value = "running";
-        if (isSpoken && added) say(sentences.push(added));
+        if (isSpoken && added && selected === null) say(sentences.push(added));
         if (!variable.done) return;
-        if (isSpoken) say(sentences.finish());
+        if (isSpoken) say(selected === null ? sentences.finish() : variable.text ? [`${selected} is ${variable.text}.`] : []);
         this.#ended(call, variable);
       }),
     );
