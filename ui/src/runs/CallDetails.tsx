@@ -14,7 +14,9 @@ export function CallDetails({ call, lastS }: { call: Call; lastS: number; versio
         {factsOf(call, lastS).map(([name, value]) => (
           <div key={name}>
             <dt>{name}</dt>
-            <dd>{value}</dd>
+            <dd>
+              <bdi>{value}</bdi>
+            </dd>
           </div>
         ))}
       </dl>

@@ -82,7 +82,7 @@ export default function RunsView() {
         )}
         {now.kind === "file" && (
           <Recording
-            key={now.file.name}
+            key={`${now.file.name} ${now.file.reader.lastS}`}
             title={now.file.name}
             reader={now.file.reader}
             version={0}

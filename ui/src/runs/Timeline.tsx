@@ -6,11 +6,13 @@ import { useWidth } from "../charts/useWidth";
 import type { Call, Run, RunState } from "./recording";
 import {
   barOf,
+  collapsedAtFirst,
   nameOf,
   outcomeOf,
   pannedSpan,
   revealedSpan,
   rowsOf,
+  spanBelow,
   spanOf,
   visible,
   zoomedSpan,
@@ -30,11 +32,10 @@ interface Props {
 const ROW = 30; // pixels, as in runs.css
 const HEAD = 25; // the axis, which stays above the rows
 const MAX_HEIGHT = 560;
-const MAX_GUIDES = 12;
 const CHARACTER = 6.6;
 
 export function Timeline({ runs, version, lastS, focused, onFocus }: Props) {
-  const [collapsed, setCollapsed] = useState<ReadonlySet<RunState>>(new Set());
+  const [collapsed, setCollapsed] = useState(() => collapsedAtFirst(runs));
   const [chosen, setChosen] = useState<Span | null>(null); // null: all of it
   const [active, setActive] = useState<RunState | null>(null); // the row with the focus
   const [scrollTop, setScrollTop] = useState(0);
@@ -62,8 +63,8 @@ export function Timeline({ runs, version, lastS, focused, onFocus }: Props) {
     if (!next.delete(state)) next.add(state);
     setCollapsed(next);
   };
-  const choose = (call: Call): void => {
-    setActive(call.state);
+  const choose = (call: Call, row: Row): void => {
+    setActive(row.state);
     onFocus(call);
     if (chosen !== null) setChosen(revealedSpan(chosen, whole, call));
   };
@@ -86,7 +87,7 @@ export function Timeline({ runs, version, lastS, focused, onFocus }: Props) {
     if (!takesFocus.current) return;
     takesFocus.current = false;
     const row = body.current?.querySelector<HTMLElement>(`[aria-rowindex="${at + 2}"]`);
-    const isIn = focused !== null && focused.state === rows[at]?.state;
+    const isIn = focused !== null && rows[at]?.calls.includes(focused);
     (isIn ? (row?.querySelector<HTMLElement>('.bar[aria-pressed="true"]') ?? row) : row)?.focus({
       preventScroll: true,
     });
@@ -113,10 +114,11 @@ export function Timeline({ runs, version, lastS, focused, onFocus }: Props) {
     if (step !== undefined) go(step);
     else if (event.key === "Home") go(0);
     else if (event.key === "End") go(rows.length - 1);
-    else if (event.key === "ArrowRight" && !row.isOpen) toggle(row.state);
+    else if (event.key === "ArrowRight" && !row.isOpen && !inBar) toggle(row.state);
+    else if (event.key === "Enter" && !inBar) setChosen(spanBelow(row.state, whole));
     else if (event.key === "ArrowRight" && row.calls[index + 1] !== undefined)
-      enter(row.calls[index + 1] as Call);
-    else if (event.key === "ArrowLeft" && index > 0) enter(row.calls[index - 1] as Call);
+      enter(row.calls[index + 1] as Call, row);
+    else if (event.key === "ArrowLeft" && index > 0) enter(row.calls[index - 1] as Call, row);
     else if (event.key === "ArrowLeft" && inBar) go(at);
     else if (event.key === "ArrowLeft" && row.isOpen && row.hasForks) toggle(row.state);
     else if (event.key === "ArrowLeft" && row.state.parent !== null)
@@ -130,8 +132,8 @@ export function Timeline({ runs, version, lastS, focused, onFocus }: Props) {
     if (event.key === "ArrowLeft" && inBar && index <= 0) focusRow();
     return true;
   }
-  const enter = (call: Call): void => {
-    choose(call);
+  const enter = (call: Call, row: Row): void => {
+    choose(call, row);
     takesFocus.current = true;
   };
   const focusRow = (): void =>
@@ -184,6 +186,14 @@ export function Timeline({ runs, version, lastS, focused, onFocus }: Props) {
           <button type="button" onClick={() => setChosen(null)}>
             Fit
           </button>
+          {runs.length > 1 && (
+            <button
+              type="button"
+              onClick={() => rows[at] && setChosen(spanBelow(rows[at].state.run.root, whole))}
+            >
+              Fit run
+            </button>
+          )}
         </div>
       </div>
       <div
@@ -221,7 +231,8 @@ export function Timeline({ runs, version, lastS, focused, onFocus }: Props) {
                 lastS={lastS}
                 width={axisWidth}
                 focused={focused}
-                onChoose={choose}
+                onChoose={(call) => choose(call, row)}
+                onZoom={() => setChosen(spanBelow(row.state, whole))}
                 onActive={() => setActive(row.state)}
                 onToggle={() => toggle(row.state)}
               />
@@ -261,6 +272,7 @@ interface RowProps {
   readonly onChoose: (call: Call) => void;
   readonly onActive: () => void;
   readonly onToggle: () => void;
+  readonly onZoom: () => void;
 }
 
 function StateRow({
@@ -274,6 +286,7 @@ function StateRow({
   onChoose,
   onActive,
   onToggle,
+  onZoom,
 }: RowProps) {
   const { state, depth } = row;
   const note =
@@ -294,6 +307,7 @@ function StateRow({
       tabIndex={isActive ? 0 : -1}
       style={{ transform: `translateY(${index * ROW}px)` }}
       onFocus={onActive}
+      onDblClick={onZoom}
     >
       <div class="timeline-name" role="rowheader">
         <Guides row={row} />
@@ -321,10 +335,10 @@ function StateRow({
   );
 }
 
-/** The lines of the fork tree. Deeper levels are not indented further. */
+/** The lines of the fork tree. */
 function Guides({ row }: { row: Row }) {
   if (row.depth === 0) return null;
-  const guides = row.guides.slice(-(MAX_GUIDES - 1));
+  const { guides } = row;
   const width = (guides.length + 1) * 14;
   const x = guides.length * 14 + 7;
   const lines = guides.map((goesOn, i) => (goesOn ? `M${i * 14 + 7} 0V${ROW}` : "")).join("");

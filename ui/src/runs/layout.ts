@@ -1,9 +1,10 @@
 // The rows of the timeline and the time that it shows: fork tree on the left, time on the right.
 
 import type { Call, Run, RunState } from "./recording";
-import { isModelCall } from "./recording";
+import { isModelCall, withForks } from "./recording";
 
-/** A state's row. `guides`: for each level between the root and the state, whether a line goes on to a later row. */
+/** A state's row. `guides`: for each level between the root and the state, of the nearest ones, whether a line goes on
+ * to a later row. */
 export interface Row {
   readonly state: RunState;
   readonly depth: number;
@@ -34,10 +35,10 @@ export function rowsOf(runs: readonly Run[], collapsed: ReadonlySet<RunState>): 
     const isLast = position === siblings;
     const isOpen = !collapsed.has(state);
     const hasForks = state.forks.length > 0;
-    const calls = state.calls.filter(isModelCall);
+    const calls = isOpen ? state.calls.filter(isModelCall) : callsBelow(state);
     rows.push({ state, depth, guides, isLast, hasForks, isOpen, calls, position, siblings });
     if (!isOpen) continue;
-    const below = depth === 0 ? [] : [...guides, !isLast];
+    const below = depth === 0 ? [] : [...guides, !isLast].slice(-MAX_GUIDES);
     for (let i = state.forks.length - 1; i >= 0; i--) {
       const fork = state.forks[i] as RunState;
       waiting.push({
@@ -50,6 +51,26 @@ export function rowsOf(runs: readonly Run[], collapsed: ReadonlySet<RunState>): 
     }
   }
   return rows;
+}
+
+/** Deeper levels are not indented further. */
+export const MAX_GUIDES = 11;
+/** A collapsed row shows the calls of all its forks, so far as there is room for them. */
+const MAX_CALLS = 200;
+
+function callsBelow(state: RunState): Call[] {
+  const calls: Call[] = [];
+  for (const one of withForks(state)) {
+    calls.push(...one.calls.filter(isModelCall));
+    if (calls.length >= MAX_CALLS) break;
+  }
+  return calls.slice(0, MAX_CALLS);
+}
+
+/** The runs that are collapsed at first: all, if their states would be too many rows to look through. */
+export function collapsedAtFirst(runs: readonly Run[]): ReadonlySet<RunState> {
+  const numStates = runs.reduce((sum, run) => sum + run.states.length, 0);
+  return new Set(runs.length > 1 && numStates > 200 ? runs.map((run) => run.root) : []);
 }
 
 /** A span of time in seconds. */
@@ -69,6 +90,15 @@ export function spanOf(runs: readonly Run[]): Span {
   }
   if (!Number.isFinite(beginS)) return { beginS: 0, toS: 1 };
   return { beginS, toS: Math.max(toS, beginS + 1e-3) };
+}
+
+/** The time of a state and of all its forks, with a little more on both sides. */
+export function spanBelow(state: RunState, whole: Span): Span {
+  const states = withForks(state);
+  const beginS = Math.min(...states.map((one) => one.startS));
+  const toS = Math.max(...states.map((one) => one.endS));
+  const length = Math.min(Math.max(1.04 * (toS - beginS), 1e-3), whole.toS - whole.beginS);
+  return movedSpan({ beginS: beginS - 0.02 * (toS - beginS), toS: 0 }, whole, length);
 }
 
 /** Zooms by `factor` around `atS`, within `whole`. */
@@ -139,10 +169,24 @@ export function visible(
   return [Math.min(from, numRows), Math.min(numRows, Math.ceil((scrollTop + height) / rowHeight) + 6)];
 }
 
+/** The indices of the forks that lead to the state; empty for a root. */
+function pathOf(state: RunState): number[] {
+  const path: number[] = [];
+  for (let at = state; at.parent !== null; at = at.parent) path.push(at.index);
+  return path.reverse();
+}
+
 /** A state's name as `agentflow replay` writes it: `run 0` for a root, else its path in the fork tree. */
 export function nameOf(state: RunState): string {
-  if (state.parent !== null) return `(${state.path.join(", ")})`;
-  return state.run.program === "" ? `run ${state.run.index}` : `run ${state.run.index}: ${state.run.program}`;
+  if (state.parent !== null) return `(${pathOf(state).join(", ")})`;
+  return state.run.program === ""
+    ? `run ${state.run.index}`
+    : `run ${state.run.index}: ${isolated(state.run.program)}`;
+}
+
+/** Text from outside, in a form whose direction does not reach the text around it. */
+export function isolated(text: string): string {
+  return /[\u0590-\uffff]/.test(text) ? `\u2068${text}\u2069` : text;
 }
 
 export type Outcome = "done" | "failed" | "cancelled" | "open";

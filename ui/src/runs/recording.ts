@@ -55,8 +55,8 @@ type Step =
 export interface RunState {
   readonly number: number;
   readonly run: Run;
-  /** The indices of the forks that lead to it; empty for the root. */
-  readonly path: readonly number[];
+  /** Its number among the forks of its parent, from 0. */
+  readonly index: number;
   readonly parent: RunState | null;
   readonly forks: RunState[];
   readonly calls: Call[];
@@ -223,7 +223,7 @@ export class RecordingReader {
       root: null as unknown as RunState,
       states: [],
     };
-    Object.assign(run, { root: this.newState(number, run, null, [], atS) });
+    Object.assign(run, { root: this.newState(number, run, null, atS) });
     this.runs.push(run);
     return true;
   }
@@ -303,18 +303,16 @@ export class RecordingReader {
     const numbers = Array.isArray(op["children"]) ? op["children"].map((one) => numberOf(one) + base) : [];
     if (numbers.length === 0 || numbers.some((number) => !(number > 0) || this.states.has(number)))
       return false;
-    const children = numbers.map((number) =>
-      this.newState(number, state.run, state, [...state.path, state.forks.length], atS),
-    );
+    const children = numbers.map((number) => this.newState(number, state.run, state, atS));
     state.steps.push({ children });
     return true;
   }
 
-  private newState(number: number, run: Run, parent: RunState | null, path: number[], atS: number): RunState {
+  private newState(number: number, run: Run, parent: RunState | null, atS: number): RunState {
     const state: RunState = {
       number,
       run,
-      path,
+      index: parent?.forks.length ?? 0,
       parent,
       forks: [],
       calls: [],

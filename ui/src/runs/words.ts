@@ -2,7 +2,7 @@
 
 import { counted, duration, percent } from "../charts/numbers";
 import type { Call, RunState } from "./recording";
-import { nameOf, outcomeOf, type Outcome } from "./layout";
+import { isolated, nameOf, outcomeOf, type Outcome } from "./layout";
 
 const OUTCOMES: Readonly<Record<Outcome, string>> = {
   done: "done",
@@ -13,7 +13,7 @@ const OUTCOMES: Readonly<Record<Outcome, string>> = {
 
 /** What stands in a bar: `thought · 28 tokens · 98% cached`. */
 export function labelOf(call: Call): string {
-  const parts = [call.name];
+  const parts = [isolated(call.name)];
   const { usage } = call;
   if (usage !== null) {
     if (call.kind === "gen") parts.push(counted(usage.output_tokens, "token"));

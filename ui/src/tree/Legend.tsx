@@ -39,7 +39,7 @@ function Swatch({ look, version }: { look: Look; version: number }) {
     drawn.current = key;
     context.setTransform(2, 0, 0, 2, 0, 0);
     context.clearRect(0, 0, 28, 16);
-    drawBlock(context, palette, look, { x: 1, y: 1, width: 26, height: 14 });
+    drawBlock(context, palette, look, { x: 1, y: 1, width: 26, height: 14 }, { width: 28, height: 16 });
   }, [version, theme.value]);
   return <canvas ref={canvas} width={56} height={32} aria-hidden="true" />;
 }

@@ -38,6 +38,8 @@ const ROW = 34;
 const PAN = 60; // pixels
 const MIN_TEXT_WIDTH = 90;
 const MAX_TEXTS = 40;
+/** The time between two pictures while something fades: a large tree takes some milliseconds to draw. */
+const FADE_MS = 66;
 const MOVES: Readonly<Record<string, Move>> = {
   ArrowLeft: "parent",
   ArrowRight: "child",
@@ -180,15 +182,17 @@ export function TreeCanvas(props: Props) {
     </div>
   );
 
-  /** Draws after each change, and in each frame while something fades. */
+  /** Draws after each change, and again while something fades. */
   function useRedraw(
     target: RefObject<HTMLCanvasElement | null>,
     colours: RefObject<Palette | null>,
     current: { current: typeof now },
   ): void {
     const frameId = useRef(0);
+    const timer = useRef<ReturnType<typeof setTimeout> | undefined>(undefined);
     const paint = (): void => {
       frameId.current = 0;
+      clearTimeout(timer.current);
       const element = target.current;
       const context = element?.getContext("2d");
       if (!element || !context || current.current.width === 0) return;
@@ -206,7 +210,7 @@ export function TreeCanvas(props: Props) {
       colours.current ??= paletteAt(element.parentElement ?? element);
       draw(context, colours.current, { ...current.current, nowS, fades });
       if (tree.forgetGhosts(nowS)) current.current.onGhostsGone();
-      if (tree.isFading(nowS)) request();
+      if (tree.isFading(nowS)) timer.current = setTimeout(request, FADE_MS);
     };
     const request = (): void => {
       frameId.current ||= requestAnimationFrame(paint);
@@ -223,6 +227,7 @@ export function TreeCanvas(props: Props) {
       return () => {
         scheme.removeEventListener("change", repaint);
         stop();
+        clearTimeout(timer.current);
         cancelAnimationFrame(frameId.current);
       };
     }, []);

@@ -1,5 +1,5 @@
 // The tree as text: nested items with a roving focus, for screen readers and the keyboard.
-import { useLayoutEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { count, counted } from "../charts/numbers";
 import type { PrefixNode, PrefixTree } from "./prefixes";
 import { stateOf } from "./prefixes";
@@ -19,10 +19,13 @@ interface Props {
   readonly focused: number | null;
   readonly onFocus: (id: number) => void;
   readonly texts: ReadonlyMap<number, string>;
+  /** Called with the ids of the first items, whose texts are shown. */
+  readonly onRoom: (ids: readonly number[]) => void;
 }
 
 const MAX_ITEMS = 400;
 const OPEN_LEVELS = 2;
+const MAX_TEXTS = 60;
 
 /** The items in their order, without those below closed nodes. `toggled`: nodes that are not as they are at first:
  * the first levels open, deeper ones closed. */
@@ -43,7 +46,7 @@ function childrenOf(node: PrefixNode, level: number): Omit<Item, "isOpen">[] {
   return node.children.map((child, i) => ({ node: child, level, position: i + 1, siblings })).reverse();
 }
 
-export function TreeOutline({ tree, nowS, focused, onFocus, texts }: Props) {
+export function TreeOutline({ tree, nowS, focused, onFocus, texts, onRoom }: Props) {
   const [toggled, setToggled] = useState<ReadonlySet<number>>(new Set());
   const list = useRef<HTMLDivElement>(null);
   const hasFocus = useRef(false);
@@ -52,6 +55,8 @@ export function TreeOutline({ tree, nowS, focused, onFocus, texts }: Props) {
     0,
     items.findIndex(({ node }) => node.id === focused),
   );
+  const wanted = items.slice(Math.max(0, at - MAX_TEXTS / 2)).slice(0, MAX_TEXTS);
+  useEffect(() => onRoom(wanted.map(({ node }) => node.id)), [wanted.map(({ node }) => node.id).join()]);
   useLayoutEffect(() => {
     if (hasFocus.current) list.current?.querySelector<HTMLElement>('[tabindex="0"]')?.focus();
   }, [focused]);

@@ -142,7 +142,14 @@ function LiveTree({ maxNodes, onMaxNodes }: { maxNodes: number; onMaxNodes: (mos
         {layout.rows === 0 ? (
           <p class="empty">The cache is empty: run a program to see its prefixes.</p>
         ) : isOutline ? (
-          <TreeOutline tree={tree} nowS={nowS()} focused={focused} onFocus={setFocused} texts={labels} />
+          <TreeOutline
+            tree={tree}
+            nowS={nowS()}
+            focused={focused}
+            onFocus={setFocused}
+            texts={labels}
+            onRoom={setRoomy}
+          />
         ) : (
           <TreeCanvas
             tree={tree}

@@ -36,6 +36,8 @@ const TOKENS: Readonly<Record<keyof Palette, string>> = {
 export function paletteAt(element: Element): Palette {
   const probe = document.createElement("span");
   probe.hidden = true;
+  // A canvas keeps its colours where the system forces others: they must fit each other.
+  probe.style.setProperty("forced-color-adjust", "none");
   element.append(probe);
   const read = (token: string): string => {
     probe.style.color = `var(${token})`;
@@ -55,18 +57,27 @@ export interface Look {
   readonly generated: number;
 }
 
-/** Draws a node's block. */
+export interface Box {
+  readonly x: number;
+  readonly y: number;
+  readonly width: number;
+  readonly height: number;
+}
+
+/** Draws a node's block. `shown`: the size of the canvas, beyond which no pattern is drawn. */
 export function drawBlock(
   context: CanvasRenderingContext2D,
   palette: Palette,
   { isInUse, hit, ghost, generated }: Look,
-  box: { readonly x: number; readonly y: number; readonly width: number; readonly height: number },
+  box: Box,
+  shown: { readonly width: number; readonly height: number },
 ): void {
   const { x, y, width, height } = box;
   const radius = Math.min(4, width / 3, height / 3);
   const trace = (): void => {
     context.beginPath();
-    context.roundRect(x, y, width, height, radius);
+    if (radius < 1.5) context.rect(x, y, width, height);
+    else context.roundRect(x, y, width, height, radius);
   };
   const isLarge = width >= 5 && height >= 5;
   trace();
@@ -89,7 +100,7 @@ export function drawBlock(
   }
   if (hit > 0) {
     context.globalAlpha = hit;
-    if (isLarge) stripes(context, palette.hit, box, trace);
+    if (isLarge) stripes(context, palette.hit, box, shown, trace);
     context.beginPath();
     context.roundRect(x + 1, y + 1, Math.max(width - 2, 0.5), Math.max(height - 2, 0.5), radius);
     context.strokeStyle = palette.hitEdge;
@@ -104,7 +115,8 @@ export function drawBlock(
     context.fillStyle = isInUse ? palette.inUseInk : palette.generated;
     // Generated tokens come after those of the prompt: dots along the bottom of the right end.
     const start = x + width * (1 - generated);
-    for (let at = x + width - 3; at >= start; at -= 4) context.fillRect(at, y + height - 3.5, 2, 2);
+    const end = Math.min(x + width - 3, shown.width);
+    for (let at = end; at >= Math.max(start, 0); at -= 4) context.fillRect(at, y + height - 3.5, 2, 2);
     context.restore();
   }
 }
@@ -112,7 +124,8 @@ export function drawBlock(
 function stripes(
   context: CanvasRenderingContext2D,
   colour: string,
-  { x, y, width, height }: { x: number; y: number; width: number; height: number },
+  { x, y, width, height }: Box,
+  shown: { readonly width: number; readonly height: number },
   trace: () => void,
 ): void {
   context.save();
@@ -121,10 +134,12 @@ function stripes(
   context.strokeStyle = colour;
   context.lineWidth = 3;
   context.beginPath();
-  const reach = Math.min(height, 400);
-  for (let at = x - reach; at < x + width; at += 9) {
-    context.moveTo(at, y + reach);
-    context.lineTo(at + reach, y);
+  const [top, bottom] = [Math.max(y, 0), Math.min(y + height, shown.height)];
+  const reach = bottom - top;
+  const from = Math.max(x - reach, -reach);
+  for (let at = from - (from % 9); at < Math.min(x + width, shown.width); at += 9) {
+    context.moveTo(at, bottom);
+    context.lineTo(at + reach, top);
   }
   context.stroke();
   context.restore();

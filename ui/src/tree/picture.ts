@@ -3,7 +3,7 @@
 import { count } from "../charts/numbers";
 import { ticksBetween } from "../charts/ticks";
 import type { Block, Scale, TreeLayout } from "./layout";
-import { drawBlock, type Look, type Palette } from "./palette";
+import { drawBlock, type Box, type Look, type Palette } from "./palette";
 import { GHOST_S, HIT_S, type PrefixNode } from "./prefixes";
 import type { View } from "./view";
 
@@ -65,13 +65,6 @@ export function lookOf(node: PrefixNode, nowS: number, fades: boolean): Look {
   };
 }
 
-interface Box {
-  x: number;
-  y: number;
-  width: number;
-  height: number;
-}
-
 function boxOf(block: Block, view: View): Box {
   const gapX = Math.min(1, block.width * view.perToken * 0.2);
   const gapY = Math.min(2, view.perRow * 0.15);
@@ -92,7 +85,7 @@ function drawNode(
 ): void {
   const { node } = block;
   const look = lookOf(node, picture.nowS, picture.fades);
-  drawBlock(context, palette, look, box);
+  drawBlock(context, palette, look, box, picture);
   const from = Math.max(box.x, 0);
   const room = Math.min(box.x + box.width, picture.width) - from - 10;
   const text = picture.texts.get(node.id);

@@ -102,7 +102,7 @@ describe("PrefixTree", () => {
     const next = random(7);
     const tree = new PrefixTree();
     const model = new Map<number, { parent: number; tokens: number }>();
-    for (let step = 0, id = 1; step < 400; step++) {
+    for (let step = 0, id = 1; step < 200; step++) {
       const ids = [0, ...model.keys()];
       const nodes: TreeNode[] = [];
       const gone: number[] = [];
@@ -154,14 +154,14 @@ describe("layOut", () => {
 
   it("finds the block at each position, as a search through all blocks does", () => {
     const next = random(3);
-    for (let round = 0; round < 20; round++) {
+    for (let round = 0; round < 8; round++) {
       const tree = new PrefixTree();
       for (let id = 1; id <= 60; id++) {
         const parent = Math.floor(next() * id);
         tree.apply(delta([row(id, parent, 1 + Math.floor(next() * 9))]), 0);
       }
       const layout = layOut(tree.root, "tokens");
-      for (let i = 0; i < 300; i++) {
+      for (let i = 0; i < 120; i++) {
         const [x, y] = [next() * (layout.width + 4) - 2, next() * (layout.rows + 2) - 1];
         const found = layout.blocks.filter(
           (block) => x >= block.x && x < block.x + block.width && y >= block.y && y < block.y + block.rows,
