@@ -22,6 +22,7 @@ from http import HTTPStatus
 from typing import Any, ClassVar
 
 import httptools
+from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
@@ -286,6 +287,12 @@ class TimedWebSocketProtocol(WebSocketsSansIOProtocol):
     def resume_writing(self) -> None:
         self._watch.reset()
         super().resume_writing()
+
+    async def send(self, message: ASGISendEvent) -> None:
+        await super().send(message)
+        if self.initial_response is not None and self.close_sent:
+            # Rejected with a response of the application: uvicorn would log that as an error.
+            self.handshake_complete = True
 
     def _end_handshake(self) -> None:
         if not self.handshake_complete:

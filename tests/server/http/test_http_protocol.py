@@ -81,6 +81,17 @@ async def test_a_websocket_handshake_that_is_refused_has_an_answer(rest: bytes, 
 
 
 @pytest.mark.anyio
+async def test_a_handshake_that_the_application_rejects_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async with (
+        running_server(one_model(open_generator)) as server,
+        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
+    ):
+        await stream.send(HANDSHAKE.replace(b"/v1/session", b"/nowhere") + b"\r\n")
+        assert (await _until_end(stream)).startswith(b"HTTP/1.1 404 ")
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+@pytest.mark.anyio
 async def test_a_handshake_with_a_long_url_has_an_answer() -> None:
     async with (
         running_server(one_model(open_generator)) as server,
