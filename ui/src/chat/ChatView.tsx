@@ -1,9 +1,343 @@
+// The chat: turns with their branches, the reply as it streams, calls of tools, and the field to write in.
+import type { Variable } from "agentflow-client";
+import { signal, useSignal, useSignalEffect } from "@preact/signals";
+import { useCallback, useRef } from "preact/hooks";
+import { session } from "../app/session";
 import { View } from "../app/View";
+import { copyText } from "../text/copy";
+import {
+  again,
+  answer,
+  callsOf,
+  chats,
+  conversation,
+  current,
+  isStreaming,
+  keyOf,
+  live,
+  newChat,
+  send,
+  settings,
+  show,
+  stop,
+  textOf,
+  titleOf,
+  usages,
+} from "./chats";
+import { openCalls, pathOf, siblingsOf, type Turn } from "./conversation";
+import { MarkdownText } from "./MarkdownText";
+import "./chat.css";
+
+const draft = signal("");
 
 export default function ChatView() {
+  const path = pathOf(conversation.value);
   return (
-    <View name="chat" title="Chat">
-      <p class="empty">Nothing here yet.</p>
+    <View
+      name="chat"
+      title="Chat"
+      lead="Edit a turn to fork the conversation: every branch keeps its own future, and they share their prefix in the cache."
+      actions={
+        <>
+          {chats.value.length > 1 && (
+            <select
+              aria-label="Chat"
+              value={String(current.value)}
+              onChange={(event) => (current.value = Number(event.currentTarget.value))}
+            >
+              {chats.value.map((one, index) => (
+                <option key={index} value={String(index)}>
+                  {titleOf(one)}
+                </option>
+              ))}
+            </select>
+          )}
+          <button type="button" onClick={newChat} disabled={path.length === 0}>
+            New chat
+          </button>
+        </>
+      }
+    >
+      <div class="chat">
+        <ol class="turns" aria-label="Conversation" data-testid="turns">
+          {path.map((turn) => (
+            <TurnView key={`${current.value}/${turn.id}`} turn={turn} />
+          ))}
+        </ol>
+        {path.length === 0 && <p class="empty">Nothing has been said yet.</p>}
+        <Composer parent={path.at(-1)?.id ?? 0} />
+        <SettingsFields />
+      </div>
     </View>
+  );
+}
+
+const NAMES = { user: "You", assistant: "Model", tool: "Tool" };
+
+function TurnView({ turn }: { turn: Turn }) {
+  const isEditing = useSignal(false);
+  const streaming = live.value.get(keyOf(turn));
+  const siblings = siblingsOf(conversation.value, turn);
+  const place = siblings.indexOf(turn.id);
+  const usage = usages.value.get(keyOf(turn));
+  const isBusy = isStreaming.value;
+  return (
+    <li class={`chat-turn is-${turn.role}`} data-testid={`turn-${turn.id}`}>
+      <header class="chat-head">
+        <span class="chat-name">{turn.role === "tool" ? turn.call!.name : NAMES[turn.role]}</span>
+        {siblings.length > 1 && (
+          <span class="switch" role="group" aria-label="Branches of the conversation">
+            <button
+              type="button"
+              class="quiet tool"
+              aria-label="Previous branch"
+              disabled={place === 0 || isBusy}
+              onClick={() => show(siblings[place - 1]!)}
+            >
+              ‹
+            </button>
+            <span data-testid="branch-place">
+              {place + 1} / {siblings.length}
+            </span>
+            <button
+              type="button"
+              class="quiet tool"
+              aria-label="Next branch"
+              disabled={place === siblings.length - 1 || isBusy}
+              onClick={() => show(siblings[place + 1]!)}
+            >
+              ›
+            </button>
+          </span>
+        )}
+      </header>
+      {isEditing.value ? (
+        <Editor turn={turn} onEnd={() => (isEditing.value = false)} />
+      ) : turn.role === "assistant" ? (
+        streaming ? (
+          <Streaming key="live" variable={streaming.variable} isReply={streaming.isReply} />
+        ) : (
+          <Finished turn={turn} />
+        )
+      ) : (
+        <p class="model-text" dir="auto">
+          {turn.content}
+        </p>
+      )}
+      {turn.role === "assistant" && !streaming && <Calls turn={turn} isBusy={isBusy} />}
+      {turn.problem && (
+        <p class="chat-problem" dir="auto">
+          {turn.problem}
+        </p>
+      )}
+      {!streaming && !isEditing.value && (
+        <footer class="chat-tools">
+          <button type="button" class="quiet small" onClick={() => void copyText(turn.content)}>
+            Copy
+          </button>
+          {turn.role === "user" && (
+            <button type="button" class="quiet small" disabled={isBusy} onClick={() => (isEditing.value = true)}>
+              Edit
+            </button>
+          )}
+          {turn.role === "assistant" && (
+            <button type="button" class="quiet small" disabled={isBusy || !session.value} onClick={() => again(turn)}>
+              {turn.problem ? "Try again" : "Another reply"}
+            </button>
+          )}
+          {usage?.prompt_tokens ? (
+            <span class="hint">
+              {usage.cached_tokens ?? 0} of {usage.prompt_tokens} prompt tokens cached
+            </span>
+          ) : null}
+        </footer>
+      )}
+    </li>
+  );
+}
+
+function Streaming({ variable, isReply }: { variable: Variable; isReply: boolean }) {
+  const text = useCallback(() => textOf(variable, isReply), [variable]);
+  const subscribe = useCallback((changed: () => void) => variable.onChange(changed), [variable]);
+  const numCalls = useSignal(0);
+  useSignalEffect(() =>
+    variable.onChange(() => {
+      if (isReply) numCalls.value = callsOf(variable).length;
+    }),
+  );
+  return (
+    <div class="is-streaming">
+      <MarkdownText text={text} subscribe={subscribe} />
+      {numCalls.value > 0 && <p class="hint">Writing a tool call …</p>}
+    </div>
+  );
+}
+
+function Finished({ turn }: { turn: Turn }) {
+  const text = useCallback(() => turn.content, [turn.content]);
+  return <MarkdownText text={text} />;
+}
+
+function Calls({ turn, isBusy }: { turn: Turn; isBusy: boolean }) {
+  if (!turn.toolCalls?.length) return null;
+  const open = new Set(openCalls(conversation.value, turn).map((call) => call.id));
+  return (
+    <ul class="tool-calls">
+      {turn.toolCalls.map((call) => (
+        <li key={call.id} class="tool-call">
+          <p>
+            The model calls <code>{call.name}</code>
+          </p>
+          <pre class="model-text" tabIndex={0}>
+            {call.arguments}
+          </pre>
+          {open.has(call.id) ? (
+            <div class="row">
+              <button type="button" class="primary" disabled={isBusy} onClick={() => answer(turn, call, true)}>
+                Run in this page
+              </button>
+              <button type="button" disabled={isBusy} onClick={() => answer(turn, call, false)}>
+                Decline
+              </button>
+            </div>
+          ) : (
+            <p class="hint">Answered.</p>
+          )}
+        </li>
+      ))}
+    </ul>
+  );
+}
+
+function Editor({ turn, onEnd }: { turn: Turn; onEnd: () => void }) {
+  const text = useSignal(turn.content);
+  const area = useRef<HTMLTextAreaElement>(null);
+  useSignalEffect(() => area.current?.focus());
+  return (
+    <form
+      class="composer"
+      onSubmit={(event) => {
+        event.preventDefault();
+        if (!text.value.trim()) return;
+        onEnd();
+        send(turn.parent, text.value);
+      }}
+    >
+      <textarea
+        ref={area}
+        rows={3}
+        dir="auto"
+        aria-label="The edited turn"
+        value={text.value}
+        onInput={(event) => (text.value = event.currentTarget.value)}
+        onKeyDown={(event) => {
+          if (event.key === "Escape") onEnd();
+          else submitOnEnter(event);
+        }}
+      />
+      <div class="row end">
+        <button type="button" class="quiet" onClick={onEnd}>
+          Keep as it is
+        </button>
+        <button type="submit" class="primary" disabled={!session.value}>
+          Send as a branch
+        </button>
+      </div>
+    </form>
+  );
+}
+
+function submitOnEnter(event: KeyboardEvent): void {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  (event.currentTarget as HTMLTextAreaElement).form?.requestSubmit();
+}
+
+function Composer({ parent }: { parent: number }) {
+  const isBusy = isStreaming.value;
+  return (
+    <form
+      class="composer panel"
+      onSubmit={(event) => {
+        event.preventDefault();
+        if (isBusy || !draft.value.trim() || !session.value) return;
+        send(parent, draft.value);
+        draft.value = "";
+      }}
+    >
+      <textarea
+        rows={2}
+        dir="auto"
+        aria-label="Message"
+        placeholder="Say something. Enter sends, Shift and Enter begins a line."
+        data-testid="message"
+        value={draft.value}
+        onInput={(event) => (draft.value = event.currentTarget.value)}
+        onKeyDown={submitOnEnter}
+      />
+      <div class="row end">
+        {isBusy ? (
+          <button type="button" class="stop" data-testid="stop" onClick={stop}>
+            Stop
+          </button>
+        ) : (
+          <button type="submit" class="primary" data-testid="send" disabled={!session.value || !draft.value.trim()}>
+            Send
+          </button>
+        )}
+      </div>
+    </form>
+  );
+}
+
+function SettingsFields() {
+  const now = settings.value;
+  const canCall = session.value?.capabilities.conversations === true;
+  return (
+    <details class="chat-settings">
+      <summary>Settings</summary>
+      <div class="chat-settings-fields">
+        <label class="field wide">
+          <span>System</span>
+          <textarea
+            rows={2}
+            dir="auto"
+            value={now.system}
+            onInput={(event) => (settings.value = { ...now, system: event.currentTarget.value })}
+          />
+        </label>
+        {(
+          [
+            ["temperature", "Temperature", 0, 2, 0.1],
+            ["topP", "Top p", 0.01, 1, 0.05],
+            ["maxTokens", "Max tokens", 1, 100_000, 1],
+          ] as const
+        ).map(([name, label, min, max, step]) => (
+          <label key={name} class="field">
+            <span>{label}</span>
+            <input
+              type="number"
+              min={min}
+              max={max}
+              step={step}
+              value={now[name]}
+              onChange={(event) => {
+                const given = event.currentTarget.valueAsNumber;
+                if (Number.isFinite(given)) settings.value = { ...now, [name]: Math.min(max, Math.max(min, given)) };
+              }}
+            />
+          </label>
+        ))}
+        <label class="check wide">
+          <input
+            type="checkbox"
+            checked={now.useTools}
+            disabled={!canCall}
+            onChange={(event) => (settings.value = { ...now, useTools: event.currentTarget.checked })}
+          />
+          <span>Offer a calculator and a clock. The page runs a call only when you allow it.</span>
+        </label>
+      </div>
+    </details>
   );
 }

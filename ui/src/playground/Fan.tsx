@@ -24,7 +24,7 @@ export function Fan(props: { columns: RefObject<HTMLElement | null>; isJoin?: bo
     if (!host) return;
     const measure = (): void => {
       const width = host.clientWidth;
-      const perRow = Math.max(1, getComputedStyle(host).gridTemplateColumns.split(" ").length);
+      const perRow = Math.max(1, getComputedStyle(host).gridTemplateColumns.split(" ").filter((track) => track !== "0px").length);
       const gap = Number.parseFloat(getComputedStyle(host).columnGap) || 0;
       const cell = (width - gap * (perRow - 1)) / perRow;
       const inRow = props.isJoin ? props.count % perRow || Math.min(perRow, props.count) : Math.min(perRow, props.count);

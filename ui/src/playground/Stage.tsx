@@ -166,7 +166,7 @@ function CallView({ item, call }: { item: CallItem; call: Call }) {
       ) : schema ? (
         <>
           <TypedText call={call} schema={schema} />
-          <details class="raw">
+          <details class="raw" open>
             <summary>Text</summary>
             <Streamed call={call} />
           </details>

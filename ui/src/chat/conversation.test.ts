@@ -1,0 +1,48 @@
+import { expect, test } from "vitest";
+import { added, changed, EMPTY, messagesTo, openCalls, pathOf, siblingsOf, switched } from "./conversation";
+
+const texts = (conversation: typeof EMPTY) => pathOf(conversation).map((turn) => turn.content);
+const talk = () => {
+  let made = added(EMPTY, 0, { role: "user", content: "a" });
+  made = added(made, 1, { role: "assistant", content: "b" });
+  return added(made, 2, { role: "user", content: "c" });
+};
+
+test("turns follow each other", () => {
+  expect(texts(talk())).toEqual(["a", "b", "c"]);
+  expect(messagesTo(talk(), 3, "Be kind.").map(({ role, content }) => `${role} ${content}`)).toEqual([
+    "system Be kind.",
+    "user a",
+    "assistant b",
+    "user c",
+  ]);
+});
+
+test("an edited turn is a branch; each branch keeps what follows it", () => {
+  const edited = added(talk(), 0, { role: "user", content: "A" });
+  expect(texts(edited)).toEqual(["A"]);
+  const answered = added(edited, 4, { role: "assistant", content: "B" });
+  expect(texts(switched(answered, 1))).toEqual(["a", "b", "c"]);
+  expect(texts(switched(switched(answered, 1), 4))).toEqual(["A", "B"]);
+  expect(siblingsOf(answered, answered.turns.get(4)!)).toEqual([1, 4]);
+  expect(messagesTo(answered, 5).map((message) => message.content)).toEqual(["A", "B"]);
+});
+
+test("a reply grows without a new branch", () => {
+  const grown = changed(talk(), 2, { content: "b!" });
+  expect(texts(grown)).toEqual(["a", "b!", "c"]);
+  expect(texts(talk())).toEqual(["a", "b", "c"]);
+});
+
+test("calls are open until a tool's turn has answered them", () => {
+  const calls = [
+    { id: "1", name: "clock", arguments: "{}" },
+    { id: "2", name: "clock", arguments: "{}" },
+  ];
+  let made = added(EMPTY, 0, { role: "user", content: "When?" });
+  made = added(made, 1, { role: "assistant", content: "", toolCalls: calls });
+  expect(openCalls(made, made.turns.get(2)!).map((call) => call.id)).toEqual(["1", "2"]);
+  made = added(made, 2, { role: "tool", content: "noon", call: { id: "2", name: "clock" } });
+  expect(openCalls(made, made.turns.get(2)!).map((call) => call.id)).toEqual(["1"]);
+  expect(messagesTo(made, 3).at(-1)).toMatchObject({ role: "tool", tool_call_id: "2" });
+});

@@ -1,0 +1,82 @@
+// A conversation as a tree of turns: an edited turn is a sibling of the one before, and one branch is shown.
+import type { CalledTool, Message } from "agentflow-client";
+
+export interface Turn {
+  readonly id: number;
+  /** 0: the conversation's beginning. */
+  readonly parent: number;
+  readonly role: "user" | "assistant" | "tool";
+  readonly content: string;
+  readonly toolCalls?: readonly CalledTool[];
+  /** Of a tool's turn: the call that it answers. */
+  readonly call?: { readonly id: string; readonly name: string };
+  /** Why a reply has ended early. */
+  readonly problem?: string;
+}
+
+export interface Conversation {
+  readonly turns: ReadonlyMap<number, Turn>;
+  /** The shown child of each turn, by its id. */
+  readonly shown: ReadonlyMap<number, number>;
+}
+
+export const EMPTY: Conversation = { turns: new Map(), shown: new Map() };
+
+/** With a turn more, which is shown. Its id is the number of turns. */
+export function added(before: Conversation, parent: number, turn: Omit<Turn, "id" | "parent">): Conversation {
+  const id = before.turns.size + 1;
+  return {
+    turns: new Map(before.turns).set(id, { ...turn, id, parent }),
+    shown: new Map(before.shown).set(parent, id),
+  };
+}
+
+export function changed(before: Conversation, id: number, change: Partial<Turn>): Conversation {
+  const turn = before.turns.get(id);
+  if (!turn) return before;
+  return { ...before, turns: new Map(before.turns).set(id, { ...turn, ...change, id, parent: turn.parent }) };
+}
+
+/** With the branch of this turn shown. */
+export function switched(before: Conversation, id: number): Conversation {
+  const turn = before.turns.get(id);
+  return turn ? { ...before, shown: new Map(before.shown).set(turn.parent, id) } : before;
+}
+
+/** The turns that are shown, from the first one. */
+export function pathOf(conversation: Conversation): Turn[] {
+  const path: Turn[] = [];
+  for (let id = conversation.shown.get(0); id !== undefined; id = conversation.shown.get(id)) {
+    path.push(conversation.turns.get(id)!);
+  }
+  return path;
+}
+
+/** The turns that stand in the same place, in the order in which they were made. */
+export function siblingsOf(conversation: Conversation, turn: Turn): number[] {
+  return [...conversation.turns.values()].filter((one) => one.parent === turn.parent).map((one) => one.id);
+}
+
+/** The protocol's messages of the turns up to and with `id`. */
+export function messagesTo(conversation: Conversation, id: number, system = ""): Message[] {
+  const messages: Message[] = [];
+  for (let turn = conversation.turns.get(id); turn; turn = conversation.turns.get(turn.parent)) {
+    const message: Message = { role: turn.role, content: turn.content };
+    if (turn.toolCalls?.length) message.tool_calls = [...turn.toolCalls];
+    if (turn.call) message.tool_call_id = turn.call.id;
+    messages.push(message);
+  }
+  if (system.trim()) messages.push({ role: "system", content: system });
+  return messages.reverse();
+}
+
+/** The calls of a reply that no tool's turn below it on the shown path has answered. */
+export function openCalls(conversation: Conversation, turn: Turn): CalledTool[] {
+  const answered = new Set<string>();
+  for (let id = conversation.shown.get(turn.id); id !== undefined; id = conversation.shown.get(id)) {
+    const below = conversation.turns.get(id)!;
+    if (below.role !== "tool") break;
+    answered.add(below.call!.id);
+  }
+  return (turn.toolCalls ?? []).filter((call) => !answered.has(call.id));
+}

@@ -1,0 +1,52 @@
+// Markdown of a model, as sanitised HTML: no scripts, styles, images, forms, ids or handlers, and links only to
+// the web. The page's security policy forbids the same once more.
+import DOMPurify from "dompurify";
+import { Marked } from "marked";
+
+const marked = new Marked({ gfm: true, breaks: true, async: false });
+
+const TAGS = [
+  ...["p", "br", "hr", "h1", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "li", "blockquote", "pre", "code"],
+  ...["em", "strong", "del", "a", "table", "thead", "tbody", "tr", "th", "td", "sub", "sup"],
+];
+
+let purifier: ReturnType<typeof DOMPurify> | undefined;
+
+function purify(html: string): DocumentFragment {
+  if (!purifier) {
+    purifier = DOMPurify(window);
+    purifier.addHook("afterSanitizeAttributes", (node) => {
+      if (node.tagName === "A") {
+        node.setAttribute("target", "_blank");
+        node.setAttribute("rel", "noopener noreferrer nofollow");
+      } else if (/^(P|LI|H\d|TD|TH|BLOCKQUOTE)$/.test(node.tagName)) node.setAttribute("dir", "auto");
+      else if (node.tagName === "PRE") {
+        node.setAttribute("dir", "ltr");
+        node.setAttribute("tabindex", "0"); // it may scroll
+      }
+    });
+  }
+  return purifier.sanitize(html, {
+    ALLOWED_TAGS: TAGS,
+    ALLOWED_ATTR: ["href", "start", "align"],
+    ALLOWED_URI_REGEXP: /^(?:https?:|mailto:)/i,
+    ALLOW_DATA_ATTR: false,
+    ALLOW_ARIA_ATTR: false,
+    RETURN_DOM_FRAGMENT: true,
+  });
+}
+
+/** Longer texts are shown as they are. */
+export const MAX_MARKDOWN_CHARS = 60_000;
+
+/** Shows `source` in `host`. A page has one h1: the model's headings become smaller ones. */
+export function showMarkdown(host: HTMLElement, source: string): void {
+  const fragment = purify(marked.parse(source) as string);
+  for (const heading of fragment.querySelectorAll("h1, h2, h3, h4, h5, h6")) {
+    const smaller = document.createElement("h3");
+    smaller.dir = "auto";
+    smaller.append(...heading.childNodes);
+    heading.replaceWith(smaller);
+  }
+  host.replaceChildren(fragment);
+}
