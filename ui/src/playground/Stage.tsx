@@ -3,6 +3,7 @@ import { useSignal, useSignalEffect } from "@preact/signals";
 import { useRef } from "preact/hooks";
 import { JsonTree } from "../json/JsonTree";
 import { readPartial, type JsonNode } from "../json/partial_json";
+import { inBatch } from "../text/batches";
 import { StreamText } from "../text/stream_text";
 import type { CallItem, Item, Lane } from "./compile";
 import { Fan } from "./Fan";
@@ -138,14 +139,17 @@ function ItemView({ item, run }: { item: Item; run: ProgramRun }) {
       return null;
     default: {
       const call = run.calls.get(item.key);
-      return call ? <CallView item={item} call={call} /> : null;
+      return call ? <CallView item={item} call={call} isWide={run.calls.size > WIDE} /> : null;
     }
   }
 }
 
+/** With more calls, their texts change together. */
+const WIDE = 24;
+
 const WORDS = { waiting: "waits", running: "streams", done: "done", cancelled: "cancelled", failed: "failed" };
 
-function CallView({ item, call }: { item: CallItem; call: Call }) {
+function CallView({ item, call, isWide }: { item: CallItem; call: Call; isWide: boolean }) {
   const { step } = item;
   const status = call.status.value;
   const schema = step.kind === "gen" && step.shape.kind === "schema" ? schemaOf(step.shape.source) : null;
@@ -168,11 +172,11 @@ function CallView({ item, call }: { item: CallItem; call: Call }) {
           <TypedText call={call} schema={schema} />
           <details class="raw" open>
             <summary>Text</summary>
-            <Streamed call={call} />
+            <Streamed call={call} isWide={isWide} />
           </details>
         </>
       ) : (
-        <Streamed call={call} />
+        <Streamed call={call} isWide={isWide} />
       )}
       {call.problem.value && (
         <p class="problem" dir="auto">
@@ -185,14 +189,23 @@ function CallView({ item, call }: { item: CallItem; call: Call }) {
 }
 
 /** The text of a call, as it streams; forced parts are marked when it is complete. */
-function Streamed({ call }: { call: Call }) {
+function Streamed({ call, isWide }: { call: Call; isWide: boolean }) {
   const host = useRef<HTMLDivElement>(null);
   useSignalEffect(() => {
     const variable = call.variable.value;
     if (!host.current || !variable) return;
     const text = new StreamText(host.current);
     text.clear();
-    return variable.onChange((_, added) => text.append(added));
+    if (!isWide) return variable.onChange((_, added) => text.append(added));
+    let waiting = "";
+    const show = (): void => {
+      if (call.variable.peek() === variable) text.append(waiting);
+      waiting = "";
+    };
+    return variable.onChange((_, added) => {
+      if (!waiting && added) inBatch(show);
+      waiting += added;
+    });
   });
   useSignalEffect(() => {
     const forced = call.forced.value;
