@@ -12,6 +12,8 @@
 # FUZZ_FRAMES  frames that make fuzz sends to the websocket (100000)
 # FUZZ_SEED    the seed of these frames (1)
 # UPGRADE      1 lets make lock take newer versions
+# MOUNTS       paths that make image-check mounts into its containers, such as the settings of pip
+# BUILD_FLAGS  options that make image-check passes to buildah, such as --build-arg TORCH_INDEX=ADDRESS
 
 PYTHON      ?= python3
 TORCH       ?= torch==2.13.0
@@ -22,6 +24,8 @@ JOBS        ?= 2
 FUZZ_FRAMES ?= 100000
 FUZZ_SEED   ?= 1
 UPGRADE     ?=
+MOUNTS      ?=
+BUILD_FLAGS ?=
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -39,7 +43,7 @@ EXAMPLE_OF_langchain-agentflow := langchain_agent
 EXAMPLE_OF_dspy-agentflow := dspy_rag
 
 .PHONY: help demo examples test test-full coverage test-adapters lint lint-adapters $(ADAPTERS) fuzz soak gpu-check \
-        ui test-clients test-ui docs lock clean distclean
+        ui test-clients test-ui compose-check image-check docs lock clean distclean
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -61,14 +65,14 @@ examples: $(VENV)/.installed-examples ## run every example on the default model 
 	done
 
 # Tests marked as slow and broad run in test-full only, those in a browser in test-ui.
-MARKS := -m 'not full and not ui'
+MARKS := -m 'not full and not ui and not stack'
 
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 20
 
 test: $(VENV)/.installed-dev ## run the tests, and print the 20 slowest
 	@$(PYTEST) $(MARKS) $(ARGS)
 
-test-full: MARKS := -m 'not ui'
+test-full: MARKS := -m 'not ui and not stack'
 test-full: export HYPOTHESIS_PROFILE := full
 test-full: test test-adapters lint-adapters test-clients test-ui ## run all tests, the slow ones, the adapters' and the page's too
 
@@ -108,6 +112,18 @@ test-ui: $(NODE_PACKAGES:%=%/node_modules/.installed) $(VENV)/.installed-ui ## t
 	  echo "make: $(STATIC) is not what ui/ builds: run make ui, and commit the result"; exit 1; }
 	@$(BIN)/agentflow pull $(MODEL)
 	@$(BIN)/python -m pytest tests/ui --durations 10 $(ARGS)
+
+compose-check: build/stack/.installed $(VENV)/.installed-dev ## check the files of the stack, and run its commands here
+	@$(BIN)/agentflow pull $(MODEL)
+	@$(BIN)/python -m pytest tests/stack -m stack --durations 10 $(ARGS)
+
+build/stack/.installed: tests/stack/requirements.txt
+	@$(PYTHON) -m venv build/stack
+	@build/stack/bin/python -m pip --disable-pip-version-check --no-input install -q -r tests/stack/requirements.txt
+	@touch $@
+
+image-check: ## build the images without Docker and run them; needs root and Debian's packages (minutes)
+	@MOUNTS='$(MOUNTS)' BUILD_FLAGS='$(BUILD_FLAGS)' tests/stack/image_check
 
 %/node_modules/.installed: %/package.json %/package-lock.json
 	@command -v npm >/dev/null || { echo "make: $* needs npm (part of Node.js)"; exit 1; }
