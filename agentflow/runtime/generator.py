@@ -106,7 +106,7 @@ class View(Protocol):
         is another tenant's, ``EngineDown``."""
 
     def spent(self, loop_s: float) -> None:
-        """Working on a snapshot took so long in the event loop: the next ones come later."""
+        """Working on a snapshot took so much processor time of the event loop: the next ones come later."""
 
 
 class Generator(Protocol[ContextT]):

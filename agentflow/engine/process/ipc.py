@@ -256,7 +256,8 @@ all that are computed, those generated, and its age in seconds."""
 class EngineSnapshot(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer to a ``SnapshotRequest``, taken between two steps. ``epoch``: of the engine; another engine
     numbers everything anew. ``time_s``: on the engine's clock, as the times of ``nodes``, where parents come
-    before their children. ``num_nodes``: all that the tenant has. ``took_s``: in the engine's thread."""
+    before their children. ``num_nodes``: all that the tenant has. ``took_s``: processor time of the engine's
+    thread."""
 
     ticket: int
     epoch: int

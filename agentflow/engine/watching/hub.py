@@ -70,7 +70,7 @@ class WatchHub:
                 del self._num_of[tenant]
 
     def spent(self, loop_s: float) -> None:
-        """Working on a snapshot took so long in the event loop."""
+        """Working on a snapshot took so much processor time of the event loop."""
         self._loop_s += loop_s
 
     async def snapshot(self, tenant: str | None, max_nodes: int, steps_after: int) -> EngineSnapshot:
