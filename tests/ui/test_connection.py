@@ -11,6 +11,8 @@ import anyio
 import pytest
 from anyio.from_thread import start_blocking_portal
 from playwright.sync_api import Route, expect
+from support.api_server import api_server
+from support.fake_engine import FakeEngine
 from support.ui.proxy import BreakingProxy
 from support.ui.screen import Screen
 from support.ui.stage import Stage, StagedGenerator, open_stage
@@ -149,3 +151,18 @@ def test_a_session_that_the_server_has_forgotten(visit: Visit) -> None:
             screen.wait_status("ended")
             screen.at("status-line").get_by_role("button").click()
             screen.wait_status("open")
+
+
+def test_a_full_queue_is_a_sentence(visit: Visit) -> None:
+    """One request fills the queue of this server. The page says so in a sentence."""
+    engine = FakeEngine(max_unfinished=1)
+    with api_server(engine, constraints=False) as server:
+        server.call(engine.gate.allow, 0)
+        screen = visit(server.url)
+        screen.open("playground")
+        screen.wait_status("open")
+        screen.at("example").select_option("few_shot")
+        screen.at("run").click()
+        expect(screen.view("playground")).to_contain_text("queue is full")
+        server.call(engine.gate.open)
+        screen.wait_status("open")

@@ -72,7 +72,7 @@ class Screen:
         """At the end of a test: nothing unexpected happened, and nothing secret is kept or was sent in an
         address."""
         left = [p for p in self.problems if not any(re.search(e, p) for e in self._expected)]
-        assert left == []
+        assert not left, "\n".join(left)
         if self.secrets and not self.page.is_closed():
             kept = self.page.evaluate(_STORED)
             for secret in self.secrets:

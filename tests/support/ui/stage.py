@@ -34,8 +34,9 @@ class _Line:
 
 
 class StagedGenerator(ScriptedGenerator):
-    """Generations whose prompt a key of ``texts`` is part of answer with its text at once; all others stream
-    what ``say`` gives them until ``end``. A select takes its first choice."""
+    """A generation whose prompt contains a key of ``texts`` answers with that text at once, one with several
+    keys with that of the last. All others stream what ``say`` gives them until ``end``. A select takes its
+    first choice."""
 
     def __init__(self) -> None:
         super().__init__(lambda prompt: "scripted")
@@ -79,8 +80,9 @@ class StagedGenerator(ScriptedGenerator):
         return Scored(0, scores, Usage(len(context.text.split()), 0, 0))
 
     async def _staged(self, context: ScriptedContext, on_text: OnText) -> str:
-        known = next((text for key, text in self.texts.items() if key in context.text), None)
-        if known is not None:
+        keys = [key for key in self.texts if key in context.text]
+        if keys:
+            known = self.texts[max(keys, key=context.text.rfind)]  # the latest turn of a conversation
             await anyio.lowlevel.checkpoint()
             context.text += known
             on_text(known)

@@ -1,0 +1,129 @@
+"""Text of a model is text: nothing that a model writes, or a user pastes, becomes code, a link that runs or a
+broken page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+from support.ui.accessibility import scrolls_sideways
+from support.ui.screen import Screen
+from support.ui.stage import Stage
+
+Visit = Callable[..., Screen]
+ESSAY = "clear and easy"  # in the prompt of the essay judge's first branch
+
+MARKUP = (
+    "<script>window.ran = 'script'</script><img src=x onerror=\"window.ran = 'image'\">"
+    "<svg onload=\"window.ran = 'svg'\"></svg>"
+    "<iframe srcdoc=\"<script>parent.ran = 'frame'</script>\"></iframe>"
+    '<a href="javascript:window.ran = 1">link</a><form action="http://127.0.0.2/"><button>go</button></form>'
+    "<style>body { display: none }</style><base href='http://127.0.0.2/'><meta http-equiv=refresh content=0>"
+    '<math><mtext></table><mglyph><style><!--</style><img title="--&gt;&lt;img src=1 onerror=alert(1)&gt;">'
+)
+MARKDOWN = (
+    "[run](javascript:window.ran=2) [data](data:text/html,<script>parent.ran=3</script>) "
+    "![image](http://127.0.0.2/pixel.png) <http://127.0.0.2/> [ref]\n\n[ref]: javascript:window.ran=4\n\n"
+    "| a | b |\n|---|---|\n| `<b>` | **x** |\n"
+)
+OVERRIDES = "safe \u202egnp.exe\u202c \u2066\u2067\u2068 unclosed \u202e\u202e\u202e end"
+BROKEN = "a\ufffd\ufffdb\x00\x07\x1b[31m\u0000\ufeff\ufffe e\u0301\u0301\u0301 👩‍👩‍👧 \U000e0041"
+LONG_LINE = "0123456789abcdef" * 65_536  # 1 MB without a space
+
+HOSTILE = {
+    "markup": MARKUP,
+    "markdown": MARKDOWN,
+    "overrides": OVERRIDES,
+    "broken": BROKEN,
+    "long": LONG_LINE,
+}
+# What the text must not have made of the page.
+STATE = """() => ({
+  ran: window.ran ?? null,
+  links: [...document.links].map((a) => a.protocol).filter((p) => !/^https?:$/.test(p)),
+  foreign: document.querySelectorAll(
+    "main script, main iframe, main style, main form[action], main img, base").length,
+  isShown: getComputedStyle(document.body).display !== "none",
+})"""
+HARMLESS: dict[str, Any] = {"ran": None, "links": [], "foreign": 0, "isShown": True}
+
+
+def answers(stage: Stage, kind: str) -> str:
+    """The stage answers prompts that contain the returned word with this hostile text."""
+    word = f"hostile-{kind}"
+    stage.answer(word, HOSTILE[kind])
+    return word
+
+
+@pytest.mark.parametrize("kind", list(HOSTILE))
+def test_the_chat_shows_it_as_text(stage: Stage, visit: Visit, kind: str) -> None:
+    screen = visit(stage.url)
+    screen.expect_problem("base URI")  # the policy stops it while the sanitiser reads the text
+    screen.open("chat")
+    screen.wait_status("open")
+    screen.at("message").fill(f"Say {answers(stage, kind)}")
+    screen.at("send").click()
+    reply = screen.page.locator(".chat-turn.is-assistant .markdown")
+    expect(reply).not_to_be_empty()
+    expect(screen.page.locator(".is-streaming")).to_have_count(0)
+    assert screen.page.evaluate(STATE) == HARMLESS
+    assert scrolls_sideways(screen) == []
+    # The page still answers: another message can be written and sent.
+    stage.answer("Still there?", "Yes.")
+    screen.at("message").fill("Still there?")
+    screen.at("message").press("Enter")
+    expect(screen.page.locator(".chat-turn.is-assistant").nth(1)).to_contain_text("Yes.")
+
+
+def test_the_playground_shows_it_as_text(stage: Stage, visit: Visit) -> None:
+    """Each branch streams something else that is hostile; the last one a megabyte in one line."""
+    screen = visit(stage.url)
+    screen.open("playground")
+    screen.wait_status("open")
+    screen.at("run").click()
+    stage.wait_running(4)
+    prompts = (ESSAY, "claims with evidence", "ideas of its own", "well written")
+    for prompt, kind in zip(prompts, ("markup", "overrides", "broken", "long"), strict=True):
+        stage.say(HOSTILE[kind], to=prompt)
+        stage.end(to=prompt)
+    stage.wait_running(1)  # the summary: all four are in its prompt
+    stage.say(MARKDOWN)
+    stage.end()
+    expect(screen.at("ledger")).to_have_attribute("data-status", "done", timeout=60_000)
+    assert screen.at("text-0:0").inner_text() == MARKUP
+    assert screen.page.evaluate(
+        "() => document.querySelector('[data-testid=\"text-3:0\"]').textContent.length"
+    ) == (len(LONG_LINE))
+    assert screen.page.evaluate(STATE) == HARMLESS
+    assert scrolls_sideways(screen) == []
+
+
+def test_overrides_of_the_direction_end_with_their_text(stage: Stage, visit: Visit) -> None:
+    """What stands behind a hostile text reads as it was written."""
+    screen = visit(stage.url)
+    screen.open("chat")
+    screen.wait_status("open")
+    screen.at("message").fill(f"Say {answers(stage, 'overrides')}")
+    screen.at("send").click()
+    reply = screen.page.locator(".chat-turn.is-assistant .markdown")
+    expect(reply).not_to_be_empty()
+    isolated = """(element) => ["isolate", "isolate-override", "plaintext"].includes(
+      getComputedStyle(element).unicodeBidi) || element.dir === "auto" || element.tagName === "BDI" """
+    assert reply.evaluate(isolated)
+
+
+def test_lone_surrogates_that_a_user_pastes_do_not_end_the_session(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url)
+    screen.open("chat")
+    screen.wait_status("open")
+    stage.answer("surrogate", "It arrived.")
+    screen.at("message").evaluate("""(area) => {
+      area.value = "a surrogate \\ud800 and \\udc00 alone";
+      area.dispatchEvent(new Event("input", {bubbles: true}));
+    }""")
+    screen.at("send").click()
+    expect(screen.page.locator(".chat-turn.is-assistant")).to_contain_text(re.compile("It arrived|surrogate"))
+    screen.wait_status("open")
