@@ -11,6 +11,9 @@ from pydantic import Field
 from support.fake_engine import ConstrainedEngine
 
 import agentflow as af
+from agentflow.engine.grammar.compiler.compile import compile_constraint
+from agentflow.engine.grammar.grammar import is_allowed
+from agentflow.engine.grammar.llguidance import LlguidanceGrammar, LlguidanceVocabulary
 from agentflow.language.typed import values
 
 pytestmark = pytest.mark.anyio
@@ -50,6 +53,45 @@ async def test_a_model_that_does_not_stop_ends_with_a_value(monkeypatch, seed):
         assert all(len(name) < 20 + 10 for name in found)  # the longest token has 10 characters
         is_bounded = len(found) == 3 or any(len(name) >= 20 for name in found)
         assert [warning.category for warning in caught] == [RuntimeWarning] * is_bounded
+
+
+class Bytes:
+    """A vocabulary of single bytes."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+    def encode(self, text: str, *, continues: bool = False) -> list[int]:
+        return list(text.encode())
+
+
+def test_values_in_tags_are_bounded(monkeypatch):
+    monkeypatch.setattr(values, "DEFAULT_STRING_CHARS", 20)
+    monkeypatch.setattr(values, "DEFAULT_LIST_ITEMS", 3)
+    tag = af.Tag("<names>", schema=list[str | None], end="</names>")
+    compiled = compile_constraint(af.gen("x", tags=[tag]).value_type.constraint)
+    grammar = LlguidanceGrammar(compiled.payload.decode(), LlguidanceVocabulary(Bytes(), 256))
+
+    def next_bytes(text: str) -> bytes:
+        matcher = grammar.matcher()
+        for byte in text.encode():
+            matcher.take(byte)
+        return bytes([byte for byte in range(256) if is_allowed(matcher.mask(), byte)])
+
+    assert b"x" in next_bytes('So: <names>["' + "x" * 19)
+    assert next_bytes('So: <names>["' + "x" * 20) == b'"'
+    assert b"," in next_bytes('<names>["a", null')
+    assert next_bytes('<names>["a", null, ""') == b"]"
+
+
+async def test_a_value_in_a_tag_at_the_default_bound_is_reported():
+    tag = af.Tag("<name>", schema=str, end="</name>")
+    answers = [f'<name>"{"x" * length}"</name>' for length in (3999, 4000)]
+    async with af.session(backend=af.Scripted(answers)) as flow, flow.state() as s:
+        s += af.gen("x", tags=[tag], max_tokens=5000) + af.gen("y", tags=[tag], max_tokens=5000)
+        await s["x"]
+        with pytest.warns(RuntimeWarning, match=r"'<name>': a string ended after 4,000 characters"):
+            await s["y"]
 
 
 async def test_a_value_at_the_default_bound_is_reported():

@@ -12,7 +12,14 @@ import msgspec
 
 from agentflow.errors import BadArgument
 from agentflow.language.typed.tools import Tool, Toolbox
-from agentflow.language.typed.values import ValueType, of_json_schema, refuse_several, value_type
+from agentflow.language.typed.values import (
+    ValueType,
+    of_json_schema,
+    refuse_several,
+    value_type,
+    warn_of_length,
+    with_lengths,
+)
 from agentflow.protocol.constraint import Constraint, TagRule
 from agentflow.protocol.transform import REGEX_TIMEOUT_S
 
@@ -55,7 +62,7 @@ class Tag:
         if constraint is None:
             raise BadArgument(f"Tag({begin!r}): give a schema, a regex, a grammar or tools")
         assert constraint.kind == "schema" or constraint.kind == "regex" or constraint.kind == "grammar"
-        self._rule = TagRule(begin, constraint.kind, constraint.source, end)
+        self._rule = TagRule(begin, constraint.kind, with_lengths(constraint), end)
         self._rule.check()
         if not end:
             raise BadArgument(f"Tag({begin!r}): end must not be empty, because it ends the tag")
@@ -98,7 +105,9 @@ def tagged_type(tags: Sequence[Tag]) -> ValueType:
 
 
 def _tagged(tag: Tag, text: str) -> Tagged:
-    return Tagged(tag, text, tag._type.read(text))
+    value = tag._type.read(text)
+    warn_of_length(tag.begin, text, tag._type.constraint)
+    return Tagged(tag, text, value)
 
 
 def _one_call(toolbox: Toolbox) -> ValueType:

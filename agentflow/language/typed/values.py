@@ -184,6 +184,25 @@ def _longest(schema: Mapping[str, Any], default: int, *keys: str) -> int:
     return max(found)
 
 
+def with_lengths(constraint: Constraint) -> str:
+    """The schema of the constraint, in which its lengths are those of strings and lists without one: for a
+    schema inside tags, whose lengths nothing but the grammar itself can count."""
+    if constraint.kind != "schema":
+        return constraint.source
+    schema = json.loads(constraint.source)
+    for part in subschemas(schema):
+        types = part.get("type")
+        names = types if isinstance(types, list) else [types]
+        if "string" in names and not _SETS_LENGTH.intersection(part):
+            part["maxLength"] = constraint.string_chars
+        if "array" in names:
+            part.setdefault("maxItems", constraint.list_items)
+    return json.dumps(schema, ensure_ascii=False)
+
+
+_SETS_LENGTH: Final = frozenset({"maxLength", "pattern", "format", "enum", "const"})
+
+
 def warn_of_length(name: str, text: str, constraint: Constraint | None) -> None:
     """Warns if a part of the value is as long as the defaults allow, and was probably ended by them."""
     if constraint is None or constraint.string_chars is None or constraint.list_items is None:
