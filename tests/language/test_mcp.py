@@ -105,6 +105,16 @@ async def test_a_server_that_ends_fails_the_call():
         assert (await s.messages())[2]["content"].startswith("error: ")
 
 
+async def test_the_tools_are_those_of_an_open_server():
+    shop = af.mcp(COMMAND)
+    with pytest.raises(af.BadArgument, match="async with"):
+        shop.tools  # noqa: B018
+    async with shop:
+        assert shop.tools
+    with pytest.raises(af.BadArgument, match="async with"):
+        shop.tools  # noqa: B018
+
+
 async def test_an_error_in_the_block_leaves_as_itself():
     with pytest.raises(KeyError):
         async with af.mcp(COMMAND):

@@ -72,10 +72,10 @@ def mcp(
 
 
 class McpServer:
-    """What ``af.mcp`` returns. ``tools``: those of the server, while the block runs.
+    """What ``af.mcp`` returns.
 
-    >>> af.mcp("https://example.com/mcp").tools
-    []
+    >>> af.mcp("https://example.com/mcp")
+    <MCP server https://example.com/mcp with no tools>
     """
 
     def __init__(
@@ -93,10 +93,25 @@ class McpServer:
         self._timeout_s = timeout_s
         self._stack = AsyncExitStack()
         self._closing = anyio.Event()
-        self.tools: list[FunctionTool] = []
+        self._tools: list[FunctionTool] | None = None
+
+    @property
+    def tools(self) -> list[FunctionTool]:
+        """Those of the server, while the block runs. ``BadArgument`` outside of it.
+
+        >>> af.mcp("https://example.com/mcp").tools
+        Traceback (most recent call last):
+        BadArgument: mcp: https://example.com/mcp is not open: write `async with af.mcp(…) as server:` ...
+        """
+        if self._tools is None:
+            raise BadArgument(
+                f"mcp: {self._shown} is not open: write `async with af.mcp(…) as server:`, and use "
+                "server.tools inside the block"
+            )
+        return self._tools
 
     def __repr__(self) -> str:
-        names = ", ".join([str(one.name) for one in self.tools]) or "no tools"
+        names = ", ".join([str(one.name) for one in self._tools or ()]) or "no tools"
         return f"<MCP server {self._shown} with {names}>"
 
     @property
@@ -109,7 +124,7 @@ class McpServer:
             stack.callback(self._closing.set)
             try:
                 with anyio.fail_after(self._timeout_s):
-                    self.tools = await group.start(self._live)
+                    self._tools = await group.start(self._live)
             except Exception as error:
                 cause = first_of(error)
                 is_late = isinstance(cause, TimeoutError)
@@ -121,7 +136,7 @@ class McpServer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.tools = []
+        self._tools = None
         await self._stack.__aexit__(kind, error, trace)
 
     async def _live(self, *, task_status: TaskStatus[list[FunctionTool]]) -> None:
