@@ -5,7 +5,7 @@ import { JsonTree } from "../json/JsonTree";
 import { readPartial, type JsonNode } from "../json/partial_json";
 import { inBatch } from "../text/batches";
 import { StreamText } from "../text/stream_text";
-import type { CallItem, Item, Lane } from "./compile";
+import { callsOf, type CallItem, type Item, type Lane } from "./compile";
 import { Fan } from "./Fan";
 import { schemaOf } from "./program";
 import type { Call, ProgramRun } from "./run";
@@ -75,7 +75,9 @@ function ForkView({ lanes, run, joins }: { lanes: Lane[]; run: ProgramRun; joins
 
 function BranchView({ lane, run }: { lane: Lane; run: ProgramRun }) {
   const isCancelled = run.cancelled.value.has(lane.path);
-  const canCancel = run.status.value === "running" && !isCancelled;
+  const calls = [...callsOf(lane)].map(({ call }) => run.calls.get(call.key));
+  const isWhole = calls.every((call) => call?.status.value === "done");
+  const canCancel = run.status.value === "running" && !isCancelled && !isWhole;
   return (
     <section
       class={`branch panel${isCancelled ? " is-cancelled" : ""}`}

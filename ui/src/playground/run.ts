@@ -96,7 +96,7 @@ export class ProgramRun {
   cancelBranch(path: string): void {
     if (this.status.peek() !== "running" || !this.#compiled || !this.#run) return;
     const lane = laneAt(this.#compiled.root, path);
-    if (!lane) return;
+    if (!lane || this.#isWhole(path)) return;
     this.cancelled.value = new Set([...this.cancelled.peek(), path]);
     this.#run.cancelBranch(lane.state);
     announce(`Branch ${lane.label} was cancelled.`);
@@ -174,6 +174,11 @@ export class ProgramRun {
       call.scores.value = variable.choices ?? null;
       if (variable.forced?.length) call.forced.value = utf16Spans(variable.text, variable.forced);
       this.#known.set(call.key, variable.text);
+      // It was complete before the server read the cancel: the branch counts like the others.
+      const isLate = (path: string): boolean => isWithin(call.path, path) && this.#isWhole(path);
+      if ([...this.cancelled.peek()].some(isLate)) {
+        this.cancelled.value = new Set([...this.cancelled.peek()].filter((path) => !isLate(path)));
+      }
     }
     this.#numEnded.value++;
     this.#checkEnd();
@@ -187,7 +192,12 @@ export class ProgramRun {
   }
 
   #isCancelled(path: string): boolean {
-    return [...this.cancelled.peek()].some((one) => path === one || path.startsWith(`${one}.`));
+    return [...this.cancelled.peek()].some((one) => isWithin(path, one));
+  }
+
+  /** Whether all texts of the branch and of those below it are complete. */
+  #isWhole(path: string): boolean {
+    return [...this.calls.values()].every((call) => !isWithin(call.path, path) || call.status.peek() === "done");
   }
 
   #checkEnd(): void {
@@ -227,6 +237,10 @@ export class ProgramRun {
     for (const unsubscribe of this.#unsubscribe) unsubscribe();
     this.#unsubscribe = [];
   }
+}
+
+function isWithin(path: string, branch: string): boolean {
+  return path === branch || path.startsWith(`${branch}.`);
 }
 
 /** The call failed because a text that it needs was cancelled. */
