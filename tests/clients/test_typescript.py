@@ -169,6 +169,17 @@ async def test_forced_text_and_tokens(scenarios: Path) -> None:
     assert all(text[at : at + length] in "forced text " for at, length in forced)
 
 
+async def test_a_watch_sees_steps_and_nodes(scenarios: Path) -> None:
+    with api_server(constraints=False) as server:
+        found = await result(scenarios, "watch", server.url, prompts=["What do plants do?"])
+    assert found["isReset"]
+    assert found["steps"] > 0
+    assert found["peeked"]["numTokens"] == found["numTokens"] > 0
+    assert found["peeked"]["text"].startswith("What do plants do?")
+    assert found["unknown"] == "bad_argument"
+    assert found["hasEnded"]
+
+
 PAGES = (CLIENT / "README.md", ROOT / "docs" / "guides" / "typescript.md")
 BLOCKS = [
     (page, number, block)

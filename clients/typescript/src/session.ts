@@ -163,7 +163,10 @@ export class Session {
     return reply.stats!;
   }
 
-  /** The text of a node of the watched radix tree, if it belongs to this key's tenant: its first 500 tokens. */
+  /**
+   * The text of a node of the radix tree, if it belongs to this key's tenant: its first 500 tokens. Only while a
+   * `watch` lasts, whose nodes have these ids.
+   */
   async peek(node: number): Promise<{ text: string; numTokens: number }> {
     const reply = (await this.#ask((ticket) => ({ op: "peek", ticket, node }))) as PeekedEvent;
     if (reply.error) throw receivedError(reply.error);

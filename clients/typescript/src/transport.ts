@@ -245,7 +245,7 @@ export class Transport {
     });
   }
 
-  /** Why the handshake failed, which a browser does not tell: a plain request gets the same answer. */
+  /** Why the handshake failed, which browsers do not report: a plain request gets the same answer. */
   async #whyRejected(signal: AbortSignal): Promise<AgentflowError> {
     const error = await this.#errorOf(await this.#request("GET", "/v1/models", signal));
     return error ?? new ServerUnreachable(`${this.url} rejects websockets: a proxy may not carry them`);

@@ -2,7 +2,15 @@
 // as JSON. Prints the result as JSON.
 
 import WebSocket from "ws";
-import { AgentflowError, connect, Graph, type ConnectOptions, type Session } from "../src/index.js";
+import {
+  AgentflowError,
+  connect,
+  Graph,
+  TreeView,
+  type ConnectOptions,
+  type Session,
+  type Watched,
+} from "../src/index.js";
 
 type Options = ConnectOptions & { prompts: string[] };
 
@@ -66,21 +74,28 @@ const scenarios: Record<string, (options: Options) => Promise<unknown>> = {
     return withSession(options, async (session) => session.model);
   },
 
-  /** Two looks at an engine, with a generation between them. */
+  /** A watch over a generation: its steps, and the nodes that the generation has left in the tree. */
   async watch(options) {
     return withSession(options, async (session) => {
       const watch = session.watch({ intervalS: 0.1 });
-      const first = (await watch.next()).value!;
+      const tree = new TreeView();
+      const first = (await watch.next()).value as Watched;
+      tree.apply(first);
       const state = session.state({ program: "watched" });
-      const variable = state.text(options.prompts[0]!).gen("text", { maxTokens: 8 });
-      await variable;
+      await state.text(options.prompts[0]!).gen("text", { maxTokens: 8 });
+      let steps = 0;
+      const found: Record<string, unknown> = { isReset: first.tree?.reset };
       for await (const look of watch) {
-        if (look.tree?.nodes?.length) {
-          const [id] = look.tree.nodes.at(-1)!;
-          return { first: first.tree?.reset, tree: look.tree, steps: look.steps, peeked: await session.peek(id) };
-        }
+        tree.apply(look);
+        steps += look.steps?.length ?? 0;
+        const [root] = tree.children(0);
+        if (!steps || root === undefined) continue;
+        found["numTokens"] = tree.nodes.get(root)!.numTokens;
+        found["peeked"] = await session.peek(root);
+        found["unknown"] = await session.peek(10 ** 6).catch((error: AgentflowError) => error.code);
+        break;
       }
-      return null;
+      return { ...found, steps, hasEnded: (await watch.next()).done };
     });
   },
 
