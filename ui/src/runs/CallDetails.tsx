@@ -1,5 +1,6 @@
 // The call that is chosen in the timeline: its facts, and its text.
 import { percent } from "../charts/numbers";
+import { sharesOf } from "../playground/scores";
 import type { Call } from "./recording";
 import { factsOf } from "./words";
 
@@ -38,26 +39,22 @@ export function CallDetails({ call, lastS }: { call: Call; lastS: number; versio
   );
 }
 
-/** The scores of a select are log-probabilities: shown as shares of their sum. */
+const MAX_CHOICES = 50;
+
+/** The scores of a select, the likeliest choice first. */
 function Choices({ choices }: { choices: Readonly<Record<string, number>> }) {
-  const entries = Object.entries(choices).slice(0, 50);
-  const best = Math.max(...entries.map(([, score]) => score));
-  const weights = entries.map(([, score]) => Math.exp(score - best));
-  const sum = weights.reduce((total, weight) => total + weight, 0);
+  const shares = sharesOf(choices).slice(0, MAX_CHOICES);
   return (
     <ul class="call-choices">
-      {entries.map(([choice], i) => {
-        const share = (weights[i] ?? 0) / sum;
-        return (
-          <li key={choice}>
-            <bdi>{choice}</bdi>
-            <span class="choice-bar" aria-hidden="true">
-              <span style={{ width: `${share * 100}%` }} />
-            </span>
-            <span>{percent(share)}</span>
-          </li>
-        );
-      })}
+      {shares.map(({ choice, share }) => (
+        <li key={choice}>
+          <bdi>{choice}</bdi>
+          <span class="choice-bar" aria-hidden="true">
+            <span style={{ width: `${share * 100}%` }} />
+          </span>
+          <span>{percent(share)}</span>
+        </li>
+      ))}
     </ul>
   );
 }

@@ -64,7 +64,7 @@ export default function RunsView() {
               </button>
             )}
             {now.kind === "session" && session.reader.runs.length > 0 && (
-              <button type="button" onClick={save}>
+              <button type="button" onClick={() => save(session.reader)}>
                 Save as a recording
               </button>
             )}
@@ -112,8 +112,8 @@ export default function RunsView() {
 }
 
 /** Offers the session's log as a file. */
-function save(): void {
-  const url = URL.createObjectURL(sessionLog.peek().toBlob());
+function save(reader: RecordingReader): void {
+  const url = URL.createObjectURL(sessionLog.peek().toBlob(reader.isIdle));
   const link = document.createElement("a");
   link.href = url;
   link.download = "run.jsonl";

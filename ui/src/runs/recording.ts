@@ -132,6 +132,14 @@ export class RecordingReader {
     for (const _ of this.finishing());
   }
 
+  /** Whether no call waits or runs any more. */
+  get isIdle(): boolean {
+    for (const call of this.calls.values()) {
+      if (call.endS === null && !call.state.isCancelled && call.state.error === null) return false;
+    }
+    return true;
+  }
+
   /** `finish` in small parts, for callers that pause between them. */
   *finishing(): Generator<void> {
     for (const run of this.runs) {

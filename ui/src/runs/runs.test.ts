@@ -14,6 +14,7 @@ import {
   visible,
   zoomedSpan,
 } from "./layout";
+import { SessionLog } from "./sessionLog";
 import text from "./tree_of_thought.jsonl?raw";
 
 /** A real recording of examples/tree_of_thought.py with two levels of two branches; `agentflow replay` shows it as
@@ -278,6 +279,22 @@ describe("the lines", () => {
     }));
     const reader = read([open, ...forks]);
     expect(rowsOf(reader.runs, new Set())).toHaveLength(20_001);
+  });
+});
+
+describe("the log of a session", () => {
+  it("is a recording, complete if nothing runs any more", async () => {
+    const log = new SessionLog();
+    for (const line of LINES.slice(0, -1)) log.record(JSON.parse(line) as object);
+    const reader = new RecordingReader();
+    for (const line of log.lines.slice(0, 40)) reader.read(line);
+    expect(reader.isIdle).toBe(false);
+    for (const line of log.lines.slice(40)) reader.read(line);
+    expect(reader.isIdle).toBe(true);
+    const saved = await readFile(new File([log.toBlob(reader.isIdle)], "saved.jsonl"));
+    expect(saved).toMatchObject({ problem: null, reader: { ending: "complete" } });
+    const early = await readFile(new File([log.toBlob(false)], "saved.jsonl"));
+    expect(early.reader.ending).toBeNull();
   });
 });
 

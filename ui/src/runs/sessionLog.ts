@@ -16,9 +16,11 @@ export class SessionLog {
     else this.isFull = true;
   };
 
-  /** The file's content. */
-  toBlob(): Blob {
-    const parts = this.lines.map((line) => `${JSON.stringify(line)}\n`);
+  /** The file's content. `isComplete`: nothing runs any more; else it ends like a truncated recording. */
+  toBlob(isComplete: boolean): Blob {
+    const last = this.lines[this.lines.length - 1] as { readonly at_s?: number } | undefined;
+    const end = isComplete && !this.isFull ? [{ at_s: last?.at_s ?? 0, ending: "complete" }] : [];
+    const parts = [...this.lines, ...end].map((line) => `${JSON.stringify(line)}\n`);
     return new Blob(parts, { type: "application/jsonl" });
   }
 }

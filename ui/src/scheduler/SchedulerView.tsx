@@ -35,7 +35,13 @@ export default function SchedulerView() {
     if (isPaused) return;
     steps.current.push(...newSteps(watched.steps ?? [], steps.current.last));
     if (watched.stats)
-      own.current.push(scrapeOfStats(watched.stats as unknown as StatsLike, performance.now() / 1000));
+      own.current.push(
+        scrapeOfStats(
+          watched.stats as unknown as StatsLike,
+          watched.requests ?? [],
+          performance.now() / 1000,
+        ),
+      );
     setLook({
       steps: steps.current.toArray(),
       numSkipped: watched.steps_skipped ?? 0,
@@ -59,19 +65,21 @@ export default function SchedulerView() {
       }
     >
       {(scrapes.problem ?? problem) && <p class="view-note">{scrapes.problem ?? problem}</p>}
-      {now !== undefined && <Numbers all={all} now={now} model={model} />}
-      <section class="scheduler-part" aria-labelledby="batches">
-        <h2 id="batches">Batches</h2>
-        <StepChart steps={look.steps} numSkipped={look.numSkipped} />
-      </section>
+      {now !== undefined && <Numbers all={all} now={now} model={model} isOwn={scrapes.isForbidden} />}
+      {!scrapes.isForbidden && (
+        <section class="scheduler-part" aria-labelledby="batches">
+          <h2 id="batches">Batches</h2>
+          <StepChart steps={look.steps} numSkipped={look.numSkipped} />
+        </section>
+      )}
       <section class="scheduler-part" aria-labelledby="requests">
         <h2 id="requests">Requests</h2>
         <RequestTable groups={grouped(look.requests)} />
       </section>
       {now !== undefined && (
         <>
-          <Latencies all={all} now={now} model={model} />
-          <Totals now={now} model={model} />
+          {!scrapes.isForbidden && <Latencies all={all} now={now} model={model} />}
+          <Totals now={now} model={model} isOwn={scrapes.isForbidden} />
         </>
       )}
       <QueryTip />
@@ -79,8 +87,16 @@ export default function SchedulerView() {
   );
 }
 
-function Numbers({ all, now, model }: { all: readonly Scrape[]; now: Scrape; model: string }) {
-  const shown = headline(now, older(all, now, RATE_S), model);
+interface NumbersProps {
+  readonly all: readonly Scrape[];
+  readonly now: Scrape;
+  readonly model: string;
+  /** The numbers are of this key's requests only: those of the whole engine are missing. */
+  readonly isOwn: boolean;
+}
+
+function Numbers({ all, now, model, isOwn }: NumbersProps) {
+  const shown = known(headline(now, older(all, now, RATE_S), model), isOwn);
   const kv = kvUse(now, model);
   const over = (of: (scrape: Scrape, before: Scrape | undefined) => number | null): Point[] =>
     all.map((scrape, i) => ({ atS: scrape.atS, value: of(scrape, all[i - 1]) }));
@@ -109,7 +125,15 @@ function Numbers({ all, now, model }: { all: readonly Scrape[]; now: Scrape; mod
               points: perSecond("agentflow_generated_tokens_total"),
               isArea: true,
             },
-            { name: "computed", look: "b", points: perSecond("agentflow_computed_tokens_total") },
+            ...(isOwn
+              ? []
+              : [
+                  {
+                    name: "computed",
+                    look: "b" as const,
+                    points: perSecond("agentflow_computed_tokens_total"),
+                  },
+                ]),
           ]}
         />
         <LineChart
@@ -126,6 +150,10 @@ function Numbers({ all, now, model }: { all: readonly Scrape[]; now: Scrape; mod
       </div>
     </>
   );
+}
+
+function known(figures: readonly Figure[], isOwn: boolean): readonly Figure[] {
+  return isOwn ? figures.filter(({ value }) => value !== null) : figures;
 }
 
 /** The newest scrape that is at least `ageS` older than `now`, else the oldest one; null if there is only one. */
@@ -228,12 +256,12 @@ function Latencies({ all, now, model }: { all: readonly Scrape[]; now: Scrape; m
   );
 }
 
-function Totals({ now, model }: { now: Scrape; model: string }) {
+function Totals({ now, model, isOwn }: Omit<NumbersProps, "all">) {
   return (
     <section class="scheduler-part" aria-labelledby="totals">
       <h2 id="totals">Since the server started</h2>
       <dl class="totals panel">
-        {totals(now, model).map((figure) => (
+        {known(totals(now, model), isOwn).map((figure) => (
           <div key={figure.name}>
             <dt>{figure.name}</dt>
             <dd>

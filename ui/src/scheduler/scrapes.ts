@@ -56,7 +56,7 @@ async function scrapeOnce(signal: AbortSignal): Promise<Scrape | Missing> {
     if (answer.ok) return parseScrape(await answer.text(), performance.now() / 1000);
     const isForbidden = answer.status === 401 || answer.status === 403;
     const problem = isForbidden
-      ? "This key does not see the server's metrics: the numbers below are of its own requests, and there are no percentiles."
+      ? "This key does not see the server's metrics: the numbers below are of its own requests, tokens of those that have ended."
       : `The server answers ${answer.status} for its metrics: the numbers below are from before.`;
     return { problem, isForbidden };
   } catch {
@@ -70,8 +70,13 @@ async function scrapeOnce(signal: AbortSignal): Promise<Scrape | Missing> {
 /** Counters as the `watched` events have them. */
 export type StatsLike = Readonly<Record<string, unknown>>;
 
-/** A scrape with what a session's own stats say, for keys that do not see `/metrics`. */
-export function scrapeOfStats(stats: StatsLike, atS: number): Scrape {
+/** A scrape with what a session's own stats and requests say, for keys that do not see `/metrics`. Such keys get no
+ * counters of the engine as a whole. */
+export function scrapeOfStats(
+  stats: StatsLike,
+  requests: readonly { readonly status: string }[],
+  atS: number,
+): Scrape {
   const model = String(stats["model"] ?? "");
   const of = (name: string): number => (typeof stats[name] === "number" ? (stats[name] as number) : 0);
   const samples: Sample[] = [];
@@ -79,25 +84,10 @@ export function scrapeOfStats(stats: StatsLike, atS: number): Scrape {
     samples.push({ name: `agentflow_${name}`, labels: { model, ...labels }, value });
   };
   add("engine_up", 1);
-  add("running_requests", of("running"));
-  add("waiting_requests", of("waiting"));
-  add("kv_tokens", of("free_slots"), { state: "free" });
-  add("kv_tokens", of("cached_slots"), { state: "cached" });
-  add("kv_tokens", of("in_use_slots"), { state: "in_use" });
-  const [cached, cachedOutput] = [of("cached_tokens"), of("cached_output_tokens")];
-  add("prompt_tokens_total", cached - cachedOutput, { source: "prompt_cache" });
-  add("prompt_tokens_total", cachedOutput, { source: "output_cache" });
-  add("prompt_tokens_total", of("prompt_tokens") - cached, { source: "computed" });
-  for (const name of [
-    "generated_tokens",
-    "forced_tokens",
-    "computed_tokens",
-    "evicted_tokens",
-    "retractions",
-    "steps",
-  ]) {
-    add(`${name}_total`, of(name));
-  }
-  add("engine_restarts_total", of("restarts"));
+  add("running_requests", requests.filter(({ status }) => status === "running").length);
+  add("waiting_requests", requests.filter(({ status }) => status === "waiting").length);
+  add("prompt_tokens_total", of("cached_tokens"), { source: "cached" }); // of prompts or outputs: not known
+  add("prompt_tokens_total", of("prompt_tokens") - of("cached_tokens"), { source: "computed" });
+  add("generated_tokens_total", of("generated_tokens"));
   return new Scrape(samples, atS);
 }

@@ -1,4 +1,5 @@
 // The prefix tree of the model, live: what is in the cache, what shares it, what it saved.
+import { mergeWatched } from "agentflow-client";
 import { useMemo, useRef, useState } from "preact/hooks";
 import { View } from "../app/View";
 import { useWatch, type Watched } from "../app/watch";
@@ -45,7 +46,7 @@ function LiveTree({ maxNodes, onMaxNodes }: { maxNodes: number; onMaxNodes: (mos
   const [hovered, setHovered] = useState<number | null>(null);
   const [roomy, setRoomy] = useState<readonly number[]>([]);
   const next = (): void => setVersion((before) => before + 1);
-  const delta = useRef<Watched[]>([]); // while paused
+  const missed = useRef<Watched | null>(null); // while paused
 
   const take = (watched: Watched): void => {
     const at = nowS();
@@ -61,15 +62,15 @@ function LiveTree({ maxNodes, onMaxNodes }: { maxNodes: number; onMaxNodes: (mos
   };
   const problem = useWatch({ steps: false, tree: true, intervalS: 0.5, maxNodes }, (watched) => {
     if (isPaused) {
-      delta.current = watched.tree?.reset ? [watched] : [...delta.current, watched];
+      missed.current = missed.current === null ? watched : mergeWatched(missed.current, watched);
       return;
     }
     take(watched);
     next();
   });
   const pause = (): void => {
-    for (const watched of delta.current) take(watched);
-    delta.current = [];
+    if (missed.current !== null) take(missed.current);
+    missed.current = null;
     setPaused(!isPaused);
     next();
   };

@@ -25,7 +25,7 @@ const TOKENS: Readonly<Record<keyof Palette, string>> = {
   cached: "--tree-cached",
   cachedEdge: "--tree-cached-edge",
   inUse: "--tree-in-use",
-  inUseInk: "--accent-ink",
+  inUseInk: "--tree-in-use-ink",
   hit: "--tree-hit",
   hitEdge: "--tree-hit-edge",
   evicted: "--bad",

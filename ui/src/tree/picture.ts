@@ -49,6 +49,30 @@ export function draw(context: CanvasRenderingContext2D, palette: Palette, pictur
   }
   context.restore();
   if (picture.scale === "tokens") drawAxis(context, palette, picture);
+  drawThumbs(context, palette, picture);
+}
+
+/** Bars at the right and lower edge, as of a scroll bar, where more of the tree lies outside of the picture. */
+function drawThumbs(context: CanvasRenderingContext2D, palette: Palette, picture: Picture): void {
+  const { layout, view, width, height } = picture;
+  const [shownX, shownY] = [
+    width / view.perToken / layout.width,
+    (height - AXIS) / view.perRow / layout.rows,
+  ];
+  context.fillStyle = palette.inkSoft;
+  context.globalAlpha = 0.7;
+  if (shownY < 0.999) {
+    const room = height - AXIS - 4;
+    const length = Math.max(24, room * shownY);
+    const at = view.top / Math.max(layout.rows * (1 - shownY), 1e-9);
+    context.fillRect(width - 4, AXIS + (room - length) * Math.min(at, 1), 4, length);
+  }
+  if (shownX < 0.999) {
+    const length = Math.max(24, (width - 8) * shownX);
+    const at = view.left / Math.max(layout.width * (1 - shownX), 1e-9);
+    context.fillRect((width - 8 - length) * Math.min(at, 1), height - 4, length, 4);
+  }
+  context.globalAlpha = 1;
 }
 
 /** How a node looks now. Without `fades` a passing state keeps its full strength until it ends. */

@@ -1,0 +1,1 @@
+function e(e){let t=Object.entries(e),n=Math.max(...t.map(([,e])=>e));if(!Number.isFinite(n))return t.map(([e,n])=>({choice:e,score:n,share:1/t.length}));let r=t.map(([,e])=>Math.exp(e-n)),i=r.reduce((e,t)=>e+t,0);return t.map(([e,t],n)=>({choice:e,score:t,share:r[n]/i})).sort((e,t)=>t.share-e.share)}export{e as t};
