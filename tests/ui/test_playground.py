@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from playwright.sync_api import Locator, expect
 from support.ui.proxy import BreakingProxy
 from support.ui.screen import Screen
@@ -32,28 +31,6 @@ def run_judge(screen: Screen) -> None:
 def wait_end(screen: Screen, status: str) -> None:
     """Waits until the run has ended in this way."""
     expect(screen.at("ledger")).to_have_attribute("data-status", status, timeout=60_000)
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_a_ready_program_streams_and_ends_and_is_the_picture(
-    model_url: str, visit: Visit, theme: str, request: pytest.FixtureRequest
-) -> None:
-    from support.ui.accessibility import axe_violations
-
-    screen = visit(model_url, color_scheme=theme, viewport={"width": 1440, "height": 900})
-    run_judge(screen)
-    for branch in BRANCHES:
-        expect(text_of(screen, branch)).not_to_be_empty(timeout=60_000)
-    wait_end(screen, "done")
-    for branch in BRANCHES:
-        expect(screen.at(f"cancel-{branch}")).to_be_disabled()
-    # The branches share their prompt, so all but one of them find it in the cache.
-    assert int(screen.at("cached-tokens").inner_text().replace(",", "")) > 300
-    assert axe_violations(screen) == []
-    if request.config.getoption("--update-images"):
-        from support.ui.pictures import save_picture
-
-        save_picture(screen.page, f"page-playground-{theme}")
 
 
 def test_branches_stream_side_by_side_and_flow_into_the_join(stage: Stage, visit: Visit) -> None:

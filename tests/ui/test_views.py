@@ -14,20 +14,52 @@ VIEWS = ("playground", "chat", "tree", "scheduler", "runs")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_axe_finds_nothing_on_any_view(
+def test_a_program_and_a_chat_on_the_model_and_axe_on_what_every_view_shows_of_them(
     model_url: str, visit: Visit, theme: str, request: pytest.FixtureRequest
 ) -> None:
+    """The pictures of the docs are taken on the way."""
     screen = visit(model_url, color_scheme=theme)
-    screen.open("playground")
-    screen.wait_status("open")
-    for view in VIEWS:
-        screen.open(view)
+
+    def looked_at(view: str) -> None:
         expect(screen.page.locator("h1")).to_have_count(1)
         assert axe_violations(screen) == [], view
         if request.config.getoption("--update-images"):
             from support.ui.pictures import save_picture
 
             save_picture(screen.page, f"page-{view}-{theme}")
+
+    screen.open("playground")
+    screen.wait_status("open")
+    assert axe_violations(screen) == []
+    screen.at("run").click()
+    for branch in range(4):
+        expect(screen.at(f"text-{branch}:0")).not_to_be_empty(timeout=60_000)
+    expect(screen.at("ledger")).to_have_attribute("data-status", "done", timeout=60_000)
+    # The branches share their prompt, so all but one of them find it in the cache.
+    assert int(screen.at("cached-tokens").inner_text().replace(",", "")) > 300
+    screen.page.set_viewport_size({"width": 1280, "height": 1300})  # so that the branches are in the picture
+    looked_at("playground")
+    screen.page.set_viewport_size({"width": 1280, "height": 800})
+    go_to(screen, "chat")
+    screen.at("message").fill("What do plants live on?")
+    screen.at("message").press("Enter")
+    expect(screen.page.get_by_role("button", name="Another reply")).to_be_enabled(timeout=60_000)
+    looked_at("chat")
+    go_to(screen, "tree")
+    expect(screen.at("tree-picture")).to_be_visible()
+    looked_at("tree")
+    go_to(screen, "scheduler")
+    expect(screen.page.locator(".view-scheduler .value").first).to_be_visible()
+    looked_at("scheduler")
+    go_to(screen, "runs")
+    expect(screen.at("timeline")).to_be_visible()
+    looked_at("runs")
+
+
+def go_to(screen: Screen, view: str) -> None:
+    """Follows the link to a view; the page stays."""
+    screen.page.get_by_role("navigation").first.locator(f'a[href="#/{view}"]').click()
+    screen.view(view)
 
 
 def test_no_view_is_wider_than_360_pixels(model_url: str, visit: Visit) -> None:
@@ -67,8 +99,7 @@ def test_each_view_has_an_address_and_the_browser_goes_back(model_url: str, visi
     screen = visit(model_url)
     screen.open("playground")
     for view in VIEWS[1:]:
-        screen.page.get_by_role("navigation").first.locator(f'a[href="#/{view}"]').click()
-        screen.view(view)
+        go_to(screen, view)
     for view in reversed(VIEWS[:-1]):
         screen.page.go_back()
         screen.view(view)
