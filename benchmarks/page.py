@@ -23,6 +23,7 @@ TITLES = {
     "frontend": "The cost of a client",
     "constrained": "Constrained decoding and select",
     "server": "Serving over HTTP",
+    "ui": "The page of the server",
     "adapters": "Under LangChain and DSPy",
     "ablation": "Ablation",
 }
@@ -62,6 +63,11 @@ REMARKS = {
         "the wait that the server allows. Goodput is measured in short overloads between peaks, because "
         "this machine's speed changes within a minute; lost requests, memory growth and recovery are "
         "measured over a minute."
+    ),
+    "ui": (
+        "In a headless Chromium on the same machine, against a server with a scripted generator whose "
+        "generations advance in step. The cost of watching is measured on the default model, with a client "
+        "that reads what the page reads and draws nothing: a browser would use the server's cores."
     ),
     "adapters": (
         "Each run has its own server with an empty cache. Both routes use the same scheduler and cache, "

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, CDPSession, Page
 from rich.console import Console
 
 from benchmarks.browser import open_browser
@@ -59,6 +59,72 @@ def measure_first_paint(report: Report, browser: Browser) -> None:
     )
 
 
+# Columns that stream at once, and steps per second: a token for each column in each step.
+NUM_COLUMNS, STEPS_PER_S = 200, 10
+NUM_TOKENS = 400
+FRAMES_IN = """(duration_ms) => new Promise((resolve) => {
+  let frames = 0, began = null;
+  const frame = (now) => {
+    began ??= now;
+    if (now - began >= duration_ms) resolve(frames / ((now - began) / 1000));
+    else { frames++; requestAnimationFrame(frame); }
+  };
+  requestAnimationFrame(frame);
+})"""
+STREAMED = """() => [...document.querySelectorAll(".streamed")].reduce(
+  (sum, one) => sum + one.textContent.split(" ").length, 0)"""
+
+
+def stream(page: Page, url: str, num_columns: int) -> None:
+    """Runs a fork into so many columns in the playground. Returns when all of them stream."""
+    page.goto(url)
+    page.locator('[data-status="open"]').wait_for()
+    page.get_by_test_id("example").select_option("few_shot")
+    page.get_by_label("Branches", exact=True).fill(str(num_columns))
+    page.get_by_label("Max tokens").first.fill(str(NUM_TOKENS))
+    page.get_by_test_id("run").click()
+    page.locator(f'[data-testid="branch-{num_columns - 1}"] .streamed:not(:empty)').wait_for()
+
+
+def measure_frames(report: Report, browser: Browser) -> None:
+    """Measures ``frames_s_200_columns`` by the page's own animation frames, over five seconds."""
+    runs: list[float] = []
+    with streaming_server(STEPS_PER_S) as url:
+        for _ in range(5 if report.scale == "full" else 1):
+            page = browser.new_page(viewport={"width": 1280, "height": 800})
+            stream(page, url, NUM_COLUMNS)
+            before = page.evaluate(STREAMED)
+            runs.append(page.evaluate(FRAMES_IN, 5000))
+            assert page.evaluate(STREAMED) - before > NUM_COLUMNS * STEPS_PER_S, "the columns did not stream"
+            page.close()
+    note = f"{STEPS_PER_S} tokens/s in each column"
+    report.results.append(median_of("ui.frames_s_200_columns", runs, "frames/s", note=note, goal=">= 30"))
+
+
+def measure_main_thread(report: Report, browser: Browser) -> None:
+    """Measures ``main_thread_ms_per_100_tokens``: the time of all tasks of the page's main thread, scripts,
+    style and layout, while four columns stream."""
+    runs: list[float] = []
+    with streaming_server(25) as url:
+        for _ in range(5 if report.scale == "full" else 1):
+            page = browser.new_page(viewport={"width": 1280, "height": 800})
+            stream(page, url, 4)
+            session = page.context.new_cdp_session(page)
+            session.send("Performance.enable")
+            before_s, tokens = _task_s(session), page.evaluate(STREAMED)
+            page.wait_for_timeout(5000)
+            after_s, more = _task_s(session), page.evaluate(STREAMED)
+            runs.append((after_s - before_s) * 1000 / (more - tokens) * 100)
+            page.close()
+    note = "four columns, 25 tokens/s in each"
+    report.results.append(median_of("ui.main_thread_ms_per_100_tokens", runs, "ms", note=note, goal="< 16"))
+
+
+def _task_s(session: CDPSession) -> float:
+    metrics = session.send("Performance.getMetrics")["metrics"]
+    return float(next(one["value"] for one in metrics if one["name"] == "TaskDuration"))
+
+
 def run(report: Report, console: Console, only: str = "") -> None:
     """Runs the measurements whose figures' ids contain ``only``."""
     measure_weight(report)
@@ -66,6 +132,12 @@ def run(report: Report, console: Console, only: str = "") -> None:
         if only in "ui.first_paint_ms":
             console.print("first paint …")
             measure_first_paint(report, browser)
+        if only in "ui.frames_s_200_columns":
+            console.print("frames …")
+            measure_frames(report, browser)
+        if only in "ui.main_thread_ms_per_100_tokens":
+            console.print("main thread …")
+            measure_main_thread(report, browser)
     if only in "ui.watch_cost":
         console.print("watch cost …")
         asyncio.run(measure_watch_cost(report))
