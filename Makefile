@@ -105,7 +105,7 @@ test-clients: clients/typescript/node_modules/.installed $(VENV)/.installed-dev 
 	@cd clients/typescript && npm run --silent build && npm test --silent
 	@$(BIN)/python -m pytest tests/clients $(ARGS)
 
-test-ui: $(NODE_PACKAGES:%=%/node_modules/.installed) $(VENV)/.installed-ui ## test the page, in Chromium too
+test-ui: $(NODE_PACKAGES:%=%/node_modules/.installed) $(VENV)/.installed-ui ## test the page, in Node.js and in Chromium
 	@cd ui && npm test --silent
 	@cd ui && npm run --silent build -- --outDir ../build/ui --emptyOutDir
 	@diff -r build/ui $(STATIC) || { \
