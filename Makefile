@@ -87,10 +87,15 @@ test-adapters: $(VENV)/.installed $(ADAPTERS:%=adapters/%/.venv/.installed) ## r
 	  (cd adapters/$$name && .venv/bin/python -m pytest $(MARKS) $(ARGS)) || exit 1; \
 	done
 
-lint-adapters: $(VENV)/.installed-dev $(ADAPTERS:%=adapters/%/.venv/.installed) ## check the adapters' types
+lint-adapters: $(VENV)/.installed-dev $(ADAPTERS:%=adapters/%/.venv/.installed) ## check the adapters' types, and their examples'
 	@for name in $(ADAPTERS); do \
 	  (cd adapters/$$name && MYPYPATH=../.. ../../$(BIN)/mypy --python-executable .venv/bin/python) || exit 1; \
 	done
+	@$(MAKE) --no-print-directory $(ADAPTERS:%=lint-example-of-%)
+
+lint-example-of-%:
+	$(BIN)/mypy --python-executable adapters/$*/.venv/bin/python examples/$(EXAMPLE_OF_$*).py
+	$(BIN)/pyright --pythonpath adapters/$*/.venv/bin/python examples/$(EXAMPLE_OF_$*).py
 
 # The built page is committed, so that users need no npm.
 STATIC := agentflow/server/ui/static
