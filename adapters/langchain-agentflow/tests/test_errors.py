@@ -83,7 +83,7 @@ def test_a_schema_that_is_none():
 
 
 def test_a_call_is_tried_again_where_that_may_help(monkeypatch):
-    monkeypatch.setattr("agentflow.integrations.client.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("agentflow.language.batch.retries.FIRST_PAUSE_S", 0.0)
     answers = iter(
         [
             af.EngineFailed("restarts"),

@@ -101,7 +101,7 @@ class McpServer:
 
         >>> af.mcp("https://example.com/mcp").tools
         Traceback (most recent call last):
-        BadArgument: mcp: https://example.com/mcp is not open: write `async with af.mcp(…) as server:` ...
+        BadArgument: mcp: https://example.com/mcp is not open: write `async with af.mcp(…) as ...
         """
         if self._tools is None:
             raise BadArgument(

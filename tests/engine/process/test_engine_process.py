@@ -99,14 +99,14 @@ async def test_concurrent_stats_calls_in_a_long_step_send_one_request(tmp_path):
                 for _ in range(100):
                     askers.start_soon(ask)
                 await anyio.wait_all_tasks_blocked()
-                assert len(client.engine._reports) == 1
+                assert len(client.engine._queries) == 1
                 if is_patient:
                     hold.release()
                 else:
                     askers.cancel_scope.cancel()
         assert len(answers) == 100
         assert len(set(answers)) == 1
-    assert client.engine._reports == set()
+    assert client.engine._queries == set()
 
 
 async def test_waiting_requests_run_in_order(tmp_path):
