@@ -3,7 +3,6 @@ broken page."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -125,5 +124,5 @@ def test_lone_surrogates_that_a_user_pastes_do_not_end_the_session(stage: Stage,
       area.dispatchEvent(new Event("input", {bubbles: true}));
     }""")
     screen.at("send").click()
-    expect(screen.page.locator(".chat-turn.is-assistant")).to_contain_text(re.compile("It arrived|surrogate"))
+    expect(screen.page.locator(".chat-turn.is-assistant")).to_contain_text("It arrived.")
     screen.wait_status("open")

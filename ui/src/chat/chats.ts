@@ -52,9 +52,13 @@ export function titleOf(one: Conversation): string {
   return first ? (first.length > 40 ? `${first.slice(0, 40)}…` : first) : "New chat";
 }
 
-/** Adds a turn of the user below `parent`, beside what follows it already, and asks for the reply. */
-export function send(parent: number, content: string): void {
+/**
+ * Adds a turn of the user below `parent`, beside what follows it already, and asks for the reply. Half a surrogate
+ * pair, which the server would reject, becomes U+FFFD.
+ */
+export function send(parent: number, text: string): void {
   const chat = current.peek();
+  const content = text.toWellFormed();
   const after = update(chat, (before) => added(before, parent, { role: "user", content }));
   ask(chat, after.turns.size);
 }
