@@ -64,6 +64,21 @@ def plan_masked(batch: AttentionBatch, window: int, device: torch.device) -> Mas
     return MaskedPlan([_on_device(*group, device) for group in groups])
 
 
+class MaskedPlans:
+    """The plans of one forward pass, made once for each window."""
+
+    def __init__(self, batch: AttentionBatch, device: torch.device) -> None:
+        self._batch = batch
+        self._device = device
+        self._plans: dict[int, MaskedPlan] = {}
+
+    def of(self, window: int) -> MaskedPlan:
+        """The plan for this window."""
+        if window not in self._plans:
+            self._plans[window] = plan_masked(self._batch, window, self._device)
+        return self._plans[window]
+
+
 _Parts = tuple[int, IntArray, IntArray, np.ndarray[tuple[int, ...], np.dtype[np.bool_]]]
 
 

@@ -81,7 +81,7 @@ def test_the_numbers_of_the_scheduler_are_those_of_metrics(model_url: str, visit
 
 
 def test_the_tree_shows_what_was_computed_and_its_text_on_demand(model_url: str, visit: Visit) -> None:
-    complete(model_url, "A sentence about lighthouses that nobody has asked for before", ignore_eos=True)
+    complete(model_url, "A sentence about lighthouses that no other test sends", ignore_eos=True)
     screen = visit(model_url)
     screen.open("tree")
     screen.wait_status("open")

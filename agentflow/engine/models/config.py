@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from agentflow.engine.models.rope import RopeConfig
 from agentflow.errors import BadModelFolder, UnknownModel
 
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu"]
 RawConfig = Mapping[str, Any]
 """The object in ``config.json``."""
 
@@ -68,7 +69,7 @@ class DecoderConfig:
     layers: tuple[LayerShape, ...] = ()
     norm: Literal["rms", "rms_less_one", "layer"] = "rms"
     qk_norm: Literal["", "head", "row"] = ""
-    activation: Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu"] = "silu"
+    activation: Activation = "silu"
     is_gated: bool = True
     attention_scale: float = 0.0
     attention_cap: float = 0.0
@@ -81,23 +82,13 @@ class DecoderConfig:
     @property
     def is_llama_shaped(self) -> bool:
         """Whether the fused forward pass of the Llama family can run it."""
-        plain = DecoderConfig(
-            architecture=self.architecture,
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            norm_eps=self.norm_eps,
-            max_context=self.max_context,
-            tie_word_embeddings=self.tie_word_embeddings,
-            rope=self.rope,
-            end_token_ids=self.end_token_ids,
-            qk_norm=self.qk_norm,
+        may_differ = ("end_token_ids", "qk_norm")
+        has_defaults = all(
+            getattr(self, one.name) == one.default
+            for one in fields(self)
+            if one.default is not MISSING and one.name not in may_differ
         )
-        return self == plain and self.qk_norm != "row" and self.rope.is_plain
+        return has_defaults and self.qk_norm != "row" and self.rope.is_plain
 
     def layer(self, index: int) -> LayerShape:
         """The shape of one layer."""
@@ -128,6 +119,12 @@ def read_folder(folder: Path) -> tuple[RawConfig, RawConfig]:
             f"{folder} has no config.json: it is not a Hugging Face model folder", param="config.json"
         )
     return raw, read_json(folder / "generation_config.json") or {}
+
+
+def architectures_of(raw: RawConfig) -> list[Any]:
+    """The config's architectures; older configs have one name instead of a list."""
+    names = raw.get("architectures") or []
+    return names if isinstance(names, list) else [names]
 
 
 def end_token_ids(raw: RawConfig, generation: RawConfig) -> tuple[int, ...]:

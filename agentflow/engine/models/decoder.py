@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from agentflow.engine.models.config import DecoderConfig, ExpertsShape, LayerShape
+from agentflow.engine.models.families.gpt_oss import ALPHA, LIMIT
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies, rope_angles
 from agentflow.engine.runner import nothing
 from agentflow.kernels.inputs import ChoiceRows, ForwardInput, IntArray, LinearWeight
-from agentflow.kernels.masked_attention import AttentionRule, MaskedPlan, masked_attention, plan_masked
+from agentflow.kernels.masked_attention import AttentionRule, MaskedPlans, masked_attention
 from agentflow.kernels.ops import Kernels
 
 
@@ -84,17 +85,11 @@ class _Batch:
         self._longest = max(
             [*given.plan.kv_lens.tolist(), *(_tree_lens(given.plan.trees) if given.plan.trees else [])]
         )
-        self._plans: dict[int, MaskedPlan] = {}
-        self._device = device
+        self.plans = MaskedPlans(given.plan, device)
 
     def window(self, layer: LayerShape) -> int:
         """The layer's window, or 0 if all of the batch's texts fit into it."""
         return layer.window if self._longest > layer.window else 0
-
-    def plan(self, window: int) -> MaskedPlan:
-        if window not in self._plans:
-            self._plans[window] = plan_masked(self.given.plan, window, self._device)
-        return self._plans[window]
 
 
 def _tree_lens(trees: object) -> list[int]:
@@ -220,7 +215,7 @@ class Decoder:
         if not window and not config.attention_cap and layer.sinks is None:
             return self._kernels.attention(queries, kv_layer, batch.given.plan, scale)
         rule = AttentionRule(scale, window, config.attention_cap)
-        return masked_attention(queries, kv_layer, batch.plan(window), rule, layer.sinks)
+        return masked_attention(queries, kv_layer, batch.plans.of(window), rule, layer.sinks)
 
     def _mlp(self, mlp: Mlp | Experts, x: Tensor) -> Tensor:
         if isinstance(mlp, Mlp):
@@ -262,7 +257,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def clamped_swiglu(gate: Tensor, up: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float = LIMIT, alpha: float = ALPHA) -> Tensor:
     """The activation of GPT-OSS."""
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))

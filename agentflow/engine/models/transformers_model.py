@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentflow.engine.models.config import RawConfig, end_token_ids, read_folder
+from agentflow.engine.models.config import RawConfig, architectures_of, end_token_ids, read_folder
 from agentflow.engine.runner import nothing
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.inputs import ChoiceRows, ForwardInput, IntArray
-from agentflow.kernels.masked_attention import AttentionRule, MaskedPlan, masked_attention, plan_masked
+from agentflow.kernels.masked_attention import AttentionRule, MaskedPlans, masked_attention
 from agentflow.kernels.ops import Kernels
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,6 @@ _PROBE_LEN = 2
 class _Call:
     """What a layer passed to the attention function."""
 
-    num_heads: int
     num_kv_heads: int
     head_dim: int
     value_dim: int
@@ -57,13 +56,7 @@ class _Forward:
     def __init__(self, given: ForwardInput, device: torch.device) -> None:
         self.given = given
         self.write_slots = torch.from_numpy(given.write_slots).to(device)
-        self._device = device
-        self._plans: dict[int, MaskedPlan] = {}
-
-    def plan(self, window: int) -> MaskedPlan:
-        if window not in self._plans:
-            self._plans[window] = plan_masked(self.given.plan, window, self._device)
-        return self._plans[window]
+        self.plans = MaskedPlans(given.plan, device)
 
 
 class _Probe:
@@ -96,9 +89,7 @@ def paged_attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     if isinstance(forward, _Probe):
         forward.num_calls += 1
-        forward.calls[layer] = _Call(
-            query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], int(sliding_window or 0)
-        )
+        forward.calls[layer] = _Call(key.shape[1], key.shape[-1], value.shape[-1], int(sliding_window or 0))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
     kv_layer = forward.given.kv_layers[layer]
     # [T, 2, kv_heads, head_dim]
@@ -107,7 +98,7 @@ def paged_attention(
     queries = query[0].transpose(0, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rule = AttentionRule(scale, int(sliding_window or 0), float(softcap or 0.0))
-    attended = masked_attention(queries, kv_layer, forward.plan(rule.window), rule, s_aux)
+    attended = masked_attention(queries, kv_layer, forward.plans.of(rule.window), rule, s_aux)
     return attended.view(1, queries.shape[0], queries.shape[1], -1), None
 
 
@@ -215,8 +206,7 @@ def load_transformers(
     """The causal model of ``folder``. ``BadModelFolder`` if transformers is not installed, does not know the
     architecture, or cannot run it on a paged KV pool."""
     raw, generation = read_folder(folder)
-    architectures = raw.get("architectures") or []
-    architectures = architectures if isinstance(architectures, list) else [architectures]
+    architectures = architectures_of(raw)
     if not architectures:
         raise BadModelFolder(
             f"{folder}: config.json names no architecture (model_type {raw.get('model_type')!r})",

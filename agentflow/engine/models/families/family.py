@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from agentflow.engine.models.config import DecoderConfig, LayerShape, RawConfig
+from agentflow.engine.models.config import (
+    Activation,
+    DecoderConfig,
+    LayerShape,
+    RawConfig,
+    architectures_of,
+)
 from agentflow.engine.models.rope import read_rope
 from agentflow.errors import BadModelFolder
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu"]
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -80,8 +85,7 @@ class Family:
 
 def architecture_of(raw: RawConfig) -> str:
     """The first of the config's architectures."""
-    names = raw.get("architectures") or [""]
-    return str(names[0] if isinstance(names, list) else names)
+    return str(next(iter(architectures_of(raw)), ""))
 
 
 def activation_of(raw: RawConfig, *names: str) -> Activation:

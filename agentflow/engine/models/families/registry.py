@@ -7,7 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from agentflow.engine.models.config import DecoderConfig, RawConfig, end_token_ids, read_folder
+from agentflow.engine.models.config import (
+    DecoderConfig,
+    RawConfig,
+    architectures_of,
+    end_token_ids,
+    read_folder,
+)
 from agentflow.engine.models.families import gemma, gpt2, gpt_oss, llama, mixture, olmo, phi
 from agentflow.engine.models.families.family import Family
 from agentflow.engine.models.rope import inverse_frequencies
@@ -44,13 +50,11 @@ def read_config(folder: Path) -> DecoderConfig:
 
 def is_native(folder: Path) -> bool:
     """Whether the folder's architecture has a family. False, too, if it names none."""
-    names = read_folder(folder)[0].get("architectures") or []
-    return names in FAMILIES if isinstance(names, str) else any(name in FAMILIES for name in names)
+    return any(name in FAMILIES for name in architectures_of(read_folder(folder)[0]))
 
 
 def _family_of(raw: RawConfig) -> Family:
-    names = raw.get("architectures") or []
-    names = names if isinstance(names, list) else [names]
+    names = architectures_of(raw)
     if len(names) == 1 and names[0] in FAMILIES:
         return FAMILIES[names[0]]
     found = ", ".join(map(str, names)) or f"none (model_type {raw.get('model_type')!r})"
