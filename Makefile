@@ -67,12 +67,15 @@ examples: $(VENV)/.installed-examples ## run every example on the default model 
 # Tests marked as slow and broad run in test-full only, those in a browser in test-ui.
 MARKS := -m 'not full and not ui and not stack'
 
+ADAPTER_MARKS := -m 'not full'
+
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 20
 
 test: $(VENV)/.installed-dev ## run the tests, and print the 20 slowest
 	@$(PYTEST) $(MARKS) $(ARGS)
 
 test-full: MARKS := -m 'not ui and not stack'
+test-full: ADAPTER_MARKS :=
 test-full: export HYPOTHESIS_PROFILE := full
 test-full: test test-adapters lint-adapters test-clients test-ui ## run all tests, the slow ones, the adapters' and the page's too
 
@@ -84,7 +87,7 @@ test-adapters: $(VENV)/.installed $(ADAPTERS:%=adapters/%/.venv/.installed) ## r
 	@$(BIN)/agentflow pull $(MODEL)
 	@for name in $(ADAPTERS); do \
 	  printf '\n=== adapters/%s\n\n' $$name; \
-	  (cd adapters/$$name && .venv/bin/python -m pytest $(MARKS) $(ARGS)) || exit 1; \
+	  (cd adapters/$$name && .venv/bin/python -m pytest $(ADAPTER_MARKS) $(ARGS)) || exit 1; \
 	done
 
 lint-adapters: $(VENV)/.installed-dev $(ADAPTERS:%=adapters/%/.venv/.installed) ## check the adapters' types, and their examples'

@@ -125,20 +125,22 @@ class Link:
         """Cancels the tasks, closes the connection, and fails what is unfinished. Takes what ``__aexit__``
         takes."""
         assert self._tasks is not None
-        if self._watch is not None:
-            self._watch.stop()
-        self._tasks.cancel_scope.cancel()
-        if self._connection is not None:
-            self._connection.end(error)
-        self._connection = None
-        self._end_all(ErrorInfo.of(Cancelled("the session has ended")))
         # An error of the block must leave as itself, not inside the task groups' exception groups;
         # a cancellation is the task groups' own business.
         is_cancelled = isinstance(error, anyio.get_cancelled_exc_class())
         try:
-            await self._stack.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
-        finally:
-            self._end_spans(error)
+            if self._watch is not None:
+                self._watch.stop()
+            self._tasks.cancel_scope.cancel()
+            if self._connection is not None:
+                self._connection.end(error)
+            self._connection = None
+            self._end_all(ErrorInfo.of(Cancelled("the session has ended")))
+        finally:  # on trio, Ctrl-C raises KeyboardInterrupt between any two lines
+            try:
+                await self._stack.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
+            finally:
+                self._end_spans(error)
 
     def _end_spans(self, error: BaseException | None) -> None:
         if self.spans is not None:

@@ -61,12 +61,15 @@ async def open_task_group() -> AsyncIterator[TaskGroup]:
 
 
 def _cancel_requests() -> int | None:
-    """The cancellations of this task that are not taken back. None outside asyncio."""
+    """The cancellations that this task has received and that are not taken back. None outside asyncio."""
     try:
         task = asyncio.current_task()
     except RuntimeError:
         return None
-    return None if task is None else task.cancelling()
+    if task is None:
+        return None
+    # ``cancelling()`` also counts one that the next await will raise, such as Ctrl-C while the task runs.
+    return task.cancelling() - bool(getattr(task, "_must_cancel", False))
 
 
 def first_of(error: Exception) -> Exception:

@@ -66,6 +66,7 @@ async def test_watches_that_wait_share_one_snapshot_of_what_all_need() -> None:
         await settle()
         for most, after in ((10, 7), (50, 9), (20, 5)):
             group.start_soon(hub.snapshot, None, most, after)
+        await settle()  # trio starts tasks in any order
         group.start_soon(hub.snapshot, "ann", 30, 8)
         for _ in range(3):
             await settle()

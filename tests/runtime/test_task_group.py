@@ -72,3 +72,22 @@ async def test_a_cancellation_from_outside_goes_on():
     with pytest.raises(asyncio.CancelledError):
         await task
     assert reached == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_cancellation_that_the_block_never_saw_goes_on(fails):
+    """Ctrl-C calls ``task.cancel()`` while the task runs: the next await raises it, which is the group's."""
+    reached = []
+
+    async def main():
+        async with open_task_group() as group:
+            if fails:
+                with pytest.raises(ExceptionGroup):
+                    await failing_group()
+            asyncio.current_task().cancel()
+            group.cancel_scope.cancel()
+        reached.append("after the group")
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(main())  # noqa: TID251  # cancelled as asyncio's own code does it
+    assert reached == []

@@ -57,11 +57,11 @@ class BlockingEngine:
 
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
-        async with (
-            running_engine(self._load) as client,
-            interpreted(EngineGenerator(client, TEMPLATE), deliver) as connection,
-        ):
-            yield connection
+        async with running_engine(self._load) as client:
+            async with interpreted(EngineGenerator(client, TEMPLATE), deliver) as connection:
+                yield connection
+            if self._phase == "closing":
+                print("closing", flush=True)  # the step goes on, and the engine's scope waits for it
 
 
 def silent_server() -> Backend:
@@ -86,7 +86,6 @@ async def main(phase: str) -> None:
         if phase == "running":
             await s["x"]
         await engine.has_begun.wait()
-        print(phase, flush=True)  # the step goes on while the block is left
 
 
 if __name__ == "__main__":
