@@ -1,59 +1,58 @@
-"""Reads the tensors of a model folder by name, for the loader.
+"""Reads the tensors of a model by name, for the loader.
 
-``Checkpoint`` reads them from safetensors files, which are mapped. The pages of a tensor are released once it
-is copied, so that at most one tensor of the files is in memory.
+``Checkpoint`` reads them from safetensors files, ``GgufCheckpoint`` from a GGUF file. Both map their files
+and release the pages of a tensor once it is copied, so that at most one tensor of the files is in memory.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import ExitStack
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from agentflow.engine.models.page_advice import release_file_pages
+from agentflow.engine.store.gguf.file import find_gguf, open_gguf
+from agentflow.engine.store.gguf.tensors import GgufTensor
 from agentflow.errors import BadModelFolder
 
 _INDEX = "model.safetensors.index.json"
 
 
-class Checkpoint:
-    """The named tensors of a folder, single-file or sharded, cast to ``dtype`` on ``device`` as they are
-    taken. A context manager: the files stay mapped until it exits. ``BadModelFolder`` if a file is damaged or
-    a tensor is missing, has the wrong shape or is left over."""
+def open_checkpoint(path: Path, dtype: torch.dtype, device: torch.device) -> Checkpoint | GgufCheckpoint:
+    """The tensors of a model folder or a GGUF file."""
+    file = find_gguf(path)
+    return Checkpoint(path, dtype, device) if file is None else GgufCheckpoint(file, dtype, device)
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self._folder = folder
+
+class TensorSource(ABC):
+    """Named tensors, cast to ``dtype`` on ``device`` as they are taken. A context manager: the files stay
+    mapped until it exits. ``BadModelFolder`` if a file is damaged or a tensor is missing, has the wrong shape
+    or is left over."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._path = path
         self._dtype = dtype
         self._device = device
-        self._open_files = ExitStack()
-        self._files: dict[str, Any] = {}
         self._taken: set[str] = set()
 
-    def __enter__(self) -> Checkpoint:
-        with ExitStack() as opened:
-            for name in self._file_names():
-                try:
-                    file = opened.enter_context(safe_open(self._folder / name, framework="pt"))
-                except (OSError, SafetensorError) as error:
-                    raise BadModelFolder(
-                        f"{self._folder / name} cannot be read: {error}", param=name
-                    ) from error
-                self._files |= dict.fromkeys(file.keys(), file)
-            self._open_files = opened.pop_all()
-        return self
+    @property
+    @abstractmethod
+    def names(self) -> Collection[str]:
+        """The names of all tensors."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._files.clear()
-        self._open_files.close()
+    @abstractmethod
+    @contextmanager
+    def _stored(self, name: str) -> Iterator[Tensor]:
+        """A tensor that exists, as it is stored. Its memory is released afterwards."""
 
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor with that name, which must have that shape."""
@@ -70,50 +69,113 @@ class Checkpoint:
 
     def take_if_there(self, name: str, *shape: int) -> Tensor | None:
         """The tensor with that name, or None."""
-        return self.take(name, *shape) if name in self._files else None
-
-    def _read(self, name: str, target: Tensor) -> None:
-        if name not in self._files:
-            raise BadModelFolder(
-                f"{self._folder} has no tensor {name}: its weights are incomplete", param=name
-            )
-        try:
-            stored = self._files[name].get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise BadModelFolder(
-                f"{self._folder}: tensor {name} cannot be read: {error}", param=name
-            ) from error
-        if stored.shape != target.shape:
-            raise BadModelFolder(
-                f"{self._folder}: tensor {name} is {tuple(stored.shape)}, "
-                f"but config.json makes it {tuple(target.shape)}",
-                param=name,
-            )
-        self._taken.add(name)
-        target.copy_(stored)
-        release_file_pages(stored)
+        return self.take(name, *shape) if name in self.names else None
 
     def refuse_leftovers(self, *ignored_endings: str) -> None:
         """``BadModelFolder`` if a tensor was not taken: the weights belong to another architecture."""
-        left = sorted(n for n in self._files if n not in self._taken and not n.endswith(ignored_endings))
+        left = sorted(n for n in self.names if n not in self._taken and not n.endswith(ignored_endings))
         if left:
             raise BadModelFolder(
-                f"{self._folder} has {len(left)} tensors that its architecture does not use "
+                f"{self._path} has {len(left)} tensors that its architecture does not use "
                 f"({', '.join(left[:3])}{', …' if len(left) > 3 else ''}): it is another kind of model",
                 param=left[0],
             )
 
+    def _read(self, name: str, target: Tensor) -> None:
+        if name not in self.names:
+            raise BadModelFolder(f"{self._path} has no tensor {name}: its weights are incomplete", param=name)
+        with self._stored(name) as stored:
+            if stored.shape != target.shape:
+                raise BadModelFolder(
+                    f"{self._path}: tensor {name} is {tuple(stored.shape)}, "
+                    f"but its config makes it {tuple(target.shape)}",
+                    param=name,
+                )
+            self._taken.add(name)
+            target.copy_(stored)
+
+
+class Checkpoint(TensorSource):
+    """The tensors of a folder's safetensors files, a single one or several."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(folder, dtype, device)
+        self._open_files = ExitStack()
+        self._files: dict[str, Any] = {}
+
+    def __enter__(self) -> Checkpoint:
+        with ExitStack() as opened:
+            for name in self._file_names():
+                try:
+                    file = opened.enter_context(safe_open(self._path / name, framework="pt"))
+                except (OSError, SafetensorError) as error:
+                    raise BadModelFolder(
+                        f"{self._path / name} cannot be read: {error}", param=name
+                    ) from error
+                self._files |= dict.fromkeys(file.keys(), file)
+            self._open_files = opened.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.clear()
+        self._open_files.close()
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._files.keys()
+
+    @contextmanager
+    def _stored(self, name: str) -> Iterator[Tensor]:
+        try:
+            stored = self._files[name].get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise BadModelFolder(
+                f"{self._path}: tensor {name} cannot be read: {error}", param=name
+            ) from error
+        yield stored
+        release_file_pages(stored.data_ptr(), stored.nbytes)
+
     def _file_names(self) -> list[str]:
-        index = self._folder / _INDEX
+        index = self._path / _INDEX
         if index.is_file():
             try:
                 return sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise BadModelFolder(f"{index} cannot be read: {error!r}", param=index.name) from error
-        names = sorted(file.name for file in self._folder.glob("*.safetensors"))
+        names = sorted(file.name for file in self._path.glob("*.safetensors"))
         if not names:
             raise BadModelFolder(
-                f"{self._folder} has no *.safetensors file: weights in other formats are not read",
+                f"{self._path} has no *.safetensors and no *.gguf file: other formats are not read",
                 param="*.safetensors",
             )
         return names
+
+
+class GgufCheckpoint(TensorSource):
+    """The tensors of a GGUF file, dequantised."""
+
+    def __init__(self, file: Path, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(file, dtype, device)
+        self._tensors = open_gguf(file).tensors
+
+    def __enter__(self) -> GgufCheckpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tensors = {}  # the file is unmapped with the last view of it
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    @contextmanager
+    def _stored(self, name: str) -> Iterator[Tensor]:
+        tensor = self._tensors[name]
+        yield torch.from_numpy(np.require(tensor.dequantised(), requirements="W"))  # as torch wants it
+        for part in (tensor,) if isinstance(tensor, GgufTensor) else tensor.parts:
+            rows = part.stored.rows
+            release_file_pages(rows.ctypes.data, rows.nbytes)

@@ -1,4 +1,4 @@
-"""Reads ``config.json`` of a Hugging Face folder: the shape of a decoder.
+"""Reads ``config.json`` of a Hugging Face folder, or what a GGUF file says instead: the shape of a decoder.
 
 ``read_config`` finds the model's family by its architecture (``families``), and the family reads the shape.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentflow.engine.models.rope import RopeConfig
+from agentflow.engine.store.gguf.file import find_gguf, open_gguf
 from agentflow.errors import BadModelFolder, UnknownModel
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu"]
@@ -109,8 +110,10 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def read_folder(folder: Path) -> tuple[RawConfig, RawConfig]:
-    """``config.json`` and ``generation_config.json`` of a model folder. ``UnknownModel`` if there is no
-    folder, ``BadModelFolder`` if it has no config."""
+    """``config.json`` and ``generation_config.json`` of a model folder; of a GGUF file, the config that it
+    stands for. ``UnknownModel`` if there is no folder, ``BadModelFolder`` if it has no config."""
+    if (file := find_gguf(folder)) is not None:
+        return open_gguf(file).config, {}
     if not folder.is_dir():
         raise UnknownModel(f"there is no model folder {folder}: give a folder that holds config.json")
     raw = read_json(folder / "config.json")

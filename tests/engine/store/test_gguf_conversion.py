@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from support.faults import has_param
 from tokenizers import Tokenizer
 
-from agentflow.engine.store.gguf import convert_gguf
+from agentflow.engine.store.gguf_conversion import convert_gguf
 from agentflow.engine.store.model_store import (
     KNOWN_MODELS,
 )

@@ -1,0 +1,348 @@
+"""The architectures of GGUF files: their config and the names of their tensors, as transformers has them.
+
+One entry of ``ARCHITECTURES`` describes one architecture: a function that reads the config out of the
+metadata (the facts that a file leaves out, such as the layers with windows, are those that llama.cpp
+assumes), and how its tensors are called.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from agentflow.engine.store.gguf.container import StoredTensor
+from agentflow.engine.store.gguf.metadata import Metadata
+from agentflow.engine.store.gguf.tensors import dequantise
+
+Stored = Mapping[str, StoredTensor]
+Config = dict[str, Any]
+
+ROPE_TENSORS: Final = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""Tensors that belong to the config."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """``read``: the config. ``top`` and ``layer``: names in the file to names in the model, without
+    ``.weight`` and ``.bias``; those of a layer are below ``blk.N.`` in the file and below ``prefix`` in the
+    model.
+
+    ``experts``: the names of a single expert's matrices, with its number for ``{}``. ``has_pairs``: query and
+    key rows are stored in pairs. ``norm_shift``: added to norm weights. ``transposed``: parts of a layer that
+    the model stores as inputs by outputs. ``is_fused``: the model has queries, keys and values in one
+    matrix. ``has_stacks``: the model has all experts in one tensor."""
+
+    read: Callable[[Metadata, Stored], Config]
+    top: Mapping[str, str]
+    layer: Mapping[str, str]
+    prefix: str = "model.layers.{}."
+    experts: Mapping[str, str] | None = None
+    has_pairs: bool = False
+    norm_shift: float = 0.0
+    transposed: frozenset[str] = frozenset()
+    is_fused: bool = False
+    has_stacks: bool = False
+
+
+def _common(data: Metadata, stored: Stored, architecture: str, model_type: str) -> Config:
+    """What most architectures have in common."""
+    hidden_size, num_heads = data.whole(".embedding_length"), data.whole(".attention.head_count")
+    if num_heads < 1:
+        raise data.reject(".attention.head_count", "must be at least 1")
+    head_dim = data.whole(".attention.key_length", hidden_size // num_heads)
+    if data.whole(".attention.value_length", head_dim) != head_dim:
+        raise data.reject(
+            ".attention.value_length", "differs from the length of keys, which is not supported"
+        )
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": _vocab_size(data, stored),
+        "max_position_embeddings": data.whole(".context_length"),
+        "num_hidden_layers": data.whole(".block_count"),
+        "hidden_size": hidden_size,
+        "intermediate_size": data.whole(".feed_forward_length"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": data.whole(".attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": data.number(".attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(data, stored, head_dim),
+        "attention_bias": "blk.0.attn_q.bias" in stored,
+        "mlp_bias": "blk.0.ffn_up.bias" in stored,
+        "tie_word_embeddings": "output.weight" not in stored,
+    }
+
+
+def _vocab_size(data: Metadata, stored: Stored) -> int:
+    """The rows of the embedding: a vocabulary may be padded."""
+    embedding = stored.get("token_embd.weight")
+    return embedding.shape[0] if embedding is not None else data.whole(".vocab_size")
+
+
+def _rope(data: Metadata, stored: Stored, head_dim: int) -> Config:
+    rope: Config = {"rope_type": "default", "rope_theta": data.number(".rope.freq_base", 10_000.0)}
+    num_rotated = data.whole(".rope.dimension_count", head_dim)
+    if num_rotated != head_dim:
+        rope["partial_rotary_factor"] = num_rotated / head_dim
+    original = data.whole(".rope.scaling.original_context_length", data.whole(".context_length"))
+    factors = stored.get("rope_factors_short.weight") or stored.get("rope_freqs.weight")
+    if factors is not None:
+        # Llama 3's factors, too, are stored one by one and not as the parameters that they follow from.
+        long = stored.get("rope_factors_long.weight", factors)
+        return rope | {
+            "rope_type": "longrope",
+            "short_factor": _values(factors),
+            "long_factor": _values(long),
+            "attention_factor": data.number(".rope.scaling.attn_factor", 1.0),
+            "original_max_position_embeddings": original,
+        }
+    factor = data.number(".rope.scaling.factor", data.number(".rope.scale_linear", 1.0)) or 1.0
+    match data.text(".rope.scaling.type", "linear"):
+        case "linear" if factor != 1.0:
+            return rope | {"rope_type": "linear", "factor": factor}
+        case "yarn":
+            return rope | {
+                "rope_type": "yarn",
+                "factor": factor,
+                "original_max_position_embeddings": original,
+                "beta_fast": data.number(".rope.scaling.yarn_beta_fast", 32.0),
+                "beta_slow": data.number(".rope.scaling.yarn_beta_slow", 1.0),
+                **_yarn_amplitude(data, factor),
+            }
+        case "linear" | "none" | "longrope":
+            return rope
+        case kind:
+            raise data.reject(".rope.scaling.type", f"is {kind!r}, which is not supported")
+
+
+def _yarn_amplitude(data: Metadata, factor: float) -> Config:
+    if ".rope.scaling.yarn_attn_factor" in data:
+        return {"attention_factor": data.number(".rope.scaling.yarn_attn_factor")}
+    if multiplier := data.number(".rope.scaling.yarn_log_multiplier", 0.0):
+        return {"mscale": 1.0, "mscale_all_dim": multiplier}
+    if ".rope.scaling.attn_factor" in data:
+        plain = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+        return {"attention_factor": plain * data.number(".rope.scaling.attn_factor")}
+    return {}
+
+
+def _values(tensor: StoredTensor) -> list[float]:
+    return [float(value) for value in dequantise(tensor.rows, tensor.type_name).reshape(-1)]
+
+
+def _layer_types(data: Metadata, pattern: int) -> list[str]:
+    """Which layers have a window: those that the file lists, or all but every ``pattern``-th."""
+    slides, num_layers = data.numbers(".attention.sliding_window_pattern"), data.whole(".block_count")
+    if len(slides) != num_layers:
+        pattern = int(slides[0]) if len(slides) == 1 else pattern
+        slides = [bool((i + 1) % pattern) for i in range(num_layers)]
+    return ["sliding_attention" if one else "full_attention" for one in slides]
+
+
+def _llama(data: Metadata, stored: Stored) -> Config:
+    """Llama, Mistral and Mixtral, which are one architecture here."""
+    config = _common(data, stored, "LlamaForCausalLM", "llama")
+    window = data.whole(".attention.sliding_window", 0)
+    if num_experts := data.whole(".expert_count", 0):
+        return config | {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": num_experts,
+            "num_experts_per_tok": data.whole(".expert_used_count"),
+            "sliding_window": window or None,
+        }
+    if window:
+        return config | {
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "sliding_window": window,
+        }
+    return config
+
+
+def _qwen2(data: Metadata, stored: Stored) -> Config:
+    return _common(data, stored, "Qwen2ForCausalLM", "qwen2")
+
+
+def _qwen3(data: Metadata, stored: Stored) -> Config:
+    return _common(data, stored, "Qwen3ForCausalLM", "qwen3")
+
+
+def _qwen3_moe(data: Metadata, stored: Stored) -> Config:
+    return _common(data, stored, "Qwen3MoeForCausalLM", "qwen3_moe") | {
+        "num_experts": data.whole(".expert_count"),
+        "num_experts_per_tok": data.whole(".expert_used_count"),
+        "moe_intermediate_size": data.whole(".expert_feed_forward_length"),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _smollm3(data: Metadata, stored: Stored) -> Config:
+    return _common(data, stored, "SmolLM3ForCausalLM", "smollm3") | {"no_rope_layer_interval": 4}
+
+
+def _olmo2(data: Metadata, stored: Stored) -> Config:
+    if data.whole(".attention.sliding_window", 0):
+        raise data.reject(".attention.sliding_window", "is set: OLMo 3 is not supported")
+    return _common(data, stored, "Olmo2ForCausalLM", "olmo2")
+
+
+def _phi3(data: Metadata, stored: Stored) -> Config:
+    config = _common(data, stored, "Phi3ForCausalLM", "phi3")
+    original = data.whole(".rope.scaling.original_context_length", config["max_position_embeddings"])
+    return config | {
+        "original_max_position_embeddings": original,
+        "sliding_window": data.whole(".attention.sliding_window", 0) or None,
+    }
+
+
+def _gemma(data: Metadata, config: Config, large: int, pattern: int) -> Config:
+    """``large``: the number of layers of the one size whose scores are scaled by the width of the model."""
+    is_large = config["num_hidden_layers"] == large
+    return config | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": (
+            config["hidden_size"] // config["num_attention_heads"] if is_large else config["head_dim"]
+        ),
+        "layer_types": _layer_types(data, pattern),
+        "final_logit_softcapping": data.number(".final_logit_softcapping", 0.0) or None,
+    }
+
+
+def _gemma2(data: Metadata, stored: Stored) -> Config:
+    config = _gemma(data, _common(data, stored, "Gemma2ForCausalLM", "gemma2"), large=46, pattern=2)
+    return config | {
+        "sliding_window": data.whole(".attention.sliding_window", 4096),
+        "attn_logit_softcapping": data.number(".attn_logit_softcapping", 0.0) or None,
+    }
+
+
+def _gemma3(data: Metadata, stored: Stored) -> Config:
+    config = _gemma(data, _common(data, stored, "Gemma3ForCausalLM", "gemma3_text"), large=62, pattern=6)
+    window = data.whole(".attention.sliding_window", 0)
+    local = {"rope_type": "default", "rope_theta": data.number(".rope.freq_base_swa", 10_000.0)}
+    return config | {
+        "sliding_window": window or None,
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
+        **({} if window else {"layer_types": ["full_attention"] * config["num_hidden_layers"]}),
+    }
+
+
+def _gpt_oss(data: Metadata, stored: Stored) -> Config:
+    config = _common(data, stored, "GptOssForCausalLM", "gpt_oss")
+    return config | {
+        "intermediate_size": data.whole(".expert_feed_forward_length"),
+        "num_local_experts": data.whole(".expert_count"),
+        "num_experts_per_tok": data.whole(".expert_used_count"),
+        "sliding_window": data.whole(".attention.sliding_window"),
+        "layer_types": _layer_types(data, 2),
+        "rope_parameters": config["rope_parameters"] | {"truncate": False},
+    }
+
+
+def _gpt2(data: Metadata, stored: Stored) -> Config:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": _vocab_size(data, stored),
+        "n_positions": data.whole(".context_length"),
+        "n_embd": data.whole(".embedding_length"),
+        "n_layer": data.whole(".block_count"),
+        "n_head": data.whole(".attention.head_count"),
+        "n_inner": data.whole(".feed_forward_length"),
+        "layer_norm_epsilon": data.number(".attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": "output.weight" not in stored,
+    }
+
+
+_TOP: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER: Final = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NORMS_AROUND: Final = _LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GPT2_MATRICES: Final = {
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+
+ARCHITECTURES: Final[Mapping[str, Architecture]] = {
+    "llama": Architecture(
+        read=_llama,
+        top=_TOP,
+        layer=_LAYER | {"ffn_gate_inp": "block_sparse_moe.gate"},
+        experts={
+            "ffn_gate": "block_sparse_moe.experts.{}.w1",
+            "ffn_down": "block_sparse_moe.experts.{}.w2",
+            "ffn_up": "block_sparse_moe.experts.{}.w3",
+        },
+        has_pairs=True,
+    ),
+    "qwen2": Architecture(read=_qwen2, top=_TOP, layer=_LAYER),
+    "qwen3": Architecture(read=_qwen3, top=_TOP, layer=_LAYER),
+    "qwen3moe": Architecture(
+        read=_qwen3_moe,
+        top=_TOP,
+        layer=_LAYER | {"ffn_gate_inp": "mlp.gate"},
+        experts={
+            "ffn_gate": "mlp.experts.{}.gate_proj",
+            "ffn_down": "mlp.experts.{}.down_proj",
+            "ffn_up": "mlp.experts.{}.up_proj",
+        },
+    ),
+    "smollm3": Architecture(read=_smollm3, top=_TOP, layer=_LAYER, has_pairs=True),
+    "olmo2": Architecture(read=_olmo2, top=_TOP, layer=_NORMS_AROUND),
+    "phi3": Architecture(
+        read=_phi3,
+        top=_TOP,
+        layer=_LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        is_fused=True,
+    ),
+    "gemma2": Architecture(read=_gemma2, top=_TOP, layer=_NORMS_AROUND, norm_shift=-1.0),
+    "gemma3": Architecture(read=_gemma3, top=_TOP, layer=_NORMS_AROUND, norm_shift=-1.0),
+    "gpt-oss": Architecture(
+        read=_gpt_oss,
+        top=_TOP,
+        layer=_LAYER
+        | {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}
+        | {"attn_sinks": "self_attn.sinks", "ffn_down_exps": "mlp.experts.down_proj"},
+        transposed=frozenset({"ffn_down_exps", "ffn_gate_exps", "ffn_up_exps"}),
+        has_stacks=True,
+    ),
+    "gpt2": Architecture(
+        read=_gpt2,
+        top={
+            "token_embd": "transformer.wte",
+            "position_embd": "transformer.wpe",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+        },
+        layer=_GPT2_MATRICES | {"attn_norm": "ln_1", "ffn_norm": "ln_2"},
+        prefix="transformer.h.{}.",
+        transposed=frozenset(_GPT2_MATRICES),
+        is_fused=True,
+    ),
+}
+"""By ``general.architecture``."""

@@ -1,0 +1,286 @@
+"""The container of a GGUF file: metadata and the places of tensors, mapped, nothing computed.
+
+The format is that of the GGUF specification of the ggml project, versions 2 and 3, little-endian: a header,
+the metadata as keys and values, a list of tensors, and their data, aligned. Lists of texts (a vocabulary has
+hundreds of thousands) are skipped here and decoded when they are read. The ``gguf`` package's own reader
+makes an array of each of them: 4 s for 50,000 tokens, where this takes 20 ms.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentflow.errors import BadModelFolder, UnknownModel
+
+TYPES: Final[Mapping[int, tuple[str, int, int]]] = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+}
+"""The types of tensors that can be read, by their number: name, values in a block, bytes of a block."""
+
+_SCALARS: Final = {
+    0: "B",
+    1: "b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+_STRING, _ARRAY = 8, 9
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as it lies in the file. ``shape``: slowest axis first, as in torch. ``rows``: uint8 [all rows,
+    bytes of a row], mapped; a row is a whole number of blocks."""
+
+    name: str
+    type_name: str
+    shape: tuple[int, ...]
+    rows: NDArray[np.uint8]
+
+
+class Texts:
+    """A list of texts in the metadata. Decoded at each access, so that the file's object stays small."""
+
+    def __init__(self, data: mmap.mmap, start: int, count: int) -> None:
+        self._data = data
+        self._start = start
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[str]:
+        data, place, size_at = self._data, self._start, _U64.unpack_from
+        for _ in range(self._count):
+            end = place + 8 + size_at(data, place)[0]
+            yield data[place + 8 : end].decode("utf-8", errors="replace")
+            place = end
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """``metadata``: numbers, texts, ``Texts`` and arrays of numbers, by key. ``tensors``: by their names in
+    the file."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+
+
+def read_container(path: Path) -> Container:
+    """Maps a GGUF file; of a model in several files (``…-00001-of-00003.gguf``) all of them.
+
+    Raises:
+        UnknownModel: there is no such file.
+        BadModelFolder: not a GGUF file, another version, truncated, or a type of tensors that is unknown.
+    """
+    first = _read_file(path)
+    count = int(first.metadata.get("split.count") or 1)
+    if count <= 1:
+        return first
+    name = _SHARD.fullmatch(path.name)
+    if name is None or int(name[2]) != 1:
+        raise BadModelFolder(
+            f"{path.name} is one of {count} files of a model: give the first one, "
+            f"named …-00001-of-{count:05}.gguf",
+            param=path.name,
+        )
+    tensors = dict(first.tensors)
+    for number in range(2, count + 1):
+        shard = path.with_name(f"{name[1]}-{number:05}-of-{count:05}.gguf")
+        if not shard.is_file():
+            raise BadModelFolder(
+                f"{path.name} needs {shard.name} beside it, which is missing", param=shard.name
+            )
+        tensors |= _read_file(shard).tensors
+    return Container(path, first.metadata, tensors)
+
+
+def _read_file(path: Path) -> Container:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < 24 or (magic := file.read(4)) != b"GGUF":
+                found = "it is too short" if size < 24 else f"it begins with {magic!r}"
+                raise BadModelFolder(
+                    f"{path.name} is not a GGUF file: {found} (a Git LFS pointer? then run `git lfs pull`)",
+                    param=path.name,
+                )
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise UnknownModel(f"there is no file {path}") from None
+    except OSError as error:
+        raise BadModelFolder(f"{path} cannot be read: {error}", param=path.name) from error
+    try:
+        return _Reader(path, data).read()
+    except (struct.error, UnicodeDecodeError, ValueError, OverflowError) as error:
+        raise BadModelFolder(
+            f"{path.name} is truncated or damaged ({error}): fetch it again", param=path.name
+        ) from error
+
+
+class _Reader:
+    """Reads one file from its start. ``struct.error`` or ``ValueError`` where it ends too early."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path = path
+        self._data = data
+        self._place = 4
+
+    def read(self) -> Container:
+        version = self._u32()
+        if version not in (2, 3):
+            kind = "big-endian" if version in (2 << 24, 3 << 24) else f"of version {version}"
+            raise BadModelFolder(
+                f"{self._path.name} is a GGUF file {kind}: little-endian files of versions 2 and 3 are read",
+                param=self._path.name,
+            )
+        num_tensors, num_keys = self._count(24), self._count(13)
+        metadata = {}
+        for _ in range(num_keys):
+            key = self._text()
+            metadata[key] = self._value(self._u32())
+        infos = [self._tensor_info() for _ in range(num_tensors)]
+        alignment = int(metadata.get("general.alignment", 32))
+        if alignment < 1:
+            raise ValueError(f"general.alignment is {alignment}")
+        begin = -(-self._place // alignment) * alignment
+        data = np.frombuffer(self._data, np.uint8)
+        return Container(self._path, metadata, {info[0]: self._tensor(data, begin, *info) for info in infos})
+
+    def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, num_axes = self._text(), self._u32()
+        if not 1 <= num_axes <= 4:
+            raise ValueError(f"the tensor {name} has {num_axes} axes")
+        shape = tuple(self._u64() for _ in range(num_axes))[::-1]  # the file lists the fastest axis first
+        return name, shape, self._u32(), self._u64()
+
+    def _tensor(
+        self, data: NDArray[np.uint8], begin: int, name: str, shape: tuple[int, ...], kind: int, offset: int
+    ) -> StoredTensor:
+        if kind not in TYPES:
+            known = ", ".join(name for name, _, _ in TYPES.values())
+            raise BadModelFolder(
+                f"{self._path.name}: the tensor {name} has the type {_type_name(kind)}, which is not read; "
+                f"give a file in one of {known}",
+                param=name,
+            )
+        type_name, per_block, block_bytes = TYPES[kind]
+        blocks, rest = divmod(shape[-1], per_block)
+        if rest:
+            raise ValueError(f"{name} has rows of {shape[-1]} values, which {type_name} cannot hold")
+        num_rows, row_bytes = math.prod(shape[:-1]), blocks * block_bytes
+        begin += offset
+        end = begin + num_rows * row_bytes
+        if end > len(data):
+            raise ValueError(f"{name} ends at byte {end:,} of {len(data):,}")
+        return StoredTensor(name, type_name, shape, data[begin:end].reshape(num_rows, row_bytes))
+
+    def _value(self, kind: int) -> Any:
+        if (scalar := _SCALARS.get(kind)) is not None:
+            (value,) = struct.unpack_from(scalar, self._data, self._place)
+            self._place += struct.calcsize(scalar)
+            return value
+        if kind == _STRING:
+            return self._text()
+        if kind != _ARRAY:
+            raise ValueError(f"metadata of the unknown type {kind}")
+        kind = self._u32()
+        if (scalar := _SCALARS.get(kind)) is not None:
+            values = np.frombuffer(
+                self._data, np.dtype(scalar), self._count(struct.calcsize(scalar)), self._place
+            )
+            self._place += values.nbytes
+            return values
+        count = self._count(8)
+        if kind == _STRING:
+            texts = Texts(self._data, self._place, count)
+            self._skip_texts(count)
+            return texts
+        return [self._value(kind) for _ in range(count)]
+
+    def _skip_texts(self, count: int) -> None:
+        data, place, size_at = self._data, self._place, _U64.unpack_from
+        for _ in range(count):
+            place += 8 + size_at(data, place)[0]
+        if place > len(data):
+            raise ValueError("a text ends after the file")
+        self._place = place
+
+    def _text(self) -> str:
+        size = self._u64()
+        end = self._place + size
+        if end > len(self._data):
+            raise ValueError("a text ends after the file")
+        text = self._data[self._place : end].decode()
+        self._place = end
+        return text
+
+    def _count(self, least_bytes: int) -> int:
+        """A number of entries, which take at least so many bytes each."""
+        count = self._u64()
+        if count * least_bytes > len(self._data) - self._place:
+            raise ValueError(f"{count:,} entries do not fit into the file")
+        return count
+
+    def _u32(self) -> int:
+        (value,) = _U32.unpack_from(self._data, self._place)
+        self._place += 4
+        return int(value)
+
+    def _u64(self) -> int:
+        (value,) = _U64.unpack_from(self._data, self._place)
+        self._place += 8
+        return int(value)
+
+
+def _type_name(kind: int) -> str:
+    from gguf import GGMLQuantizationType  # 0.2 s
+
+    try:
+        return GGMLQuantizationType(kind).name
+    except ValueError:
+        return f"number {kind}"

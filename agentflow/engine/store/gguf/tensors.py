@@ -1,0 +1,102 @@
+"""Tensors of a GGUF file in the layout of the torch model.
+
+What differs between the two: the order of query and key rows (where a rotation mixes adjacent rows in the
+file and rows half a head apart in the model), norm weights that the file stores plus 1, and matrices that the
+model stores as inputs by outputs, stacks of experts, or several of them in one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentflow.engine.store.gguf.container import StoredTensor
+
+_PLAIN: Final[dict[str, np.dtype[Any]]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufTensor:
+    """One tensor of the model, which is a stored tensor or a part of it. ``shape``: in the torch model.
+
+    ``first``, ``count``: the part, on the stored tensor's slowest axis. ``is_transposed``: the model stores
+    inputs by outputs, the file outputs by inputs. ``shift``: added to each value. ``paired_heads``: the
+    number of heads whose rows the file stores in pairs (0: none)."""
+
+    stored: StoredTensor
+    shape: tuple[int, ...]
+    first: int
+    count: int
+    is_transposed: bool = False
+    shift: float = 0.0
+    paired_heads: int = 0
+
+    @property
+    def type_name(self) -> str:
+        """The type of the stored values, such as "Q4_K" or "F16"."""
+        return self.stored.type_name
+
+    @property
+    def raw(self) -> NDArray[np.uint8]:
+        """uint8 [rows, bytes of a row], before ``shift``. A row has the weights of one output, also if
+        ``is_transposed``; the rows of a stack of experts follow each other; a vector is one row, with all of
+        its stored values. A view of the mapped file, or a copy if the file stores rows in pairs."""
+        if len(self.stored.shape) == 1:
+            return self.stored.rows
+        per_slice = len(self.stored.rows) // self.stored.shape[0]
+        rows = self.stored.rows[self.first * per_slice : (self.first + self.count) * per_slice]
+        return _halves_apart(rows, self.paired_heads) if self.paired_heads else rows
+
+    def dequantised(self) -> NDArray[np.float32]:
+        """float32 in the model's layout: the values to which ggml itself dequantises. Possibly read-only."""
+        values = dequantise(self.raw, self.type_name)
+        if len(self.stored.shape) == 1:
+            values = values.reshape(-1)[self.first : self.first + self.count]
+            values = _halves_apart(values, self.paired_heads) if self.paired_heads else values
+        if self.is_transposed:
+            *stack, num_inputs, num_outputs = self.shape
+            values = values.reshape(*stack, num_outputs, num_inputs).swapaxes(-1, -2)
+        if self.shift:
+            values = values + np.float32(self.shift)
+        return values.reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterleavedTensor:
+    """Two tensors of the file that the model stores as one, with their values in turn on the last axis.
+    ``shape``: of the model's tensor."""
+
+    parts: tuple[GgufTensor, GgufTensor]
+    shape: tuple[int, ...]
+
+    @property
+    def type_name(self) -> str:
+        """The type of the stored values of the first part."""
+        return self.parts[0].type_name
+
+    def dequantised(self) -> NDArray[np.float32]:
+        """float32 in the model's layout."""
+        return np.stack([part.dequantised() for part in self.parts], axis=-1).reshape(self.shape)
+
+
+ModelTensor = GgufTensor | InterleavedTensor
+
+
+def dequantise(rows: NDArray[np.uint8], type_name: str) -> NDArray[np.float32]:
+    """float32 [rows, values in a row] of ``rows`` [rows, bytes of a row]."""
+    if (plain := _PLAIN.get(type_name)) is not None:
+        stored: NDArray[Any] = rows.view(plain)
+        return stored.astype(np.float32, copy=False)
+    from gguf import GGMLQuantizationType, dequantize  # 0.2 s
+
+    values: NDArray[np.float32] = dequantize(rows, GGMLQuantizationType[type_name])
+    return values
+
+
+def _halves_apart(rows: NDArray[Any], num_heads: int) -> NDArray[Any]:
+    """In a head of ``rows``, the file's rows 2i and 2i + 1 are the model's i and i + half a head."""
+    pairs = rows.reshape(num_heads, len(rows) // num_heads // 2, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
