@@ -1,0 +1,258 @@
+"""Writes a model folder of transformers as a GGUF file, as llama.cpp's own conversion does it.
+
+The names come from the ``gguf`` package; what each architecture changes (the order of rows, shifted norms,
+stacked experts) is written here once more, from the model's side.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+Array = NDArray[np.float32]
+
+ARCHITECTURES = {
+    "llama": MODEL_ARCH.LLAMA,
+    "mistral": MODEL_ARCH.LLAMA,
+    "mixtral": MODEL_ARCH.LLAMA,
+    "qwen2": MODEL_ARCH.QWEN2,
+    "qwen3": MODEL_ARCH.QWEN3,
+    "qwen3_moe": MODEL_ARCH.QWEN3MOE,
+    "smollm3": MODEL_ARCH.SMOLLM3,
+    "olmo2": MODEL_ARCH.OLMO2,
+    "phi3": MODEL_ARCH.PHI3,
+    "gemma2": MODEL_ARCH.GEMMA2,
+    "gemma3_text": MODEL_ARCH.GEMMA3,
+    "gpt_oss": MODEL_ARCH.GPT_OSS,
+    "gpt2": MODEL_ARCH.GPT2,
+}
+PAIRED = ("llama", "mistral", "mixtral", "smollm3")
+SHIFTED = ("gemma2", "gemma3_text")
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight", "experts.gate_up_proj", "experts.down_proj")
+
+
+def write_gguf(
+    folder: Path,
+    file: Path,
+    kind: str = "F32",
+    *,
+    vocabulary: Callable[[GGUFWriter], None] | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> None:
+    """The model of ``folder`` with its matrices in the type ``kind``; rows that this type cannot hold,
+    routers and vectors stay float32. ``vocabulary`` writes the tokenizer. ``changes``: metadata that is
+    replaced, or left out if None."""
+    config = json.loads((folder / "config.json").read_text())
+    architecture = ARCHITECTURES[config["model_type"]]
+    writer = GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
+    _write_config(writer, config)
+    ends = config["eos_token_id"]
+    ends = ends if isinstance(ends, list) else [ends]
+    writer.add_eos_token_id(ends[0])
+    if len(ends) > 1:
+        writer.add_eot_token_id(ends[1])
+    if vocabulary is not None:
+        vocabulary(writer)
+    for key, value in (changes or {}).items():
+        writer.kv_data[0].pop(key, None)
+        if value is not None:
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    num_layers = config.get("num_hidden_layers") or config["n_layer"]
+    names = gguf.get_tensor_name_map(architecture, num_layers)
+    for name, values in _stored(load_file(folder / "model.safetensors"), config):
+        stored_name = names.get_name(name, (".weight", ".bias")) or name
+        stored_kind = kind_of(stored_name, values, kind)
+        data = gguf.quantize(np.ascontiguousarray(values), stored_kind)
+        writer.add_tensor(stored_name, data, raw_dtype=stored_kind)
+    for name, factors in _rope_tensors(config):
+        writer.add_tensor(name, factors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def round_weights(folder: Path, kind: str) -> None:
+    """Rounds the weights of ``folder`` to what a GGUF file of that type holds."""
+    weights = load_file(folder / "model.safetensors")
+    for name, values in weights.items():
+        is_transposed = name.endswith(TRANSPOSED)
+        rows = values.swapaxes(-1, -2) if is_transposed else values
+        rounding = kind_of("router" if _is_router(name) else name, rows, kind)
+        rows = gguf.dequantize(gguf.quantize(np.ascontiguousarray(rows), rounding), rounding)
+        rounded = rows.swapaxes(-1, -2) if is_transposed else rows
+        weights[name] = np.ascontiguousarray(rounded, dtype=np.float32).reshape(values.shape)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def kind_of(name: str, values: NDArray[Any], kind: str) -> GGMLQuantizationType:
+    """The type in which a tensor is stored."""
+    wanted = GGMLQuantizationType[kind]
+    per_block = gguf.GGML_QUANT_SIZES[wanted][0]
+    is_matrix = values.ndim > 1 and not name.endswith((".bias", "_bias"))
+    fits = is_matrix and values.shape[-1] % per_block == 0 and not _is_router(name)
+    return wanted if fits else GGMLQuantizationType.F32
+
+
+def _is_router(name: str) -> bool:
+    return name.endswith(("router", "ffn_gate_inp.weight", "mlp.gate.weight", "router.weight")) or (
+        "block_sparse_moe.gate" in name
+    )
+
+
+def _write_config(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    if config["model_type"] == "gpt2":
+        writer.add_context_length(config["n_positions"])
+        writer.add_embedding_length(config["n_embd"])
+        writer.add_block_count(config["n_layer"])
+        writer.add_feed_forward_length(4 * config["n_embd"])
+        writer.add_head_count(config["n_head"])
+        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+        return
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if config.get("head_dim"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    _write_rope(writer, config, head_dim)
+    match config["model_type"]:
+        case "llama" | "mistral" | "mixtral" | "smollm3":
+            writer.add_vocab_size(config["vocab_size"])
+            writer.add_rope_dimension_count(head_dim)
+            if config.get("sliding_window"):
+                writer.add_sliding_window(config["sliding_window"])
+        case "gemma2" | "gemma3_text" | "gpt_oss":
+            if config["model_type"] != "gpt_oss":
+                for cap, add in (
+                    ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+                    ("final_logit_softcapping", writer.add_final_logit_softcapping),
+                ):
+                    if config.get(cap):
+                        add(config[cap])
+            writer.add_sliding_window(config["sliding_window"])
+        case "phi3":
+            writer.add_sliding_window(config.get("sliding_window") or 0)
+    if count := config.get("num_local_experts") or config.get("num_experts"):
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        if size := config.get("moe_intermediate_size") or config["intermediate_size"]:
+            writer.add_expert_feed_forward_length(size)
+
+
+def _write_rope(writer: GGUFWriter, config: dict[str, Any], head_dim: int) -> None:
+    rope = config["rope_parameters"]
+    if "sliding_attention" in rope:
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if (fraction := rope.get("partial_rotary_factor", 1.0)) != 1:
+        writer.add_rope_dimension_count(int(head_dim * fraction))
+    original = rope.get("original_max_position_embeddings")
+    match rope["rope_type"]:
+        case "linear":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(rope["factor"])
+        case "yarn":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(rope["factor"])
+            writer.add_rope_scaling_orig_ctx_len(original)
+            if "beta_fast" in rope:
+                writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        case "longrope":
+            writer.add_rope_scaling_orig_ctx_len(original)
+            scale = config["max_position_embeddings"] / original
+            amplitude = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+            writer.add_rope_scaling_attn_factors(amplitude)
+
+
+def _rope_tensors(config: dict[str, Any]) -> Iterator[tuple[str, Array]]:
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "longrope":
+        for length in ("short", "long"):
+            yield f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32)
+    if rope.get("rope_type") == "llama3":
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        yield "rope_freqs.weight", np.array(list(_llama3_factors(rope, head_dim)), np.float32)
+
+
+def _llama3_factors(rope: dict[str, Any], head_dim: int) -> Iterator[float]:
+    original, low, high = (
+        rope["original_max_position_embeddings"],
+        rope["low_freq_factor"],
+        rope["high_freq_factor"],
+    )
+    for i in range(0, head_dim, 2):
+        length = 2 * math.pi * rope["rope_theta"] ** (i / head_dim)
+        if length < original / high:
+            yield 1.0
+        elif length > original / low:
+            yield rope["factor"]
+        else:
+            smooth = (original / length - low) / (high - low)
+            yield 1 / ((1 - smooth) / rope["factor"] + smooth)
+
+
+def _stored(weights: dict[str, Array], config: dict[str, Any]) -> Iterator[tuple[str, Array]]:
+    """The tensors under names that the ``gguf`` package knows, in the file's layout."""
+    kind = config["model_type"]
+    experts: dict[str, list[Array]] = {}
+    for name, values in sorted(weights.items(), key=lambda pair: _number_in(pair[0])):
+        stored = values.swapaxes(-1, -2) if name.endswith(TRANSPOSED) else values
+        if kind in SHIFTED and name.endswith("norm.weight"):
+            yield name, stored + np.float32(1)
+        elif kind in PAIRED and ".self_attn." in name and name.split(".")[-2] in ("q_proj", "k_proj"):
+            is_query = ".q_proj." in name
+            heads = config["num_attention_heads"] if is_query else config["num_key_value_heads"]
+            yield name, _adjacent(stored, heads)
+        elif ".experts." in name and name.split(".experts.")[1][0].isdigit():
+            layer, _, rest = name.partition(".experts.")
+            which = rest.split(".")[1]
+            which = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.get(which, which)
+            layer = layer.replace("block_sparse_moe", "mlp")
+            experts.setdefault(f"{layer}.experts.{which}.weight", []).append(stored)
+        elif name.endswith("experts.gate_up_proj"):
+            yield name.replace("gate_up_proj", "gate_proj.weight"), stored[:, ::2]
+            yield name.replace("gate_up_proj", "up_proj.weight"), stored[:, 1::2]
+        elif name.endswith("experts.gate_up_proj_bias"):
+            yield name.replace("gate_up_proj_bias", "gate_proj.bias"), stored[:, ::2]
+            yield name.replace("gate_up_proj_bias", "up_proj.bias"), stored[:, 1::2]
+        elif name.endswith("experts.down_proj_bias"):
+            yield name.replace("_bias", ".bias"), stored
+        elif name.endswith(("experts.down_proj", "self_attn.sinks")):
+            yield f"{name}.weight", stored
+        else:
+            yield name, stored
+    for name, matrices in experts.items():
+        yield name, np.stack(matrices)
+
+
+def _number_in(name: str) -> list[tuple[int, str]]:
+    """Sorts expert 10 behind expert 9."""
+    return [(int(part) if part.isdigit() else -1, part) for part in name.split(".")]
+
+
+def _adjacent(values: Array, num_heads: int) -> Array:
+    """The rows i and i + half of each head become 2i and 2i + 1."""
+    result = np.empty_like(values)
+    head_dim = len(values) // num_heads
+    for head in range(num_heads):
+        rows = values[head * head_dim : (head + 1) * head_dim]
+        result[head * head_dim : (head + 1) * head_dim : 2] = rows[: head_dim // 2]
+        result[head * head_dim + 1 : (head + 1) * head_dim : 2] = rows[head_dim // 2 :]
+    return result
