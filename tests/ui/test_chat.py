@@ -1,10 +1,13 @@
-"""The chat: replies stream, an edited turn forks the conversation, and no branch is lost."""
+"""The chat: replies stream, an edited turn becomes a branch, and the model calls tools."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 
-from playwright.sync_api import expect
+from playwright.sync_api import Locator, expect
+from support.ui.accessibility import axe_violations
 from support.ui.proxy import BreakingProxy
 from support.ui.screen import Screen
 from support.ui.stage import Stage
@@ -91,3 +94,69 @@ def test_the_chat_outlives_a_look_at_another_view(stage: Stage, visit: Visit) ->
     stage.end()
     screen.page.get_by_role("link", name="Chat").click()
     expect(screen.at("turns")).to_contain_text("I stayed.")
+
+
+def settle(screen: Screen, *, tools: str, max_tokens: int = 512) -> None:
+    """Opens the settings and sets them; the model's likeliest tokens are taken."""
+    screen.page.get_by_text("Settings", exact=True).click()
+    screen.page.get_by_label("Tools").select_option(tools)
+    for label, value in (("Temperature", 0), ("Max tokens", max_tokens)):
+        screen.page.get_by_label(label).fill(str(value))
+        screen.page.get_by_label(label).press("Tab")
+
+
+def wait_reply(screen: Screen, number: int) -> Locator:
+    """The model's reply with this number, when it is over."""
+    reply = screen.page.locator(".chat-turn.is-assistant").nth(number)
+    expect(reply.get_by_role("button", name=re.compile("Another reply|Try again"))).to_be_enabled(
+        timeout=60_000
+    )
+    return reply
+
+
+def test_the_model_calls_a_tool_and_goes_on_with_its_answer(model_url: str, visit: Visit) -> None:
+    screen = visit(model_url)
+    open_chat(screen)
+    settle(screen, tools="required")
+    say(screen, "What is 12 * 34?")
+    reply = wait_reply(screen, 0)
+    call = reply.locator(".tool-call").first
+    expect(call).to_contain_text("calculator")
+    assert json.loads(call.locator("pre").inner_text()) == {"expression": "12 * 34"}
+    call.get_by_role("button", name="Run in this page").click()
+    answers = screen.page.locator(".chat-turn.is-tool")
+    expect(answers.first).to_contain_text("408")
+    while reply.get_by_role("button", name="Decline").count():  # whatever else it has called
+        reply.get_by_role("button", name="Decline").first.click()
+    wait_reply(screen, 1)  # the model has read the answers, and may call or not
+    expect(reply.locator(".tool-call").first).to_contain_text("Answered")
+    assert axe_violations(screen) == []
+
+
+def test_a_message_declines_the_calls_that_are_open(model_url: str, visit: Visit) -> None:
+    screen = visit(model_url)
+    open_chat(screen)
+    settle(screen, tools="required")
+    say(screen, "What is 12 * 34?")
+    first = wait_reply(screen, 0)
+    num_calls = first.locator(".tool-call").count()
+    assert num_calls > 0
+    say(screen, "Never mind. What is 5 + 6?")
+    wait_reply(screen, 1)
+    expect(screen.page.locator(".chat-turn.is-tool")).to_have_count(num_calls)
+    expect(first.get_by_role("button", name="Run in this page")).to_have_count(0)
+
+
+def test_a_truncated_call_is_shown_and_cannot_be_run(model_url: str, visit: Visit) -> None:
+    """The server would reject a history with such a call: the next message goes without it."""
+    screen = visit(model_url)
+    open_chat(screen)
+    settle(screen, tools="required", max_tokens=22)
+    say(screen, "What is 12 * 34?")
+    reply = wait_reply(screen, 0)
+    expect(reply.locator(".tool-call")).to_contain_text("12 *")
+    expect(reply.locator(".chat-problem")).to_contain_text("22 tokens")
+    expect(reply.get_by_role("button", name="Run in this page")).to_have_count(0)
+    screen.page.get_by_label("Tools").select_option("none")
+    say(screen, "What is a leaf?")
+    expect(wait_reply(screen, 1).locator(".markdown")).not_to_be_empty()

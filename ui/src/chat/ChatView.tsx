@@ -1,6 +1,7 @@
 // The chat: turns with their branches, the reply as it streams, calls of tools, and the field to write in.
-import type { Variable } from "agentflow-client";
+import type { CalledTool, Variable } from "agentflow-client";
 import { signal, useSignal, useSignalEffect } from "@preact/signals";
+import type { ComponentChildren } from "preact";
 import { useCallback, useRef } from "preact/hooks";
 import { session } from "../app/session";
 import { View } from "../app/View";
@@ -22,6 +23,7 @@ import {
   stop,
   textOf,
   titleOf,
+  type ToolUse,
   usages,
 } from "./chats";
 import { openCalls, pathOf, siblingsOf, type Turn } from "./conversation";
@@ -132,9 +134,11 @@ function TurnView({ turn }: { turn: Turn }) {
       )}
       {!streaming && !isEditing.value && (
         <footer class="chat-tools">
-          <button type="button" class="quiet small" onClick={() => void copyText(turn.content)}>
-            Copy
-          </button>
+          {turn.content !== "" && (
+            <button type="button" class="quiet small" onClick={() => void copyText(turn.content)}>
+              Copy
+            </button>
+          )}
           {turn.role === "user" && (
             <button type="button" class="quiet small" disabled={isBusy} onClick={() => (isEditing.value = true)}>
               Edit
@@ -159,16 +163,24 @@ function TurnView({ turn }: { turn: Turn }) {
 function Streaming({ variable, isReply }: { variable: Variable; isReply: boolean }) {
   const text = useCallback(() => textOf(variable, isReply), [variable]);
   const subscribe = useCallback((changed: () => void) => variable.onChange(changed), [variable]);
-  const numCalls = useSignal(0);
+  const calls = useSignal<readonly CalledTool[]>([]);
   useSignalEffect(() =>
     variable.onChange(() => {
-      if (isReply) numCalls.value = callsOf(variable).length;
+      if (!isReply) return;
+      const now = callsOf(variable);
+      if (now.length > 0) calls.value = now;
     }),
   );
   return (
     <div class="is-streaming">
       <MarkdownText text={text} subscribe={subscribe} />
-      {numCalls.value > 0 && <p class="hint">Writing a tool call …</p>}
+      {calls.value.length > 0 && (
+        <ul class="tool-calls">
+          {calls.value.map((call) => (
+            <Call key={call.id} call={call} />
+          ))}
+        </ul>
+      )}
     </div>
   );
 }
@@ -178,19 +190,29 @@ function Finished({ turn }: { turn: Turn }) {
   return <MarkdownText text={text} />;
 }
 
+/** A call with what can be done about it. */
+function Call({ call, children }: { call: CalledTool; children?: ComponentChildren }) {
+  return (
+    <li class="tool-call">
+      <p>
+        The model calls <code>{call.name}</code>
+      </p>
+      <pre class="model-text" tabIndex={0} aria-label={`Arguments of ${call.name}`}>
+        {call.arguments}
+      </pre>
+      {children}
+    </li>
+  );
+}
+
 function Calls({ turn, isBusy }: { turn: Turn; isBusy: boolean }) {
-  if (!turn.toolCalls?.length) return null;
+  const { toolCalls = [], truncatedCalls = [] } = turn;
+  if (toolCalls.length + truncatedCalls.length === 0) return null;
   const open = new Set(openCalls(conversation.value, turn).map((call) => call.id));
   return (
     <ul class="tool-calls">
-      {turn.toolCalls.map((call) => (
-        <li key={call.id} class="tool-call">
-          <p>
-            The model calls <code>{call.name}</code>
-          </p>
-          <pre class="model-text" tabIndex={0}>
-            {call.arguments}
-          </pre>
+      {toolCalls.map((call) => (
+        <Call key={call.id} call={call}>
           {open.has(call.id) ? (
             <div class="row">
               <button type="button" class="primary" disabled={isBusy} onClick={() => answer(turn, call, true)}>
@@ -203,7 +225,12 @@ function Calls({ turn, isBusy }: { turn: Turn; isBusy: boolean }) {
           ) : (
             <p class="hint">Answered.</p>
           )}
-        </li>
+        </Call>
+      ))}
+      {truncatedCalls.map((call) => (
+        <Call key={call.id} call={call}>
+          <p class="hint">The reply ended before this call was complete.</p>
+        </Call>
       ))}
     </ul>
   );
@@ -328,14 +355,18 @@ function SettingsFields() {
             />
           </label>
         ))}
-        <label class="check wide">
-          <input
-            type="checkbox"
-            checked={now.useTools}
+        <label class="field wide">
+          <span>A calculator and a clock. The page runs a call only when you allow it.</span>
+          <select
+            aria-label="Tools"
+            value={now.tools}
             disabled={!canCall}
-            onChange={(event) => (settings.value = { ...now, useTools: event.currentTarget.checked })}
-          />
-          <span>Offer a calculator and a clock. The page runs a call only when you allow it.</span>
+            onChange={(event) => (settings.value = { ...now, tools: event.currentTarget.value as ToolUse })}
+          >
+            <option value="none">No tools</option>
+            <option value="auto">The model may call them</option>
+            <option value="required">Each message is answered by a call</option>
+          </select>
         </label>
       </div>
     </details>

@@ -1,15 +1,28 @@
 // The chats of this page: their conversations, and the replies that are being generated.
-import { AgentflowError, type Message, type State, type Usage, type Variable } from "agentflow-client";
+import { AgentflowError, type CalledTool, type Message, type State, type Usage, type Variable } from "agentflow-client";
 import { computed, signal } from "@preact/signals";
 import { announce } from "../app/announce";
 import { sentenceOf, session } from "../app/session";
 import { SentenceReader } from "../text/sentences";
-import { added, changed, EMPTY, messagesTo, openCalls, switched, type Conversation, type Turn } from "./conversation";
+import {
+  added,
+  changed,
+  declined,
+  EMPTY,
+  messagesTo,
+  openCalls,
+  switched,
+  type Conversation,
+  type Turn,
+} from "./conversation";
 import { runTool, SPECS } from "./tools";
+
+/** `required`: each message of the user is answered by a call, and the answer to a call as the model likes. */
+export type ToolUse = "none" | "auto" | "required";
 
 export interface Settings {
   system: string;
-  useTools: boolean;
+  tools: ToolUse;
   temperature: number;
   topP: number;
   maxTokens: number;
@@ -25,7 +38,7 @@ const kept = signal<Conversation[]>([EMPTY]);
 export const current = signal(0);
 export const chats = computed(() => kept.value);
 export const conversation = computed(() => kept.value[current.value] ?? EMPTY);
-export const settings = signal<Settings>({ system: "", useTools: false, temperature: 0.7, topP: 0.95, maxTokens: 512 });
+export const settings = signal<Settings>({ system: "", tools: "none", temperature: 0.7, topP: 0.95, maxTokens: 512 });
 /** Replies that stream now, by chat and turn. */
 export const live = signal<ReadonlyMap<string, LiveReply>>(new Map());
 export const usages = signal<ReadonlyMap<string, Usage>>(new Map());
@@ -53,13 +66,16 @@ export function titleOf(one: Conversation): string {
 }
 
 /**
- * Adds a turn of the user below `parent`, beside what follows it already, and asks for the reply. Half a surrogate
- * pair, which the server would reject, becomes U+FFFD.
+ * Adds a turn of the user below `parent`, beside what follows it already, and asks for the reply. Calls that are
+ * still open there are declined. Half a surrogate pair, which the server would reject, becomes U+FFFD.
  */
 export function send(parent: number, text: string): void {
   const chat = current.peek();
   const content = text.toWellFormed();
-  const after = update(chat, (before) => added(before, parent, { role: "user", content }));
+  const after = update(chat, (before) => {
+    const [settled, last] = declined(before, parent, DECLINED);
+    return added(settled, last, { role: "user", content });
+  });
   ask(chat, after.turns.size);
 }
 
@@ -76,10 +92,12 @@ export function stop(): void {
   for (const [key, reply] of live.peek()) if (key.startsWith(`${current.peek()}/`)) reply.stop();
 }
 
+const DECLINED = "The user declined this call.";
+
 /** Answers a call; with the last answer, the conversation goes on. */
 export function answer(turn: Turn, call: { id: string; name: string; arguments: string }, allow: boolean): void {
   const chat = current.peek();
-  const content = allow ? runTool(call.name, call.arguments) : "The user declined this call.";
+  const content = allow ? runTool(call.name, call.arguments) : DECLINED;
   announce(`${call.name}: ${content}`);
   const before = kept.peek()[chat]!;
   let parent = turn.id;
@@ -107,14 +125,17 @@ function ask(chat: number, parent: number): void {
     finish({ problem: "There is no connection to a server." });
     return;
   }
-  const { system, useTools, temperature, topP, maxTokens } = settings.peek();
+  const { system, tools, temperature, topP, maxTokens } = settings.peek();
   const messages = messagesTo(withReply, parent, system);
   const isReply = open.capabilities.conversations === true;
   let state: State;
   let variable: Variable;
   try {
     state = open.state({ program: "chat" });
-    if (isReply) state.converse(messages, useTools ? SPECS : []);
+    if (isReply && tools !== "none") {
+      const mode = tools === "required" && messages.at(-1)?.role === "user" ? "required" : "auto";
+      state.converse(messages, SPECS, { mode });
+    } else if (isReply) state.converse(messages);
     else withTurns(state, messages);
     variable = state.gen("reply", { maxTokens, reply: isReply, ...(temperature > 0 ? { temperature, topP } : {}) });
   } catch (error) {
@@ -132,12 +153,13 @@ function ask(chat: number, parent: number): void {
     if (!variable.done) return;
     for (const sentence of sentences.finish()) announce(sentence);
     unsubscribe();
-    const calls = isReply ? callsOf(variable) : [];
     const isWhole = variable.error === undefined;
+    const calls = Map.groupBy(isReply ? callsOf(variable) : [], (call) => isWhole && isComplete(call));
     if (variable.usage) usages.value = new Map(usages.peek()).set(key, variable.usage);
     finish({
       content: now,
-      ...(isWhole && calls.length ? { toolCalls: calls } : {}),
+      toolCalls: calls.get(true) ?? [],
+      truncatedCalls: calls.get(false) ?? [],
       ...(variable.error ? { problem: problemOf(variable.error) } : {}),
       ...(isWhole && variable.finishReason === "length" ? { problem: `It ended at ${maxTokens} tokens.` } : {}),
     });
@@ -155,11 +177,21 @@ export function textOf(variable: Variable, isReply: boolean): string {
   }
 }
 
-export function callsOf(variable: Variable) {
+export function callsOf(variable: Variable): CalledTool[] {
   try {
     return variable.reply.toolCalls;
   } catch {
     return [];
+  }
+}
+
+/** Whether the arguments are a JSON object. Those of a reply that ended early may be truncated. */
+function isComplete(call: CalledTool): boolean {
+  try {
+    const given: unknown = JSON.parse(call.arguments);
+    return typeof given === "object" && given !== null && !Array.isArray(given);
+  } catch {
+    return false;
   }
 }
 

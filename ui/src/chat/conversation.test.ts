@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { added, changed, EMPTY, messagesTo, openCalls, pathOf, siblingsOf, switched } from "./conversation";
+import { added, changed, declined, EMPTY, messagesTo, openCalls, pathOf, siblingsOf, switched } from "./conversation";
 
 const texts = (conversation: typeof EMPTY) => pathOf(conversation).map((turn) => turn.content);
 const talk = () => {
@@ -45,4 +45,22 @@ test("calls are open until a tool's turn has answered them", () => {
   made = added(made, 2, { role: "tool", content: "noon", call: { id: "2", name: "clock" } });
   expect(openCalls(made, made.turns.get(2)!).map((call) => call.id)).toEqual(["1"]);
   expect(messagesTo(made, 3).at(-1)).toMatchObject({ role: "tool", tool_call_id: "2" });
+});
+
+test("a message after open calls declines them, and only them", () => {
+  const calls = ["1", "2", "3"].map((id) => ({ id, name: "clock", arguments: "{}" }));
+  let made = added(EMPTY, 0, { role: "user", content: "When?" });
+  made = added(made, 1, { role: "assistant", content: "", toolCalls: calls });
+  const answered = added(made, 2, { role: "tool", content: "noon", call: { id: "2", name: "clock" } });
+  const [settled, last] = declined(answered, 3, "no");
+  expect(openCalls(settled, settled.turns.get(2)!)).toEqual([]);
+  expect(messagesTo(settled, last).map(({ tool_call_id: id, content }) => [id, content]).slice(2)).toEqual([
+    ["2", "noon"],
+    ["1", "no"],
+    ["3", "no"],
+  ]);
+  expect(declined(settled, last, "no")).toEqual([settled, last]);
+  expect(declined(made, 1, "no")).toEqual([made, 1]);
+  // An edited message goes beside the first one: the calls below that are not its own.
+  expect(declined(made, 0, "no")).toEqual([made, 0]);
 });

@@ -8,6 +8,8 @@ export interface Turn {
   readonly role: "user" | "assistant" | "tool";
   readonly content: string;
   readonly toolCalls?: readonly CalledTool[];
+  /** Calls of a reply that ended before their arguments did: shown, and sent to no model. */
+  readonly truncatedCalls?: readonly CalledTool[];
   /** Of a tool's turn: the call that it answers. */
   readonly call?: { readonly id: string; readonly name: string };
   /** Why a reply has ended early. */
@@ -79,4 +81,18 @@ export function openCalls(conversation: Conversation, turn: Turn): CalledTool[] 
     answered.add(below.call!.id);
   }
   return (turn.toolCalls ?? []).filter((call) => !answered.has(call.id));
+}
+
+/** With an answer to each call that is open above or at `parent`, and the turn that the next one follows. */
+export function declined(before: Conversation, parent: number, content: string): [Conversation, number] {
+  let turn = before.turns.get(parent);
+  const answered = new Set<string>();
+  for (; turn?.role === "tool"; turn = before.turns.get(turn.parent)) answered.add(turn.call!.id);
+  let [after, last] = [before, parent];
+  for (const { id, name } of turn?.toolCalls ?? []) {
+    if (answered.has(id)) continue;
+    after = added(after, last, { role: "tool", content, call: { id, name } });
+    last = after.turns.size;
+  }
+  return [after, last];
 }

@@ -12,7 +12,7 @@ const TOOLS: readonly PageTool[] = [
     description: "Calculates an arithmetic expression, such as (2 + 3) * 4.",
     parameters: {
       type: "object",
-      properties: { expression: { type: "string", maxLength: 200 } },
+      properties: { expression: { type: "string", pattern: "^[-+*/%^() .0-9]{1,60}$" } },
       required: ["expression"],
       additionalProperties: false,
     },
