@@ -28,7 +28,7 @@ import msgspec
 import tokenizers
 
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.tokenizer_files import named_special_tokens, read_text
+from agentflow.engine.text.tokenizer_files import named_special_tokens, read_tokenizer
 from agentflow.engine.text.tool_format import tool_format
 from agentflow.errors import BadArgument, BadModelFolder
 
@@ -215,23 +215,8 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Reads ``tokenizer.json`` and the files beside it. ``BadModelFolder``."""
-        file = folder / "tokenizer.json"
-        text = read_text(file)
-        if text is None:
-            raise BadModelFolder(
-                f"{folder} has no tokenizer.json; save the model's tokenizer there in that format "
-                "(AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers does)",
-                param=file.name,
-            )
-        try:
-            spec = json.loads(text)
-        except ValueError as error:
-            raise BadModelFolder(
-                f"{file} is not valid JSON ({error}); fetch the model again", param=file.name
-            ) from error
-        if not isinstance(spec, dict):
-            raise BadModelFolder(f"{file} is not a tokenizer; fetch the model again", param=file.name)
+        """Reads ``tokenizer.json`` and the files beside it, or a GGUF file. ``BadModelFolder``."""
+        spec = read_tokenizer(folder)
         added = spec.get("added_tokens") or []
         all_special = all(token.get("special") for token in added)
         template = ChatTemplate.from_folder(folder)

@@ -1,4 +1,5 @@
-"""Reads the text files of a model folder that describe its tokenizer and chat template."""
+"""Reads what describes the tokenizer and chat template of a model: the text files of its folder, or the
+metadata of its GGUF file."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from agentflow.engine.store.gguf.file import find_gguf, open_gguf
+from agentflow.engine.store.gguf.tokenizer import tokenizer_spec
 from agentflow.errors import BadModelFolder
 
 NAMED_TOKENS = (
@@ -46,9 +49,25 @@ def read_json(file: Path) -> dict[str, Any] | None:
     return value
 
 
+def read_tokenizer(folder: Path) -> dict[str, Any]:
+    """The object in ``tokenizer.json``. ``BadModelFolder``."""
+    if (gguf := find_gguf(folder)) is not None:
+        return tokenizer_spec(open_gguf(gguf).vocabulary)
+    spec = read_json(folder / "tokenizer.json")
+    if spec is None:
+        raise BadModelFolder(
+            f"{folder} has no tokenizer.json; save the model's tokenizer there in that format "
+            "(AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers does)",
+            param="tokenizer.json",
+        )
+    return spec
+
+
 def named_special_tokens(folder: Path) -> dict[str, str]:
     """The special tokens by role, such as ``{"bos_token": "<s>"}``. ``tokenizer_config.json`` overrides
     ``special_tokens_map.json``."""
+    if (gguf := find_gguf(folder)) is not None:
+        return open_gguf(gguf).vocabulary.named_tokens
     named: dict[str, str] = {}
     for file_name in ("special_tokens_map.json", "tokenizer_config.json"):
         config = read_json(folder / file_name) or {}
@@ -70,6 +89,8 @@ def chat_template_source(folder: Path) -> str | None:
     Taken from the first of ``chat_template.jinja``, ``chat_template.json`` and ``tokenizer_config.json``. In
     the JSON files it is a string or a list of named templates, of which ``default`` is used.
     """
+    if (gguf := find_gguf(folder)) is not None:
+        return open_gguf(gguf).vocabulary.chat_template
     source = read_text(folder / "chat_template.jinja")
     if source is not None:
         return source

@@ -1,5 +1,6 @@
 """GGUF files as they are: nothing is converted or written.
 
 Read ``container`` (the format), ``tensors`` (a tensor in the torch model's layout), ``metadata``,
-``architectures`` (config and names), ``vocabulary`` and ``file`` (all of it together).
+``architectures`` (config and names), ``vocabulary`` and ``tokenizer`` (to the object of a
+``tokenizer.json``), and ``file`` (all of it together).
 """

@@ -7,8 +7,8 @@ from typing import Final
 
 from agentflow.engine.store.gguf.metadata import Metadata
 
-CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
-"""The types of tokens that are no plain text."""
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+"""Types of tokens."""
 
 _ENDS: Final = frozenset(
     {
@@ -28,19 +28,36 @@ _ENDS: Final = frozenset(
 
 
 class Vocabulary:
-    """The tokens by id, and the metadata of the tokenizer."""
+    """The tokens by id, and what the metadata says about them. ``BadModelFolder`` for a role whose token is
+    not there, and for a token without a type."""
 
     def __init__(self, data: Metadata) -> None:
         self.data = data
 
     @cached_property
     def tokens(self) -> list[str]:
-        return self.data.texts("tokenizer.ggml.tokens")
+        found = self.data.texts("tokenizer.ggml.tokens")
+        return [text or f"[EMPTY_{i}]" for i, text in enumerate(found)]
 
     @cached_property
     def types(self) -> list[int]:
         """The type of each token."""
-        return self.data.numbers("tokenizer.ggml.token_type") or [1] * len(self.tokens)
+        types = self.data.numbers("tokenizer.ggml.token_type") or [NORMAL] * len(self.tokens)
+        if len(types) != len(self.tokens):
+            raise self.data.reject("tokenizer.ggml.token_type", "must have a type for each token")
+        return types
+
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        """Tokens by role, such as ``{"bos_token": "<s>"}``."""
+        roles = {"bos": self.bos_id, "eos": self.eos_id, "unk": self.unk_id, "pad": self.pad_id}
+        return {f"{role}_token": self.tokens[i] for role, i in roles.items() if i is not None}
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source of the chat template."""
+        key = "tokenizer.chat_template"
+        return self.data.text(key) if key in self.data else None
 
     @property
     def bos_id(self) -> int | None:
@@ -74,4 +91,9 @@ class Vocabulary:
 
     def _id(self, role: str) -> int | None:
         key = f"tokenizer.ggml.{role}_token_id"
-        return self.data.whole(key) if key in self.data else None
+        if key not in self.data:
+            return None
+        token = self.data.whole(key)
+        if self.tokens and not 0 <= token < len(self.tokens):
+            raise self.data.reject(key, f"is {token}, but there are {len(self.tokens)} tokens")
+        return token

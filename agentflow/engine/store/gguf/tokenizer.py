@@ -1,0 +1,224 @@
+"""The tokenizer of a GGUF file, as the object of a ``tokenizer.json``.
+
+Two kinds: byte-level BPE ("gpt2"), whose merges the file lists and whose pre-tokenizer it names; and
+SentencePiece's BPE ("llama"), whose merges follow from the scores of its tokens. The expressions of the
+pre-tokenizers are those of the models' own ``tokenizer.json``, under the names that llama.cpp gave them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from agentflow.engine.store.gguf.vocabulary import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
+
+Spec = dict[str, Any]
+
+_DIGITS: Final = {"type": "Digits", "individual_digits": True}
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_REST_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT4O = (
+    rf"{_BEFORE}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_BEFORE}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}|{_REST_SLASH}"
+)
+_TEKKEN = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_REST_SLASH}"
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pre:
+    """A pre-tokenizer. ``splits``: expressions, or the splitting of digits, one after the other;
+    ``has_gpt2``: GPT-2's expression comes last. ``adds_bos``: where the file does not say. ``is_composed``:
+    texts are normalised (NFC). ``ignores_merges``: a piece that is a token is not merged from its parts."""
+
+    splits: tuple[str | Spec, ...] = ()
+    has_gpt2: bool = False
+    adds_bos: bool = False
+    is_composed: bool = False
+    ignores_merges: bool = False
+
+
+_GPT2 = _Pre(has_gpt2=True)
+_DIGITS_APART = _Pre((_DIGITS,), has_gpt2=True)
+_LLAMA_BPE = _Pre((_LLAMA3,), adds_bos=True, ignores_merges=True)
+_QWEN = _Pre((_QWEN2,), is_composed=True)
+PRE_TOKENIZERS: Final = {
+    **dict.fromkeys(("gpt-2", "phi-2", "jais", "mpt", "exaone4"), _GPT2),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS_APART
+    ),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), _LLAMA_BPE),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _Pre((_LLAMA3,))),
+    "glm4": _Pre((_LLAMA3,), ignores_merges=True),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN),
+    "stablelm2": _QWEN,
+    "hunyuan": replace(_QWEN, is_composed=False),
+    "qwen35": _Pre((_QWEN35,), is_composed=True),
+    "olmo": _Pre(has_gpt2=True, is_composed=True),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _Pre((_GPT4O,))),
+    "tekken": _Pre((_TEKKEN,), adds_bos=True, ignores_merges=True),
+    "deepseek-coder": _Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", _DIGITS)),
+    "deepseek-v3": _Pre((r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK3)),
+}
+"""By ``tokenizer.ggml.pre``."""
+
+
+def tokenizer_spec(words: Vocabulary) -> Spec:
+    """The tokenizer as ``tokenizer.json`` would describe it. ``BadModelFolder`` for a kind or a pre-tokenizer
+    that is not known."""
+    match words.data.text("tokenizer.ggml.model"):
+        case "gpt2":
+            return _byte_level(words)
+        case "llama":
+            return _sentence_piece(words)
+        case kind:
+            raise words.data.reject("tokenizer.ggml.model", f"is {kind!r}; only 'gpt2' and 'llama' are read")
+
+
+def _byte_level(words: Vocabulary) -> Spec:
+    name = words.data.text("tokenizer.ggml.pre", "gpt-2" if words.data.architecture == "gpt2" else None)
+    if name not in PRE_TOKENIZERS:
+        raise words.data.reject(
+            "tokenizer.ggml.pre", f"is {name!r}; only {', '.join(PRE_TOKENIZERS)} are known"
+        )
+    pre = PRE_TOKENIZERS[name]
+    splits = [
+        {"type": "Split", "pattern": {"Regex": one}, "behavior": "Isolated", "invert": False}
+        if isinstance(one, str)
+        else one
+        for one in pre.splits
+    ]
+    to_bytes = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": pre.has_gpt2,
+    }
+    merges = [merge.split(" ", 1) for merge in words.data.texts("tokenizer.ggml.merges")]
+    if not merges:
+        raise words.data.reject("tokenizer.ggml.merges", "is missing: the vocabulary has no merges")
+    return _spec(
+        words,
+        normalizer={"type": "NFC"} if pre.is_composed else None,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [*splits, to_bytes]},
+        decoder=to_bytes | {"use_regex": True},
+        model={"merges": merges, "ignore_merges": pre.ignores_merges},
+        adds_bos=words.data.flag("tokenizer.ggml.add_bos_token", pre.adds_bos),
+    )
+
+
+def _sentence_piece(words: Vocabulary) -> Spec:
+    """SentencePiece merges the pair that makes the token with the highest score, the leftmost of equals."""
+    has_prefix = words.data.flag("tokenizer.ggml.add_space_prefix", True)
+    to_marks = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    to_spaces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    return _spec(
+        words,
+        normalizer={
+            "type": "Sequence",
+            "normalizers": [*([{"type": "Prepend", "prepend": "▁"}] if has_prefix else []), to_marks],
+        },
+        pre_tokenizer=None,
+        decoder={
+            "type": "Sequence",
+            "decoders": [
+                to_spaces,
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                *([strip] if has_prefix else []),
+            ],
+        },
+        model={
+            "merges": _merges_by_score(words),
+            "unk_token": None if words.unk_id is None else words.tokens[words.unk_id],
+            "fuse_unk": True,
+            "byte_fallback": True,
+        },
+        adds_bos=words.data.flag("tokenizer.ggml.add_bos_token", True),
+    )
+
+
+def _merges_by_score(words: Vocabulary) -> list[tuple[str, str]]:
+    scores = words.data.numbers("tokenizer.ggml.scores")
+    if len(scores) != len(words.tokens):
+        raise words.data.reject("tokenizer.ggml.scores", "must have a score for each token")
+    plain = {text: i for i, text in enumerate(words.tokens) if words.types[i] == NORMAL}
+    found: list[tuple[float, int, int, str, str]] = []
+    for text, i in plain.items():
+        for cut in range(1, len(text)):
+            left, right = text[:cut], text[cut:]
+            if left in plain and right in plain:
+                found.append((-scores[i], plain[left], plain[right], left, right))
+    found.sort()
+    return [(left, right) for *_, left, right in found]
+
+
+def _spec(
+    words: Vocabulary,
+    *,
+    normalizer: Spec | None,
+    pre_tokenizer: Spec | None,
+    decoder: Spec,
+    model: Spec,
+    adds_bos: bool,
+) -> Spec:
+    named = set(words.named_tokens.values())
+    added = [
+        {
+            "id": i,
+            "content": words.tokens[i],
+            "special": kind != USER_DEFINED or words.tokens[i] in named,
+            **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+        }
+        for i, kind in enumerate(words.types)
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": _with_bos(words) if adds_bos else None,
+        "decoder": decoder,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {text: i for i, text in enumerate(words.tokens)},
+        }
+        | model,
+    }
+
+
+def _with_bos(words: Vocabulary) -> Spec:
+    """Puts the token that begins a text in front."""
+    if words.bos_id is None:
+        raise words.data.reject("tokenizer.ggml.bos_token_id", "is missing, but each text begins with it")
+    bos, text = words.tokens[words.bos_id], {"Sequence": {"id": "A", "type_id": 0}}
+    first = {"SpecialToken": {"id": bos, "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, text],
+        "pair": [first, text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {bos: {"id": bos, "ids": [words.bos_id], "tokens": [bos]}},
+    }
