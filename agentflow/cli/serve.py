@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def pull_missing(config: ServeConfig) -> None:
+    """Pulls those models of the configuration that can be pulled and are not here."""
+    from agentflow.engine.store.model_store import is_missing, pull_model
+
+    for model in config.models:
+        if is_missing(model.path):
+            pull_model(model.path)
+
+
 def run_serve(
     config: ServeConfig, on_ready: Callable[[RunningServer], Coroutine[Any, Any, None]] | None = None
 ) -> None:
@@ -94,6 +103,7 @@ def _tls(network: NetworkConfig) -> Tls | None:
 
 def _run(options: argparse.Namespace) -> int:
     config = read_flags(options).config
+    pull_missing(config)
     lower_priority()
     run_serve(config)
     return 0
@@ -117,6 +127,8 @@ precedence over variables, and variables over the file. `agentflow config`
 takes the same options and shows each value with its source.""",
     examples="""\
 agentflow serve                              the default model
+agentflow serve --model qwen3-0.6b           another, by its short name
+agentflow serve --model OWNER/NAME           or from the Hugging Face hub
 agentflow serve --model ./my-llama --port 9000
 agentflow serve --config server.toml         settings from a file
 AGENTFLOW_SERVE_PORT=9000 agentflow serve    or from the environment

@@ -13,7 +13,7 @@ import anyio.to_thread
 from msgspec.structs import replace
 
 from agentflow.cli.command import Command
-from agentflow.cli.serve import run_serve
+from agentflow.cli.serve import pull_missing, run_serve
 from agentflow.engine.process.child import lower_priority
 from agentflow.server.config.config import Effective, add_config_flags, read_flags
 from agentflow.server.config.schema import ServeConfig
@@ -24,15 +24,6 @@ if TYPE_CHECKING:
 
 # Addresses that stand for all interfaces: a browser on this machine uses loopback.
 ALL_INTERFACES = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
-
-
-def pull_missing(config: ServeConfig) -> None:
-    """Pulls those models of the configuration that have a known name and are not in the store."""
-    from agentflow.engine.store.model_store import KNOWN_MODELS, pull_model, pulled_folder
-
-    for model in config.models:
-        if model.path in KNOWN_MODELS and pulled_folder(model.path) is None:
-            pull_model(model.path)
 
 
 def quiet(effective: Effective) -> ServeConfig:

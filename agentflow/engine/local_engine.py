@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,13 +13,7 @@ from msgspec.structs import asdict, replace
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
-from agentflow.engine.machine import (
-    MIN_KV_TOKENS,
-    WANTED_KV_TOKENS,
-    free_cuda_bytes,
-    free_host_bytes,
-    kv_bytes_per_token,
-)
+from agentflow.engine.machine import fitting_kv_tokens, free_cuda_bytes, free_host_bytes, memory_need
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.process.ipc import Start
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
@@ -28,12 +21,12 @@ from agentflow.engine.process.supervisor import Deadlines, supervised_engine
 from agentflow.engine.runner import ModelRunner
 from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.store.model_store import resolve_model
+from agentflow.engine.store.hub_names import served_name
+from agentflow.engine.store.model_folder import weight_files
+from agentflow.engine.store.model_store import fetch_model_async, resolve_model
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
 
-# The largest fraction of the free memory that the KV pool takes.
-MAX_MEMORY_FRACTION = 0.5
 # Time limit of a load beside reading the weights: importing torch, compiling kernels, a cold disk.
 LOAD_S = 180.0
 SLOW_DISK_BYTES_PER_S = 20e6
@@ -48,7 +41,7 @@ async def open_engine(
     folder = resolve_model(options.model)
     if options.own_process:
         # Sized once, here: after a restart the pool must have the same size.
-        kv_tokens = options.kv_tokens or _fitting_kv_tokens(folder, options.dtype, free_host_bytes())
+        kv_tokens = options.kv_tokens or _kv_tokens(options, folder, free_host_bytes())
         chosen = replace(options, model=str(folder), kv_tokens=kv_tokens)
         start = Start(loader=f"{__name__}:{load_engine.__name__}", options=asdict(chosen))
         opening = supervised_engine(
@@ -75,7 +68,7 @@ def load_engine(**options: Any) -> tuple[ModelRunner, Tokenizer, SchedulerConfig
 
 def deadlines_of(options: EngineOptions, folder: Path) -> Deadlines:
     """Time limits of an engine process."""
-    weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    weight_bytes = sum((folder / name).stat().st_size for name in weight_files(folder))
     load_s = options.load_timeout_s or LOAD_S + weight_bytes / SLOW_DISK_BYTES_PER_S
     if options.step_timeout_s is None:
         return Deadlines(load_s=load_s)
@@ -96,7 +89,9 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
     limit_spinning()
     from agentflow.engine.models.torch_runner import TorchRunner
 
-    num_slots = options.kv_tokens or _fitting_kv_tokens(folder, options.dtype, _free_bytes(device))
+    # In a process of its own, the pool is given, and was checked where the process was started.
+    num_slots = options.kv_tokens if options.own_process else None
+    num_slots = num_slots or _kv_tokens(options, folder, _free_bytes(device))
     runner = TorchRunner(
         folder, device=device, dtype=options.dtype, num_slots=num_slots, num_threads=options.threads
     )
@@ -108,10 +103,13 @@ async def open_generator(**options: Any) -> AsyncIterator[EngineGenerator]:
     """A generator for an interpreter: an engine, its chat template, and a compiler of constraints.
     ``options``: the fields of ``EngineOptions``."""
     chosen = EngineOptions(**options)
-    template = ChatTemplate.from_folder(resolve_model(chosen.model))
+    folder = await fetch_model_async(chosen.model)
+    name = served_name(chosen.model)
+    chosen = replace(chosen, model=str(folder))
+    template = ChatTemplate.from_folder(folder)
     # The compiler first: its process loads at the same time as the model, and uses only what that leaves.
     async with constraint_compiler() as compiler, open_engine(chosen) as client:
-        yield EngineGenerator(client, template, compiler=compiler)
+        yield EngineGenerator(client, template, name=name, compiler=compiler)
 
 
 def _default_device() -> str:
@@ -138,8 +136,5 @@ def _free_bytes(device: str) -> int:
     return free_host_bytes() if on_gpu is None else on_gpu
 
 
-def _fitting_kv_tokens(folder: Path, dtype: str, free_bytes: int) -> int:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    bytes_per_token = kv_bytes_per_token(config, 4 if dtype == "float32" else 2)
-    room = int(free_bytes * MAX_MEMORY_FRACTION) // bytes_per_token
-    return max(MIN_KV_TOKENS, min(WANTED_KV_TOKENS, room))
+def _kv_tokens(options: EngineOptions, folder: Path, free_bytes: int) -> int:
+    return fitting_kv_tokens(memory_need(folder.name, folder, options.dtype, options.kv_tokens), free_bytes)

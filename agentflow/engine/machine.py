@@ -28,10 +28,13 @@ from typing import Any
 import anyio
 
 from agentflow.engine.process.child import import_path
+from agentflow.engine.store.model_folder import weight_files
 from agentflow.errors import BadArgument, BadModelFolder, EngineFailed
 
 WANTED_KV_TOKENS = 65_536
 MIN_KV_TOKENS = 1_024
+# The largest fraction of the free memory for the KV pool of a single model.
+MAX_KV_FRACTION = 0.5
 # What a process needs beside weights and KV: torch, the tokenizer, activations.
 PROCESS_BYTES = 500_000_000
 
@@ -122,10 +125,36 @@ def memory_need(name: str, folder: Path, dtype: str, kv_tokens: int | None) -> M
 
 def kv_bytes_per_token(config: Mapping[str, Any], item_bytes: int) -> int:
     """Bytes of the keys and values of one token in all layers. ``config``: the model's config.json."""
-    heads: int = config.get("num_key_value_heads") or config.get("num_attention_heads", 1)
-    head_size: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    layers: int = config["num_hidden_layers"]
+    config = config.get("text_config") or config
+    try:
+        # GPT-2 and its relatives have the second names.
+        num_heads: int = config.get("num_attention_heads") or config["n_head"]
+        heads: int = config.get("num_key_value_heads") or num_heads
+        head_size: int = (
+            config.get("head_dim") or (config.get("hidden_size") or config["n_embd"]) // num_heads
+        )
+        layers: int = config.get("num_hidden_layers") or config["n_layer"]
+    except KeyError as error:
+        raise BadModelFolder(f"config.json does not give {error}", param=str(error.args[0])) from None
     return 2 * layers * heads * head_size * item_bytes
+
+
+def fitting_kv_tokens(need: MemoryNeed, free_bytes: int) -> int:
+    """The size of the KV pool of a single model: at most half of the free memory, unless the size is given.
+    ``BadArgument`` if the model does not fit.
+
+    >>> fitting_kv_tokens(MemoryNeed("a", 500_000_000, 10_000), 2_000_000_000)
+    65536
+    >>> fitting_kv_tokens(MemoryNeed("a", 500_000_000, 10_000), 1_100_000_000)
+    10000
+    """
+    left = free_bytes - need.weight_bytes - PROCESS_BYTES
+    if (need.kv_tokens or MIN_KV_TOKENS) * need.kv_bytes_per_token > left:
+        raise _does_not_fit([need], free_bytes)
+    if need.kv_tokens is not None:
+        return need.kv_tokens
+    room = min(left, int(free_bytes * MAX_KV_FRACTION)) // need.kv_bytes_per_token
+    return max(MIN_KV_TOKENS, min(WANTED_KV_TOKENS, room))
 
 
 def divide_memory(needs: Sequence[MemoryNeed], budget_bytes: int) -> dict[str, int]:
@@ -157,17 +186,19 @@ def _does_not_fit(needs: Sequence[MemoryNeed], budget_bytes: int) -> BadArgument
         f"{need.kv_tokens or MIN_KV_TOKENS:,} tokens"
         for need in needs
     ]
+    models, fewer = ("models do", "fewer models") if len(needs) > 1 else ("model does", "a smaller model")
     return BadArgument(
-        f"the models do not fit into {budget_bytes / 1e9:.2f} GB: {'; '.join(lines)}; plus "
-        f"{PROCESS_BYTES / 1e9:.2f} GB for each process. Serve fewer models, reduce --kv-tokens, or raise "
-        "--memory-share"
+        f"the {models} not fit into {budget_bytes / 1e9:.2f} GB of memory: {'; '.join(lines)}; plus "
+        f"{PROCESS_BYTES / 1e9:.2f} GB for the work of each: give smaller kv_tokens, dtype bfloat16 and not "
+        f"float32, {fewer}, or a server a larger memory_share",
+        param="kv_tokens",
     )
 
 
 def _num_parameters(folder: Path) -> int:
     """Counted in the headers of the safetensors files: 8 bytes of length, then JSON."""
     total = 0
-    for file in folder.glob("*.safetensors"):
+    for file in (folder / name for name in weight_files(folder)):
         with file.open("rb") as stream:
             try:
                 (length,) = struct.unpack("<Q", stream.read(8))

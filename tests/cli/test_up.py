@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from agentflow.cli.up import has_screen, pull_missing, quiet
+from agentflow.cli.serve import pull_missing
+from agentflow.cli.up import has_screen, quiet
 from agentflow.engine.store import model_store
 from agentflow.server.config.config import Effective, Flags, load_config
 

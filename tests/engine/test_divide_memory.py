@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,8 @@ from agentflow.engine.machine import (
     WANTED_KV_TOKENS,
     MemoryNeed,
     divide_memory,
+    fitting_kv_tokens,
+    kv_bytes_per_token,
     memory_need,
 )
 from agentflow.errors import BadArgument, BadModelFolder
@@ -104,3 +107,27 @@ def test_weights_are_counted_in_the_headers_of_their_files(tmp_path):
     (tmp_path / "model-0.safetensors").write_bytes(b"short")
     with pytest.raises(BadModelFolder, check=has_param("model-0.safetensors")):
         memory_need("m", tmp_path, "bfloat16", None)
+
+
+@given(NEEDS, st.integers(0, 10**11))
+def test_the_pool_of_a_single_model_fits(needs, free_bytes):
+    need = needs[0]
+    least = fixed_bytes([need]) + (MIN_KV_TOKENS * need.kv_bytes_per_token if need.kv_tokens is None else 0)
+    if least > free_bytes:
+        with pytest.raises(BadArgument, check=has_param("kv_tokens")):
+            fitting_kv_tokens(need, free_bytes)
+        return
+    kv_tokens = fitting_kv_tokens(need, free_bytes)
+    assert fixed_bytes([replace(need, kv_tokens=kv_tokens)]) <= free_bytes
+    if need.kv_tokens is not None:
+        assert kv_tokens == need.kv_tokens
+    elif kv_tokens > MIN_KV_TOKENS:
+        assert kv_tokens <= WANTED_KV_TOKENS
+        assert kv_tokens * need.kv_bytes_per_token <= free_bytes / 2
+
+
+def test_a_config_with_the_names_of_gpt2_has_a_size():
+    config = {"n_layer": 3, "n_head": 4, "n_embd": 64}
+    assert kv_bytes_per_token(config, 2) == 2 * 3 * 64 * 2
+    with pytest.raises(BadModelFolder, check=has_param("n_layer")):
+        kv_bytes_per_token({"n_head": 4, "n_embd": 64}, 2)

@@ -6,7 +6,6 @@ and release the pages of a tensor once it is copied, so that at most one tensor 
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,9 +21,8 @@ from torch import Tensor
 from agentflow.engine.models.page_advice import release_file_pages
 from agentflow.engine.store.gguf.file import find_gguf, open_gguf
 from agentflow.engine.store.gguf.tensors import GgufTensor
+from agentflow.engine.store.model_folder import weight_files
 from agentflow.errors import BadModelFolder
-
-_INDEX = "model.safetensors.index.json"
 
 
 def open_checkpoint(path: Path, dtype: torch.dtype, device: torch.device) -> Checkpoint | GgufCheckpoint:
@@ -138,13 +136,10 @@ class Checkpoint(TensorSource):
         release_file_pages(stored.data_ptr(), stored.nbytes)
 
     def _file_names(self) -> list[str]:
-        index = self._path / _INDEX
-        if index.is_file():
-            try:
-                return sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise BadModelFolder(f"{index} cannot be read: {error!r}", param=index.name) from error
-        names = sorted(file.name for file in self._path.glob("*.safetensors"))
+        try:
+            names = weight_files(self._path)
+        except BadModelFolder as error:
+            raise BadModelFolder(f"{self._path}: {error}", param=error.param) from None
         if not names:
             raise BadModelFolder(
                 f"{self._path} has no *.safetensors and no *.gguf file: other formats are not read",

@@ -1,6 +1,7 @@
-"""The models on this computer: finds them by name or path, and pulls the known ones.
+"""The models on this computer: finds them by name or path, and pulls them.
 
-The store is a folder in the user's cache (``AGENTFLOW_CACHE`` moves it)::
+A name is looked for among the known models of the store, then as a path, then in the cache of the Hugging
+Face hub (``hub``). The store is a folder in the user's cache (``AGENTFLOW_CACHE`` moves it)::
 
     models/smollm2-135m/            a Hugging Face folder with agentflow.json, which names its source
     models/.smollm2-135m.lock       locked (flock) by the process that pulls
@@ -24,15 +25,21 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import anyio.to_thread
 from platformdirs import user_cache_dir
 from rich.console import Console
 
+from agentflow.engine.store.catalog import CATALOG
+from agentflow.engine.store.hub import pull_from_hub
+from agentflow.engine.store.hub_names import cached_model, hub_name
+from agentflow.engine.store.model_folder import check_model, faults_of
 from agentflow.engine.store.pip_download import Report, fetch_from_wheel
-from agentflow.engine.store.pull_progress import PullListener, Silent, shown_on
-from agentflow.errors import BadModelFolder, PullFailed, UnknownModel
+from agentflow.engine.store.pull_progress import Phase, PullListener, Silent, shown_on
+from agentflow.errors import PullFailed, UnknownModel
 from agentflow.protocol.wire import DEFAULT_MODEL
 
 STORE_FORMAT: Final = 1
@@ -94,26 +101,91 @@ KNOWN_MODELS: Final[Mapping[str, ModelSource]] = {
 }
 
 
-def resolve_model(name_or_path: str) -> Path:
-    """The folder of a model: a known name in the store, or a local Hugging Face folder.
+def resolve_model(name: str) -> Path:
+    """What a model's name stands for on this computer: the folder of a Hugging Face model, or a ``.gguf``
+    file. ``name``: a known name, a path, or the hub's ``OWNER/NAME[:GGUF][@REVISION]``. A path that exists
+    comes before a name of the hub.
 
     Raises:
-        UnknownModel: neither a known name nor a folder, or a known model that is not pulled yet.
-        BadModelFolder: a folder whose config, weights or tokenizer are missing or damaged.
+        UnknownModel: no such name or path, or a model that is not pulled yet.
+        BadModelFolder: a model whose config, weights or tokenizer are missing or damaged.
     """
-    if (source := KNOWN_MODELS.get(name_or_path)) is not None:
+    if (source := KNOWN_MODELS.get(name)) is not None:
         if not _is_pulled(source):
-            raise UnknownModel(f"{source.name} is not in the store: run `agentflow pull {source.name}`")
+            raise UnknownModel(f"{name} is not in the store: run `agentflow pull {name}`", param=name)
         return _folder_of(source)
-    path = os.path.expanduser(name_or_path)
-    if not os.path.exists(path):
+    if (path := _local_path(name)) is not None:
+        check_model(path)
+        return path
+    if (hub := hub_name(name)) is not None:
+        if (path := cached_model(hub)) is not None:
+            return path
         raise UnknownModel(
-            f"no model is named {name_or_path!r} (known: {', '.join(KNOWN_MODELS)}) and there is no such "
-            "folder: give a known name or the path of a Hugging Face model folder"
+            f"{name} is not on this computer, neither as a path nor pulled: run `agentflow pull {name}`",
+            param=name,
         )
-    folder = Path(path).resolve()
-    _check_model_folder(folder)
-    return folder
+    known = ", ".join((*KNOWN_MODELS, *CATALOG))
+    raise UnknownModel(
+        f"no model is named {name!r} and there is no such path: give a short name ({known}), OWNER/NAME on "
+        "the Hugging Face hub, a model folder or a .gguf file",
+        param=name,
+    )
+
+
+def is_missing(name: str) -> bool:
+    """Whether the name is that of a model that can be pulled and is not here."""
+    if name in KNOWN_MODELS:
+        return pulled_folder(name) is None
+    hub = hub_name(name) if _local_path(name) is None else None
+    return hub is not None and cached_model(hub) is None
+
+
+def fetch_model(
+    name: str, listener: PullListener | None = None, *, stop: threading.Event | None = None
+) -> Path:
+    """``resolve_model``, which first pulls a model of the hub if it is not here. ``listener``: None shows the
+    progress on standard error. ``stop`` ends a pull soon after it is set. Raises ``PullFailed``, too."""
+    hub = hub_name(name)
+    if hub is None or not is_missing(name) or name in KNOWN_MODELS:
+        return resolve_model(name)
+    with _shown(name, listener) as shown, _terminable():
+        return pull_from_hub(hub, shown if stop is None else _Stoppable(shown, stop))
+
+
+class _Stopped(BaseException):
+    pass
+
+
+class _Stoppable(Silent):
+    def __init__(self, listener: PullListener, stop: threading.Event) -> None:
+        self._listener = listener
+        self._stop = stop
+
+    def note(self, text: str) -> None:
+        self._listener.note(text)
+
+    def begin(self, phase: Phase) -> None:
+        self._listener.begin(phase)
+
+    def advance(self, done: int, total: int) -> None:
+        if self._stop.is_set():
+            raise _Stopped
+        self._listener.advance(done, total)
+
+
+async def fetch_model_async(name: str) -> Path:
+    """``fetch_model`` in a thread. Cancellation ends a pull soon after."""
+    stop = threading.Event()
+    try:
+        return await anyio.to_thread.run_sync(partial(fetch_model, name, stop=stop), abandon_on_cancel=True)
+    finally:
+        stop.set()
+
+
+def _local_path(name: str) -> Path | None:
+    path = os.path.expanduser(name)
+    # Not resolved if it is a file: the hub's cache has links whose targets have no suffix.
+    return None if not os.path.exists(path) else Path(os.path.abspath(path))
 
 
 def pulled_folder(name: str) -> Path | None:
@@ -123,16 +195,26 @@ def pulled_folder(name: str) -> Path | None:
 
 
 def pull_model(name: str, *, progress: bool = True) -> Path:
-    """Pulls a known model unless it is in the store. Returns its folder.
+    """Pulls a model, unless it is here and up to date. Returns its folder, or its ``.gguf`` file.
 
-    ``progress`` shows bars on standard error if that is a terminal, and one line for each phase otherwise.
+    ``name``: a known name, or the hub's ``OWNER/NAME[:GGUF][@REVISION]``. ``progress`` shows bars on standard
+    error if that is a terminal, and one line for each phase otherwise.
 
     Raises:
         UnknownModel: no known model has that name.
-        PullFailed: it could not be fetched, verified, converted or written. The store is unchanged.
+        PullFailed: it could not be fetched, verified, converted or written. Nothing half-done is left.
     """
-    if (source := KNOWN_MODELS.get(name)) is None:
-        raise UnknownModel(f"no model is named {name!r}: the models to pull are {', '.join(KNOWN_MODELS)}")
+    source, hub = KNOWN_MODELS.get(name), hub_name(name)
+    listener = None if progress else Silent()
+    if source is None and hub is not None:
+        with _shown(name, listener) as shown, _terminable():
+            return pull_from_hub(hub, shown)
+    if source is None:
+        known = ", ".join((*KNOWN_MODELS, *CATALOG))
+        raise UnknownModel(
+            f"no model is named {name!r}: give a short name ({known}), or OWNER/NAME on the Hugging Face hub",
+            param=name,
+        )
     if _is_pulled(source):
         return _folder_of(source)
     try:
@@ -141,10 +223,17 @@ def pull_model(name: str, *, progress: bool = True) -> Path:
         raise PullFailed(
             f"pulling a model needs the package {error.name!r}: run `pip install 'agentflow-lm[engine]'`"
         ) from error
-    if not progress:
-        return pull_source(source, Silent())
-    with shown_on(Console(stderr=True), name) as listener:
-        return pull_source(source, listener)
+    with _shown(name, listener) as shown:
+        return pull_source(source, shown)
+
+
+@contextmanager
+def _shown(name: str, listener: PullListener | None) -> Iterator[PullListener]:
+    if listener is not None:
+        yield listener
+        return
+    with shown_on(Console(stderr=True), name) as shown:
+        yield shown
 
 
 def pull_source(source: ModelSource, listener: PullListener) -> Path:
@@ -180,7 +269,7 @@ def _is_pulled(source: ModelSource) -> bool:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
     except (OSError, ValueError):
         return False
-    return bool(manifest == _manifest(source)) and not _faults_of(folder)
+    return bool(manifest == _manifest(source)) and not faults_of(folder)
 
 
 def _manifest(source: ModelSource) -> dict[str, Any]:
@@ -290,68 +379,3 @@ def _terminable() -> Iterator[None]:
     finally:
         for number in replaced:
             signal.signal(number, signal.SIG_DFL)
-
-
-def _check_model_folder(folder: Path) -> None:
-    """``BadModelFolder``, which lists all faults, unless the folder can be loaded."""
-    if not folder.is_dir():
-        raise BadModelFolder(
-            f"{folder} is a file: give the folder that holds config.json, *.safetensors and tokenizer.json"
-        )
-    if faults := _faults_of(folder):
-        raise BadModelFolder(f"{folder} is not a usable model folder: {'; '.join(faults)}")
-
-
-def _faults_of(folder: Path) -> list[str]:
-    """The faults that keep the folder from being loaded, one phrase each. Reads the config and the headers of
-    the weights only: a few milliseconds."""
-    faults = [
-        f"{name} is missing" for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()
-    ]
-    if (folder / "config.json").is_file() and _json_object(folder / "config.json") is None:
-        faults.append("config.json is not a JSON object")
-    return faults + _weight_faults(folder)
-
-
-def _weight_faults(folder: Path) -> list[str]:
-    files = {file.name for file in folder.glob("*.safetensors")}
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        content = _json_object(index)
-        shards = content.get("weight_map") if content else None
-        if not isinstance(shards, dict):
-            return [f"{index.name} has no weight_map"]
-        files = {str(name) for name in shards.values()}
-    if not files:
-        return ["*.safetensors is missing (other weight formats are not read)"]
-    return [fault for name in sorted(files) if (fault := _safetensors_fault(folder / name))]
-
-
-def _safetensors_fault(file: Path) -> str | None:
-    """Compares the file's size with its header, to find incomplete downloads and Git LFS pointers, which
-    would later cause bus errors or obscure messages."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as content:
-            header_bytes = int.from_bytes(content.read(8), "little")
-            header = json.loads(content.read(header_bytes)) if 8 + header_bytes <= size else None
-    except FileNotFoundError:
-        return f"{file.name} is missing"
-    except (OSError, ValueError):
-        header = None
-    if not isinstance(header, dict):
-        return f"{file.name} is not a safetensors file (a Git LFS pointer? then run `git lfs pull`)"
-    try:
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        whole = size == 8 + header_bytes + max(ends, default=0)
-    except (TypeError, KeyError, IndexError):
-        whole = False
-    return None if whole else f"{file.name} is truncated or damaged"
-
-
-def _json_object(file: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None

@@ -13,7 +13,7 @@ Phase = Literal["download", "verify", "convert", "store"]
 
 _SAYS: Final[dict[Phase, str]] = {
     "download": "downloading",
-    "verify": "checking the SHA-256",
+    "verify": "checking the hashes",
     "convert": "converting to safetensors",
     "store": "storing",
 }
@@ -24,6 +24,9 @@ class PullListener(Protocol):
 
     def waiting(self) -> None:
         """Another process pulls the same model; this pull waits for it."""
+
+    def note(self, text: str) -> None:
+        """Something that the user may want to know, such as why the pull waits."""
 
     def begin(self, phase: Phase) -> None:
         """A phase begins, and the one before it has ended."""
@@ -36,6 +39,9 @@ class Silent:
     """Reports nothing."""
 
     def waiting(self) -> None:
+        pass
+
+    def note(self, text: str) -> None:
         pass
 
     def begin(self, phase: Phase) -> None:
@@ -55,6 +61,9 @@ class Lines(Silent):
     def waiting(self) -> None:
         self._say("waiting for another pull of the same model")
 
+    def note(self, text: str) -> None:
+        self._say(text)
+
     def begin(self, phase: Phase) -> None:
         self._say(_SAYS[phase])
 
@@ -72,7 +81,10 @@ class Bars:
         self._total = 1
 
     def waiting(self) -> None:
-        self._progress.console.print(f"{self._name}: waiting for another pull of the same model")
+        self.note("waiting for another pull of the same model")
+
+    def note(self, text: str) -> None:
+        self._progress.console.print(f"{self._name}: {text}", soft_wrap=True, highlight=False, markup=False)
 
     def begin(self, phase: Phase) -> None:
         self.finish()

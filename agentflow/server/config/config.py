@@ -22,6 +22,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from agentflow.engine.store.hub_names import served_name
 from agentflow.errors import BadArgument
 from agentflow.protocol.wire import DEFAULT_MODEL
 from agentflow.server.config.schema import (
@@ -229,15 +230,14 @@ def _models(
 
 
 def _named(text: str, where: str) -> tuple[str, str | None]:
-    """Name and path of ``NAME`` or ``NAME=PATH``. A path alone is named after its last folder."""
+    """Name and path of ``NAME`` or ``NAME=PATH``. A path alone is named after its last part."""
     name, equals, path = text.partition("=")
     if equals and name and path and "/" not in name:
         return name, path
     if not text or (equals and (not name or not path)):
         raise BadArgument(f"{where} must be NAME or NAME=PATH, not {text!r}")
-    if os.sep in text or text in (".", ".."):
-        return Path(text).expanduser().resolve().name or text, text
-    return text, None
+    own = served_name(text)
+    return own, None if own == text else text
 
 
 def _check(config: ServeConfig) -> None:

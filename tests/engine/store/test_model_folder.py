@@ -39,9 +39,9 @@ def test_an_empty_folder_names_all_that_is_missing(tmp_path: Path) -> None:
 
 
 def test_a_file_in_place_of_a_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(BadModelFolder, match=r"model\.gguf"):
-        resolve_model(str(tmp_path / "model.gguf"))
+    (tmp_path / "model.onnx").write_bytes(b"ONNX")
+    with pytest.raises(BadModelFolder, match=r"model\.onnx"):
+        resolve_model(str(tmp_path / "model.onnx"))
 
 
 @pytest.mark.parametrize("content", [b"[]", b"{", b"\xff"])

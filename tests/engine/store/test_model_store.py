@@ -54,7 +54,7 @@ def test_a_pulled_model_is_found_by_name(store: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["nobody/nothing", "", "~no-such-user/model", "x" * 5000, "nul\0byte"])
+@pytest.mark.parametrize("name", ["", "~no-such-user/model", "x" * 5000, "nul\0byte"])
 def test_an_unknown_name_is_refused_with_the_known_ones(store: Path, name: str) -> None:
     with pytest.raises(UnknownModel, match=r"\btiny\b"):
         resolve_model(name)

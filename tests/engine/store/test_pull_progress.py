@@ -33,7 +33,7 @@ def test_outside_a_terminal_each_phase_is_one_line() -> None:
     assert out.getvalue().splitlines() == [
         "tiny: waiting for another pull of the same model",
         "tiny: downloading",
-        "tiny: checking the SHA-256",
+        "tiny: checking the hashes",
         "tiny: converting to safetensors",
         "tiny: storing",
     ]

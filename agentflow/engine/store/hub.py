@@ -1,0 +1,352 @@
+"""Pulls models from the Hugging Face hub into its cache, which other tools share.
+
+``huggingface_hub`` knows the token, the mirror (``HF_ENDPOINT``), the proxy and the cache. Only the files
+that are needed are fetched, the small ones first: a model that cannot be run is rejected before its weights.
+
+Nothing half-done is in use: the library puts a file in place when it is whole, all files are compared with
+the hub's hashes, and only then the revision points to them. A pull that was interrupted continues with the
+files that are still missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from agentflow.engine.store.hub_errors import explained
+from agentflow.engine.store.hub_names import COMMIT, HubName, cache_folder, gguf_file, repository_folder
+from agentflow.engine.store.model_folder import INDEX, faults_of, json_object, pickles_in, shards_in
+from agentflow.engine.store.pull_progress import PullListener
+from agentflow.errors import PullFailed
+from agentflow.version import __version__
+
+SMALL_FILES: Final = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What is read of a model folder, beside its weights."""
+
+_INFO_TIMEOUT_S: Final = 30.0
+_STALE_S: Final = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file of a repository. ``sha256``: of its content, if it is a large file; otherwise ``git_sha1`` is of
+    its content after git's header. Empty: the hub does not give it."""
+
+    path: str
+    num_bytes: int
+    sha256: str = ""
+    git_sha1: str = ""
+
+
+def pull_from_hub(name: HubName, listener: PullListener) -> Path:
+    """Fetches what is missing of the model, and verifies all of it. Returns its snapshot folder, or its GGUF
+    file. An exception of the listener ends the pull.
+
+    Raises:
+        PullFailed: the hub, the network, the disk or the model does not allow it; says what to do.
+    """
+    try:
+        import huggingface_hub  # noqa: F401  also sets up its logger
+    except ImportError as error:
+        raise PullFailed(
+            f"pulling {name} needs the package {error.name!r}: run `pip install 'agentflow-lm[engine]'`"
+        ) from error
+    with _notes_to(listener):
+        return _Pull(name, listener).run()
+
+
+class _Pull:
+    def __init__(self, name: HubName, listener: PullListener) -> None:
+        self._name = name
+        self._listener = listener
+        self._commit = ""
+        self._fetched: set[str] = set()
+        self._done_bytes = 0
+        self._total_bytes = 0
+
+    def run(self) -> Path:
+        listener = self._listener
+        listener.begin("download")
+        files = self._files()
+        self._remove_stale()
+        if self._name.gguf:
+            chosen = [files[gguf_file(self._name, files)]]
+            self._fetch(chosen)
+        else:
+            chosen = self._fetch_folder(files)
+        listener.begin("verify")
+        self._verify(chosen)
+        if not self._name.gguf and (faults := faults_of(self._snapshot)):
+            raise PullFailed(f"{self._name} cannot be used: {'; '.join(faults)}", param=self._name.repository)
+        self._point_revision()
+        return self._snapshot / chosen[0].path if self._name.gguf else self._snapshot
+
+    def _files(self) -> dict[str, HubFile]:
+        """The files of the commit that the revision stands for, by path."""
+        from huggingface_hub import HfApi
+
+        api = HfApi(library_name="agentflow", library_version=__version__)
+        repository, revision = self._name.repository, self._name.revision
+        with explained(self._name):
+            info = api.model_info(repository, revision=revision, files_metadata=True, timeout=_INFO_TIMEOUT_S)
+            self._commit = str(info.sha)
+            if not COMMIT.fullmatch(self._commit):
+                raise ValueError("no commit")
+            entries: Sequence[Any] = info.siblings or []
+            if not entries or any(entry.size is None for entry in entries):  # a mirror that leaves them out
+                tree = api.list_repo_tree(repository, recursive=True, revision=self._commit)
+                entries = [entry for entry in tree if hasattr(entry, "size")]
+            found = [_hub_file(entry) for entry in entries]
+        return {file.path: file for file in found if ".." not in file.path.split("/")}
+
+    def _fetch_folder(self, files: Mapping[str, HubFile]) -> list[HubFile]:
+        """The files of a model folder, which are in the cache afterwards."""
+        weights = self._check_listing(files)
+        small = [files[path] for path in (*SMALL_FILES, INDEX) if path in files]
+        self._fetch(small)
+        self._check_config()
+        if INDEX in files:
+            shards = shards_in(self._snapshot / INDEX)
+            if shards is None or not shards <= files.keys():
+                raise PullFailed(
+                    f"{self._name}: {INDEX} does not name files of the repository: it is incomplete; try "
+                    "another revision",
+                    param=INDEX,
+                )
+            weights = [files[path] for path in sorted(shards)]
+        self._fetch(weights)
+        return [*small, *weights]
+
+    def _check_listing(self, files: Mapping[str, HubFile]) -> list[HubFile]:
+        """The safetensors files. ``PullFailed`` if there are none, or another needed file is missing."""
+        name = self._name
+        tensors = [file for path, file in files.items() if path.endswith(".safetensors") and "/" not in path]
+        if not tensors:
+            ggufs = sorted(path for path in files if path.endswith(".gguf"))
+            pickles = pickles_in(files)
+            if ggufs:
+                reason = f"GGUF files only: name one, as in {name.repository}:{ggufs[0]}"
+            elif pickles:
+                reason = (
+                    f"weights only as pickles ({pickles[0]}), which can run code when they are read: take a "
+                    "copy of the model with safetensors, or another revision"
+                )
+            else:
+                reason = "no weights: take another repository"
+            raise PullFailed(f"{name.repository} has {reason}", param=name.repository)
+        for path in ("config.json", "tokenizer.json"):
+            if path not in files:
+                raise PullFailed(
+                    f"{name.repository} has no {path}, which is needed: take another repository or revision",
+                    param=path,
+                )
+        return [files["model.safetensors"]] if "model.safetensors" in files else tensors
+
+    def _check_config(self) -> None:
+        """Rejects, before the weights are fetched, a model that only its own code could run."""
+        config = json_object(self._snapshot / "config.json")
+        if config is None:
+            raise PullFailed(f"config.json of {self._name} is not a JSON object", param="config.json")
+        if "auto_map" not in config:
+            return
+        from agentflow.engine.models.config import architectures_of
+        from agentflow.engine.models.families.registry import FAMILIES
+
+        names = architectures_of(config)
+        if not any(name in FAMILIES or _in_transformers(name) for name in names):
+            raise PullFailed(
+                f"{self._name} needs code of its own (auto_map in config.json), which is never run: take a "
+                "model whose architecture transformers has",
+                param="auto_map",
+            )
+
+    def _fetch(self, files: Sequence[HubFile]) -> None:
+        """Fetches those that the cache does not have."""
+        missing = [file for file in files if not self._has(file)]
+        missing_bytes = sum(file.num_bytes for file in missing)
+        self._total_bytes += missing_bytes
+        self._check_disk(missing_bytes)
+        for file in missing:
+            self._download(file)
+
+    def _download(self, file: HubFile, *, again: bool = False) -> None:
+        from huggingface_hub import hf_hub_download
+
+        self._fetched.add(file.path)
+        with explained(self._name, file.path):
+            hf_hub_download(
+                self._name.repository,
+                file.path,
+                revision=self._commit,
+                library_name="agentflow",
+                library_version=__version__,
+                force_download=again or self._path(file).exists(),  # of the wrong size
+                tqdm_class=self._progress(),
+            )
+
+    def _verify(self, files: Sequence[HubFile]) -> None:
+        """Compares the files with the hub's hashes. One that was damaged in the cache is fetched again."""
+        total, done = sum(file.num_bytes for file in files), 0
+        for file in files:
+            is_intact = self._is_intact(file, done, total)
+            if not is_intact and file.path not in self._fetched:
+                self._download(file, again=True)
+                is_intact = self._is_intact(file, done, total)
+            if not is_intact:
+                self._remove(file)
+                raise PullFailed(
+                    f"{file.path} of {self._name} does not have the hash that the hub gives: it was damaged "
+                    "on the way or tampered with, and has been removed; pull again",
+                    param=file.path,
+                )
+            done += file.num_bytes
+
+    def _is_intact(self, file: HubFile, done: int, total: int) -> bool:
+        digest = hashlib.sha256() if file.sha256 else hashlib.sha1(usedforsecurity=False)
+        if not file.sha256:
+            digest.update(f"blob {file.num_bytes}\0".encode())
+        with self._path(file).open("rb") as content:
+            while block := content.read(1 << 22):
+                digest.update(block)
+                self._listener.advance(done + content.tell(), total)
+        expected = file.sha256 or file.git_sha1
+        return not expected or digest.hexdigest() == expected
+
+    def _remove(self, file: HubFile) -> None:
+        """Removes the file from the cache: the link in the snapshot, and the content."""
+        link = self._path(file)
+        content = link.parent / os.readlink(link) if link.is_symlink() else None
+        for path in (link, content):
+            if path is not None:
+                path.unlink(missing_ok=True)
+
+    def _check_disk(self, num_bytes: int) -> None:
+        folder = cache_folder()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(folder).free
+        except OSError as error:
+            raise PullFailed(
+                f"{self._name} cannot be written to {folder} ({error}): set HF_HOME to a folder that can"
+            ) from error
+        if num_bytes > free:
+            raise PullFailed(
+                f"{self._name} needs {num_bytes / 1e9:.2f} GB in {folder}, where {free / 1e9:.2f} GB are "
+                "free: make room, or set HF_HOME to a folder on another disk",
+                param=self._name.repository,
+            )
+
+    def _remove_stale(self) -> None:
+        """Removes what a killed pull has left: the library does not resume it, and the name is not reused."""
+        for leftover in (repository_folder(self._name) / "blobs").glob("*.incomplete"):
+            if time.time() - leftover.stat().st_mtime > _STALE_S:
+                leftover.unlink(missing_ok=True)
+
+    def _point_revision(self) -> None:
+        """Records, now that its files are there, which commit the revision stands for."""
+        if self._name.revision == self._commit:
+            return
+        ref = repository_folder(self._name) / "refs" / self._name.revision
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        fresh = ref.with_name(f"{ref.name}.{os.getpid()}.tmp")
+        fresh.write_text(self._commit, encoding="ascii")
+        fresh.replace(ref)
+
+    @property
+    def _snapshot(self) -> Path:
+        return repository_folder(self._name) / "snapshots" / self._commit
+
+    def _path(self, file: HubFile) -> Path:
+        return self._snapshot / file.path
+
+    def _has(self, file: HubFile) -> bool:
+        try:
+            return self._path(file).stat().st_size == file.num_bytes
+        except OSError:
+            return False
+
+    def _progress(self) -> type:
+        """A class in the place of tqdm's, whose objects report to the listener. The library makes one or two
+        for each file; it counts the bytes on the disk in ``update``, those on the network elsewhere."""
+        pull = self
+
+        class Progress:
+            def __init__(self, *_: object, **__: object) -> None:
+                self.total: int | None = None
+
+            def __enter__(self) -> Progress:
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                pass
+
+            def update(self, num_bytes: float | None = 1) -> None:
+                pull._done_bytes += int(num_bytes or 0)
+                pull._listener.advance(pull._done_bytes, pull._total_bytes)
+
+            def update_transfer(self, num_bytes: float | None = 1) -> None:
+                pass
+
+            def set_postfix_str(self, text: str, refresh: bool = False) -> None:
+                pass
+
+            set_transfer_postfix_str = set_postfix_str
+
+            def close(self) -> None:
+                pass
+
+        return Progress
+
+
+def _hub_file(entry: Any) -> HubFile:
+    """From what the library lists, with either of its types."""
+    path = getattr(entry, "rfilename", None) or entry.path
+    num_bytes = entry.lfs.size if entry.lfs is not None else entry.size
+    if entry.lfs is not None:
+        return HubFile(path, num_bytes, sha256=entry.lfs.sha256)
+    return HubFile(path, num_bytes, git_sha1=entry.blob_id or "")
+
+
+def _in_transformers(architecture: object) -> bool:
+    try:
+        import transformers
+    except ImportError:
+        return False
+    return hasattr(transformers, str(architecture))
+
+
+class _Notes(logging.Handler):
+    """Passes what the library logs, such as a wait for the hub, to the listener."""
+
+    def __init__(self, listener: PullListener) -> None:
+        super().__init__(logging.WARNING)
+        self._listener = listener
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._listener.note(" ".join(record.getMessage().split()))
+
+
+@contextmanager
+def _notes_to(listener: PullListener) -> Iterator[None]:
+    logger = logging.getLogger("huggingface_hub")
+    before, logger.handlers = logger.handlers, [_Notes(listener)]
+    try:
+        yield
+    finally:
+        logger.handlers = before

@@ -1,0 +1,178 @@
+"""Names of models on the Hugging Face hub, and where the hub's cache on this computer has them.
+
+The cache is the one that other tools use, in the layout that the hub's library documents::
+
+    models--OWNER--NAME/refs/REVISION           the commit that a branch or tag stands for
+    models--OWNER--NAME/snapshots/COMMIT/FILE   a link to the file's content in blobs/
+
+Nothing here needs a network.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from agentflow.engine.store.catalog import CATALOG
+from agentflow.engine.store.model_folder import faults_of, gguf_parts, is_gguf
+from agentflow.errors import PullFailed
+
+MAIN: Final = "main"
+"""The revision of a name without one."""
+
+_PART: Final = r"[A-Za-z0-9][\w.-]*"
+_NAME: Final = re.compile(rf"(?P<repository>{_PART}/{_PART})(?::(?P<gguf>[^:@]+))?(?:@(?P<revision>[^:@]+))?")
+COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_QUANTISATION: Final = re.compile(
+    r"(?<![a-z0-9])(?:I?Q\d[A-Z0-9_]*|BF16|F16|F32)(?![a-z0-9_])", re.IGNORECASE
+)
+# An image encoder or an importance matrix beside a model.
+_OTHER_GGUF: Final = re.compile(r"mmproj|imatrix", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """``OWNER/NAME[:GGUF][@REVISION]``. ``gguf``: a quantisation, such as Q4_K_M, or the name of a file;
+    empty for the safetensors files."""
+
+    repository: str
+    gguf: str = ""
+    revision: str = MAIN
+
+    def __str__(self) -> str:
+        gguf = f":{self.gguf}" if self.gguf else ""
+        revision = f"@{self.revision}" if self.revision != MAIN else ""
+        return f"{self.repository}{gguf}{revision}"
+
+
+def hub_name(name: str) -> HubName | None:
+    """The repository that a short name or ``OWNER/NAME[:GGUF][@REVISION]`` stands for. None for other texts,
+    such as paths."""
+    if name in CATALOG:
+        return HubName(CATALOG[name].repository)
+    found = _NAME.fullmatch(name)
+    if found is None or (name.lower().endswith(".gguf") and not found["gguf"]):
+        return None
+    revision = found["revision"] or MAIN
+    if ".." in revision or revision.startswith("/"):
+        return None
+    return HubName(found["repository"], found["gguf"] or "", revision)
+
+
+def served_name(model: str) -> str:
+    """The name under which a model is served that is given no other: the last part of a path, and the names
+    of the store and of the hub as they are."""
+    path = os.path.expanduser(model)
+    is_path = os.path.exists(path) or (hub_name(model) is None and (os.sep in model or model in (".", "..")))
+    if not is_path:
+        return model
+    last = Path(os.path.abspath(path))
+    return (last.stem if is_gguf(last) else last.name) or model
+
+
+def cache_folder() -> Path:
+    """The folder of the hub's cache."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).expanduser()
+
+
+def cached_model(name: HubName) -> Path | None:
+    """The snapshot folder of a model, or its GGUF file, if the cache has all of it; else None."""
+    snapshot = cached_snapshot(name)
+    if snapshot is None:
+        return None
+    if not name.gguf:
+        return None if faults_of(snapshot) else snapshot
+    files = [file.relative_to(snapshot).as_posix() for file in snapshot.rglob("*.gguf") if file.is_file()]
+    try:
+        return snapshot / gguf_file(name, files)
+    except PullFailed:
+        return None
+
+
+def cached_snapshot(name: HubName) -> Path | None:
+    """The snapshot folder of the revision, which may have any of its files; None if there is none."""
+    repository = repository_folder(name)
+    commit = name.revision
+    if not COMMIT.fullmatch(commit):
+        try:
+            commit = (repository / "refs" / name.revision).read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            return None
+    folder = repository / "snapshots" / commit
+    return folder if COMMIT.fullmatch(commit) and folder.is_dir() else None
+
+
+def repository_folder(name: HubName) -> Path:
+    """The folder of a repository in the cache."""
+    return cache_folder() / "--".join(("models", *name.repository.split("/")))
+
+
+def cached_models() -> Iterator[tuple[HubName, Path]]:
+    """The models in the cache that are whole, at each revision with a name."""
+    for repository in sorted(cache_folder().glob("models--*--*")):
+        _, owner, *rest = repository.name.split("--")
+        refs = repository / "refs"
+        revisions = [ref.relative_to(refs).as_posix() for ref in sorted(refs.rglob("*")) if ref.is_file()]
+        for revision in revisions:
+            plain = HubName(f"{owner}/{'--'.join(rest)}", revision=revision)
+            snapshot = cached_snapshot(plain)
+            if snapshot is None:
+                continue
+            if not faults_of(snapshot):
+                yield plain, snapshot
+            yield from _cached_ggufs(plain, snapshot)
+
+
+def gguf_file(name: HubName, files: Iterable[str]) -> str:
+    """Which of a repository's files ``name.gguf`` means. ``PullFailed`` if that is none, several, or one of
+    the parts of a model."""
+    known = sorted(file for file in files if is_gguf(Path(file)))
+    if name.gguf in known:
+        found = [name.gguf]
+    else:
+        tag = re.compile(rf"(?<![a-z0-9]){re.escape(name.gguf.lower())}(?![a-z0-9_])")
+        models = [file for file in known if not _OTHER_GGUF.search(file)]
+        found = [file for file in models if tag.search(Path(file).name.lower())]
+        found = [file for file in found if gguf_parts(file) == 1] or found[:1]
+    if not found:
+        has = f"it has {_some(known)}" if known else "it has no GGUF file"
+        raise PullFailed(f"{name.repository} has no GGUF file {name.gguf}: {has}", param=name.gguf)
+    if (parts := gguf_parts(found[0])) > 1:
+        raise PullFailed(
+            f"{name.gguf} of {name.repository} is split into {parts} files, which are not read: take a "
+            "quantisation in one file, or merge the files with `llama-gguf-split --merge` and give the path",
+            param=name.gguf,
+        )
+    if len(found) > 1:
+        raise PullFailed(
+            f"{name.gguf} of {name.repository} can be {_some(found)}: give one, as in "
+            f"{name.repository}:{found[0]}",
+            param=name.gguf,
+        )
+    return found[0]
+
+
+def _cached_ggufs(name: HubName, snapshot: Path) -> Iterator[tuple[HubName, Path]]:
+    """The GGUF files of a snapshot, named by their quantisation if it is the only file of it."""
+    found = [file for file in sorted(snapshot.rglob("*.gguf")) if file.is_file()]
+    names = {file.relative_to(snapshot).as_posix(): file for file in found}
+    for name_in_repository, file in names.items():
+        if gguf_parts(file.name) > 1 or _OTHER_GGUF.search(file.name):
+            continue
+        gguf = name_in_repository
+        if tag := _QUANTISATION.search(file.name):
+            short = HubName(name.repository, tag[0].upper(), name.revision)
+            with suppress(PullFailed):
+                gguf = short.gguf if gguf_file(short, names) == gguf else gguf
+        yield HubName(name.repository, gguf, name.revision), file
+
+
+def _some(files: list[str], most: int = 8) -> str:
+    return ", ".join(files[:most]) + (", …" if len(files) > most else "")

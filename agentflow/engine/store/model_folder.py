@@ -1,0 +1,152 @@
+"""Checks a local model before it is loaded: a Hugging Face folder, or a GGUF file.
+
+Reads the config, the headers of the weights and the first bytes of a GGUF file only, in a few milliseconds.
+Weights that are pickles are rejected, because reading them can run code.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from agentflow.errors import BadModelFolder
+
+INDEX: Final = "model.safetensors.index.json"
+PICKLE_ENDINGS: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+_GGUF_MAGIC: Final = b"GGUF"
+_GGUF_PART: Final = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
+
+
+def check_model(path: Path) -> None:
+    """``BadModelFolder``, which lists all faults, unless ``path`` is a whole model folder or a GGUF file."""
+    if is_gguf(path):
+        check_gguf(path)
+        return
+    if not path.is_dir():
+        raise BadModelFolder(
+            f"{path} is a file: give the folder that holds config.json, *.safetensors and tokenizer.json, or "
+            "a .gguf file",
+            param=path.name,
+        )
+    if faults := faults_of(path):
+        raise BadModelFolder(f"{path} is not a usable model folder: {'; '.join(faults)}")
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether the path names a GGUF file."""
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
+def check_gguf(file: Path) -> None:
+    """``BadModelFolder`` unless the file begins as a GGUF file does, and is the whole model."""
+    if (parts := gguf_parts(file.name)) > 1:
+        raise BadModelFolder(
+            f"{file} is one of {parts} parts of a model: merge them with `llama-gguf-split --merge`, and "
+            "give the merged file",
+            param=file.name,
+        )
+    try:
+        with file.open("rb") as content:
+            magic = content.read(len(_GGUF_MAGIC))
+    except OSError as error:
+        raise BadModelFolder(f"{file} cannot be read: {error}", param=file.name) from error
+    if magic != _GGUF_MAGIC:
+        raise BadModelFolder(
+            f"{file} is not a GGUF file (a Git LFS pointer? then run `git lfs pull`)", param=file.name
+        )
+
+
+def gguf_parts(name: str) -> int:
+    """How many files the model of this GGUF file is split into, by the file's name."""
+    found = _GGUF_PART.search(name)
+    return int(found[1]) if found else 1
+
+
+def pickles_in(names: Iterable[str]) -> list[str]:
+    """Those of the file names that are weights in pickles."""
+    return sorted(name for name in names if name.endswith(PICKLE_ENDINGS) and name != "training_args.bin")
+
+
+def faults_of(folder: Path) -> list[str]:
+    """The faults that keep the folder from being loaded, one phrase each."""
+    faults = [
+        f"{name} is missing" for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()
+    ]
+    if (folder / "config.json").is_file() and json_object(folder / "config.json") is None:
+        faults.append("config.json is not a JSON object")
+    return faults + _weight_faults(folder)
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of the folder's safetensors files that hold the model: those that its index names, or
+    ``model.safetensors``, or else all. Some repositories have the weights a second time, in another layout.
+    ``BadModelFolder`` if the index is damaged."""
+    if (folder / INDEX).is_file():
+        shards = shards_in(folder / INDEX)
+        if shards is None:
+            raise BadModelFolder(f"{INDEX} has no weight_map of files in the same folder", param=INDEX)
+        return sorted(shards)
+    if (folder / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    return sorted(file.name for file in folder.glob("*.safetensors"))
+
+
+def shards_in(index: Path) -> set[str] | None:
+    """The files that an index of safetensors files names; None if it is damaged, or names files elsewhere."""
+    content = json_object(index)
+    shards = content.get("weight_map") if content else None
+    if not isinstance(shards, dict):
+        return None
+    names = {str(name) for name in shards.values()}
+    return names if all(name == Path(name).name for name in names) else None
+
+
+def _weight_faults(folder: Path) -> list[str]:
+    try:
+        files = weight_files(folder)
+    except BadModelFolder as error:
+        return [str(error)]
+    if not files:
+        pickles = pickles_in(file.name for file in folder.iterdir()) if folder.is_dir() else []
+        if pickles:
+            return [
+                f"*.safetensors is missing, and {pickles[0]} is a pickle, which can run code when it is "
+                "read: save the weights as safetensors, or take a copy of the model that has them"
+            ]
+        return ["*.safetensors is missing (other weight formats are not read)"]
+    return [fault for name in files if (fault := _safetensors_fault(folder / name))]
+
+
+def _safetensors_fault(file: Path) -> str | None:
+    """Compares the file's size with its header, to find incomplete downloads and Git LFS pointers, which
+    would later cause bus errors or obscure messages."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as content:
+            header_bytes = int.from_bytes(content.read(8), "little")
+            header = json.loads(content.read(header_bytes)) if 8 + header_bytes <= size else None
+    except FileNotFoundError:
+        return f"{file.name} is missing"
+    except (OSError, ValueError):
+        header = None
+    if not isinstance(header, dict):
+        return f"{file.name} is not a safetensors file (a Git LFS pointer? then run `git lfs pull`)"
+    try:
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        whole = size == 8 + header_bytes + max(ends, default=0)
+    except (TypeError, KeyError, IndexError):
+        whole = False
+    return None if whole else f"{file.name} is truncated or damaged"
+
+
+def json_object(file: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if there is none."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
