@@ -98,6 +98,28 @@ def test_a_server_that_is_gone_and_comes_back(stage: Stage, proxy: BreakingProxy
     screen.wait_status("open")
 
 
+def test_a_server_that_stays_away_is_unreachable_until_it_answers(
+    stage: Stage, proxy: BreakingProxy, visit: Visit
+) -> None:
+    screen = visit(proxy.url)
+    screen.expect_problem(NO_ANSWER)
+    screen.open("playground")
+    screen.wait_status("open")
+    proxy.refuse()
+    proxy.cut()
+    screen.wait_status("lost")
+    line = screen.at("status-line")
+    expect(line).to_contain_text("nothing that was streamed is lost")
+    screen.wait_status("ended")  # after the grace period
+    line.get_by_role("button", name="Start a new session").click()
+    screen.wait_status("unreachable")
+    expect(line).to_contain_text("The server does not answer. What was streamed stays here")
+    proxy.refuse(False)
+    line.get_by_role("button", name="Try now").click()
+    screen.wait_status("open")
+    expect(line).to_have_count(0)
+
+
 def test_a_model_that_loads(visit: Visit) -> None:
     """The server answers while its model loads; the page opens the session by itself when it has loaded."""
     with loading_server() as (url, finish):

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import expect
 from prometheus_client.parser import text_string_to_metric_families
 from support.api_server import ApiServer, api_server
+from support.ui.http import complete, get
 from support.ui.screen import Screen
 from support.ui.tenants import KEYS, tenants
 
 Visit = Callable[..., Screen]
 SELECTOR = re.compile(r"(\w+)(?:\{(.*)\})?")
-
-
-def get(url: str, path: str, key: str | None = None, body: Any = None) -> str:
-    """The answer of the server, which must be a success."""
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    with contextlib.closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)) as connection:
-        if body is None:
-            connection.request("GET", path, headers=headers)
-        else:
-            headers["Content-Type"] = "application/json"
-            connection.request("POST", path, json.dumps(body), headers)
-        answer = connection.getresponse()
-        text = answer.read().decode()
-    assert answer.status == 200, text
-    return text
-
-
-def complete(url: str, prompt: str, key: str | None = None, **more: Any) -> None:
-    """One completion of the server's first model."""
-    model = json.loads(get(url, "/v1/models", key))["data"][0]["id"]
-    body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0, **more}
-    get(url, "/v1/completions", key, body)
 
 
 def metric(scrape: str, query: str) -> float | None:
@@ -157,16 +132,36 @@ def test_a_recording_opens_and_a_truncated_one_is_a_sentence(
     record(program, path)
     screen = visit(model_url)
     screen.open("runs")
+    problem = screen.at("recording-problem")
+    timeline = screen.at("timeline")
     screen.at("recording-file").set_input_files(path)
-    expect(screen.at("timeline")).to_be_visible()
+    expect(timeline).to_be_visible()
+    expect(problem).to_have_count(0)
+    lines = path.read_text().splitlines(keepends=True)
+    ends = [number for number, line in enumerate(lines) if '"event":"value"' in line]
+    assert len(ends) == 2
+    # The first call has ended, the second not; then half a line.
     broken = tmp_path / "broken.jsonl"
-    broken.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    broken.write_text("".join(lines[: ends[1]]) + lines[ends[1]][:20])
     screen.at("recording-file").set_input_files(broken)
-    expect(screen.at("recording-problem").or_(screen.at("timeline")).first).to_be_visible()
+    expect(problem).to_have_text("broken.jsonl ends in the middle of a line: below is everything before it.")
+    expect(timeline).to_be_visible()
+    # Both calls are there, the second with as much of its text as the file has.
+    for number, (outcome, text) in enumerate([("stop", "two words"), ("without an end", "two")]):
+        timeline.get_by_role("button", name="gen").nth(number).click()
+        expect(screen.at("call-details")).to_contain_text(outcome)
+        expect(screen.at("call-details").locator("pre")).to_have_text(text)
     other = tmp_path / "other.jsonl"
     other.write_text('{"version": 99}\n')
     screen.at("recording-file").set_input_files(other)
-    expect(screen.page.get_by_role("alert")).not_to_be_empty()
+    expect(screen.page.get_by_role("alert")).to_have_text(
+        "other.jsonl is not a recording of agentflow: none of its lines could be read."
+    )
+    newer = tmp_path / "newer.jsonl"
+    newer.write_text("".join([lines[0].replace('"recording":1', '"recording":99'), *lines[1:]]))
+    screen.at("recording-file").set_input_files(newer)
+    expect(problem).to_contain_text("version 99")
+    expect(timeline).to_be_visible()
 
 
 def record(program: Any, path: Any) -> None:

@@ -18,6 +18,7 @@ const MAX_KEPT = 2000;
 export class Texts {
   readonly labels = new Map<number, string>();
   private readonly known = new Map<string, Peek>();
+  private numClears = 0;
 
   find(node: PrefixNode): Peek | undefined {
     return this.known.get(keyOf(node));
@@ -27,23 +28,27 @@ export class Texts {
     const key = keyOf(node);
     const found = this.known.get(key);
     if (found !== undefined) return found;
+    const { numClears } = this;
     let peek: Peek;
     try {
       const { text, numTokens } = await from.peek(node.id);
       peek = { kind: "text", text, numTokens };
-      this.labels.set(node.id, text.slice(0, 300).replace(/\s+/g, " ").trim());
     } catch (error) {
       const isForeign = error instanceof AgentflowError && error.code === "not_authorized";
       if (!isForeign) return { kind: "failed", reason: sentenceOf(error) };
       peek = { kind: "foreign" };
-      this.labels.delete(node.id);
     }
+    // The answer is about a tree that is gone: another node may have this id now.
+    if (numClears !== this.numClears) return { kind: "failed", reason: "The tree has changed." };
     if (this.known.size >= MAX_KEPT) this.clear();
     this.known.set(key, peek);
+    if (peek.kind === "text") this.labels.set(node.id, peek.text.slice(0, 300).replace(/\s+/g, " ").trim());
+    else this.labels.delete(node.id);
     return peek;
   }
 
   clear(): void {
+    this.numClears += 1;
     this.known.clear();
     this.labels.clear();
   }

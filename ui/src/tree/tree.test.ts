@@ -1,7 +1,8 @@
-import type { TreeDelta, TreeNode } from "agentflow-client";
+import type { Session, TreeDelta, TreeNode } from "agentflow-client";
 import { describe, expect, it } from "vitest";
 import { blockAt, layOut, moved, type Block } from "./layout";
-import { GHOST_S, HIT_S, PrefixTree, stateOf } from "./prefixes";
+import { GHOST_S, HIT_S, PrefixTree, stateOf, type PrefixNode } from "./prefixes";
+import { Texts } from "./texts";
 import { bounded, fitted, panned, revealed, zoomed, type Extent } from "./view";
 
 const row = (
@@ -244,5 +245,42 @@ describe("the view", () => {
     const filled = revealed(view, extent, { x: 600, y: 50, width: 90, rows: 2 }, true);
     expect(filled.perToken * 90).toBeCloseTo(450);
     expect(filled.left).toBeLessThan(600);
+  });
+});
+
+describe("the texts of nodes", () => {
+  const node = (id: number) => ({ id, numTokens: 5 }) as PrefixNode;
+
+  /** Answers when the test says so. */
+  function slowSession() {
+    const answers: ((text: string) => void)[] = [];
+    const peek = () => new Promise((resolve) => answers.push((text) => resolve({ text, numTokens: 5 })));
+    return { from: { peek } as unknown as Session, answer: (text: string) => answers.shift()!(text) };
+  }
+
+  it("keeps the newest labels when there are too many", async () => {
+    const texts = new Texts();
+    const { from, answer } = slowSession();
+    for (let id = 1; id <= 2001; id++) {
+      const asked = texts.ask(from, node(id));
+      answer(`text ${id}`);
+      await asked;
+    }
+    expect(texts.find(node(2001))).toMatchObject({ text: "text 2001" });
+    expect(texts.labels.get(2001)).toBe("text 2001");
+  });
+
+  it("drops an answer about a tree that was replaced meanwhile", async () => {
+    const texts = new Texts();
+    const { from, answer } = slowSession();
+    const asked = texts.ask(from, node(1));
+    texts.clear();
+    answer("of the tree before");
+    expect((await asked).kind).toBe("failed");
+    expect(texts.find(node(1))).toBeUndefined();
+    const again = texts.ask(from, node(1));
+    answer("of this tree");
+    await again;
+    expect(texts.labels.get(1)).toBe("of this tree");
   });
 });
