@@ -147,7 +147,7 @@ def test_a_recording_opens_and_a_truncated_one_is_a_sentence(
     expect(problem).to_have_text("broken.jsonl ends in the middle of a line: below is everything before it.")
     expect(timeline).to_be_visible()
     # Both calls are there, the second with as much of its text as the file has.
-    for number, (outcome, text) in enumerate([("stop", "two words"), ("without an end", "two")]):
+    for number, (outcome, text) in enumerate([("eos", "two words"), ("without an end", "two")]):
         timeline.get_by_role("button", name="gen").nth(number).click()
         expect(screen.at("call-details")).to_contain_text(outcome)
         expect(screen.at("call-details").locator("pre")).to_have_text(text)
