@@ -85,9 +85,9 @@ class Session:
 
 @contextmanager
 def session(server: ApiServer, *, key: str | None = None, greets: bool = True) -> Iterator[Session]:
-    """An open one."""
+    """An open one. Its queue is unbounded: a full one would delay the closing handshake until its timeout."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with connect(address(server), compression=None, additional_headers=headers) as socket:
+    with connect(address(server), compression=None, additional_headers=headers, max_queue=None) as socket:
         opened = Session(socket)
         if greets:
             assert opened.hello()["frame"] == "welcome"

@@ -12,6 +12,7 @@ from support.session_errors import Session, gen, session, text
 
 from agentflow.engine.watching import hub
 from agentflow.runtime import observation
+from agentflow.server.config.limits import ServerLimits
 from agentflow.server.tenants.keys import Tenants, hashed_key
 
 WATCH = {"op": "watch", "ticket": 1, "interval_s": 0.1}
@@ -208,14 +209,15 @@ def test_another_watch_replaces_the_first_and_unwatch_ends_it(server: ApiServer)
         server.wait_until(lambda: not server.engine.client.watches._num_of)
 
 
-def test_an_engine_has_a_number_of_watches(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_has_a_number_of_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "MAX_WATCHES", 1)
-    with session(server) as first:
-        next(watched(first))
-        with session(server) as second:
-            assert next(watched(second))["error"]["code"] == "overloaded"
-            second.check_goes_on(5)
-    server.wait_until(lambda: len(server.service.sessions) == 0 or not server.engine.client.watches._num_of)
+    with api_server(constraints=False, server_limits=ServerLimits(resume_grace_s=0.0)) as server:
+        with session(server) as first:
+            next(watched(first))
+            with session(server) as second:
+                assert next(watched(second))["error"]["code"] == "overloaded"
+                second.check_goes_on(5)
+        server.wait_until(lambda: not server.engine.client.watches._num_of)
 
 
 def test_floods_of_watches_and_peeks_end_only_their_session(
