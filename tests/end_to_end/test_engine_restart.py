@@ -9,7 +9,7 @@ import anyio
 import anyio.to_thread
 import psutil
 import pytest
-from support.commands import served
+from support.commands import engine_of, served
 
 import agentflow as af
 
@@ -18,18 +18,8 @@ NUM_TOKENS = 48
 
 
 def engine_pid(server) -> int | None:
-    """Of the one engine process that the server has started, where there is one now."""
-    pids = [child.pid for child in psutil.Process(server.pid).children() if is_engine(child)]
-    assert len(pids) <= 1
-    return pids[0] if pids else None
-
-
-def is_engine(process: psutil.Process) -> bool:
-    """And not the process that compiles constraints."""
-    try:
-        return "agentflow.engine.process.worker" in process.cmdline()
-    except psutil.Error:  # it has just ended
-        return False
+    engine = engine_of(server)
+    return None if engine is None else engine.pid
 
 
 def health(url: str, name: str) -> tuple[int, dict]:

@@ -60,7 +60,8 @@ def tables(flow: af.Session) -> dict[str, int]:
     return {
         "states": len(flow._link.states),
         "variables": len(flow._link.variables),
-        "markers": len(MARKERS._variables),
+        # All sessions of the process share the table.
+        "markers": sum(marked._node.state.link is flow._link for marked in MARKERS._variables.values()),
         "answers": len(flow._link._answers),
     }
 

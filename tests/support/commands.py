@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
+import psutil
+
 from agentflow.cli.main import main
 
 
@@ -51,3 +53,18 @@ def served(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         except subprocess.TimeoutExpired:  # it waits for what a failed test has left open
             server.terminate()
             server.communicate(timeout=10)
+
+
+def engine_of(server: subprocess.Popen[str]) -> psutil.Process | None:
+    """The one engine process that the server has started; None between two."""
+    engines = [child for child in psutil.Process(server.pid).children() if _is_engine(child)]
+    assert len(engines) <= 1
+    return engines[0] if engines else None
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    """And not the process that compiles constraints."""
+    try:
+        return "agentflow.engine.process.worker" in process.cmdline()
+    except psutil.Error:  # it has just ended
+        return False
