@@ -35,8 +35,7 @@ export function rowsOf(runs: readonly Run[], collapsed: ReadonlySet<RunState>): 
     const isLast = position === siblings;
     const isOpen = !collapsed.has(state);
     const hasForks = state.forks.length > 0;
-    const calls = isOpen ? state.calls.filter(isModelCall) : callsBelow(state);
-    rows.push({ state, depth, guides, isLast, hasForks, isOpen, calls, position, siblings });
+    rows.push(new TreeRow(state, depth, guides, isLast, hasForks, isOpen, position, siblings));
     if (!isOpen) continue;
     const below = depth === 0 ? [] : [...guides, !isLast].slice(-MAX_GUIDES);
     for (let i = state.forks.length - 1; i >= 0; i--) {
@@ -51,6 +50,26 @@ export function rowsOf(runs: readonly Run[], collapsed: ReadonlySet<RunState>): 
     }
   }
   return rows;
+}
+
+/** Looks for its calls when it is drawn: a long recording has 100,000 rows, of which some 20 are visible. */
+class TreeRow implements Row {
+  #calls: readonly Call[] | undefined;
+
+  constructor(
+    readonly state: RunState,
+    readonly depth: number,
+    readonly guides: readonly boolean[],
+    readonly isLast: boolean,
+    readonly hasForks: boolean,
+    readonly isOpen: boolean,
+    readonly position: number,
+    readonly siblings: number,
+  ) {}
+
+  get calls(): readonly Call[] {
+    return (this.#calls ??= this.isOpen ? this.state.calls.filter(isModelCall) : callsBelow(this.state));
+  }
 }
 
 /** Deeper levels are not indented further. */

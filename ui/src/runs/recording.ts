@@ -405,18 +405,20 @@ export interface Totals {
 }
 
 export function totalsOf(runs: readonly Run[], lastS: number): Totals {
-  const calls = runs.flatMap((run) => run.states.flatMap((state) => state.calls.filter(isModelCall)));
-  const sum = (of: (usage: Usage) => number): number =>
-    calls.reduce((total, call) => total + (call.usage === null ? 0 : of(call.usage)), 0);
-  return {
-    runs: runs.length,
-    states: runs.reduce((total, run) => total + run.states.length, 0),
-    calls: calls.length,
-    promptTokens: sum((usage) => usage.prompt_tokens),
-    cachedTokens: sum((usage) => usage.cached_tokens),
-    outputTokens: sum((usage) => usage.output_tokens),
-    lastS,
-  };
+  let [states, calls, promptTokens, cachedTokens, outputTokens] = [0, 0, 0, 0, 0];
+  for (const run of runs) {
+    states += run.states.length;
+    for (const state of run.states) {
+      for (const call of state.calls) {
+        if (!isModelCall(call)) continue;
+        calls += 1;
+        promptTokens += call.usage?.prompt_tokens ?? 0;
+        cachedTokens += call.usage?.cached_tokens ?? 0;
+        outputTokens += call.usage?.output_tokens ?? 0;
+      }
+    }
+  }
+  return { runs: runs.length, states, calls, promptTokens, cachedTokens, outputTokens, lastS };
 }
 
 function isObject(value: unknown): value is Json {
