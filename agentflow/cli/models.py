@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -10,16 +11,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import anyio
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from agentflow.cli.command import Command, printable
 from agentflow.cli.server_query import API_KEY_VARIABLE, http_url, query_server
-from agentflow.errors import BadModelFolder, ProtocolError
+from agentflow.errors import BadModelFolder, EngineFailed, ProtocolError
 
 MODELS_PATH = "/v1/models"
-LOCAL_COLUMNS = ("model", "here", "size", "architecture", "context", "chat", "tools")
+LOCAL_COLUMNS = ("model", "here", "size", "memory", "fits", "context", "chat", "tools", "licence")
 SERVER_COLUMNS = ("model", "owner", "context", "loaded")
 CONTEXT_NAMES = ("context_length", "max_model_len", "context_window")
 """Names of the field in the answers of servers. OpenAI's API has no such field."""
@@ -29,35 +31,81 @@ _TOOLS = re.compile(r"\{[{%][^}]*?\btools\b")
 
 
 def local_models() -> list[tuple[str, ...]]:
-    """A row of ``LOCAL_COLUMNS`` for each known model."""
-    from agentflow.engine.store.model_store import KNOWN_MODELS, pulled_folder
+    """A row of ``LOCAL_COLUMNS`` for each model with a short name, and each other one in the hub's cache."""
+    from agentflow.engine.store.catalog import CATALOG
+    from agentflow.engine.store.hub_names import HubName, cached_models
 
+    room = _Room()
+    try:
+        cached = {str(name): path for name, path in cached_models()}
+    except ImportError:  # without the engine, there is no hub
+        cached = {}
     rows: list[tuple[str, ...]] = []
-    for name, source in KNOWN_MODELS.items():
-        folder = pulled_folder(name)
-        if folder is None:
-            rows.append((name, "no", f"{_megabytes(source.wheel_bytes)} to pull", "-", "-", "-", "-"))
-        else:
-            rows.append((name, "yes", *describe_folder(folder)))
+    for name, model in CATALOG.items():
+        known = _known_folder(name)
+        folder = cached.pop(str(HubName(model.repository)), None) if known is None else known
+        if folder is not None:
+            rows.append((name, "yes", *describe_model(folder, room), model.licence))
+            continue
+        needs = room.describe(model.parameters, model.kv_numbers_per_token, model.context)
+        licence = f"{model.licence} (gated)" if model.is_gated else model.licence
+        rows.append((name, "no", f"{_size(model.disk_bytes)} to pull", *needs, "-", "-", licence))
+    for name, path in cached.items():
+        described = describe_model(path, room)
+        if "damaged" not in described:  # or no language model: the cache has models of any kind
+            rows.append((name, "yes", *described, "-"))
     return rows
 
 
-def describe_folder(folder: Path) -> tuple[str, ...]:
-    """Size, architecture, context, chat template and tool support of a model folder, as shown."""
-    from agentflow.engine.text.tokenizer_files import chat_template_source, read_json
+def _known_folder(name: str) -> Path | None:
+    from agentflow.engine.store.model_store import KNOWN_MODELS, pulled_folder
 
-    size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    return pulled_folder(name) if name in KNOWN_MODELS else None
+
+
+class _Room:
+    """The memory that models may take here, in bfloat16."""
+
+    def __init__(self) -> None:
+        self._free_bytes: int | None = None
+        with contextlib.suppress(ImportError, EngineFailed):
+            from agentflow.engine.machine import free_memory
+            from agentflow.server.config.schema import EngineConfig
+
+            free = anyio.run(free_memory, [None])
+            num_bytes = free.host_bytes if free.cuda_bytes is None else free.cuda_bytes
+            self._free_bytes = int(num_bytes * EngineConfig().memory_share)
+
+    def describe(self, parameters: int, kv_numbers_per_token: int, context: int) -> tuple[str, str, str]:
+        """The memory that a model needs with one whole context, whether it is there, and the context. Instead
+        of "yes", the tokens that fit if there is no room for the whole context."""
+        from agentflow.engine.machine import MIN_KV_TOKENS, PROCESS_BYTES
+
+        fixed, per_token = 2 * parameters + PROCESS_BYTES, 2 * kv_numbers_per_token
+        needed = _size(fixed + per_token * context)
+        if self._free_bytes is None:
+            return needed, "-", f"{context:,}"
+        tokens = (self._free_bytes - fixed) // per_token
+        fits = "yes" if tokens >= context else f"{tokens:,} tokens" if tokens >= MIN_KV_TOKENS else "no"
+        return needed, fits, f"{context:,}"
+
+
+def describe_model(path: Path, room: _Room) -> tuple[str, ...]:
+    """Size, memory, fit, context, chat template and tool support of a model folder or GGUF file, as shown."""
+    from agentflow.engine.machine import memory_need, read_shape
+    from agentflow.engine.text.tokenizer_files import chat_template_source
+
+    files = [path] if path.is_file() else [file for file in path.iterdir() if file.is_file()]
+    size = _size(sum(file.stat().st_size for file in files))
     try:
-        config = read_json(folder / "config.json") or {}
-        template = chat_template_source(folder)
-    except BadModelFolder:
-        return (_megabytes(size), "damaged", "-", "-", "-")
-    architecture = (config.get("architectures") or [config.get("model_type", "-")])[0]
-    context = config.get("max_position_embeddings")
+        need = memory_need("", path, "bfloat16", None)
+        context = read_shape(path)[0].get("max_position_embeddings") or 2_048
+        template = chat_template_source(path)
+    except (BadModelFolder, OSError, ValueError):
+        return (size, "damaged", "-", "-", "-", "-")
     return (
-        _megabytes(size),
-        str(architecture),
-        f"{context:,}" if isinstance(context, int) else "-",
+        size,
+        *room.describe(need.weight_bytes // 2, need.kv_bytes_per_token // 2, int(context)),
         _yes(template is not None),
         _yes(template is not None and names_tools(template)),
     )
@@ -99,15 +147,15 @@ def show(columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     for column in columns:
-        is_number = column in ("size", "context")
+        is_number = column in ("size", "memory", "fits", "context")
         table.add_column(column, justify="right" if is_number else "left", no_wrap=True, overflow="ellipsis")
     for row in rows:
         table.add_row(*map(Text, row))
     console.print(table)
 
 
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:,.0f} MB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.0f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:,.1f} GB"
 
 
 def _yes(value: bool) -> str:
@@ -125,11 +173,13 @@ def _run(options: argparse.Namespace) -> int:
         url = http_url(options.url)
         show(SERVER_COLUMNS, server_models(query_server(url, MODELS_PATH, options.api_key), url), console)
         return 0
-    from agentflow.engine.store.model_store import store_folder
-
     show(LOCAL_COLUMNS, local_models(), console)
     if console.is_terminal:
-        console.print(Text(f"\nin {store_folder()}; any Hugging Face folder can be served too"), style="dim")
+        text = (
+            "\nmemory: weights in bfloat16, the KV of one whole context, and the work; fits: in free memory\n"
+            "Any OWNER/NAME of the Hugging Face hub, model folder or .gguf file can be served too."
+        )
+        console.print(Text(text), style="dim")
     return 0
 
 
@@ -137,10 +187,11 @@ COMMAND = Command(
     name="models",
     summary="list the models on this machine, or on a server",
     description="""\
-Lists the models that are on this machine or can be pulled, with their size,
-their context in tokens, and whether they have a chat template and support
-tools. With --url: the models of a server. Without a terminal, the columns are
-separated by tabs.""",
+Lists the models with short names and those in the cache of the Hugging Face
+hub, with the memory that they need (weights in bfloat16, the KV of one whole
+context, and the work), whether that is free here (or for how many tokens), and
+whether they have a chat template and support tools. With --url: the models of
+a server. Without a terminal, the columns are separated by tabs.""",
     examples="""\
 agentflow models
 agentflow models --url http://127.0.0.1:8410

@@ -68,7 +68,8 @@ def load_engine(**options: Any) -> tuple[ModelRunner, Tokenizer, SchedulerConfig
 
 def deadlines_of(options: EngineOptions, folder: Path) -> Deadlines:
     """Time limits of an engine process."""
-    weight_bytes = sum((folder / name).stat().st_size for name in weight_files(folder))
+    files = [folder / name for name in weight_files(folder)] if folder.is_dir() else [folder]
+    weight_bytes = sum(file.stat().st_size for file in files)
     load_s = options.load_timeout_s or LOAD_S + weight_bytes / SLOW_DISK_BYTES_PER_S
     if options.step_timeout_s is None:
         return Deadlines(load_s=load_s)

@@ -28,7 +28,8 @@ from typing import Any
 import anyio
 
 from agentflow.engine.process.child import import_path
-from agentflow.engine.store.model_folder import weight_files
+from agentflow.engine.store.gguf.file import find_gguf, open_gguf
+from agentflow.engine.store.model_folder import json_object, weight_files
 from agentflow.errors import BadArgument, BadModelFolder, EngineFailed
 
 WANTED_KV_TOKENS = 65_536
@@ -115,12 +116,21 @@ class MemoryNeed:
 
 
 def memory_need(name: str, folder: Path, dtype: str, kv_tokens: int | None) -> MemoryNeed:
-    """What the model in ``folder`` needs. ``BadModelFolder``."""
+    """What the model in ``folder``, or in a GGUF file, needs. ``BadModelFolder``."""
     item_bytes = 4 if dtype == "float32" else 2
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return MemoryNeed(
-        name, _num_parameters(folder) * item_bytes, kv_bytes_per_token(config, item_bytes), kv_tokens
-    )
+    config, num_parameters = read_shape(folder)
+    return MemoryNeed(name, num_parameters * item_bytes, kv_bytes_per_token(config, item_bytes), kv_tokens)
+
+
+def read_shape(folder: Path) -> tuple[Mapping[str, Any], int]:
+    """The config of a model folder or a GGUF file, and the number of its parameters. ``BadModelFolder``."""
+    if (gguf := find_gguf(folder)) is not None:
+        file = open_gguf(gguf)
+        return file.config, sum(math.prod(tensor.shape) for tensor in file.tensors.values())
+    config = json_object(folder / "config.json")
+    if config is None:
+        raise BadModelFolder(f"{folder}: config.json is not a JSON object", param="config.json")
+    return config, _num_parameters(folder)
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], item_bytes: int) -> int:
@@ -134,9 +144,12 @@ def kv_bytes_per_token(config: Mapping[str, Any], item_bytes: int) -> int:
             config.get("head_dim") or (config.get("hidden_size") or config["n_embd"]) // num_heads
         )
         layers: int = config.get("num_hidden_layers") or config["n_layer"]
+        num_bytes = 2 * layers * heads * head_size * item_bytes
     except KeyError as error:
         raise BadModelFolder(f"config.json does not give {error}", param=str(error.args[0])) from None
-    return 2 * layers * heads * head_size * item_bytes
+    except (TypeError, AttributeError, ZeroDivisionError) as error:
+        raise BadModelFolder(f"config.json has a wrong value: {error}", param="config.json") from None
+    return num_bytes
 
 
 def fitting_kv_tokens(need: MemoryNeed, free_bytes: int) -> int:

@@ -10,7 +10,7 @@ import pytest
 from support.commands import call_cli
 from support.wire_server import thread_server
 
-from agentflow.cli.models import describe_folder, names_tools, server_models
+from agentflow.cli.models import _Room, describe_model, names_tools, server_models
 from agentflow.cli.server_query import http_url, query_server
 from agentflow.errors import BadArgument, NotAuthorized, ProtocolError, ServerError, ServerUnreachable
 
@@ -149,21 +149,21 @@ def test_an_answer_that_is_no_list_of_models_is_told(content):
 def test_the_models_here(model_folder):
     result = call_cli("models")
     header, *rows = (line.split("\t") for line in result.stdout.splitlines())
-    (row,) = (dict(zip(header, row, strict=True)) for row in rows)
+    row = dict(zip(header, rows[0], strict=True))
     assert row["model"] == "smollm2-135m"
-    assert (row["here"], row["architecture"], row["context"]) == ("yes", "LlamaForCausalLM", "8,192")
+    assert (row["here"], row["memory"], row["context"]) == ("yes", "958 MB", "8,192")
     assert (row["chat"], row["tools"]) == ("yes", "no")
 
 
 def test_a_model_that_is_not_here_can_be_pulled(tmp_path, monkeypatch):
     monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
     result = call_cli("models")
-    assert result.stdout.splitlines()[1].split("\t")[:3] == ["smollm2-135m", "no", "93 MB to pull"]
+    assert result.stdout.splitlines()[1].split("\t")[:3] == ["smollm2-135m", "no", "90 MB to pull"]
 
 
 def test_a_damaged_folder_is_said_to_be_one(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    assert describe_folder(tmp_path)[1] == "damaged"
+    assert describe_model(tmp_path, _Room())[1] == "damaged"
 
 
 @pytest.mark.parametrize(

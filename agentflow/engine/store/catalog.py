@@ -1,6 +1,7 @@
 """The short names: good small models, in one table.
 
-Each stands for a repository of the Hugging Face hub. The shapes are those of its ``config.json``, so that the
+Each stands for a repository of the Hugging Face hub, except that the default model, smollm2-135m, is pulled
+from another place (``model_store``). The shapes are those of its ``config.json``, so that the
 memory of a model can be shown before it is pulled.
 """
 
@@ -13,6 +14,7 @@ from typing import Final
 # Parameters: those in memory, tied ones counted once. GB: of the files to pull. Licences: the hub's ids.
 _TABLE: Final = """
 name          repository                           licence     parameters     GB  context  layers kv_heads head_dim
+smollm2-135m  HuggingFaceTB/SmolLM2-135M-Instruct  apache-2.0   134515008   0.09     8192      30        3       64
 smollm2-360m  HuggingFaceTB/SmolLM2-360M-Instruct  apache-2.0   361821120   0.73     8192      32        5       64
 smollm2-1.7b  HuggingFaceTB/SmolLM2-1.7B-Instruct  apache-2.0  1711376384   3.43     8192      24       32       64
 smollm3-3b    HuggingFaceTB/SmolLM3-3B             apache-2.0  3075098624   6.17    65536      36        4      128

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from agentflow.engine.store.hub_errors import explained
-from agentflow.engine.store.hub_names import COMMIT, HubName, cache_folder, gguf_file, repository_folder
+from agentflow.engine.store.hub_names import COMMIT, HubName, cache_folder, gguf_files, repository_folder
 from agentflow.engine.store.model_folder import INDEX, faults_of, json_object, pickles_in, shards_in
 from agentflow.engine.store.pull_progress import PullListener
 from agentflow.errors import PullFailed
@@ -86,7 +86,7 @@ class _Pull:
         files = self._files()
         self._remove_stale()
         if self._name.gguf:
-            chosen = [files[gguf_file(self._name, files)]]
+            chosen = [files[path] for path in gguf_files(self._name, files)]
             self._fetch(chosen)
         else:
             chosen = self._fetch_folder(files)

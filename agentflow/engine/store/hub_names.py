@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from agentflow.engine.store.catalog import CATALOG
-from agentflow.engine.store.model_folder import faults_of, gguf_parts, is_gguf
+from agentflow.engine.store.model_folder import faults_of, gguf_parts
 from agentflow.errors import PullFailed
 
 MAIN: Final = "main"
@@ -72,7 +72,7 @@ def served_name(model: str) -> str:
     if not is_path:
         return model
     last = Path(os.path.abspath(path))
-    return (last.stem if is_gguf(last) else last.name) or model
+    return (last.stem if last.suffix == ".gguf" else last.name) or model
 
 
 def cache_folder() -> Path:
@@ -91,7 +91,7 @@ def cached_model(name: HubName) -> Path | None:
         return None if faults_of(snapshot) else snapshot
     files = [file.relative_to(snapshot).as_posix() for file in snapshot.rglob("*.gguf") if file.is_file()]
     try:
-        return snapshot / gguf_file(name, files)
+        return snapshot / gguf_files(name, files)[0]
     except PullFailed:
         return None
 
@@ -130,48 +130,55 @@ def cached_models() -> Iterator[tuple[HubName, Path]]:
             yield from _cached_ggufs(plain, snapshot)
 
 
-def gguf_file(name: HubName, files: Iterable[str]) -> str:
-    """Which of a repository's files ``name.gguf`` means. ``PullFailed`` if that is none, several, or one of
-    the parts of a model."""
-    known = sorted(file for file in files if is_gguf(Path(file)))
+def gguf_files(name: HubName, files: Collection[str]) -> list[str]:
+    """Which of a repository's files ``name.gguf`` means: one, or all files of a model in several.
+    ``PullFailed`` if it means none, or several models."""
+    known = sorted(file for file in files if file.endswith(".gguf"))
     if name.gguf in known:
         found = [name.gguf]
     else:
         tag = re.compile(rf"(?<![a-z0-9]){re.escape(name.gguf.lower())}(?![a-z0-9_])")
         models = [file for file in known if not _OTHER_GGUF.search(file)]
         found = [file for file in models if tag.search(Path(file).name.lower())]
-        found = [file for file in found if gguf_parts(file) == 1] or found[:1]
-    if not found:
+    # One list of files for each model.
+    parts = {tuple(str(Path(file).with_name(part)) for part in gguf_parts(Path(file).name)) for file in found}
+    if not parts:
         has = f"it has {_some(known)}" if known else "it has no GGUF file"
         raise PullFailed(f"{name.repository} has no GGUF file {name.gguf}: {has}", param=name.gguf)
-    if (parts := gguf_parts(found[0])) > 1:
+    if len(parts) > 1:
+        firsts = sorted(first for first, *_ in parts)
         raise PullFailed(
-            f"{name.gguf} of {name.repository} is split into {parts} files, which are not read: take a "
-            "quantisation in one file, or merge the files with `llama-gguf-split --merge` and give the path",
+            f"{name.gguf} of {name.repository} can be {_some(firsts)}: give one, as in "
+            f"{name.repository}:{firsts[0]}",
             param=name.gguf,
         )
-    if len(found) > 1:
+    chosen = [*parts.pop()]
+    if missing := [part for part in chosen if part not in files]:
         raise PullFailed(
-            f"{name.gguf} of {name.repository} can be {_some(found)}: give one, as in "
-            f"{name.repository}:{found[0]}",
+            f"{name.gguf} of {name.repository} is incomplete, {missing[0]} is missing: take another",
             param=name.gguf,
         )
-    return found[0]
+    return chosen
 
 
 def _cached_ggufs(name: HubName, snapshot: Path) -> Iterator[tuple[HubName, Path]]:
-    """The GGUF files of a snapshot, named by their quantisation if it is the only file of it."""
+    """The models in GGUF files of a snapshot, named by their quantisation if it is the only one of it."""
     found = [file for file in sorted(snapshot.rglob("*.gguf")) if file.is_file()]
-    names = {file.relative_to(snapshot).as_posix(): file for file in found}
-    for name_in_repository, file in names.items():
-        if gguf_parts(file.name) > 1 or _OTHER_GGUF.search(file.name):
+    files = {file.relative_to(snapshot).as_posix(): file for file in found}
+    for gguf, file in files.items():
+        if _OTHER_GGUF.search(file.name):
             continue
-        gguf = name_in_repository
-        if tag := _QUANTISATION.search(file.name):
-            short = HubName(name.repository, tag[0].upper(), name.revision)
-            with suppress(PullFailed):
-                gguf = short.gguf if gguf_file(short, names) == gguf else gguf
-        yield HubName(name.repository, gguf, name.revision), file
+        by_file = HubName(name.repository, gguf, name.revision)
+        tag = _QUANTISATION.search(file.name)
+        by_tag = HubName(name.repository, tag[0].upper(), name.revision) if tag else by_file
+        with suppress(PullFailed):
+            if gguf_files(by_file, files)[0] != gguf:
+                continue
+            try:
+                gguf_files(by_tag, files)
+                yield by_tag, file
+            except PullFailed:
+                yield by_file, file
 
 
 def _some(files: list[str], most: int = 8) -> str:

@@ -18,13 +18,15 @@ INDEX: Final = "model.safetensors.index.json"
 PICKLE_ENDINGS: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 _GGUF_MAGIC: Final = b"GGUF"
-_GGUF_PART: Final = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
+_GGUF_PART: Final = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 
 
 def check_model(path: Path) -> None:
     """``BadModelFolder``, which lists all faults, unless ``path`` is a whole model folder or a GGUF file."""
-    if is_gguf(path):
-        check_gguf(path)
+    from agentflow.engine.store.gguf.file import find_gguf  # needs numpy, which a bare install does not have
+
+    if (gguf := find_gguf(path)) is not None:
+        check_gguf(gguf)
         return
     if not path.is_dir():
         raise BadModelFolder(
@@ -36,34 +38,32 @@ def check_model(path: Path) -> None:
         raise BadModelFolder(f"{path} is not a usable model folder: {'; '.join(faults)}")
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether the path names a GGUF file."""
-    return path.suffix.lower() == ".gguf" and not path.is_dir()
-
-
 def check_gguf(file: Path) -> None:
-    """``BadModelFolder`` unless the file begins as a GGUF file does, and is the whole model."""
-    if (parts := gguf_parts(file.name)) > 1:
+    """``BadModelFolder`` unless the file, and all others of a model in several, begin as GGUF files do."""
+    parts = gguf_parts(file.name)
+    if file.name != parts[0]:
         raise BadModelFolder(
-            f"{file} is one of {parts} parts of a model: merge them with `llama-gguf-split --merge`, and "
-            "give the merged file",
+            f"{file.name} is one of {len(parts)} files of a model: give the first one, {parts[0]}",
             param=file.name,
         )
-    try:
-        with file.open("rb") as content:
-            magic = content.read(len(_GGUF_MAGIC))
-    except OSError as error:
-        raise BadModelFolder(f"{file} cannot be read: {error}", param=file.name) from error
-    if magic != _GGUF_MAGIC:
-        raise BadModelFolder(
-            f"{file} is not a GGUF file (a Git LFS pointer? then run `git lfs pull`)", param=file.name
-        )
+    for part in (file.with_name(name) for name in parts):
+        try:
+            with part.open("rb") as content:
+                magic = content.read(len(_GGUF_MAGIC))
+        except OSError as error:
+            raise BadModelFolder(f"{part} cannot be read: {error}", param=part.name) from error
+        if magic != _GGUF_MAGIC:
+            raise BadModelFolder(
+                f"{part} is not a GGUF file (a Git LFS pointer? then run `git lfs pull`)", param=part.name
+            )
 
 
-def gguf_parts(name: str) -> int:
-    """How many files the model of this GGUF file is split into, by the file's name."""
-    found = _GGUF_PART.search(name)
-    return int(found[1]) if found else 1
+def gguf_parts(name: str) -> list[str]:
+    """The names of the files of the model that this GGUF file belongs to, in order."""
+    found = _GGUF_PART.fullmatch(name)
+    if found is None:
+        return [name]
+    return [f"{found[1]}-{number:05}-of-{found[2]}.gguf" for number in range(1, int(found[2]) + 1)]
 
 
 def pickles_in(names: Iterable[str]) -> list[str]:

@@ -124,7 +124,7 @@ def resolve_model(name: str) -> Path:
             f"{name} is not on this computer, neither as a path nor pulled: run `agentflow pull {name}`",
             param=name,
         )
-    known = ", ".join((*KNOWN_MODELS, *CATALOG))
+    known = ", ".join(dict.fromkeys((*KNOWN_MODELS, *CATALOG)))
     raise UnknownModel(
         f"no model is named {name!r} and there is no such path: give a short name ({known}), OWNER/NAME on "
         "the Hugging Face hub, a model folder or a .gguf file",
@@ -210,7 +210,7 @@ def pull_model(name: str, *, progress: bool = True) -> Path:
         with _shown(name, listener) as shown, _terminable():
             return pull_from_hub(hub, shown)
     if source is None:
-        known = ", ".join((*KNOWN_MODELS, *CATALOG))
+        known = ", ".join(dict.fromkeys((*KNOWN_MODELS, *CATALOG)))
         raise UnknownModel(
             f"no model is named {name!r}: give a short name ({known}), or OWNER/NAME on the Hugging Face hub",
             param=name,

@@ -269,6 +269,21 @@ def test_a_quantisation_is_one_file(hub: HubServer, gguf: str, file: str) -> Non
         resolve_model(NAME)
 
 
+def test_a_model_in_several_files_is_pulled_whole(hub: HubServer) -> None:
+    parts = {f"Q4_K_M/m-Q4_K_M-0000{n}-of-00003.gguf": GGUF + bytes(n) for n in (1, 2, 3)}
+    hub.add(NAME, parts | QUANTISED)
+    for gguf in ("Q4_K_M/m-Q4_K_M-00001-of-00003.gguf", "Q4_K_M/m-Q4_K_M-00002-of-00003.gguf"):
+        path = pull_model(f"{NAME}:{gguf}", progress=False)
+        assert path.name == "m-Q4_K_M-00001-of-00003.gguf"
+        assert contents(path.parent) == {Path(part).name: content for part, content in parts.items()}
+    assert [(str(name), file) for name, file in cached_models()] == [(f"{NAME}:Q4_K_M", path)]
+    assert resolve_model(str(path)) == path
+    (path.parent / "m-Q4_K_M-00002-of-00003.gguf").unlink()
+    assert list(cached_models()) == []
+    with pytest.raises(BadModelFolder, check=has_param("m-Q4_K_M-00002-of-00003.gguf")):
+        resolve_model(str(path))
+
+
 def test_the_files_in_the_cache_are_listed_by_quantisation(hub: HubServer) -> None:
     hub.add(NAME, QUANTISED)
     for gguf in ("Q4_K_M", "BF16"):
@@ -285,7 +300,7 @@ def test_the_files_in_the_cache_are_listed_by_quantisation(hub: HubServer) -> No
         (QUANTISED, "F16"),
         (QUANTISED, "tiny"),
         ({"README.md": b""}, "Q4_K_M"),
-        ({f"m-Q4_K_M-0000{n}-of-00002.gguf": GGUF for n in (1, 2)}, "Q4_K_M"),
+        ({f"m-Q4_K_M-0000{n}-of-00003.gguf": GGUF for n in (1, 2)}, "Q4_K_M"),
         ({"a-Q4_K_M.gguf": GGUF, "b-Q4_K_M.gguf": GGUF}, "Q4_K_M"),
     ],
 )
@@ -306,7 +321,7 @@ def test_a_local_gguf_file_is_a_model(tmp_path: Path) -> None:
     assert resolve_model(str(link)) == link
 
 
-@pytest.mark.parametrize("name", ["x.gguf", "m-00001-of-00003.gguf", "x.bin"])
+@pytest.mark.parametrize("name", ["x.gguf", "m-00002-of-00003.gguf", "x.bin"])
 def test_a_local_file_that_is_no_whole_gguf_is_rejected(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(GGUF if "of" in name else b"something else")
     with pytest.raises(BadModelFolder, check=has_param(name)):

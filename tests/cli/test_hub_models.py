@@ -1,0 +1,138 @@
+"""The commands with models of the Hugging Face hub: ``pull`` fetches one, ``models`` shows what it needs, and
+a server has it under the name that was given."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.engine.random_model import write_random_model
+from support.hub_server import HubServer, hub_on_loopback, read_folder
+
+from agentflow.cli import models
+from agentflow.cli.models import LOCAL_COLUMNS, local_models
+from agentflow.cli.serve import pull_missing
+from agentflow.engine import machine
+from agentflow.engine.machine import PROCESS_BYTES, FreeMemory
+from agentflow.engine.store.catalog import CATALOG
+from agentflow.engine.store.hub_names import hub_name
+from agentflow.engine.store.model_store import pull_model, resolve_model
+from agentflow.server.config.config import Flags, load_config
+
+NAME = "someone/tiny"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    return read_folder(write_random_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes]) -> Iterator[HubServer]:
+    monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path / "store"))
+    with hub_on_loopback(tmp_path / "home", monkeypatch) as server:
+        server.add(NAME, files)
+        yield server
+
+
+def call_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "agentflow", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def rows() -> dict[str, dict[str, str]]:
+    return {row[0]: dict(zip(LOCAL_COLUMNS, row, strict=True)) for row in local_models()}
+
+
+def test_a_model_is_pulled_by_the_command(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTFLOW_KERNELS", "torch")
+    done = call_cli("pull", NAME)
+    assert done.returncode == 0, done.stderr
+    assert str(resolve_model(NAME)) in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_a_pull_that_fails_is_one_line(hub: HubServer) -> None:
+    done = call_cli("pull", "no/body")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert [line.startswith("agentflow: ") for line in done.stderr.splitlines()[-1:]] == [True]
+    assert "Traceback" not in done.stderr
+
+
+def test_the_models_of_a_configuration_are_pulled_where_they_are_missing(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    config = load_config(Flags({}, (NAME, f"other={NAME}@main", f"local={tmp_path}"), None), {}).config
+    assert [(model.name, model.path) for model in config.models] == [
+        (NAME, NAME),
+        ("other", f"{NAME}@main"),
+        ("local", str(tmp_path)),
+    ]
+    pull_missing(config)
+    assert resolve_model(NAME) == resolve_model(f"{NAME}@main")
+    num_requests = len(hub.requests)
+    pull_missing(config)
+    assert len(hub.requests) == num_requests
+
+
+def test_a_pulled_model_is_listed_with_what_it_needs(hub: HubServer, files: dict[str, bytes]) -> None:
+    assert NAME not in rows()
+    pull_model(NAME, progress=False)
+    row = rows()[NAME]
+    assert (row["here"], row["context"], row["chat"]) == ("yes", "256", "yes")
+    assert row["memory"] == "500 MB"  # next to nothing beside the process
+
+
+@pytest.mark.parametrize(
+    ("free_tokens", "fits"), [(8192, "yes"), (8191, "8,191 tokens"), (1024, "1,024 tokens"), (1023, "no")]
+)
+def test_whether_a_model_fits(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, free_tokens: int, fits: str
+) -> None:
+    model = CATALOG["smollm2-360m"]
+    needed = 2 * model.parameters + PROCESS_BYTES + 2 * model.kv_numbers_per_token * free_tokens
+
+    async def free_memory(devices: object) -> FreeMemory:
+        return FreeMemory(int(needed / 0.8) + 1)
+
+    monkeypatch.setattr(machine, "free_memory", free_memory)
+    assert rows()["smollm2-360m"]["fits"] == fits
+    assert rows()["smollm2-360m"]["here"] == "no"
+
+
+def test_a_short_name_is_a_repository(hub: HubServer, files: dict[str, bytes]) -> None:
+    hub.add("Qwen/Qwen3-0.6B", files)
+    assert pull_model("qwen3-0.6b", progress=False) == resolve_model("Qwen/Qwen3-0.6B")
+    assert rows()["qwen3-0.6b"]["here"] == "yes"
+    assert "Qwen/Qwen3-0.6B" not in rows()
+
+
+def test_the_table_of_short_names_is_sound() -> None:
+    for name, model in CATALOG.items():
+        assert hub_name(model.repository) == hub_name(name)
+        assert model.parameters > 10**8
+        # In bfloat16 on the disk; some store a tied matrix twice, and the default model is quantised.
+        stored = model.disk_bytes / (2 * model.parameters)
+        assert name == "smollm2-135m" or 1 <= stored < 1.3
+
+
+def test_a_damaged_model_in_the_cache_is_not_listed(hub: HubServer) -> None:
+    snapshot = pull_model(NAME, progress=False)
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").write_text("[]")
+    assert NAME not in rows()
+    assert models.describe_model(snapshot, models._Room())[1] == "damaged"
+
+
+def test_the_weights_of_other_layouts_are_not_counted(hub: HubServer, files: dict[str, bytes]) -> None:
+    hub.repositories[NAME].files["consolidated.safetensors"] = files["model.safetensors"]
+    snapshot = pull_model(NAME, progress=False)
+    before = machine.memory_need("", snapshot, "bfloat16", None)
+    (snapshot / "consolidated.safetensors").write_bytes(files["model.safetensors"])
+    assert machine.memory_need("", snapshot, "bfloat16", None) == before
+    assert before.kv_bytes_per_token == 2 * 2 * 2 * 8 * 2
+    assert json.loads(files["config.json"])["num_hidden_layers"] == 2
