@@ -72,6 +72,7 @@ def test_a_curve_tells_its_exponent() -> None:
     assert "growing with exponent 1.00" in plot([curve])
 
 
+@pytest.mark.full
 def test_the_check_of_a_device_finds_nothing_on_this_one() -> None:
     assert gpu_check.differing_tokens(CPU, num_tokens=8) == []
 

@@ -74,7 +74,7 @@ def test_the_browser_opens_the_page_and_ctrl_c_ends_it(tmp_path: Path) -> None:
     browser = tmp_path / "browser"
     browser.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
     browser.chmod(0o755)
-    with running(BROWSER=f"{browser} %s") as process:
+    with running("--kv-tokens", "2000", BROWSER=f"{browser} %s") as process:
         page = opened.read_text().strip()
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/ui/", page)
         with urllib.request.urlopen(page, timeout=30) as response:

@@ -61,7 +61,7 @@ def test_the_values_are_worth_comparing(embedded_result):
     assert len({embedded_result[f"part{i}"] for i in range(3)}) > 1
 
 
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+@pytest.mark.parametrize("backend", ["asyncio", pytest.param("trio", marks=pytest.mark.full)])
 def test_a_server_gives_what_the_embedded_engine_gives(embedded_result, server_url, backend):
     assert anyio.run(lambda: run_on(url=server_url), backend=backend) == embedded_result
 

@@ -87,6 +87,7 @@ jobs = st.builds(
 )
 
 
+@pytest.mark.trio_in_full
 @given(
     jobs=st.lists(jobs, min_size=1, max_size=10),
     max_running=st.integers(1, 6),
@@ -226,6 +227,7 @@ async def test_a_request_whose_forward_pass_fails_fails_alone(caplog):
     assert any(error_id in record.getMessage() and record.exc_info for record in caplog.records)
 
 
+@pytest.mark.trio_in_full
 @given(
     jobs=st.lists(jobs, min_size=1, max_size=6),
     max_running=st.integers(1, 6),

@@ -142,6 +142,7 @@ steps = st.one_of(
 )
 
 
+@pytest.mark.trio_in_full
 @given(plan=st.lists(st.tuples(st.integers(0, 5), steps), min_size=4, max_size=12))
 async def test_conversations_are_token_exact_and_reuse_all_that_was_computed(plan):
     async with plain_engine(SchedulerConfig(token_budget=32), max_context=2048, num_slots=16384) as client:

@@ -183,6 +183,7 @@ jobs = st.builds(
 )
 
 
+@pytest.mark.trio_in_full
 @pytest.mark.anyio
 @given(
     work=st.lists(jobs, min_size=1, max_size=8),

@@ -23,6 +23,7 @@ from agentflow.server.websocket.sessions import open_sessions
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.trio_in_full
 async def test_a_client_that_vanishes_mid_compile_leaves_nothing(tmp_path: Path) -> None:
     hold = Hold(tmp_path / "hold")
     slow = msgspec.structs.replace(gen(1, 2), constraint=Constraint("regex", f"hold {hold.path}"))

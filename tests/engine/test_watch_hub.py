@@ -134,6 +134,7 @@ async def test_a_tenant_has_half_of_all_watches(monkeypatch: pytest.MonkeyPatch)
             pass
 
 
+@pytest.mark.trio_in_full
 async def test_a_watch_goes_on_after_a_restart_of_the_engine(tmp_path: Path) -> None:
     in_step, in_load = Hold(tmp_path / "step"), tmp_path / "load"
     options = {"hold_at": {"3": in_step.path}, "hold_load": str(in_load)}

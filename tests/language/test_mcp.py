@@ -67,6 +67,7 @@ async def test_a_server_over_stdio():
     check(await shop_with(af.mcp(COMMAND)))
 
 
+@pytest.mark.trio_in_full
 async def test_a_server_over_http():
     with http_server() as url:
         check(await shop_with(af.mcp(url, headers=KEY)))
@@ -74,6 +75,7 @@ async def test_a_server_over_http():
             await shop_with(af.mcp(url))
 
 
+@pytest.mark.trio_in_full
 async def test_two_servers_and_a_function_serve_one_loop():
     def weather(city: str) -> str:
         return f"rain in {city}"
@@ -115,6 +117,7 @@ async def test_the_tools_are_those_of_an_open_server():
         shop.tools  # noqa: B018
 
 
+@pytest.mark.trio_in_full
 async def test_an_error_in_the_block_leaves_as_itself():
     with pytest.raises(KeyError):
         async with af.mcp(COMMAND):

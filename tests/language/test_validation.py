@@ -126,6 +126,7 @@ async def test_the_gens_after_it_keep_their_seeds():
     assert seeds[0] == seeds[1]
 
 
+@pytest.mark.trio_in_full
 async def test_on_the_engine():
     engine = ConstrainedEngine()
     async with af.session(backend=engine) as flow, flow.state() as s:

@@ -61,7 +61,7 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
     return [tokenizer.encode(text).ids for text in PROMPTS]
 
 
-@pytest.fixture(scope="module", params=["native", "torch"])
+@pytest.fixture(scope="module", params=["native", pytest.param("torch", marks=pytest.mark.full)])
 def runner(model_folder: Path, request: pytest.FixtureRequest) -> Iterator[TorchRunner]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AGENTFLOW_KERNELS", request.param)
