@@ -57,7 +57,8 @@ async def interpreted(generator: Generator[ContextT], deliver: Deliver) -> Async
 class Embedded:
     """An engine in this process, the default of ``af.session()``.
 
-    ``model``: a name that ``agentflow pull`` knows, or a Hugging Face folder. ``dtype``: ``bfloat16`` or
+    ``model``: a short name (``agentflow models`` lists them), ``OWNER/NAME`` on the Hugging Face hub, a model
+    folder or a GGUF file. A model of the hub is pulled if it is missing. ``dtype``: ``bfloat16`` or
     ``float32``. ``device``: ``cpu``, ``cuda``, or None to choose one. ``kv_tokens``: the size of the KV pool
     in tokens, for the cache and running requests together; None to choose one. ``token_budget``: prompt
     tokens per step. ``max_running``: requests per batch. ``threads``: CPU threads. ``cache=False`` turns the

@@ -49,8 +49,9 @@ def session(
 
     ``url``: the server's (``ws://…`` or ``wss://…``); default: the environment variable AGENTFLOW_URL.
     ``model``: its name on the server; default: the server's first model. ``api_key``: default: the
-    environment variable AGENTFLOW_API_KEY. Without a url, an engine in this process runs ``model``: a name
-    that ``agentflow pull`` knows, or a Hugging Face folder; default: ``smollm2-135m``.
+    environment variable AGENTFLOW_API_KEY. Without a url, an engine in this process runs ``model``: a short
+    name (``agentflow models`` lists them), ``OWNER/NAME`` on the Hugging Face hub, a model folder or a GGUF
+    file; default: ``smollm2-135m``. A model of the hub is pulled if it is missing.
 
     ``deadline_s`` and ``output_tokens``: the limits of all states of the session together, from when it is
     entered; beyond them ops fail with ``DeadlineExceeded`` or ``BudgetExceeded``. ``seed``: makes sampling

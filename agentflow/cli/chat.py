@@ -268,7 +268,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--url",
         help="a server, such as ws://127.0.0.1:8410 (default: AGENTFLOW_URL, or none)",
     )
-    add("--model", metavar="NAME", help="a pulled model or a Hugging Face folder (default: smollm2-135m)")
+    add(
+        "--model",
+        metavar="NAME",
+        help="a model's name, folder or GGUF file (default: smollm2-135m)",
+    )
     add("--api-key", metavar="KEY", help=f"key for the server (default: {API_KEY_VARIABLE})")
     add("--system", metavar="TEXT", help="the system message")
     add(

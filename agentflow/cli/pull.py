@@ -1,4 +1,4 @@
-"""``agentflow pull``: fetches a model into the local store."""
+"""``agentflow pull``: fetches a model into the store, or into the Hugging Face hub's cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default=DEFAULT_MODEL,
         metavar="MODEL",
-        help="the model's name (default: %(default)s)",
+        help="a short name, or the hub's OWNER/NAME[:QUANTISATION][@REVISION] (default: %(default)s)",
     )
 
 
@@ -42,11 +42,17 @@ def _compile_kernels() -> None:
 
 COMMAND = Command(
     name="pull",
-    summary="fetch a model into the local store",
-    description="Fetches a model, verifies it, and stores it for `serve` and `chat`.",
+    summary="fetch a model",
+    description="""\
+Fetches a model, or what has changed of it, and verifies all its files. Models
+of the Hugging Face hub go into its cache, which other tools share; HF_TOKEN,
+HF_ENDPOINT and HF_HOME have their usual meaning.""",
     examples="""\
 agentflow pull                      the default model
-agentflow models                    what can be pulled, and what is here
+agentflow pull qwen3-0.6b           another, by its short name
+agentflow pull OWNER/NAME           a repository with safetensors
+agentflow pull OWNER/NAME:Q4_K_M    a GGUF file in a repository
+agentflow models                    the short names, and what is here
 """,
     add_options=_add_options,
     run=_run,

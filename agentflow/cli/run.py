@@ -278,7 +278,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="continue FILE: run only what has no result there")
     add("--key", metavar="FIELD", help="the field that identifies an input (default: all of it)")
     add("--url", help="a server, such as ws://127.0.0.1:8410 (default: AGENTFLOW_URL, or none)")
-    add("--model", metavar="NAME", help="a pulled model or a Hugging Face folder (default: smollm2-135m)")
+    add(
+        "--model",
+        metavar="NAME",
+        help="a model's name, folder or GGUF file (default: smollm2-135m)",
+    )
     add("--api-key", metavar="KEY", help=f"key for the server (default: {API_KEY_VARIABLE})")
     add(
         "--concurrency",

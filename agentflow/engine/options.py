@@ -63,7 +63,7 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
 
 
 class EngineOptions(EngineSettings, frozen=True):
-    """One engine. ``model``: the name of a pulled model, or a Hugging Face folder. ``own_process``: it runs
+    """One engine. ``model``: a name, folder or GGUF file, as for ``resolve_model``. ``own_process``: it runs
     in a process of its own, which is replaced when it dies, instead of in a thread. ``max_unfinished`` None:
     no limit."""
 

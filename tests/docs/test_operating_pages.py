@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.docs.page_blocks import DOCS
 
+from agentflow.engine.store.catalog import CATALOG
 from agentflow.runtime.declared import allowed_values
 from agentflow.server.config.config import read_config_file
 from agentflow.server.config.schema import Setting, all_settings, model_settings
@@ -69,3 +70,18 @@ def test_the_metrics_are_those_of_the_reference() -> None:
     named = {name.removesuffix("_bucket") for page in pages for name in re.findall(r"agentflow_\w+", page)}
     assert named
     assert {name for name in named if f"`{name}`" not in listed} == set()
+
+
+def test_the_page_of_models_has_the_short_names() -> None:
+    text = (DOCS / "operating" / "models.md").read_text(encoding="utf-8")
+    table = text.partition("## Short names")[2]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    assert [(row[0], row[1], row[2], row[4]) for row in rows] == [
+        (
+            f"`{model.name}`",
+            model.repository,
+            model.licence + (", gated" if model.is_gated else ""),
+            f"{model.context:,}",
+        )
+        for model in CATALOG.values()
+    ]

@@ -277,7 +277,8 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME[=PATH]",
-        help="a pulled model, a Hugging Face folder, or a folder under a name of your choice; may be "
+        help="a model's name (short, or OWNER/NAME on the hub), its folder or GGUF file, or one of these "
+        "under a name of your choice; may be "
         f"repeated; sessions that name no model get the first (default: {DEFAULT_MODEL})",
     )
     first.add_argument(

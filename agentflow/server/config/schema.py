@@ -51,7 +51,7 @@ class ModelConfig(EngineSettings, frozen=True, kw_only=True):
     """One model: ``[models.NAME]``. What its table leaves out comes from ``[engine]``."""
 
     name: str
-    path: Annotated[Text, doc("a pulled model's name or a Hugging Face folder (not set: NAME)")]
+    path: Annotated[Text, doc("a model's name, or a folder or GGUF file (not set: NAME)")]
 
     def engine_options(self) -> EngineOptions:
         """The options of its engine."""
