@@ -9,16 +9,20 @@ import re
 import shutil
 import types
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+from gguf import GGUFWriter
 from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http
+from support.engine.gguf_models import write_gguf
 from support.engine.random_model import CONFIG, write_random_model
 from support.faults import has_param
 from support.hub_server import Fault, HubServer, hub_on_loopback, read_folder
 
 import agentflow as af
+from agentflow.engine.machine import memory_need
 from agentflow.engine.store import hub as hub_module
 from agentflow.engine.store.hub_errors import explained
 from agentflow.engine.store.hub_names import HubName, cached_model, cached_models, hub_name, repository_folder
@@ -176,7 +180,7 @@ def test_the_token_goes_to_the_hub_and_not_to_its_storage(
     assert any(not request.headers["Host"].startswith("127.0.0.1") for request in tiny.requests)
 
 
-def test_the_listener_gets_the_bytes(tiny: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_listener_gets_the_bytes(tiny: HubServer) -> None:
     events: list[tuple[str, int, int]] = []
 
     class Recorder(Silent):
@@ -541,7 +545,7 @@ def test_an_interrupted_pull_leaves_no_model_and_continues(tiny: HubServer) -> N
 
 def test_an_update_that_fails_leaves_the_model_that_was_there(tiny: HubServer) -> None:
     before = pull_model(NAME, progress=False)
-    tiny.repositories[NAME].files["config.json"] = json.dumps(CONFIG | {"rope_theta": 5.0}).encode()
+    tiny.repositories[NAME].files["config.json"] = json.dumps(CONFIG | {"rms_norm_eps": 1e-6}).encode()
     tiny.faults.append(Fault("GET .*/config.json", 500))
     with pytest.raises(PullFailed):
         pull_model(NAME, progress=False)
@@ -604,6 +608,35 @@ async def test_a_program_runs_a_model_of_the_hub_as_it_runs_its_folder(tiny: Hub
             assert s["answer"].usage.output_tokens > 0
     assert answers[0] == answers[1]
     assert len(tiny.downloads()) == len(NEEDED)
+
+
+@pytest.mark.anyio
+async def test_a_program_runs_a_gguf_file_of_the_hub(hub: HubServer, folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tiny-F32.gguf"
+    write_gguf(folder, file, vocabulary=partial(write_vocabulary, folder))
+    hub.add(NAME, {file.name: file.read_bytes()})
+    answers = []
+    for model in (f"{NAME}:F32", str(folder)):
+        backend = af.Embedded(model, dtype="float32", kv_tokens=512, threads=1)
+        async with af.session(backend=backend) as flow, flow.state() as s:
+            s += "The quick brown fox" + af.gen("answer", max_tokens=12, temperature=0)
+            answers.append(await s["answer"])
+    assert answers[0] == answers[1]
+    need = memory_need("", resolve_model(f"{NAME}:F32"), "bfloat16", None)
+    assert need == memory_need("", folder, "bfloat16", None)
+
+
+def write_vocabulary(folder: Path, writer: GGUFWriter) -> None:
+    """The tokenizer of ``folder``, which is one of GPT-2's kind."""
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    special = {token["content"] for token in spec["added_tokens"]}
+    tokens = sorted(spec["model"]["vocab"], key=spec["model"]["vocab"].get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in spec["model"]["merges"]])
+    writer.add_add_bos_token(False)
 
 
 @pytest.fixture

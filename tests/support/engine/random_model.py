@@ -20,7 +20,7 @@ CONFIG = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
-    "rope_theta": 10_000.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
     "hidden_act": "silu",
     "tie_word_embeddings": True,
     "eos_token_id": 1,
