@@ -219,8 +219,15 @@ def load_transformers(
             "pip install 'agentflow-lm[transformers]'",
             param="architectures",
         )
+    import transformers
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+    if "auto_map" in raw and not any(hasattr(transformers, str(name)) for name in architectures):
+        raise BadModelFolder(
+            f"{folder}: its architecture is {architecture}, which needs the folder's own code (auto_map in "
+            "config.json), and that is never run: take a model whose architecture transformers has",
+            param="auto_map",
+        )
     AttentionInterface.register(NAME, paged_attention)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
