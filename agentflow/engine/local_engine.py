@@ -21,8 +21,9 @@ from agentflow.engine.process.supervisor import Deadlines, supervised_engine
 from agentflow.engine.runner import ModelRunner
 from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.store.gguf.file import find_gguf
 from agentflow.engine.store.hub_names import served_name
-from agentflow.engine.store.model_folder import weight_files
+from agentflow.engine.store.model_folder import gguf_parts, weight_files
 from agentflow.engine.store.model_store import fetch_model_async, resolve_model
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
@@ -68,7 +69,9 @@ def load_engine(**options: Any) -> tuple[ModelRunner, Tokenizer, SchedulerConfig
 
 def deadlines_of(options: EngineOptions, folder: Path) -> Deadlines:
     """Time limits of an engine process."""
-    files = [folder / name for name in weight_files(folder)] if folder.is_dir() else [folder]
+    gguf = find_gguf(folder)
+    names = weight_files(folder) if gguf is None else gguf_parts(gguf.name)
+    files = [(folder if gguf is None else gguf.parent) / name for name in names]
     weight_bytes = sum(file.stat().st_size for file in files)
     load_s = options.load_timeout_s or LOAD_S + weight_bytes / SLOW_DISK_BYTES_PER_S
     if options.step_timeout_s is None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from agentflow.engine.store.gguf.file import find_gguf
+
 
 class Transformers:
     """Starts the peer's process and sends it requests."""
@@ -58,13 +60,20 @@ class Transformers:
 def answer(folder: str, num_threads: int) -> None:
     """The peer's process: loads the model and answers until its input ends."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GgufConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(num_threads)
+    gguf = find_gguf(Path(folder))
+    options: dict[str, Any] = {}
+    if gguf is not None:
+        options = {"gguf_file": gguf.name, "quantization_config": GgufConfig(dequantize=True)}
     model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation="eager"
+        folder,
+        dtype=torch.bfloat16,
+        attn_implementation="eager",
+        **options,
     )
     model.train(False)
     print(0.0, flush=True)

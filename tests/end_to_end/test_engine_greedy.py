@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from support.engine.gguf_references import transformers_model
 
 import agentflow as af
 from agentflow.backends.local import interpreted
@@ -124,7 +124,7 @@ def alone(runner, tokenizer, prompts) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def of_transformers(model_folder):
-    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    return transformers_model(model_folder, dtype=torch.float32)
 
 
 def test_alone_is_what_transformers_generates(of_transformers, prompts, alone):

@@ -90,7 +90,7 @@ class TorchRunner:
         else:
             self._model = load_model(folder, config, dtype=torch_dtype, device=torch_device, kernels=kernels)
         self.info = RunnerInfo(
-            model=folder.resolve().name,
+            model=folder.resolve().name.removesuffix(".gguf"),
             vocab_size=config.vocab_size,
             max_context=config.max_context,
             num_slots=num_slots,

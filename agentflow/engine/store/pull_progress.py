@@ -9,12 +9,11 @@ from typing import Final, Literal, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-Phase = Literal["download", "verify", "convert", "store"]
+Phase = Literal["download", "verify", "store"]
 
 _SAYS: Final[dict[Phase, str]] = {
     "download": "downloading",
     "verify": "checking the hashes",
-    "convert": "converting to safetensors",
     "store": "storing",
 }
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.engine import gguf_references
 from support.engine.runner_driver import Driver
 from support.faults import has_param
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from agentflow.engine.batch import LogitEdits
 from agentflow.engine.models.families.registry import read_config
@@ -53,7 +54,7 @@ ARTICLE = (
 
 @pytest.fixture(scope="module")
 def tokenizer(model_folder: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    return gguf_references.library_tokenizer(model_folder)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def driver(runner: TorchRunner) -> Driver:
 
 @pytest.fixture(scope="module")
 def transformers_model(model_folder: Path) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    model = gguf_references.transformers_model(model_folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None  # the runner goes on after an end token: so must this
     return model
 
@@ -99,7 +100,7 @@ def expected(transformers_model: PreTrainedModel, prompts: list[list[int]]) -> l
 def test_the_info_says_what_the_model_is(runner: TorchRunner, model_folder: Path) -> None:
     info = runner.info
     assert (info.vocab_size, info.max_context, info.num_slots) == (49152, 8192, 8000)
-    assert info.end_token_ids == (2,)
+    assert info.end_token_ids == (2, 0)
     assert info.kv_bytes_per_token == 2 * 23040
     assert info.model == model_folder.name
     assert info.weight_bytes >= 4 * 134_515_008
@@ -225,7 +226,7 @@ def eager_and_sdpa(model_folder: Path, prompts: list[list[int]]) -> list[torch.T
     """transformers' logits of the beginnings of all prompts in bfloat16, with either kind of attention."""
     found = []
     for implementation in ("eager", "sdpa"):
-        model = AutoModelForCausalLM.from_pretrained(
+        model = gguf_references.transformers_model(
             model_folder, dtype=torch.bfloat16, attn_implementation=implementation
         ).eval()
         with torch.inference_mode():

@@ -68,12 +68,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(store: Path, name: str) 
 def test_a_pull_killed_at_any_event_leaves_no_model_and_the_next_pull_cleans_up(store: Path) -> None:
     narrator = Narrator()
     pull_source(replace(TINY, name="mini"), narrator)
-    assert [event for event in narrator.events if "/" not in event] == [
-        "download",
-        "verify",
-        "convert",
-        "store",
-    ]
+    assert [event for event in narrator.events if "/" not in event] == ["download", "verify", "store"]
     for number in range(len(narrator.events)):
         child = subprocess.run(
             [*CHILD, f"--kill-at={number}"], stdout=subprocess.PIPE, text=True, check=False
@@ -176,7 +171,7 @@ def _assert_is(one: object, other: object) -> None:
     assert one is other
 
 
-@pytest.mark.parametrize("harm", ["other format", "weights gone", "no manifest"])
+@pytest.mark.parametrize("harm", ["other format", "weights gone", "no manifest", "a converted model"])
 def test_a_pull_replaces_a_folder_that_is_not_the_model(
     store: Path, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:
@@ -186,7 +181,12 @@ def test_a_pull_replaces_a_folder_that_is_not_the_model(
         case "other format":
             monkeypatch.setattr(model_store, "STORE_FORMAT", model_store.STORE_FORMAT + 1)
         case "weights gone":
-            (folder / "model.safetensors").unlink()
+            (folder / "tiny.gguf").unlink()
+        case "a converted model":
+            (folder / "tiny.gguf").unlink()
+            pull_in_child.write_tiny_folder(folder)
+            manifest = json.loads((folder / "agentflow.json").read_text())
+            (folder / "agentflow.json").write_text(json.dumps(manifest | {"format": 1}))
         case "no manifest":
             (folder / "agentflow.json").unlink()
     with pytest.raises(UnknownModel, match="agentflow pull tiny"):

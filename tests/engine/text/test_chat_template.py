@@ -59,7 +59,7 @@ def test_the_default_models_template(
     template = ChatTemplate.from_folder(model_folder)
     expected = reference.apply_chat_template(
         [{"role": role, "content": text} for role, text in turns],
-        chat_template=(model_folder / "chat_template.jinja").read_text(),
+        chat_template=template.source,
         tokenize=False,
         add_generation_prompt=opens,
     )

@@ -23,6 +23,7 @@ from support.engine.conversations import (
     scripts,
     state_of,
 )
+from support.engine.gguf_references import transformers_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from agentflow.engine.text.chat_template import ChatTemplate
@@ -76,7 +77,7 @@ def test_no_content_opens_a_turn(name: str, script: Script) -> None:
 
 @pytest.fixture(scope="module")
 def default(model_folder: Path) -> tuple[Tokenizer, ChatTemplate, PreTrainedTokenizerFast]:
-    reference = PreTrainedTokenizerFast.from_pretrained(model_folder)
+    reference = transformers_tokenizer(model_folder)
     return Tokenizer.from_folder(model_folder), ChatTemplate.from_folder(model_folder), reference
 
 

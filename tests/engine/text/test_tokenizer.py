@@ -14,6 +14,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from support import small_tokenizers
+from support.engine.gguf_references import library_tokenizer
 from support.faults import has_param
 
 from agentflow.engine.text.tokenizer import Tokenizer
@@ -45,7 +46,7 @@ def default(model_folder: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def default_library(model_folder: Path) -> tokenizers.Tokenizer:
-    return tokenizers.Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    return library_tokenizer(model_folder)
 
 
 @family

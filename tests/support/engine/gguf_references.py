@@ -1,0 +1,41 @@
+"""What transformers and its tokenizers make of a folder with a GGUF file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from agentflow.engine.store.gguf.file import find_gguf, open_gguf
+from agentflow.engine.text.tokenizer_files import read_tokenizer
+
+
+def transformers_model(folder: Path, **options: Any) -> PreTrainedModel:
+    """The model as transformers reads the file, dequantised."""
+    file = find_gguf(folder)
+    assert file is not None
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), **options
+    )
+    return model
+
+
+def library_tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    """The library's tokenizer. Not as transformers reads the file: it takes another pre-tokenizer."""
+    return tokenizers.Tokenizer.from_str(json.dumps(read_tokenizer(folder)))
+
+
+def transformers_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The same in transformers, with its chat template."""
+    file = find_gguf(folder)
+    assert file is not None
+    words = open_gguf(file).vocabulary
+    return PreTrainedTokenizerFast(
+        tokenizer_object=library_tokenizer(folder),
+        chat_template=words.chat_template,
+        clean_up_tokenization_spaces=False,
+        **words.named_tokens,
+    )
