@@ -225,7 +225,8 @@ async def test_bytes_after_a_response_that_are_no_request_keep_no_connection(
     ):
         await _ask(stream, request_begun)
         await stream.send(sent)
-        with pytest.raises(anyio.EndOfStream):
+        # Bytes that arrive as the server closes reset the connection.
+        with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
             await stream.receive()
 
 
