@@ -28,7 +28,6 @@ from typing import Any
 import anyio
 
 from agentflow.engine.process.child import import_path
-from agentflow.engine.store.gguf.file import find_gguf, open_gguf
 from agentflow.engine.store.model_folder import json_object, weight_files
 from agentflow.errors import BadArgument, BadModelFolder, EngineFailed
 
@@ -124,6 +123,8 @@ def memory_need(name: str, folder: Path, dtype: str, kv_tokens: int | None) -> M
 
 def read_shape(folder: Path) -> tuple[Mapping[str, Any], int]:
     """The config of a model folder or a GGUF file, and the number of its parameters. ``BadModelFolder``."""
+    from agentflow.engine.store.gguf.file import find_gguf, open_gguf  # needs numpy; `doctor` does not
+
     if (gguf := find_gguf(folder)) is not None:
         file = open_gguf(gguf)
         return file.config, sum(math.prod(tensor.shape) for tensor in file.tensors.values())

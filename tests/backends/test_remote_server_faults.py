@@ -52,7 +52,7 @@ from agentflow.protocol.wire import (
 pytestmark = pytest.mark.anyio
 
 CERTIFICATE = Path(__file__).parents[1] / "support" / "localhost_for_tests.pem"
-WELCOME = Welcome(VERSION, "session", "secret", Capabilities("canned"), Limits(4096, 0.05))
+WELCOME = Welcome(VERSION, "session", "secret", Capabilities("canned"), Limits(4096, 60.0))
 
 Handler = Callable[[ServerConnection], None]
 
