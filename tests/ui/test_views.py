@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 from playwright.sync_api import expect
 from support.ui.accessibility import axe_violations, scrolls_sideways
+from support.ui.http import complete
 from support.ui.screen import Screen
 
 Visit = Callable[..., Screen]
+SHARED = "A short report from the harbour, for the people of the town. Today's topic is"
+TOPICS = (
+    "the tide",
+    "boats",
+    "herrings",
+    "rope",
+    "gulls",
+    "salt",
+    "the lighthouse",
+    "fog",
+    "ferries",
+    "nets",
+    "ice",
+    "crabs",
+)
 VIEWS = ("playground", "chat", "tree", "scheduler", "runs")
 
 
@@ -50,7 +67,18 @@ def test_a_program_and_a_chat_on_the_model_and_axe_on_what_every_view_shows_of_t
     looked_at("tree")
     go_to(screen, "scheduler")
     expect(screen.page.locator(".view-scheduler .value").first).to_be_visible()
-    looked_at("scheduler")
+    with ThreadPoolExecutor(max_workers=4) as clients:
+        # The first half is what the charts show, the second half still runs.
+        writing = [
+            clients.submit(complete, model_url, f"{SHARED} {topic}", max_tokens=80, ignore_eos=True)
+            for topic in TOPICS
+        ]
+        wait(writing[: len(TOPICS) // 2])
+        expect(screen.page.get_by_role("table").get_by_role("button").first).to_be_visible()
+        expect(screen.page.locator(".view-scheduler .charts path").first).to_be_attached()
+        looked_at("scheduler")
+        for each in writing:
+            each.result()
     go_to(screen, "runs")
     expect(screen.at("timeline")).to_be_visible()
     looked_at("runs")
