@@ -97,7 +97,12 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
     num_slots = options.kv_tokens if options.own_process else None
     num_slots = num_slots or _kv_tokens(options, folder, _free_bytes(device))
     runner = TorchRunner(
-        folder, device=device, dtype=options.dtype, num_slots=num_slots, num_threads=options.threads
+        folder,
+        device=device,
+        dtype=options.dtype,
+        quantize=options.quantize,
+        num_slots=num_slots,
+        num_threads=options.threads,
     )
     return runner, Tokenizer.from_folder(folder)
 
@@ -141,4 +146,6 @@ def _free_bytes(device: str) -> int:
 
 
 def _kv_tokens(options: EngineOptions, folder: Path, free_bytes: int) -> int:
-    return fitting_kv_tokens(memory_need(folder.name, folder, options.dtype, options.kv_tokens), free_bytes)
+    return fitting_kv_tokens(
+        memory_need(folder.name, folder, options.dtype, options.kv_tokens, options.quantize), free_bytes
+    )

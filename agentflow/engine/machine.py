@@ -28,7 +28,7 @@ from typing import Any
 import anyio
 
 from agentflow.engine.process.child import import_path
-from agentflow.engine.store.model_folder import json_object, weight_files
+from agentflow.engine.store.model_folder import gguf_parts, json_object, weight_files
 from agentflow.errors import BadArgument, BadModelFolder, EngineFailed
 
 WANTED_KV_TOKENS = 65_536
@@ -54,6 +54,12 @@ def usable_cpus(root: Path = Path("/")) -> int:
     """
     in_mask = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([in_mask, *_quotas(root)]))
+
+
+# Bytes of a weight in blocks of 32, with their scales.
+_QUANTIZED_ITEM_BYTES = {"int8": 34 / 32, "int4": 20 / 32}
+_PANELS_OF_STORED = 1.12
+"""The memory of quantised weights in the native kernels, over that in a GGUF file: K blocks share scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +120,28 @@ class MemoryNeed:
     kv_tokens: int | None = None
 
 
-def memory_need(name: str, folder: Path, dtype: str, kv_tokens: int | None) -> MemoryNeed:
-    """What the model in ``folder``, or in a GGUF file, needs. ``BadModelFolder``."""
+def memory_need(
+    name: str, folder: Path, dtype: str, kv_tokens: int | None, quantize: str | None = None
+) -> MemoryNeed:
+    """What the model in ``folder``, or in a GGUF file, needs. ``dtype``, ``quantize``: as in
+    ``EngineSettings``. ``BadModelFolder``."""
     item_bytes = 4 if dtype == "float32" else 2
     config, num_parameters = read_shape(folder)
-    return MemoryNeed(name, num_parameters * item_bytes, kv_bytes_per_token(config, item_bytes), kv_tokens)
+    weight_bytes = num_parameters * item_bytes
+    if quantize is not None:
+        weight_bytes = int(num_parameters * _QUANTIZED_ITEM_BYTES[quantize])
+    if dtype == "auto" and not has_driver() and (stored := _gguf_bytes(folder)):
+        weight_bytes = min(weight_bytes, int(stored * _PANELS_OF_STORED))
+    return MemoryNeed(name, weight_bytes, kv_bytes_per_token(config, item_bytes), kv_tokens)
+
+
+def _gguf_bytes(folder: Path) -> int:
+    """The size of the GGUF file, or of all files of a model in several. 0 if there is none."""
+    from agentflow.engine.store.gguf.file import find_gguf  # needs numpy; `doctor` does not
+
+    file = find_gguf(folder)
+    parts = [] if file is None else [file.with_name(name) for name in gguf_parts(file.name)]
+    return sum(part.stat().st_size for part in parts if part.exists())
 
 
 def read_shape(folder: Path) -> tuple[Mapping[str, Any], int]:

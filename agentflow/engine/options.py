@@ -25,7 +25,13 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
     its own: beyond a limit the process is killed and replaced. ``BadArgument`` for a value that is not
     allowed."""
 
-    dtype: Annotated[Literal["bfloat16", "float32"], doc("data type of the weights")] = "bfloat16"
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"],
+        doc("data type of the weights (auto: quantised weights of a GGUF file stay quantised on a CPU)"),
+    ] = "bfloat16"
+    quantize: Annotated[
+        Literal["int8", "int4"] | None, doc("round weights that are not quantised to 8 or 4 bits, on a CPU")
+    ] = None
     device: Annotated[
         Literal["cpu", "cuda"] | None, doc("where the model runs (not set: a GPU if there is one)")
     ] = None

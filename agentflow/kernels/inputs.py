@@ -21,6 +21,25 @@ ReqToToken = NDArray[np.int32]
 
 
 @dataclass(slots=True, frozen=True)
+class BlockMatrix:
+    """A matrix [out, in] in blocks of quantised values, as GGUF files store them. ``type``: ggml's name, such
+    as "Q4_K". ``rows`` [out, bytes of a row] uint8."""
+
+    type: str
+    rows: NDArray[np.uint8]
+    shape: tuple[int, int]
+
+
+@dataclass(slots=True, frozen=True)
+class QuantisedPanels:
+    """Adjacent panels of the native kernels in one of ``native_ops.PANEL_FORMATS``."""
+
+    format: str
+    panels: Tensor
+    num_panels: int
+
+
+@dataclass(slots=True, frozen=True)
 class LinearWeight:
     """y = x Wᵀ + b for W of shape [out, in].
 
@@ -28,6 +47,7 @@ class LinearWeight:
     ``packed``.
     ``packed``: W in oneDNN's opaque blocked layout, in the model's dtype or float32, or in the panels of the
     native kernels; None if W is not packed.
+    ``quantised``: W as quantised panels, instead of ``packed``.
     ``bias`` [out]: in the model's dtype.
     ``shape``: (out, in).
     """
@@ -36,11 +56,13 @@ class LinearWeight:
     packed: Tensor | None
     bias: Tensor | None
     shape: tuple[int, int]
+    quantised: tuple[QuantisedPanels, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """The memory of this weight, in bytes; an opaque tensor does not report its own."""
         tensors = [tensor for tensor in (self.transposed, self.packed, self.bias) if tensor is not None]
+        tensors += [part.panels for part in self.quantised]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -65,10 +87,11 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """The weights of a Llama-shaped model, without its head. ``embedding`` [vocabulary, hidden_size].
+    """The weights of a Llama-shaped model, without its head. ``embedding`` [vocabulary, hidden_size]: from
+    ``Kernels.pack_embedding``.
     ``frequencies`` [head_dim / 2] float32: those of the rotary embeddings, in radians per position."""
 
-    embedding: Tensor
+    embedding: LinearWeight
     layers: Sequence[LayerWeights]
     final_norm: Tensor
     frequencies: Tensor

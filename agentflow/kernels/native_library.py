@@ -32,13 +32,15 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
 COMPILE_TIMEOUT_S = 300
 
-AVX2 = ("avx2", "fma")
+AVX2 = ("avx2", "fma", "f16c")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
-AVX512_BF16 = (*AVX512, "avx512_bf16")
+AVX512_VNNI = (*AVX512, "avx512_vnni")
+AVX512_BF16 = (*AVX512_VNNI, "avx512_bf16")
 # The CPU flags that each level needs, as Linux lists them. The best level is last.
 LEVELS: dict[str, tuple[str, ...]] = {
     "avx2": AVX2,
     "avx512": AVX512,
+    "avx512_vnni": AVX512_VNNI,
     "avx512_bf16": AVX512_BF16,
     "amx": (*AVX512_BF16, "amx_tile", "amx_bf16"),
 }

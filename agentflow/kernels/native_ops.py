@@ -13,7 +13,7 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int64, c_void_p
 from typing import Any
 
@@ -25,21 +25,35 @@ from torch import Tensor
 from agentflow.kernels import torch_ops
 from agentflow.kernels.inputs import (
     AttentionBatch,
+    BlockMatrix,
     ChoiceRows,
     DecoderWeights,
     ForwardInput,
     IntArray,
     LayerWeights,
     LinearWeight,
+    QuantisedPanels,
 )
 from agentflow.kernels.native_library import load_best
 
 logger = logging.getLogger(__name__)
 
 
+# In the order of quantised.h.
+PANEL_FORMATS = ("dense", "int4", "int4_min", "int4_table", "int5", "int5_min", "int6", "int8")
+# The types of blocks that can be packed, by ggml's names, in the order of gguf_blocks.h.
+BLOCK_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
+LANES, PANEL = 16, 32
+MAX_SEGMENTS = 3
+
+
+class NativeSegment(Structure):
+    _fields_ = (("panels", c_void_p), ("format", c_int64), ("num_panels", c_int64))
+
+
 class NativeWeight(Structure):
     _fields_ = (
-        ("panels", c_void_p),
+        ("segments", NativeSegment * MAX_SEGMENTS),
         ("bias", c_void_p),
         ("num_in", c_int64),
         ("num_out", c_int64),
@@ -69,7 +83,7 @@ class NativeDecoder(Structure):
         ("num_kv_heads", c_int64),
         ("head_dim", c_int64),
         ("norm_eps", c_float),
-        ("embedding", c_void_p),
+        ("embedding", NativeWeight),
         ("final_norm", c_void_p),
         ("frequencies", c_void_p),
         ("layers", POINTER(NativeLayer)),
@@ -136,6 +150,10 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "af_set_num_threads": (c_int, [c_int]),
     "af_panel_size": (c_int64, [c_int, c_int64, c_int64, c_int]),
     "af_pack": (Status, [c_int, c_void_p, c_int64, c_int64, c_int, c_void_p]),
+    "af_block_panel_bytes": (c_int64, [c_int64, c_int64]),
+    "af_block_format": (c_int64, [c_int64]),
+    "af_pack_blocks": (Status, [c_int64, c_void_p, *4 * [c_int64], c_void_p]),
+    "af_rows_of": (Status, [c_int, POINTER(NativeWeight), c_void_p, c_int64, c_void_p]),
     "af_linear": (Status, [c_int, c_void_p, c_int64, POINTER(NativeWeight), c_int, c_int, c_void_p]),
     "af_rms_norm": (Status, [c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_float, c_void_p]),
     "af_attention": (
@@ -178,9 +196,16 @@ def address(array: NDArray[Any]) -> int:
 
 
 def native_weight(weight: LinearWeight) -> NativeWeight:
-    assert weight.packed is not None
     num_out, num_in = weight.shape
-    return NativeWeight(weight.packed.data_ptr(), _pointer(weight.bias), num_in, num_out)
+    made = NativeWeight(bias=_pointer(weight.bias), num_in=num_in, num_out=num_out)
+    if weight.packed is not None:
+        made.segments[0] = NativeSegment(
+            weight.packed.data_ptr(), 0, -(-num_out // LANES)
+        )  # gated ones are padded
+    for number, part in enumerate(weight.quantised):
+        place = PANEL_FORMATS.index(part.format)
+        made.segments[number] = NativeSegment(part.panels.data_ptr(), place, part.num_panels)
+    return made
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -211,7 +236,7 @@ def native_decoder(weights: DecoderWeights) -> NativeDecoder:
         weights.num_kv_heads,
         weights.head_dim,
         weights.norm_eps,
-        weights.embedding.data_ptr(),
+        native_weight(weights.embedding),
         weights.final_norm.data_ptr(),
         weights.frequencies.data_ptr(),
         layers,
@@ -320,6 +345,59 @@ def pack_linear(
     return LinearWeight(None, panels, bias, (num_out, num_in))
 
 
+def pack_blocks(
+    parts: Sequence[BlockMatrix], bias: Tensor | None, *, gated: bool = False
+) -> LinearWeight | None:
+    if not _are_packable(parts, gated):
+        return None
+    num_out, num_in = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    if gated:
+        num_panels = -(-num_out // 2 // LANES)
+        panels = _empty_panels(parts[0].type, num_panels, num_in)
+        first = 0
+        for part in parts:
+            _pack_part(part, first, num_out // 2, panels)
+            first += part.shape[0]
+        return LinearWeight(None, None, bias, (num_out, num_in), (panels,))
+    made = []
+    for part in parts:
+        made.append(_empty_panels(part.type, -(-part.shape[0] // PANEL), num_in))
+        _pack_part(part, 0, 0, made[-1])
+    return LinearWeight(None, None, bias, (num_out, num_in), tuple(made))
+
+
+def _are_packable(parts: Sequence[BlockMatrix], gated: bool) -> bool:
+    types = {part.type for part in parts}
+    if not types.issubset(BLOCK_TYPES) or len(parts) > MAX_SEGMENTS:
+        return False
+    if gated:
+        return len(types) == 1
+    return all(part.shape[0] % PANEL == 0 for part in parts[:-1])
+
+
+def _empty_panels(block_type: str, num_panels: int, num_in: int) -> QuantisedPanels:
+    team, number = _team(), BLOCK_TYPES.index(block_type)
+    panels = torch.zeros(num_panels * team.af_block_panel_bytes(number, num_in), dtype=torch.uint8)
+    return QuantisedPanels(PANEL_FORMATS[team.af_block_format(number)], panels, num_panels)
+
+
+def _pack_part(part: BlockMatrix, first: int, gated_half: int, to: QuantisedPanels) -> None:
+    rows = np.ascontiguousarray(part.rows)
+    number = BLOCK_TYPES.index(part.type)
+    _team().af_pack_blocks(number, address(rows), *part.shape, first, gated_half, to.panels.data_ptr())
+
+
+def pack_embedding(weight: Tensor, head: LinearWeight | None) -> LinearWeight:
+    return pack_linear(weight, None) if head is None else head
+
+
+def embed(token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
+    ids, is_bf16 = token_ids.contiguous(), dtype == torch.bfloat16
+    out = torch.empty(len(ids), weight.shape[1], dtype=dtype)
+    _team().af_rows_of(is_bf16, native_weight(weight), ids.data_ptr(), len(ids), out.data_ptr())
+    return out
+
+
 def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     return _product(x, weight, x.new_empty(x.shape[0], weight.shape[0]))
 
@@ -419,12 +497,12 @@ class NativeForward:
         self._weights, self._head = weights, head  # kept alive: the structures point to them
         self._decoder, self._native_head = native_decoder(weights), native_weight(head)
         self._library = library()  # the library that packed the weights
-        self._is_bf16 = _is_bf16(weights.embedding)
+        self._is_bf16 = _is_bf16(weights.final_norm)
         self._layers: tuple[tuple[Tensor, ...], Any] = ((), None)  # the pool's layers and their addresses
 
     def hidden(self, given: ForwardInput, meanwhile: Callable[[], None]) -> Tensor:
-        embedding = self._weights.embedding
-        out = embedding.new_empty(len(given.rows), embedding.shape[1])
+        hidden_size = self._weights.embedding.shape[1]
+        out = self._weights.final_norm.new_empty(len(given.rows), hidden_size)
         self._run(given, meanwhile, out.data_ptr(), None, None, None)
         return out
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from agentflow.kernels import native_ops, reference_ops, torch_ops
 from agentflow.kernels.inputs import (
     AttentionBatch,
+    BlockMatrix,
     ChoiceRows,
     DecoderWeights,
     ForwardInput,
@@ -48,11 +49,29 @@ class Kernels(Protocol):
     transformers' eager modules round it, so that both accumulate the same error.
     """
 
+    @property
+    def BLOCK_TYPES(self) -> Sequence[str]:
+        """The types of blocks that ``pack_blocks`` takes."""
+
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None, *, exact_output: bool = False, gated: bool = False
     ) -> LinearWeight:
         """Lays out ``weight`` [out, in] for ``linear``, or with ``exact_output`` for ``exact_linear``, or
         with ``gated`` for ``gated_linear``. The caller should then drop the weight."""
+
+    def pack_blocks(
+        self, parts: Sequence[BlockMatrix], bias: Tensor | None, *, gated: bool = False
+    ) -> LinearWeight | None:
+        """Lays out matrices with the same input, stacked, without dequantising them, for all products. None
+        if this implementation cannot, also for types of ``BLOCK_TYPES``, if they differ. ``bias``: in the
+        model's dtype."""
+
+    def pack_embedding(self, weight: Tensor, head: LinearWeight | None) -> LinearWeight:
+        """Lays out ``weight`` [vocabulary, hidden_size] for ``embed``. ``head``: the weight from
+        ``pack_linear`` of the same matrix, if they are tied; the result may share its memory."""
+
+    def embed(self, token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
+        """The rows of ``weight`` with these numbers [T], as ``dtype``: [T, hidden_size]."""
 
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """[T, in] to [T, out]: x Wᵀ + b."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from agentflow.kernels.attention_plan import (
 from agentflow.kernels.attention_plan import plan_attention as plan_parts
 from agentflow.kernels.inputs import (
     AttentionBatch,
+    BlockMatrix,
     ChoiceRows,
     DecoderWeights,
     FloatArray,
@@ -64,6 +66,22 @@ def pack_linear(
     # A product with one row is bound by reading the weight, and the plain weight has half the bytes.
     keeps_plain = weight.dtype != torch.float32 and not exact_output
     return LinearWeight(weight.t() if keeps_plain else None, _blocked(weight.float()), bias, shape)
+
+
+BLOCK_TYPES = ()
+
+
+def pack_blocks(parts: Sequence[BlockMatrix], bias: Tensor | None, *, gated: bool = False) -> None:
+    return None
+
+
+def pack_embedding(weight: Tensor, head: LinearWeight | None) -> LinearWeight:
+    return LinearWeight(weight.t(), None, None, (weight.shape[0], weight.shape[1]))
+
+
+def embed(token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
+    assert weight.transposed is not None
+    return torch.nn.functional.embedding(token_ids, weight.transposed.t()).to(dtype)
 
 
 def _blocked(weight: Tensor) -> Tensor:

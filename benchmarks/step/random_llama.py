@@ -79,7 +79,7 @@ def random_llama(
         for _ in range(config.num_layers)
     ]
     decoder = DecoderWeights(
-        embedding=random(config.vocab_size, hidden),
+        embedding=kernels.pack_embedding(random(config.vocab_size, hidden), None),
         layers=layers,
         final_norm=ones,
         frequencies=inverse_frequencies(config.rope, config.head_dim).to(device),

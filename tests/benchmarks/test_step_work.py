@@ -86,7 +86,8 @@ def test_the_check_of_a_device_finds_a_wrong_product(monkeypatch: pytest.MonkeyP
         made.append(self)
         if len(made) == 2:
             decoder = self.model._decoder
-            decoder = replace(decoder, embedding=decoder.embedding.roll(1, 0))
+            wrong = torch.randn(decoder.embedding.shape, dtype=decoder.final_norm.dtype)
+            decoder = replace(decoder, embedding=self.kernels.pack_embedding(wrong, None))
             self.model._decoder = decoder
             self.model._whole_forward = self.kernels.whole_forward(decoder, self.model._head)
 

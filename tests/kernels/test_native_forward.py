@@ -86,8 +86,9 @@ def model_of(sizes: Sizes, kernels: Kernels, dtype: torch.dtype, seed: int = 0) 
         )
     rope = RopeConfig("default", 10000.0)
     embedding = random(VOCAB, sizes.hidden, scale=1.0)
+    head = kernels.pack_linear(embedding, None, exact_output=True)
     decoder = DecoderWeights(
-        embedding,
+        kernels.pack_embedding(embedding, head),
         layers,
         norm(sizes.hidden),
         inverse_frequencies(rope, sizes.head_dim),
@@ -111,7 +112,7 @@ def model_of(sizes: Sizes, kernels: Kernels, dtype: torch.dtype, seed: int = 0) 
         rope=rope,
         end_token_ids=(),
     )
-    return LlamaModel(config, kernels, decoder, kernels.pack_linear(embedding, None, exact_output=True))
+    return LlamaModel(config, kernels, decoder, head)
 
 
 @dataclass

@@ -52,8 +52,8 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (native_library.AVX512, "", "avx512"),
         (native_library.AVX512, "avx512_bf16", "avx512"),
         (native_library.AVX512, "avx2", "avx2"),
-        ((*native_library.AVX512, "avx512_bf16"), "", "avx512_bf16"),
-        ((*native_library.AVX512, "avx512_bf16"), "avx512", "avx512"),
+        ((*native_library.AVX512_VNNI, "avx512_bf16"), "", "avx512_bf16"),
+        ((*native_library.AVX512_VNNI, "avx512_bf16"), "avx512", "avx512"),
         ((*native_library.AVX2, "avx512_bf16"), "", "avx2"),
         (native_library.LEVELS["amx"], "", "amx"),
         (native_library.AVX512_BF16, "amx", "avx512_bf16"),
@@ -105,7 +105,7 @@ def test_other_sources_are_another_library(source: Path) -> None:
 
 @pytest.mark.usefixtures("source")
 @pytest.mark.parametrize(
-    ("unknown", "level"), [("-DAGENTFLOW_TILES", "avx512_bf16"), ("-mavx512bf16", "avx512")]
+    ("unknown", "level"), [("-DAGENTFLOW_TILES", "avx512_bf16"), ("-mavx512bf16", "avx512_vnni")]
 )
 def test_an_old_compiler_costs_the_level_that_it_does_not_know(
     unknown: str,

@@ -23,6 +23,7 @@ from agentflow.engine.store.gguf.file import find_gguf, open_gguf
 from agentflow.engine.store.gguf.tensors import GgufTensor
 from agentflow.engine.store.model_folder import weight_files
 from agentflow.errors import BadModelFolder
+from agentflow.kernels.inputs import BlockMatrix
 
 
 def open_checkpoint(path: Path, dtype: torch.dtype, device: torch.device) -> Checkpoint | GgufCheckpoint:
@@ -68,6 +69,11 @@ class TensorSource(ABC):
     def take_if_there(self, name: str, *shape: int) -> Tensor | None:
         """The tensor with that name, or None."""
         return self.take(name, *shape) if name in self.names else None
+
+    def take_blocks(self, name: str, *shape: int) -> BlockMatrix | None:
+        """The matrix with that name as it is stored, if that is in blocks of quantised values that the file
+        holds row by row. Valid until the files are closed; else None."""
+        return None
 
     def refuse_leftovers(self, *ignored_endings: str) -> None:
         """``BadModelFolder`` if a tensor was not taken: the weights belong to another architecture."""
@@ -149,7 +155,7 @@ class Checkpoint(TensorSource):
 
 
 class GgufCheckpoint(TensorSource):
-    """The tensors of a GGUF file, dequantised."""
+    """The tensors of a GGUF file, dequantised but for ``take_blocks``."""
 
     def __init__(self, file: Path, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(file, dtype, device)
@@ -166,6 +172,13 @@ class GgufCheckpoint(TensorSource):
     @property
     def names(self) -> Collection[str]:
         return self._tensors.keys()
+
+    def take_blocks(self, name: str, *shape: int) -> BlockMatrix | None:
+        tensor = self._tensors.get(name)
+        if not isinstance(tensor, GgufTensor) or not tensor.is_block_matrix or tensor.shape != shape:
+            return None
+        self._taken.add(name)
+        return BlockMatrix(tensor.type_name, tensor.raw, (shape[0], shape[1]))
 
     @contextmanager
     def _stored(self, name: str) -> Iterator[Tensor]:

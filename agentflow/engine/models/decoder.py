@@ -105,7 +105,7 @@ class Decoder:
         config: DecoderConfig,
         kernels: Kernels,
         *,
-        embedding: Tensor,
+        embedding: LinearWeight,
         positions: Tensor | None,
         layers: Sequence[Layer],
         final_norm: Norm,
@@ -124,14 +124,14 @@ class Decoder:
         if config.local_rope is not None:
             self._ropes["local"] = config.local_rope
         self._frequencies = {
-            name: inverse_frequencies(rope, config.head_dim).to(embedding.device)
+            name: inverse_frequencies(rope, config.head_dim).to(final_norm.weight.device)
             for name, rope in self._ropes.items()
         }
 
     def forward(self, given: ForwardInput, meanwhile: Callable[[], None] = nothing) -> Tensor:
         """Computes T tokens and writes their KV. Returns the normed last hidden states of the rows in
         ``given.rows``: [S, hidden_size]. ``meanwhile`` is called once, as in ``ModelRunner.run``."""
-        device = self._embedding.device
+        device = self._final_norm.weight.device
         if device.type == "cpu":
             meanwhile()
         hidden = self._forward(_Batch(given, device))
@@ -153,7 +153,7 @@ class Decoder:
 
     def _forward(self, batch: _Batch) -> Tensor:
         config, kernels = self.config, self._kernels
-        hidden = torch.nn.functional.embedding(batch.token_ids, self._embedding)
+        hidden = kernels.embed(batch.token_ids, self._embedding, self._final_norm.weight.dtype)
         if config.embedding_scale != 1.0:
             hidden = hidden * torch.tensor(config.embedding_scale, dtype=hidden.dtype, device=hidden.device)
         if self._positions is not None:

@@ -21,6 +21,16 @@ from agentflow.kernels.inputs import (
 from agentflow.kernels.ops import Kernels
 
 
+def embedding_and_head_bytes(embedding: LinearWeight, head: LinearWeight) -> int:
+    """The memory of both, which tied ones may share."""
+    is_shared = embedding is head or (
+        embedding.transposed is not None
+        and head.transposed is not None
+        and embedding.transposed.data_ptr() == head.transposed.data_ptr()
+    )
+    return head.nbytes if is_shared else embedding.nbytes + head.nbytes
+
+
 class LlamaModel:
     """Weights and forward pass. Keeps no state between calls: the KV pool is an argument."""
 
@@ -37,19 +47,16 @@ class LlamaModel:
     @property
     def nbytes(self) -> int:
         """The size of all weights."""
-        embedding = self._decoder.embedding
-        nbytes = embedding.nbytes + self._decoder.final_norm.nbytes + self._head.nbytes
-        head = self._head.transposed
-        if head is not None and head.data_ptr() == embedding.data_ptr():
-            nbytes -= embedding.nbytes  # tied: one tensor
-        return nbytes + sum(layer.nbytes for layer in self._decoder.layers)
+        decoder = self._decoder
+        nbytes = embedding_and_head_bytes(decoder.embedding, self._head) + decoder.final_norm.nbytes
+        return nbytes + sum(layer.nbytes for layer in decoder.layers)
 
     def forward(self, given: ForwardInput, meanwhile: Callable[[], None] = nothing) -> Tensor:
         """Computes T tokens and writes their KV. Returns the normed last hidden states of the rows in
         ``given.rows``: [S, hidden_size]. ``meanwhile`` is called once, as in ``ModelRunner.run``."""
         if self._whole_forward is not None:
             return self._whole_forward.hidden(given, meanwhile)
-        is_waited_for = self._decoder.embedding.device.type == "cpu"
+        is_waited_for = self._decoder.final_norm.device.type == "cpu"
         if is_waited_for:
             meanwhile()
         hidden = self._forward(given)
@@ -67,13 +74,13 @@ class LlamaModel:
 
     def _forward(self, given: ForwardInput) -> Tensor:
         """The forward pass, kernel by kernel."""
-        device = self._decoder.embedding.device
+        device = self._decoder.final_norm.device
         token_ids, positions, write_slots, rows = (
             torch.from_numpy(array).to(device)
             for array in (given.token_ids, given.positions, given.write_slots, given.rows)
         )
         kernels, decoder, eps = self._kernels, self._decoder, self.config.norm_eps
-        residual = torch.nn.functional.embedding(token_ids, decoder.embedding)
+        residual = kernels.embed(token_ids, decoder.embedding, decoder.final_norm.dtype)
         cos, sin = rope_angles(positions, decoder.frequencies, residual.dtype)
         normed = kernels.rms_norm(residual, decoder.layers[0].input_norm, eps)
         last = len(decoder.layers) - 1

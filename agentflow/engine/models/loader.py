@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,23 +14,35 @@ from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.decoder import Decoder, Experts, Layer, Mlp, Norm
 from agentflow.engine.models.families.family import ExpertNames, WeightNames
 from agentflow.engine.models.families.registry import FAMILIES
-from agentflow.engine.models.llama import LlamaModel
+from agentflow.engine.models.llama import LlamaModel, embedding_and_head_bytes
+from agentflow.engine.models.quantising import BLOCK_SIZE, quantised
 from agentflow.engine.models.rope import inverse_frequencies
-from agentflow.kernels.inputs import DecoderWeights, LayerWeights, LinearWeight
+from agentflow.kernels.inputs import BlockMatrix, DecoderWeights, LayerWeights, LinearWeight
 from agentflow.kernels.ops import Kernels
 
 CausalModel = LlamaModel | Decoder
 
 
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How matrices are held. ``dtype``: of activations, and of matrices that are not quantised.
+    ``keeps_blocks``: matrices that the file stores in blocks of quantised values stay as they are.
+    ``quantise``: other matrices become blocks of that type, "Q8_0" or "Q4_1"; None: they do not. Where the
+    kernels do not multiply a type of blocks, its matrices have ``dtype``."""
+
+    dtype: torch.dtype
+    keeps_blocks: bool = False
+    quantise: str | None = None
+
+
 def load_model(
-    path: Path, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, kernels: Kernels
+    path: Path, config: DecoderConfig, *, weights: WeightFormat, device: torch.device, kernels: Kernels
 ) -> CausalModel:
-    """The model of a folder or GGUF file, with weights of any stored type cast to ``dtype``. Each matrix is
-    packed as soon as it is read, so that only one is in memory beside the result. ``BadModelFolder`` if
-    tensors are missing, misshapen or left over."""
+    """The model of a folder or GGUF file. Each matrix is packed as soon as it is read, so that only one is in
+    memory beside the result. ``BadModelFolder`` if tensors are missing, misshapen or left over."""
     names = FAMILIES[config.architecture].names
-    with torch.inference_mode(), open_checkpoint(path, dtype, device) as checkpoint:
-        loader = _Loader(checkpoint, config, names, kernels)
+    with torch.inference_mode(), open_checkpoint(path, weights.dtype, device) as checkpoint:
+        loader = _Loader(checkpoint, config, names, kernels, weights)
         model = loader.llama() if config.is_llama_shaped and names == WeightNames() else loader.decoder()
         checkpoint.refuse_leftovers(
             *names.ignored, *([f"{names.head}.weight"] if config.tie_word_embeddings else [])
@@ -39,28 +52,34 @@ def load_model(
 
 class _Loader:
     def __init__(
-        self, checkpoint: TensorSource, config: DecoderConfig, names: WeightNames, kernels: Kernels
+        self,
+        checkpoint: TensorSource,
+        config: DecoderConfig,
+        names: WeightNames,
+        kernels: Kernels,
+        weights: WeightFormat,
     ) -> None:
         self._checkpoint = checkpoint
         self._config = config
         self._names = names
         self._kernels = kernels
+        self._weights = weights
 
     def llama(self) -> LlamaModel:
         config, names = self._config, self._names
         embedding, head = self._embedding()
+        final_norm = self._vector(f"{names.final_norm}.weight", config.hidden_size)
         decoder = DecoderWeights(
             embedding=embedding,
             layers=[self._llama_layer(names.layers.format(i)) for i in range(config.num_layers)],
-            final_norm=self._vector(f"{names.final_norm}.weight", config.hidden_size),
-            frequencies=inverse_frequencies(config.rope, config.head_dim).to(embedding.device),
+            final_norm=final_norm,
+            frequencies=inverse_frequencies(config.rope, config.head_dim).to(final_norm.device),
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             norm_eps=config.norm_eps,
         )
-        packed_head = self._kernels.pack_linear(head, None, exact_output=True)
-        return LlamaModel(config, self._kernels, decoder, packed_head)
+        return LlamaModel(config, self._kernels, decoder, head)
 
     def decoder(self) -> Decoder:
         config, names = self._config, self._names
@@ -71,12 +90,8 @@ class _Loader:
             positions = self._vector(f"{names.positions}.weight", num_positions, config.hidden_size)
         layers = [self._layer(names.layers.format(i), i) for i in range(config.num_layers)]
         final_norm = self._norm(names.final_norm, config.hidden_size)
-        packed_head = self._kernels.pack_linear(head, None, exact_output=True)
-        nbytes = embedding.nbytes + packed_head.nbytes + sum(map(_layer_bytes, layers))
+        nbytes = embedding_and_head_bytes(embedding, head) + sum(map(_layer_bytes, layers))
         nbytes += positions.nbytes if positions is not None else 0
-        shared = packed_head.transposed
-        if shared is not None and shared.data_ptr() == embedding.data_ptr():
-            nbytes -= embedding.nbytes  # tied: one tensor
         return Decoder(
             config,
             self._kernels,
@@ -84,18 +99,49 @@ class _Loader:
             positions=positions,
             layers=layers,
             final_norm=final_norm,
-            head=packed_head,
+            head=head,
             nbytes=nbytes,
         )
 
-    def _embedding(self) -> tuple[Tensor, Tensor]:
-        """The embedding, and the matrix of the head."""
-        config, names = self._config, self._names
+    def _embedding(self) -> tuple[LinearWeight, LinearWeight]:
+        """The embedding and the head, which share memory if they are tied and the kernels allow it."""
+        config, names, kernels = self._config, self._names, self._kernels
         shape = config.vocab_size, config.hidden_size
-        embedding = self._vector(f"{names.embedding}.weight", *shape)
-        if config.tie_word_embeddings:
-            return embedding, embedding
-        return embedding, self._vector(f"{names.head}.weight", *shape)
+        embedding_name, is_tied = f"{names.embedding}.weight", config.tie_word_embeddings
+        if (embedding := self._quantised({embedding_name: shape[0]}, shape[1], None)) is not None:
+            return embedding, embedding if is_tied else self._head(*shape)
+        weight = self._vector(embedding_name, *shape)
+        head = kernels.pack_linear(weight, None, exact_output=True) if is_tied else self._head(*shape)
+        return kernels.pack_embedding(weight, head if is_tied else None), head
+
+    def _head(self, vocab_size: int, hidden_size: int) -> LinearWeight:
+        name = f"{self._names.head}.weight"
+        if (head := self._quantised({name: vocab_size}, hidden_size, None)) is not None:
+            return head
+        return self._kernels.pack_linear(self._vector(name, vocab_size, hidden_size), None, exact_output=True)
+
+    def _quantised(
+        self, parts: Mapping[str, int], num_inputs: int, bias: Tensor | None, *, is_gated: bool = False
+    ) -> LinearWeight | None:
+        """A weight in blocks of quantised values, or None: it is to be dense. ``parts``: tensor to number of
+        outputs."""
+        if not self._kernels.BLOCK_TYPES:
+            return None
+        blocks: list[BlockMatrix] = []
+        for name, size in parts.items():
+            stored = (
+                self._checkpoint.take_blocks(name, size, num_inputs) if self._weights.keeps_blocks else None
+            )
+            if stored is None and self._weights.quantise and num_inputs % BLOCK_SIZE == 0:
+                stored = quantised(self._checkpoint.take(name, size, num_inputs), self._weights.quantise)
+            if stored is None:
+                return None
+            blocks.append(stored)
+        packed = self._kernels.pack_blocks(blocks, bias, gated=is_gated)
+        if packed is None:  # of several types, or of one that the kernels do not multiply
+            dense = self._checkpoint.take_rows(list(parts), list(parts.values()), num_inputs)
+            packed = self._kernels.pack_blocks([quantised(dense, "Q8_0")], bias, gated=is_gated)
+        return packed
 
     def _llama_layer(self, prefix: str) -> LayerWeights:
         config, names = self._config, self._names
@@ -221,18 +267,22 @@ class _Loader:
     def _linear(self, parts: Mapping[str, int], num_inputs: int, *, is_gated: bool = False) -> LinearWeight:
         """One product for several matrices with the same input. ``parts``: name to number of outputs."""
         names, sizes = [f"{name}.weight" for name in parts], list(parts.values())
+        biases = [self._checkpoint.take_if_there(f"{name}.bias", size) for name, size in parts.items()]
+        bias = None
+        if (given := next((b for b in biases if b is not None), None)) is not None:
+            bias = given.new_zeros(sum(sizes))
+            for part, read in zip(torch.split(bias, sizes), biases, strict=True):
+                if read is not None:
+                    part.copy_(read)
         if self._names.is_transposed:
             (name,) = names
             weight = self._checkpoint.take(name, num_inputs, sizes[0]).t().contiguous()
         else:
+            outputs = dict(zip(names, sizes, strict=True))
+            packed = self._quantised(outputs, num_inputs, bias, is_gated=is_gated)
+            if packed is not None:
+                return packed
             weight = self._checkpoint.take_rows(names, sizes, num_inputs)
-        biases = [self._checkpoint.take_if_there(f"{name}.bias", size) for name, size in parts.items()]
-        bias = None
-        if any(b is not None for b in biases):
-            bias = weight.new_zeros(len(weight))
-            for part, read in zip(torch.split(bias, sizes), biases, strict=True):
-                if read is not None:
-                    part.copy_(read)
         return self._kernels.pack_linear(weight, bias, gated=is_gated)
 
 

@@ -14,7 +14,7 @@ from agentflow.engine.machine import usable_cpus
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.families.registry import is_native, read_config
 from agentflow.engine.models.kv_pool import KvPool
-from agentflow.engine.models.loader import CausalModel, load_model
+from agentflow.engine.models.loader import CausalModel, WeightFormat, load_model
 from agentflow.engine.models.sampler import choice_rows, choose_tokens, wants_only_tokens
 from agentflow.engine.models.transformers_model import TransformersModel, load_transformers
 from agentflow.engine.runner import AcceleratorFault, OutOfMemory, RunnerInfo, nothing
@@ -34,7 +34,8 @@ def forward_input_of(batch: Batch, kernels: Kernels, kv_layers: tuple[Tensor, ..
     return ForwardInput(batch.token_ids, batch.positions, batch.write_slots, kv_layers, plan, rows)
 
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_QUANTIZED = {"int8": "Q8_0", "int4": "Q4_1"}
 _MAX_LOGIT_ROWS = 256
 """The most rows of logits in memory at once: 200 kB each for a vocabulary of 50,000."""
 _MEMORY_WORDS = ("DefaultCPUAllocator", "_STATUS_ALLOC_FAILED", "out of memory")
@@ -45,8 +46,10 @@ class TorchRunner:
     """Runs a model of one of the ``families``, or through transformers.
 
     ``device``: cpu, cuda or None (cuda if available). ``dtype``: bfloat16 or float32, for weights,
-    activations and KV. ``num_slots``: the size of the KV pool in tokens. ``num_threads``: CPU threads of the
-    whole process; None: torch's default, but at most ``usable_cpus``.
+    activations and KV; auto: bfloat16, but quantised weights stay as they are where the kernels can multiply
+    them. ``quantize``: int8 or int4, for weights that are not quantised yet. ``num_slots``: the size of the
+    KV pool in tokens. ``num_threads``: CPU threads of the whole process; None: torch's default, but at most
+    ``usable_cpus``.
 
     ``UnknownModel``, ``BadModelFolder`` or ``BadArgument`` if it cannot be run.
     """
@@ -59,7 +62,8 @@ class TorchRunner:
         *,
         num_slots: int,
         device: str | None = None,
-        dtype: str = "bfloat16",
+        dtype: str = "auto",
+        quantize: str | None = None,
         num_threads: int | None = None,
     ) -> None:
         folder = Path(folder)
@@ -71,6 +75,15 @@ class TorchRunner:
             torch.set_num_threads(num_threads)
         self._kernels = kernels = _kernels(torch_device)
         torch_dtype = _DTYPES[dtype]
+        if quantize is not None and quantize not in _QUANTIZED:
+            raise BadArgument(
+                f"quantize must be one of {', '.join(_QUANTIZED)}, not {quantize!r}", param="quantize"
+            )
+        if quantize is not None and not kernels.BLOCK_TYPES:
+            raise BadArgument(
+                "quantize needs the native kernels, which run on x86-64 CPUs with Linux", param="quantize"
+            )
+        weights = WeightFormat(torch_dtype, dtype == "auto", _QUANTIZED[quantize] if quantize else None)
         config: DecoderConfig | TransformersModel
         if is_native(folder):
             config = read_config(folder)
@@ -88,7 +101,7 @@ class TorchRunner:
         if isinstance(config, TransformersModel):
             self._model = config
         else:
-            self._model = load_model(folder, config, dtype=torch_dtype, device=torch_device, kernels=kernels)
+            self._model = load_model(folder, config, weights=weights, device=torch_device, kernels=kernels)
         self.info = RunnerInfo(
             model=folder.resolve().name.removesuffix(".gguf"),
             vocab_size=config.vocab_size,

@@ -25,7 +25,7 @@ struct LayerWeights {
 struct DecoderWeights {
     int64_t vocab_size, num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim;
     float norm_eps;
-    const void* embedding;  // [vocabulary, hidden_size]
+    Weight embedding;  // [vocabulary, hidden_size]; the head itself, if they are tied
     const void* final_norm;
     const float* frequencies;  // [head_dim / 2]
     const LayerWeights* layers;
@@ -156,8 +156,7 @@ class Forward {
         const Timed timed(EMBED);
         const int64_t half = w_.head_dim / 2;
         each_row([&](int64_t t) {
-            const S* row = static_cast<const S*>(w_.embedding) + rows_.token_ids[t] * w_.hidden_size;
-            std::memcpy(residual(t), row, w_.hidden_size * sizeof(S));
+            row_of<S>(w_.embedding, rows_.token_ids[t], residual(t));
             rope_angles<S>(rows_.positions[t], w_.frequencies, half, m_.cos.data() + t * half, m_.sin.data() + t * half);
         });
     }

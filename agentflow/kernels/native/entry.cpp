@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "decoder.h"
+#include "gguf_blocks.h"
 
 using namespace agentflow;
 
@@ -82,6 +83,28 @@ EXPORT int af_pack(int is_bf16, const void* matrix, int64_t num_out, int64_t num
     return with_team(is_bf16, [&](auto type) {
         using S = decltype(type);
         pack<S>(static_cast<const S*>(matrix), num_out, num_in, gated, static_cast<S*>(panels));
+    });
+}
+
+// The bytes of a panel of blocks of one type.
+EXPORT int64_t af_block_panel_bytes(int64_t type, int64_t num_in) {
+    return num_in / GROUP * group_bytes(block_shape(type).format);
+}
+
+EXPORT int64_t af_block_format(int64_t type) { return block_shape(type).format; }
+
+EXPORT int af_pack_blocks(int64_t type, const void* rows, int64_t num_rows, int64_t num_in, int64_t first,
+                          int64_t gated_half, void* panels) {
+    return with_team(false, [&](auto) {
+        pack_blocks(type, static_cast<const uint8_t*>(rows), num_rows, num_in, first, gated_half, static_cast<uint8_t*>(panels));
+    });
+}
+
+// Writes rows `ids` of a weight, [num_ids][num_in] of type S.
+EXPORT int af_rows_of(int is_bf16, const Weight* weight, const int64_t* ids, int64_t num_ids, void* out) {
+    return with_team(is_bf16, [&](auto type) {
+        using S = decltype(type);
+        for (int64_t i = 0; i < num_ids; i++) row_of<S>(*weight, ids[i], static_cast<S*>(out) + i * weight->num_in);
     });
 }
 

@@ -3,41 +3,129 @@
 
 #include <vector>
 
+#include "byte_products.h"
 #include "product.h"
+#include "quantised.h"
 #include "team.h"
 
 namespace agentflow {
 
+// Adjacent panels of one format.
+struct Segment {
+    const void* panels;
+    int64_t format, num_panels;
+};
+
 // W [num_out, num_in] in panels: column n of panel p is output 32 p + n, and outputs past the last are zero. In a gated
 // weight, panel p holds 16 outputs of the gate projection, then the same 16 of the up projection.
+// `segments`: all panels in order; products of several matrices in one weight may differ in format.
 // `bias`: [num_out] of type S, or null.
 struct Weight {
-    const void* panels;
+    static constexpr int MAX_SEGMENTS = 3;
+    Segment segments[MAX_SEGMENTS];
     const void* bias;
     int64_t num_in, num_out;
 };
 
 constexpr int64_t ROW_BLOCK_BYTES = 448 * 1024;  // rows that fit a core's own cache beside the panels
 
+// The place of a row of a gated weight: the two halves are interleaved in groups of 16.
+constexpr int64_t gated_place(int64_t n, int64_t half) {
+    const int64_t i = n % half;
+    return i / LANES * PANEL + i % LANES + (n < half ? 0 : LANES);
+}
+
+struct PanelPlace {
+    const void* start;
+    int64_t format;
+};
+
+template <class S>
+PanelPlace panel_of(const Weight& weight, int64_t panel) {
+    for (const Segment& segment : weight.segments) {
+        if (panel >= segment.num_panels) {
+            panel -= segment.num_panels;
+            continue;
+        }
+        const int64_t bytes = segment.format == DENSE ? padded_depth<S>(weight.num_in) * PANEL * int64_t(sizeof(S))
+                                                      : weight.num_in / GROUP * group_bytes(segment.format);
+        return {static_cast<const uint8_t*>(segment.panels) + panel * bytes, segment.format};
+    }
+    throw std::out_of_range("the weight has no such panel");
+}
+
+template <class S>
+const S* dense_panel(const PanelPlace& place, int64_t depth, std::vector<S>& buffer) {
+    if (place.format == DENSE) return static_cast<const S*>(place.start);
+    grow(buffer, depth * PANEL);
+    with_format(place.format, [&](auto format) {
+        widen_panel<S, decltype(format)::value>(static_cast<const uint8_t*>(place.start), depth / GROUP, buffer.data());
+    });
+    return buffer.data();
+}
+
+inline bool is_quantised(const Weight& weight) { return weight.segments[0].format != DENSE; }
+
+#if defined(__AVX512VNNI__)
+// The most rows that are multiplied as bytes: with AMX, bfloat16 tiles multiply more rows faster.
+inline int64_t max_byte_rows() {
+#if defined(AGENTFLOW_TILES)
+    if (allow_tiles()) return MIN_ROWS_FOR_TILES - 1;
+#endif
+    return std::numeric_limits<int64_t>::max();
+}
+
+// `multiply` for a quantised weight, on rows that are quantised too.
+template <class Row, class Put>
+void multiply_bytes(const Row* rows, int64_t stride, int64_t num_rows, const Weight& weight, const Put& put) {
+    static ByteRows bytes;  // guarded by the team's lock, as every product is
+    bytes.fit(num_rows, weight.num_in);
+    team().loop(num_rows, 8, [&](int64_t first, int64_t end, int) {
+        for (int64_t t = first; t < end; t++) bytes.set(t, rows + t * stride);
+    });
+    const int64_t num_panels = (weight.num_out + PANEL - 1) / PANEL;
+    const int64_t most = std::max<int64_t>(48, ROW_BLOCK_BYTES / weight.num_in);
+    const int64_t num_blocks = (num_rows + most - 1) / most;
+    team().loop(num_blocks * num_panels, 1, [&](int64_t first, int64_t end, int) {
+        for (int64_t unit = first; unit < end; unit++) {
+            const int64_t begin = unit / num_panels * most, panel = unit % num_panels;
+            const PanelPlace place = panel_of<bf16>(weight, panel);
+            with_format(place.format, [&](auto format) {
+                const uint8_t* codes = static_cast<const uint8_t*>(place.start);
+                multiply_panel<decltype(format)::value>(
+                    bytes, begin, std::min(num_rows - begin, most), codes,
+                    [&](int64_t row, int num, const float* sums) { put(row, num, panel, sums); });
+            });
+        }
+    });
+}
+#endif
+
 // Calls put(row, num_rows, panel, sums [num_rows][PANEL]) for every tile of rows W^T. `rows` must be followed by
 // readable memory for MAX_TILE_ROWS more rows.
 template <class S, class Put>
 void multiply(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, const Put& put) {
+#if defined(__AVX512VNNI__)
+    if constexpr (std::is_same_v<S, bf16>) {
+        if (is_quantised(weight) && num_rows <= max_byte_rows()) return multiply_bytes(rows, stride, num_rows, weight, put);
+    }
+#endif
     const int64_t depth = padded_depth<S>(weight.num_in);
     const int64_t num_panels = (weight.num_out + PANEL - 1) / PANEL;
     const int64_t fitting = ROW_BLOCK_BYTES / (depth * int64_t(sizeof(RowOf<S>)));
     const int64_t most = std::max<int64_t>(4 * max_rows<S>(), fitting / max_rows<S>() * max_rows<S>());
     const int64_t num_blocks = (num_rows + most - 1) / most;
-    const S* panels = static_cast<const S*>(weight.panels);
     team().loop(num_blocks * num_panels, 1, [&](int64_t first, int64_t end, int) {
         alignas(64) float sums[MAX_TILE_ROWS * PANEL];
+        static thread_local std::vector<S> widened;
         const TilesInUse tiles;
         for (int64_t unit = first; unit < end; unit++) {
             const int64_t block = unit / num_panels, panel = unit % num_panels;
             const int64_t begin = block * most, stop = std::min(num_rows, begin + most);
+            const S* columns = dense_panel<S>(panel_of<S>(weight, panel), depth, widened);
             each_tile<S>(stop - begin, [&](int64_t at, int num) {
                 const int64_t row = begin + at;
-                tile<S>(num, rows + row * stride, stride, panels + panel * PANEL * depth, depth, sums);
+                tile<S>(num, rows + row * stride, stride, columns, depth, sums);
                 put(row, num, panel, sums);
             });
         }
@@ -112,6 +200,26 @@ void gated_linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const 
     });
 }
 
+// Row n of W, [num_in].
+template <class S>
+void row_of(const Weight& weight, int64_t n, S* out) {
+    if (n < 0 || n >= weight.num_out) throw std::out_of_range("there is no row " + std::to_string(n));
+    const PanelPlace place = panel_of<S>(weight, n / PANEL);
+    const int column = int(n % PANEL);
+    if (place.format == DENSE) {
+        constexpr int PAIR = Format<S>::PAIR;
+        const S* panel = static_cast<const S*>(place.start) + column * PAIR;
+        for (int64_t k = 0; k < weight.num_in; k++) out[k] = panel[k / PAIR * PAIR * PANEL + k % PAIR];
+        return;
+    }
+    static thread_local std::vector<float> row;
+    grow(row, weight.num_in);
+    with_format(place.format, [&](auto format) {
+        widen_column<decltype(format)::value>(static_cast<const uint8_t*>(place.start), weight.num_in / GROUP, column, row.data());
+    });
+    for (int64_t k = 0; k < weight.num_in; k += LANES) store_first(out + k, load(row.data() + k), int(std::min<int64_t>(LANES, weight.num_in - k)));
+}
+
 // Writes W [num_out, num_in] to `panels`, which must be zeroed. `gated`: the two halves of W's rows are interleaved in
 // groups of 16.
 template <class S>
@@ -120,11 +228,7 @@ void pack(const S* matrix, int64_t num_out, int64_t num_in, bool gated, S* panel
     const int64_t depth = padded_depth<S>(num_in), half = num_out / 2;
     team().loop(num_out, 64, [&](int64_t first, int64_t end, int) {
         for (int64_t n = first; n < end; n++) {
-            int64_t place = n;
-            if (gated) {
-                const int64_t i = n % half;
-                place = i / LANES * PANEL + i % LANES + (n < half ? 0 : LANES);
-            }
+            const int64_t place = gated ? gated_place(n, half) : n;
             S* panel = panels + place / PANEL * PANEL * depth + place % PANEL * PAIR;
             const S* row = matrix + n * num_in;
             for (int64_t k = 0; k < num_in; k++) panel[k / PAIR * PAIR * PANEL + k % PAIR] = row[k];

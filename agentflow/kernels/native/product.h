@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
 #include "simd.h"
 #include "tiles.h"
@@ -18,6 +19,12 @@
 namespace agentflow {
 
 constexpr int PANEL = 2 * LANES;  // columns
+
+// Resizes a reused buffer, which never shrinks.
+template <class T>
+void grow(std::vector<T>& buffer, int64_t size) {
+    if (int64_t(buffer.size()) < size) buffer.resize(size);
+}
 
 #if defined(__AVX512BF16__)
 constexpr bool MULTIPLIES_BF16 = true;
@@ -205,17 +212,23 @@ void tile(int num_rows, const RowOf<S>* rows, int64_t stride, const S* panel, in
     tile_of<S, MAX_VECTOR_ROWS>(num_rows, rows, stride, panel, depth, out);
 }
 
-// Divides rows 0 to num_rows into tiles and calls body(first, num) for each. The tiles have about equal height; with
-// AMX, where a tile takes the same time at any height, all but the last have the maximum.
-template <class S, class Body>
-ALWAYS_INLINE void each_tile(int64_t num_rows, const Body& body) {
-    constexpr int MOST = max_rows<S>();
-    const int64_t num_tiles = (num_rows + MOST - 1) / MOST;
+// Divides rows 0 to num_rows into tiles of about equal height, at most `most`, and calls body(first, num) for each.
+template <class Body>
+ALWAYS_INLINE void each_even_tile(int64_t num_rows, int64_t most, const Body& body) {
+    const int64_t num_tiles = (num_rows + most - 1) / most;
     for (int64_t i = 0, first = 0; i < num_tiles; i++) {
-        const int64_t end = MOST > MAX_VECTOR_ROWS ? std::min(num_rows, first + MOST) : num_rows * (i + 1) / num_tiles;
+        const int64_t end = num_rows * (i + 1) / num_tiles;
         body(first, int(end - first));
         first = end;
     }
+}
+
+// The same for tiles of max_rows; with AMX, where a tile takes the same time at any height, all but the last have it.
+template <class S, class Body>
+ALWAYS_INLINE void each_tile(int64_t num_rows, const Body& body) {
+    constexpr int MOST = max_rows<S>();
+    if constexpr (MOST <= MAX_VECTOR_ROWS) return each_even_tile(num_rows, MOST, body);
+    for (int64_t first = 0; first < num_rows; first += MOST) body(first, int(std::min<int64_t>(num_rows - first, MOST)));
 }
 
 }  // namespace agentflow

@@ -52,12 +52,6 @@ void rotate(S* head, int64_t half, const float* cos, const float* sin) {
     }
 }
 
-// Resizes a reused buffer, which never shrinks.
-template <class T>
-void grow(std::vector<T>& buffer, int64_t size) {
-    if (int64_t(buffer.size()) < size) buffer.resize(size);
-}
-
 template <class S, class Out>
 void copy_row(const S* from, int64_t size, Out* to) {
     if constexpr (std::is_same_v<S, Out>) {

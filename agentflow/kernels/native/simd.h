@@ -95,6 +95,41 @@ ALWAYS_INLINE Vec exp2(Vec x) {
     return {_mm512_scalef_ps(p, whole)};
 }
 
+ALWAYS_INLINE Vec load_half(const uint16_t* p) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+
+// 64 bytes, or 16 integers.
+struct Ints {
+    __m512i v;
+};
+
+ALWAYS_INLINE Ints load_ints(const void* p) { return {_mm512_loadu_si512(p)}; }
+ALWAYS_INLINE Ints both(Ints a, uint8_t bits) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(char(bits)))}; }
+ALWAYS_INLINE Ints either(Ints a, Ints b) { return {_mm512_or_si512(a.v, b.v)}; }
+// Shifts each integer: left by N bits, or right by -N.
+template <int N>
+ALWAYS_INLINE Ints shifted(Ints a) {
+    if constexpr (N > 0) return {_mm512_slli_epi32(a.v, N)};
+    if constexpr (N < 0) return {_mm512_srli_epi32(a.v, -N)};
+    return a;
+}
+// Replaces each byte, below 16, with the entry of a table of 16 bytes.
+ALWAYS_INLINE Ints looked_up(Ints a, const void* table) {
+    const __m128i entries = _mm_loadu_si128(static_cast<const __m128i*>(table));
+    return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), a.v)};
+}
+// Byte number BYTE of each integer, as a float.
+template <int BYTE>
+ALWAYS_INLINE Vec byte_of(Ints a) {
+    return {_mm512_cvtepi32_ps(_mm512_and_si512(shifted<-8 * BYTE>(a).v, _mm512_set1_epi32(0xFF)))};
+}
+// Stores each pair of lanes side by side: a's, then b's.
+ALWAYS_INLINE void store_pairs(bf16* p, Vec a, Vec b) {
+    const __m512i low = _mm512_cvtepu16_epi32(narrow(a)), high = _mm512_cvtepu16_epi32(narrow(b));
+    _mm512_storeu_si512(p, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+}
+
 #else  // AVX2
 
 struct Vec {
@@ -195,6 +230,50 @@ ALWAYS_INLINE __m256 exp2_half(__m256 x) {
 template <bool IS_SHORT = false>
 ALWAYS_INLINE Vec exp2(Vec x) {
     return {exp2_half(x.lo), exp2_half(x.hi)};
+}
+
+ALWAYS_INLINE Vec load_half(const uint16_t* p) {
+    const __m128i* bits = reinterpret_cast<const __m128i*>(p);
+    return {_mm256_cvtph_ps(_mm_loadu_si128(bits)), _mm256_cvtph_ps(_mm_loadu_si128(bits + 1))};
+}
+
+struct Ints {
+    __m256i lo, hi;
+};
+
+ALWAYS_INLINE Ints load_ints(const void* p) {
+    const __m256i* halves = static_cast<const __m256i*>(p);
+    return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
+}
+ALWAYS_INLINE Ints both(Ints a, uint8_t bits) {
+    const __m256i all = _mm256_set1_epi8(char(bits));
+    return {_mm256_and_si256(a.lo, all), _mm256_and_si256(a.hi, all)};
+}
+ALWAYS_INLINE Ints either(Ints a, Ints b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+template <int N>
+ALWAYS_INLINE Ints shifted(Ints a) {
+    if constexpr (N > 0) return {_mm256_slli_epi32(a.lo, N), _mm256_slli_epi32(a.hi, N)};
+    if constexpr (N < 0) return {_mm256_srli_epi32(a.lo, -N), _mm256_srli_epi32(a.hi, -N)};
+    return a;
+}
+ALWAYS_INLINE Ints looked_up(Ints a, const void* table) {
+    const __m256i entries = _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(table)));
+    return {_mm256_shuffle_epi8(entries, a.lo), _mm256_shuffle_epi8(entries, a.hi)};
+}
+template <int BYTE>
+ALWAYS_INLINE Vec byte_of(Ints a) {
+    const __m256i lowest = _mm256_set1_epi32(0xFF);
+    const Ints moved = shifted<-8 * BYTE>(a);
+    return {_mm256_cvtepi32_ps(_mm256_and_si256(moved.lo, lowest)),
+            _mm256_cvtepi32_ps(_mm256_and_si256(moved.hi, lowest))};
+}
+ALWAYS_INLINE __m256i pairs_of_half(__m256 a, __m256 b) {
+    return _mm256_or_si256(rounded_half(a), _mm256_slli_epi32(rounded_half(b), 16));
+}
+ALWAYS_INLINE void store_pairs(bf16* p, Vec a, Vec b) {
+    __m256i* halves = reinterpret_cast<__m256i*>(p);
+    _mm256_storeu_si256(halves, pairs_of_half(a.lo, b.lo));
+    _mm256_storeu_si256(halves + 1, pairs_of_half(a.hi, b.hi));
 }
 
 #endif

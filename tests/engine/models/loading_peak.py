@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from agentflow.engine.models.families.registry import read_config
-from agentflow.engine.models.loader import load_model
+from agentflow.engine.models.loader import WeightFormat, load_model
 from agentflow.kernels.ops import kernels_for
 
 
@@ -27,7 +27,7 @@ def main(folder: Path, dtype: torch.dtype) -> None:
     kernels.pack_linear(torch.zeros(64, 64, dtype=dtype), None)  # what is made once, and by threads
     before = memory_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    model = load_model(folder, config, dtype=dtype, device=device, kernels=kernels)
+    model = load_model(folder, config, weights=WeightFormat(dtype), device=device, kernels=kernels)
     print(memory_bytes("VmHWM") - before, memory_bytes("VmRSS") - before, model.nbytes)
 
 

@@ -94,9 +94,11 @@ def save_model(name: str, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def logprobs(path: Path) -> tuple[NDArray[np.float32], TorchRunner]:
+def logprobs(
+    path: Path, dtype: str = "float32", quantize: str | None = None
+) -> tuple[NDArray[np.float32], TorchRunner]:
     """Of random tokens after each of a random text."""
-    runner = TorchRunner(path, num_slots=200, device="cpu", dtype="float32")
+    runner = TorchRunner(path, num_slots=200, device="cpu", dtype=dtype, quantize=quantize)
     tokens = np.random.default_rng(1).integers(10, 320, 120)
     driver = Driver(runner)
     walker = driver.add(tokens.tolist())
@@ -118,3 +120,19 @@ def test_a_gguf_file_computes_what_its_folder_does(name: str, kind: str, tmp_pat
     assert np.ptp(expected) > 1
     for field in ("vocab_size", "max_context", "end_token_ids", "kv_bytes_per_token"):
         assert getattr(from_file.info, field) == getattr(from_folder.info, field)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "llama_biased", "qwen3_moe", "gemma3", "phi3"])
+@pytest.mark.parametrize("source", ["gguf", "safetensors"])
+def test_quantised_weights_are_multiplied_as_they_are(name: str, source: str, tmp_path: Path) -> None:
+    """Errors are compared with those of bfloat16: what they grow to differs between random models."""
+    save_model(name, tmp_path)
+    write_gguf(tmp_path, file := tmp_path / "model.gguf", "Q8_0")
+    exact, _ = logprobs(file)
+    rounded, dense = logprobs(file, "bfloat16")
+    if source == "gguf":
+        found, kept = logprobs(file, "auto")
+    else:
+        found, kept = logprobs(tmp_path, "bfloat16", "int8")
+    assert np.abs(found - exact).mean() < 3 * np.abs(rounded - exact).mean()
+    assert kept.info.weight_bytes < 0.55 * dense.info.weight_bytes

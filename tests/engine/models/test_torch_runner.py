@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from agentflow.engine.batch import LogitEdits
 from agentflow.engine.models.families.registry import read_config
 from agentflow.engine.models.kv_pool import KvPool
-from agentflow.engine.models.loader import load_model
+from agentflow.engine.models.loader import WeightFormat, load_model
 from agentflow.engine.models.torch_runner import TorchRunner, device_failure
 from agentflow.engine.runner import AcceleratorFault, OutOfMemory
 from agentflow.errors import BadArgument, UnknownModel
@@ -254,7 +254,7 @@ def test_in_bfloat16_logits_stay_within_the_spread_of_transformers(
 def _logits_in_bfloat16(folder: Path, prompts: list[list[int]]) -> list[torch.Tensor]:
     config = read_config(folder)
     kernels = kernels_for(CPU)
-    model = load_model(folder, config, dtype=torch.bfloat16, device=CPU, kernels=kernels)
+    model = load_model(folder, config, weights=WeightFormat(torch.bfloat16), device=CPU, kernels=kernels)
     pool = KvPool(
         num_layers=config.num_layers,
         num_slots=64,

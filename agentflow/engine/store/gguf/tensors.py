@@ -40,6 +40,12 @@ class GgufTensor:
         return self.stored.type_name
 
     @property
+    def is_block_matrix(self) -> bool:
+        """Whether ``raw`` has the rows of the model's matrix, in blocks of quantised values."""
+        is_plain = self.type_name in ("F32", "F16", "BF16", "F64")
+        return len(self.shape) == 2 and not (is_plain or self.is_transposed or self.shift)
+
+    @property
     def raw(self) -> NDArray[np.uint8]:
         """uint8 [rows, bytes of a row], before ``shift``. A row has the weights of one output, also if
         ``is_transposed``; the rows of a stack of experts follow each other; a vector is one row, with all of

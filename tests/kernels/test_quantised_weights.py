@@ -1,0 +1,141 @@
+"""Products with quantised weights, against the values to which the ``gguf`` package dequantises them."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_cases import NATIVE_KERNELS, NativeAt
+
+from agentflow.engine.models.quantising import quantised
+from agentflow.kernels import native_ops, reference_ops
+from agentflow.kernels.inputs import BlockMatrix
+
+TYPES = pytest.mark.parametrize("block_type", native_ops.BLOCK_TYPES)
+IN = 512  # two blocks of the largest types
+# Scales of K blocks are products of two numbers, which the panels round to float16.
+TOLERANCE = dict.fromkeys(native_ops.BLOCK_TYPES, 1e-6) | dict.fromkeys(("Q4_K", "Q5_K", "Q6_K"), 1e-3)
+HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+
+
+def random_matrix(block_type: str, num_out: int, seed: int) -> BlockMatrix:
+    """Any bytes are valid blocks; only their float16 numbers must have a sensible size."""
+    rng = np.random.default_rng(seed)
+    per_block, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block_type]]
+    blocks = rng.integers(0, 256, (num_out, IN // per_block, num_bytes), dtype=np.uint8)
+    for at in HALVES.get(block_type, (0,)):
+        numbers = rng.uniform(-1e-2, 1e-2, blocks.shape[:2]).astype(np.float16)
+        blocks[..., at : at + 2] = numbers.view(np.uint8).reshape(*blocks.shape[:2], 2)
+    return BlockMatrix(block_type, blocks.reshape(num_out, -1), (num_out, IN))
+
+
+def dequantised(matrix: BlockMatrix) -> torch.Tensor:
+    return torch.from_numpy(gguf.dequantize(matrix.rows, gguf.GGMLQuantizationType[matrix.type]))
+
+
+def error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result.double() - expected.double()).norm() / expected.double().norm())
+
+
+@NATIVE_KERNELS
+@TYPES
+def test_rows_have_the_dequantised_values(kernels: NativeAt, block_type: str) -> None:
+    matrix = random_matrix(block_type, 70, seed=1)
+    ids = torch.tensor([0, 69, 31, 32, 5, 5])
+    weight = kernels.pack_blocks([matrix], None)
+    expected = dequantised(matrix)[ids]
+    assert error(kernels.embed(ids, weight, torch.float32), expected) < TOLERANCE[block_type]
+    assert error(kernels.embed(ids, weight, torch.bfloat16), expected) < 3e-3
+    with pytest.raises(IndexError):
+        kernels.embed(torch.tensor([70]), weight, torch.float32)
+
+
+@NATIVE_KERNELS
+@TYPES
+@given(
+    num_rows=st.integers(1, 40), num_out=st.integers(1, 100), seed=st.integers(0, 99), has_bias=st.booleans()
+)
+def test_a_product_is_that_of_the_dequantised_weight(
+    kernels: NativeAt, block_type: str, num_rows: int, num_out: int, seed: int, has_bias: bool
+) -> None:
+    matrix = random_matrix(block_type, num_out, seed)
+    x = torch.randn(num_rows, IN, generator=torch.Generator().manual_seed(seed))
+    bias = torch.randn(num_out, generator=torch.Generator().manual_seed(seed)) if has_bias else None
+    exact = x.double() @ dequantised(matrix).double().t() + (0 if bias is None else bias.double())
+    result = kernels.linear(x, kernels.pack_blocks([matrix], bias))
+    # Sums that cancel keep the absolute error of their parts.
+    size = x.double().abs() @ dequantised(matrix).double().abs().t() + 1
+    assert ((result.double() - exact).abs() / size).max() < 2 * TOLERANCE[block_type]
+
+    weight = kernels.pack_blocks([matrix], None if bias is None else bias.bfloat16())
+    rough = kernels.exact_linear(x.bfloat16(), weight)
+    assert rough.dtype == torch.float32
+    assert ((rough.double() - exact).abs() / size).max() < 2e-2
+
+
+@NATIVE_KERNELS
+@TYPES
+def test_errors_of_bfloat16_products_stay_below_one_percent(kernels: NativeAt, block_type: str) -> None:
+    matrix = random_matrix(block_type, 200, seed=7)
+    x = torch.randn(30, IN, generator=torch.Generator().manual_seed(7)).bfloat16()
+    expected = x.double() @ dequantised(matrix).double().t()
+    assert error(kernels.exact_linear(x, kernels.pack_blocks([matrix], None)), expected) < 1e-2
+
+
+@NATIVE_KERNELS
+@TYPES
+def test_a_row_does_not_depend_on_the_rows_beside_it(kernels: NativeAt, block_type: str) -> None:
+    if kernels.level == "amx":
+        pytest.skip("AMX multiplies many rows as bfloat16")
+    weight = kernels.pack_blocks([random_matrix(block_type, 40, seed=2)], None)
+    x = torch.randn(29, IN, generator=torch.Generator().manual_seed(2)).bfloat16()
+    together = kernels.exact_linear(x, weight)
+    alone = torch.cat([kernels.exact_linear(row[None], weight) for row in x])
+    assert torch.equal(together, alone)
+
+
+@NATIVE_KERNELS
+@given(half=st.integers(1, 50), num_rows=st.integers(1, 20), seed=st.integers(0, 99))
+def test_a_gated_product(kernels: NativeAt, half: int, num_rows: int, seed: int) -> None:
+    parts = [random_matrix("Q4_1", half, seed + i) for i in range(2)]
+    x = torch.randn(num_rows, IN, generator=torch.Generator().manual_seed(seed))
+    dense = reference_ops.pack_linear(torch.cat([dequantised(part) for part in parts]), None)
+    expected = reference_ops.gated_linear(x, dense)
+    result = kernels.gated_linear(x, kernels.pack_blocks(parts, None, gated=True))
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+
+
+@NATIVE_KERNELS
+def test_stacked_matrices_may_differ_in_type(kernels: NativeAt) -> None:
+    parts = [random_matrix(name, size, seed=3) for name, size in (("Q4_K", 64), ("Q8_0", 32), ("Q6_K", 33))]
+    x = torch.randn(5, IN, generator=torch.Generator().manual_seed(3))
+    expected = torch.cat([x @ dequantised(part).t() for part in parts], dim=1)
+    assert error(kernels.linear(x, kernels.pack_blocks(parts, None)), expected) < 1e-3
+
+
+def test_what_does_not_fit_together_is_not_packed() -> None:
+    q4, q8 = random_matrix("Q4_1", 32, seed=0), random_matrix("Q8_0", 33, seed=0)
+    assert native_ops.pack_blocks([q4, q8], None, gated=True) is None
+    assert native_ops.pack_blocks([q8, q4], None) is None  # the first does not fill its last panel
+    assert native_ops.pack_blocks([BlockMatrix("TQ1_0", q4.rows, q4.shape)], None) is None
+
+
+@given(
+    seed=st.integers(0, 99),
+    size=st.sampled_from([1e-2, 1.0, 1e3]),
+    block_type=st.sampled_from(["Q8_0", "Q4_1"]),
+)
+def test_quantised_values_are_the_nearest_ones(seed: int, size: float, block_type: str) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = size * torch.randn(5, 96, generator=generator)
+    weight[1, 32:64] = 0
+    made = dequantised(quantised(weight, block_type))
+    blocks = weight.view(-1, 32)
+    low, high = blocks.aminmax(dim=1, keepdim=True)
+    step = (high - low) / 15 if block_type == "Q4_1" else blocks.abs().amax(dim=1, keepdim=True) / 127
+    # Half a step, and the rounding of the scale and the minimum to float16.
+    bound = 0.5 * step + 2e-3 * blocks.abs().amax(dim=1, keepdim=True)
+    assert bool(((made.view(-1, 32) - blocks).abs() <= bound).all())
