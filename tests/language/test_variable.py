@@ -4,7 +4,7 @@ import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_engine import TOKENIZER, FakeEngine
+from support.fake_engine import TOKENIZER, ConstrainedEngine, FakeEngine
 from support.observed_backends import Observed, Stepped, settle
 from support.programs import by_end
 
@@ -226,3 +226,19 @@ async def test_markup_in_a_wired_value_is_plain_text(value):
                 counts.append(sum(special_ids(engine)))
     assert counts[0] == counts[1]
     assert counts[0] > 0
+
+
+async def test_the_forced_parts_are_those_that_the_constraint_leaves_no_choice_for() -> None:
+    engine = ConstrainedEngine()
+    async with af.session(backend=engine) as flow, flow.state() as s:
+        s += "A value: " + af.gen("value", regex="prefix-that-is-certain: [ab]", max_tokens=60)
+        text = await s["value"]
+        forced = s["value"].forced
+        # The space may begin a longer token, so the model chooses.
+        assert "".join(text[at : at + length] for at, length in forced) == "prefix-that-is-certain:"
+        assert s["value"].usage.forced_tokens > 0
+        s += af.gen("free", max_tokens=3)
+        await s["free"]
+        assert s["free"].forced == ()
+        await s
+        await engine.assert_idle()

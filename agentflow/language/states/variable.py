@@ -375,6 +375,12 @@ class Variable(Reference[ValueT_co]):
         return self._node.end.usage
 
     @property
+    def forced(self) -> tuple[tuple[int, int], ...]:
+        """The parts of the text that a constraint forced, so that the model did not sample them: pairs of the
+        first character and the number of characters, in order. Await the variable first."""
+        return self._node.end.forced or ()
+
+    @property
     def logprobs(self) -> tuple[float | None, ...] | None:
         """The log-probability of each token, with ``gen(..., logprobs=True)``; None for a token at the end of
         the text that was encoded again. Await the variable first.
