@@ -18,6 +18,10 @@ NAMES = {
         "the budget of a step: bytes, operations, their limits, and the remaining time",
     ),
     "foundation": ("engine.foundation", "the engine against transformers, and the prefix cache against none"),
+    "quantized": (
+        "engine.quantized",
+        "quantised weights against bfloat16: steps, memory, loading, errors",
+    ),
     "radix": ("engine.radix", "the radix cache on a tree of a million tokens"),
     "scheduler": ("engine.scheduler", "fairness, deep queues and a full pool, simulated"),
     "server": ("server.suite", "HTTP against the engine alone, idle sessions, an overload"),

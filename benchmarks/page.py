@@ -18,6 +18,7 @@ README = ROOT / "README.md"
 TITLES = {
     "step": "The budget of a step",
     "foundation": "The engine against transformers",
+    "quantized": "Quantised weights",
     "radix": "The radix cache",
     "scheduler": "The scheduler",
     "frontend": "The cost of a client",

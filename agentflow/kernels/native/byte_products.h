@@ -2,7 +2,7 @@
 //
 // A row is quantised to 8 bits by groups, and multiplied with a panel's codes themselves: no weight is rounded again,
 // and a row's result does not depend on the rows beside it. Scales for more than GROUP values would cost less (of 473
-// GOP/s of a Zen 4 core this reaches 320, blocks of 128 values 400), but the error of the logits grew with them: 0.020
+// GOP/s of a Zen 4 core this reaches 300, blocks of 128 values 400), but the error of the logits grew with them: 0.020
 // for groups of 32, 0.025 for 64, 0.035 for 128 on the default model.
 #pragma once
 
@@ -52,6 +52,12 @@ struct ByteRows {
         }
     }
 };
+
+// The rows of the product that runs; guarded by the team's lock.
+inline ByteRows& byte_rows() {
+    static ByteRows rows;
+    return rows;
+}
 
 // A panel's codes as they are stored.
 template <WeightFormat F>
@@ -109,6 +115,13 @@ struct UnpackedPanel {
         return load(mins.data() + (g * PARTS + part) * PANEL + half * LANES);
     }
 };
+
+// This thread's panel.
+template <int PARTS>
+UnpackedPanel<PARTS>& unpacked_panel() {
+    static thread_local UnpackedPanel<PARTS> panel;
+    return panel;
+}
 
 // out [ROWS][PANEL] = rows first to first + ROWS times a panel.
 template <int ROWS, class Panel>
@@ -177,7 +190,7 @@ void multiply_panel(const ByteRows& rows, int64_t begin, int64_t num_rows, const
     };
     constexpr bool IS_SLOW = Codes<F>::UPPER_BYTES > 0;  // to unpack, for each tile again
     if (!IS_SLOW || num_rows <= MAX_BYTE_ROWS) return each(packed);
-    static thread_local UnpackedPanel<Codes<F>::NUM_SCALES> unpacked;
+    auto& unpacked = unpacked_panel<Codes<F>::NUM_SCALES>();
     unpacked.set(packed, rows.num_groups);
     each(unpacked);
 }

@@ -78,7 +78,7 @@ inline int64_t max_byte_rows() {
 // `multiply` for a quantised weight, on rows that are quantised too.
 template <class Row, class Put>
 void multiply_bytes(const Row* rows, int64_t stride, int64_t num_rows, const Weight& weight, const Put& put) {
-    static ByteRows bytes;  // guarded by the team's lock, as every product is
+    ByteRows& bytes = byte_rows();
     bytes.fit(num_rows, weight.num_in);
     team().loop(num_rows, 8, [&](int64_t first, int64_t end, int) {
         for (int64_t t = first; t < end; t++) bytes.set(t, rows + t * stride);
