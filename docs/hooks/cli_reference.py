@@ -67,5 +67,5 @@ def _usage(parser: argparse.ArgumentParser) -> str:
 
 
 def _text(words: str | None) -> str:
-    """Angle brackets and stars are text."""
-    return re.sub(r"([<*_])", r"\\\1", " ".join((words or "").split()))
+    """Brackets and stars are text."""
+    return re.sub(r"([<*_\[])", r"\\\1", " ".join((words or "").split()))
