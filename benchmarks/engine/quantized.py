@@ -37,15 +37,19 @@ STEPS = {
     "prefill2000": (Shape(1, 0, 2_000), 2, ">= 1.3"),
 }
 LOADING = """
-import json, resource, sys, time
+import json, sys, time
+from pathlib import Path
 from agentflow.engine.models.torch_runner import TorchRunner
-import torch
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def memory(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+before = memory("VmRSS:")
+Path("/proc/self/clear_refs").write_text("5")  # VmHWM is the peak since
 start = time.perf_counter()
-runner = TorchRunner(sys.argv[1], num_slots=64, dtype=sys.argv[2], num_threads=2)
+runner = TorchRunner(sys.argv[1], num_slots=64, dtype="auto", num_threads=2)
 took = time.perf_counter() - start
-grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-print(json.dumps([took, grown / runner.info.weight_bytes, runner.info.weight_bytes]))
+size = runner.info.weight_bytes
+print(json.dumps([took, (memory("VmHWM:") - before) / size, size]))
 """
 
 
@@ -84,7 +88,7 @@ def measure_loading(path: Path, report: Report) -> None:
     """The time and the peak of memory of loading, each in a process of its own with the file in memory."""
     took, peaks, size = [], [], 0
     for _ in range(5 if report.scale == "full" else 2):
-        command = [sys.executable, "-c", LOADING, str(path), "auto"]
+        command = [sys.executable, "-c", LOADING, str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
         seconds, peak, size = json.loads(done.stdout)
         took.append(seconds)
