@@ -377,7 +377,13 @@ class Variable(Reference[ValueT_co]):
     @property
     def forced(self) -> tuple[tuple[int, int], ...]:
         """The parts of the text that a constraint forced, so that the model did not sample them: pairs of the
-        first character and the number of characters, in order. Await the variable first."""
+        first character and the number of characters, in order. Await the variable first.
+
+        >>> s += af.user("Why?") + af.gen("word", max_tokens=3)
+        >>> word = await s["word"]
+        >>> [word[first : first + count] for first, count in s["word"].forced]  # no constraint
+        []
+        """
         return self._node.end.forced or ()
 
     @property
