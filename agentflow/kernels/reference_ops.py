@@ -5,42 +5,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from agentflow.kernels.inputs import (
     AttentionBatch,
-    BlockMatrix,
     DecoderWeights,
     LinearWeight,
     ReqToToken,
     TreeAttention,
 )
+from agentflow.kernels.torch_ops import BLOCK_TYPES as BLOCK_TYPES
 from agentflow.kernels.torch_ops import choose as choose
+from agentflow.kernels.torch_ops import embed as embed
+from agentflow.kernels.torch_ops import pack_blocks as pack_blocks
+from agentflow.kernels.torch_ops import pack_embedding as pack_embedding
 
 
 def pack_linear(
     weight: Tensor, bias: Tensor | None, *, exact_output: bool = False, gated: bool = False
 ) -> LinearWeight:
     return LinearWeight(weight.t(), None, bias, (weight.shape[0], weight.shape[1]))
-
-
-BLOCK_TYPES = ()
-
-
-def pack_blocks(parts: Sequence[BlockMatrix], bias: Tensor | None, *, gated: bool = False) -> None:
-    return None
-
-
-def pack_embedding(weight: Tensor, head: LinearWeight | None) -> LinearWeight:
-    return LinearWeight(weight.t(), None, None, (weight.shape[0], weight.shape[1]))
-
-
-def embed(token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
-    assert weight.transposed is not None
-    return torch.nn.functional.embedding(token_ids, weight.transposed.t()).to(dtype)
 
 
 def linear(x: Tensor, weight: LinearWeight) -> Tensor:

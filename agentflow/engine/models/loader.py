@@ -27,8 +27,8 @@ CausalModel = LlamaModel | Decoder
 class WeightFormat:
     """How matrices are held. ``dtype``: of activations, and of matrices that are not quantised.
     ``keeps_blocks``: matrices that the file stores in blocks of quantised values stay as they are.
-    ``quantise``: other matrices become blocks of that type, "Q8_0" or "Q4_1"; None: they do not. Where the
-    kernels do not multiply a type of blocks, its matrices have ``dtype``."""
+    ``quantise``: other matrices become blocks of that type, "Q8_0" or "Q4_1"; None: they do not. Blocks of a
+    type that the kernels do not multiply become "Q8_0"; kernels that multiply none get ``dtype``."""
 
     dtype: torch.dtype
     keeps_blocks: bool = False

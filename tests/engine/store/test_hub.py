@@ -257,7 +257,7 @@ def test_without_a_network_the_address_is_named(
 
 @pytest.fixture
 def unused_tcp_port_url() -> Iterator[str]:
-    """The address of a port that is taken, but on which nobody listens."""
+    """The address of a port that is bound but does not accept connections."""
     import socket
 
     with socket.socket() as taken:
