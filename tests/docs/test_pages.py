@@ -63,6 +63,8 @@ async def test_the_blocks_of_clients_run_on_a_server(name: str, monkeypatch: pyt
             # What the engine of the tests writes is not what the page shows.
             quiet = {**namespace, "print": lambda *_, **__: None}
             await run_block(DOCS / name, block._replace(source=source), quiet)
+            if (client := quiet.get("client")) is not None:
+                client.close()
             num_clients += 1
         server.assert_idle()
     assert num_clients > 0
