@@ -27,6 +27,7 @@ from typing import Any
 
 import anyio
 
+from agentflow.engine.models.packed.scheme import Scheme, read_scheme
 from agentflow.engine.process.child import import_path
 from agentflow.engine.store.model_folder import gguf_parts, json_object, weight_files
 from agentflow.errors import BadArgument, BadModelFolder, EngineFailed
@@ -130,18 +131,31 @@ def memory_need(
     weight_bytes = num_parameters * item_bytes
     if quantize is not None:
         weight_bytes = int(num_parameters * _QUANTIZED_ITEM_BYTES[quantize])
-    if dtype == "auto" and not has_driver() and (stored := _gguf_bytes(folder)):
-        weight_bytes = min(weight_bytes, int(stored * _PANELS_OF_STORED))
+    if dtype == "auto" and not has_driver() and (panels := _panel_bytes(folder, config)):
+        weight_bytes = min(weight_bytes, panels)
     return MemoryNeed(name, weight_bytes, kv_bytes_per_token(config, item_bytes), kv_tokens)
 
 
-def _gguf_bytes(folder: Path) -> int:
-    """The size of the GGUF file, or of all files of a model in several. 0 if there is none."""
+def _panel_bytes(folder: Path, config: Mapping[str, Any]) -> int:
+    """About the memory of a model's quantised weights in the native kernels. 0 if they are not quantised."""
     from agentflow.engine.store.gguf.file import find_gguf  # needs numpy; `doctor` does not
 
-    file = find_gguf(folder)
-    parts = [] if file is None else [file.with_name(name) for name in gguf_parts(file.name)]
-    return sum(part.stat().st_size for part in parts if part.exists())
+    if (file := find_gguf(folder)) is not None:
+        parts, growth = [file.with_name(name) for name in gguf_parts(file.name)], _PANELS_OF_STORED
+    elif (scheme := _scheme_of(config)) is not None:
+        parts, growth = [folder / name for name in weight_files(folder)], scheme.panels_of_stored
+    else:
+        return 0
+    return int(sum(part.stat().st_size for part in parts if part.exists()) * growth)
+
+
+def _scheme_of(config: Mapping[str, Any]) -> Scheme | None:
+    try:
+        return read_scheme(config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BadModelFolder(
+            f"quantization_config has a wrong value: {error}", param="quantization_config"
+        ) from None
 
 
 def read_shape(folder: Path) -> tuple[Mapping[str, Any], int]:
@@ -154,7 +168,7 @@ def read_shape(folder: Path) -> tuple[Mapping[str, Any], int]:
     config = json_object(folder / "config.json")
     if config is None:
         raise BadModelFolder(f"{folder}: config.json is not a JSON object", param="config.json")
-    return config, _num_parameters(folder)
+    return config, _num_parameters(folder, _scheme_of(config))
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], item_bytes: int) -> int:
@@ -232,8 +246,9 @@ def _does_not_fit(needs: Sequence[MemoryNeed], budget_bytes: int) -> BadArgument
     )
 
 
-def _num_parameters(folder: Path) -> int:
-    """Counted in the headers of the safetensors files: 8 bytes of length, then JSON."""
+def _num_parameters(folder: Path, scheme: Scheme | None) -> int:
+    """Counted in the headers of the safetensors files: 8 bytes of length, then JSON. ``scheme``: how they are
+    quantised."""
     total = 0
     for file in (folder / name for name in weight_files(folder)):
         with file.open("rb") as stream:
@@ -242,8 +257,21 @@ def _num_parameters(folder: Path) -> int:
                 header: dict[str, Any] = json.loads(stream.read(length))
             except (struct.error, ValueError) as error:
                 raise BadModelFolder(f"{file} is not a safetensors file: {error}", param=file.name) from None
-        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        total += sum(
+            math.prod(entry["shape"]) * _values_in_each(name, scheme)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        )
     return total
+
+
+def _values_in_each(name: str, scheme: Scheme | None) -> int:
+    """The number of weights in each element of a tensor: packed ones have several."""
+    if scheme is None:
+        return 1
+    if name.endswith((".qweight", ".weight_packed")):
+        return 32 // scheme.bits
+    return 2 if name.endswith("_blocks") else 1
 
 
 def _cgroups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:

@@ -74,7 +74,7 @@ def test_the_metrics_are_those_of_the_reference() -> None:
 
 def test_the_page_of_models_has_the_short_names() -> None:
     text = (DOCS / "operating" / "models.md").read_text(encoding="utf-8")
-    table = text.partition("## Short names")[2]
+    table = text.partition("## Short names")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
     assert [(row[0], row[1], row[2], row[4]) for row in rows] == [
         (

@@ -1,6 +1,7 @@
 """Reads the tensors of a model by name, for the loader.
 
-``Checkpoint`` reads them from safetensors files, ``GgufCheckpoint`` from a GGUF file. Both map their files
+``Checkpoint`` reads them from safetensors files, ``GgufCheckpoint`` from a GGUF file, and
+``PackedCheckpoint`` (``packed.source``) from safetensors files with quantised matrices. All map their files
 and release the pages of a tensor once it is copied, so that at most one tensor of the files is in memory.
 """
 
@@ -19,17 +20,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from agentflow.engine.models.page_advice import release_file_pages
-from agentflow.engine.store.gguf.file import find_gguf, open_gguf
+from agentflow.engine.store.gguf.file import open_gguf
 from agentflow.engine.store.gguf.tensors import GgufTensor
 from agentflow.engine.store.model_folder import weight_files
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.inputs import BlockMatrix
-
-
-def open_checkpoint(path: Path, dtype: torch.dtype, device: torch.device) -> Checkpoint | GgufCheckpoint:
-    """The tensors of a model folder or a GGUF file."""
-    file = find_gguf(path)
-    return Checkpoint(path, dtype, device) if file is None else GgufCheckpoint(file, dtype, device)
 
 
 class TensorSource(ABC):
@@ -73,6 +68,10 @@ class TensorSource(ABC):
     def take_blocks(self, name: str, *shape: int) -> BlockMatrix | None:
         """The matrix with that name as it is stored, if that is in blocks of quantised values that the file
         holds row by row. Valid until the files are closed; else None."""
+        return None
+
+    def take_stacked_blocks(self, name: str, *shape: int) -> list[BlockMatrix] | None:
+        """As ``take_blocks``, the matrices [out, in] of a stack that has the shape [count, in, out]."""
         return None
 
     def refuse_leftovers(self, *ignored_endings: str) -> None:

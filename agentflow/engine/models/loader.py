@@ -9,14 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from agentflow.engine.models.checkpoint import TensorSource, open_checkpoint
-from agentflow.engine.models.config import DecoderConfig
+from agentflow.engine.models.checkpoint import Checkpoint, GgufCheckpoint, TensorSource
+from agentflow.engine.models.config import DecoderConfig, read_folder
 from agentflow.engine.models.decoder import Decoder, Experts, Layer, Mlp, Norm
 from agentflow.engine.models.families.family import ExpertNames, WeightNames
 from agentflow.engine.models.families.registry import FAMILIES
 from agentflow.engine.models.llama import LlamaModel, embedding_and_head_bytes
+from agentflow.engine.models.packed.scheme import read_scheme
+from agentflow.engine.models.packed.source import PackedCheckpoint
 from agentflow.engine.models.quantising import BLOCK_SIZE, quantised
 from agentflow.engine.models.rope import inverse_frequencies
+from agentflow.engine.store.gguf.file import find_gguf
 from agentflow.kernels.inputs import BlockMatrix, DecoderWeights, LayerWeights, LinearWeight
 from agentflow.kernels.ops import Kernels
 
@@ -48,6 +51,16 @@ def load_model(
             *names.ignored, *([f"{names.head}.weight"] if config.tie_word_embeddings else [])
         )
     return model
+
+
+def open_checkpoint(path: Path, dtype: torch.dtype, device: torch.device) -> Checkpoint | GgufCheckpoint:
+    """The tensors of a model folder or a GGUF file."""
+    if (file := find_gguf(path)) is not None:
+        return GgufCheckpoint(file, dtype, device)
+    scheme = read_scheme(read_folder(path)[0])
+    if scheme is None:
+        return Checkpoint(path, dtype, device)
+    return PackedCheckpoint(path, dtype, device, scheme)
 
 
 class _Loader:
@@ -228,29 +241,47 @@ class _Loader:
         return Experts(router, experts)
 
     def _stacked_experts(self, prefix: str, names: ExpertNames) -> list[Mlp]:
-        config, take, kernels = self._config, self._checkpoint.take, self._kernels
+        config = self._config
         assert config.experts is not None
-        count, hidden, inner = (
-            config.experts.num_experts,
-            config.hidden_size,
-            config.experts.intermediate_size,
-        )
-        gate_up = take(f"{prefix}{names.gate_up}", count, hidden, 2 * inner)
-        gate_up_bias = take(f"{prefix}{names.gate_up}_bias", count, 2 * inner)
-        down = take(f"{prefix}{names.down}", count, inner, hidden)
-        down_bias = take(f"{prefix}{names.down}_bias", count, hidden)
+        hidden, inner = config.hidden_size, config.experts.intermediate_size
         # Gate and up in turn become two halves.
-        halves = torch.cat((torch.arange(0, 2 * inner, 2), torch.arange(1, 2 * inner, 2))).to(gate_up.device)
+        halves = torch.cat((torch.arange(0, 2 * inner, 2), torch.arange(1, 2 * inner, 2)))
+        gate_ups = self._stack(f"{prefix}{names.gate_up}", 2 * inner, hidden, halves)
+        downs = self._stack(f"{prefix}{names.down}", hidden, inner, torch.arange(hidden))
+        return [Mlp(*products, is_fused=False) for products in zip(gate_ups, downs, strict=True)]
+
+    def _stack(self, name: str, num_out: int, num_in: int, order: Tensor) -> list[LinearWeight]:
+        """The products of all experts, of a stack of matrices stored as inputs by outputs. ``order``: of the
+        outputs."""
+        experts, checkpoint = self._config.experts, self._checkpoint
+        assert experts is not None
+        count = experts.num_experts
+        biases = checkpoint.take(f"{name}_bias", count, num_out)
+        order = order.to(biases.device)
+        blocks = None
+        if self._weights.keeps_blocks and self._kernels.BLOCK_TYPES:
+            blocks = checkpoint.take_stacked_blocks(name, count, num_in, num_out)
+        if blocks is not None:
+            matrices: list[BlockMatrix | Tensor] = [
+                BlockMatrix(block.type, block.rows[order.numpy()], block.shape) for block in blocks
+            ]
+        else:
+            stack = checkpoint.take(name, count, num_in, num_out)
+            matrices = [matrix.t().index_select(0, order) for matrix in stack]
         return [
-            Mlp(
-                kernels.pack_linear(
-                    gate_up[i].t().index_select(0, halves), gate_up_bias[i].index_select(0, halves)
-                ),
-                kernels.pack_linear(down[i].t().contiguous(), down_bias[i].clone()),
-                is_fused=False,
-            )
-            for i in range(count)
+            self._expert(matrix, bias.index_select(0, order))
+            for matrix, bias in zip(matrices, biases, strict=True)
         ]
+
+    def _expert(self, matrix: BlockMatrix | Tensor, bias: Tensor) -> LinearWeight:
+        kernels, quantise = self._kernels, self._weights.quantise
+        if isinstance(matrix, Tensor) and quantise and kernels.BLOCK_TYPES:
+            matrix = quantised(matrix, quantise) if matrix.shape[1] % BLOCK_SIZE == 0 else matrix
+        if isinstance(matrix, Tensor):
+            return kernels.pack_linear(matrix, bias)
+        packed = kernels.pack_blocks([matrix], bias)
+        assert packed is not None  # kernels with any blocks take those of 5 and 8 bits
+        return packed
 
     def _vector(self, name: str, *shape: int) -> Tensor:
         return self._checkpoint.take(name, *shape)

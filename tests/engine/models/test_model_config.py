@@ -95,7 +95,7 @@ def test_windows_that_are_never_reached_are_fine(tmp_path: Path, changed: dict[s
         ({"quantization_config": 4}, "config.json", ""),
         ({"num_key_value_heads": 3}, "config.json", "3"),
         ({"hidden_act": "tanh"}, "hidden_act", "tanh"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "gptq"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config", "hqq"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type", "dynamic"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "short_factor", ""),
         (

@@ -16,6 +16,7 @@ from agentflow.engine.models.config import (
 )
 from agentflow.engine.models.families import gemma, gpt2, gpt_oss, llama, mixture, olmo, phi
 from agentflow.engine.models.families.family import Family
+from agentflow.engine.models.packed.scheme import read_scheme
 from agentflow.engine.models.rope import inverse_frequencies
 from agentflow.errors import BadModelFolder
 
@@ -33,7 +34,7 @@ def read_config(folder: Path) -> DecoderConfig:
     raw, generation = read_folder(folder)
     try:
         family = _family_of(raw)
-        _reject_quantised(raw)
+        read_scheme(raw)  # rejects formats that are not read
         shape = family.read(raw)
         inverse_frequencies(shape.rope, shape.head_dim)  # its factors must fit the heads
         return replace(shape, end_token_ids=end_token_ids(raw, generation))
@@ -60,10 +61,3 @@ def _family_of(raw: RawConfig) -> Family:
     found = ", ".join(map(str, names)) or f"none (model_type {raw.get('model_type')!r})"
     known = ", ".join(FAMILIES)
     raise BadModelFolder(f"its architecture is {found}; only {known} can be run", param="architectures")
-
-
-def _reject_quantised(raw: RawConfig) -> None:
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        message = f"its weights are quantised ({method}): give the unquantised model"
-        raise BadModelFolder(message, param="quantization_config")

@@ -1,0 +1,213 @@
+"""The formulas of quantised matrices: from the tensors of a file to values, or to blocks that the native
+kernels multiply.
+
+A value is ``(code - zero) * scale``. Scale and zero point belong to a group of inputs of one output. AWQ (Lin
+et al. 2023, arXiv 2306.00978) and GPTQ (Frantar et al. 2022, arXiv 2210.17323) have groups of 32 to 128
+inputs, or all of them. GPTQ with "act order" quantises the inputs in the order of their importance, so that
+each input names its group. MXFP4 (OCP Microscaling Formats 1.0) has floats of 4 bits in groups of 32, whose
+scales are powers of two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentflow.engine.models.quantising import BLOCK_SIZE, quantised
+from agentflow.kernels.inputs import BlockMatrix
+
+AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The place of each of 8 adjacent outputs in a word."""
+# Twice the values of MXFP4's codes: whole numbers that fit into 5 bits.
+_E2M1_DOUBLED: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_E8M0_BIAS: Final = 127
+_SLICE = 1 << 22  # values that are converted at once
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedMatrix:
+    """A matrix [out, in]. ``codes`` [out, in]: uint8, or floats of 8 bits. ``scales`` [out, groups] float32.
+    ``zeros`` [out, groups] float32, or None for floats. ``group_size``: inputs of a group; the last may have
+    fewer. ``group_of`` [in] int64: the group of each input, or None if they are adjacent. ``bits``: of a
+    code."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group_size: int
+    bits: int
+    group_of: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        (num_out, num_in), num_groups = self.codes.shape, self.scales.shape[-1]
+        fits = self.scales.shape[0] == num_out and num_groups * self.group_size >= num_in
+        if self.zeros is not None:
+            fits = fits and self.zeros.shape == self.scales.shape
+        if self.group_of is not None:
+            fits = fits and self.group_of.shape == (num_in,)
+            fits = fits and int(self.group_of.min()) >= 0 and int(self.group_of.max()) < num_groups
+        if not fits:
+            raise ValueError(
+                f"{num_out} x {num_in} codes, scales {tuple(self.scales.shape)}"
+                + ("" if self.zeros is None else f", zero points {tuple(self.zeros.shape)}")
+            )
+
+    def dequantised(self) -> Tensor:
+        """float32 [out, in]."""
+        num_out, num_in = self.codes.shape
+        group_of = torch.arange(num_in) // self.group_size if self.group_of is None else self.group_of
+        out = torch.empty(num_out, num_in)
+        step = max(1, _SLICE // num_in)
+        for first in range(0, num_out, step):
+            rows = slice(first, first + step)
+            values = self.codes[rows].float()
+            if self.zeros is not None:
+                values -= self.zeros[rows].index_select(1, group_of)
+            torch.mul(values, self.scales[rows].index_select(1, group_of), out=out[rows])
+        return out
+
+    def blocks(self, *, is_symmetric: bool) -> BlockMatrix | None:
+        """The same in blocks of 32: as they are, if 4 or fewer bits, or 8 with zero points in the middle, are
+        in adjacent groups; else rounded to 8 bits. ``is_symmetric``: zero points are expected to be in the
+        middle. None if the inputs are no multiple of 32."""
+        num_out, num_in = self.codes.shape
+        if num_in % BLOCK_SIZE:
+            return None
+        if self.zeros is None or self.group_of is not None or self.group_size % BLOCK_SIZE:
+            return quantised(self.dequantised(), "Q8_0")
+        num_blocks = num_in // BLOCK_SIZE
+        group_of = torch.arange(num_blocks) * BLOCK_SIZE // self.group_size
+        scales = self.scales.half().index_select(1, group_of).unsqueeze(2)
+        codes = self.codes.view(num_out, num_blocks, BLOCK_SIZE)
+        if self.bits == 8:
+            if bool((self.zeros != 128).any()):
+                return quantised(self.dequantised(), "Q8_0")
+            return _joined("Q8_0", scales, codes ^ 0x80)
+        half = BLOCK_SIZE // 2
+        nibbles = codes[..., :half] | codes[..., half:] << 4
+        if is_symmetric and self.bits == 4 and bool((self.zeros == 8).all()):
+            return _joined("Q4_0", scales, nibbles)
+        mins = (-self.zeros * self.scales.half().float()).half().index_select(1, group_of).unsqueeze(2)
+        return _joined("Q4_1", scales, mins, nibbles)
+
+
+def _joined(block_type: str, *parts: Tensor) -> BlockMatrix:
+    """Blocks of ``parts`` [out, blocks, values], one after the other in each."""
+    joined = torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=2)
+    num_out, num_blocks, _ = joined.shape
+    rows: NDArray[np.uint8] = joined.view(num_out, -1).numpy()
+    return BlockMatrix(block_type, rows, (num_out, num_blocks * BLOCK_SIZE))
+
+
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """uint8 [..., n * 32 / bits] of int32 words [..., n], the lowest bits of each word first."""
+    data = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return data
+    parts = [data >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
+    return torch.stack(parts, dim=-1).flatten(-2)
+
+
+def awq_matrix(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> GroupedMatrix:
+    """Of AWQ's "gemm" version: words [in, out / 8] and zero points [groups, out / 8] of 4 bits, whose outputs
+    take turns, and scales [groups, out]."""
+
+    def in_order(words: Tensor) -> Tensor:
+        codes = unpacked(words, 4)
+        return codes.view(len(codes), -1, 8)[..., list(AWQ_ORDER)].view(len(codes), -1).t()
+
+    codes = in_order(qweight).contiguous()
+    zeros = in_order(qzeros).float()
+    return GroupedMatrix(codes, scales.t().float(), zeros, _group_size(codes, scales), 4)
+
+
+def gptq_matrix(
+    qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, bits: int, zero_offset: int
+) -> GroupedMatrix:
+    """Words [in * bits / 32, out], zero points [groups, out * bits / 32], scales [groups, out], and the group
+    of each input [in], or None if they are adjacent."""
+    codes = unpacked(qweight.t(), bits)
+    zeros = unpacked(qzeros, bits).t().float() + zero_offset
+    group_size = _group_size(codes, scales)
+    group_of = None
+    if g_idx is not None and not torch.equal(g_idx.long(), torch.arange(len(g_idx)) // group_size):
+        group_of = g_idx.long()
+    return GroupedMatrix(codes, scales.t().float(), zeros, group_size, bits, group_of)
+
+
+def packed_matrix(
+    words: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    g_idx: Tensor | None,
+    shape: tuple[int, int],
+    bits: int,
+) -> GroupedMatrix:
+    """Of compressed-tensors: words [out, in * bits / 32] of codes to which the middle is added, scales
+    [out, groups], and zero points packed along the outputs, or as signed bytes [out, groups]."""
+    num_out, num_in = shape
+    middle = 1 << bits - 1
+    codes = unpacked(words, bits)[:, :num_in].contiguous()
+    scales = scale.float().reshape(-1, scale.shape[-1]).expand(num_out, -1)
+    if zero_point is None:
+        zeros = torch.full(scales.shape, float(middle))
+    elif zero_point.dtype == torch.int32:
+        zeros = unpacked(zero_point.t(), bits)[:, :num_out].t().float()
+    else:
+        zeros = zero_point.float().reshape(num_out, -1) + middle
+    group_size = -(-num_in // scales.shape[1])
+    group_of = None if g_idx is None or int(g_idx.min()) < 0 else g_idx.long()
+    return GroupedMatrix(codes, scales, zeros, group_size, bits, group_of)
+
+
+def scaled_matrix(
+    weight: Tensor, scale: Tensor, zero_point: Tensor | None, block: tuple[int, int] | None
+) -> GroupedMatrix:
+    """Bytes or floats of 8 bits [out, in], with one scale, one for each output [out, 1] or [out], for each
+    group of inputs [out, groups], or for each ``block``."""
+    num_out, num_in = weight.shape
+
+    def by_output(values: Tensor) -> Tensor:
+        values = values.float()
+        if values.ndim == 2 and block is not None and values.numel() > 1:
+            return values.repeat_interleave(block[0], dim=0)[:num_out]
+        return values.reshape(-1, values.shape[1] if values.ndim == 2 else 1).expand(num_out, -1)
+
+    scales = by_output(scale)
+    group_size = -(-num_in // scales.shape[1])
+    if block is not None and scale.ndim == 2 and scale.numel() > 1:
+        group_size = block[1]
+    if weight.dtype != torch.int8:
+        return GroupedMatrix(weight, scales, None, group_size, 8)
+    zeros = torch.zeros_like(scales) if zero_point is None else by_output(zero_point)
+    return GroupedMatrix(weight.view(torch.uint8) ^ 0x80, scales, zeros + 128, group_size, 8)
+
+
+def _group_size(codes: Tensor, scales: Tensor) -> int:
+    return -(-codes.shape[1] // scales.shape[0])
+
+
+def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
+    """float32 [..., groups * 32] of bytes with two codes each, the lower bits first,
+    [..., groups, 16], and the exponents of the scales [..., groups]."""
+    codes = torch.stack((blocks & 0x0F, blocks >> 4), dim=-1).flatten(-2)
+    halves = torch.tensor(_E2M1_DOUBLED, dtype=torch.float32)[codes.int()]
+    return torch.ldexp(halves, scales.int().unsqueeze(-1) - (_E8M0_BIAS + 1)).flatten(-2)
+
+
+def mxfp4_blocks(blocks: Tensor, scales: Tensor) -> BlockMatrix:
+    """The same of a matrix, blocks [out, groups, 16] and scales [out, groups], in blocks of 5 bits. They are
+    exact for scales of at least 2 ** -23."""
+    codes = torch.stack((blocks & 0x0F, blocks >> 4), dim=-1).flatten(-2)
+    codes = (torch.tensor(_E2M1_DOUBLED) + 16).to(torch.uint8)[codes.int()]
+    half = BLOCK_SIZE // 2
+    nibbles = (codes[..., :half] & 0x0F) | (codes[..., half:] & 0x0F) << 4
+    bits = (codes >> 4).view(*codes.shape[:-1], 4, 8) << torch.arange(8, dtype=torch.uint8)
+    upper = bits.sum(dim=-1, dtype=torch.uint8)
+    amounts = torch.ldexp(torch.ones(scales.shape), scales.int() - (_E8M0_BIAS + 1)).half().unsqueeze(-1)
+    return _joined("Q5_0", amounts, upper, nibbles)
