@@ -28,6 +28,7 @@ from typing import Any
 import anyio
 
 from agentflow.engine.models.packed.scheme import Scheme, read_scheme
+from agentflow.engine.models.text_config import text_config
 from agentflow.engine.process.child import import_path
 from agentflow.engine.store.model_folder import gguf_parts, json_object, weight_files
 from agentflow.errors import BadArgument, BadModelFolder, EngineFailed
@@ -173,7 +174,7 @@ def read_shape(folder: Path) -> tuple[Mapping[str, Any], int]:
 
 def kv_bytes_per_token(config: Mapping[str, Any], item_bytes: int) -> int:
     """Bytes of the keys and values of one token in all layers. ``config``: the model's config.json."""
-    config = config.get("text_config") or config
+    config = text_config(config)
     try:
         # GPT-2 and its relatives have the second names.
         num_heads: int = config.get("num_attention_heads") or config["n_head"]

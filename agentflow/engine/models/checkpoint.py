@@ -74,9 +74,10 @@ class TensorSource(ABC):
         """As ``take_blocks``, the matrices [out, in] of a stack that has the shape [count, in, out]."""
         return None
 
-    def refuse_leftovers(self, *ignored_endings: str) -> None:
+    def refuse_leftovers(self, *ignored_endings: str, ignored_parts: tuple[str, ...] = ()) -> None:
         """``BadModelFolder`` if a tensor was not taken: the weights belong to another architecture."""
         left = sorted(n for n in self.names if n not in self._taken and not n.endswith(ignored_endings))
+        left = [name for name in left if not name.startswith(ignored_parts)]
         if left:
             raise BadModelFolder(
                 f"{self._path} has {len(left)} tensors that its architecture does not use "

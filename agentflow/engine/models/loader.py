@@ -43,12 +43,14 @@ def load_model(
 ) -> CausalModel:
     """The model of a folder or GGUF file. Each matrix is packed as soon as it is read, so that only one is in
     memory beside the result. ``BadModelFolder`` if tensors are missing, misshapen or left over."""
-    names = FAMILIES[config.architecture].names
     with torch.inference_mode(), open_checkpoint(path, weights.dtype, device) as checkpoint:
+        names = FAMILIES[config.architecture].names_among(checkpoint.names)
         loader = _Loader(checkpoint, config, names, kernels, weights)
         model = loader.llama() if config.is_llama_shaped and names == WeightNames() else loader.decoder()
         checkpoint.refuse_leftovers(
-            *names.ignored, *([f"{names.head}.weight"] if config.tie_word_embeddings else [])
+            *names.ignored,
+            *([f"{names.head}.weight"] if config.tie_word_embeddings else []),
+            ignored_parts=names.ignored_parts,
         )
     return model
 

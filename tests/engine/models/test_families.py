@@ -14,6 +14,7 @@ from support.engine.runner_driver import Driver
 from support.faults import has_param
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
+from agentflow.engine.machine import memory_need
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.errors import BadModelFolder
 
@@ -86,6 +87,14 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24, "_sliding_window_pattern": 2}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
+    "gemma3_images": (
+        "gemma3",
+        {
+            "text_config": SIZES | {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24},
+            "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+            | {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14},
+        },
+    ),
     "phi3": ("phi3", {}),
     "phi3_window": ("phi3", {"sliding_window": 16}),
     "phi3_partial": (
@@ -152,6 +161,8 @@ def assert_equal_to_transformers(model: PreTrainedModel, folder: Path) -> None:
             logits = model(torch.tensor([sequence.tokens[:-1]])).logits[0]
         assert sequence.generated == logits[sequence.prompt_len - 1 :].argmax(-1).tolist()
     assert runner.info.end_token_ids == (7, 9)
+    need = memory_need("", folder, "float32", None)
+    assert need.kv_bytes_per_token == runner.info.kv_bytes_per_token
     # Gemma's scaled and tied embeddings make a random model repeat itself.
     assert len(set(batch[1].generated)) > 4 or "gemma" in type(model).__name__.lower()
 
@@ -247,6 +258,20 @@ def test_a_config_as_older_releases_wrote_it(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(tensors, tmp_path / "model.safetensors")
+    assert_equal_to_transformers(model, tmp_path)
+
+
+def test_a_model_for_images_in_the_names_of_another_release(tmp_path: Path) -> None:
+    """Its config leaves out what is a default."""
+    model = saved_model("gemma3_images", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["text_config"]["hidden_activation"], config["text_config"]["rms_norm_eps"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {
+        name.replace("language_model.model.", "model.language_model."): tensors[name] for name in tensors
+    }
+    save_file(renamed, tmp_path / "model.safetensors")
     assert_equal_to_transformers(model, tmp_path)
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,7 @@ class WeightNames:
 
     ``qkv`` and ``gate_up`` have one name for each part, or a single one for all of them together.
     ``is_transposed``: matrices are stored as inputs by outputs. ``ignored``: endings of tensors that the
-    forward pass does not use."""
+    forward pass does not use. ``ignored_parts``: beginnings of them."""
 
     embedding: str = "model.embed_tokens"
     positions: str = ""
@@ -72,15 +72,23 @@ class WeightNames:
     experts: ExpertNames | None = None
     is_transposed: bool = False
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)  # old folders store them; they follow from the config
+    ignored_parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """``read``: returns the shape; ``BadModelFolder`` for what cannot be run."""
+    """``read``: returns the shape; ``BadModelFolder`` for what cannot be run. ``other_names``: those of other
+    releases of the same architecture; the names with an embedding in the files count."""
 
     architecture: str
     read: Callable[[RawConfig], DecoderConfig]
     names: WeightNames = WeightNames()
+    other_names: tuple[WeightNames, ...] = ()
+
+    def names_among(self, tensors: Collection[str]) -> WeightNames:
+        """The names that fit the tensors of a model, or the usual ones."""
+        fitting = (names for names in self.other_names if f"{names.embedding}.weight" in tensors)
+        return next(fitting, self.names)
 
 
 def architecture_of(raw: RawConfig) -> str:

@@ -17,6 +17,7 @@ from agentflow.engine.models.families.family import (
     windowed,
 )
 from agentflow.engine.models.rope import RopeConfig, rope_of
+from agentflow.engine.models.text_config import text_config
 from agentflow.errors import BadModelFolder
 
 NAMES = WeightNames(
@@ -74,7 +75,32 @@ def _ropes(raw: RawConfig) -> tuple[RopeConfig, RopeConfig]:
     return rope_of(raw, far), RopeConfig("default", float(raw.get("rope_local_base_freq", 10_000.0)))
 
 
+def read_gemma3_text(raw: RawConfig) -> DecoderConfig:
+    """The text part of a model that also reads images."""
+    return read_gemma3(text_config(raw))
+
+
+def _text_names(prefix: str, head: str) -> WeightNames:
+    ignored = tuple(
+        f"{before}{part}." for before in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
+    )
+    return replace(
+        NAMES,
+        embedding=f"{prefix}embed_tokens",
+        layers=f"{prefix}layers.{{}}.",
+        final_norm=f"{prefix}norm",
+        head=head,
+        ignored_parts=ignored,
+    )
+
+
 FAMILIES = (
     Family("Gemma2ForCausalLM", read_gemma2, NAMES),
     Family("Gemma3ForCausalLM", read_gemma3, NAMES),
+    Family(
+        "Gemma3ForConditionalGeneration",
+        read_gemma3_text,
+        _text_names("language_model.model.", "language_model.lm_head"),
+        (_text_names("model.language_model.", "lm_head"),),
+    ),
 )

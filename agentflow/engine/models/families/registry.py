@@ -18,6 +18,7 @@ from agentflow.engine.models.families import gemma, gpt2, gpt_oss, llama, mixtur
 from agentflow.engine.models.families.family import Family
 from agentflow.engine.models.packed.scheme import read_scheme
 from agentflow.engine.models.rope import inverse_frequencies
+from agentflow.engine.models.text_config import text_config
 from agentflow.errors import BadModelFolder
 
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -37,7 +38,7 @@ def read_config(folder: Path) -> DecoderConfig:
         read_scheme(raw)  # rejects formats that are not read
         shape = family.read(raw)
         inverse_frequencies(shape.rope, shape.head_dim)  # its factors must fit the heads
-        return replace(shape, end_token_ids=end_token_ids(raw, generation))
+        return replace(shape, end_token_ids=end_token_ids({**text_config(raw), **raw}, generation))
     except BadModelFolder as error:
         raise BadModelFolder(f"{folder}: {error}", param=error.param) from None
     except KeyError as error:
