@@ -176,7 +176,7 @@ class ScriptedGenerator:
         self._opened: deque[_Queue] = deque()
         self._stats = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0}
 
-    def open(self, cache_salt: str, *, program: str = "") -> ScriptedContext:
+    def open(self, cache_salt: str, *, program: str = "", label: str = "") -> ScriptedContext:
         """An empty text."""
         self.num_open += 1
         return ScriptedContext(sent=self._opened.popleft() if self._opened else deque())

@@ -407,7 +407,7 @@ def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Re
         weight=origin.weight,
         end_ids=_end_ids(params, info),
     )
-    request.program, request.received_s = origin.program, time.perf_counter()
+    request.label, request.received_s = origin.label, time.perf_counter()
     end = request.num_prompt + len(message.generated_ids)
     request.tokens[request.num_prompt : end] = message.generated_ids
     request.num_tokens = end

@@ -115,13 +115,14 @@ class EngineGenerator:
         cache_salt: str,
         *,
         program: str = "",
+        label: str = "",
         priority: int = 0,
         patience_s: float | None = None,
         trace: str = "",
     ) -> EngineContext:
         """A context for an empty state. ``program``: states that name the same program have one consumer.
-        ``priority``: of the state's requests, within the tenant. ``patience_s``: as for the generator.
-        ``trace``: as in ``Origin``."""
+        ``label``: as in ``Origin``; by default the program. ``priority``: of the state's requests, within the
+        tenant. ``patience_s``: as for the generator. ``trace``: as in ``Origin``."""
         origin = Origin(
             self.tenant.name,
             cache_salt,
@@ -131,7 +132,7 @@ class EngineGenerator:
             priority=priority,
             patience_s=patience_s,
             trace=trace,
-            program=program,
+            label=label or program,
         )
         return EngineContext(TokenState(self._client.tokenizer, self.template), origin, self.limits)
 

@@ -63,7 +63,7 @@ class Request:
     - ``deadline``, ``patience_end``: when it should be done, and when it should have started, on the
       scheduler's clock (infinite: never).
     - ``priority``: higher goes first within its tenant. ``weight``: its tenant's, against other tenants.
-    - ``program``: the program's name, to be shown.
+    - ``label``: the program's name, to be shown.
 
     What the engine knows:
 
@@ -100,7 +100,7 @@ class Request:
     token_mask: TokenWords | None = None
     is_complete: bool = False
     arrival: int = -1
-    program: str = ""
+    label: str = ""
     received_s: float = 0.0
     num_retractions: int = 0
     status: Status = Status.WAITING

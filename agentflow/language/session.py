@@ -279,9 +279,7 @@ class Session(AsyncOnly):
         >>> print(await s["answer"])
         Plants turn light into sugar.
         """
-        run = Run(
-            self._link, cache_salt=cache_salt, objective=objective, program=program, name=program or "state"
-        )
+        run = Run(self._link, cache_salt=cache_salt, objective=objective, program=program)
         return RootState(run.root)
 
     def limit(self, *, deadline_s: float | None = None, output_tokens: int | None = None) -> None:

@@ -54,7 +54,7 @@ def called(program: Callable[..., Awaitable[ResultT]], /, *args: Any, **kwargs: 
 def trace(function: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
     """The graph of ``function``, called with these arguments after its state; see ``Program.trace``."""
     link = _TraceLink()
-    run = Run(link)
+    run = Run(link, name=function.__name__)
     arguments, bound = _bound(function, run.root, args, kwargs)
     token = TRACE.set(link)
     try:

@@ -288,8 +288,9 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WatchedRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One unfinished request. ``id``: its number in this watch. ``prompt_tokens``, of them the
-    ``cached_tokens``; ``computed_tokens`` of prompt and output. ``age_s``: since the engine received it."""
+    """One unfinished request. ``id``: its number in this watch. ``program``: the ``label`` of its root state,
+    or its ``program`` without one. ``prompt_tokens``, of them the ``cached_tokens``; ``computed_tokens`` of
+    prompt and output. ``age_s``: since the engine received it."""
 
     id: int
     tenant: str

@@ -48,7 +48,7 @@ def texts_bytes(texts: Iterable[str]) -> int:
 
 
 def _check_open(op: ops.Open) -> None:
-    for name, text in (("cache_salt", op.cache_salt), ("program", op.program)):
+    for name, text in (("cache_salt", op.cache_salt), ("program", op.program), ("label", op.label)):
         if len(text) > ops.MAX_SALT_CHARS:
             raise BadArgument(f"{name}: {ops.MAX_SALT_CHARS} characters at most, not {len(text):,}")
 

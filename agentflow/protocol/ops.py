@@ -78,12 +78,14 @@ Parts = tuple[str | Ref, ...]
 
 class Open(_Op, frozen=True):
     """Creates a root state. States share cached KV only under an equal ``cache_salt``. ``objective``: as in a
-    ``Hint``. ``program``: the scheduler treats states of the same program as siblings."""
+    ``Hint``. ``program``: the scheduler treats states of the same program as siblings. ``label``: the
+    name that watchers see instead of ``program``; it has no effect on how the state runs."""
 
     state: int
     cache_salt: str = ""
     objective: Objective | None = None
     program: str = ""
+    label: str = ""
 
 
 class Text(_Op, frozen=True):

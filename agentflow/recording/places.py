@@ -3,8 +3,8 @@
 A client numbers states and variables in the order in which they are created, which may differ between two
 runs of a program with concurrent branches. A *place* does not differ: it is the run, the state's path in the
 fork tree, and the position in the state's stream. ``ForkTree`` follows the ops of a session and gives their
-``Content``, by which a replay compares ops with recorded ones. ``describe`` and ``difference`` put contents
-into words for error messages."""
+``Content``, by which a replay compares ops with recorded ones; what only observers see is not in it.
+``describe`` and ``difference`` put contents into words for error messages."""
 
 from __future__ import annotations
 
@@ -24,6 +24,15 @@ Path = tuple[int, ...]
 
 DERIVED = "derived"
 """Stands for a seed that is derived from the session's seed and the gen's place."""
+
+
+_FOR_OBSERVERS = ("label", "trace")
+"""Fields that have no effect on what a backend answers."""
+
+
+def _unnamed(op: ops.Op) -> ops.Op:
+    changes = {name: "" for name in _FOR_OBSERVERS if getattr(op, name, "")}
+    return msgspec.structs.replace(op, **changes) if changes else op
 
 
 class Content(NamedTuple):
@@ -113,7 +122,7 @@ class ForkTree(Generic[NodeT]):
         """The op's content, with places instead of numbers. A graph keeps its own numbers, which do not
         vary."""
         if isinstance(op, ops.Submit):
-            graph = msgspec.json.encode((op.ops, op.outputs, op.places)).decode()
+            graph = msgspec.json.encode(([_unnamed(one) for one in op.ops], op.outputs, op.places)).decode()
             return Content("submit", (("ops", graph), ("inputs", tuple(op.inputs.items()))))
         fields: list[tuple[str, Any]] = []
         for name in op.__struct_fields__:
@@ -123,7 +132,7 @@ class ForkTree(Generic[NodeT]):
                 fields.append(
                     (name, len(value) if is_new else tuple(self.node(child).path for child in value))
                 )
-            elif name not in ("state", "var", "trace"):
+            elif name not in ("state", "var", *_FOR_OBSERVERS):
                 fields.append((name, self._plain(value, node)))
         return Content(kind_of(op), tuple(fields))
 

@@ -115,9 +115,9 @@ class Generator(Protocol[ContextT]):
 
     capabilities: Capabilities
 
-    def open(self, cache_salt: str, *, program: str = "") -> ContextT:
+    def open(self, cache_salt: str, *, program: str = "", label: str = "") -> ContextT:
         """A new, empty context. Contexts share cached KV only under an equal salt. Contexts of the same
-        program are siblings, for which one consumer waits."""
+        program are siblings, for which one consumer waits. ``label``: shown instead of the program."""
 
     def fill(self, context: ContextT, text: str) -> None:
         """Appends text as content."""

@@ -129,7 +129,7 @@ class Interpreter(Generic[ContextT]):
             case ops.Open():
                 spec_of(op).check(op)
                 root = self._states.add_root(op.state)
-                context = self._generator.open(op.cache_salt, program=op.program)
+                context = self._generator.open(op.cache_salt, program=op.program, label=op.label)
                 root.begin(context, Reservation(self._memory, 0))
                 if op.objective is not None:
                     self._generator.hint(context, StateHint(op.objective))

@@ -1,5 +1,7 @@
 """Appending to states: order, checks that leave everything unchanged, what closes a state, awaiting it."""
 
+import functools
+
 import anyio
 import pytest
 from hypothesis import given
@@ -341,6 +343,33 @@ async def test_the_seed_of_a_gen_follows_from_the_session_and_its_place():
     assert await seeds_of(1, names=("other", "names")) == first
     assert set(first).isdisjoint(await seeds_of(2))
     assert set(await seeds_of(None)).isdisjoint(await seeds_of(None))
+
+
+async def test_a_run_has_the_name_of_its_program_as_a_label(observed):
+    @af.program
+    async def judge(s: af.State, word: str = "") -> None:
+        s += "a"
+
+    async def strange(s: af.State) -> None: ...
+
+    strange.__name__ = "\ud800" + "n" * 300
+    graph = judge.trace(word="")
+    async with af.session(backend=observed) as flow:
+        await flow.run(judge)
+        await flow.run(functools.partial(judge, word="a"))
+        await flow.map(judge, ["a"])
+        [_ async for _ in flow.stream(judge)]
+        await flow.submit(graph)
+        await flow.run(strange)
+        flow.state(program="mine")
+        assert [run.program for run in flow.runs[:-2]] == ["judge"] * 5
+    roots = [op.ops[0] if isinstance(op, ops.Submit) else op for op in observed.ops]
+    roots = [op for op in roots if isinstance(op, ops.Open)]
+    assert [(op.label, op.program) for op in roots] == [
+        *[("judge", "")] * 5,
+        ("?" + "n" * 255, ""),
+        ("", "mine"),
+    ]
 
 
 # States without a program

@@ -182,6 +182,21 @@ async def test_another_salt_is_a_difference(path):
             await use(flow, "two")
 
 
+async def test_another_label_is_no_difference(path):
+    async def use(flow: af.Session, name: str) -> list[str]:
+        async def one(s: af.State):
+            s += "a" + af.gen("x")
+            return await s["x"]
+
+        one.__name__ = name
+        return [await flow.run(one), await flow.submit(af.program(one).trace())]
+
+    async with af.session(backend=af.Scripted(measure), record=path) as flow:
+        recorded = await use(flow, "first")
+    async with af.session(backend=af.Replay(path)) as flow:
+        assert await use(flow, "second") == recorded
+
+
 async def test_the_seed_is_the_recorded_one(path):
     async with af.session(backend=af.Scripted(measure), record=path, seed=5) as flow:
         await flow.run(ask, "one")

@@ -271,6 +271,7 @@ NONSENSE = [
     (ops.TaskGroup(1, (2,) * 1_000_000), 1, "protocol_error"),
     (ops.TaskGroup(1, (4,)), 1, "protocol_error"),
     (ops.Open(20, cache_salt="x" * 257), 20, "bad_argument"),
+    (ops.Open(20, label="x" * 257), 20, "bad_argument"),
     (ops.Open(20, program="x" * 257), 20, "bad_argument"),
     (ops.Open(1), 1, "protocol_error"),
     (ops.Fork(1, ()), 1, "protocol_error"),

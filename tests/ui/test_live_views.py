@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from anyio.from_thread import start_blocking_portal
 from playwright.sync_api import expect
 from prometheus_client.parser import text_string_to_metric_families
 from support.api_server import ApiServer, api_server
@@ -53,6 +54,27 @@ def test_the_numbers_of_the_scheduler_are_those_of_metrics(model_url: str, visit
             assert float(text) == value, label
             num_compared += 1
     assert num_compared >= 4
+
+
+def test_requests_are_listed_by_the_names_of_python_programs(model_url: str, visit: Visit) -> None:
+    import agentflow as af
+
+    async def program(s: af.State) -> None:
+        s += "The harbour at night." + af.gen("report", max_tokens=1000, ignore_eos=True)
+
+    program.__name__ = "report <b>bold</b>"
+
+    async def run() -> None:
+        async with af.session(model_url.replace("http://", "ws://")) as flow:
+            await flow.run(program)
+
+    screen = visit(model_url)
+    screen.open("scheduler")
+    screen.wait_status("open")
+    with start_blocking_portal() as portal:
+        running = portal.start_task_soon(run)
+        expect(screen.page.get_by_role("rowheader").filter(has_text="report <b>bold</b>")).to_be_visible()
+        running.cancel()
 
 
 def test_the_tree_shows_what_was_computed_and_its_text_on_demand(model_url: str, visit: Visit) -> None:

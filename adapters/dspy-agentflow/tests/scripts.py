@@ -33,11 +33,11 @@ class Recorded(ScriptedGenerator):
         self.forks: list[int] = []
         self.begun, self.ended = threading.Event(), threading.Event()
 
-    def open(self, cache_salt: str, *, program: str = "") -> ScriptedContext:
+    def open(self, cache_salt: str, *, program: str = "", label: str = "") -> ScriptedContext:
         """Of a program, and under a salt."""
         self.programs.append(program)
         self.salt = cache_salt
-        return super().open(cache_salt, program=program)
+        return super().open(cache_salt, program=program, label=label)
 
     async def fork(self, context: ScriptedContext, count: int) -> list[ScriptedContext]:
         """One prompt, several answers."""

@@ -32,8 +32,8 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     seconds from now until it should be done. ``weight``: the tenant's weight against other tenants; that of
     its latest request counts. ``priority``: -10 to 10, higher first, within the tenant. ``patience_s``: a
     request that has waited so long goes before others of its tenant and priority (None: never). ``trace``:
-    the client's ``traceparent``, for observers; the engine does not use it. ``program``: its name, which
-    snapshots show.
+    the client's ``traceparent``, for observers; the engine does not use it. ``label``: the
+    program's name, which snapshots show.
     """
 
     tenant: str = ""
@@ -47,7 +47,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     priority: int = 0
     patience_s: float | None = None
     trace: str = ""
-    program: str = ""
+    label: str = ""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -249,7 +249,7 @@ TreeRow = tuple[int, int, int, int, int, int, float, int]
 """A node: its number, its parent's (0: none), its tokens, those that were generated, its locks and keeps,
 when it was used last, and its tenant (an index)."""
 RequestRow = tuple[int, str, str, bool, int, int, int, int, float]
-"""A request: its id, tenant and program, whether it runs, its tokens of the prompt, those that were cached,
+"""A request: its id, tenant and label, whether it runs, its tokens of the prompt, those that were cached,
 all that are computed, those generated, and its age in seconds."""
 
 

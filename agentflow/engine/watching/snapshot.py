@@ -168,7 +168,7 @@ class EngineWatch:
             (
                 one.id,
                 one.tenant,
-                one.program,
+                one.label,
                 one.status is Status.RUNNING,
                 one.num_prompt,
                 one.num_cached,

@@ -39,10 +39,16 @@ Path = tuple[int, ...]
 that."""
 
 
+def _label(name: str) -> str:
+    """A function may have any name: as much of it as an op may have."""
+    return str(name)[: ops.MAX_SALT_CHARS].encode("utf-8", "replace").decode()
+
+
 class Run:
     """``index``: seeds are derived from it. ``root_id``: of a root that a graph opens. ``objective``: a hint
     for all states. ``program``: calls with the same name are siblings to the scheduler. ``name``: of the
-    ``record``, unless it has begun. ``places``: in a trace, where each gen stands."""
+    program that runs, for watchers and for the ``record``, unless that has begun. ``places``: in a trace,
+    where each gen stands."""
 
     def __init__(
         self,
@@ -53,12 +59,12 @@ class Run:
         root_id: int | None = None,
         objective: ops.Objective | None = None,
         program: str = "",
-        name: str = "state",
+        name: str = "",
         record: RunRecord | None = None,
     ) -> None:
         self.link = link
         self.index = link.next_run_index() if index is None else index
-        self.record = link.runs.begin(name, link.spans) if record is None else record
+        self.record = link.runs.begin(name or program or "state", link.spans) if record is None else record
         self.places: dict[int, str] = {}
         self.states: list[StateNode] = []
         self._seed_prefix = run_of(link.seed, self.index)
@@ -71,7 +77,7 @@ class Run:
         self.streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
         if root_id is None:
             root_id = link.next_id()
-            link.send([ops.Open(root_id, cache_salt, objective, program)])
+            link.send([ops.Open(root_id, cache_salt, objective, program, _label(name))])
         self.root = StateNode(self, root_id, ())
         self.root.span = self.record.span
         self.adopt(self.root)

@@ -12,6 +12,8 @@ const ROOT = 1;
 export interface StateOptions {
   /** States with the same value are siblings to the scheduler. */
   program?: string | undefined;
+  /** A name that watchers see instead of `program`. */
+  label?: string | undefined;
   /** States share cached KV only under an equal salt. */
   cacheSalt?: string | undefined;
   /** Optimise for response time, or for total throughput. */
@@ -22,6 +24,7 @@ export interface StateOptions {
 export function openOp(number: number, options: StateOptions): OpenOp {
   const op: OpenOp = { op: "open", state: number };
   if (options.program) op.program = options.program;
+  if (options.label) op.label = options.label;
   if (options.cacheSalt) op.cache_salt = options.cacheSalt;
   if (options.objective) op.objective = options.objective;
   return op;

@@ -107,6 +107,8 @@ export interface OpenOp {
   objective?: "latency" | "throughput" | null;
   /** States with the same value are siblings to the scheduler, like branches of a fork; by default `""`. */
   program?: string;
+  /** A name that `watched` shows instead of `program`; it changes nothing else; by default `""`. */
+  label?: string;
 }
 
 /**
@@ -757,7 +759,7 @@ export interface WatchedRequest {
   /** Its number in this watch. */
   id: number;
   tenant: string;
-  /** The `program` of `open`. */
+  /** The `label` of `open`, or the `program` if it has none. */
   program: string;
   status: "running" | "waiting";
   prompt_tokens: number;

@@ -98,7 +98,7 @@ test("long texts become several ops that divide no character", () => {
 test("a run of a graph has numbers of the session, and its places give the seeds of Python", async () => {
   const server = new FakeServer(texts);
   const session = await opened(server);
-  const graph = new Graph({ program: "judge" });
+  const graph = new Graph({ program: "judge", label: "essays" });
   const question = graph.input("question");
   graph.root.user(question);
   const answer = graph.root.gen("answer");
@@ -115,6 +115,7 @@ test("a run of a graph has numbers of the session, and its places give the seeds
   const [, submit, cancel] = server.accepted;
   assert.ok(submit?.op === "submit");
   assert.equal(submit.state, 2);
+  assert.deepEqual(submit.ops[0], { op: "open", state: 1, program: "judge", label: "essays" });
   assert.deepEqual(submit.ops[1], { op: "expect", state: 1, var: question.number, name: "question" });
   assert.deepEqual(submit.inputs, { [question.number]: "Why?" });
   assert.deepEqual(submit.outputs, [b.number, answer.number]);

@@ -162,6 +162,7 @@ BAD_OPS = {
     "unknown variable": ({"op": "text", "state": 1, "parts": [{"op": "ref", "var": 9}]}, "protocol_error"),
     "state twice": ({"op": "open", "state": 1}, "protocol_error"),
     "variable twice": ({"op": "set", "state": 1, "var": 2, "name": "a", "parts": []}, "protocol_error"),
+    "long label": ({"op": "open", "state": 1, "label": "x" * 257}, "bad_argument"),
     "long salt": ({"op": "open", "state": 1, "cache_salt": "x" * 257}, "bad_argument"),
 }
 

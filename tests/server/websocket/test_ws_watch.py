@@ -81,14 +81,13 @@ def peek(opened: Session, node: int) -> dict[str, Any]:
     return next(event for event in opened.events() if event["event"] == "peeked")
 
 
-def keep_busy(opened: Session, program: str) -> None:
+def keep_busy(opened: Session, program: str, label: str = "") -> None:
     """Sends more long gens than fit into memory together, without waiting for them."""
     for state in range(100, 140, 2):
         params = {"max_tokens": 900, "ignore_eos": True}
         ask = text(f"{state}: why?", state=state)
-        opened.ops(
-            {"op": "open", "state": state, "program": program}, ask, gen(state, state + 1, params=params)
-        )
+        root = {"op": "open", "state": state, "program": program, "label": label}
+        opened.ops(root, ask, gen(state, state + 1, params=params))
 
 
 def test_a_watch_shows_steps_requests_counters_and_the_tree(server: ApiServer) -> None:
@@ -175,11 +174,12 @@ def test_a_tenant_sees_nothing_of_others(keyed: ApiServer) -> None:
         assert any("bob" in peek(bob, node)["text"] for node in ids)
         codes = {peek(operator, node[0])["error"]["code"] for node in everything["tree"]["nodes"]}
         assert codes == {"not_authorized"}
-        keep_busy(ann, "ann's second")
+        keep_busy(ann, "ann's second", label="judge")
         everything = next(event for event in everyone if event.get("requests") and event.get("steps"))
-        assert {one["program"] for one in everything["requests"]} == {"ann's second"}
+        assert {one["program"] for one in everything["requests"]} == {"judge"}
         bobs = next(own)
         assert "ann" not in str(bobs)
+        assert "judge" not in str(bobs)
         assert bobs.keys() == {"event", "ticket", "time_s", "stats", "tree"}  # no steps, no requests
         assert bobs["tree"].keys() <= {"tenants", "nodes", "gone"}
         shown = {name for name, value in bobs["stats"].items() if value}

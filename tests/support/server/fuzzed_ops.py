@@ -135,6 +135,7 @@ class OpsWriter:
             self._random.choice(NAMES),
             self._random.choice([None, "latency", "throughput"]),
             self._one_of(NAMES, ["p" * 300]),
+            self._one_of(NAMES, ["l" * 300]),
         )
 
     def _plain_text(self) -> Op:

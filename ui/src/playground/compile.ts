@@ -45,7 +45,7 @@ export interface CompileOptions {
 type Scope = Map<string, Part>;
 
 export function compile(program: Program, options: CompileOptions = {}): Compiled {
-  const graph = new Graph({ program: "playground" });
+  const graph = new Graph({ program: "playground", label: program.title });
   const root: Lane = { path: "", label: program.title, state: graph.root, items: [] };
   const { known = new Map(), without = new Set(), maxTokenReads = 16 } = options;
 

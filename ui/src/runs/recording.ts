@@ -73,6 +73,7 @@ export interface RunState {
 
 export interface Run {
   readonly index: number;
+  /** The label of its root state, or the program without one. */
   readonly program: string;
   readonly root: RunState;
   /** Parents before their forks. */
@@ -171,12 +172,11 @@ export class RecordingReader {
   private begin(line: Json): boolean {
     const { recording, agentflow, started, capabilities } = line;
     if (typeof recording !== "number") return false;
-    const model =
-      isObject(capabilities) && typeof capabilities["model"] === "string" ? capabilities["model"] : "";
+    const model = isObject(capabilities) ? textOf(capabilities["model"]) : "";
     this.header = {
       recording,
-      agentflow: typeof agentflow === "string" ? agentflow : "",
-      started: typeof started === "string" ? started : "",
+      agentflow: textOf(agentflow),
+      started: textOf(started),
       capabilities: { model },
     };
     return true;
@@ -213,7 +213,7 @@ export class RecordingReader {
   private send(op: Json, atS: number): boolean {
     const kind = op["op"];
     if (kind === "submit") return this.submit(op, atS);
-    if (kind === "open") return this.open(numberOf(op["state"]), op["program"], atS);
+    if (kind === "open") return this.open(numberOf(op["state"]), op, atS);
     if (kind === "getstats" || kind === "provide") return true;
     const state = this.states.get(numberOf(op["state"]));
     // A limit may be for the whole session, and a state may be named after its graph was closed.
@@ -223,11 +223,11 @@ export class RecordingReader {
     return this.apply(op, kind, state, atS, 0);
   }
 
-  private open(number: number, program: unknown, atS: number): boolean {
+  private open(number: number, op: Json, atS: number): boolean {
     if (!(number > 0) || this.states.has(number)) return false;
     const run: Run = {
       index: this.runs.length,
-      program: typeof program === "string" ? program : "",
+      program: textOf(op["label"]) || textOf(op["program"]),
       root: null as unknown as RunState,
       states: [],
     };
@@ -241,7 +241,7 @@ export class RecordingReader {
     const base = numberOf(op["state"]) - 1;
     const ops = Array.isArray(op["ops"]) ? op["ops"].filter(isObject) : [];
     const [first] = ops;
-    if (first === undefined || !this.open(base + 1, first["program"], atS)) return false;
+    if (first === undefined || !this.open(base + 1, first, atS)) return false;
     for (const one of ops.slice(1)) {
       const state = this.states.get(numberOf(one["state"]) + base);
       if (state !== undefined) this.apply(one, one["op"], state, atS, base);
@@ -281,7 +281,7 @@ export class RecordingReader {
     const call: Call = {
       number,
       kind,
-      name: typeof op["name"] === "string" ? op["name"] : "",
+      name: textOf(op["name"]),
       state,
       sentS: atS,
       readyS: atS,
@@ -365,7 +365,7 @@ export class RecordingReader {
       call.endS = atS;
       return true;
     }
-    this.continueText(call, numberOf(event["at"]), typeof event["text"] === "string" ? event["text"] : "");
+    this.continueText(call, numberOf(event["at"]), textOf(event["text"]));
     call.firstS ??= atS;
     if (event["event"] === "value") {
       call.endS = atS;
@@ -425,6 +425,10 @@ function isObject(value: unknown): value is Json {
   return typeof value === "object" && value !== null && !Array.isArray(value);
 }
 
+function textOf(value: unknown): string {
+  return typeof value === "string" ? value : "";
+}
+
 /** NaN for what is not a number, which no comparison accepts. */
 function numberOf(value: unknown): number {
   return typeof value === "number" ? value : NaN;
@@ -433,7 +437,7 @@ function numberOf(value: unknown): number {
 function errorOf(value: unknown): RecordedError {
   if (!isObject(value)) return { code: "", message: "" };
   const { code, message } = value;
-  return { code: typeof code === "string" ? code : "", message: typeof message === "string" ? message : "" };
+  return { code: textOf(code), message: textOf(message) };
 }
 
 function usageOf(value: unknown): Usage | null {

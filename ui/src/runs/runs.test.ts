@@ -232,7 +232,7 @@ describe("the lines", () => {
 
   it("number the states and variables of a graph from its own", () => {
     const ops = [
-      { op: "open", state: 1, program: "graph" },
+      { op: "open", state: 1, program: "graph", label: "essays" },
       { op: "fork", state: 1, children: [2, 3] },
       gen(2, 4, "a"),
       gen(3, 5, "b"),
@@ -249,7 +249,7 @@ describe("the lines", () => {
     expect(
       callsOf(reader.runs).map((call) => [call.name, nameOf(call.state), call.readyS, call.endS]),
     ).toEqual([
-      ["c", "run 0: graph", 3, 5],
+      ["c", "run 0: essays", 3, 5],
       ["a", "(0)", 0, 2],
       ["b", "(1)", 0, 3],
     ]);

@@ -1,9 +1,23 @@
 // Markdown of a model, as sanitised HTML: no scripts, styles, images, forms, ids or handlers, and links only to
-// the web. The page's security policy forbids the same once more.
+// the web. The page's security policy forbids the same once more. HTML in the markdown is shown as text, so that
+// the sanitiser parses nothing that the policy would stop, with a message in the console.
 import DOMPurify from "dompurify";
 import { Marked } from "marked";
 
-const marked = new Marked({ gfm: true, breaks: true, async: false });
+/** Tags without attributes that models use where markdown has nothing. */
+const NOT_PLAIN = /<(?!\/?(?:br|sub|sup) *\/?>)/gi;
+
+const marked = new Marked({
+  gfm: true,
+  breaks: true,
+  async: false,
+  renderer: {
+    html(token) {
+      const text = token.text.trim().replaceAll("&", "&amp;").replace(NOT_PLAIN, "&lt;");
+      return "block" in token && token.block ? `<p>${text.replaceAll("\n", "<br>")}</p>` : text;
+    },
+  },
+});
 
 const TAGS = [
   ...["p", "br", "hr", "h1", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "li", "blockquote", "pre", "code"],
