@@ -120,7 +120,10 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_oss",
         {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
     ),
-    "gpt2": ("gpt2", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256}),
+    "gpt2": (
+        "gpt2",
+        {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256, "num_key_value_heads": None},
+    ),
     "opt": ("opt", {"ffn_dim": 80, "word_embed_proj_dim": 48, "num_key_value_heads": None}),
 }
 # Those that run through transformers.
