@@ -183,6 +183,8 @@ def kv_bytes_per_token(config: Mapping[str, Any], item_bytes: int) -> int:
             config.get("head_dim") or (config.get("hidden_size") or config["n_embd"]) // num_heads
         )
         layers: int = config.get("num_hidden_layers") or config["n_layer"]
+        if rank := config.get("kv_lora_rank"):  # the pool holds latents
+            heads, head_size = 1, rank + config["qk_rope_head_dim"]
         num_bytes = 2 * layers * heads * head_size * item_bytes
     except KeyError as error:
         raise BadModelFolder(f"config.json does not give {error}", param=str(error.args[0])) from None

@@ -34,12 +34,36 @@ class LayerShape:
 @dataclass(frozen=True, slots=True)
 class ExpertsShape:
     """A mixture of experts (Shazeer et al. 2017, arXiv 1701.06538). ``intermediate_size``: of each expert.
-    ``normalises``: the weights of the ``num_used`` experts of a token add up to 1."""
+    ``normalises``: the weights of the ``num_used`` experts of a token add up to 1. ``num_shared``: experts in
+    one MLP that computes every token. ``scale``: of the weights. ``num_groups``: a token uses experts of the
+    best ``num_used_groups`` of them only."""
 
     num_experts: int
     num_used: int
     intermediate_size: int
     normalises: bool = True
+    num_shared: int = 0
+    scale: float = 1.0
+    num_groups: int = 1
+    num_used_groups: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Latent attention (``latent_attention``). ``q_rank``, ``kv_rank``: of the latents of queries (0: none)
+    and of keys and values. ``plain_dim``, ``rotated_dim``: of the parts of a query or key. ``value_dim``: of
+    a value."""
+
+    q_rank: int
+    kv_rank: int
+    plain_dim: int
+    rotated_dim: int
+    value_dim: int
+
+    @property
+    def pool_dim(self) -> int:
+        """Of the only KV head in the pool."""
+        return self.kv_rank + self.rotated_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +75,8 @@ class DecoderConfig:
     head or in whole rows. ``activation``: of the MLP, whose gate ``is_gated`` says. ``attention_scale``: 0
     for ``head_dim ** -0.5``. ``attention_cap``, ``logit_cap``: of the scores and logits (0: none).
     ``embedding_scale``: factor of the embeddings. ``position_offset``: of the row of position 0 in a table
-    of learned positions (None: no table)."""
+    of learned positions (None: no table). ``latent``: latent attention; then ``num_kv_heads`` is 1, and
+    ``head_dim`` is that of the pool."""
 
     architecture: str
     vocab_size: int
@@ -79,6 +104,12 @@ class DecoderConfig:
     position_offset: int | None = None
     experts: ExpertsShape | None = None
     has_sinks: bool = False
+    latent: LatentShape | None = None
+
+    @property
+    def rotated_dim(self) -> int:
+        """The part of a head that a rope applies to."""
+        return self.latent.rotated_dim if self.latent else self.head_dim
 
     @property
     def is_llama_shaped(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from agentflow.engine.models.config import DecoderConfig, ExpertsShape, LayerShape
 from agentflow.engine.models.families.gpt_oss import ALPHA, LIMIT
+from agentflow.engine.models.latent_attention import LatentAttention
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies, rope_angles
 from agentflow.engine.runner import nothing
 from agentflow.kernels.inputs import ChoiceRows, ForwardInput, IntArray, LinearWeight
@@ -49,10 +50,11 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts. ``router``: scores of the experts."""
+    """A mixture of experts. ``router``: scores of the experts. ``shared``: computes every token."""
 
     router: LinearWeight
     experts: Sequence[Mlp]
+    shared: Mlp | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Layer:
     ``output_norm`` are those of the outputs of attention and MLP."""
 
     input_norm: Norm | None
-    qkv: LinearWeight
+    qkv: LinearWeight | LatentAttention
     q_norm: Norm | None
     k_norm: Norm | None
     sinks: Tensor | None
@@ -124,7 +126,7 @@ class Decoder:
         if config.local_rope is not None:
             self._ropes["local"] = config.local_rope
         self._frequencies = {
-            name: inverse_frequencies(rope, config.head_dim).to(final_norm.weight.device)
+            name: inverse_frequencies(rope, config.rotated_dim).to(final_norm.weight.device)
             for name, rope in self._ropes.items()
         }
 
@@ -173,6 +175,8 @@ class Decoder:
             attended = self._attended(layer, shape, queries, batch, batch.given.kv_layers[i])
             if i == last and len(batch.rows) < len(hidden):
                 attended, hidden = attended.index_select(0, batch.rows), hidden.index_select(0, batch.rows)
+            if isinstance(layer.qkv, LatentAttention):
+                attended = layer.qkv.values(attended)
             attended = kernels.linear(attended, layer.output)
             if layer.attention_norm is not None:
                 attended = layer.attention_norm(attended, kernels)
@@ -190,6 +194,10 @@ class Decoder:
         """The rotated queries [T, heads, head_dim]. Keys and values are written to the pool."""
         config, kernels = self.config, self._kernels
         num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        if isinstance(layer.qkv, LatentAttention):
+            queries, kv = layer.qkv.project(x, kernels, batch.angles["global"])
+            kv_layer.index_copy_(0, batch.write_slots, kv)
+            return queries
         qkv = kernels.linear(x, layer.qkv).view(-1, num_heads + 2 * num_kv_heads, head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             for norm, first, end in (
@@ -222,7 +230,7 @@ class Decoder:
             return self._dense(mlp, x)
         assert self.config.experts is not None
         weights, chosen = _routed(self._kernels.linear(x, mlp.router), self.config.experts)
-        out = torch.zeros_like(x)
+        out = torch.zeros_like(x) if mlp.shared is None else self._dense(mlp.shared, x)
         # The rows of each expert side by side: one product for all of them.
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(mlp.experts)).tolist()
@@ -268,5 +276,11 @@ def _routed(scores: Tensor, shape: ExpertsShape) -> tuple[Tensor, Tensor]:
     if shape.normalises:  # the softmax of the chosen scores: what normalising that of all gives
         best = scores.topk(shape.num_used, dim=-1)
         return best.values.float().softmax(dim=-1), best.indices
-    best = scores.float().softmax(dim=-1).topk(shape.num_used, dim=-1)
-    return best.values, best.indices
+    likely = scores.float().softmax(dim=-1)
+    if shape.num_groups > 1:
+        groups = likely.view(len(likely), shape.num_groups, -1)
+        used = groups.amax(dim=-1).topk(shape.num_used_groups, dim=-1).indices
+        is_used = torch.zeros_like(groups[..., 0]).scatter_(1, used, 1.0)
+        likely = (groups * is_used.unsqueeze(-1)).flatten(1)
+    best = likely.topk(shape.num_used, dim=-1)
+    return best.values * shape.scale, best.indices

@@ -14,6 +14,7 @@ from agentflow.engine.models.config import DecoderConfig, read_folder
 from agentflow.engine.models.decoder import Decoder, Experts, Layer, Mlp, Norm
 from agentflow.engine.models.families.family import ExpertNames, WeightNames
 from agentflow.engine.models.families.registry import FAMILIES
+from agentflow.engine.models.latent_attention import LatentAttention
 from agentflow.engine.models.llama import LlamaModel, embedding_and_head_bytes
 from agentflow.engine.models.packed.scheme import read_scheme
 from agentflow.engine.models.packed.source import PackedCheckpoint
@@ -182,7 +183,7 @@ class _Loader:
         is_sparse = config.layer(index).is_sparse
         return Layer(
             input_norm=self._norm_if_named(prefix, names.input_norm, hidden),
-            qkv=self._qkv(prefix),
+            qkv=self._latent(prefix) if config.latent else self._qkv(prefix),
             q_norm=self._norm(f"{prefix}{names.q_norm}", q_size) if config.qk_norm else None,
             k_norm=self._norm(f"{prefix}{names.k_norm}", k_size) if config.qk_norm else None,
             sinks=self._vector(f"{prefix}{names.sinks}", config.num_heads) if config.has_sinks else None,
@@ -200,10 +201,34 @@ class _Loader:
         parts = {f"{prefix}{name}": size for name, size in zip(self._names.qkv, sizes, strict=True)}
         return self._linear(parts, config.hidden_size)
 
+    def _latent(self, prefix: str) -> LatentAttention:
+        config, shape, names = self._config, self._config.latent, self._names.latent
+        assert shape is not None
+        assert names is not None
+        num_heads, q_size = config.num_heads, config.num_heads * (shape.plain_dim + shape.rotated_dim)
+        q_norm, q_up, queries = None, None, {f"{prefix}{names.queries}": q_size}
+        if shape.q_rank:
+            queries = {f"{prefix}{names.q_down}": shape.q_rank}
+            q_norm = self._vector(f"{prefix}{names.q_norm}.weight", shape.q_rank)
+            q_up = self._linear({f"{prefix}{names.q_up}": q_size}, shape.q_rank)
+        up_sizes = [shape.plain_dim, shape.value_dim]
+        up = self._vector(f"{prefix}{names.kv_up}.weight", num_heads * sum(up_sizes), shape.kv_rank)
+        key_up, value_up = torch.split(up.view(num_heads, -1, shape.kv_rank), up_sizes, dim=1)
+        return LatentAttention(
+            shape,
+            self._linear(queries | {f"{prefix}{names.kv_down}": shape.pool_dim}, config.hidden_size),
+            q_norm,
+            q_up,
+            self._vector(f"{prefix}{names.kv_norm}.weight", shape.kv_rank),
+            key_up.contiguous(),
+            value_up.transpose(1, 2).contiguous(),
+        )
+
     def _output(self, prefix: str) -> LinearWeight:
         config = self._config
+        head_dim = config.latent.value_dim if config.latent else config.head_dim
         return self._linear(
-            {f"{prefix}{self._names.output}": config.hidden_size}, config.num_heads * config.head_dim
+            {f"{prefix}{self._names.output}": config.hidden_size}, config.num_heads * head_dim
         )
 
     def _mlp(self, prefix: str) -> Mlp:
@@ -227,7 +252,15 @@ class _Loader:
         if names.is_stacked:
             return Experts(router, self._stacked_experts(prefix, names))
         hidden, inner = config.hidden_size, config.experts.intermediate_size
-        is_fused = config.activation == "silu"
+        is_fused, shared = config.activation == "silu", None
+        if config.experts.num_shared:
+            gate, up, down = (f"{prefix}{name}" for name in names.shared)
+            size = inner * config.experts.num_shared
+            shared = Mlp(
+                self._linear({gate: size, up: size}, hidden, is_gated=is_fused),
+                self._linear({down: hidden}, size),
+                is_fused,
+            )
         experts = [
             Mlp(
                 self._linear(
@@ -240,7 +273,7 @@ class _Loader:
             )
             for i in numbers
         ]
-        return Experts(router, experts)
+        return Experts(router, experts, shared)
 
     def _stacked_experts(self, prefix: str, names: ExpertNames) -> list[Mlp]:
         config = self._config
@@ -324,6 +357,8 @@ def _below(prefix: str, names: Sequence[str], size: int) -> dict[str, int]:
 
 
 def _layer_bytes(layer: Layer) -> int:
-    mlps = [layer.mlp] if isinstance(layer.mlp, Mlp) else layer.mlp.experts
+    mlps = [layer.mlp] if isinstance(layer.mlp, Mlp) else [*layer.mlp.experts]
+    if isinstance(layer.mlp, Experts) and layer.mlp.shared is not None:
+        mlps.append(layer.mlp.shared)
     products = [layer.qkv, layer.output, *(part for mlp in mlps for part in (mlp.gate_up, mlp.down))]
     return sum(product.nbytes for product in products)

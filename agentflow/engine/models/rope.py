@@ -108,9 +108,9 @@ def _read_yarn(
     if amplitude is None:
         mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
         if mscale and mscale_all:
-            amplitude = _yarn_amplitude(factor, float(mscale)) / _yarn_amplitude(factor, float(mscale_all))
+            amplitude = yarn_amplitude(factor, float(mscale)) / yarn_amplitude(factor, float(mscale_all))
         else:
-            amplitude = _yarn_amplitude(factor, 1.0)
+            amplitude = yarn_amplitude(factor, 1.0)
     return RopeConfig(
         "yarn",
         theta,
@@ -124,7 +124,7 @@ def _read_yarn(
     )
 
 
-def _yarn_amplitude(factor: float, mscale: float) -> float:
+def yarn_amplitude(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
 
 

@@ -58,6 +58,18 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+MSCALE = {"mscale": 0.8, "mscale_all_dim": 0.6}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
 # What the fused forward pass of the Llama shape cannot run.
 COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_yarn": ("llama", {"rope_parameters": YARN}),
@@ -119,6 +131,16 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": (
         "gpt_oss",
         {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        LATENT | {"q_lora_rank": None, "n_routed_experts": 6, "rope_parameters": YARN | MSCALE},
+    ),
+    "deepseek_v2_groups": (
+        "deepseek_v2",
+        LATENT
+        | {"q_lora_rank": 24, "n_routed_experts": 8, "routed_scaling_factor": 2.0}
+        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     ),
     "gpt2": (
         "gpt2",

@@ -29,6 +29,11 @@ CONFIG: dict[str, Any] = {
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 OPT = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 12}
 GEMMA = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+DEEPSEEK = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "kv_lora_rank": 8} | {
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 4,
+}
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 
 
@@ -109,6 +114,9 @@ def test_windows_that_are_never_reached_are_fine(tmp_path: Path, changed: dict[s
         (MISTRAL | {"layer_types": ["full_attention"] * 2}, "layer_types", "2"),
         (OPT | {"do_layer_norm_before": False}, "do_layer_norm_before", ""),
         (OPT | {"word_embed_proj_dim": 4}, "word_embed_proj_dim", ""),
+        (DEEPSEEK | {"topk_method": "noaux_tc"}, "topk_method", "noaux_tc"),
+        (DEEPSEEK | {"scoring_func": "sigmoid"}, "scoring_func", "softmax"),
+        (DEEPSEEK | {"v_head_dim": ...}, "v_head_dim", ""),
         (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention", ""),
     ],
 )

@@ -34,7 +34,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 class ExpertNames:
     """The weights of a mixture of experts, below the layer's prefix. Each expert has its own tensors, with
     its number for ``{}``; or, if ``is_stacked``, one tensor has all experts, as inputs by outputs, with gate
-    and up in turn."""
+    and up in turn. ``shared``: gate, up and down of the experts that compute every token."""
 
     router: str
     gate: str = ""
@@ -42,6 +42,20 @@ class ExpertNames:
     down: str = ""
     gate_up: str = ""
     is_stacked: bool = False
+    shared: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LatentNames:
+    """The weights of latent attention, below the layer's prefix."""
+
+    queries: str = "self_attn.q_proj"
+    q_down: str = "self_attn.q_a_proj"
+    q_norm: str = "self_attn.q_a_layernorm"
+    q_up: str = "self_attn.q_b_proj"
+    kv_down: str = "self_attn.kv_a_proj_with_mqa"
+    kv_norm: str = "self_attn.kv_a_layernorm"
+    kv_up: str = "self_attn.kv_b_proj"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +84,7 @@ class WeightNames:
     down: str = "mlp.down_proj"
     output_norm: str = ""  # of the MLP's output
     experts: ExpertNames | None = None
+    latent: LatentNames | None = None
     is_transposed: bool = False
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)  # old folders store them; they follow from the config
     ignored_parts: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from agentflow.engine.models.config import (
     end_token_ids,
     read_folder,
 )
-from agentflow.engine.models.families import gemma, gpt2, gpt_oss, llama, mixture, olmo, phi
+from agentflow.engine.models.families import deepseek, gemma, gpt2, gpt_oss, llama, mixture, olmo, phi
 from agentflow.engine.models.families.family import Family
 from agentflow.engine.models.packed.scheme import read_scheme
 from agentflow.engine.models.rope import inverse_frequencies
@@ -23,7 +23,7 @@ from agentflow.errors import BadModelFolder
 
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family
-    for module in (llama, mixture, gemma, phi, olmo, gpt_oss, gpt2)
+    for module in (llama, mixture, gemma, phi, olmo, gpt_oss, deepseek, gpt2)
     for family in module.FAMILIES
 }
 """The architectures that run natively, by the name in ``config.json``."""
@@ -37,7 +37,7 @@ def read_config(folder: Path) -> DecoderConfig:
         family = _family_of(raw)
         read_scheme(raw)  # rejects formats that are not read
         shape = family.read(raw)
-        inverse_frequencies(shape.rope, shape.head_dim)  # its factors must fit the heads
+        inverse_frequencies(shape.rope, shape.rotated_dim)  # its factors must fit the heads
         return replace(shape, end_token_ids=end_token_ids({**text_config(raw), **raw}, generation))
     except BadModelFolder as error:
         raise BadModelFolder(f"{folder}: {error}", param=error.param) from None
