@@ -183,7 +183,8 @@ class BatchOutput:
     ``token_ids`` [S]: the sampled token, or the row's target. ``logprobs`` [S]: its log-probability under the
     unmodified logits (None if not needed). ``top_ids``, ``top_logprobs`` [S, any]: the likeliest tokens under
     the same logits, likeliest first, at least ``top_counts`` of them (None if not needed).
-    ``scored_logprobs``: one for each of ``SampledRows.scored``.
+    ``scored_logprobs``: one for each of ``SampledRows.scored``. ``embeddings`` [S, any]: of a runner that
+    makes embeddings, which has nothing else.
     """
 
     token_ids: IntArray
@@ -191,6 +192,7 @@ class BatchOutput:
     top_ids: IntArray | None = None
     top_logprobs: FloatArray | None = None
     scored_logprobs: FloatArray | None = None
+    embeddings: FloatArray | None = None
 
     def top_of(self, row: int, count: int) -> list[tuple[int, float]]:
         """The ``count`` likeliest tokens of one sampled row, or all if there are fewer."""

@@ -16,7 +16,7 @@ from typing import Protocol
 import anyio
 import anyio.lowlevel
 
-from agentflow.engine.engine import Engine, EngineBroken
+from agentflow.engine.engine import Engine, EngineBroken, check_task
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.process.ipc import (
     Abort,
@@ -188,11 +188,15 @@ class EngineClient:
         message = Submit(next(self._ids), token_ids, None, origin=origin, choices=choices)
         return await self._call(message, None)
 
+    async def embed(self, token_ids: list[int], *, origin: Origin = _NOWHERE) -> Finished:
+        """The embedding of the tokens. ``BadArgument`` if the model generates text."""
+        return await self._call(Submit(next(self._ids), token_ids, None, origin=origin, embeds=True), None)
+
     def compute_ahead(self, token_ids: list[int], *, origin: Origin) -> int:
         """Computes tokens for later requests, if there is room, without waiting. Returns an id for
         ``forget``."""
         request_id = next(self._ids)
-        if self._ended_because is None and self._has_room(origin.tenant):
+        if self._ended_because is None and not self.info.embedding_size and self._has_room(origin.tenant):
             with suppress(EngineFailed):  # it is down
                 self._submit(Submit(request_id, token_ids, None, origin=origin))
         return request_id
@@ -252,6 +256,7 @@ class EngineClient:
     ) -> Finished:
         # Work in threads and starts of tasks cannot be cancelled, so the caller may have been meanwhile.
         await anyio.lowlevel.checkpoint_if_cancelled()
+        check_task(message.embeds, self.info)
         self._check_alive()
         self.check_room(message.origin.tenant)
         self._submit(message)

@@ -127,7 +127,8 @@ class Engine:
         """Runs until ``Stop``. ``EngineBroken`` after an accelerator fault or ``MAX_FAILURES_IN_A_ROW``
         failed forward passes."""
         try:
-            self._grammars.prepare()
+            if not self._runner.info.embedding_size:
+                self._grammars.prepare()
             while True:
                 self.take_messages()
                 if self._is_stopping or not self.step():
@@ -267,7 +268,8 @@ class Engine:
             request.top_logprobs += result.tops
         if result.token_id is None:
             if request.num_to_compute == 0:
-                self._finish(request, self._finish_reasons.get(request.id, "length"))
+                reason = self._finish_reasons.get(request.id, "length")
+                self._finish(request, reason, embedding=result.embedding)
             return
         text = self._texts[request.id]
         if result.token_id in self._runner.info.end_token_ids and not params.ignore_eos:
@@ -307,7 +309,9 @@ class Engine:
         else:
             self._finish(request, reason)
 
-    def _finish(self, request: Request, reason: str, stopped_by: int | None = None) -> None:
+    def _finish(
+        self, request: Request, reason: str, stopped_by: int | None = None, embedding: bytes = b""
+    ) -> None:
         text_end, tree = self._texts.get(request.id), request.tree
         constrained = self._constrained.get(request.id)
         token_ids: list[int] = []
@@ -335,6 +339,7 @@ class Engine:
                 stopped_by=stopped_by if text_end is None or text_end.stop is None else text_end.stop,
                 forced=[] if constrained is None else constrained.text.forced_spans(len(text)),
                 forced_tokens=0 if constrained is None else constrained.text.num_forced_tokens(),
+                embedding=embedding,
             )
         )
         self._drop(request.id)
@@ -385,6 +390,7 @@ def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Re
     it and will be computed again, as after a preemption. ``max_total_tokens``: limit of prompt and output.
     ``BadArgument`` for a parameter out of range."""
     params, origin = message.params or _GREEDY, message.origin
+    check_task(message.embeds, info)
     if not message.token_ids:
         raise EngineFailed("a request needs at least one token")
     request = Request.create(
@@ -397,6 +403,7 @@ def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Re
         salt=origin.cache_salt,
         score_from=message.score_from,
         tree=token_tree(message.choices) if message.choices else None,
+        embeds=message.embeds,
         objective=origin.objective,
         task_group=origin.task_group or None,
         state=origin.state or None,
@@ -414,6 +421,20 @@ def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Re
     request.logprobs += message.generated_logprobs
     request.top_logprobs += message.generated_top_logprobs
     return request
+
+
+def check_task(embeds: bool, info: RunnerInfo) -> None:
+    """``BadArgument`` if a model that generates is asked for an embedding, or the reverse."""
+    if embeds and not info.embedding_size:
+        raise BadArgument(
+            "this model generates text: serve it, or an embedding model, with --task embed for embeddings",
+            param="model",
+        )
+    if info.embedding_size and not embeds:
+        raise BadArgument(
+            "this model makes embeddings only (--task embed): take another one to generate text",
+            param="model",
+        )
 
 
 def check_request(num_prompt: int, params: SamplingParams, info: RunnerInfo) -> None:

@@ -19,14 +19,16 @@ from numpy.typing import NDArray
 from agentflow.engine.batch import Batch, BatchOutput, LogitEdits, SampledRows, TokenMasks
 from agentflow.engine.grammar.grammar import TokenWords, is_allowed
 from agentflow.engine.runner import RunnerInfo, nothing
+from agentflow.runtime.word_embedding import word_embedding
 
 NextToken = Callable[[NDArray[np.int64]], int | None]
 
 
 class FakeRunner:
     """``next_token(tokens)`` may choose the next token; without it, or if it returns None, a hash chooses
-    among ``vocab_size``. ``on_step`` is called with every batch before it runs, in the engine's thread: tests
-    block a step there, or raise."""
+    among ``vocab_size``. ``embedding_size``: makes embeddings of so many dimensions (``word_embedding`` of
+    the ids) and generates nothing. ``on_step`` is called with every batch before it runs, in the engine's
+    thread: tests block a step there, or raise."""
 
     def __init__(
         self,
@@ -35,6 +37,7 @@ class FakeRunner:
         vocab_size: int = 1000,
         max_context: int = 2048,
         end_token_ids: tuple[int, ...] = (),
+        embedding_size: int = 0,
         next_token: NextToken | None = None,
         on_step: Callable[[Batch], None] | None = None,
     ) -> None:
@@ -46,6 +49,7 @@ class FakeRunner:
             end_token_ids=end_token_ids,
             kv_bytes_per_token=16,
             weight_bytes=0,
+            embedding_size=embedding_size,
         )
         self._next_token = next_token
         self._on_step = on_step
@@ -63,6 +67,10 @@ class FakeRunner:
             self._tokens_in(slots_of_rows.seen_by(row, int(batch.positions[row]) + 1))
             for row in batch.sampled.rows.tolist()
         ]
+        if size := self.info.embedding_size:
+            made = [word_embedding((b"%d" % token for token in tokens.tolist()), size) for tokens in seen]
+            embeddings = np.array(made, dtype=np.float32).reshape(len(seen), size)
+            return BatchOutput(batch.sampled.target_ids.copy(), None, embeddings=embeddings)
         return self.choose(seen, batch.sampled)
 
     def choose(self, seen: list[NDArray[np.int64]], sampled: SampledRows) -> BatchOutput:

@@ -21,6 +21,7 @@ from agentflow.engine.process.supervisor import Deadlines, supervised_engine
 from agentflow.engine.runner import ModelRunner
 from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.store.embedding_folder import read_embedding_folder
 from agentflow.engine.store.gguf.file import find_gguf
 from agentflow.engine.store.hub_names import served_name
 from agentflow.engine.store.model_folder import gguf_parts, weight_files
@@ -31,6 +32,8 @@ from agentflow.engine.text.tokenizer import Tokenizer
 # Time limit of a load beside reading the weights: importing torch, compiling kernels, a cold disk.
 LOAD_S = 180.0
 SLOW_DISK_BYTES_PER_S = 20e6
+# Tokens of one forward pass of an encoder on a CPU, which computes whole texts.
+ENCODER_TOKEN_BUDGET = 512
 
 
 @asynccontextmanager
@@ -47,7 +50,7 @@ async def open_engine(
         start = Start(loader=f"{__name__}:{load_engine.__name__}", options=asdict(chosen))
         opening = supervised_engine(
             start,
-            lambda: Tokenizer.from_folder(folder),
+            lambda: Tokenizer.from_folder(folder, embeds=options.task == "embed"),
             max_unfinished=options.max_unfinished,
             deadlines=deadlines_of(options, folder),
             exits_when_down=options.exit_on_engine_failure,
@@ -64,7 +67,8 @@ def load_engine(**options: Any) -> tuple[ModelRunner, Tokenizer, SchedulerConfig
     """Loads what an engine needs, in its thread or process. ``options``: the fields of ``EngineOptions``."""
     chosen = EngineOptions(**options)
     device = chosen.device or _default_device()
-    return *_load(chosen, resolve_model(chosen.model), device), _config(chosen, device)
+    runner, tokenizer, is_paged = _load(chosen, resolve_model(chosen.model), device)
+    return runner, tokenizer, _config(chosen, device, is_paged=is_paged)
 
 
 def deadlines_of(options: EngineOptions, folder: Path) -> Deadlines:
@@ -79,7 +83,16 @@ def deadlines_of(options: EngineOptions, folder: Path) -> Deadlines:
     return Deadlines(load_s=load_s, step_s=options.step_timeout_s, first_step_s=options.step_timeout_s)
 
 
-def _config(options: EngineOptions, device: str) -> SchedulerConfig:
+def _config(options: EngineOptions, device: str, *, is_paged: bool) -> SchedulerConfig:
+    if not is_paged:
+        return SchedulerConfig(
+            max_running=options.max_running,
+            token_budget=options.token_budget
+            or (ENCODER_TOKEN_BUDGET if device == "cpu" else GPU_TOKEN_BUDGET),
+            policy=options.policy,
+            use_cache=False,
+            whole_prompts=True,
+        )
     return SchedulerConfig(
         max_running=options.max_running,
         token_budget=options.token_budget or (CPU_TOKEN_BUDGET if device == "cpu" else GPU_TOKEN_BUDGET),
@@ -88,14 +101,31 @@ def _config(options: EngineOptions, device: str) -> SchedulerConfig:
     )
 
 
-def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunner, Tokenizer]:
+def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunner, Tokenizer, bool]:
+    """The last result: whether its tokens have keys and values in a pool."""
     # Imported here, in the engine's thread, because importing torch takes seconds.
     limit_spinning()
+    from agentflow.engine.models.families.registry import is_native
     from agentflow.engine.models.torch_runner import TorchRunner
 
     # In a process of its own, the pool is given, and was checked where the process was started.
     num_slots = options.kv_tokens if options.own_process else None
     num_slots = num_slots or _kv_tokens(options, folder, _free_bytes(device))
+    embeds = options.task == "embed"
+    tokenizer = Tokenizer.from_folder(folder, embeds=embeds)
+    embedding = read_embedding_folder(folder) if embeds else None
+    if embedding is not None and not (embedding.takes_last and is_native(folder)):
+        from agentflow.engine.models.encoder_runner import EncoderRunner
+
+        encoder = EncoderRunner(
+            folder,
+            embedding,
+            device=device,
+            dtype=options.dtype,
+            num_slots=num_slots,
+            num_threads=options.threads,
+        )
+        return encoder, tokenizer, False
     runner = TorchRunner(
         folder,
         device=device,
@@ -103,8 +133,9 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
         quantize=options.quantize,
         num_slots=num_slots,
         num_threads=options.threads,
+        embedding=embedding,
     )
-    return runner, Tokenizer.from_folder(folder)
+    return runner, tokenizer, True
 
 
 @asynccontextmanager
@@ -147,5 +178,8 @@ def _free_bytes(device: str) -> int:
 
 def _kv_tokens(options: EngineOptions, folder: Path, free_bytes: int) -> int:
     return fitting_kv_tokens(
-        memory_need(folder.name, folder, options.dtype, options.kv_tokens, options.quantize), free_bytes
+        memory_need(
+            folder.name, folder, options.dtype, options.kv_tokens, options.quantize, task=options.task
+        ),
+        free_bytes,
     )

@@ -30,6 +30,7 @@ import anyio
 from agentflow.engine.models.packed.scheme import Scheme, read_scheme
 from agentflow.engine.models.text_config import text_config
 from agentflow.engine.process.child import import_path
+from agentflow.engine.store.embedding_folder import read_embedding_folder
 from agentflow.engine.store.model_folder import gguf_parts, json_object, weight_files
 from agentflow.errors import BadArgument, BadModelFolder, EngineFailed
 
@@ -39,6 +40,8 @@ MIN_KV_TOKENS = 1_024
 MAX_KV_FRACTION = 0.5
 # What a process needs beside weights and KV: torch, the tokenizer, activations.
 PROCESS_BYTES = 500_000_000
+ID_BYTES = 4
+"""What a token takes in a model without keys and values in a pool: its id."""
 
 # The files of limit and usage, and the cached part of the usage in memory.stat, by version of cgroups.
 _MEMORY_FILES = {
@@ -123,9 +126,15 @@ class MemoryNeed:
 
 
 def memory_need(
-    name: str, folder: Path, dtype: str, kv_tokens: int | None, quantize: str | None = None
+    name: str,
+    folder: Path,
+    dtype: str,
+    kv_tokens: int | None,
+    quantize: str | None = None,
+    *,
+    task: str = "generate",
 ) -> MemoryNeed:
-    """What the model in ``folder``, or in a GGUF file, needs. ``dtype``, ``quantize``: as in
+    """What the model in ``folder``, or in a GGUF file, needs. ``dtype``, ``quantize``, ``task``: as in
     ``EngineSettings``. ``BadModelFolder``."""
     item_bytes = 4 if dtype == "float32" else 2
     config, num_parameters = read_shape(folder)
@@ -134,6 +143,8 @@ def memory_need(
         weight_bytes = int(num_parameters * _QUANTIZED_ITEM_BYTES[quantize])
     if dtype == "auto" and not has_driver() and (panels := _panel_bytes(folder, config)):
         weight_bytes = min(weight_bytes, panels)
+    if task == "embed" and not read_embedding_folder(folder).takes_last:  # no keys and values are kept
+        return MemoryNeed(name, weight_bytes, ID_BYTES, kv_tokens)
     return MemoryNeed(name, weight_bytes, kv_bytes_per_token(config, item_bytes), kv_tokens)
 
 

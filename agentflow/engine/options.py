@@ -25,6 +25,9 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
     its own: beyond a limit the process is killed and replaced. ``BadArgument`` for a value that is not
     allowed."""
 
+    task: Annotated[
+        Literal["generate", "embed"], doc("what the model is for: generating text, or embeddings")
+    ] = "generate"
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"],
         doc("data type of the weights (auto: quantised weights of a GGUF file stay quantised on a CPU)"),

@@ -47,7 +47,8 @@ class Status(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A generation (``max_new_tokens`` > 0), a prefill without output (0), a scoring, or a select.
+    """A generation (``max_new_tokens`` > 0), a prefill without output (0), a scoring, a select, or an
+    embedding (``embeds``), which wants the hidden state of its last token.
 
     ``tokens`` is a buffer of which the first ``num_tokens`` are known: the prompt, then the output. The KV of
     ``num_computed`` of them is in the pool. A scoring has ``score_from`` > 0: it generates nothing and wants
@@ -88,6 +89,7 @@ class Request:
     extra_key: CacheIdentity
     score_from: int = 0
     tree: TokenTree | None = None
+    embeds: bool = False
     objective: Objective = "latency"
     task_group: Hashable = None
     state: Hashable = None
@@ -130,6 +132,7 @@ class Request:
         salt: Hashable = None,
         score_from: int = 0,
         tree: TokenTree | None = None,
+        embeds: bool = False,
         objective: Objective = "latency",
         task_group: Hashable = None,
         state: Hashable = None,
@@ -163,6 +166,7 @@ class Request:
             extra_key=CacheIdentity(tenant, salt),
             score_from=score_from,
             tree=tree,
+            embeds=embeds,
             objective=objective,
             task_group=task_group,
             state=state,

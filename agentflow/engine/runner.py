@@ -12,7 +12,8 @@ from agentflow.engine.batch import Batch, BatchOutput
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
     """What the engine needs to know about a model. ``num_slots``: size of the KV pool in tokens.
-    ``max_context``: longest sequence. ``end_token_ids``: the model's end tokens."""
+    ``max_context``: longest sequence. ``end_token_ids``: the model's end tokens. ``embedding_size``: of a
+    model that makes embeddings and generates nothing, their number of dimensions; 0: it generates."""
 
     model: str
     vocab_size: int
@@ -21,6 +22,7 @@ class RunnerInfo:
     end_token_ids: tuple[int, ...]
     kv_bytes_per_token: int
     weight_bytes: int
+    embedding_size: int = 0
 
 
 class AcceleratorFault(Exception):

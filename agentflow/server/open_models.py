@@ -78,7 +78,9 @@ def _sized(
     on_host: list[MemoryNeed] = []
     on_gpu: list[MemoryNeed] = []
     for name, options in models.items():
-        need = memory_need(name, folders[name], options.dtype, options.kv_tokens, options.quantize)
+        need = memory_need(
+            name, folders[name], options.dtype, options.kv_tokens, options.quantize, task=options.task
+        )
         (on_gpu if free.is_on_gpu(options.device) else on_host).append(need)
     shares = divide_memory(on_host, int(free.host_bytes * memory_share))
     shares |= divide_memory(on_gpu, int((free.cuda_bytes or 0) * memory_share))

@@ -51,13 +51,15 @@ def load(
     fault_at: dict[str, str] | None = None,
     failing: str = "",
     poison: str = "kills",
+    embedding_size: int = 0,
 ) -> tuple:
     """``hold_at``: step number to a hold before it. ``hold_load``: a hold while loading. ``kill_load``:
     it dies there. ``missing``: a file without which it is a bad folder. ``error``: what loading raises.
     ``other``: a file that, if it is there, names what is another one: ``model`` or ``tokenizer``.
     ``fault_at``: step number to a file; if it is there, it goes, and the accelerator fails in that step.
     ``failing``: a file, while which is there all forward passes fail. ``poison``: what ``POISON`` does: it
-    ``kills`` the process, or the pass ``fails``, or the accelerator (``faults``)."""
+    ``kills`` the process, or the pass ``fails``, or the accelerator (``faults``). ``embedding_size``: it
+    makes embeddings."""
     if hold_load:
         stand(hold_load)
     if kill_load:
@@ -76,6 +78,8 @@ def load(
     def on_step(batch: Batch) -> None:
         step = next(steps)
         stand(holds.get(step, ""))
+        if embedding_size and POISON in batch.token_ids:
+            os.kill(os.getpid(), signal.SIGKILL)
         if step in faults and faults[step].exists():
             faults[step].unlink()
             raise AcceleratorFault("an illegal memory access")
@@ -96,6 +100,7 @@ def load(
         vocab_size=TOKENIZER.vocab_size,
         next_token=next_token,
         end_token_ids=(END_ID,),
+        embedding_size=embedding_size,
         on_step=on_step,
     )
     tokenizer = Tokenizer(byte_level()) if changed == "tokenizer" else TOKENIZER

@@ -46,8 +46,11 @@ def load_model(
     memory beside the result. ``BadModelFolder`` if tensors are missing, misshapen or left over."""
     with torch.inference_mode(), open_checkpoint(path, weights.dtype, device) as checkpoint:
         names = FAMILIES[config.architecture].names_among(checkpoint.names)
+        is_standard = names == WeightNames()
+        if f"{names.embedding}.weight" not in checkpoint.names:  # saved without a head, as embedding models
+            names = names.without_head()
         loader = _Loader(checkpoint, config, names, kernels, weights)
-        model = loader.llama() if config.is_llama_shaped and names == WeightNames() else loader.decoder()
+        model = loader.llama() if config.is_llama_shaped and is_standard else loader.decoder()
         checkpoint.refuse_leftovers(
             *names.ignored,
             *([f"{names.head}.weight"] if config.tie_word_embeddings else []),

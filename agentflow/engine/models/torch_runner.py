@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,11 @@ from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.families.registry import is_native, read_config
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.loader import CausalModel, WeightFormat, load_model
+from agentflow.engine.models.pooling import EmbeddingHead
 from agentflow.engine.models.sampler import choice_rows, choose_tokens, wants_only_tokens
 from agentflow.engine.models.transformers_model import TransformersModel, load_transformers
 from agentflow.engine.runner import AcceleratorFault, OutOfMemory, RunnerInfo, nothing
+from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.errors import BadArgument
 from agentflow.kernels.inputs import AttentionBatch, ForwardInput
 from agentflow.kernels.ops import Kernels, kernels_for
@@ -34,7 +37,7 @@ def forward_input_of(batch: Batch, kernels: Kernels, kv_layers: tuple[Tensor, ..
     return ForwardInput(batch.token_ids, batch.positions, batch.write_slots, kv_layers, plan, rows)
 
 
-_DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _QUANTIZED = {"int8": "Q8_0", "int4": "Q4_1"}
 _MAX_LOGIT_ROWS = 256
 """The most rows of logits in memory at once: 200 kB each for a vocabulary of 50,000."""
@@ -51,6 +54,8 @@ class TorchRunner:
     KV pool in tokens. ``num_threads``: CPU threads of the whole process; None: torch's default, but at most
     ``usable_cpus``.
 
+    ``embedding``: makes embeddings from last tokens, and generates nothing; only for native families.
+
     ``UnknownModel``, ``BadModelFolder`` or ``BadArgument`` if it cannot be run.
     """
 
@@ -65,16 +70,15 @@ class TorchRunner:
         dtype: str = "auto",
         quantize: str | None = None,
         num_threads: int | None = None,
+        embedding: EmbeddingFolder | None = None,
     ) -> None:
         folder = Path(folder)
-        torch_device = _device(device)
-        if dtype not in _DTYPES:
-            raise BadArgument(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}", param="dtype")
-        num_threads = num_threads or min(torch.get_num_threads(), usable_cpus())
-        if num_threads != torch.get_num_threads():
-            torch.set_num_threads(num_threads)
+        torch_device = device_named(device)
+        if dtype not in DTYPES:
+            raise BadArgument(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}", param="dtype")
+        use_threads(num_threads)
         self._kernels = kernels = _kernels(torch_device)
-        torch_dtype = _DTYPES[dtype]
+        torch_dtype = DTYPES[dtype]
         if quantize is not None and quantize not in _QUANTIZED:
             raise BadArgument(
                 f"quantize must be one of {', '.join(_QUANTIZED)}, not {quantize!r}", param="quantize"
@@ -87,6 +91,9 @@ class TorchRunner:
         config: DecoderConfig | TransformersModel
         if is_native(folder):
             config = read_config(folder)
+            if embedding is not None:  # it has no head of its own, or it is not used
+                longest = min(config.max_context, embedding.max_tokens or config.max_context)
+                config = replace(config, tie_word_embeddings=True, max_context=longest)
         else:
             config = load_transformers(folder, dtype=torch_dtype, device=torch_device, kernels=kernels)
         self._kv_pool = KvPool(
@@ -102,6 +109,9 @@ class TorchRunner:
             self._model = config
         else:
             self._model = load_model(folder, config, weights=weights, device=torch_device, kernels=kernels)
+        self._embedding_head: EmbeddingHead | None = None
+        if embedding is not None and isinstance(config, DecoderConfig):
+            self._embedding_head = EmbeddingHead(embedding, config.hidden_size, torch_device)
         self.info = RunnerInfo(
             model=folder.resolve().name.removesuffix(".gguf"),
             vocab_size=config.vocab_size,
@@ -110,6 +120,7 @@ class TorchRunner:
             end_token_ids=config.end_token_ids,
             kv_bytes_per_token=self._kv_pool.bytes_per_token,
             weight_bytes=self._model.nbytes,
+            embedding_size=0 if self._embedding_head is None else self._embedding_head.size,
         )
 
     def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
@@ -126,6 +137,9 @@ class TorchRunner:
     @torch.inference_mode()
     def _run(self, batch: Batch, meanwhile: Callable[[], None]) -> BatchOutput:
         given, sampled = forward_input_of(batch, self._kernels, self._kv_pool.layers), batch.sampled
+        if self._embedding_head is not None:
+            states = self._model.forward(given, meanwhile)
+            return BatchOutput(sampled.target_ids.copy(), None, embeddings=self._embedding_head(states))
         if len(sampled.rows) <= _MAX_LOGIT_ROWS and wants_only_tokens(sampled):
             return BatchOutput(self._model.choose(given, choice_rows(sampled), meanwhile), None)
         hidden = self._model.forward(given, meanwhile)
@@ -168,7 +182,14 @@ def device_failure(error: RuntimeError | MemoryError) -> OutOfMemory | Accelerat
     return None
 
 
-def _device(name: str | None) -> torch.device:
+def use_threads(num_threads: int | None) -> None:
+    """The CPU threads of torch; None: its default, but at most ``usable_cpus``."""
+    num_threads = num_threads or min(torch.get_num_threads(), usable_cpus())
+    if num_threads != torch.get_num_threads():
+        torch.set_num_threads(num_threads)
+
+
+def device_named(name: str | None) -> torch.device:
     if name not in (None, "cpu", "cuda"):
         raise BadArgument(f"device must be cpu or cuda, not {name!r}", param="device")
     if name == "cuda" and not torch.cuda.is_available():

@@ -53,7 +53,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Runs a request over ``token_ids``. Generates up to ``params.max_tokens``; or, if ``params`` is None,
     computes the tokens only, or scores those from index ``score_from`` on, or scores each of ``choices`` as
-    their continuation.
+    their continuation, or makes their embedding (``embeds``).
 
     ``generated_ids``, ``generated_logprobs``, ``generated_top_logprobs``, ``generated_forced``: what an
     engine that died had sent as ``Progress``. It counts as output, and its text is not sent again.
@@ -73,6 +73,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     generated_forced: Sequence[tuple[int, int]] = ()
     constraint: CompiledConstraint | None = None
     jump_forward: bool = True
+    embeds: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -163,7 +164,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     place, likewise. ``choice_logprobs``: for each choice, those of its tokens. ``stopped_by``: the ``stop``
     string or ``stop_token_ids`` id that ended it. ``forced``: the parts of ``text`` that a grammar forced and
     that were not sampled, as pairs of first character and number of characters; ``forced_tokens``: the tokens
-    that lie wholly in such parts."""
+    that lie wholly in such parts. ``embedding``: in float32, in the machine's order of bytes."""
 
     request_id: int
     token_ids: list[int]
@@ -178,6 +179,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     stopped_by: str | int | None = None
     forced: list[tuple[int, int]] = []
     forced_tokens: int = 0
+    embedding: bytes = b""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -75,8 +75,10 @@ def _next_tokens(work: Sequence[Work], num_single: int) -> IntArray:
 def targets_of(request: Request, num_tokens: int) -> Sequence[tuple[int, int]]:
     """Which of the request's next ``num_tokens`` tokens need logits: pairs of index (0 is the first
     uncomputed token) and target (-1 to sample). If several targets of a select follow one token, the first of
-    them."""
+    them. An embedding has the target 0 after its last token."""
     start, end = request.num_computed, request.num_computed + num_tokens
+    if request.embeds:
+        return ((num_tokens - 1, 0),) if end == request.num_tokens else ()
     if request.tree is not None and end == request.num_tokens:
         return ((num_tokens - 1, int(request.tree.targets[0])),)
     first_unscored = request.first_unscored

@@ -42,13 +42,14 @@ class Counters:
 
 class StepResult(NamedTuple):
     """What one step gave a request: the sampled token (None while it prefills or scores), the
-    log-probabilities of its sampled or scored tokens if its batch has them, and for each of these tokens the
-    likeliest tokens in its place, as many as the request asked for."""
+    log-probabilities of its sampled or scored tokens if its batch has them, for each of these tokens the
+    likeliest tokens in its place, as many as the request asked for, and its embedding (float32)."""
 
     request: Request
     token_id: int | None
     logprobs: list[float]
     tops: list[TopTokens]
+    embedding: bytes = b""
 
 
 class InFlight:
@@ -90,7 +91,10 @@ class InFlight:
             tops: list[TopTokens] = []
             if request.params.top_logprobs:
                 tops = [output.top_of(i, request.params.top_logprobs) for i in range(next_output, end)]
-            results.append(StepResult(request, token_id, logprobs, tops))
+            embedding = b""
+            if targets and output.embeddings is not None:
+                embedding = output.embeddings[end - 1].tobytes()
+            results.append(StepResult(request, token_id, logprobs, tops, embedding))
             next_output = end
         if self.scored:
             self._complete_trees(output, results)

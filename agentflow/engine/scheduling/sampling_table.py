@@ -19,7 +19,7 @@ _MASK_64 = 2**64 - 1
 
 class SamplingTable:
     """Parameters of at most ``max_running`` requests. ``num_scoring``: running requests that may have rows
-    with a target, because they score, or want log-probabilities of tokens that a grammar forces.
+    with a target, because they score, want log-probabilities of tokens that a grammar forces, or embed.
     ``num_silent``: running requests that do not generate.
 
     Parameters that are gathered together are stored together: the time depends on the number of numpy calls.
@@ -65,7 +65,7 @@ class SamplingTable:
             special.keep_output(num_kept)
 
     def _count(self, request: Request, change: int) -> None:
-        is_scoring = request.score_from > 0 or request.tree is not None
+        is_scoring = request.score_from > 0 or request.tree is not None or request.embeds
         is_jumping = request.token_mask is not None and request.params.wants_logprobs
         if is_scoring or is_jumping:
             self.num_scoring += change

@@ -53,12 +53,14 @@ MIN_CHUNK = 16
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """``token_budget``: scheduled tokens of one forward pass. ``max_running``: requests in one batch."""
+    """``token_budget``: scheduled tokens of one forward pass. ``max_running``: requests in one batch.
+    ``whole_prompts``: a prompt is computed in one pass, even if it is longer than the budget."""
 
     max_running: int = MAX_RUNNING
     token_budget: int = CPU_TOKEN_BUDGET
     policy: str = DEFAULT_POLICY
     use_cache: bool = True
+    whole_prompts: bool = False
 
 
 class Scheduler:
@@ -324,6 +326,10 @@ class Scheduler:
         """How many tokens of the request the draft has room, slots and time for, at most ``chunk``. Takes
         their time off the draft. A step always gets some tokens of one prompt, however short the time."""
         available = self.memory.num_available - draft.num_tokens
+        if self.config.whole_prompts:
+            left = draft.left_of(request)
+            has_room = left <= draft.num_free or not draft.num_tokens
+            return left if has_room and left <= available else 0
         num_tokens = min(chunk, draft.num_free, draft.left_of(request), available)
         given = draft.tokens.get(request, 0)
         context, is_first = request.num_computed + given, not given

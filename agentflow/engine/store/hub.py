@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from agentflow.engine.store.embedding_folder import EMBEDDING_FILES, module_files
 from agentflow.engine.store.hub_errors import explained
 from agentflow.engine.store.hub_names import COMMIT, HubName, cache_folder, gguf_files, repository_folder
 from agentflow.engine.store.model_folder import INDEX, faults_of, json_object, pickles_in, shards_in
 from agentflow.engine.store.pull_progress import PullListener
-from agentflow.errors import PullFailed
+from agentflow.errors import BadModelFolder, PullFailed
 from agentflow.version import __version__
 
 SMALL_FILES: Final = (
@@ -36,6 +37,7 @@ SMALL_FILES: Final = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
+    *EMBEDDING_FILES,
 )
 """What is read of a model folder, beside its weights."""
 
@@ -121,6 +123,8 @@ class _Pull:
         small = [files[path] for path in (*SMALL_FILES, INDEX) if path in files]
         self._fetch(small)
         self._check_config()
+        modules = self._modules(files)
+        self._fetch(modules)
         if INDEX in files:
             shards = shards_in(self._snapshot / INDEX)
             if shards is None or not shards <= files.keys():
@@ -131,7 +135,15 @@ class _Pull:
                 )
             weights = [files[path] for path in sorted(shards)]
         self._fetch(weights)
-        return [*small, *weights]
+        return [*small, *modules, *weights]
+
+    def _modules(self, files: Mapping[str, HubFile]) -> list[HubFile]:
+        """The files of the modules that make an embedding of the model's output, if it has some."""
+        try:
+            paths = module_files(self._snapshot)
+        except BadModelFolder as error:
+            raise PullFailed(str(error), param=error.param) from error
+        return [files[path] for path in paths if path in files]
 
     def _check_listing(self, files: Mapping[str, HubFile]) -> list[HubFile]:
         """The safetensors files. ``PullFailed`` if there are none, or another needed file is missing."""

@@ -18,7 +18,7 @@ import codecs
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -49,13 +49,16 @@ _BYTE_OF_CHAR = _byte_level_alphabet()
 class TokenDecoder:
     """Converts a token's written form to bytes. ``byte_level``: the GPT-2 alphabet, otherwise
     SentencePiece-style. ``stripped_spaces``: the number of spaces that decoding removes from the front of a
-    text."""
+    text. ``word_pieces``: tokens that do not begin a word are written with ``##``."""
 
     byte_level: bool
     stripped_spaces: int
+    word_pieces: bool = False
 
     def to_bytes(self, token: str) -> bytes:
         """The bytes of a token that is not special."""
+        if self.word_pieces:
+            return (token[2:] if token.startswith("##") else f" {token}").encode()
         if not self.byte_level:
             byte = _BYTE_TOKEN.fullmatch(token)
             return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
@@ -65,10 +68,13 @@ class TokenDecoder:
             return token.encode()
 
 
-def read_decoder(spec: Mapping[str, Any] | None, where: str) -> TokenDecoder:
-    """The decoder of a ``tokenizer.json``. ``BadModelFolder`` if it belongs to another family."""
+def read_decoder(spec: Mapping[str, Any] | None, where: str, *, embeds: bool = False) -> TokenDecoder:
+    """The decoder of a ``tokenizer.json``. ``BadModelFolder`` if it belongs to another family. ``embeds``:
+    the model generates nothing, so texts are decoded to be shown only, and any tokenizer will do."""
     parts = _flat(spec)
     kinds = [part.get("type") for part in parts]
+    if embeds and kinds != ["ByteLevel"]:
+        return TokenDecoder(byte_level=False, stripped_spaces=1, word_pieces=kinds == ["WordPiece"])
     if kinds == ["ByteLevel"]:
         return TokenDecoder(byte_level=True, stripped_spaces=0)
     if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and kinds[3:] in ([], ["Strip"]):
@@ -162,18 +168,19 @@ class Tokenizer:
         turn_markup: str = "",
         tool_markup: str = "",
         template_source: str = "",
+        embeds: bool = False,
         where: str = "the tokenizer",
     ) -> None:
         """``spec``: the object in ``tokenizer.json``. ``turn_markup``: the template's markup of turns; an
         added token in it is plain text in contents even if it is not special. ``tool_markup``: the markup of
         tool calls; an added token in it is closed to contents and is text in a model's output, so that calls
         can be parsed. ``template_source``: the chat template; an added token in it that is not special is
-        closed to contents and open to models. ``BadModelFolder``, whose message calls the tokenizer
-        ``where``."""
+        closed to contents and open to models. ``embeds``: of an embedding model. ``BadModelFolder``, whose
+        message calls the tokenizer ``where``."""
         self.named_tokens = dict(named_tokens or {})
         parts = (spec, self.named_tokens, turn_markup, tool_markup, template_source)
         self.fingerprint = hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
-        self._decoder: TokenDecoder = read_decoder(spec.get("decoder"), where)
+        self._decoder: TokenDecoder = read_decoder(spec.get("decoder"), where, embeds=embeds)
         self._added: list[dict[str, Any]] = spec.get("added_tokens") or []
         named = set(self.named_tokens.values())
         is_special = {t["content"]: bool(t["special"]) or t["content"] in named for t in self._added}
@@ -186,6 +193,11 @@ class Tokenizer:
         bare: dict[str, Any] = {"truncation": None, "padding": None, "post_processor": None}
         self._markup = _load({**spec, "truncation": None, "padding": None}, where)
         self._content = _variant({**spec, **bare}, self._markup, self._added, self._closed_to_content)
+        self._whole = self._content
+        if embeds:
+            self._whole = _variant({**spec, **bare}, self._markup, self._added, self._closed_to_content)
+            if self._markup.post_processor is not None:
+                self._whole.post_processor = self._markup.post_processor
         self.space_prefix: SpacePrefix = find_space_prefix(spec.get("normalizer"), spec.get("pre_tokenizer"))
         self._most_shrinkage = _most_shrinkage(without_space_prefix(spec.get("normalizer")))
         self._inner_markup, self._inner_content = self._markup, self._content
@@ -214,8 +226,9 @@ class Tokenizer:
         self.prefix_ids: tuple[int, ...] = tuple(probe.ids[:first_text])
 
     @classmethod
-    def from_folder(cls, folder: Path) -> Tokenizer:
-        """Reads ``tokenizer.json`` and the files beside it, or a GGUF file. ``BadModelFolder``."""
+    def from_folder(cls, folder: Path, *, embeds: bool = False) -> Tokenizer:
+        """Reads ``tokenizer.json`` and the files beside it, or a GGUF file. ``embeds``: of an embedding
+        model. ``BadModelFolder``."""
         spec = read_tokenizer(folder)
         added = spec.get("added_tokens") or []
         all_special = all(token.get("special") for token in added)
@@ -227,6 +240,7 @@ class Tokenizer:
             turn_markup="" if all_special else template.turn_markup(),
             tool_markup=calls.begin + calls.end,
             template_source=template.source,
+            embeds=embeds,
             where=f"the tokenizer in {folder}",
         )
 
@@ -270,6 +284,15 @@ class Tokenizer:
             return ids
         # The vocabulary's merges build a special token out of plain text: spell it instead.
         return [part for i in ids for part in (self._spell(i) if i in self._closed_ids else (i,))]
+
+    def encode_whole(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of texts of their own, with the special tokens that the model expects around each. Of an
+        embedding model only. ``BadArgument`` for a text with a lone surrogate."""
+        try:
+            encoded = self._whole.encode_batch(list(texts), add_special_tokens=True)
+        except TypeError as error:
+            raise BadArgument("cannot encode a lone surrogate") from error
+        return [list(one.ids) for one in encoded]
 
     def encode_written(self, text: str) -> list[int]:
         """The ids of text that a model writes after other text: as content, except that marks of tool calls

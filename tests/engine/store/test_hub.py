@@ -12,13 +12,15 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from support.engine.embedding_models import write_embedding_model
 from support.engine.hub_models import EXTRA, NAME, NEEDED, assert_nothing_is_here, contents, pull_fails
 from support.engine.random_model import CONFIG, write_random_model
 from support.faults import has_param
-from support.hub_server import Fault, HubServer, read_folder
+from support.hub_server import Fault, HubServer, Repository, read_folder
 
 import agentflow as af
 from agentflow.engine.store import hub as hub_module
+from agentflow.engine.store.embedding_folder import read_embedding_folder
 from agentflow.engine.store.hub_errors import explained
 from agentflow.engine.store.hub_names import HubName, cached_models, repository_folder
 from agentflow.engine.store.model_store import fetch_model, pull_model, resolve_model
@@ -411,3 +413,22 @@ async def test_a_program_runs_a_model_of_the_hub_as_it_runs_its_folder(tiny: Hub
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+def test_the_files_of_an_embedding_model_come_too(hub: HubServer, tmp_path: Path) -> None:
+    folder = write_embedding_model(tmp_path, "bert", pooling="mean_tokens", dense=8, prompts={"query": "q: "})
+    modules = {
+        "modules.json",
+        "1_Pooling/config.json",
+        "2_Dense/config.json",
+        "2_Dense/model.safetensors",
+        "config_sentence_transformers.json",
+    }
+    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.*")}
+    hub.repositories[NAME] = Repository(
+        {**files, "onnx/model.onnx": b"onnx", "2_Dense/pytorch_model.bin": b"p"}
+    )
+    snapshot = pull_model(NAME, progress=False)
+    expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} | modules
+    assert contents(snapshot).keys() == expected
+    assert read_embedding_folder(snapshot).prompts == {"query": "q: "}

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentflow.engine.models.config import (
@@ -88,6 +88,11 @@ class WeightNames:
     is_transposed: bool = False
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)  # old folders store them; they follow from the config
     ignored_parts: tuple[str, ...] = ()
+
+    def without_head(self) -> WeightNames:
+        """The names in a checkpoint of the model below the head, which do not begin with ``model.``."""
+        shared = ("embedding", "positions", "layers", "final_norm")
+        return replace(self, **{name: getattr(self, name).partition(".")[2] for name in shared})
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from agentflow.engine.models.families.family import Family
 from agentflow.engine.models.packed.scheme import read_scheme
 from agentflow.engine.models.rope import inverse_frequencies
 from agentflow.engine.models.text_config import text_config
+from agentflow.engine.store.embedding_folder import DECODERS
 from agentflow.errors import BadModelFolder
 
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -38,7 +39,8 @@ def read_config(folder: Path) -> DecoderConfig:
         read_scheme(raw)  # rejects formats that are not read
         shape = family.read(raw)
         inverse_frequencies(shape.rope, shape.rotated_dim)  # its factors must fit the heads
-        return replace(shape, end_token_ids=end_token_ids({**text_config(raw), **raw}, generation))
+        ends = end_token_ids({**text_config(raw), **raw}, generation)
+        return replace(shape, architecture=family.architecture, end_token_ids=ends)
     except BadModelFolder as error:
         raise BadModelFolder(f"{folder}: {error}", param=error.param) from None
     except KeyError as error:
@@ -52,11 +54,17 @@ def read_config(folder: Path) -> DecoderConfig:
 
 def is_native(folder: Path) -> bool:
     """Whether the folder's architecture has a family. False, too, if it names none."""
-    return any(name in FAMILIES for name in architectures_of(read_folder(folder)[0]))
+    return any(_with_head(name) in FAMILIES for name in architectures_of(read_folder(folder)[0]))
+
+
+def _with_head(architecture: object) -> str:
+    """The architecture as ``FAMILIES`` has it: embedding models are saved without their head."""
+    name = str(architecture)
+    return name.removesuffix("Model") + "ForCausalLM" if name in DECODERS else name
 
 
 def _family_of(raw: RawConfig) -> Family:
-    names = architectures_of(raw)
+    names = [_with_head(name) for name in architectures_of(raw)]
     if len(names) == 1 and names[0] in FAMILIES:
         return FAMILIES[names[0]]
     found = ", ".join(map(str, names)) or f"none (model_type {raw.get('model_type')!r})"

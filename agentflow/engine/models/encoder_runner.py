@@ -1,0 +1,182 @@
+"""Embeddings through transformers: encoders (BERT, MPNet, XLM-RoBERTa, …), and decoders whose hidden states
+are averaged.
+
+These models read a whole text at once, so nothing is paged: the runner notes the tokens that the scheduler
+computes, slot by slot, and runs a text when its last token is scheduled. Texts of similar length share a
+forward pass, because each is padded to the longest of its pass. Code of the model's own folder never runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentflow.engine.batch import Batch, BatchOutput, FloatArray
+from agentflow.engine.machine import ID_BYTES
+from agentflow.engine.models.config import architectures_of, read_folder
+from agentflow.engine.models.pooling import EmbeddingHead, pooled
+from agentflow.engine.models.torch_runner import DTYPES, device_failure, device_named, use_threads
+from agentflow.engine.runner import RunnerInfo, nothing
+from agentflow.engine.store.embedding_folder import EmbeddingFolder
+from agentflow.errors import BadArgument, BadModelFolder
+
+logger = logging.getLogger(__name__)
+
+MAX_PADDING: Final = 1.25
+"""Rows of a forward pass, with padding, over its tokens."""
+DEFAULT_CONTEXT: Final = 512
+
+
+class EncoderRunner:
+    """A ``ModelRunner`` that makes embeddings. Arguments as of ``TorchRunner``."""
+
+    info: RunnerInfo
+
+    def __init__(
+        self,
+        folder: str | Path,
+        embedding: EmbeddingFolder,
+        *,
+        num_slots: int,
+        device: str | None = None,
+        dtype: str = "float32",
+        num_threads: int | None = None,
+    ) -> None:
+        folder = Path(folder)
+        if dtype not in DTYPES:
+            raise BadArgument(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}", param="dtype")
+        use_threads(num_threads)
+        self._device = device_named(device)
+        self._embedding = embedding
+        self._model = _load(folder, DTYPES[dtype], self._device)
+        config = self._model.config.get_text_config()
+        self._head = EmbeddingHead(embedding, int(config.hidden_size), self._device)
+        self._pad = int(getattr(config, "pad_token_id", None) or 0)
+        self._is_decoder = "use_cache" in inspect.signature(self._model.forward).parameters
+        self._slot_tokens = np.zeros(num_slots, dtype=np.int32)
+        longest = _num_positions(self._model, config)
+        self.info = RunnerInfo(
+            model=folder.resolve().name,
+            vocab_size=int(config.vocab_size),
+            max_context=min(longest, embedding.max_tokens or longest),
+            num_slots=num_slots,
+            end_token_ids=(),
+            kv_bytes_per_token=ID_BYTES,
+            weight_bytes=sum(parameter.nbytes for parameter in self._model.parameters()),
+            embedding_size=self._head.size,
+        )
+
+    def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
+        meanwhile()
+        self._slot_tokens[batch.write_slots] = batch.token_ids
+        owners = np.repeat(np.arange(len(batch.query_lens)), batch.query_lens)[batch.sampled.rows]
+        texts = [
+            self._slot_tokens[batch.req_to_token[batch.req_rows[owner], : batch.kv_lens[owner]]]
+            for owner in owners.tolist()
+        ]
+        try:
+            return BatchOutput(batch.sampled.target_ids.copy(), None, embeddings=self._embeddings(texts))
+        except (RuntimeError, MemoryError) as error:
+            failure = device_failure(error)
+            if failure is None:
+                raise
+            raise failure from error
+
+    def close(self) -> None:
+        """Frees the memory. The runner cannot be used afterwards."""
+        del self._model
+
+    @torch.inference_mode()
+    def _embeddings(self, texts: Sequence[NDArray[np.int32]]) -> FloatArray:
+        found: FloatArray = np.empty((len(texts), self._head.size), dtype=np.float32)
+        for group in groups_of_similar_length([len(text) for text in texts]):
+            lens = torch.tensor([len(texts[i]) for i in group], device=self._device)
+            rows = torch.full((len(group), len(texts[group[0]])), self._pad)
+            for row, i in enumerate(group):
+                rows[row, : len(texts[i])] = torch.from_numpy(texts[i])
+            hidden = self._hidden(rows.to(self._device), lens)
+            found[group] = self._head(pooled(hidden, lens, self._embedding.poolings))
+        return found
+
+    def _hidden(self, rows: Tensor, lens: Tensor) -> Tensor:
+        places = torch.arange(rows.shape[1], device=self._device)
+        mask = (places < lens.unsqueeze(1)).long()
+        options = {"use_cache": False} if self._is_decoder else {}
+        hidden: Tensor = self._model(input_ids=rows, attention_mask=mask, **options).last_hidden_state
+        return hidden
+
+
+def groups_of_similar_length(lens: Sequence[int]) -> Iterator[list[int]]:
+    """Divides texts of these lengths into forward passes: indices, the longest first in each. With padding a
+    pass has at most ``MAX_PADDING`` times its tokens."""
+    group: list[int] = []
+    num_tokens = 0
+    for i in sorted(range(len(lens)), key=lambda i: -lens[i]):
+        if group and (len(group) + 1) * lens[group[0]] > MAX_PADDING * (num_tokens + lens[i]):
+            yield group
+            group, num_tokens = [], 0
+        group.append(i)
+        num_tokens += lens[i]
+    if group:
+        yield group
+
+
+def _num_positions(model: Any, config: Any) -> int:
+    """The longest text. RoBERTa and its relatives number positions from behind that of the padding."""
+    longest = int(getattr(config, "max_position_embeddings", 0) or DEFAULT_CONTEXT)
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
+            offset = 0 if module.padding_idx is None else module.padding_idx + 1
+            return min(longest, module.num_embeddings - offset)
+    return longest
+
+
+def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """``BadModelFolder`` if transformers is not installed, does not know the architecture, or weights are
+    missing."""
+    raw, _ = read_folder(folder)
+    architecture = ", ".join(map(str, architectures_of(raw))) or f"model_type {raw.get('model_type')!r}"
+    where = f"{folder}: its architecture is {architecture}"
+    if importlib.util.find_spec("transformers") is None:
+        raise BadModelFolder(
+            f"{where}, which needs transformers: pip install 'agentflow-lm[transformers]'",
+            param="architectures",
+        )
+    from transformers import AutoConfig, AutoModel
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError("it has an encoder and a decoder")
+        kind: Any = AutoModel._model_mapping[type(config)]
+        has_pooler = "add_pooling_layer" in inspect.signature(kind.__init__).parameters
+        model: Any
+        model, report = AutoModel.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=False,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            **({"add_pooling_layer": False} if has_pooler else {}),
+        )
+    except (KeyError, ValueError, OSError, RuntimeError, AttributeError, TypeError) as error:
+        raise BadModelFolder(
+            f"{where}, which cannot make embeddings: {error}", param="architectures"
+        ) from error
+    missing = sorted(name for name in report["missing_keys"] if not name.startswith("pooler."))
+    if missing:
+        raise BadModelFolder(
+            f"{folder} has no tensor {missing[0]}: its weights are incomplete", param=missing[0]
+        )
+    return model.to(device).eval()
