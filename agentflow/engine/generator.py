@@ -202,7 +202,7 @@ class EngineGenerator:
         end = await self.complete(context, params, hear, text.constraint)
         self.output_token_cache.put_answer(context, end)
         context.tokens.generated(end.token_ids, end.text)
-        notation = text.finish(end.text)
+        notation = text.finish(end.text, is_truncated=end.finish_reason == "length")
         reply = read_reply(notation)
         if reply.tool_calls:
             context.tokens.called(reply.message())

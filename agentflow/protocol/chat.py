@@ -35,7 +35,8 @@ class ToolSpec(msgspec.Struct, frozen=True):
 
 
 class CalledTool(msgspec.Struct, frozen=True):
-    """A tool call in an assistant message. ``arguments``: a JSON object, as text."""
+    """A tool call in an assistant message. ``arguments``: a JSON object, as text. In a truncated call, and in
+    a message of a client, they may be any text."""
 
     id: str
     name: str
@@ -302,15 +303,25 @@ def _unquoted(escaped: str) -> str:
 
 def hoisted(name: str, schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """``schema`` as part of a larger one: its definitions move into ``definitions``, prefixed with the tool's
-    ``name``, and its references are adapted."""
+    ``name``, and its references are adapted. A schema that refers to its own root becomes a definition.
+
+    >>> definitions = {}
+    >>> hoisted("tree", {"type": "object", "properties": {"left": {"$ref": "#"}}}, definitions)
+    {'$ref': '#/$defs/tree'}
+    >>> definitions
+    {'tree': {'type': 'object', 'properties': {'left': {'$ref': '#/$defs/tree'}}}}
+    """
+    refers_to_root = False
 
     def new_place(reference: str) -> str:
+        nonlocal refers_to_root
         for keyword in ("$defs", "definitions"):
             if reference.startswith(f"#/{keyword}/"):
                 return f"#/$defs/{name}." + reference.removeprefix(f"#/{keyword}/")
-        if reference.startswith("#"):
-            raise BadArgument(f"tool {name!r}: its schema may refer only to its $defs, not to {reference!r}")
-        return reference
+        if reference != "#" and not reference.startswith("#/"):
+            return reference
+        refers_to_root = True
+        return f"#/$defs/{name}" + reference.removeprefix("#")
 
     whole = copy.deepcopy(schema)
     for part in list(subschemas(whole)):
@@ -318,4 +329,7 @@ def hoisted(name: str, schema: dict[str, Any], definitions: dict[str, Any]) -> d
             part["$ref"] = new_place(part["$ref"])
     for keyword in ("$defs", "definitions"):
         definitions |= {f"{name}.{key}": value for key, value in whole.pop(keyword, {}).items()}
-    return whole
+    if not refers_to_root:
+        return whole
+    definitions[name] = whole
+    return {"$ref": f"#/$defs/{name}"}

@@ -26,7 +26,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from agentflow.engine.text.tokenizer_files import chat_template_source, named_special_tokens
-from agentflow.errors import BadArgument, BadModelFolder, NotSupported
+from agentflow.errors import BadModelFolder, NotSupported
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.protocol.json_bounds import MOST_NESTING, nests_deeper
 from agentflow.protocol.schema_walk import ALL_TYPED, ANNOTATIONS
@@ -62,7 +62,7 @@ def unmarked(text: str) -> str:
 def message_values(
     messages: Sequence[Message], dialect: ToolDialect, mark: Mark = unmarked
 ) -> list[dict[str, Any]]:
-    """Messages in the form of OpenAI's API. ``BadArgument`` as in ``read_arguments``."""
+    """Messages in the form of OpenAI's API."""
     return [_message_value(message, dialect, mark) for message in messages]
 
 
@@ -95,19 +95,14 @@ def marked_leaves(value: Any, mark: Mark) -> Any:
     return value
 
 
-def read_arguments(call: CalledTool) -> dict[str, Any]:
-    """The arguments of a call. ``BadArgument`` if they are not a JSON object or nest too deeply."""
+def members_of(call: CalledTool) -> dict[str, Any]:
+    """The members of a call's arguments. Empty if they are no JSON object, as in a truncated call, or nest
+    too deeply for a template. A template that writes arguments as JSON writes their text in any case."""
     try:
         members = json.loads(call.arguments)
-        if not isinstance(members, dict):
-            why = f"they are {call.arguments[:40]!r}"
-        elif nests_deeper(members, MOST_NESTING):
-            why = f"they nest deeper than {MOST_NESTING} objects and lists"
-        else:
-            return members
-    except (ValueError, RecursionError) as error:
-        why = str(error)
-    raise BadArgument(f"the arguments of the call of {call.name!r} must be a JSON object, as text: {why}")
+    except (ValueError, RecursionError):
+        return {}
+    return members if isinstance(members, dict) and not nests_deeper(members, MOST_NESTING) else {}
 
 
 def to_json(
@@ -152,7 +147,7 @@ def _message_value(message: Message, dialect: ToolDialect, mark: Mark) -> dict[s
 
 
 def _call_value(call: CalledTool, dialect: ToolDialect, mark: Mark) -> dict[str, Any]:
-    members = read_arguments(call)
+    members = members_of(call)
     text = mark(call.arguments)
     as_object = dialect.arguments == "object"
     arguments: Any = JsonObject(marked_leaves(members, mark), text) if as_object else text
@@ -271,8 +266,7 @@ class ChatTemplate:
         """The conversation as the model reads it. ``now``: the time given to the template. ``dialect``: None
         is the template's own. ``mark``: applied to all strings of tools and calls.
 
-        ``NotSupported`` if there is no template or it rejects these messages. ``BadArgument`` for a call
-        whose arguments are not a JSON object.
+        ``NotSupported`` if there is no template or it rejects these messages.
         """
         if self._template is None:
             raise NotSupported("this model has no chat template: use plain text instead of roles")

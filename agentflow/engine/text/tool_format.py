@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from agentflow.engine.text.chat_template import ChatTemplate, read_arguments
+from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.protocol.constraint import Whitespace
@@ -253,7 +253,6 @@ def as_plain_messages(
 def _with_calls(message: Message) -> str:
     written: list[str] = []
     for call in message.tool_calls:
-        read_arguments(call)  # raises as under other templates
         name = json.dumps(call.name, ensure_ascii=False)
         written.append(f'{FALLBACK.begin}{{"name": {name}, "arguments": {call.arguments}}}{FALLBACK.end}')
     calls = (FALLBACK.between or "").join(written)

@@ -2,7 +2,8 @@
 
 ``ToolOutput`` reads the text of one answer with a state machine (``_State``). If a constraint guarantees that
 calls are valid, a call is reported as soon as its name is complete, and its arguments as they grow. Otherwise
-a call is reported when it is complete, as it may still turn out to be prose; no text is lost.
+a call is reported when it is complete, as it may still turn out to be prose; no text is lost. Of a truncated
+answer, the beginning of a call that was not reported yet is dropped.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class ToolOutput:
         self._state = _State.START if names else _State.PROSE
         self._held = ""
         self._pieces: list[Piece] = []
+        self._is_truncated = False
         self._space = ""  # white space before the mark of the call that is read
         self._extent = _JsonExtent()
         self._num_read = 0  # characters of the held text that the extent has read
@@ -78,9 +80,11 @@ class ToolOutput:
         self._held += text
         return self._go_on(is_over=False)
 
-    def finish(self, rest: str = "") -> list[Piece]:
-        """Reads ``rest`` and ends the answer. Returns all remaining pieces."""
+    def finish(self, rest: str = "", *, is_truncated: bool = False) -> list[Piece]:
+        """Reads ``rest`` and ends the answer. Returns all remaining pieces. ``is_truncated``: the answer
+        reached a limit, so that a call which is incomplete was meant as one."""
         self._held += rest
+        self._is_truncated = is_truncated
         return self._go_on(is_over=True)
 
     def _go_on(self, *, is_over: bool) -> list[Piece]:
@@ -143,9 +147,11 @@ class ToolOutput:
             self._emit_prose(kept)
             self._begin_call(at - kept)
             return True
-        unsure = 0 if is_over else max((_overlap(self._held, m) for m in self._marks), default=0)
+        unsure = max((_overlap(self._held, m) for m in self._marks), default=0)
+        if is_over and not (self._is_truncated and unsure > 1):
+            unsure = 0
         self._emit_prose(len(self._held) - unsure)
-        return False
+        return is_over and unsure > 0 and self._drop_call()
 
     def _read_gap(self, is_over: bool) -> bool:
         """White space between calls, and after the last one, is dropped."""
@@ -205,8 +211,11 @@ class ToolOutput:
         assert self._heads is not None
         head = self._heads.first if self._state is _State.CALL_HEAD else self._heads.later
         found = head.match(self._held, partial=True)
-        if found is not None and found.partial and not is_over:
-            return False
+        if found is not None and found.partial:
+            if not is_over:
+                return False
+            if self._is_truncated:
+                return self._drop_call()
         name = None if found is None or found.partial else _name_of(found)
         if found is None or name is None or name not in self._names:
             self._extent, self._num_read = _JsonExtent(), 0
@@ -249,8 +258,9 @@ class ToolOutput:
     def _read_whole_call(self, is_over: bool) -> bool:
         mark = len(self._form.mark)
         bare = self._held[mark:].lstrip()
+        is_cut = is_over and self._is_truncated and mark > 0
         if not bare:
-            return self._reject_call() if is_over else False
+            return is_over and (self._drop_call() if is_cut else self._reject_call())
         if bare[0] not in "{[":
             return self._reject_call()
         start = len(self._held) - len(bare)
@@ -258,6 +268,8 @@ class ToolOutput:
         end = self._extent.read(self._held[at:])
         self._num_read = len(self._held)
         if end is None:
+            if is_cut and self._heads is None and _could_be_json(bare):
+                return self._read_cut_call()
             return self._reject_call() if is_over or self._is_not_json(bare) else False
         calls = _read_calls(self._form, self._names, self._held[start : at + end])
         if not calls:
@@ -268,6 +280,20 @@ class ToolOutput:
         self._held = self._held[at + end :]
         self._state = _State.CALL_END
         return True
+
+    def _read_cut_call(self) -> bool:
+        """The answer was truncated within a call. If its name is complete, it is reported as it is."""
+        if not self._form.name_first:
+            return self._drop_call()
+        self._heads = _CallHeads(self._form)
+        self._state = _State.CALL_HEAD
+        return True
+
+    def _drop_call(self) -> bool:
+        """The answer was truncated before the name of a call."""
+        self._held = self._space = ""
+        self._state = _State.GAP
+        return False
 
     def _is_not_json(self, begun: str) -> bool:
         """Whether no text can complete it. Checked each time its length has doubled."""

@@ -31,6 +31,7 @@ from agentflow.protocol.chat import (
 )
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, TooMuchJson, pieces_of
+from agentflow.protocol.schema_walk import resolved
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +145,14 @@ def _check_bounds(conversation: Conversation) -> None:
         try:
             _count(tools, msgspec.json.encode(tool.parameters))
         except (TooMuchJson, RecursionError) as error:
-            raise BadArgument(f"tool {tool.name!r}: parameters: {error}") from None
+            raise BadArgument(f"tool {tool.name!r}: parameters: {error}", param="tools") from None
     for message in conversation.messages:
         for call in message.tool_calls:
             try:
                 _count(arguments, call.arguments.encode("utf-8", "surrogatepass"))
             except TooMuchJson as error:
-                raise BadArgument(f"call of {call.name!r}: arguments: {error}") from None
+                text = f"call of {call.name!r}: arguments: {error}"
+                raise BadArgument(text, param="messages") from None
 
 
 def _count(scan: JsonScan, text: bytes) -> None:
@@ -203,6 +205,8 @@ def call_schema(form: ToolFormat, tools: Sequence[ToolSpec]) -> dict[str, Any]:
 def _of_object(parameters: dict[str, Any]) -> dict[str, Any]:
     """Arguments are an object even if the schema does not say so. A tool without parameters takes an empty
     object."""
+    if "$ref" in parameters and resolved(parameters, parameters).get("type") == "object":
+        return parameters
     schema = {"type": "object", **parameters}
     if schema.get("properties") == {} and not {"additionalProperties", "patternProperties"} & set(schema):
         schema["additionalProperties"] = False
@@ -225,10 +229,13 @@ class ReplyText:
         self._num_chars += len(text)
         return self._write(self._pieces(text))
 
-    def finish(self, text: str) -> str:
-        """The whole reply, given the whole answer."""
+    def finish(self, text: str, *, is_truncated: bool) -> str:
+        """The whole reply, given the whole answer. ``is_truncated``: a limit ended it."""
         rest = text[self._num_chars :]
-        self._write(self._pieces(rest) if self._output is None else self._output.finish(rest))
+        if self._output is None:
+            self._write(self._pieces(rest))
+        else:
+            self._write(self._output.finish(rest, is_truncated=is_truncated))
         return "".join(self._written) + self._writer.finish()
 
     def _pieces(self, text: str) -> list[Piece]:

@@ -103,8 +103,9 @@ def completion_of(call: ApiCall, body: MessagesRequest) -> CompletionRequest:
     params = SamplingParams(
         max_tokens=body.max_tokens,
         temperature=TEMPERATURE if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=body.top_k or 0,
+        # A nucleus of nothing is the likeliest token.
+        top_p=body.top_p or 1.0,
+        top_k=1 if body.top_p == 0 else body.top_k or 0,
         seed=body.seed,
         stop=tuple(body.stop_sequences or ()),
     )

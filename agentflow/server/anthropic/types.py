@@ -144,16 +144,23 @@ class JsonFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The form of the text. ``effort`` is not supported."""
+    """The form of the text. ``effort`` has no effect."""
 
     format: JsonFormat | None = None
-    effort: None = None
+    effort: str | None = None
 
 
 class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Thinking apart from the text is not supported."""
+    """The model does not think apart from its text. ``adaptive`` leaves that to the model, too."""
 
-    type: Literal["disabled"]
+    type: Literal["disabled", "adaptive"]
+    display: str | None = None
+
+
+class ContextManagement(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Edits of the conversation are not supported."""
+
+    edits: Annotated[list[None], Meta(max_length=0)] | None = None
 
 
 class Metadata(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -176,8 +183,8 @@ class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_control: CacheControl | None = None
     speed: Literal["standard"] | None = None
     container: None = None
-    context_management: None = None
-    mcp_servers: None = None
+    context_management: ContextManagement | None = None
+    mcp_servers: Annotated[list[None], Meta(max_length=0)] | None = None
     thread: None = None
 
 
@@ -188,7 +195,7 @@ class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)]
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
@@ -201,10 +208,9 @@ class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
 
 
 class AnswerText(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
-    """Text of the model."""
+    """Text of the model. It has no ``citations``: clients reject a null."""
 
     text: str
-    citations: None = None
 
 
 class AnswerToolUse(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):

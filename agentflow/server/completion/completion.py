@@ -332,7 +332,7 @@ class _AnswerReader:
         if self._output is None:
             self._emit_text(rest, tokens)
         else:
-            self._emit_pieces(self._output.finish(rest), tokens)
+            self._emit_pieces(self._output.finish(rest, is_truncated=end.finish_reason == "length"), tokens)
         usage = Usage(end.prompt_tokens, end.cached_tokens, end.output_tokens)
         self._on_delta(AnswerEnded(self._index, self._reason(end), usage, end.stopped_by))
 

@@ -67,7 +67,7 @@ def openapi_document(routes: Sequence[ApiRoute]) -> Schema:
     """The document of these routes, and of the health checks and metrics."""
     kinds: dict[type[msgspec.Struct], None] = {}  # an ordered set
     for route in routes:
-        for kind in (route.request, route.response, route.error_format.body_type):
+        for kind in (route.request, *_responses(route), route.error_format.body_type):
             if kind is not None:
                 kinds[kind] = None
     kinds[OPENAI.body_type] = None
@@ -90,6 +90,10 @@ def openapi_document(routes: Sequence[ApiRoute]) -> Schema:
         # Only a server with API keys requires one.
         "security": [{}, {"bearer": []}, {"key": []}],
     }
+
+
+def _responses(route: ApiRoute) -> tuple[type[msgspec.Struct], ...]:
+    return route.response if isinstance(route.response, tuple) else (route.response,)
 
 
 def _path(route: ApiRoute) -> str:
@@ -116,7 +120,9 @@ def _operation(route: ApiRoute, schemas: dict[type[msgspec.Struct], Schema]) -> 
 
 def _answers(route: ApiRoute, schemas: dict[type[msgspec.Struct], Schema]) -> Schema:
     error_format = route.error_format
-    content: Schema = {JSON: {"schema": schemas[route.response]}}
+    kinds = _responses(route)
+    shape = schemas[kinds[0]] if len(kinds) == 1 else {"anyOf": [schemas[kind] for kind in kinds]}
+    content: Schema = {JSON: {"schema": shape}}
     if route.streams:
         content[events.MEDIA_TYPE] = {"schema": _EVENT}
     own = [400, *_ANY_CALL] if route.method == "POST" else [*_ANY_CALL]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 
 import msgspec
 from starlette.datastructures import Headers
@@ -12,6 +13,12 @@ from starlette.routing import BaseRoute, Route
 
 from agentflow.server.anthropic.answer import AnthropicErrorFormat
 from agentflow.server.anthropic.messages import count_tokens, create_message
+from agentflow.server.anthropic.models import (
+    AnthropicModel,
+    AnthropicModelList,
+    get_anthropic_model,
+    list_anthropic_models,
+)
 from agentflow.server.anthropic.types import CountAnswer, CountRequest, MessageAnswer, MessagesRequest
 from agentflow.server.http.call import ApiCall, ApiEndpoint, ErrorFormat, Handler, request_id_of
 from agentflow.server.http.errors import ApiError
@@ -40,15 +47,15 @@ ANTHROPIC = AnthropicErrorFormat()
 
 @dataclass(frozen=True, slots=True)
 class ApiRoute:
-    """One method of one path. ``request``: the type of its body, if it has one; ``response``: the type of the
-    answer with status 200; ``streams``: whether ``"stream": true`` gets server-sent events instead. The
-    OpenAPI document is derived from these (openapi.py)."""
+    """One method of one path. ``request``: the type of its body, if it has one; ``response``: the type, or
+    types, of the answer with status 200; ``streams``: whether ``"stream": true`` gets server-sent events
+    instead. The OpenAPI document is derived from these (openapi.py)."""
 
     method: str
     path: str
     handler: Handler
     error_format: ErrorFormat
-    response: type[msgspec.Struct]
+    response: type[msgspec.Struct] | tuple[type[msgspec.Struct], ...]
     request: type[msgspec.Struct] | None = None
     streams: bool = False
 
@@ -59,10 +66,32 @@ async def create_session_ticket(call: ApiCall) -> None:
     await call.reply(tenants.tickets.issue(call.tenant, key_of_headers(call.headers)))
 
 
+def _of_client(openai: Handler, anthropic: Handler) -> Handler:
+    """Both APIs have this route. Anthropic's clients name its version."""
+
+    @wraps(openai)
+    async def handle(call: ApiCall) -> None:
+        await (anthropic if "anthropic-version" in call.headers else openai)(call)
+
+    return handle
+
+
 ROUTES = (
     ApiRoute("POST", "/v1/session-ticket", create_session_ticket, OPENAI, response=SessionTicket),
-    ApiRoute("GET", "/v1/models", list_models, OPENAI, response=ModelList),
-    ApiRoute("GET", "/v1/models/{name:path}", get_model, OPENAI, response=ModelCard),
+    ApiRoute(
+        "GET",
+        "/v1/models",
+        _of_client(list_models, list_anthropic_models),
+        OPENAI,
+        response=(ModelList, AnthropicModelList),
+    ),
+    ApiRoute(
+        "GET",
+        "/v1/models/{name:path}",
+        _of_client(get_model, get_anthropic_model),
+        OPENAI,
+        response=(ModelCard, AnthropicModel),
+    ),
     ApiRoute(
         "POST",
         "/v1/chat/completions",

@@ -67,7 +67,7 @@ async def create_chat_completion(call: ApiCall) -> None:
     request = await call.beside(_request_of, call, body, generator)
     identity = AnswerIdentity.new("chatcmpl", generator.capabilities.model)
     has_logprobs = request.params.wants_logprobs
-    with naming_field("messages", request.constraint):
+    with naming_field(generator, "messages", request.constraint):
         async with completing(generator, request, trace=call.trace) as completion:
             if body.stream:
                 include_usage = bool(body.stream_options and body.stream_options.include_usage)

@@ -97,7 +97,7 @@ async def create_completion(call: ApiCall) -> None:
     n = requests[0].n
     num_answers = n * len(requests)
     identity = AnswerIdentity.new("cmpl", generator.capabilities.model)
-    with naming_field("prompt", requests[0].constraint):
+    with naming_field(generator, "prompt", requests[0].constraint):
         async with completing(generator, *requests, trace=call.trace) as completion:
             if body.stream:
                 include_usage = bool(body.stream_options and body.stream_options.include_usage)

@@ -106,7 +106,7 @@ async def tokenize(call: ApiCall) -> None:
     generator = call.generator(body.model, to_generate=False)
     texts: list[str] | None = None
     with generator.metered():
-        with naming_field("prompt" if body.messages is None else "messages", None):
+        with naming_field(generator, "prompt" if body.messages is None else "messages"):
             token_ids = await _ids_of(call, body, generator)
         if body.return_token_strs:
             texts = await generator.encode_beside(len(token_ids), partial(_texts, generator), token_ids)

@@ -14,7 +14,7 @@ from agentflow.engine.generator import EngineGenerator
 from agentflow.errors import BadArgument, PromptTooLong, RequestRefused
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
-from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_of, object_text
+from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_of
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.http.errors import ApiError, invalid_field, unsupported
 from agentflow.server.openai.types import (
@@ -27,7 +27,6 @@ from agentflow.server.openai.types import (
     FilePart,
     FunctionMessage,
     ImagePart,
-    MessageToolCall,
     NamedChoice,
     Part,
     RefusalPart,
@@ -88,13 +87,19 @@ def naming_param(param: str | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def naming_field(prompt: str, constraint: Constraint | None) -> Iterator[None]:
+def naming_field(
+    generator: EngineGenerator, prompt: str, constraint: Constraint | None = None
+) -> Iterator[None]:
     """Makes errors of the engine name a field of the request: ``prompt`` if the prompt is too long, empty, or
     has unknown ids, and the field of the constraint if that is rejected."""
     try:
         yield
+    except PromptTooLong as error:
+        # Agents that shorten their conversation recognise the error by these words.
+        text = f"This model's maximum context length is {generator.limits.max_tokens()} tokens: {error}"
+        raise ApiError(400, "context_length_exceeded", text, prompt) from error
     except (BadArgument, RequestRefused) as error:
-        if isinstance(error, PromptTooLong) or error.param == "prompt":
+        if error.param == "prompt":
             error.param = prompt
         elif error.param == "constraint" and constraint is not None:
             error.param = _FIELD_OF_CONSTRAINT[constraint.kind]
@@ -137,8 +142,9 @@ def sampling_of(
         max_tokens=room if max_tokens is None else max_tokens,
         min_tokens=request.min_tokens or 0,
         temperature=_or(request.temperature, TEMPERATURE),
-        top_p=_or(request.top_p, 1.0),
-        top_k=max(0, request.top_k or 0),  # -1 also turns it off
+        # A nucleus of nothing is the likeliest token.
+        top_p=request.top_p or 1.0,
+        top_k=1 if request.top_p == 0 else max(0, request.top_k or 0),  # -1 also turns it off
         min_p=request.min_p or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         presence_penalty=request.presence_penalty or 0.0,
@@ -194,7 +200,6 @@ def conversation_of(messages: Sequence[ChatMessage], model: str) -> tuple[Messag
     """The conversation. ``ApiError`` names the message that is wrong."""
     turns: list[Message] = []
     called: dict[str, str] = {}  # the tool of each call
-    scan = JsonScan(OBJECT_BOUNDS)  # over the arguments of all calls
     for number, message in enumerate(messages):
         place = f"messages[{number}]"
         match message:
@@ -203,7 +208,7 @@ def conversation_of(messages: Sequence[ChatMessage], model: str) -> tuple[Messag
             case UserMessage():
                 turns.append(Message("user", _text_of(message.content, place, model)))
             case AssistantMessage():
-                turns.append(_assistant_turn(message, place, model, scan))
+                turns.append(_assistant_turn(message, place, model))
                 called.update({call.id: call.name for call in turns[-1].tool_calls})
             case ToolMessage():
                 name = called.get(message.tool_call_id)
@@ -219,25 +224,20 @@ def conversation_of(messages: Sequence[ChatMessage], model: str) -> tuple[Messag
     return tuple(turns)
 
 
-def _assistant_turn(message: AssistantMessage, place: str, model: str, scan: JsonScan) -> Message:
+def _assistant_turn(message: AssistantMessage, place: str, model: str) -> Message:
     for member, why in _UNSUPPORTED_MEMBERS.items():
         if is_given(getattr(message, member)):
             raise unsupported(f"{place}.{member}", why)
+    # Their arguments may be any text: a truncated call comes back as it was sent.
     calls = tuple(
-        _called(call, f"{place}.tool_calls[{number}]", scan)
-        for number, call in enumerate(message.tool_calls or ())
+        CalledTool(call.id, call.function.name, call.function.arguments.strip() or "{}")
+        for call in message.tool_calls or ()
     )
     content = message.content if message.content is not None else message.refusal
     if content is None and not calls:
         raise invalid_field(f"{place}.content", "an assistant's message needs 'content' or 'tool_calls'")
     text = "" if content is None else _text_of(content, place, model)
     return Message("assistant", text, tool_calls=calls)
-
-
-def _called(call: MessageToolCall, place: str, scan: JsonScan) -> CalledTool:
-    arguments = call.function.arguments.strip() or "{}"
-    object_text(msgspec.Raw(arguments.encode()), f"{place}.function.arguments", scan)  # checks them
-    return CalledTool(call.id, call.function.name, arguments)
 
 
 def _text_of(content: Content, place: str, model: str) -> str:

@@ -72,7 +72,7 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     frequency_penalty: Penalty | None = None
@@ -92,7 +92,7 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_retention: str | None = None
     metadata: dict[str, str] | None = None
     store: OnlyFalse | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: str | None = None
     best_of: Count | None = None
     echo: OnlyFalse | None = None
     suffix: Unsupported = None
@@ -104,10 +104,11 @@ ToolName: TypeAlias = Annotated[str, Meta(pattern=f"^[a-zA-Z0-9_-]{{1,{MAX_NAME_
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
-    """A part of a message's text. ``prompt_cache_breakpoint`` has no effect: prompts are cached anyway."""
+    """A part of a message's text. The other fields have no effect: prompts are cached anyway."""
 
     text: str
     prompt_cache_breakpoint: Unread = None
+    cache_control: Unread = None
 
 
 class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal", forbid_unknown_fields=True):
@@ -139,9 +140,10 @@ Content: TypeAlias = str | Annotated[list[Part], Meta(min_length=1)]
 
 
 class _Message(msgspec.Struct, tag_field="role", kw_only=True, forbid_unknown_fields=True):
-    """``name`` has no effect: chat templates do not show it."""
+    """``name`` has no effect, as chat templates do not show it, nor has ``cache_control``."""
 
     name: str | None = None
+    cache_control: Unread = None
 
 
 class SystemMessage(_Message, tag="system", kw_only=True):
@@ -163,8 +165,8 @@ class UserMessage(_Message, tag="user", kw_only=True):
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
-    """``arguments``: a JSON object, as text. ``parsed_arguments`` is not read: typed client helpers
-    send it back along with the arguments."""
+    """``arguments``: a JSON object, as text; of a truncated call, a part of one. ``parsed_arguments`` is not
+    read: typed client helpers send it back along with the arguments."""
 
     name: ToolName
     arguments: str
@@ -182,7 +184,7 @@ class MessageToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class AssistantMessage(_Message, tag="assistant", kw_only=True):
     """The model's text, its tool calls, or both. ``content`` may be null only with tool calls. ``parsed`` is
-    not read, like ``parsed_arguments``."""
+    not read, like ``parsed_arguments``, nor is the reasoning of a past turn."""
 
     content: Content | None = None
     tool_calls: list[MessageToolCall] | None = None
@@ -190,6 +192,8 @@ class AssistantMessage(_Message, tag="assistant", kw_only=True):
     audio: Unread = None
     annotations: Unread = None
     parsed: Unread = None
+    reasoning_content: Unread = None
+    reasoning: Unread = None
     function_call: Unread = None
 
 
@@ -223,9 +227,10 @@ class FunctionSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class FunctionTool(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
-    """A tool that the model may call."""
+    """A tool that the model may call. ``cache_control`` has no effect."""
 
     function: FunctionSpec
+    cache_control: Unread = None
 
 
 class CustomTool(msgspec.Struct, tag_field="type", tag="custom"):
@@ -307,8 +312,8 @@ class ChatRequest(SharedFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     prediction: Unread = None
     modalities: list[Literal["text"]] | None = None
-    verbosity: Literal["medium"] | None = None
-    reasoning_effort: Literal["none"] | None = None
+    verbosity: str | None = None
+    reasoning_effort: str | None = None
     audio: Unsupported = None
     functions: Unsupported = None
     function_call: Unsupported = None

@@ -83,10 +83,11 @@ def read(
     constrained: bool,
     names: tuple[str, ...] = NAMES,
     begins: tuple[str, ...] = (),
+    truncated: bool = False,
 ) -> list[Piece]:
     output = ToolOutput(form, names, is_constrained=constrained, begins=begins)
     pieces = [piece for part in parts for piece in output.push(part)]
-    pieces += output.finish()
+    pieces += output.finish(is_truncated=truncated)
     assert output.num_calls == sum(isinstance(piece, CallBegun) for piece in pieces)
     return pieces
 
@@ -107,6 +108,26 @@ def test_calls_are_read_as_they_were_written(name, constrained, some, before, da
     pieces = read(form, cut(text, data), constrained=constrained)
     expected = [("call", *call) for call in some]
     assert summary_of(pieces) == ([("prose", before)] if before else []) + expected
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if FORMS[name].mark])
+@pytest.mark.parametrize("constrained", [True, False])
+@given(some=calls, before=st.sampled_from(["", "I look.", "a <b> {c}"]), data=st.data())
+def test_a_truncated_answer_has_no_markup_in_its_prose(name, constrained, some, before, data):
+    form = FORMS[name]
+    some = some if form.allows_several else some[:1]
+    text = (before + form.before if before else "") + written(form, some)
+    text = text[: data.draw(st.integers(0, len(text)))]
+    found = summary_of(read(form, cut(text, data), constrained=constrained, truncated=True))
+    prose = found.pop(0)[1] if found and found[0][0] == "prose" else ""
+    rest = prose.removeprefix(before) if prose.startswith(before) else ""
+    assert before.startswith(prose) or rest in (form.before[:1], form.mark[:1])
+    whole, last = found[:-1], found[-1:]
+    assert whole == [("call", *call) for call in some[: len(whole)]]
+    for kind, name, text in last:
+        assert (kind, name) == ("call", some[len(whole)][0])
+        assert some[len(whole)][1].startswith(text)
+        assert form.name_first or text == some[len(whole)][1]
 
 
 WORDS = [
@@ -256,6 +277,11 @@ def test_a_call_that_is_cut_off_under_a_constraint():
     assert summary_of(read(HERMES, [text], constrained=True)) == [("call", "weather", '{"city": "Os')]
     assert summary_of(read(HERMES, [text], constrained=False)) == [("prose", text)]
     assert summary_of(read(HERMES, [text[:20]], constrained=True)) == [("prose", text[:20])]
+    for constrained in (True, False):
+        assert summary_of(read(HERMES, [text], constrained=constrained, truncated=True)) == [
+            ("call", "weather", '{"city": "Os')
+        ]
+        assert read(HERMES, [text[:20]], constrained=constrained, truncated=True) == []
 
 
 @pytest.mark.parametrize("constrained", [True, False])

@@ -15,7 +15,7 @@ from support.faults import has_param
 
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.token_state import TokenState
-from agentflow.errors import BadArgument, NotSupported
+from agentflow.errors import NotSupported
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 
 harmless = st.text(st.sampled_from("the an \n{}\"'é日"), max_size=8)
@@ -210,11 +210,12 @@ def test_a_template_that_writes_json_in_its_own_way() -> None:
     assert template.render(messages) == '{\n "a": 1\n}1'
 
 
-@pytest.mark.parametrize("arguments", ["", "[1]", "{", "x" * 100, "[" * 100_000])
-def test_arguments_that_are_no_object(arguments: str) -> None:
+@pytest.mark.parametrize("arguments", ["[1]", '{"city": "Os', "x" * 100, "[" * 100_000])
+def test_arguments_that_are_no_object_are_written_as_they_are(arguments: str) -> None:
     call = CalledTool("call_1", "weather", arguments)
-    with pytest.raises(BadArgument, match="'weather'"):
-        TEMPLATES["hermes"].render([Message("assistant", "", tool_calls=(call,))])
+    assert f'"arguments": {arguments}' in TEMPLATES["hermes"].render(
+        [Message("assistant", "", tool_calls=(call,))]
+    )
 
 
 def test_ids_that_a_template_takes() -> None:

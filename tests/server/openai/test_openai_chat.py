@@ -3,6 +3,7 @@ directly."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,7 @@ PARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"temperature": 0}, {"temperature": 0.0}),
     ({"temperature": None, "top_p": None, "stop": None, "logit_bias": None}, {}),
     ({"top_p": 0.5}, {"top_p": 0.5}),
+    ({"top_p": 0}, {"top_k": 1}),
     ({"extra_body": {"top_k": 3}}, {"top_k": 3}),
     ({"extra_body": {"top_k": -1}}, {"top_k": 0}),
     ({"extra_body": {"min_p": 0.25}}, {"min_p": 0.25}),
@@ -55,14 +57,14 @@ PARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
             "user": "me",
             "metadata": {"a": "b"},
             "store": False,
-            "service_tier": "auto",
+            "service_tier": "flex",
             "safety_identifier": "x",
             "prompt_cache_key": "y",
             "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
             "prompt_cache_retention": "24h",
             "prediction": {"type": "content", "content": "Plants"},
-            "verbosity": "medium",
-            "reasoning_effort": "none",
+            "verbosity": "low",
+            "reasoning_effort": "high",
             "modalities": ["text"],
             "parallel_tool_calls": True,
             "extra_body": {"priority": 1, "echo": False, "best_of": 1},
@@ -292,9 +294,6 @@ def test_a_seed_may_be_negative(server: ApiServer) -> None:
         ({"web_search_options": {}}, "web_search_options", "unsupported"),
         ({"store": True}, "store", "unsupported"),
         ({"modalities": ["text", "audio"]}, "modalities[1]", "invalid_request"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "invalid_request"),
-        ({"verbosity": "low"}, "verbosity", "invalid_request"),
-        ({"service_tier": "flex"}, "service_tier", "invalid_request"),
         ({"extra_body": {"best_of": 2}}, "best_of", "unsupported"),
         ({"extra_body": {"echo": True}}, "echo", "unsupported"),
         ({"extra_body": {"suffix": "x"}}, "suffix", "unsupported"),
@@ -328,3 +327,6 @@ def test_what_cannot_be_had_is_refused_by_name(
     assert caught.value.param == param
     assert caught.value.code == code
     assert caught.value.type == "invalid_request_error"
+    # The words by which clients recognise it.
+    told = re.match(r"This model's maximum context length is \d+ tokens", caught.value.body["message"])
+    assert (told is not None) == (code == "context_length_exceeded")
