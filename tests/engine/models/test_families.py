@@ -259,6 +259,29 @@ def test_greedy_tokens_equal_transformers(
     assert_equal_to_transformers(saved_model(name, tmp_path), tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("qwen3", "mistral_window", "gpt2") else pytest.mark.full)
+        for name in MODELS | COMPOSED
+    ],
+)
+def test_long_greedy_texts_equal_transformers(name: str, tmp_path: Path) -> None:
+    """Beside other requests, with a prompt that is prefilled in chunks, a prefix that is cached, and texts that
+    become longer than each window."""
+    model = saved_model(name, tmp_path)
+    driver = Driver(TorchRunner(tmp_path, num_slots=700, device="cpu", dtype="float32"))
+    prompts = [torch.randint(10, 320, (n,)).tolist() for n in (40, 6, 11)]
+    first = driver.add(prompts[0])
+    driver.step([(first, 30)], rows=np.arange(0))
+    batch = [first, driver.add(prompts[1]), driver.add(prompts[0][:25] + prompts[2], first, 25)]
+    driver.generate(batch, 200, max_chunk=12)
+    for sequence in batch:
+        with torch.inference_mode():
+            logits = model(torch.tensor([sequence.tokens[:-1]])).logits[0]
+        assert sequence.generated == logits[sequence.prompt_len - 1 :].argmax(-1).tolist()
+
+
 def test_a_folder_in_shards(tmp_path: Path) -> None:
     model = saved_model("qwen2", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
