@@ -267,8 +267,8 @@ def test_greedy_tokens_equal_transformers(
     ],
 )
 def test_long_greedy_texts_equal_transformers(name: str, tmp_path: Path) -> None:
-    """Beside other requests, with a prompt that is prefilled in chunks, a prefix that is cached, and texts that
-    become longer than each window."""
+    """Beside other requests, with a prompt that is prefilled in chunks, a prefix that is cached, and texts
+    that become longer than each window."""
     model = saved_model(name, tmp_path)
     driver = Driver(TorchRunner(tmp_path, num_slots=700, device="cpu", dtype="float32"))
     prompts = [torch.randint(10, 320, (n,)).tolist() for n in (40, 6, 11)]
