@@ -77,6 +77,7 @@ test: $(VENV)/.installed-dev ## run the tests, and print the 20 slowest
 test-full: MARKS := -m 'not ui and not stack'
 test-full: ADAPTER_MARKS :=
 test-full: export HYPOTHESIS_PROFILE := full
+test-full: export FULL_KERNELS := 1
 test-full: test test-adapters lint-adapters test-clients test-ui ## run all tests, the slow ones, the adapters' and the page's too
 
 # The engine's and the compiler's processes are not measured: their tests limit processor time.

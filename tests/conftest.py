@@ -68,6 +68,16 @@ def model_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
+def model_url(model_folder: Path) -> Iterator[str]:
+    """The address of a server on the default model, for all tests that need nothing special of it. It
+    computes in float32: other batches, and an embedded engine, then give the same tokens."""
+    from support.commands import served
+
+    with served("--dtype", "float32", "--kv-tokens", "6000", "--threads", "2") as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="session")
 def server() -> Iterator[ThreadServer]:
     """A server on the scripted backend for the tests that need one with the default limits. It waits 60 s for
     a client whose connection is broken, longer than any test takes to resume."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from agentflow.cli.command import Command
 from agentflow.protocol.wire import DEFAULT_MODEL
@@ -28,7 +29,10 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _compile_kernels() -> None:
-    """Compiles the CPU kernels now, so that the first engine starts without a delay."""
+    """Compiles the CPU kernels now, so that the first engine starts without a delay; not if
+    ``AGENTFLOW_KERNELS`` names others."""
+    if os.environ.get("AGENTFLOW_KERNELS", "native") != "native":
+        return
     from agentflow.kernels.native_library import NoNativeKernels, is_compiled, load_best, native_level
 
     try:

@@ -12,6 +12,7 @@ names have a hash of the sources and options, so another version of agentflow ig
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import logging
@@ -21,6 +22,8 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from platformdirs import user_cache_dir
@@ -185,16 +188,31 @@ def _options(level: str) -> list[str]:
 
 
 def _compile(level: str, path: Path) -> None:
-    """Compiles to a temporary name first: other processes may look for the library, or compile it too."""
+    """Compiles to a temporary name first, since other processes may look for the library. Of several that
+    need it at once, one compiles and the others wait."""
     logger.info("compiling the native kernels for %s (once on this machine, a few seconds)", level)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / path.name
-            _run([*_command(level), "-o", str(made)])
-            made.replace(path)
+        with _locked(path.parent):
+            if path.exists():
+                return
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                made = Path(folder) / path.name
+                _run([*_command(level), "-o", str(made)])
+                made.replace(path)
     except OSError as error:
         raise NoNativeKernels(f"the library cannot be written to {path.parent}: {error}") from error
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Locks the folder itself, so that no lock file remains; the system unlocks it if the process dies."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
 
 
 def _run(command: list[str]) -> str:

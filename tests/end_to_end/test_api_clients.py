@@ -12,7 +12,6 @@ import anyio
 import openai
 import pydantic
 import pytest
-from support.commands import served
 
 import agentflow as af
 
@@ -33,12 +32,6 @@ ASK: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def url(model_folder: object) -> Iterator[str]:
-    with served("--dtype", "float32", "--kv-tokens", "4000", "--threads", "2") as (address, _):
-        yield address
-
-
 @af.program
 async def ask(s: af.State) -> str:
     s += af.system(SYSTEM)
@@ -48,11 +41,11 @@ async def ask(s: af.State) -> str:
 
 
 @pytest.fixture(scope="module")
-def in_session(url: str) -> str:
+def in_session(model_url: str) -> str:
     """The answer that a session receives."""
 
     async def main() -> str:
-        async with af.session(url) as flow:
+        async with af.session(model_url) as flow:
             return await flow.run(ask)
 
     return anyio.run(main)
@@ -70,8 +63,8 @@ class Plant(pydantic.BaseModel):
 
 
 @pytest.fixture(scope="module")
-def by_openai(url: str) -> Iterator[openai.OpenAI]:
-    base_url = url.replace("ws://", "http://") + "/v1"
+def by_openai(model_url: str) -> Iterator[openai.OpenAI]:
+    base_url = model_url.replace("ws://", "http://") + "/v1"
     with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0) as made:
         yield made
 
@@ -136,8 +129,8 @@ def test_openai_a_text_and_its_tokens(by_openai: openai.OpenAI) -> None:
 
 
 @pytest.fixture(scope="module")
-def by_anthropic(url: str) -> Iterator[anthropic.Anthropic]:
-    base_url = url.replace("ws://", "http://")
+def by_anthropic(model_url: str) -> Iterator[anthropic.Anthropic]:
+    base_url = model_url.replace("ws://", "http://")
     with anthropic.Anthropic(base_url=base_url, api_key="none", max_retries=0) as made:
         yield made
 

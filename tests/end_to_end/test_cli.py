@@ -6,10 +6,12 @@ import subprocess
 import sys
 import tomllib
 import urllib.request
+from pathlib import Path
 
 import anyio
 import pytest
 from support.commands import call_cli, run_cli, served
+from support.engine.random_model import write_random_model
 
 import agentflow as af
 
@@ -63,7 +65,13 @@ def test_a_recording_that_cannot_be_written_is_reported_before_a_model_is_loaded
     assert str(path) in only_line(result.stderr)
 
 
-def test_what_is_served_is_measured_recorded_and_replayed(model_folder, tmp_path):
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """A model that loads and generates at once."""
+    return write_random_model(tmp_path_factory.mktemp("tiny"))
+
+
+def test_what_is_served_is_measured_recorded_and_replayed(tiny, tmp_path):
     path = tmp_path / "served.jsonl.gz"
 
     async def ask(url: str) -> None:
@@ -72,15 +80,16 @@ def test_what_is_served_is_measured_recorded_and_replayed(model_folder, tmp_path
             s += af.gen("city", max_tokens=3)
             await s["city"]
 
-    with served("--kv-tokens", "2000", "--record-workload", str(path)) as (url, server):
+    options = ("--model", f"tiny={tiny}", "--kv-tokens", "2000", "--record-workload", str(path))
+    with served(*options) as (url, server):
         anyio.run(ask, url)
         with urllib.request.urlopen(f"http{url.removeprefix('ws')}/metrics") as answer:
             told = answer.read().decode().splitlines()
         server.terminate()
         output, _ = server.communicate(timeout=30)
     assert (server.returncode, "Traceback" in output) == (0, False)
-    assert 'agentflow_engine_up{model="smollm2-135m"} 1.0' in told
-    assert 'agentflow_ttft_seconds_count{model="smollm2-135m"} 1.0' in told
+    assert 'agentflow_engine_up{model="tiny"} 1.0' in told
+    assert 'agentflow_ttft_seconds_count{model="tiny"} 1.0' in told
     result = run_cli("simulate", str(path), "--policy", "fair-lpm")
     assert result.returncode == 0
     assert "served: 1 requests, 2,000 KV tokens" in result.stdout
@@ -162,7 +171,7 @@ def test_a_bare_install_shows_every_help_and_says_what_a_command_needs():
     assert tomllib.loads(configuration)["network"]["port"] == 8410
 
 
-def test_new_keys_open_a_server_of_two_models(model_folder, tmp_path):
+def test_new_keys_open_a_server_of_two_models(tiny, tmp_path):
     keys_file, config_file = tmp_path / "keys.toml", tmp_path / "server.toml"
     made = [call_cli("key", tenant) for tenant in ("ann", "bob b.")]
     keys_file.write_text("".join(one.stdout for one in made) + "sees_metrics = true\n")
@@ -170,8 +179,8 @@ def test_new_keys_open_a_server_of_two_models(model_folder, tmp_path):
     assert not any(key in keys_file.read_text() for key in (ann, bob))
     assert set(tomllib.loads(keys_file.read_text())["tenants"]) == {"ann", "bob b."}
     config_file.write_text(
-        f"[models.first]\npath = '{model_folder}'\nkv_tokens = 2000\n"
-        "[models.second]\npath = 'smollm2-135m'\nkv_tokens = 1500\n"
+        f"[models.first]\npath = '{tiny}'\nkv_tokens = 2000\n"
+        f"[models.second]\npath = '{tiny}'\nkv_tokens = 1500\n"
         f"[access]\nkeys_file = '{keys_file}'\n[logs]\nlog_format = 'json'\n[network]\nport = 0\n"
     )
     with served("--config", str(config_file)) as (url, _):

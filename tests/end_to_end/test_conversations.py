@@ -6,7 +6,6 @@ import json
 
 import jsonschema
 import pytest
-from support.commands import served
 
 import agentflow as af
 from agentflow.protocol.chat import ToolSpec
@@ -100,12 +99,11 @@ async def test_a_conversation_with_tools_embedded(model_folder):
         await call_or_answer(flow)
 
 
-async def test_a_conversation_with_tools_over_the_wire(model_folder):
-    with served("--model", str(model_folder)) as (url, _):
-        async with af.session(url, seed=1) as flow:
-            await converse(flow)
-            await call_or_answer(flow)
-            await refuse(flow)
+async def test_a_conversation_with_tools_over_the_wire(model_url):
+    async with af.session(model_url, seed=1) as flow:
+        await converse(flow)
+        await call_or_answer(flow)
+        await refuse(flow)
 
 
 async def refuse(flow: af.Session) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import anyio
 import pytest
-from support.commands import served
 
 import agentflow as af
 
@@ -44,12 +43,6 @@ async def run_on(**kwargs) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def server_url(model_folder):
-    with served("--dtype", "float32", "--kv-tokens", "4000", "--threads", "2") as (url, _):
-        yield url
-
-
-@pytest.fixture(scope="module")
 def embedded_result(model_folder):
     backend = af.Embedded(dtype="float32", kv_tokens=4000, threads=2)
     return anyio.run(lambda: run_on(backend=backend))
@@ -62,16 +55,16 @@ def test_the_values_are_worth_comparing(embedded_result):
 
 
 @pytest.mark.parametrize("backend", ["asyncio", pytest.param("trio", marks=pytest.mark.full)])
-def test_a_server_gives_what_the_embedded_engine_gives(embedded_result, server_url, backend):
-    assert anyio.run(lambda: run_on(url=server_url), backend=backend) == embedded_result
+def test_a_server_gives_what_the_embedded_engine_gives(embedded_result, model_url, backend):
+    assert anyio.run(lambda: run_on(url=model_url), backend=backend) == embedded_result
 
 
-def test_many_clients_at_once_get_the_same(embedded_result, server_url):
+def test_many_clients_at_once_get_the_same(embedded_result, model_url):
     async def main() -> list[dict[str, str]]:
         results: list[dict[str, str]] = []
 
         async def one() -> None:
-            results.append(await run_on(url=server_url))
+            results.append(await run_on(url=model_url))
 
         async with anyio.create_task_group() as group:
             for _ in range(6):
@@ -81,9 +74,9 @@ def test_many_clients_at_once_get_the_same(embedded_result, server_url):
     assert anyio.run(main) == [embedded_result] * 6
 
 
-def test_the_demo_answers_on_a_server(server_url):
+def test_the_demo_answers_on_a_server(model_url):
     result = subprocess.run(
-        [sys.executable, EXAMPLES / "essay_judge.py", "--url", server_url],
+        [sys.executable, EXAMPLES / "essay_judge.py", "--url", model_url],
         capture_output=True,
         text=True,
         timeout=100,

@@ -11,7 +11,6 @@ import anyio
 import msgspec
 import pytest
 from end_to_end.typed_cases import ALWAYS_END, CASES, Book, Person
-from support.commands import served
 
 import agentflow as af
 
@@ -83,12 +82,6 @@ BROAD = {"sampled plain": pytest.mark.full}
 HOW = [pytest.param(how, marks=BROAD.get(how, ())) for how in OPTIONS]
 
 
-@pytest.fixture(scope="module")
-def url(model_folder):
-    with served("--dtype", "float32", "--kv-tokens", "6000", "--threads", "2") as (url, _):
-        yield url
-
-
 class OnServer:
     """The outcomes on the server, by the names of ``OPTIONS``: each runs when it is first asked for."""
 
@@ -107,8 +100,8 @@ class OnServer:
 
 
 @pytest.fixture(scope="module")
-def on_server(url) -> OnServer:
-    return OnServer(url)
+def on_server(model_url) -> OnServer:
+    return OnServer(model_url)
 
 
 def is_further(part: Any, than: Any) -> bool:
@@ -247,9 +240,9 @@ async def some_wrong(s: af.State, flow: af.Session) -> tuple[dict[str, af.Agentf
     return told, await good["good"], await flow.stats()
 
 
-def test_an_unsupported_constraint_is_rejected_and_affects_no_other_request(url):
+def test_an_unsupported_constraint_is_rejected_and_affects_no_other_request(model_url):
     async def main() -> tuple[dict[str, af.AgentflowError], str, Any]:
-        async with af.session(url, seed=7) as flow:
+        async with af.session(model_url, seed=7) as flow:
             result: tuple[dict[str, af.AgentflowError], str, Any] = await flow.run(some_wrong, flow)
             return result
 
@@ -262,11 +255,11 @@ def test_an_unsupported_constraint_is_rejected_and_affects_no_other_request(url)
 
 
 @pytest.mark.full  # compiling it takes so long that a busy machine refuses it
-def test_a_pattern_too_large_for_a_dfa_is_enforced(url):
+def test_a_pattern_too_large_for_a_dfa_is_enforced(model_url):
     pattern = r".*a.{20}"
 
     async def main() -> str:
-        async with af.session(url, seed=7) as flow, flow.state() as s:
+        async with af.session(model_url, seed=7) as flow, flow.state() as s:
             s += "A sentence: " + af.gen("x", regex=pattern, max_tokens=40, stop="\n")
             s += af.gen("y", regex=pattern, max_tokens=2)
             with pytest.raises(
@@ -297,11 +290,11 @@ async def together(s: af.State) -> list[Any]:
     return [people, await s["older"], await s["age"], (await s.messages())[1]["content"]]
 
 
-def test_forked_wired_and_selected(url):
+def test_forked_wired_and_selected(model_url):
     async def main() -> list[Any]:
-        async with af.session(url, seed=7) as flow:
+        async with af.session(model_url, seed=7) as flow:
             first = await flow.run(together)
-        async with af.session(url, seed=7) as flow:
+        async with af.session(model_url, seed=7) as flow:
             assert await flow.run(together) == first
         async with embedded(seed=7) as flow:
             assert await flow.run(together) == first
@@ -318,9 +311,9 @@ def test_forked_wired_and_selected(url):
 
 
 @pytest.mark.parametrize("jumps", [True, False])
-def test_a_stop_string_ends_the_text_inside_a_value(url, jumps):
+def test_a_stop_string_ends_the_text_inside_a_value(model_url, jumps):
     async def main() -> None:
-        async with af.session(url, seed=7) as flow, flow.state() as s:
+        async with af.session(model_url, seed=7) as flow, flow.state() as s:
             s += af.user("Name a book.")
             s.begin("assistant")
             s += af.gen("book", schema=Book, stop='"year', jump_forward=jumps, logprobs=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.commands import served
 
 pytest.importorskip("pydantic_ai", reason="pydantic-ai-slim is not installed")
 
@@ -22,9 +20,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "pydantic_ai_agent.py"
 
 
 @pytest.fixture(scope="module")
-def url(model_folder: Path) -> Iterator[str]:
-    with served("--model", f"smollm2-135m={model_folder}", "--dtype", "float32") as (address, _):
-        yield address.replace("ws://", "http://") + "/v1"
+def url(model_url: str) -> str:
+    return model_url.replace("ws://", "http://") + "/v1"
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +20,24 @@ FOREIGN = 2**31 - 1
 """The value of req_to_token where no token is: reading a slot of this number fails at once."""
 
 
+BEST_LEVEL = next((level for level, need in reversed(LEVELS.items()) if cpu_flags().issuperset(need)), "")
+
+
+def quick_flags(level: str) -> tuple[str, ...]:
+    """The compiler's options for a level in tests. The best one is compiled as users have it; the others,
+    which only tests load here, at ``-O1``, which takes less than half of the time. ``make test-full``
+    compiles all as users have them."""
+    if level == BEST_LEVEL or "FULL_KERNELS" in os.environ:
+        return native_library.FLAGS
+    return tuple("-O1" if flag == "-O3" else flag for flag in native_library.FLAGS)
+
+
 class NativeAt:
     """The native kernels, compiled for a level of instructions that may be lower than the processor's."""
 
     def __init__(self, level: str) -> None:
         self.level = level
+        self._flags = quick_flags(level)
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(native_ops, name)
@@ -31,6 +45,7 @@ class NativeAt:
         def at_level(*args: Any, **options: Any) -> Any:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("AGENTFLOW_CPU", self.level)
+                patch.setattr(native_library, "FLAGS", self._flags)
                 return function(*args, **options)
 
         return at_level
@@ -43,10 +58,17 @@ if hasattr(ctypes.CDLL(None), "trapped_products"):  # a process of test_trapped_
 
 NATIVE = [NativeAt(level) for level, needed in LEVELS.items() if PRESENT_FLAGS.issuperset(needed)]
 """At every level that can run here."""
-NATIVE_KERNELS = pytest.mark.parametrize("kernels", NATIVE, ids=[f"native-{made.level}" for made in NATIVE])
-QUICK_KERNELS = pytest.mark.parametrize(
-    "kernels", [torch_ops, *NATIVE], ids=["torch", *[f"native-{made.level}" for made in NATIVE]]
-)
+# What avx512_vnni compiles, the levels below and above it compile too.
+NATIVE_PARAMS = [
+    pytest.param(
+        made,
+        id=f"native-{made.level}",
+        marks=[pytest.mark.full] if made.level == "avx512_vnni" != BEST_LEVEL else [],
+    )
+    for made in NATIVE
+]
+NATIVE_KERNELS = pytest.mark.parametrize("kernels", NATIVE_PARAMS)
+QUICK_KERNELS = pytest.mark.parametrize("kernels", [pytest.param(torch_ops, id="torch"), *NATIVE_PARAMS])
 
 
 @dataclass(frozen=True)

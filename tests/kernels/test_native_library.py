@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_cases import quick_flags
 
 from agentflow.kernels import native_library, native_ops, ops, torch_ops
 from agentflow.kernels.native_library import NoNativeKernels, load_best, load_library, native_level
@@ -195,6 +196,7 @@ def test_native_kernels_are_not_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_cpu_runs_on_them(flags: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_library, "FLAGS", quick_flags("avx2"))
     monkeypatch.delenv("AGENTFLOW_KERNELS", raising=False)
     flags.update(native_library.AVX2)
     assert ops.kernels_for(CPU) is native_ops
@@ -205,7 +207,10 @@ def test_a_cpu_runs_on_them(flags: set[str], monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.skipif(
     PRESENT.issuperset(native_library.LEVELS["amx"]), reason="here Linux gives the right to tiles"
 )
-def test_a_linux_that_refuses_tiles_has_products_without(flags: set[str]) -> None:
+def test_a_linux_that_refuses_tiles_has_products_without(
+    flags: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_library, "FLAGS", quick_flags("amx"))
     flags.update(native_library.LEVELS["amx"])
     assert Path(native_ops.library()._name).name.startswith("amx-")
     x, weight = torch.randn(40, 64).bfloat16(), torch.randn(96, 64).bfloat16()

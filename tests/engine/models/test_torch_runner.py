@@ -224,11 +224,10 @@ def test_edits_and_likeliest_tokens_are_those_of_their_rows(
 @pytest.fixture(scope="module")
 def eager_and_sdpa(model_folder: Path, prompts: list[list[int]]) -> list[torch.Tensor]:
     """transformers' logits of the beginnings of all prompts in bfloat16, with either kind of attention."""
+    model = gguf_references.transformers_model(model_folder, dtype=torch.bfloat16).eval()
     found = []
     for implementation in ("eager", "sdpa"):
-        model = gguf_references.transformers_model(
-            model_folder, dtype=torch.bfloat16, attn_implementation=implementation
-        ).eval()
+        model.set_attn_implementation(implementation)
         with torch.inference_mode():
             found.append(torch.cat([model(torch.tensor([ids[:14]])).logits[0].float() for ids in prompts]))
     return found

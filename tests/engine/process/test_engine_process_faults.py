@@ -15,7 +15,7 @@ import psutil
 import pytest
 from support.engine_loaders import POISON, SLOW_POISON, start
 from support.holds import Hold
-from support.process_engine import PLAIN, generate, process_engine, text_after
+from support.process_engine import PLAIN, Ticks, generate, process_engine, text_after
 
 from agentflow.engine.process import child as child_module
 from agentflow.engine.process.child import ChildProcess, to_frame
@@ -72,7 +72,7 @@ def children(pid: int) -> list[int]:
 
 async def test_killed_at_each_load_the_server_does_not_start():
     with pytest.raises(EngineFailed, match=r"SIGKILL.*\b3\b"):
-        async with process_engine(kill_load=True):
+        async with process_engine(ticks=Ticks(), kill_load=True):
             pytest.fail("it opened")
 
 
@@ -97,7 +97,7 @@ async def test_a_request_that_kills_the_engine_each_time_fails_alone(poison, opt
             assert "".join(deltas) == end.text
             texts[number] = end.text
 
-    async with process_engine(config={"max_running": 4}, **options) as client:
+    async with process_engine(ticks=Ticks(), config={"max_running": 4}, **options) as client:
         async with anyio.create_task_group() as group:
             for number in (20, poison, 21, 22, 23, 24):
                 group.start_soon(run, number)

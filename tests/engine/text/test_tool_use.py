@@ -140,7 +140,7 @@ def test_either_calls_or_the_requested_constraint(name, form, tools):
     start = (use.form.mark or '{"name": "weather", "parameters": {"city": "').encode()
     for prefix, is_call in ((beginning, False), (start, True)):
         num_texts = 0
-        for seed in range(10):
+        for seed in range(5):
             text = walk(text_under(compiled), random.Random(seed), prefix=prefix)
             if text is None:
                 continue

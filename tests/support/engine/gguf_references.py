@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
+import gguf
+import pytest
 import tokenizers
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -17,10 +20,19 @@ def transformers_model(folder: Path, **options: Any) -> PreTrainedModel:
     """The model as transformers reads the file, dequantised."""
     file = find_gguf(folder)
     assert file is not None
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), **options
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", _reader)
+        patch.setattr(gguf, "get_tensor_name_map", _tensor_name_map)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), **options
+        )
     return model
+
+
+# transformers parses the whole vocabulary twice, and makes this map again for each module, which takes more
+# than half of the time.
+_reader = functools.lru_cache(maxsize=1)(gguf.GGUFReader)
+_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
 
 
 def library_tokenizer(folder: Path) -> tokenizers.Tokenizer:
