@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from support.docs.page_blocks import DOCS
 
+from agentflow.engine.models.families.registry import FAMILIES
 from agentflow.engine.store.catalog import CATALOG
+from agentflow.engine.store.gguf.architectures import ARCHITECTURES
 from agentflow.runtime.declared import allowed_values
 from agentflow.server.config.config import read_config_file
 from agentflow.server.config.schema import Setting, all_settings, model_settings
@@ -18,17 +20,22 @@ from agentflow.server.tenants.keys import read_keys_file
 SETTINGS = list(all_settings().values())
 
 
-@pytest.fixture(scope="module")
-def page() -> str:
-    spec = importlib.util.spec_from_file_location("settings_hook", DOCS / "hooks" / "settings.py")
+def rendered(name: str) -> str:
+    """The page of that name with what the hook of the same name writes."""
+    spec = importlib.util.spec_from_file_location(f"{name}_hook", DOCS / "hooks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
-    source = (DOCS / "operating" / "settings.md").read_text(encoding="utf-8")
-    rendered = hook.on_page_markdown(source, page=None)
-    assert rendered != source
-    return str(rendered)
+    source = (DOCS / "operating" / f"{name}.md").read_text(encoding="utf-8")
+    written = hook.on_page_markdown(source, page=None)
+    assert written != source
+    return str(written)
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return rendered("settings")
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=[setting.name for setting in SETTINGS])
@@ -70,6 +77,13 @@ def test_the_metrics_are_those_of_the_reference() -> None:
     named = {name.removesuffix("_bucket") for page in pages for name in re.findall(r"agentflow_\w+", page)}
     assert named
     assert {name for name in named if f"`{name}`" not in listed} == set()
+
+
+def test_the_page_of_models_has_every_architecture_and_where_it_is_in_gguf_files() -> None:
+    table = rendered("models").partition("## What runs")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    assert [row[0] for row in rows] == [f"`{name}`" for name in FAMILIES]
+    assert {name for row in rows for name in re.findall("`([^`]+)`", row[2])} == set(ARCHITECTURES)
 
 
 def test_the_page_of_models_has_the_short_names() -> None:

@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from support.engine.runner_driver import Driver
 from support.faults import has_param
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from agentflow.engine.machine import memory_need
+from agentflow.engine.models.families.registry import FAMILIES
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.errors import BadModelFolder
 
@@ -190,6 +192,11 @@ def assert_equal_to_transformers(model: PreTrainedModel, folder: Path) -> None:
     assert need.kv_bytes_per_token == runner.info.kv_bytes_per_token
     # Gemma's scaled and tied embeddings make a random model repeat itself.
     assert len(set(batch[1].generated)) > 4 or "gemma" in type(model).__name__.lower()
+
+
+def test_every_family_is_tested() -> None:
+    kinds = {kind for kind, _ in (MODELS | COMPOSED).values()}
+    assert {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind in kinds} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", COMPOSED | OTHERS)

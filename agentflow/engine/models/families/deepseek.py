@@ -79,4 +79,6 @@ def _experts(raw: RawConfig) -> ExpertsShape:
     )
 
 
-FAMILIES = (Family("DeepseekV2ForCausalLM", read_deepseek_v2, NAMES),)
+FAMILIES = (
+    Family("DeepseekV2ForCausalLM", "DeepSeek-V2, V2-Lite and their Coder models", read_deepseek_v2, NAMES),
+)

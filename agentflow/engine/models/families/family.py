@@ -97,13 +97,16 @@ class WeightNames:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """``read``: returns the shape; ``BadModelFolder`` for what cannot be run. ``other_names``: those of other
-    releases of the same architecture; the names with an embedding in the files count."""
+    """``models``: well-known ones. ``gguf``: the values of ``general.architecture`` in GGUF files. ``read``:
+    returns the shape; ``BadModelFolder`` for what cannot be run. ``other_names``: those of other releases of
+    the same architecture; the names with an embedding in the files count."""
 
     architecture: str
+    models: str
     read: Callable[[RawConfig], DecoderConfig]
     names: WeightNames = WeightNames()
     other_names: tuple[WeightNames, ...] = ()
+    gguf: tuple[str, ...] = ()
 
     def names_among(self, tensors: Collection[str]) -> WeightNames:
         """The names that fit the tensors of a model, or the usual ones."""

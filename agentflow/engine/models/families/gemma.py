@@ -95,10 +95,11 @@ def _text_names(prefix: str, head: str) -> WeightNames:
 
 
 FAMILIES = (
-    Family("Gemma2ForCausalLM", read_gemma2, NAMES),
-    Family("Gemma3ForCausalLM", read_gemma3, NAMES),
+    Family("Gemma2ForCausalLM", "Gemma 2", read_gemma2, NAMES, gguf=("gemma2",)),
+    Family("Gemma3ForCausalLM", "Gemma 3 for text", read_gemma3, NAMES, gguf=("gemma3",)),
     Family(
         "Gemma3ForConditionalGeneration",
+        "Gemma 3 for text and images: text only",
         read_gemma3_text,
         _text_names("language_model.model.", "language_model.lm_head"),
         (_text_names("model.language_model.", "lm_head"),),

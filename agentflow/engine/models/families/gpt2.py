@@ -93,4 +93,7 @@ def _unrotated(num_layers: int) -> tuple[LayerShape, ...]:
     return (LayerShape(rope=None),) * num_layers
 
 
-FAMILIES = (Family("GPT2LMHeadModel", read_gpt2, GPT2), Family("OPTForCausalLM", read_opt, OPT))
+FAMILIES = (
+    Family("GPT2LMHeadModel", "GPT-2, DistilGPT-2", read_gpt2, GPT2, gguf=("gpt2",)),
+    Family("OPTForCausalLM", "OPT but for its 350M", read_opt, OPT),
+)

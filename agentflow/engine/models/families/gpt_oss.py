@@ -39,4 +39,4 @@ def read_gpt_oss(raw: RawConfig) -> DecoderConfig:
     return replace(shape, layers=layers, experts=experts)
 
 
-FAMILIES = (Family("GptOssForCausalLM", read_gpt_oss, NAMES),)
+FAMILIES = (Family("GptOssForCausalLM", "GPT-OSS", read_gpt_oss, NAMES, gguf=("gpt-oss",)),)

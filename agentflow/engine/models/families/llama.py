@@ -46,9 +46,9 @@ def read_smollm3(raw: RawConfig) -> DecoderConfig:
 
 
 FAMILIES = (
-    Family("LlamaForCausalLM", read_llama),
-    Family("MistralForCausalLM", read_mistral),
-    Family("Qwen2ForCausalLM", read_qwen2),
-    Family("Qwen3ForCausalLM", read_qwen3),
-    Family("SmolLM3ForCausalLM", read_smollm3),
+    Family("LlamaForCausalLM", "Llama 2 to 3.3, SmolLM and SmolLM2, TinyLlama", read_llama, gguf=("llama",)),
+    Family("MistralForCausalLM", "Mistral 7B, Ministral, Mistral Small", read_mistral, gguf=("llama",)),
+    Family("Qwen2ForCausalLM", "Qwen2, Qwen2.5, QwQ, R1 distillations", read_qwen2, gguf=("qwen2",)),
+    Family("Qwen3ForCausalLM", "Qwen3", read_qwen3, gguf=("qwen3",)),
+    Family("SmolLM3ForCausalLM", "SmolLM3", read_smollm3, gguf=("smollm3",)),
 )

@@ -53,6 +53,6 @@ def read_qwen3_moe(raw: RawConfig) -> DecoderConfig:
 
 
 FAMILIES = (
-    Family("MixtralForCausalLM", read_mixtral, MIXTRAL),
-    Family("Qwen3MoeForCausalLM", read_qwen3_moe, QWEN3),
+    Family("MixtralForCausalLM", "Mixtral", read_mixtral, MIXTRAL, gguf=("llama",)),
+    Family("Qwen3MoeForCausalLM", "Qwen3 with experts", read_qwen3_moe, QWEN3, gguf=("qwen3moe",)),
 )

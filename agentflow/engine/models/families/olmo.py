@@ -17,4 +17,4 @@ def read_olmo2(raw: RawConfig) -> DecoderConfig:
     return standard_shape({"rms_norm_eps": 1e-5} | dict(raw), qk_norm="row")
 
 
-FAMILIES = (Family("Olmo2ForCausalLM", read_olmo2, NAMES),)
+FAMILIES = (Family("Olmo2ForCausalLM", "OLMo 2", read_olmo2, NAMES, gguf=("olmo2",)),)

@@ -25,4 +25,4 @@ def read_phi3(raw: RawConfig) -> DecoderConfig:
     return shape
 
 
-FAMILIES = (Family("Phi3ForCausalLM", read_phi3, NAMES),)
+FAMILIES = (Family("Phi3ForCausalLM", "Phi-3, Phi-3.5, Phi-4, Phi-4 mini", read_phi3, NAMES, gguf=("phi3",)),)
