@@ -58,12 +58,13 @@ class Embedded:
     """An engine in this process, the default of ``af.session()``.
 
     ``model``: a short name (``agentflow models`` lists them), ``OWNER/NAME`` on the Hugging Face hub, a model
-    folder or a GGUF file. A model of the hub is pulled if it is missing. ``dtype``: ``bfloat16``,
-    ``float32``, or ``auto``: quantised weights of a GGUF file stay quantised on a CPU. ``quantize``: ``int8``
-    or ``int4``, for weights that are not quantised. ``device``: ``cpu``, ``cuda``, or None to choose one.
-    ``kv_tokens``: the size of the KV pool in tokens, for the cache and running requests together; None to
-    choose one. ``token_budget``: prompt tokens per step. ``max_running``: requests per batch. ``threads``:
-    CPU threads. ``cache=False`` turns the prefix cache off. The defaults are those of ``agentflow serve``.
+    folder or a GGUF file. A model of the hub is pulled if it is missing. ``dtype``: ``auto``, ``bfloat16``,
+    ``float16`` or ``float32``; ``auto`` is ``bfloat16``, but on a CPU quantised weights of a GGUF file stay
+    as they are. ``quantize``: ``int8`` or ``int4``, for weights that are not quantised. ``device``: ``cpu``,
+    ``cuda``, or None to choose one. ``kv_tokens``: the size of the KV pool in tokens, for the cache and
+    running requests together; None to choose one. ``token_budget``: prompt tokens per step. ``max_running``:
+    requests per batch. ``threads``: CPU threads. ``cache=False`` turns the prefix cache off. The defaults are
+    those of ``agentflow serve``.
 
     >>> async with af.session(backend=af.Embedded("smollm2-135m", dtype="float32")) as flow:
     ...     grade = await flow.run(judge, essay)
@@ -73,7 +74,7 @@ class Embedded:
         self,
         model: str = DEFAULT_MODEL,
         *,
-        dtype: str = "bfloat16",
+        dtype: str = "auto",
         quantize: str | None = None,
         device: str | None = None,
         kv_tokens: int | None = None,

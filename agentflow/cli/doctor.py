@@ -286,7 +286,7 @@ def check_memory(name: str, folder: Path, *, asks_gpu: bool) -> Check:
         return Check("memory", "warning", str(error), "see whether nvidia-smi works")
     num_bytes = free.host_bytes if free.cuda_bytes is None else free.cuda_bytes
     where = "memory" if free.cuda_bytes is None else "GPU memory"
-    need = memory_need(name, folder, "bfloat16", None)
+    need = memory_need(name, folder, "auto", None, on_gpu=free.cuda_bytes is not None)
     found = (
         f"{num_bytes / 1e9:.1f} GB of {where} free; {name} has {need.weight_bytes / 1e9:.2f} GB of weights"
     )

@@ -47,7 +47,7 @@ def local_models() -> list[tuple[str, ...]]:
         if folder is not None:
             rows.append((name, "yes", *describe_model(folder, room), model.licence))
             continue
-        needs = room.describe(model.parameters, model.kv_numbers_per_token, model.context)
+        needs = room.describe(2 * model.parameters, 2 * model.kv_numbers_per_token, model.context)
         licence = f"{model.licence} (gated)" if model.is_gated else model.licence
         rows.append((name, "no", f"{_size(model.disk_bytes)} to pull", *needs, "-", "-", licence))
     for name, path in cached.items():
@@ -64,24 +64,26 @@ def _known_folder(name: str) -> Path | None:
 
 
 class _Room:
-    """The memory that models may take here, in bfloat16."""
+    """The memory that models may take here."""
 
     def __init__(self) -> None:
         self._free_bytes: int | None = None
+        self.is_on_gpu = False
         with contextlib.suppress(ImportError, EngineFailed):
             from agentflow.engine.machine import free_memory
             from agentflow.server.config.schema import EngineConfig
 
             free = anyio.run(free_memory, [None])
             num_bytes = free.host_bytes if free.cuda_bytes is None else free.cuda_bytes
+            self.is_on_gpu = free.cuda_bytes is not None
             self._free_bytes = int(num_bytes * EngineConfig().memory_share)
 
-    def describe(self, parameters: int, kv_numbers_per_token: int, context: int) -> tuple[str, str, str]:
+    def describe(self, weight_bytes: int, kv_bytes_per_token: int, context: int) -> tuple[str, str, str]:
         """The memory that a model needs with one whole context, whether it is there, and the context. Instead
         of "yes", the tokens that fit if there is no room for the whole context."""
         from agentflow.engine.machine import MIN_KV_TOKENS, PROCESS_BYTES
 
-        fixed, per_token = 2 * parameters + PROCESS_BYTES, 2 * kv_numbers_per_token
+        fixed, per_token = weight_bytes + PROCESS_BYTES, kv_bytes_per_token
         needed = _size(fixed + per_token * context)
         if self._free_bytes is None:
             return needed, "-", f"{context:,}"
@@ -98,14 +100,14 @@ def describe_model(path: Path, room: _Room) -> tuple[str, ...]:
     files = [path] if path.is_file() else [file for file in path.iterdir() if file.is_file()]
     size = _size(sum(file.stat().st_size for file in files))
     try:
-        need = memory_need("", path, "bfloat16", None)
+        need = memory_need("", path, "auto", None, on_gpu=room.is_on_gpu)
         context = read_shape(path)[0].get("max_position_embeddings") or 2_048
         template = chat_template_source(path)
     except (BadModelFolder, OSError, ValueError):
         return (size, "damaged", "-", "-", "-", "-")
     return (
         size,
-        *room.describe(need.weight_bytes // 2, need.kv_bytes_per_token // 2, int(context)),
+        *room.describe(need.weight_bytes, need.kv_bytes_per_token, int(context)),
         _yes(template is not None),
         _yes(template is not None and names_tools(template)),
     )
@@ -176,7 +178,7 @@ def _run(options: argparse.Namespace) -> int:
     show(LOCAL_COLUMNS, local_models(), console)
     if console.is_terminal:
         text = (
-            "\nmemory: weights in bfloat16, the KV of one whole context, and the work; fits: in free memory\n"
+            "\nmemory: weights, the KV of one whole context, and the work; fits: in free memory\n"
             "Any OWNER/NAME of the Hugging Face hub, model folder or .gguf file can be served too."
         )
         console.print(Text(text), style="dim")
@@ -188,10 +190,10 @@ COMMAND = Command(
     summary="list the models on this machine, or on a server",
     description="""\
 Lists the models with short names and those in the cache of the Hugging Face
-hub, with the memory that they need (weights in bfloat16, the KV of one whole
-context, and the work), whether that is free here (or for how many tokens), and
-whether they have a chat template and support tools. With --url: the models of
-a server. Without a terminal, the columns are separated by tabs.""",
+hub, with the memory that they need with --dtype auto (weights, the KV of one
+whole context, and the work), whether that is free here (or for how many
+tokens), and whether they have a chat template and support tools. With --url:
+the models of a server. Without a terminal, tabs separate the columns.""",
     examples="""\
 agentflow models
 agentflow models --url http://127.0.0.1:8410

@@ -48,7 +48,8 @@ async def welcome(server: RunningServer, *, has_page: bool, opens_browser: bool)
     ]
     lines = [f"  {name:<11}{address}" for name, address in addresses]
     title = f"agentflow {__version__} serves {', '.join(server.models)}"
-    print("\n".join(["", title, "", *lines, "", "Ctrl-C ends it."]), flush=True)
+    weights = [f"{name}: {weights}" for name, weights in server.weights.items()]
+    print("\n".join(["", title, *weights, "", *lines, "", "Ctrl-C ends it."]), flush=True)
     if has_page and opens_browser:
         # In a thread: some browsers are waited for.
         await anyio.to_thread.run_sync(webbrowser.open, f"{base}/ui/", abandon_on_cancel=True)

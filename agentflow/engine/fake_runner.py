@@ -50,6 +50,7 @@ class FakeRunner:
             kv_bytes_per_token=16,
             weight_bytes=0,
             embedding_size=embedding_size,
+            weights="no weights",
         )
         self._next_token = next_token
         self._on_step = on_step

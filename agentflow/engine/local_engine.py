@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -29,6 +30,8 @@ from agentflow.engine.store.model_store import fetch_model_async, resolve_model
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 # Time limit of a load beside reading the weights: importing torch, compiling kernels, a cold disk.
 LOAD_S = 180.0
 SLOW_DISK_BYTES_PER_S = 20e6
@@ -45,7 +48,7 @@ async def open_engine(
     folder = resolve_model(options.model)
     if options.own_process:
         # Sized once, here: after a restart the pool must have the same size.
-        kv_tokens = options.kv_tokens or _kv_tokens(options, folder, free_host_bytes())
+        kv_tokens = options.kv_tokens or _kv_tokens(options, folder, "cpu")
         chosen = replace(options, model=str(folder), kv_tokens=kv_tokens)
         start = Start(loader=f"{__name__}:{load_engine.__name__}", options=asdict(chosen))
         opening = supervised_engine(
@@ -110,7 +113,7 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
 
     # In a process of its own, the pool is given, and was checked where the process was started.
     num_slots = options.kv_tokens if options.own_process else None
-    num_slots = num_slots or _kv_tokens(options, folder, _free_bytes(device))
+    num_slots = num_slots or _kv_tokens(options, folder, device)
     embeds = options.task == "embed"
     tokenizer = Tokenizer.from_folder(folder, embeds=embeds)
     embedding = read_embedding_folder(folder) if embeds else None
@@ -149,6 +152,7 @@ async def open_generator(**options: Any) -> AsyncIterator[EngineGenerator]:
     template = ChatTemplate.from_folder(folder)
     # The compiler first: its process loads at the same time as the model, and uses only what that leaves.
     async with constraint_compiler() as compiler, open_engine(chosen) as client:
+        logger.info("%s: %s", name, client.info.weights)
         yield EngineGenerator(client, template, name=name, compiler=compiler)
 
 
@@ -176,10 +180,15 @@ def _free_bytes(device: str) -> int:
     return free_host_bytes() if on_gpu is None else on_gpu
 
 
-def _kv_tokens(options: EngineOptions, folder: Path, free_bytes: int) -> int:
-    return fitting_kv_tokens(
-        memory_need(
-            folder.name, folder, options.dtype, options.kv_tokens, options.quantize, task=options.task
-        ),
-        free_bytes,
+def _kv_tokens(options: EngineOptions, folder: Path, device: str) -> int:
+    free_bytes = _free_bytes(device)
+    need = memory_need(
+        folder.name,
+        folder,
+        options.dtype,
+        options.kv_tokens,
+        options.quantize,
+        task=options.task,
+        on_gpu=device == "cuda",
     )
+    return fitting_kv_tokens(need, free_bytes)

@@ -133,15 +133,16 @@ def memory_need(
     quantize: str | None = None,
     *,
     task: str = "generate",
+    on_gpu: bool = False,
 ) -> MemoryNeed:
     """What the model in ``folder``, or in a GGUF file, needs. ``dtype``, ``quantize``, ``task``: as in
     ``EngineSettings``. ``BadModelFolder``."""
-    item_bytes = 4 if dtype == "float32" else 2
+    item_bytes = 4 if dtype == "float32" or (dtype == "float16" and not on_gpu) else 2
     config, num_parameters = read_shape(folder)
     weight_bytes = num_parameters * item_bytes
     if quantize is not None:
         weight_bytes = int(num_parameters * _QUANTIZED_ITEM_BYTES[quantize])
-    if dtype == "auto" and not has_driver() and (panels := _panel_bytes(folder, config)):
+    if dtype == "auto" and not on_gpu and (panels := _panel_bytes(folder, config)):
         weight_bytes = min(weight_bytes, panels)
     if task == "embed" and not read_embedding_folder(folder).takes_last:  # no keys and values are kept
         return MemoryNeed(name, weight_bytes, ID_BYTES, kv_tokens)

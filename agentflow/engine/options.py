@@ -29,9 +29,12 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
         Literal["generate", "embed"], doc("what the model is for: generating text, or embeddings")
     ] = "generate"
     dtype: Annotated[
-        Literal["auto", "bfloat16", "float32"],
-        doc("data type of the weights (auto: quantised weights of a GGUF file stay quantised on a CPU)"),
-    ] = "bfloat16"
+        Literal["auto", "bfloat16", "float16", "float32"],
+        doc(
+            "data type of weights and KV (auto: bfloat16, but quantised weights of a GGUF file stay as they "
+            "are on a CPU; float16 is for GPUs)"
+        ),
+    ] = "auto"
     quantize: Annotated[
         Literal["int8", "int4"] | None, doc("round weights that are not quantised to 8 or 4 bits, on a CPU")
     ] = None

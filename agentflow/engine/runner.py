@@ -12,8 +12,9 @@ from agentflow.engine.batch import Batch, BatchOutput
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
     """What the engine needs to know about a model. ``num_slots``: size of the KV pool in tokens.
-    ``max_context``: longest sequence. ``end_token_ids``: the model's end tokens. ``embedding_size``: of a
-    model that makes embeddings and generates nothing, their number of dimensions; 0: it generates."""
+    ``max_context``: longest sequence. ``end_token_ids``: the model's end tokens. ``weights``: for people, how
+    they are held. ``embedding_size``: of a model that makes embeddings and generates nothing, their number of
+    dimensions; 0: it generates."""
 
     model: str
     vocab_size: int
@@ -22,6 +23,7 @@ class RunnerInfo:
     end_token_ids: tuple[int, ...]
     kv_bytes_per_token: int
     weight_bytes: int
+    weights: str
     embedding_size: int = 0
 
 

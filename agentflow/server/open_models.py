@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -25,6 +26,8 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.config.schema import EngineConfig
 from agentflow.server.models import EngineModel, Models
 from agentflow.server.tenants.rate_limit import TenantGate
+
+logger = logging.getLogger(__name__)
 
 _WARM_UP = SamplingParams(max_tokens=2, ignore_eos=True)
 
@@ -57,6 +60,7 @@ async def open_models(
         opened: list[EngineModel] = []
         for name, options in sized.items():
             client = await stack.enter_async_context(open_engine(options, shutdown))
+            logger.info("%s: %s", name, client.info.weights)
             await _warm_up(client)
             if record_to is not None and sink is not None:
                 await stack.enter_async_context(recording(client, sink, name=workload_name(record_to)))
@@ -78,10 +82,17 @@ def _sized(
     on_host: list[MemoryNeed] = []
     on_gpu: list[MemoryNeed] = []
     for name, options in models.items():
+        is_on_gpu = free.is_on_gpu(options.device)
         need = memory_need(
-            name, folders[name], options.dtype, options.kv_tokens, options.quantize, task=options.task
+            name,
+            folders[name],
+            options.dtype,
+            options.kv_tokens,
+            options.quantize,
+            task=options.task,
+            on_gpu=is_on_gpu,
         )
-        (on_gpu if free.is_on_gpu(options.device) else on_host).append(need)
+        (on_gpu if is_on_gpu else on_host).append(need)
     shares = divide_memory(on_host, int(free.host_bytes * memory_share))
     shares |= divide_memory(on_gpu, int((free.cuda_bytes or 0) * memory_share))
     return {

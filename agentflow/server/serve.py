@@ -35,7 +35,7 @@ from agentflow.server.app import Access, create_app
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.http.acceptor import Acceptor, max_open_connections, with_descriptors
 from agentflow.server.http.protocol import TimedHttpProtocol, timed_http_protocol
-from agentflow.server.models import OpenModels
+from agentflow.server.models import EngineModel, OpenModels
 from agentflow.server.service import Service
 from agentflow.server.websocket.sessions import Sessions
 
@@ -65,6 +65,12 @@ class RunningServer:
     def models(self) -> list[str]:
         """The names of its models."""
         return [model.name for model in self.service.models]
+
+    @property
+    def weights(self) -> dict[str, str]:
+        """How the weights of each model are held, for people."""
+        models = [model for model in self.service.models if isinstance(model, EngineModel)]
+        return {model.name: model.client.info.weights for model in models}
 
     @property
     def service(self) -> Service:

@@ -229,7 +229,7 @@ async def measure(report: Report, console: Console) -> None:
     from agentflow.engine.models.torch_runner import TorchRunner
 
     folder = resolve_model(MODEL)
-    runner = TorchRunner(folder, num_slots=60_000, device="cpu", num_threads=2)
+    runner = TorchRunner(folder, num_slots=60_000, dtype="bfloat16", device="cpu", num_threads=2)
     tokenizer = Tokenizer.from_folder(folder)
     rounds = RUNS if report.scale == "full" else 1
     with Progress(console=console, transient=True) as progress:

@@ -53,7 +53,7 @@ async def generate_s(client: EngineClient, prompts: list[list[int]], num_tokens:
 
 def engine(**options: Any) -> AbstractAsyncContextManager[EngineClient]:
     """Runs the engine in bfloat16 on two threads."""
-    return open_engine(EngineOptions(MODEL, device="cpu", threads=NUM_THREADS, **options))
+    return open_engine(EngineOptions(MODEL, dtype="bfloat16", device="cpu", threads=NUM_THREADS, **options))
 
 
 async def measure_decode(report: Report, peer: Transformers) -> None:

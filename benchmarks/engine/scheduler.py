@@ -36,7 +36,9 @@ def fit_cost_model(console: Console) -> CostModel:
     from agentflow.engine.models.torch_runner import TorchRunner
     from agentflow.engine.store.model_store import resolve_model
 
-    runner = TorchRunner(resolve_model("smollm2-135m"), num_slots=20_000, device="cpu", num_threads=2)
+    runner = TorchRunner(
+        resolve_model("smollm2-135m"), num_slots=20_000, dtype="bfloat16", device="cpu", num_threads=2
+    )
     samples: list[tuple[tuple[float, ...], float]] = []
 
     def timed(batch: Batch) -> BatchOutput:

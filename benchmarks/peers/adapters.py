@@ -120,7 +120,7 @@ def _measure(adapter: str, pipeline: str, route: str, options: tuple[str, ...], 
 
 @contextmanager
 def _served(*options: str) -> Iterator[str]:
-    command = [sys.executable, "-m", "agentflow", "serve", "--port", "0", *options]
+    command = [sys.executable, "-m", "agentflow", "serve", "--port", "0", "--dtype", "bfloat16", *options]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment

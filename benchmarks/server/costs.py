@@ -31,7 +31,15 @@ async def start_server(port: int) -> Process:
     """Runs ``agentflow serve`` with the default model, and waits until it is ready."""
     command = [sys.executable, "-m", "agentflow", "serve", "--port", str(port)]
     server = await asyncio.create_subprocess_exec(
-        *command, "--kv-tokens", str(KV_TOKENS), "--threads", "2", stdout=PIPE, stderr=DEVNULL
+        *command,
+        "--kv-tokens",
+        str(KV_TOKENS),
+        "--threads",
+        "2",
+        "--dtype",
+        "bfloat16",
+        stdout=PIPE,
+        stderr=DEVNULL,
     )
     assert server.stdout is not None
     while line := await server.stdout.readline():

@@ -43,7 +43,9 @@ REFUSED = {429, 503}
 @asynccontextmanager
 async def served() -> AsyncIterator[RunningServer]:
     """Runs a server that rejects requests that would wait longer than ``MAX_WAIT_S``."""
-    engine = EngineOptions(MODEL, device="cpu", threads=2, max_running=MAX_RUNNING, kv_tokens=20_000)
+    engine = EngineOptions(
+        MODEL, dtype="bfloat16", device="cpu", threads=2, max_running=MAX_RUNNING, kv_tokens=20_000
+    )
     async with running_server(lambda: open_models({MODEL: engine}, max_wait_s=MAX_WAIT_S)) as server:
         yield server
 

@@ -56,7 +56,7 @@ async def measure_prompts(report: Report, clients: LoadProcess) -> None:
     rounds = 5 if report.scale == "full" else 2
     waits: list[tuple[float, float]] = []
     steps: list[tuple[float, float]] = []
-    engine = EngineOptions(MODEL, device="cpu", threads=2, kv_tokens=KV_TOKENS)
+    engine = EngineOptions(MODEL, dtype="bfloat16", device="cpu", threads=2, kv_tokens=KV_TOKENS)
     async with running_server(lambda: open_models({MODEL: engine})) as server, load_process() as others:
         port, [model] = port_of(server), server.service.models
         assert isinstance(model, EngineModel)
@@ -123,7 +123,9 @@ async def measure_long_prompt(report: Report, clients: LoadProcess) -> None:
     limit_spinning()
     from agentflow.engine.models.torch_runner import TorchRunner
 
-    runner = TorchRunner(resolve_model(MODEL), num_slots=KV_TOKENS, device="cpu", num_threads=2)
+    runner = TorchRunner(
+        resolve_model(MODEL), num_slots=KV_TOKENS, dtype="bfloat16", device="cpu", num_threads=2
+    )
     numbers = np.random.default_rng(0)
 
     def prompt_s() -> float:

@@ -37,7 +37,9 @@ NUM_TOKENS = 64
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[RunningServer, EngineModel]]:
     """Runs a server in this process with its engine in another, as ``agentflow serve`` does."""
-    engine = EngineOptions(MODEL, device="cpu", threads=2, max_running=NUM_STREAMS, kv_tokens=20_000)
+    engine = EngineOptions(
+        MODEL, dtype="bfloat16", device="cpu", threads=2, max_running=NUM_STREAMS, kv_tokens=20_000
+    )
     async with running_server(lambda: open_models({MODEL: engine})) as server:
         [model] = server.service.models
         assert isinstance(model, EngineModel)

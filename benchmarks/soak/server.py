@@ -117,6 +117,7 @@ class SoakServer:
 def soak_server(log: Path) -> Iterator[SoakServer]:
     """Runs a server with a cache that is always full, on a free port. Its output goes to ``log``."""
     options = ["--model", MODEL, "--port", "0", "--kv-tokens", f"{KV_TOKENS}", "--max-running", "16"]
+    options += ["--dtype", "bfloat16"]
     options += ["--resume-grace", f"{RESUME_GRACE_S}"]
     command = [sys.executable, "-m", "agentflow", "serve", *options]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}

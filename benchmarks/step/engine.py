@@ -32,7 +32,7 @@ NUM_SLOTS = 40_000
 
 def measure(report: Report, folder: Path) -> None:
     """Measures ``overhead_share``: the share of a step outside the kernels, for 1 and for 32 streams."""
-    runner = TorchRunner(folder, num_slots=NUM_SLOTS, device="cpu", num_threads=2)
+    runner = TorchRunner(folder, num_slots=NUM_SLOTS, dtype="bfloat16", device="cpu", num_threads=2)
     with _other_process() as connection:
 
         def deliver(messages: list[FromEngine]) -> None:

@@ -71,7 +71,9 @@ def runner_on(kernels: str) -> TorchRunner:
     """Returns the default model in bfloat16 on the named kernels, with data in every slot: untouched pages
     all map to one page of zeros, and reading them costs nothing."""
     with patch.dict(os.environ, AGENTFLOW_KERNELS=kernels):
-        runner = TorchRunner(resolve_model(MODEL), num_slots=NUM_SLOTS, device="cpu", num_threads=NUM_THREADS)
+        runner = TorchRunner(
+            resolve_model(MODEL), num_slots=NUM_SLOTS, dtype="bfloat16", device="cpu", num_threads=NUM_THREADS
+        )
     for layer in runner.kv_layers:
         layer.normal_()
     return runner

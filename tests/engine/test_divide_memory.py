@@ -104,6 +104,8 @@ def test_weights_are_counted_in_the_headers_of_their_files(tmp_path):
         (tmp_path / f"model-{number}.safetensors").write_bytes(data)
     assert memory_need("m", tmp_path, "bfloat16", None) == MemoryNeed("m", 22 * 2, 2 * 2 * 2 * 8 * 2, None)
     assert memory_need("m", tmp_path, "float32", 7) == MemoryNeed("m", 22 * 4, 2 * 2 * 2 * 8 * 4, 7)
+    assert memory_need("m", tmp_path, "float16", None, on_gpu=True).weight_bytes == 22 * 2
+    assert memory_need("m", tmp_path, "float16", None).weight_bytes == 22 * 4
     (tmp_path / "model-0.safetensors").write_bytes(b"short")
     with pytest.raises(BadModelFolder, check=has_param("model-0.safetensors")):
         memory_need("m", tmp_path, "bfloat16", None)

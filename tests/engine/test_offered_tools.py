@@ -18,7 +18,7 @@ from agentflow.engine.text.token_state import TokenState
 from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolChoice, ToolSpec
 from benchmarks.constrained.text_walks import text_under, walk
 
-LIMITS = PromptLimits(TOKENIZER, RunnerInfo("x", TOKENIZER.vocab_size, 10**6, 10**6, (0,), 1, 1))
+LIMITS = PromptLimits(TOKENIZER, RunnerInfo("x", TOKENIZER.vocab_size, 10**6, 10**6, (0,), 1, 1, ""))
 STABLE = {name: template for name, template in ALL.items() if template not in UNSTABLE}
 USER = Message("user", "What is the weather?")
 

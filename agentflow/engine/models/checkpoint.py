@@ -67,12 +67,16 @@ class TensorSource(ABC):
 
     def take_blocks(self, name: str, *shape: int) -> BlockMatrix | None:
         """The matrix with that name as it is stored, if that is in blocks of quantised values that the file
-        holds row by row. Valid until the files are closed; else None."""
+        holds row by row. Valid until ``release_blocks`` or until the files are closed; else None."""
         return None
 
     def take_stacked_blocks(self, name: str, *shape: int) -> list[BlockMatrix] | None:
         """As ``take_blocks``, the matrices [out, in] of a stack that has the shape [count, in, out]."""
         return None
+
+    def release_blocks(self, names: Collection[str]) -> None:
+        """Releases the memory of what ``take_blocks`` returned."""
+        return
 
     def refuse_leftovers(self, *ignored_endings: str, ignored_parts: tuple[str, ...] = ()) -> None:
         """``BadModelFolder`` if a tensor was not taken: the weights belong to another architecture."""
@@ -180,10 +184,14 @@ class GgufCheckpoint(TensorSource):
         self._taken.add(name)
         return BlockMatrix(tensor.type_name, tensor.raw, (shape[0], shape[1]))
 
+    def release_blocks(self, names: Collection[str]) -> None:
+        for tensor in map(self._tensors.__getitem__, names):
+            for part in (tensor,) if isinstance(tensor, GgufTensor) else tensor.parts:
+                rows = part.stored.rows
+                release_file_pages(rows.ctypes.data, rows.nbytes)
+
     @contextmanager
     def _stored(self, name: str) -> Iterator[Tensor]:
-        tensor = self._tensors[name]
-        yield torch.from_numpy(np.require(tensor.dequantised(), requirements="W"))  # as torch wants it
-        for part in (tensor,) if isinstance(tensor, GgufTensor) else tensor.parts:
-            rows = part.stored.rows
-            release_file_pages(rows.ctypes.data, rows.nbytes)
+        # Torch takes writable arrays only.
+        yield torch.from_numpy(np.require(self._tensors[name].dequantised(), requirements="W"))
+        self.release_blocks([name])

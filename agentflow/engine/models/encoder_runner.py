@@ -24,10 +24,16 @@ from agentflow.engine.batch import Batch, BatchOutput, FloatArray
 from agentflow.engine.machine import ID_BYTES
 from agentflow.engine.models.config import architectures_of, read_folder
 from agentflow.engine.models.pooling import EmbeddingHead, pooled
-from agentflow.engine.models.torch_runner import DTYPES, device_failure, device_named, use_threads
+from agentflow.engine.models.torch_runner import (
+    device_failure,
+    device_named,
+    dtype_on,
+    use_threads,
+    weights_in,
+)
 from agentflow.engine.runner import RunnerInfo, nothing
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
-from agentflow.errors import BadArgument, BadModelFolder
+from agentflow.errors import BadModelFolder
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +58,11 @@ class EncoderRunner:
         num_threads: int | None = None,
     ) -> None:
         folder = Path(folder)
-        if dtype not in DTYPES:
-            raise BadArgument(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}", param="dtype")
         use_threads(num_threads)
         self._device = device_named(device)
         self._embedding = embedding
-        self._model = _load(folder, DTYPES[dtype], self._device)
+        torch_dtype = dtype_on(self._device, dtype)
+        self._model = _load(folder, torch_dtype, self._device)
         config = self._model.config.get_text_config()
         self._head = EmbeddingHead(embedding, int(config.hidden_size), self._device)
         self._pad = int(getattr(config, "pad_token_id", None) or 0)
@@ -72,6 +77,7 @@ class EncoderRunner:
             end_token_ids=(),
             kv_bytes_per_token=ID_BYTES,
             weight_bytes=sum(parameter.nbytes for parameter in self._model.parameters()),
+            weights=weights_in(torch_dtype),
             embedding_size=self._head.size,
         )
 

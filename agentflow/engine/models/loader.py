@@ -39,9 +39,19 @@ class WeightFormat:
     quantise: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """``block_types``: of the matrices that are held in blocks of quantised values. ``origin``: for people,
+    where their values come from."""
+
+    model: CausalModel
+    block_types: frozenset[str]
+    origin: str
+
+
 def load_model(
     path: Path, config: DecoderConfig, *, weights: WeightFormat, device: torch.device, kernels: Kernels
-) -> CausalModel:
+) -> LoadedModel:
     """The model of a folder or GGUF file. Each matrix is packed as soon as it is read, so that only one is in
     memory beside the result. ``BadModelFolder`` if tensors are missing, misshapen or left over."""
     with torch.inference_mode(), open_checkpoint(path, weights.dtype, device) as checkpoint:
@@ -56,7 +66,11 @@ def load_model(
             *([f"{names.head}.weight"] if config.tie_word_embeddings else []),
             ignored_parts=names.ignored_parts,
         )
-    return model
+        as_stored = (
+            "as in its file" if isinstance(checkpoint, GgufCheckpoint) else "from a quantised checkpoint"
+        )
+    origin = as_stored if loader.is_as_stored else "quantised while loading"
+    return LoadedModel(model, frozenset(loader.block_types), origin)
 
 
 def open_checkpoint(path: Path, dtype: torch.dtype, device: torch.device) -> Checkpoint | GgufCheckpoint:
@@ -83,6 +97,8 @@ class _Loader:
         self._names = names
         self._kernels = kernels
         self._weights = weights
+        self.block_types: set[str] = set()
+        self.is_as_stored = True
 
     def llama(self) -> LlamaModel:
         config, names = self._config, self._names
@@ -152,6 +168,7 @@ class _Loader:
                 self._checkpoint.take_blocks(name, size, num_inputs) if self._weights.keeps_blocks else None
             )
             if stored is None and self._weights.quantise and num_inputs % BLOCK_SIZE == 0:
+                self.is_as_stored = False
                 stored = quantised(self._checkpoint.take(name, size, num_inputs), self._weights.quantise)
             if stored is None:
                 return None
@@ -159,7 +176,11 @@ class _Loader:
         packed = self._kernels.pack_blocks(blocks, bias, gated=is_gated)
         if packed is None:  # of several types, or of one that the kernels do not multiply
             dense = self._checkpoint.take_rows(list(parts), list(parts.values()), num_inputs)
-            packed = self._kernels.pack_blocks([quantised(dense, "Q8_0")], bias, gated=is_gated)
+            self.is_as_stored = False
+            blocks = [quantised(dense, "Q8_0")]
+            packed = self._kernels.pack_blocks(blocks, bias, gated=is_gated)
+        self._checkpoint.release_blocks(parts)
+        self.block_types.update(block.type for block in blocks)
         return packed
 
     def _llama_layer(self, prefix: str) -> LayerWeights:
@@ -314,9 +335,11 @@ class _Loader:
     def _expert(self, matrix: BlockMatrix | Tensor, bias: Tensor) -> LinearWeight:
         kernels, quantise = self._kernels, self._weights.quantise
         if isinstance(matrix, Tensor) and quantise and kernels.BLOCK_TYPES:
+            self.is_as_stored = False
             matrix = quantised(matrix, quantise) if matrix.shape[1] % BLOCK_SIZE == 0 else matrix
         if isinstance(matrix, Tensor):
             return kernels.pack_linear(matrix, bias)
+        self.block_types.add(matrix.type)
         packed = kernels.pack_blocks([matrix], bias)
         assert packed is not None  # kernels with any blocks take those of 5 and 8 bits
         return packed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from agentflow.engine.machine import usable_cpus
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.families.registry import is_native, read_config
 from agentflow.engine.models.kv_pool import KvPool
-from agentflow.engine.models.loader import CausalModel, WeightFormat, load_model
+from agentflow.engine.models.loader import CausalModel, LoadedModel, WeightFormat, load_model
 from agentflow.engine.models.pooling import EmbeddingHead
 from agentflow.engine.models.sampler import choice_rows, choose_tokens, wants_only_tokens
 from agentflow.engine.models.transformers_model import TransformersModel, load_transformers
@@ -24,6 +26,8 @@ from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.errors import BadArgument
 from agentflow.kernels.inputs import AttentionBatch, ForwardInput
 from agentflow.kernels.ops import Kernels, kernels_for
+
+logger = logging.getLogger(__name__)
 
 
 def forward_input_of(batch: Batch, kernels: Kernels, kv_layers: tuple[Tensor, ...]) -> ForwardInput:
@@ -37,7 +41,12 @@ def forward_input_of(batch: Batch, kernels: Kernels, kv_layers: tuple[Tensor, ..
     return ForwardInput(batch.token_ids, batch.positions, batch.write_slots, kv_layers, plan, rows)
 
 
-DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_DTYPES = {
+    "auto": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 _QUANTIZED = {"int8": "Q8_0", "int4": "Q4_1"}
 _MAX_LOGIT_ROWS = 256
 """The most rows of logits in memory at once: 200 kB each for a vocabulary of 50,000."""
@@ -48,11 +57,11 @@ _FAULT_WORDS = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "Triton Error [
 class TorchRunner:
     """Runs a model of one of the ``families``, or through transformers.
 
-    ``device``: cpu, cuda or None (cuda if available). ``dtype``: bfloat16 or float32, for weights,
+    ``device``: cpu, cuda or None (cuda if available). ``dtype``: bfloat16, float16 or float32, for weights,
     activations and KV; auto: bfloat16, but quantised weights stay as they are where the kernels can multiply
-    them. ``quantize``: int8 or int4, for weights that are not quantised yet. ``num_slots``: the size of the
-    KV pool in tokens. ``num_threads``: CPU threads of the whole process; None: torch's default, but at most
-    ``usable_cpus``.
+    them. On a CPU, float16 becomes float32, which has all its values. ``quantize``: int8 or int4, for weights
+    that are not quantised yet. ``num_slots``: the size of the KV pool in tokens. ``num_threads``: CPU threads
+    of the whole process; None: torch's default, but at most ``usable_cpus``.
 
     ``embedding``: makes embeddings from last tokens, and generates nothing; only for native families.
 
@@ -74,11 +83,9 @@ class TorchRunner:
     ) -> None:
         folder = Path(folder)
         torch_device = device_named(device)
-        if dtype not in DTYPES:
-            raise BadArgument(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}", param="dtype")
         use_threads(num_threads)
         self._kernels = kernels = _kernels(torch_device)
-        torch_dtype = DTYPES[dtype]
+        torch_dtype = dtype_on(torch_device, dtype)
         if quantize is not None and quantize not in _QUANTIZED:
             raise BadArgument(
                 f"quantize must be one of {', '.join(_QUANTIZED)}, not {quantize!r}", param="quantize"
@@ -106,9 +113,10 @@ class TorchRunner:
         )
         self._model: CausalModel | TransformersModel
         if isinstance(config, TransformersModel):
-            self._model = config
+            self._model, described = config, weights_in(torch_dtype)
         else:
-            self._model = load_model(folder, config, weights=weights, device=torch_device, kernels=kernels)
+            loaded = load_model(folder, config, weights=weights, device=torch_device, kernels=kernels)
+            self._model, described = loaded.model, _described(loaded, torch_dtype)
         self._embedding_head: EmbeddingHead | None = None
         if embedding is not None and isinstance(config, DecoderConfig):
             self._embedding_head = EmbeddingHead(embedding, config.hidden_size, torch_device)
@@ -121,6 +129,7 @@ class TorchRunner:
             kv_bytes_per_token=self._kv_pool.bytes_per_token,
             weight_bytes=self._model.nbytes,
             embedding_size=0 if self._embedding_head is None else self._embedding_head.size,
+            weights=described,
         )
 
     def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
@@ -189,12 +198,35 @@ def use_threads(num_threads: int | None) -> None:
         torch.set_num_threads(num_threads)
 
 
+def dtype_on(device: torch.device, name: str) -> torch.dtype:
+    """The type for activations that ``dtype`` names. ``BadArgument`` if it names none."""
+    if name not in _DTYPES:
+        raise BadArgument(f"dtype must be one of {', '.join(_DTYPES)}, not {name!r}", param="dtype")
+    if name == "float16" and device.type == "cpu":
+        logger.warning("float16 runs as float32 on a CPU, with twice the memory: bfloat16 is faster")
+        return torch.float32
+    return _DTYPES[name]
+
+
 def device_named(name: str | None) -> torch.device:
     if name not in (None, "cpu", "cuda"):
         raise BadArgument(f"device must be cpu or cuda, not {name!r}", param="device")
     if name == "cuda" and not torch.cuda.is_available():
         raise BadArgument("device is cuda, but torch finds no CUDA device", param="device")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def weights_in(dtype: torch.dtype) -> str:
+    """How weights that are not quantised are held, for people."""
+    return f"{str(dtype).removeprefix('torch.')} weights"
+
+
+def _described(loaded: LoadedModel, dtype: torch.dtype) -> str:
+    types = sorted(loaded.block_types)
+    if not types:
+        return weights_in(dtype)
+    bits = dict.fromkeys(re.sub(r"\D*(\d).*", r"\1", name) for name in types)
+    return f"{'- and '.join(sorted(bits))}-bit weights ({', '.join(types)}), {loaded.origin}"
 
 
 def _kernels(device: torch.device) -> Kernels:

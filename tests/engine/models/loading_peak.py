@@ -1,6 +1,7 @@
 """Loads a model folder in a process of its own for test_loading_memory.py.
 
-Prints three sizes in bytes: the growth of its resident memory at the peak and at the end, and the weights'.
+"auto" keeps the quantised weights of a GGUF file. Prints three sizes in bytes: the growth of its resident
+memory at the peak and at the end, and the weights'.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ def memory_bytes(name: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024
 
 
-def main(folder: Path, dtype: torch.dtype) -> None:
+def main(folder: Path, name: str) -> None:
+    keeps_blocks = name == "auto"
+    dtype = torch.bfloat16 if keeps_blocks else getattr(torch, name)
     device = torch.device("cpu")
     config, kernels = read_config(folder), kernels_for(device)
     kernels.pack_linear(torch.zeros(64, 64, dtype=dtype), None)  # what is made once, and by threads
     before = memory_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    model = load_model(folder, config, weights=WeightFormat(dtype), device=device, kernels=kernels)
-    print(memory_bytes("VmHWM") - before, memory_bytes("VmRSS") - before, model.nbytes)
+    weights = WeightFormat(dtype, keeps_blocks)
+    loaded = load_model(folder, config, weights=weights, device=device, kernels=kernels)
+    print(memory_bytes("VmHWM") - before, memory_bytes("VmRSS") - before, loaded.model.nbytes)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), getattr(torch, sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -136,3 +136,15 @@ def test_quantised_weights_are_multiplied_as_they_are(name: str, source: str, tm
         found, kept = logprobs(tmp_path, "bfloat16", "int8")
     assert np.abs(found - exact).mean() < 3 * np.abs(rounded - exact).mean()
     assert kept.info.weight_bytes < 0.55 * dense.info.weight_bytes
+    assert "8-bit" in kept.info.weights
+    assert "Q8_0" in kept.info.weights
+    assert ("as in its file" in kept.info.weights) == (source == "gguf")
+    assert dense.info.weights == "bfloat16 weights"
+
+
+def test_float16_runs_as_float32_on_a_cpu(tmp_path: Path) -> None:
+    save_model("llama_tied", tmp_path)
+    exact, _ = logprobs(tmp_path)
+    found, runner = logprobs(tmp_path, "float16")
+    np.testing.assert_array_equal(found, exact)
+    assert runner.info.weights == "float32 weights"

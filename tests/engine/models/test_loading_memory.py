@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.engine.gguf_models import write_gguf
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are Linux's to say")
 
@@ -32,7 +33,7 @@ def write_model(folder: Path, dtype: torch.dtype, *, is_tied: bool) -> None:
         "num_attention_heads": HEADS,
         "num_key_value_heads": HEADS,
         "head_dim": HEAD_DIM,
-        "rope_theta": 10000.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
         "tie_word_embeddings": is_tied,
@@ -69,8 +70,28 @@ def test_loading_peaks_at_the_weights_and_one_tensor(
 ) -> None:
     monkeypatch.setenv("AGENTFLOW_KERNELS", kernels)
     write_model(tmp_path, getattr(torch, stored), is_tied=is_tied)
+    peak, end, weights = loading_peak(tmp_path, loaded)
+    largest = VOCAB * HIDDEN * getattr(torch, loaded).itemsize
+    assert end <= weights + SLACK_BYTES
+    assert peak <= weights + largest + SLACK_BYTES
+
+
+def test_loading_quantised_weights_releases_the_file_that_they_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTFLOW_KERNELS", "native")
+    write_model(tmp_path, torch.float32, is_tied=True)
+    write_gguf(tmp_path, tmp_path / "model.gguf", "Q8_0")
+    peak, end, weights = loading_peak(tmp_path / "model.gguf", "auto")
+    assert weights < 1.1 * (tmp_path / "model.gguf").stat().st_size
+    assert end <= weights + SLACK_BYTES
+    assert peak <= weights + 2 * SLACK_BYTES < 1.6 * weights
+
+
+def loading_peak(path: Path, dtype: str) -> tuple[int, int, int]:
+    """What ``loading_peak.py`` prints."""
     child = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("loading_peak.py")), str(tmp_path), loaded],
+        [sys.executable, str(Path(__file__).with_name("loading_peak.py")), str(path), dtype],
         # Else the allocator keeps tens of megabytes of freed tensors, more or less by chance.
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
         capture_output=True,
@@ -78,6 +99,4 @@ def test_loading_peaks_at_the_weights_and_one_tensor(
         check=True,
     )
     peak, end, weights = map(int, child.stdout.split())
-    largest = VOCAB * HIDDEN * getattr(torch, loaded).itemsize
-    assert end <= weights + SLACK_BYTES
-    assert peak <= weights + largest + SLACK_BYTES
+    return peak, end, weights

@@ -253,7 +253,8 @@ def test_in_bfloat16_logits_stay_within_the_spread_of_transformers(
 def _logits_in_bfloat16(folder: Path, prompts: list[list[int]]) -> list[torch.Tensor]:
     config = read_config(folder)
     kernels = kernels_for(CPU)
-    model = load_model(folder, config, weights=WeightFormat(torch.bfloat16), device=CPU, kernels=kernels)
+    weights = WeightFormat(torch.bfloat16)
+    model = load_model(folder, config, weights=weights, device=CPU, kernels=kernels).model
     pool = KvPool(
         num_layers=config.num_layers,
         num_slots=64,
@@ -279,7 +280,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("dtype", "float16"), ("device", "tpu"), ("num_slots", 0), ("num_slots", 10**12)]
+    ("name", "value"), [("dtype", "float8"), ("device", "tpu"), ("num_slots", 0), ("num_slots", 10**12)]
 )
 def test_arguments_that_make_no_sense(model_folder: Path, name: str, value: object) -> None:
     arguments = {"num_slots": 10, "device": "cpu", "dtype": "bfloat16"} | {name: value}
