@@ -11,6 +11,13 @@ from support.docs.page_blocks import DOCS, ROOT
 PAGES = [*sorted((DOCS / "internals").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 
 
+def test_the_worked_example_is_a_family() -> None:
+    page = (DOCS / "internals" / "add-a-model.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    file = ROOT / "agentflow" / "engine" / "models" / "families" / "starcoder.py"
+    assert block == file.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_paths_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

@@ -144,6 +144,8 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
         | {"q_lora_rank": 24, "n_routed_experts": 8, "routed_scaling_factor": 2.0}
         | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     ),
+    "starcoder2": ("starcoder2", {"sliding_window": None, "tie_word_embeddings": False}),
+    "starcoder2_window": ("starcoder2", {"sliding_window": 16}),
     "gpt2": (
         "gpt2",
         {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256, "num_key_value_heads": None},
@@ -152,8 +154,6 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Those that run through transformers.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "starcoder2": ("starcoder2", {"sliding_window": None}),
-    "starcoder2_window": ("starcoder2", {"sliding_window": 16}),
     "gpt_neox": ("gpt_neox", {}),
     "stablelm": ("stablelm", {}),
     "granite": ("granite", {"attention_multiplier": 0.2, "logits_scaling": 3.0}),

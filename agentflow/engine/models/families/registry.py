@@ -14,7 +14,17 @@ from agentflow.engine.models.config import (
     end_token_ids,
     read_folder,
 )
-from agentflow.engine.models.families import deepseek, gemma, gpt2, gpt_oss, llama, mixture, olmo, phi
+from agentflow.engine.models.families import (
+    deepseek,
+    gemma,
+    gpt2,
+    gpt_oss,
+    llama,
+    mixture,
+    olmo,
+    phi,
+    starcoder,
+)
 from agentflow.engine.models.families.family import Family
 from agentflow.engine.models.packed.scheme import read_scheme
 from agentflow.engine.models.rope import inverse_frequencies
@@ -24,7 +34,7 @@ from agentflow.errors import BadModelFolder
 
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family
-    for module in (llama, mixture, gemma, phi, olmo, gpt_oss, deepseek, gpt2)
+    for module in (llama, mixture, gemma, phi, olmo, gpt_oss, deepseek, starcoder, gpt2)
     for family in module.FAMILIES
 }
 """The architectures that run natively, by the name in ``config.json``."""

@@ -1,0 +1,30 @@
+"""StarCoder 2 (arXiv 2402.19173): attention as Mistral's, with a window; norms and MLP as GPT-2's."""
+
+from __future__ import annotations
+
+from agentflow.engine.models.config import DecoderConfig, RawConfig
+from agentflow.engine.models.families.family import (
+    Family,
+    WeightNames,
+    activation_of,
+    layer_types,
+    standard_shape,
+    windowed,
+)
+
+NAMES = WeightNames(gate_up=("mlp.c_fc",), down="mlp.c_proj")
+
+
+def read_starcoder2(raw: RawConfig) -> DecoderConfig:
+    raw = {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, **raw}
+    return standard_shape(
+        raw,
+        norm="layer",
+        norm_eps=float(raw.get("norm_epsilon", 1e-5)),
+        activation=activation_of(raw, "hidden_act"),
+        is_gated=False,
+        layers=windowed(raw, layer_types(raw, lambda i: "sliding_attention")),
+    )
+
+
+FAMILIES = (Family("Starcoder2ForCausalLM", "StarCoder2", read_starcoder2, NAMES),)
