@@ -13,6 +13,7 @@ from agentflow.runtime.limits import TenantMemory
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.http.errors import not_ready
 from agentflow.server.models import Models
+from agentflow.server.openai.responses.store import ResponseStore
 from agentflow.server.tenants.keys import Tenants
 from agentflow.server.websocket.sessions import Sessions
 
@@ -43,7 +44,7 @@ class CallsInFlight:
 class Service:
     """``is_draining``: the server shuts down; running requests may finish, new ones are rejected.
     ``logs_prompts``: the log has the bodies of requests and answers. ``bodies``: the memory of requests'
-    bodies."""
+    bodies. ``responses``: those that later requests continue."""
 
     models: Models
     sessions: Sessions[Any]
@@ -52,6 +53,7 @@ class Service:
     http_limits: HttpLimits
     calls: CallsInFlight = field(default_factory=CallsInFlight)
     bodies: TenantMemory = field(init=False)
+    responses: ResponseStore = field(init=False)
     is_draining: bool = False
     logs_prompts: bool = False
     _body_threads: WeakValueDictionary[str, anyio.CapacityLimiter] = field(
@@ -59,6 +61,7 @@ class Service:
     )
 
     def __post_init__(self) -> None:
+        self.responses = ResponseStore(self.http_limits.responses_bytes, self.http_limits.response_lifetime_s)
         self.bodies = TenantMemory(
             self.http_limits.bodies_bytes,
             "the bodies of all requests in progress may have",

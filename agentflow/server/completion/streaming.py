@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from agentflow.protocol.events import Usage
@@ -24,13 +24,19 @@ class EventWriter(Protocol):
         """The events after the last delta. ``usage``: of all answers."""
 
 
-async def stream_completion(call: ApiCall, completion: Completion, writer: EventWriter) -> None:
+async def stream_completion(
+    call: ApiCall,
+    completion: Completion,
+    writer: EventWriter,
+    on_end: Callable[[], None] = lambda: None,
+) -> None:
     """Sends all answers. If the request is rejected, the error is raised before the status is sent; a later
-    error is the last event of the stream."""
+    error is the last event of the stream. ``on_end``: called before the last event is sent."""
     await completion.until_accepted()
     async with call.streaming() as stream:
         await stream.send(writer.start(completion.num_prompt_tokens))
         while deltas := await completion.next():
             await stream.send(writer.write(deltas))
         call.record.count(completion.usage)
+        on_end()
         await stream.end(writer.end(completion.usage))

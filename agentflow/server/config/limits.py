@@ -28,6 +28,10 @@ class HttpLimits(Declared, frozen=True, kw_only=True):
         Count | None, doc("prompt tokens of one HTTP request (not set: the model's context)")
     ] = None
     max_n: Annotated[Count, doc("answers to one HTTP request (its `n`)")] = 128
+    responses_bytes: Annotated[
+        Count, doc("memory for stored responses of `/v1/responses`; the oldest are dropped")
+    ] = 256_000_000
+    response_lifetime_s: Annotated[Seconds, doc("time for which a response is stored")] = 86_400.0
     stream_keepalive_s: Annotated[
         Seconds, doc("interval of keep-alive events in a stream that is otherwise silent")
     ] = 10.0

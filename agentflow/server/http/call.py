@@ -104,13 +104,7 @@ class ApiCall:
 
     def read(self, kind: type[T]) -> T:
         """Decodes the body. ``ApiError`` if it does not have this type."""
-        try:
-            return msgspec.json.decode(self._body, type=kind)
-        except msgspec.ValidationError as error:
-            message, param = _shown_fault(error)
-            raise ApiError(400, "invalid_request", message, param=param) from None
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise _not_json(error) from None
+        return decoded(self._body, kind)
 
     async def beside(self, function: Callable[[Unpack[ArgTs]], T], *arguments: *ArgTs) -> T:
         """Calls a function that processes the whole body. If the body is large, this happens in a thread of
@@ -256,6 +250,18 @@ class ApiCall:
             pass
 
 
+def decoded(data: bytes | bytearray | msgspec.Raw, kind: type[T], place: str = "") -> T:
+    """Decodes the body of a request, or the part of it at ``place``. ``ApiError`` if it does not have this
+    type."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        message, param = _shown_fault(error, place)
+        raise ApiError(400, "invalid_request", message, param=param) from None
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise _not_json(error) from None
+
+
 def address_of(scope: Scope) -> str | None:
     """The client's IP address, if it is known."""
     client = scope.get("client")
@@ -360,16 +366,17 @@ def _count(scan: JsonScan, piece: bytes) -> None:
         raise ApiError(413, "request_too_large", text) from None
 
 
-def _shown_fault(error: msgspec.ValidationError) -> tuple[str, str | None]:
+def _shown_fault(error: msgspec.ValidationError, within: str) -> tuple[str, str | None]:
     """The message and the field of an error. msgspec appends the place, such as `$.a[0]`, or `key` in `$.a`
-    for a name within a field. Names and values of the client are truncated, since they can be as long as the
-    body."""
+    for a name within a field. ``within``: what precedes all places. Names and values of the client are
+    truncated, since they can be as long as the body."""
     text, has_place, place = str(error).rpartition(" - at `")
     if not has_place:
         text, place = str(error), ""
     place = truncated(place, MAX_PARAM_CHARS)
     is_key = place.startswith("key` in `")
-    at = place.removeprefix("key` in `").rstrip("`").lstrip("$.")
+    at = place.removeprefix("key` in `").rstrip("`").lstrip("$")
+    at = f"{within}{at}".lstrip(".")
     if text.startswith(_UNKNOWN):
         field = _field(at, text.removeprefix(_UNKNOWN))
         return f"the parameter {field!r} is unknown", field

@@ -37,12 +37,26 @@ from agentflow.server.openai.models import (
     list_models,
     tokenize,
 )
+from agentflow.server.openai.responses.answer import ResponsesErrorFormat
+from agentflow.server.openai.responses.responses import (
+    create_response,
+    delete_response,
+    get_response,
+    list_input_items,
+)
+from agentflow.server.openai.responses.types import (
+    DeletedResponse,
+    ItemList,
+    ResponseAnswer,
+    ResponseRequest,
+)
 from agentflow.server.openai.types import ChatAnswer, ChatRequest
 from agentflow.server.tenants.keys import key_of_headers
 from agentflow.server.tenants.tickets import SessionTicket
 
 OPENAI = OpenAIErrorFormat()
 ANTHROPIC = AnthropicErrorFormat()
+RESPONSES = ResponsesErrorFormat()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +124,18 @@ ROUTES = (
         request=TextRequest,
         streams=True,
     ),
+    ApiRoute(
+        "POST",
+        "/v1/responses",
+        create_response,
+        RESPONSES,
+        response=ResponseAnswer,
+        request=ResponseRequest,
+        streams=True,
+    ),
+    ApiRoute("GET", "/v1/responses/{id}", get_response, RESPONSES, response=ResponseAnswer),
+    ApiRoute("DELETE", "/v1/responses/{id}", delete_response, RESPONSES, response=DeletedResponse),
+    ApiRoute("GET", "/v1/responses/{id}/input_items", list_input_items, RESPONSES, response=ItemList),
     ApiRoute(
         "POST",
         "/v1/messages",

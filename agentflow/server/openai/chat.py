@@ -203,10 +203,10 @@ def _tool_call(delta: ToolCallBegun | ToolArguments) -> bytes:
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> ChoiceLogprobs:
-    return ChoiceLogprobs(content=[_token_logprob(token) for token in tokens])
+    return ChoiceLogprobs(content=[token_logprob(token) for token in tokens])
 
 
-def _token_logprob(token: TokenLogprob) -> ChatTokenLogprob:
+def token_logprob(token: TokenLogprob) -> ChatTokenLogprob:
     return ChatTokenLogprob(
         token=token.text,
         bytes=_byte_values(token.raw),

@@ -55,10 +55,9 @@ _WHY_UNSUPPORTED = {
     "web_search_options": "the server does not search the web",
     "moderation": "the server does not moderate",
 }
-_FIELD_OF_CONSTRAINT = {"regex": "regex", "grammar": "grammar", "schema": "response_format"}
 # False has no effect.
 _FLAGS = ("store", "echo")
-_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _KIND_OF_PART = {ImagePart: "images", AudioPart: "audio", FilePart: "files"}
 _UNSUPPORTED_MEMBERS = {"audio": "the models generate no audio", "function_call": "use tool_calls"}
 
@@ -88,10 +87,14 @@ def naming_param(param: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def naming_field(
-    generator: EngineGenerator, prompt: str, constraint: Constraint | None = None
+    generator: EngineGenerator,
+    prompt: str,
+    constraint: Constraint | None = None,
+    *,
+    form: str = "response_format",
 ) -> Iterator[None]:
     """Makes errors of the engine name a field of the request: ``prompt`` if the prompt is too long, empty, or
-    has unknown ids, and the field of the constraint if that is rejected."""
+    has unknown ids, and the field of the constraint, ``form`` for a schema, if that is rejected."""
     try:
         yield
     except PromptTooLong as error:
@@ -102,7 +105,7 @@ def naming_field(
         if error.param == "prompt":
             error.param = prompt
         elif error.param == "constraint" and constraint is not None:
-            error.param = _FIELD_OF_CONSTRAINT[constraint.kind]
+            error.param = form if constraint.kind == "schema" else constraint.kind
         elif error.param == "choice":
             error.param = "tool_choice"
         raise
@@ -268,7 +271,7 @@ def tools_of(tools: Sequence[Tool]) -> tuple[ToolSpec, ...]:
 def _tool_spec(tool: Tool, place: str, scan: JsonScan) -> ToolSpec:
     if isinstance(tool, CustomTool):
         raise unsupported(f"{place}.type", "use tools of the type 'function'")
-    function, given, parameters = tool.function, tool.function.parameters, _NO_PARAMETERS
+    function, given, parameters = tool.function, tool.function.parameters, NO_PARAMETERS
     if given is not None and is_given(given):
         parameters = object_of(given, f"{place}.function.parameters", scan)
     return ToolSpec(function.name, function.description or "", parameters)

@@ -1,0 +1,207 @@
+"""Writes a response: its items as they are generated, and the events of a stream.
+
+``ResponseWriter`` reads the deltas of one answer. The events of a stream are ``response.created`` and
+``response.in_progress``; for each item ``response.output_item.added``, its parts or its arguments, and
+``response.output_item.done``; and ``response.completed`` or ``response.incomplete``. All are numbered. The
+constant part of an item's deltas is encoded once.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from agentflow.protocol.chat import CalledTool, Message
+from agentflow.protocol.events import Usage
+from agentflow.server.completion.request import (
+    AnswerEnded,
+    CompletionDelta,
+    TextDelta,
+    ToolArguments,
+    ToolCallBegun,
+)
+from agentflow.server.http.events import EVENT_END, event, event_head
+from agentflow.server.openai.answer import OpenAIErrorFormat, encode_json
+from agentflow.server.openai.chat import token_logprob
+from agentflow.server.openai.responses.types import (
+    FunctionCall,
+    Incomplete,
+    InputDetails,
+    ItemStatus,
+    OutputDetails,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    ResponseAnswer,
+    ResponseUsage,
+)
+from agentflow.server.openai.types import ChatTokenLogprob
+
+
+class ResponsesErrorFormat(OpenAIErrorFormat):
+    """Errors as in OpenAI's other APIs; that of a stream has a name."""
+
+    error_event = b"error"
+
+
+class ResponseWriter:
+    """The response to one request. ``answer``: the response, which grows. ``has_logprobs``: its text has
+    log-probabilities."""
+
+    def __init__(self, answer: ResponseAnswer, *, has_logprobs: bool) -> None:
+        self.answer = answer
+        self._has_logprobs = has_logprobs
+        self._num_events = 0
+        self._parts: list[str] = []
+        self._logprobs: list[ChatTokenLogprob] = []
+        self._open: OutputItem | None = None
+        self._head = b""
+
+    def start(self, prompt_tokens: int) -> bytes:
+        """The events before the first delta."""
+        return self._of_answer("created") + self._of_answer("in_progress")
+
+    def write(self, deltas: Sequence[CompletionDelta]) -> bytes:
+        """The events of these deltas."""
+        events: list[bytes] = []
+        for delta in deltas:
+            match delta:
+                case TextDelta():
+                    events.append(self._text(delta))
+                case ToolCallBegun():
+                    events.append(self._begin_call(delta))
+                case ToolArguments():
+                    self._parts.append(delta.text)
+                    events.append(self._delta(delta.text))
+                case AnswerEnded():
+                    events.append(self._finish(delta))
+        return b"".join(events)
+
+    def end(self, usage: Usage) -> bytes:
+        """The last event, with the whole response."""
+        return self._of_answer("incomplete" if self.answer.status == "incomplete" else "completed")
+
+    def message(self) -> Message:
+        """The answer as a message of the conversation."""
+        texts, calls = [], []
+        for item in self.answer.output:
+            if isinstance(item, OutputMessage):
+                texts += [part.text for part in item.content]
+            else:
+                calls.append(CalledTool(item.call_id, item.name, item.arguments))
+        return Message("assistant", "".join(texts), generated=True, tool_calls=tuple(calls))
+
+    # Items
+
+    def _text(self, delta: TextDelta) -> bytes:
+        if not delta.text and not delta.tokens:
+            return b""
+        begun = b"" if isinstance(self._open, OutputMessage) else self._begin_text()
+        self._parts.append(delta.text)
+        logprobs = [token_logprob(token) for token in delta.tokens] if self._has_logprobs else []
+        self._logprobs += logprobs
+        return begun + self._delta(delta.text, logprobs)
+
+    def _begin_text(self) -> bytes:
+        closed = self._close("completed")
+        item = OutputMessage(id=f"msg_{secrets.token_hex(12)}", status="in_progress", content=[])
+        added = self._add(item)
+        place = {"item_id": item.id, "output_index": self._index, "content_index": 0}
+        begun = self._event("response.content_part.added", {**place, "part": OutputText(text="")})
+        item.content.append(OutputText(text=""))
+        self._prepare("response.output_text.delta", place)
+        return closed + added + begun
+
+    def _begin_call(self, delta: ToolCallBegun) -> bytes:
+        closed = self._close("completed")
+        item = FunctionCall(
+            id=f"fc_{secrets.token_hex(12)}",
+            call_id=delta.id,
+            name=delta.name,
+            arguments="",
+            status="in_progress",
+        )
+        added = self._add(item)
+        place = {"item_id": item.id, "output_index": self._index}
+        self._prepare("response.function_call_arguments.delta", place)
+        return closed + added
+
+    @property
+    def _index(self) -> int:
+        return len(self.answer.output) - 1
+
+    def _add(self, item: OutputItem) -> bytes:
+        self.answer.output.append(item)
+        self._open = item
+        return self._event("response.output_item.added", {"output_index": self._index, "item": item})
+
+    def _close(self, status: ItemStatus) -> bytes:
+        """Ends the open item, if there is one."""
+        item, self._open = self._open, None
+        if item is None:
+            return b""
+        text, index = "".join(self._parts), self._index
+        self._parts.clear()
+        item.status = status
+        place: dict[str, Any] = {"item_id": item.id, "output_index": index}
+        if isinstance(item, OutputMessage):
+            [part] = item.content
+            part.text, part.logprobs, self._logprobs = text, self._logprobs, []
+            place["content_index"] = 0
+            done = self._event(
+                "response.output_text.done", {**place, "text": text, "logprobs": part.logprobs}
+            )
+            done += self._event("response.content_part.done", {**place, "part": part})
+        else:
+            item.arguments = text
+            fields = {**place, "name": item.name, "arguments": text}
+            done = self._event("response.function_call_arguments.done", fields)
+        return done + self._event("response.output_item.done", {"output_index": index, "item": item})
+
+    def _finish(self, end: AnswerEnded) -> bytes:
+        status: ItemStatus = "incomplete" if end.finish_reason == "length" else "completed"
+        begun = b"" if self.answer.output else self._begin_text()
+        closed = self._close(status)
+        answer = self.answer
+        answer.status = status
+        answer.incomplete_details = Incomplete("max_output_tokens") if status == "incomplete" else None
+        answer.usage = usage_of(end.usage)
+        answer.completed_at = int(time.time())
+        return begun + closed
+
+    # Events
+
+    def _prepare(self, kind: str, place: dict[str, Any]) -> None:
+        """The constant part of the deltas of the open item."""
+        fields = {"type": kind, **place}
+        self._head = event_head(kind.encode()) + encode_json(fields)[:-1] + b',"sequence_number":'
+
+    def _delta(self, text: str, logprobs: Sequence[ChatTokenLogprob] | None = None) -> bytes:
+        number = self._number()
+        shown = b"" if logprobs is None else b',"logprobs":' + encode_json(logprobs)
+        return b'%b%d%b,"delta":%b}%b' % (self._head, number, shown, encode_json(text), EVENT_END)
+
+    def _of_answer(self, kind: str) -> bytes:
+        return self._event(f"response.{kind}", {"response": self.answer})
+
+    def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
+        numbered = {"type": kind, "sequence_number": self._number(), **fields}
+        return event(encode_json(numbered), kind.encode())
+
+    def _number(self) -> int:
+        number = self._num_events
+        self._num_events += 1
+        return number
+
+
+def usage_of(usage: Usage) -> ResponseUsage:
+    """The usage in the shape of the API."""
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=InputDetails(cached_tokens=usage.cached_tokens),
+        output_tokens=usage.output_tokens,
+        output_tokens_details=OutputDetails(),
+        total_tokens=usage.prompt_tokens + usage.output_tokens,
+    )

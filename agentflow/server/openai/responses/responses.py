@@ -1,0 +1,262 @@
+"""``POST /v1/responses`` and the responses that are stored: OpenAI's Responses API.
+
+A turn is a conversation of items, or continues a stored response by ``previous_response_id``. Stored
+responses can be read and deleted.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from agentflow.engine.generator import EngineGenerator
+from agentflow.errors import PromptTooLong
+from agentflow.protocol.chat import Message
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.json_bounds import schema_constraint
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.server.completion.completion import completing, prompt_ids
+from agentflow.server.completion.request import CompletionRequest
+from agentflow.server.completion.streaming import stream_completion
+from agentflow.server.http.call import ApiCall
+from agentflow.server.http.errors import ApiError, invalid_field, unsupported
+from agentflow.server.openai.request import (
+    TEMPERATURE,
+    check_num_logprobs,
+    is_given,
+    naming_field,
+    naming_param,
+)
+from agentflow.server.openai.responses.answer import ResponseWriter
+from agentflow.server.openai.responses.items import Turns, items_of, listed, tool_choice_of, tools_of
+from agentflow.server.openai.responses.store import StoredResponse
+from agentflow.server.openai.responses.types import (
+    DeletedResponse,
+    ItemList,
+    ObjectFormat,
+    ResponseAnswer,
+    ResponseRequest,
+    SchemaFormat,
+)
+
+_LOGPROBS = "message.output_text.logprobs"
+_MOST_LISTED = 100
+_UNSUPPORTED = {
+    "conversation": "continue a response by previous_response_id",
+    "moderation": "the server does not moderate",
+    "prompt": "the server stores no prompts; send instructions",
+}
+
+
+async def create_response(call: ApiCall) -> None:
+    """Answers a turn of a conversation."""
+    body = await call.beside(call.read, ResponseRequest)
+    generator = call.generator(body.model, priority=body.priority)
+    turn = await call.beside(_Turn, call, body, generator)
+    request = turn.request
+    with naming_field(generator, "input", request.constraint, form="text.format.schema"):
+        if body.truncation == "auto":
+            request = await _truncated(generator, request)
+        async with completing(generator, request, trace=call.trace) as completion:
+            if body.stream:
+                await stream_completion(call, completion, turn.writer, turn.store)
+                return
+            turn.writer.write(await completion.rest())
+    turn.store()
+    call.record.count(completion.usage)
+    await call.reply(turn.writer.answer)
+
+
+class _Turn:
+    """The request as the engine takes it, and its response. ``ApiError`` names the field that is wrong or not
+    supported."""
+
+    def __init__(self, call: ApiCall, body: ResponseRequest, generator: EngineGenerator) -> None:
+        _check_fields(body)
+        self._call = call
+        self._body = body
+        tenant, responses = call.tenant.name, call.service.responses
+        before: tuple[Message, ...] = ()
+        if body.previous_response_id is not None:
+            before = _stored(call, body.previous_response_id, "previous_response_id").messages
+        self._items = items_of(body.input)
+        if not self._items and not before:
+            raise invalid_field("input", "it is empty: give a text or at least one item")
+        model = generator.capabilities.model
+        turns = Turns(before, model, lambda item_id: responses.find_item(tenant, item_id))
+        for number, item in enumerate(self._items):
+            turns.add(item, f"input[{number}]")
+        self._messages = tuple(turns.messages)
+        self._num_before = len(before)
+        params = _sampling_of(body, generator)
+        tools = tools_of(body.tools or ())
+        instructions = (Message("system", body.instructions),) if body.instructions else ()
+        self.request = CompletionRequest(
+            (*instructions, *self._messages),
+            params,
+            constraint=_form_of(body),
+            tools=tools,
+            tool_choice=tool_choice_of(
+                body.tool_choice, has_tools=bool(tools), parallel=body.parallel_tool_calls
+            ),
+            cache_salt=body.cache_salt or "",
+            priority=body.priority or 0,
+            max_prompt_tokens=call.service.http_limits.max_prompt_tokens,
+        )
+        answer = _begun(body, model, params)
+        self.writer = ResponseWriter(answer, has_logprobs=params.wants_logprobs)
+
+    def store(self) -> None:
+        """Keeps the response for later turns, unless ``store`` is false."""
+        if self._body.store is False:
+            return
+        answer, message = self.writer.answer, self.writer.message()
+        new = [*self._messages[self._num_before :], message]
+        self._call.service.responses.add(
+            self._call.tenant.name,
+            StoredResponse(
+                answer.id,
+                msgspec.json.encode(answer),
+                (*self._messages, message),
+                tuple([listed(item) for item in self._items]),
+                tuple([msgspec.to_builtins(item) for item in answer.output]),
+                sum([_num_chars(one) for one in new]),
+            ),
+        )
+
+
+def _num_chars(message: Message) -> int:
+    return len(message.content) + sum([len(call.arguments) for call in message.tool_calls])
+
+
+def _check_fields(body: ResponseRequest) -> None:
+    for name, why in _UNSUPPORTED.items():
+        if is_given(getattr(body, name)):
+            raise unsupported(name, why)
+    if body.background:
+        raise unsupported("background", "stream the response")
+    if body.stream_options is not None:
+        if not body.stream:
+            raise invalid_field("stream_options", "it needs 'stream' to be true")
+        if body.stream_options.include_obfuscation:
+            raise unsupported("stream_options.include_obfuscation", "events are not padded")
+
+
+def _sampling_of(body: ResponseRequest, generator: EngineGenerator) -> SamplingParams:
+    room = generator.capabilities.max_context or SamplingParams().max_tokens
+    wants_logprobs = bool(body.top_logprobs) or _LOGPROBS in (body.include or ())
+    params = SamplingParams(
+        max_tokens=body.max_output_tokens or room,
+        temperature=TEMPERATURE if body.temperature is None else body.temperature,
+        # A nucleus of nothing is the likeliest token.
+        top_p=body.top_p or 1.0,
+        top_k=1 if body.top_p == 0 else 0,
+        seed=body.seed,
+        logprobs=wants_logprobs,
+        top_logprobs=body.top_logprobs or 0,
+    )
+    with naming_param():
+        params.check()
+    check_num_logprobs(params, generator, 1, "top_logprobs")
+    return params
+
+
+def _form_of(body: ResponseRequest) -> Constraint | None:
+    match body.text.format if body.text is not None else None:
+        case ObjectFormat():
+            return Constraint("schema", '{"type":"object"}')
+        case SchemaFormat(schema=schema):
+            return schema_constraint(schema, "text.format.schema")
+    return None
+
+
+def _begun(body: ResponseRequest, model: str, params: SamplingParams) -> ResponseAnswer:
+    """The response before its first item."""
+    text: dict[str, Any] = {"format": {"type": "text"}}
+    if body.text is not None:
+        shown = msgspec.json.decode(msgspec.json.encode(body.text))
+        text |= {key: value for key, value in shown.items() if value is not None}
+    choice = body.tool_choice
+    return ResponseAnswer(
+        id=f"resp_{secrets.token_hex(24)}",
+        created_at=int(time.time()),
+        status="in_progress",
+        model=model,
+        output=[],
+        usage=None,
+        incomplete_details=None,
+        completed_at=None,
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
+        store=body.store is not False,
+        temperature=params.temperature,
+        text=text,
+        tool_choice=choice if is_given(choice) else "auto",
+        tools=list(body.tools or ()),
+        top_logprobs=params.top_logprobs,
+        top_p=params.top_p,
+        truncation=body.truncation or "disabled",
+    )
+
+
+async def _truncated(generator: EngineGenerator, request: CompletionRequest) -> CompletionRequest:
+    """The request without its oldest turns, as many as must go to make room for an answer."""
+    assert isinstance(request.prompt, tuple)
+    room = generator.limits.max_tokens(request.max_prompt_tokens)
+
+    def without(number: int) -> CompletionRequest:
+        return replace(request, prompt=(*kept_always, *turns[starts[number] :]))
+
+    async def fits(number: int) -> bool:
+        try:
+            return len(await prompt_ids(generator, without(number))) < room
+        except PromptTooLong:
+            return False
+
+    kept_always = [message for message in request.prompt if message.role == "system"]
+    turns = [message for message in request.prompt if message.role != "system"]
+    # A turn begins with the user: calls and their results stay together.
+    starts = [n for n, message in enumerate(turns) if message.role == "user"] or [0]
+    low, high = 0, len(starts) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if await fits(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return request if low == 0 else without(low)
+
+
+async def get_response(call: ApiCall) -> None:
+    """Returns a stored response."""
+    await call.reply(_stored(call, call.path_params["id"]).body)
+
+
+async def delete_response(call: ApiCall) -> None:
+    """Deletes a stored response."""
+    found = _stored(call, call.path_params["id"])
+    call.service.responses.delete(call.tenant.name, found.id)
+    await call.reply(DeletedResponse(id=found.id))
+
+
+async def list_input_items(call: ApiCall) -> None:
+    """Lists the items of a stored response's input, the latest first."""
+    items = [*reversed(_stored(call, call.path_params["id"]).input_items)]
+    shown = items[:_MOST_LISTED]
+    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    await call.reply(ItemList(data=shown, first_id=first, last_id=last, has_more=len(items) > len(shown)))
+
+
+def _stored(call: ApiCall, response_id: str, param: str | None = None) -> StoredResponse:
+    found = call.service.responses.find(call.tenant.name, response_id)
+    if found is None:
+        text = f"no response {response_id[:100]!r} is stored: it was not, was deleted, or has expired"
+        raise ApiError(404, "response_not_found", text, param)
+    return found

@@ -1,0 +1,252 @@
+"""The JSON shapes of OpenAI's Responses API: requests, items, and responses.
+
+Null is the same as leaving a field out. Items are decoded one by one (items.py), since their type may be left
+out, and clients send back the items of a response with all fields that those have.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from agentflow.engine.request import MAX_PRIORITY
+from agentflow.protocol.ops import MAX_SALT_CHARS
+from agentflow.protocol.sampling import MAX_TOP_LOGPROBS
+from agentflow.server.openai.types import (
+    MAX_TOOLS,
+    ChatTokenLogprob,
+    Count,
+    GivenObject,
+    StreamOptions,
+    ToolName,
+    Unread,
+    Unsupported,
+)
+
+MAX_ITEMS = 2048
+
+Input: TypeAlias = Annotated[
+    Unread,
+    Meta(
+        description="A text, or a list of items.",
+        extra_json_schema={
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "object"}, "minItems": 1, "maxItems": MAX_ITEMS},
+                {"type": "null"},
+            ]
+        },
+    ),
+]
+
+
+class FunctionTool(
+    msgspec.Struct, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True
+):
+    """A tool that the model may call. ``parameters``: the JSON schema of an object; without it the tool has
+    none. ``strict`` has no effect: the arguments of a required call are always valid."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: GivenObject = None
+    strict: bool | None = None
+
+
+class NamedChoice(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
+    """Requires a call of this tool."""
+
+    name: ToolName
+
+
+class TextFormat(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+    """Any text."""
+
+
+class ObjectFormat(msgspec.Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
+    """Any JSON object."""
+
+
+class SchemaFormat(
+    msgspec.Struct, tag_field="type", tag="json_schema", kw_only=True, forbid_unknown_fields=True
+):
+    """A JSON value that conforms to this schema, with or without ``strict``."""
+
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    schema: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The form of the text. ``verbosity`` has no effect."""
+
+    format: TextFormat | ObjectFormat | SchemaFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A turn of a conversation. The fields of the second group have no effect. ``seed``, ``cache_salt`` and
+    ``priority`` are extensions."""
+
+    model: str
+    input: Input = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    include: Annotated[list[str], Meta(max_length=32)] | None = None
+    tools: (
+        Annotated[
+            list[Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]],
+            Meta(max_length=MAX_TOOLS),
+        ]
+        | None
+    ) = None
+    tool_choice: Annotated[
+        Unread,
+        Meta(
+            description="none, auto, required, or a function by its name.",
+            extra_json_schema={"type": ["string", "object", "null"]},
+        ),
+    ] = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    max_tool_calls: Count | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Unread = None
+    prompt_cache_retention: str | None = None
+    reasoning: Unread = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    user: str | None = None
+
+    background: Annotated[bool, Meta(extra_json_schema={"const": False})] | None = None
+    context_management: Annotated[list[None], Meta(max_length=0)] | None = None
+    conversation: Unsupported = None
+    moderation: Unsupported = None
+    prompt: Unsupported = None
+
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=MAX_SALT_CHARS)] | None = None
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+
+
+ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
+    """The text of a message."""
+
+    text: str
+    annotations: list[None] = []
+    logprobs: list[ChatTokenLogprob] = []
+
+
+class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+    """A message of the model."""
+
+    id: str
+    status: ItemStatus
+    content: list[OutputText]
+    role: Literal["assistant"] = "assistant"
+
+
+class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """A tool call of the model. ``arguments``: a JSON object, as text."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: ItemStatus
+
+
+OutputItem: TypeAlias = OutputMessage | FunctionCall
+
+
+class InputDetails(msgspec.Struct, kw_only=True):
+    """``cached_tokens``: the input tokens that were not computed for this request."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(msgspec.Struct, kw_only=True):
+    """The model does not reason apart from its text."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct, kw_only=True):
+    """Numbers of tokens."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Incomplete(msgspec.Struct):
+    """Why the response ended before its end."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseAnswer(msgspec.Struct, kw_only=True):
+    """A response. ``created_at``: Unix time. The fields of the request that have an effect are repeated."""
+
+    id: str
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete"]
+    model: str
+    output: list[OutputItem]
+    usage: ResponseUsage | None
+    incomplete_details: Incomplete | None
+    completed_at: int | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[Any]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["auto", "disabled"]
+    background: bool = False
+    error: None = None
+    reasoning: dict[str, None] = msgspec.field(default_factory=lambda: {"effort": None, "summary": None})
+    service_tier: str = "default"
+    object: Literal["response"] = "response"
+
+
+class DeletedResponse(msgspec.Struct, kw_only=True):
+    """What was deleted."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class ItemList(msgspec.Struct, kw_only=True):
+    """Items of a response's input, on one page."""
+
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"

@@ -1,0 +1,329 @@
+"""The Responses API with OpenAI's own client: turns, streams, stored turns, tools, forms."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+from support.api_server import MODEL, ApiServer, api_server
+from support.fake_engine import TOKENIZER, FakeEngine
+from support.logit_runner import logit_runner
+from support.server.openai_peer import logit_server, sync_client
+
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.server.config.limits import HttpLimits
+
+END = 1
+QUESTION = "What do plants do?"
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "Tells the weather.",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+server = pytest.fixture(logit_server, scope="module")
+
+
+@pytest.fixture(scope="module")
+def constrained() -> Iterator[ApiServer]:
+    """A server whose model writes any text that a constraint allows."""
+    with api_server(FakeEngine(runner=logit_runner(max_context=1024))) as running:
+        yield running
+
+
+class Report(pydantic.BaseModel):
+    is_sunny: bool
+
+
+def scripted(tokens: Any) -> int:
+    """Calls the tool, and repeats its result."""
+    before, _, written = TOKENIZER.decode(tokens, skip_special=False, continues=True).rpartition(
+        "<|im_start|>assistant\n"
+    )
+    wanted = "It is sunny." if "sunny" in before else f"Let me look.\n{CALL}"
+    rest = wanted.removeprefix(written)
+    return TOKENIZER.encode(rest, continues=True)[0] if rest else END
+
+
+@pytest.fixture(scope="module")
+def calling() -> Iterator[ApiServer]:
+    """A server whose model follows the script."""
+    runner = FakeRunner(
+        vocab_size=TOKENIZER.vocab_size, max_context=2048, end_token_ids=(END,), next_token=scripted
+    )
+    with api_server(FakeEngine(runner=runner)) as running:
+        yield running
+        running.assert_idle()
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "input": QUESTION, "max_output_tokens": 12, "temperature": 0, **fields}
+
+
+@pytest.mark.parametrize(
+    ("fields", "params"),
+    [
+        ({}, {}),
+        ({"max_output_tokens": 5}, {"max_tokens": 5}),
+        ({"temperature": 0.5, "top_p": 0.9}, {"temperature": 0.5, "top_p": 0.9}),
+        ({"top_p": 0}, {"top_k": 1}),
+        ({"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 2}),
+        ({"include": ["message.output_text.logprobs"]}, {"logprobs": True}),
+        ({"extra_body": {"seed": 5}}, {"seed": 5}),
+        (
+            {
+                "reasoning": {"effort": "low"},
+                "service_tier": "flex",
+                "text": {"verbosity": "low"},
+                "user": "me",
+                "metadata": {"a": "b"},
+                "max_tool_calls": 3,
+                "prompt_cache_key": "x",
+            },
+            {},
+        ),
+    ],
+)
+def test_the_request_reaches_the_engine(
+    server: ApiServer, fields: dict[str, Any], params: dict[str, Any]
+) -> None:
+    sent = server.observe_requests()
+    with sync_client(server) as client:
+        client.responses.create(**asked(**fields))
+    given = sent.submits[-1].params
+    expected = {"max_tokens": 12, "temperature": 0.0, **params}
+    assert {name: getattr(given, name) for name in expected} == expected
+
+
+def test_the_prompt_is_that_of_a_chat(server: ApiServer) -> None:
+    sent = server.observe_requests()
+    items: Any = [
+        {"role": "developer", "content": "Be kind."},
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "What do "},
+                {"type": "input_text", "text": "plants do?"},
+            ],
+        },
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "They grow.", "annotations": []}],
+        },
+        {"type": "message", "role": "user", "content": "And animals?"},
+    ]
+    messages: Any = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": "They grow."},
+        {"role": "user", "content": "And animals?"},
+    ]
+    with sync_client(server) as client:
+        client.responses.create(**asked(input=items, instructions="Be brief."))
+        client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1)
+    assert sent.submits[-2].token_ids == sent.submits[-1].token_ids
+
+
+@pytest.mark.parametrize("max_output_tokens", [4, 200])
+def test_the_events_of_a_stream_make_the_response(server: ApiServer, max_output_tokens: int) -> None:
+    fields = asked(
+        max_output_tokens=max_output_tokens,
+        extra_body={"seed": 4},
+        temperature=1,
+        include=["message.output_text.logprobs"],
+    )
+    with sync_client(server) as client:
+        whole = client.responses.create(**fields)
+        events = list(client.responses.create(**fields, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events if not event.type.endswith(".delta")]
+    is_cut = whole.status == "incomplete"
+    assert is_cut == (max_output_tokens == 4)
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete" if is_cut else "response.completed",
+    ]
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == (
+        whole.output_text
+    )
+    last: Any = events[-1]
+    assert last.response.output_text == whole.output_text
+    assert last.response.usage.output_tokens == whole.usage.output_tokens  # type: ignore[union-attr]
+    assert (whole.incomplete_details is not None) == is_cut
+    [message] = last.response.output
+    assert message.status == whole.status
+    tokens = message.content[0].logprobs
+    assert tokens
+    assert whole.output_text.startswith("".join(token.token for token in tokens[:3]))
+
+
+def test_a_turn_continues_a_stored_one(server: ApiServer) -> None:
+    sent = server.observe_requests()
+    with sync_client(server) as client:
+        first = client.responses.create(**asked(instructions="Be brief."))
+        second = client.responses.create(
+            **asked(input="And animals?", previous_response_id=first.id, instructions="Be brief.")
+        )
+        earlier, later = sent.submits[-2:]
+        # Token by token: the second turn finds the whole first one.
+        assert later.token_ids[: len(earlier.token_ids)] == earlier.token_ids
+        assert second.usage is not None
+        assert first.usage is not None
+        known = first.usage.input_tokens + first.usage.output_tokens - 1
+        assert second.usage.input_tokens_details.cached_tokens >= known - 1
+        assert client.responses.retrieve(second.id).output_text == second.output_text
+        assert second.previous_response_id == first.id
+        [item] = client.responses.input_items.list(second.id)
+        assert item.content[0].text == "And animals?"  # type: ignore[union-attr]
+        client.responses.delete(first.id)
+        for use in (
+            lambda: client.responses.retrieve(first.id),
+            lambda: client.responses.create(**asked(previous_response_id=first.id)),
+        ):
+            with pytest.raises(openai.NotFoundError) as caught:
+                use()
+            assert caught.value.code == "response_not_found"
+        # What continues it is complete by itself.
+        client.responses.create(**asked(input="Why?", previous_response_id=second.id))
+        unstored = client.responses.create(**asked(store=False))
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(unstored.id)
+
+
+def test_the_oldest_responses_are_dropped_when_the_memory_is_full() -> None:
+    with (
+        api_server(limits=HttpLimits(responses_bytes=40_000), constraints=False) as server,
+        sync_client(server) as client,
+    ):
+        ids = [client.responses.create(**asked(max_output_tokens=1)).id for _ in range(20)]
+        kept = []
+        for response_id in ids:
+            try:
+                kept.append(client.responses.retrieve(response_id).id)
+            except openai.NotFoundError:
+                continue
+    assert 0 < len(kept) < len(ids)
+    assert kept == ids[-len(kept) :]
+
+
+@pytest.mark.parametrize("way", ["previous", "items", "references"])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_loop_with_tools(calling: ApiServer, way: str, streams: bool) -> None:
+    with sync_client(calling) as client:
+
+        def respond(**fields: Any) -> Any:
+            fields = {"model": MODEL, "tools": [WEATHER], **fields}
+            if not streams:
+                return client.responses.create(**fields)
+            with client.responses.stream(**fields) as stream:
+                return stream.get_final_response()
+
+        first = respond(input="How is the weather in Oslo?")
+        assert [item.type for item in first.output] == ["message", "function_call"]
+        call = first.output[1]
+        assert first.output_text.strip() == "Let me look."
+        assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Oslo"})
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+        question = {"role": "user", "content": "How is the weather in Oslo?"}
+        match way:
+            case "previous":
+                second = respond(input=[result], previous_response_id=first.id)
+            case "items":
+                second = respond(input=[question, *[item.to_dict() for item in first.output], result])
+            case _:
+                references = [{"type": "item_reference", "id": item.id} for item in first.output]
+                second = respond(input=[question, *references, result])
+        assert second.output_text == "It is sunny."
+        assert second.status == "completed"
+
+
+def test_a_required_call_and_a_typed_form(constrained: ApiServer) -> None:
+    with sync_client(constrained) as client:
+        called = client.responses.create(
+            **asked(
+                tools=[WEATHER], tool_choice={"type": "function", "name": "weather"}, max_output_tokens=60
+            )
+        )
+        [call] = called.output
+        assert call.type == "function_call"
+        assert json.loads(call.arguments)["city"] in ("Oslo", "Rome")
+        parsed = client.responses.parse(**asked(text_format=Report, max_output_tokens=60))
+        assert isinstance(parsed.output_parsed, Report)
+
+
+def test_old_turns_are_left_out_where_that_is_requested(server: ApiServer) -> None:
+    items: Any = [{"role": "user", "content": f"{number}: {'plants ' * 20}"} for number in range(40)]
+    with sync_client(server) as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(**asked(input=items))
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
+        sent = server.observe_requests()
+        client.responses.create(**asked(input=items, truncation="auto", instructions="Be brief."))
+    assert "Be brief." in sent.prompt
+    assert "39: plants" in sent.prompt
+    assert "0: plants plants" not in sent.prompt.replace("10:", "").replace("20:", "").replace("30:", "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"input": []}, "input", "invalid_value"),
+        ({"input": 3}, "input", "invalid_request"),
+        ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role", "invalid_request"),
+        ({"input": [{"role": "user"}]}, "input[0].content", "invalid_request"),
+        ({"input": [{"type": "web_search_call", "id": "w"}]}, "input[0].type", "unsupported"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0]",
+            "unsupported",
+        ),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
+            "input[0].call_id",
+            "invalid_value",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "invalid_request"),
+        ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice", "invalid_value"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "mcp"}}, "tool_choice", "unsupported"),
+        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+        ({"background": True}, "background", "unsupported"),
+        ({"conversation": "conv_1"}, "conversation", "unsupported"),
+        ({"prompt": {"id": "p"}}, "prompt", "unsupported"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}}},
+            "text.format.schema",
+            "invalid_value",
+        ),
+        ({"temperature": -1}, "temperature", "invalid_request"),
+        ({"extra_body": {"nothing": 1}}, "nothing", "invalid_request"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(
+    constrained: ApiServer, fields: dict[str, Any], param: str, code: str
+) -> None:
+    with sync_client(constrained) as client, pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**asked(**fields))
+    assert (caught.value.param, caught.value.code) == (param, code)
