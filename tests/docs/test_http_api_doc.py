@@ -12,6 +12,7 @@ from agentflow.engine.request import MAX_PRIORITY
 from agentflow.server.openai.completions import TextRequest
 from agentflow.server.openai.models import DetokenizeRequest, TokenizeRequest
 from agentflow.server.openai.request import MAX_LOGPROB_TOKENS
+from agentflow.server.openai.responses.types import MAX_ITEMS, ResponseRequest
 from agentflow.server.openai.types import MAX_MESSAGES, ChatRequest
 
 PAGES = Path(__file__).parents[2] / "docs" / "reference"
@@ -43,6 +44,14 @@ def test_chat_completions() -> None:
     assert known - named == set()
     assert f"at most {MAX_MESSAGES:,}" in section
     assert f"At most {MAX_LOGPROB_TOKENS:,} for a request" in section
+
+
+def test_responses() -> None:
+    section = SECTIONS["POST /v1/responses"]
+    known = fields(ResponseRequest)
+    tops = {name.partition(".")[0] for name in re.findall(r"`([\w.]+)`", section)}
+    assert known - tops == set()
+    assert f"up to {MAX_ITEMS:,} items" in section
 
 
 def test_completions() -> None:
