@@ -10,6 +10,8 @@ contexts of their states.
 
 from __future__ import annotations
 
+import re
+import struct
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -40,7 +42,8 @@ from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.events import Capabilities, Stats, Usage
 from agentflow.protocol.op_table import expanded
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.runtime.generator import Generated, OnText, Scored, StateHint
+from agentflow.runtime.generator import Embedded, EmbeddingOptions, Generated, OnText, Scored, StateHint
+from agentflow.runtime.word_embedding import word_embedding
 
 MAX_CALLS = 10_000
 """The most calls that are kept."""
@@ -148,6 +151,10 @@ class ScriptedContext:
     def forked(self, sent: _Queue) -> ScriptedContext:
         """A copy, for a branch."""
         return replace(self, open_roles=list(self.open_roles), sent=sent)
+
+
+EMBEDDING_SIZE = 64
+"""Dimensions of the embeddings that a script makes."""
 
 
 class ScriptedGenerator:
@@ -326,6 +333,23 @@ class ScriptedGenerator:
     def text(self, context: ScriptedContext) -> str:
         """The text, with turns as ``<role>…</role>``."""
         return context.text
+
+    async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embedded:
+        """Embeddings of ``EMBEDDING_SIZE`` dimensions (``word_embedding``): texts that have words in common
+        are similar. The prompt changes nothing."""
+        size = options.dimensions or EMBEDDING_SIZE
+        if not 1 <= size <= EMBEDDING_SIZE:
+            raise BadArgument(f"dimensions: 1 to {EMBEDDING_SIZE}, not {size}", param="dimensions")
+        vectors: list[bytes] = []
+        num_words = 0
+        for text in texts:
+            await anyio.lowlevel.checkpoint()
+            words = re.findall(r"\w+", text.lower())
+            num_words += len(words)
+            vector = word_embedding([word.encode() for word in words], size)
+            vectors.append(struct.pack(f"<{size}f", *vector))
+        self._stats["prompt_tokens"] += num_words
+        return Embedded(vectors, Usage(prompt_tokens=num_words))
 
     async def token_texts(self, context: ScriptedContext) -> list[str]:
         """``NotSupported``."""

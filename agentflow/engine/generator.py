@@ -17,6 +17,8 @@ from typing import TypeVar, TypeVarTuple, Unpack
 import anyio
 import anyio.to_thread
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from agentflow.engine.client import EngineClient, OnProgress, RequestObserver
 from agentflow.engine.context import (
@@ -27,10 +29,19 @@ from agentflow.engine.context import (
     fill_cost,
     num_chars,
 )
-from agentflow.engine.engine import check_request
+from agentflow.engine.embedding import (
+    EmbeddingInput,
+    check_options,
+    encoded,
+    prefix_of,
+    run_embeddings,
+    truncated,
+)
+from agentflow.engine.engine import check_request, check_task
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.process.ipc import EngineStats, Finished, Origin, Progress
 from agentflow.engine.request import TopTokens
+from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.tenant import ANONYMOUS, AdmittedRequest, RequestGate, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.choices import WINDOW_CHARS, EncodedChoices, scores_of
@@ -43,7 +54,7 @@ from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec, read_rep
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.events import Capabilities, Stats, TokenLogprob, TopLogprobs, Usage
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.runtime.generator import Generated, OnText, Scored, StateHint
+from agentflow.runtime.generator import Embedded, EmbeddingOptions, Generated, OnText, Scored, StateHint
 
 ResultT = TypeVar("ResultT")
 ArgTs = TypeVarTuple("ArgTs")
@@ -68,7 +79,8 @@ class EngineGenerator:
     ``gate`` limits what the tenant may ask for. ``use_hints=False`` withholds the program's structure from
     the engine: which requests continue one state, which are siblings, and what will be forked.
     ``compiler``: None if constraints are not supported. ``patience_s``: of requests over HTTP; one that has
-    waited so long is admitted before others of its tenant and priority.
+    waited so long is admitted before others of its tenant and priority. ``embedding``: of a model that makes
+    embeddings, its prompts.
     """
 
     def __init__(
@@ -82,7 +94,9 @@ class EngineGenerator:
         use_hints: bool = True,
         compiler: ConstraintCompiler | None = None,
         patience_s: float | None = None,
+        embedding: EmbeddingFolder | None = None,
     ) -> None:
+        self._embedding = embedding
         self.patience_s = patience_s
         self._use_hints = use_hints
         self._client = client
@@ -104,6 +118,15 @@ class EngineGenerator:
             watch=True,
             constraints=() if compiler is None else CONSTRAINT_KINDS,
         )
+
+    @property
+    def embedding_size(self) -> int:
+        """Dimensions of the model's embeddings; 0: it generates text."""
+        return self._client.info.embedding_size
+
+    def check_task(self, *, embeds: bool) -> None:
+        """``BadArgument`` if the model makes embeddings and is to generate text, or the reverse."""
+        check_task(embeds, self._client.info)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -242,6 +265,7 @@ class EngineGenerator:
         """Generates after the context, which does not change. ``on_progress`` gets the progress of each step.
         ``on_sent`` is called when the request is in the engine's queue, after all checks that can be made
         before it runs."""
+        self.check_task(embeds=False)
         self.capabilities.require(constraint)
         with self._admit(_guessed_tokens(context)) as admitted:
             admitted.prompt_tokens = 0  # until the engine has the request
@@ -303,6 +327,7 @@ class EngineGenerator:
     async def score(self, context: EngineContext, choices: Sequence[str], method: str) -> Scored:
         """Scores all choices in one forward pass: the tokens of each that come after what all have in
         common. The one that is chosen is appended with the ids that were scored."""
+        self.check_task(embeds=False)
         with self._admit(_guessed_tokens(context)) as admitted:
             admitted.prompt_tokens = 0  # until the engine has the request
             encoded = await self._encode_choices(context, choices)
@@ -324,6 +349,53 @@ class EngineGenerator:
         context.mark_encoded()
         context.num_computed = len(encoded.prefix)
         return Scored(best, tuple(scores), _usage(end))
+
+    async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embedded:
+        """The embeddings of texts, as one request of the tenant."""
+        vectors, usage = await self.embed_inputs(texts, options)
+        return Embedded([vector.tobytes() for vector in vectors], usage)
+
+    async def embed_inputs(
+        self,
+        inputs: Sequence[EmbeddingInput],
+        options: EmbeddingOptions,
+        *,
+        priority: int = 0,
+        patience_s: float | None = None,
+        trace: str = "",
+        max_tokens: int | None = None,
+    ) -> tuple[list[NDArray[np.float32]], Usage]:
+        """The embeddings of texts and of token ids. ``priority``, ``patience_s``, ``trace``: as for ``open``.
+        ``max_tokens``: of all inputs together. ``BadArgument`` and ``PromptTooLong`` name the field."""
+        client = self._client
+        check_options(options, client)
+        prefix = prefix_of(options, self._embedding)
+        amount = sum(map(len, inputs)) + len(prefix) * len(inputs)
+        with self._admit(amount // CHARS_PER_TOKEN) as admitted:
+            admitted.prompt_tokens = 0
+            ids = await self.encode_beside(amount, encoded, client, inputs, prefix, self._embedding)
+            num_tokens = sum(map(len, ids))
+            if max_tokens is not None and num_tokens > max_tokens:
+                raise PromptTooLong(
+                    f"input: the inputs have {num_tokens:,} tokens together; this server takes at most "
+                    f"{max_tokens:,} in one request: send fewer",
+                    param="input",
+                )
+            client.check_room(self.tenant.name)
+            admitted.prompt_tokens = num_tokens
+            origin = Origin(
+                self.tenant.name,
+                weight=self.tenant.weight,
+                objective="throughput" if len(ids) > 1 else "latency",
+                priority=priority,
+                patience_s=patience_s,
+                trace=trace,
+                label="embed",
+            )
+            vectors, usage = await run_embeddings(client, ids, origin)
+            admitted.cached_tokens = usage.cached_tokens
+        self._own += usage
+        return [truncated(vector, options.dimensions) for vector in vectors], usage
 
     async def _encode_choices(self, context: EngineContext, choices: Sequence[str]) -> EncodedChoices:
         """Encodes in a worker thread if the text is long."""

@@ -153,7 +153,8 @@ async def open_generator(**options: Any) -> AsyncIterator[EngineGenerator]:
     # The compiler first: its process loads at the same time as the model, and uses only what that leaves.
     async with constraint_compiler() as compiler, open_engine(chosen) as client:
         logger.info("%s: %s", name, client.info.weights)
-        yield EngineGenerator(client, template, name=name, compiler=compiler)
+        embedding = read_embedding_folder(folder) if chosen.task == "embed" else None
+        yield EngineGenerator(client, template, name=name, compiler=compiler, embedding=embedding)
 
 
 def _default_device() -> str:

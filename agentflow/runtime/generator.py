@@ -49,6 +49,22 @@ class Scored(msgspec.Struct, frozen=True):
     usage: Usage
 
 
+class EmbeddingOptions(msgspec.Struct, frozen=True):
+    """``prompt``: put before each text; ``prompt_name``: the model's prompt of this name instead.
+    ``dimensions``: only so many, the first ones (None: all)."""
+
+    prompt: str | None = None
+    prompt_name: str | None = None
+    dimensions: int | None = None
+
+
+class Embedded(NamedTuple):
+    """Embeddings in the order of the texts, each in float32, little-endian, and the tokens of all texts."""
+
+    vectors: list[bytes]
+    usage: Usage
+
+
 class StateHint(msgspec.Struct, frozen=True):
     """Advice about a state's next ops; see ``ops.Hint``. ``trace``: the ``traceparent`` of the next one."""
 
@@ -162,6 +178,9 @@ class Generator(Protocol[ContextT]):
 
     async def score(self, context: ContextT, choices: Sequence[str], method: str) -> Scored:
         """Appends the choice with the highest score after the context."""
+
+    async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embedded:
+        """The embeddings of texts. ``BadArgument`` if the model generates text."""
 
     async def fork(self, context: ContextT, count: int) -> list[ContextT]:
         """``count`` contexts that continue from here and share the prefix."""

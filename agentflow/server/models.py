@@ -21,6 +21,7 @@ from agentflow.engine.client import EngineClient
 from agentflow.engine.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import CompileCounts, ConstraintCompiler
 from agentflow.engine.process.ipc import Failed, Finished, FromEngine, Started, Submit
+from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import Overloaded, UnknownModel
@@ -154,6 +155,10 @@ class Model(Protocol):
     name: str
     created_s: int
 
+    @property
+    def makes_embeddings(self) -> bool:
+        """Whether it makes embeddings and generates nothing."""
+
     def generator(self, tenant: Tenant) -> Generator[Any]:
         """The generator of the tenant, the same for each call."""
 
@@ -169,7 +174,7 @@ class Model(Protocol):
 
 class EngineModel:
     """A model on an engine. ``gate``: the rate limits of its tenants. ``max_wait_s``: the longest expected
-    wait of a request over HTTP; None: any."""
+    wait of a request over HTTP; None: any. ``embedding``: as of ``EngineGenerator``."""
 
     def __init__(
         self,
@@ -180,8 +185,10 @@ class EngineModel:
         compiler: ConstraintCompiler | None = None,
         gate: TenantGate | None = None,
         max_wait_s: float | None = None,
+        embedding: EmbeddingFolder | None = None,
     ) -> None:
         self.name = name
+        self._embedding = embedding
         self.created_s = int(time.time())
         self.client = client
         self._template = template
@@ -195,6 +202,10 @@ class EngineModel:
         self._generators: dict[str, EngineGenerator] = {}
         self._tenants: dict[str, Tenant] = {}
 
+    @property
+    def makes_embeddings(self) -> bool:
+        return self.client.info.embedding_size > 0
+
     def generator(self, tenant: Tenant) -> EngineGenerator:
         generator = self._generators.get(tenant.name)
         if generator is None:
@@ -207,6 +218,7 @@ class EngineModel:
                 gate=self._gate,
                 compiler=self._compiler,
                 patience_s=self._max_wait_s,
+                embedding=self._embedding,
             )
         return generator
 
@@ -236,6 +248,10 @@ class OneGenerator:
         self.name = generator.capabilities.model
         self.created_s = int(time.time())
         self._generator = generator
+
+    @property
+    def makes_embeddings(self) -> bool:
+        return False
 
     def generator(self, tenant: Tenant) -> Generator[Any]:
         return self._generator
@@ -280,6 +296,12 @@ class Models:
                 return model
         known = ", ".join(model.name for model in seen) or "none"
         raise UnknownModel(f"there is no model {name[:200]!r} here (there are: {known})")
+
+    def find_embedder(self, name: str | None, tenant: Tenant) -> Model | None:
+        """As ``find``, but for None the tenant's first model that makes embeddings, or None."""
+        if name is not None:
+            return self.find(name, tenant)
+        return next((model for model in self.seen_by(tenant) if model.makes_embeddings), None)
 
     def seen_by(self, tenant: Tenant) -> list[Model]:
         """The models that the tenant may use."""

@@ -19,6 +19,7 @@ from agentflow.engine.options import EngineOptions
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.simulator.recording import recording
 from agentflow.engine.simulator.workload import open_sink, workload_name
+from agentflow.engine.store.embedding_folder import read_embedding_folder
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import BadArgument
@@ -64,8 +65,17 @@ async def open_models(
             await _warm_up(client)
             if record_to is not None and sink is not None:
                 await stack.enter_async_context(recording(client, sink, name=workload_name(record_to)))
+            embedding = None
+            if options.task == "embed":
+                embedding = await anyio.to_thread.run_sync(read_embedding_folder, folders[name])
             model = EngineModel(
-                name, client, templates[name], compiler=compiler, gate=gate, max_wait_s=max_wait_s
+                name,
+                client,
+                templates[name],
+                compiler=compiler,
+                gate=gate,
+                max_wait_s=max_wait_s,
+                embedding=embedding,
             )
             opened.append(model)
         yield Models(opened, compiler, gate)
@@ -104,5 +114,8 @@ def _sized(
 async def _warm_up(client: EngineClient) -> None:
     """Runs a first request, so that no client waits for what is initialized at first use."""
     tokenizer = client.tokenizer
+    if client.info.embedding_size:
+        await client.embed(tokenizer.encode_whole(["Once upon a time"])[0])
+        return
     prompt = [*tokenizer.prefix_ids, *tokenizer.encode("Once upon a time")]
     await client.generate(prompt, _WARM_UP, seed=0)

@@ -10,6 +10,7 @@ import pytest
 
 from agentflow.engine.request import MAX_PRIORITY
 from agentflow.server.openai.completions import TextRequest
+from agentflow.server.openai.embeddings import EmbeddingsRequest
 from agentflow.server.openai.models import DetokenizeRequest, TokenizeRequest
 from agentflow.server.openai.request import MAX_LOGPROB_TOKENS
 from agentflow.server.openai.responses.types import MAX_ITEMS, ResponseRequest
@@ -62,6 +63,12 @@ def test_completions() -> None:
     assert table | shared == fields(TextRequest)
     assert table & shared == set()
     assert shared <= fields(ChatRequest)
+
+
+def test_embeddings() -> None:
+    section = SECTIONS["POST /v1/embeddings"]
+    shared = {name for line in in_list(section) for name in re.findall(r"`(\w+)`", line)}
+    assert in_tables(section) | shared == fields(EmbeddingsRequest)
 
 
 def test_priority_has_its_range() -> None:

@@ -19,6 +19,7 @@ from agentflow.engine.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import LOADER, ConstraintCompiler, constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.process.ipc import EngineStats
+from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.tenant import ANONYMOUS
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.server.app import Access
@@ -97,6 +98,7 @@ def api_server(
     max_wait_s: float | None = None,
     hosts: tuple[str, ...] | None = None,
     has_page: bool = True,
+    embedding: EmbeddingFolder | None = None,
 ) -> Iterator[ApiServer]:
     """A server on a free port, whose only model is called ``fake``. ``gate``: what its tenants' requests pass
     through. ``constraints``: with a process that compiles them and runs ``compile_loader``. ``hosts``: names
@@ -112,7 +114,15 @@ def api_server(
                 compiler = await stack.enter_async_context(
                     constraint_compiler(compile_limits, loader=compile_loader)
                 )
-            model = EngineModel(MODEL, client, template, compiler=compiler, gate=gate, max_wait_s=max_wait_s)
+            model = EngineModel(
+                MODEL,
+                client,
+                template,
+                compiler=compiler,
+                gate=gate,
+                max_wait_s=max_wait_s,
+                embedding=embedding,
+            )
             yield Models([model], compiler, gate)
 
     async def run() -> AbstractAsyncContextManager[RunningServer]:

@@ -32,6 +32,10 @@ class HttpLimits(Declared, frozen=True, kw_only=True):
         Count, doc("memory for stored responses of `/v1/responses`; the oldest are dropped")
     ] = 256_000_000
     response_lifetime_s: Annotated[Seconds, doc("time for which a response is stored")] = 86_400.0
+    max_embedding_inputs: Annotated[Count, doc("inputs of one request for embeddings")] = 2048
+    max_embedding_tokens: Annotated[
+        Count, doc("tokens of one request for embeddings, all inputs together")
+    ] = 300_000
     stream_keepalive_s: Annotated[
         Seconds, doc("interval of keep-alive events in a stream that is otherwise silent")
     ] = 10.0

@@ -115,10 +115,16 @@ class ApiCall:
         return await anyio.to_thread.run_sync(function, *arguments, limiter=limiter)
 
     def generator(
-        self, model: str | None, *, to_generate: bool = True, priority: int | None = None
+        self,
+        model: str | None,
+        *,
+        to_generate: bool = True,
+        embeds: bool = False,
+        priority: int | None = None,
     ) -> EngineGenerator:
-        """The tenant's generator on the model. ``UnknownModel``; ``Overloaded`` if a request with this
-        ``priority`` would wait too long."""
+        """The tenant's generator on the model. ``embeds``: to make embeddings. ``UnknownModel``;
+        ``BadArgument`` if the model is for the other task; ``Overloaded`` if a request with this ``priority``
+        would wait too long."""
         found = self.service.models.find(model, self.tenant)
         self._is_prompt_charged = to_generate
         if to_generate:
@@ -126,6 +132,8 @@ class ApiCall:
         generator = found.generator(self.tenant)
         if not isinstance(generator, EngineGenerator):
             raise ApiError(400, "unsupported", f"{model!r} has no engine and is available in sessions only")
+        if to_generate:
+            generator.check_task(embeds=embeds)
         self.record.model = generator.capabilities.model
         return generator
 

@@ -25,6 +25,7 @@ from agentflow.server.http.errors import ApiError
 from agentflow.server.openai.answer import OpenAIErrorFormat
 from agentflow.server.openai.chat import create_chat_completion
 from agentflow.server.openai.completions import TextAnswer, TextRequest, create_completion
+from agentflow.server.openai.embeddings import EmbeddingsAnswer, EmbeddingsRequest, create_embeddings
 from agentflow.server.openai.models import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -136,6 +137,14 @@ ROUTES = (
     ApiRoute("GET", "/v1/responses/{id}", get_response, RESPONSES, response=ResponseAnswer),
     ApiRoute("DELETE", "/v1/responses/{id}", delete_response, RESPONSES, response=DeletedResponse),
     ApiRoute("GET", "/v1/responses/{id}/input_items", list_input_items, RESPONSES, response=ItemList),
+    ApiRoute(
+        "POST",
+        "/v1/embeddings",
+        create_embeddings,
+        OPENAI,
+        response=EmbeddingsAnswer,
+        request=EmbeddingsRequest,
+    ),
     ApiRoute(
         "POST",
         "/v1/messages",

@@ -145,14 +145,14 @@ def _requests_of(call: ApiCall, body: TextRequest, generator: EngineGenerator) -
     ]
 
 
-def prompts_of(prompt: Prompt) -> list[str | TokenIds]:
-    """The prompts. ``ApiError`` for a list of mixed types."""
+def prompts_of(prompt: Prompt, param: str = "prompt") -> list[str | TokenIds]:
+    """The prompts of the field ``param``. ``ApiError`` for a list of mixed types."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(member) for member in prompt}
     if len(kinds) > 1:
         raise invalid_field(
-            "prompt", "it must be a text, a list of texts, a list of token ids, or a list of those"
+            param, "it must be a text, a list of texts, a list of token ids, or a list of those"
         )
     if kinds == {int}:
         return [TokenIds(tuple(cast("list[int]", prompt)))]

@@ -29,11 +29,12 @@ from agentflow.server.openai.types import MAX_MESSAGES, MAX_TOOLS, ChatMessage, 
 
 class ModelCard(msgspec.Struct):
     """A model. ``created``: when the server loaded it (Unix time). ``max_model_len``: the limit of prompt and
-    output tokens together."""
+    output tokens together. ``embedding_size``: the dimensions of its embeddings; null: it generates text."""
 
     id: str
     created: int
     max_model_len: int | None
+    embedding_size: int | None = None
     object: str = "model"
     owned_by: str = "agentflow"
 
@@ -57,8 +58,9 @@ async def get_model(call: ApiCall) -> None:
 
 
 def _card(call: ApiCall, model: Model) -> ModelCard:
-    capabilities = model.generator(call.tenant).capabilities
-    return ModelCard(model.name, model.created_s, capabilities.max_context)
+    generator = model.generator(call.tenant)
+    size = generator.embedding_size if isinstance(generator, EngineGenerator) else 0
+    return ModelCard(model.name, model.created_s, generator.capabilities.max_context, size or None)
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

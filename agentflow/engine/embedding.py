@@ -1,0 +1,106 @@
+"""Embeddings of texts on an engine: encodes them, checks their size, and runs all of them as requests of one
+tenant, which the engine batches by their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentflow.engine.client import EngineClient
+from agentflow.engine.engine import check_task
+from agentflow.engine.process.ipc import Origin
+from agentflow.engine.store.embedding_folder import EmbeddingFolder
+from agentflow.errors import BadArgument, PromptTooLong
+from agentflow.protocol.events import Usage
+from agentflow.runtime.generator import EmbeddingOptions
+from agentflow.runtime.task_group import open_task_group
+
+MAX_AT_ONCE = 256
+"""Of one call: unfinished requests. Further ones wait, so that a tenant's part of the queue stays free."""
+MAX_CHARS_PER_TOKEN = 64
+"""A text with more characters than this times the model's tokens is rejected before it is encoded."""
+_PLAIN = EmbeddingFolder(("lasttoken",), (None,))
+
+EmbeddingInput = str | Sequence[int]
+
+
+def prefix_of(options: EmbeddingOptions, folder: EmbeddingFolder | None) -> str:
+    """What precedes each text. ``BadArgument`` for a prompt that the model does not have."""
+    if options.prompt is None:
+        return (folder or _PLAIN).prefix(options.prompt_name)
+    if options.prompt_name is not None:
+        raise BadArgument("give either prompt or prompt_name", param="prompt_name")
+    return options.prompt
+
+
+def check_options(options: EmbeddingOptions, client: EngineClient) -> None:
+    """``BadArgument`` if the model makes no embeddings, or none of this size."""
+    check_task(True, client.info)
+    size = client.info.embedding_size
+    if options.dimensions is not None and not 1 <= options.dimensions <= size:
+        raise BadArgument(f"dimensions: 1 to {size}, not {options.dimensions}", param="dimensions")
+
+
+def encoded(
+    client: EngineClient, inputs: Sequence[EmbeddingInput], prefix: str, folder: EmbeddingFolder | None
+) -> list[list[int]]:
+    """The ids of each input. ``BadArgument``, ``PromptTooLong``; both name ``input``."""
+    most = min(client.info.max_context, client.info.num_slots)
+    texts = [prefix + text for text in inputs if isinstance(text, str)]
+    for text in texts:
+        if len(text) > MAX_CHARS_PER_TOKEN * most:
+            raise _too_long(f"{len(text):,} characters", most)
+    if (folder or _PLAIN).lowercases:
+        texts = [text.lower() for text in texts]
+    of_texts = iter(client.tokenizer.encode_whole(texts) if texts else [])
+    found = [next(of_texts) if isinstance(one, str) else list(one) for one in inputs]
+    for one in found:
+        if not one:
+            raise BadArgument("input: an input has no tokens", param="input")
+        if len(one) > most:
+            raise _too_long(f"{len(one):,} tokens", most)
+        if min(one) < 0 or max(one) >= client.info.vocab_size:
+            raise BadArgument(
+                f"input: the ids of this model's tokens are 0 to {client.info.vocab_size - 1}", param="input"
+            )
+    return found
+
+
+def _too_long(size: str, most: int) -> PromptTooLong:
+    return PromptTooLong(
+        f"input: an input has {size}; the model takes at most {most:,} tokens: split it", param="input"
+    )
+
+
+async def run_embeddings(
+    client: EngineClient, ids: Sequence[list[int]], origin: Origin
+) -> tuple[list[NDArray[np.float32]], Usage]:
+    """The embeddings in the order of ``ids``. Cancelling the call, or a failure, aborts all of them."""
+    found: dict[int, NDArray[np.float32]] = {}
+    usage = Usage()
+    # Longest first, so that few requests are left for the last steps.
+    order = iter(sorted(range(len(ids)), key=lambda i: -len(ids[i])))
+
+    async def work() -> None:
+        nonlocal usage
+        for i in order:
+            end = await client.embed(ids[i], origin=origin)
+            found[i] = np.frombuffer(end.embedding, dtype="<f4")
+            usage += Usage(end.prompt_tokens, end.cached_tokens)
+
+    async with open_task_group() as group:
+        for _ in range(min(MAX_AT_ONCE, len(ids))):
+            group.start_soon(work)
+    return [found[i] for i in range(len(ids))], usage
+
+
+def truncated(embedding: NDArray[np.float32], dimensions: int | None) -> NDArray[np.float32]:
+    """The first ``dimensions``, as long as the whole was if that has length 1."""
+    if dimensions is None or dimensions == len(embedding):
+        return embedding
+    part = embedding[:dimensions]
+    length = float(np.linalg.norm(part))
+    is_normalised = abs(float(np.linalg.norm(embedding)) - 1.0) < 0.01
+    return part / np.float32(length) if is_normalised and length else part

@@ -1,0 +1,119 @@
+"""``POST /v1/embeddings``: the embeddings of texts or token ids, as OpenAI's API makes them.
+
+Two fields are from sentence-transformers: ``prompt`` is put before each text, and ``prompt_name`` names one
+of the model's own prompts.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Annotated, Literal, TypeAlias
+
+import anyio.to_thread
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from agentflow.engine.embedding import EmbeddingInput
+from agentflow.engine.request import MAX_PRIORITY
+from agentflow.runtime.generator import EmbeddingOptions
+from agentflow.server.completion.request import TokenIds
+from agentflow.server.http.call import ApiCall
+from agentflow.server.http.errors import invalid_field
+from agentflow.server.openai.completions import IdList, prompts_of
+from agentflow.server.openai.types import Count, TokenId
+
+# More numbers are written in a thread.
+MAX_INLINE_NUMBERS = 16_384
+
+InputText: TypeAlias = Annotated[str, Meta(min_length=1)]
+Input: TypeAlias = Annotated[
+    InputText | Annotated[list[InputText | TokenId | IdList], Meta(min_length=1)],
+    Meta(description="A text, a list of texts, token ids, or a list of lists of token ids."),
+]
+
+
+class EmbeddingsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Texts to embed. ``dimensions``: only so many, the first ones, for models that are trained for it.
+    ``prompt``: put before each text; ``prompt_name``: the model's prompt of this name instead."""
+
+    model: str
+    input: Input
+    dimensions: Count | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    prompt: str | None = None
+    prompt_name: str | None = None
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    user: str | None = None
+
+
+class EmbeddingObject(msgspec.Struct, kw_only=True):
+    """The embedding of one input: numbers, or their float32 values (little-endian) in base64."""
+
+    index: int
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingsUsage(msgspec.Struct):
+    """The tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsAnswer(msgspec.Struct, kw_only=True):
+    """The embeddings in the order of the inputs."""
+
+    data: list[EmbeddingObject]
+    model: str
+    usage: EmbeddingsUsage
+    object: Literal["list"] = "list"
+
+
+async def create_embeddings(call: ApiCall) -> None:
+    """Makes the embeddings of one input or several."""
+    body = await call.beside(call.read, EmbeddingsRequest)
+    generator = call.generator(body.model, embeds=True, priority=body.priority)
+    limits = call.service.http_limits
+    inputs = _inputs_of(body.input, limits.max_embedding_inputs)
+    vectors, usage = await generator.embed_inputs(
+        inputs,
+        EmbeddingOptions(body.prompt, body.prompt_name, body.dimensions),
+        priority=body.priority or 0,
+        patience_s=generator.patience_s,
+        trace=call.trace,
+        max_tokens=limits.max_embedding_tokens,
+    )
+    call.record.count(usage)
+
+    def written() -> bytes:
+        is_text = body.encoding_format == "base64"
+        answer = EmbeddingsAnswer(
+            data=[
+                EmbeddingObject(index=index, embedding=_in_base64(vector) if is_text else vector.tolist())
+                for index, vector in enumerate(vectors)
+            ],
+            model=generator.capabilities.model,
+            usage=EmbeddingsUsage(usage.prompt_tokens, usage.prompt_tokens),
+        )
+        return msgspec.json.encode(answer)
+
+    if sum(map(len, vectors)) <= MAX_INLINE_NUMBERS:
+        await call.reply(written())
+        return
+    limiter = call.service.body_threads(call.tenant)
+    await call.reply(await anyio.to_thread.run_sync(written, limiter=limiter))
+
+
+def _inputs_of(given: Input, most: int) -> Sequence[EmbeddingInput]:
+    inputs = prompts_of(given, "input")
+    if len(inputs) > most:
+        raise invalid_field("input", f"{len(inputs):,} inputs exceed the limit of {most:,} for a request")
+    return [list(one.ids) if isinstance(one, TokenIds) else one for one in inputs]
+
+
+def _in_base64(vector: NDArray[np.float32]) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")

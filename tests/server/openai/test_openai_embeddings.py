@@ -1,0 +1,212 @@
+"""``POST /v1/embeddings``, by OpenAI's client and by hand."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from support.api_errors import OPENAI, response_to
+from support.api_server import MODEL, ApiServer, api_server
+from support.fake_engine import TOKENIZER, FakeEngine
+from support.server.disconnecting_clients import disconnect, post
+from support.server.openai_peer import async_client, logit_server, sync_client
+
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.store.embedding_folder import EmbeddingFolder
+from agentflow.engine.tenant import Tenant
+from agentflow.runtime.word_embedding import word_embedding
+from agentflow.server.config.limits import HttpLimits
+from agentflow.server.tenants.keys import Tenants
+from agentflow.server.tenants.rate_limit import TenantGate
+
+pytestmark = pytest.mark.timeout(60)
+SIZE = 24
+MAX_CONTEXT = 64
+FOLDER = EmbeddingFolder(("lasttoken",), (None,), prompts={"query": "Question: "})
+TEXTS = ["The quick brown fox", "a dog", "An answer is the answer to a question."]
+generating = pytest.fixture(logit_server, scope="module", name="generating")
+
+
+def embedding_engine() -> FakeEngine:
+    engine = FakeEngine()
+    engine.runner = FakeRunner(
+        vocab_size=TOKENIZER.vocab_size,
+        max_context=MAX_CONTEXT,
+        embedding_size=SIZE,
+        on_step=engine.gate,
+    )
+    return engine
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    limits = HttpLimits(max_embedding_inputs=8, max_embedding_tokens=200)
+    with api_server(embedding_engine(), constraints=False, limits=limits, embedding=FOLDER) as running:
+        yield running
+        running.assert_idle()
+
+
+def create(server: ApiServer, **fields: Any) -> openai.types.CreateEmbeddingResponse:
+    with sync_client(server) as client:
+        return client.embeddings.create(**fields)
+
+
+def card_of(server: ApiServer) -> dict[str, Any]:
+    with sync_client(server) as client:
+        return client.models.retrieve(MODEL).to_dict()
+
+
+def of_ids(ids: list[int], size: int = SIZE) -> np.ndarray:
+    whole = np.array(word_embedding([b"%d" % token for token in ids], SIZE), dtype=np.float32)[:size]
+    return whole / np.linalg.norm(whole)
+
+
+def of_text(text: str, size: int = SIZE) -> np.ndarray:
+    return of_ids(TOKENIZER.encode(text), size)
+
+
+@pytest.mark.parametrize("encoding", [{}, {"encoding_format": "float"}, {"encoding_format": "base64"}])
+def test_openai_s_client_gets_the_embedding_of_each_text(server: ApiServer, encoding: dict[str, str]) -> None:
+    answer = create(server, model=MODEL, input=TEXTS, user="me", **encoding)
+    found = [one.embedding for one in answer.data]
+    if encoding.get("encoding_format") == "base64":
+        found = [np.frombuffer(base64.b64decode(str(one)), dtype="<f4") for one in found]
+    for row, text in zip(found, TEXTS, strict=True):
+        assert np.abs(np.array(row) - of_text(text)).max() < 1e-6
+    assert [one.index for one in answer.data] == [0, 1, 2]
+    assert answer.model == MODEL
+    num_tokens = sum(len(TOKENIZER.encode(text)) for text in TEXTS)
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (num_tokens, num_tokens)
+
+
+@pytest.mark.anyio
+async def test_the_asynchronous_client_too(server: ApiServer, anyio_backend_name: str) -> None:
+    if anyio_backend_name != "asyncio":
+        pytest.skip("OpenAI's client runs on asyncio")
+    async with async_client(server) as client:
+        answer = await client.embeddings.create(model=MODEL, input="a dog", dimensions=5)
+    assert np.abs(np.array(answer.data[0].embedding) - of_text("a dog", 5)).max() < 1e-6
+
+
+@pytest.mark.parametrize("given", [[5, 6, 7], [[5, 6, 7], [8]]])
+def test_token_ids_are_taken_as_they_are(server: ApiServer, given: Any) -> None:
+    answer = create(server, model=MODEL, input=given)
+    rows = given if isinstance(given[0], list) else [given]
+    assert len(answer.data) == len(rows)
+    for one, ids in zip(answer.data, rows, strict=True):
+        assert np.abs(np.array(one.embedding) - of_ids(ids)).max() < 1e-6
+
+
+@pytest.mark.parametrize("extra", [{"prompt_name": "query"}, {"prompt": "Question: "}])
+def test_a_prompt_precedes_each_text(server: ApiServer, extra: dict[str, str]) -> None:
+    answer = create(server, model=MODEL, input=["Why?"], extra_body=extra)
+    assert np.abs(np.array(answer.data[0].embedding) - of_text("Question: Why?")).max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"input": ""}, "invalid_request", "input"),
+        ({"input": []}, "invalid_request", "input"),
+        ({"input": [[]]}, "invalid_request", "input[0]"),
+        ({"input": ["a", ""]}, "invalid_request", "input[1]"),
+        ({"input": None}, "invalid_request", "input"),
+        ({"input": 5}, "invalid_request", "input"),
+        ({"input": [1.5]}, "invalid_request", "input[0]"),
+        ({"input": ["a", 5]}, "invalid_value", "input"),
+        ({"input": ["a"] * 9}, "invalid_value", "input"),
+        ({"input": [-1]}, "invalid_request", "input[0]"),
+        ({"input": [TOKENIZER.vocab_size]}, "invalid_value", "input"),
+        ({"input": [[5], [10**6]]}, "invalid_value", "input"),
+        ({"input": [5] * (MAX_CONTEXT + 1)}, "context_length_exceeded", "input"),
+        ({"input": "word " * 200}, "context_length_exceeded", "input"),
+        ({"input": "word " * 100_000}, "context_length_exceeded", "input"),
+        ({"input": [[5] * 50] * 5}, "context_length_exceeded", "input"),
+        ({"dimensions": 0}, "invalid_request", "dimensions"),
+        ({"dimensions": SIZE + 1}, "invalid_value", "dimensions"),
+        ({"dimensions": "all"}, "invalid_request", "dimensions"),
+        ({"encoding_format": "hex"}, "invalid_request", "encoding_format"),
+        ({"prompt_name": "passage"}, "invalid_value", "prompt_name"),
+        ({"prompt_name": "query", "prompt": "Q: "}, "invalid_value", "prompt_name"),
+        ({"truncate": True}, "invalid_request", "truncate"),
+    ],
+)
+def test_wrong_requests_name_the_field(
+    server: ApiServer, fields: dict[str, Any], code: str, param: str
+) -> None:
+    body = {"model": MODEL, "input": "a dog"} | fields
+    connection_answer = response_to(server, OPENAI, body, path="/v1/embeddings")
+    assert (connection_answer.code, param_of(server, body)) == (code, param)
+    assert connection_answer.cell.startswith("400")
+
+
+def param_of(server: ApiServer, body: dict[str, Any]) -> str | None:
+    with sync_client(server) as client, pytest.raises(openai.BadRequestError) as caught:
+        client.post("/embeddings", body=body, cast_to=object)
+    return caught.value.param
+
+
+def test_the_other_routes_reject_an_embedding_model(server: ApiServer) -> None:
+    for path, fields in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        answer = response_to(server, OPENAI, {"model": MODEL, **fields}, path=path)
+        assert answer.cell.startswith("400")
+        assert answer.code == "invalid_value"
+
+
+def test_a_generating_model_rejects_embeddings_and_names_the_flag(generating: ApiServer) -> None:
+    with pytest.raises(openai.BadRequestError, match="--task embed") as caught:
+        create(generating, model=MODEL, input="a dog")
+    assert caught.value.param == "model"
+    assert card_of(generating)["embedding_size"] is None
+
+
+def test_the_list_of_models_has_the_size(server: ApiServer) -> None:
+    card = card_of(server)
+    assert (card["embedding_size"], card["max_model_len"]) == (SIZE, MAX_CONTEXT)
+
+
+def test_an_unknown_model_is_not_found(server: ApiServer) -> None:
+    answer = response_to(server, OPENAI, {"model": "other", "input": "a"}, path="/v1/embeddings")
+    assert (answer.cell[:3], answer.code) == ("404", "model_not_found")
+
+
+def test_a_client_that_vanishes_ends_its_work() -> None:
+    engine = embedding_engine()
+    with api_server(engine, constraints=False) as server:
+        engine.gate.allow(1)
+        requests = server.observe_requests()
+        texts = [[n + 5] * 60 for n in range(40)]
+        connection = post(server, "/v1/embeddings", input=texts, max_tokens=None)
+        server.call(engine.gate.held)
+        disconnect(server, connection)
+        engine.gate.open()
+        server.assert_idle()
+        assert len(requests.submits) == len(texts)
+
+
+def test_a_request_counts_as_one_with_the_tokens_of_all_inputs() -> None:
+    gate = TenantGate()
+    tenant = Tenant("someone", tokens_per_minute=100, requests_per_minute=2)
+    with api_server(embedding_engine(), constraints=False, gate=gate, tenants=_Only(tenant)) as server:
+        body = {"model": MODEL, "input": [[5] * 60, [6] * 60]}
+        assert create(server, **body).usage.total_tokens == 120
+        answer = response_to(server, OPENAI, body, path="/v1/embeddings")
+        assert (answer.cell[:3], answer.code) == ("429", "rate_limit_exceeded")
+
+
+class _Only(Tenants):
+    """Every request is this tenant's."""
+
+    def __init__(self, tenant: Tenant) -> None:
+        super().__init__()
+        self._tenant = tenant
+
+    def of_request(self, *_: Any) -> Tenant:
+        return self._tenant
