@@ -34,6 +34,7 @@ describe("numbers", () => {
 
   it("writes shares and counts", () => {
     expect([0, 0.004, 0.0996, 0.824, 1].map(percent)).toEqual(["0%", "0.4%", "10%", "82%", "100%"]);
+    expect([0.994, 0.9953, 0.99999].map(percent)).toEqual(["99%", "99.5%", "99.9%"]);
     expect(percent(null)).toBe("–");
     expect([counted(1, "token"), counted(1234, "token")]).toEqual(["1 token", "1,234 tokens"]);
   });

@@ -29,10 +29,11 @@ function scaled(value: number): string {
   return Math.abs(value) >= 100 ? WHOLE.format(value) : ONE.format(value);
 }
 
-/** A share from 0 to 1 as `82%`; below ten percent with one decimal. */
+/** A share from 0 to 1 as `82%`; below ten percent with one decimal, and 100% only if it is all. */
 export function percent(share: number | null): string {
   if (share === null || !Number.isFinite(share)) return NONE;
   const points = share * 100;
+  if (points >= 99.5 && points < 100) return `${ONE.format(Math.min(points, 99.9))}%`;
   return `${points !== 0 && points < 9.95 ? ONE.format(points) : WHOLE.format(points)}%`;
 }
 

@@ -1,6 +1,7 @@
 // The stage: the shared prefix above, a column for each branch, and below what the branches flow into.
 import { useSignal, useSignalEffect } from "@preact/signals";
 import { useRef } from "preact/hooks";
+import { count, percent } from "../charts/numbers";
 import { JsonTree } from "../json/JsonTree";
 import { readPartial, type JsonNode } from "../json/partial_json";
 import { inBatch } from "../text/batches";
@@ -273,7 +274,7 @@ function Shares({ call, choices }: { call: Call; choices: string[] }) {
                 <span style={{ width: `${(share * 100).toFixed(1)}%` }} />
               </td>
               <td class="number" title={`score ${score.toFixed(3)}`}>
-                {(share * 100).toFixed(share < 0.1 ? 1 : 0)} %
+                {percent(share)}
               </td>
             </tr>
           ))}
@@ -298,7 +299,7 @@ function Prompt({ call }: { call: Call }) {
         <span style={{ width: `${(share * 100).toFixed(1)}%` }} />
       </span>
       <span>
-        {cached.toLocaleString("en")} of {usage.prompt_tokens.toLocaleString("en")} prompt tokens cached
+        {count(cached)} of {count(usage.prompt_tokens)} prompt tokens cached
         {usage.output_tokens ? `, ${usage.output_tokens} generated` : ""}
         {forced ? `, ${forced} of them forced` : ""}
       </span>

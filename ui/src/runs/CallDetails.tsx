@@ -1,4 +1,5 @@
 // The call that is chosen in the timeline: its facts, and its text.
+import { Facts } from "../charts/Facts";
 import { percent } from "../charts/numbers";
 import { sharesOf } from "../playground/scores";
 import type { Call } from "./recording";
@@ -7,20 +8,11 @@ import { factsOf } from "./words";
 /** `version`: drawn again when it changes. */
 export function CallDetails({ call, lastS }: { call: Call; lastS: number; version: number }) {
   return (
-    <section class="panel call-details" aria-labelledby="call-name" data-testid="call-details">
+    <section class="panel details call-details" aria-labelledby="call-name" data-testid="call-details">
       <h3 id="call-name">
         {call.kind} <bdi>{call.name}</bdi>
       </h3>
-      <dl>
-        {factsOf(call, lastS).map(([name, value]) => (
-          <div key={name}>
-            <dt>{name}</dt>
-            <dd>
-              <bdi>{value}</bdi>
-            </dd>
-          </div>
-        ))}
-      </dl>
+      <Facts facts={factsOf(call, lastS)} />
       <div class="call-text">
         {call.error !== null && (
           <p class="call-error">

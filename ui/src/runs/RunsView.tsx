@@ -1,5 +1,5 @@
 // Recordings as a timeline: those of files, and the runs of this page's session.
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { announce } from "../app/announce";
 import { hrefOf } from "../app/router";
 import { View } from "../app/View";
@@ -7,7 +7,6 @@ import { count, counted, duration, percent } from "../charts/numbers";
 import { CallDetails } from "./CallDetails";
 import { endingOf } from "./file";
 import type { Call, RecordingReader } from "./recording";
-import { totalsOf, type Totals } from "./recording";
 import { sessionLog } from "./sessionLog";
 import { openFile, opened, useSessionRuns } from "./sources";
 import { Timeline } from "./Timeline";
@@ -144,16 +143,15 @@ interface RecordingProps {
 
 function Recording({ title, reader, version, problem }: RecordingProps) {
   const [focused, setFocused] = useState<Call | null>(null);
-  const totals = useMemo(() => totalsOf(reader.runs, reader.lastS), [reader, version]);
   useEffect(() => setFocused(null), [reader]);
   useEffect(() => {
-    if (version === 0) announce(`${title}: ${sentenceOf(totals)}${problem === null ? "" : ` ${problem}`}`);
+    if (version === 0) announce(`${title}: ${sentenceOf(reader)}${problem === null ? "" : ` ${problem}`}`);
   }, [reader]);
   const ending = endingOf(reader);
   const { header } = reader;
   return (
     <>
-      <div class="runs-head">
+      <div class="part-head">
         <h2>
           <bdi>{title}</bdi>
         </h2>
@@ -173,14 +171,13 @@ function Recording({ title, reader, version, problem }: RecordingProps) {
         </p>
       )}
       {ending !== null && <p class="view-note">{ending}</p>}
-      <Sums totals={totals} />
+      <Sums reader={reader} />
       {reader.runs.length === 0 ? (
         <p class="empty">It has no run.</p>
       ) : (
         <Timeline
-          runs={reader.runs}
+          reader={reader}
           version={version}
-          lastS={reader.lastS}
           focused={focused}
           onFocus={setFocused}
         />
@@ -192,11 +189,12 @@ function Recording({ title, reader, version, problem }: RecordingProps) {
   );
 }
 
-function Sums({ totals }: { totals: Totals }) {
+function Sums({ reader }: { reader: RecordingReader }) {
+  const { runs, totals, lastS } = reader;
   const rate = totals.promptTokens > 0 ? totals.cachedTokens / totals.promptTokens : null;
   const sums: [string, string, string?][] = [
-    ["Runs", count(totals.runs), counted(totals.states, "state")],
-    ["Calls", count(totals.calls), `in ${duration(totals.lastS)}`],
+    ["Runs", count(runs.length), counted(totals.states, "state")],
+    ["Calls", count(totals.calls), `in ${duration(lastS)}`],
     [
       "Prompt tokens",
       count(totals.promptTokens),
@@ -211,7 +209,7 @@ function Sums({ totals }: { totals: Totals }) {
         <div key={name} class="figure panel">
           <dt>{name}</dt>
           <dd>
-            <span class="sum">{value}</span>
+            <span>{value}</span>
             {note && <span class="figure-note">{note}</span>}
           </dd>
         </div>
@@ -220,9 +218,9 @@ function Sums({ totals }: { totals: Totals }) {
   );
 }
 
-function sentenceOf(totals: Totals): string {
+function sentenceOf({ runs, totals }: RecordingReader): string {
   return (
-    `${counted(totals.runs, "run")} with ${counted(totals.states, "state")} and ${counted(totals.calls, "call")}, ` +
+    `${counted(runs.length, "run")} with ${counted(totals.states, "state")} and ${counted(totals.calls, "call")}, ` +
     `${count(totals.cachedTokens)} of ${count(totals.promptTokens)} prompt tokens cached.`
   );
 }

@@ -1,9 +1,9 @@
 // The timeline: a grid with a row per state, which shows only the rows near the window.
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
-import { duration } from "../charts/numbers";
+import { counted, duration, percent } from "../charts/numbers";
 import { ticksBetween } from "../charts/ticks";
 import { useWidth } from "../charts/useWidth";
-import type { Call, Run, RunState } from "./recording";
+import type { Call, RecordingReader, RunState, Span } from "./recording";
 import {
   barOf,
   collapsedAtFirst,
@@ -13,18 +13,17 @@ import {
   revealedSpan,
   rowsOf,
   spanBelow,
-  spanOf,
   visible,
   zoomedSpan,
+  type Bar,
+  type CallSums,
   type Row,
-  type Span,
 } from "./layout";
-import { describeCall, labelOf, summaryOf } from "./words";
+import { cachedShare, describeCall, labelOf, summaryOf } from "./words";
 
 interface Props {
-  readonly runs: readonly Run[];
+  readonly reader: RecordingReader;
   readonly version: number;
-  readonly lastS: number;
   readonly focused: Call | null;
   readonly onFocus: (call: Call) => void;
 }
@@ -33,8 +32,10 @@ const ROW = 30; // pixels, as in runs.css
 const HEAD = 25; // the axis, which stays above the rows
 const MAX_HEIGHT = 560;
 const CHARACTER = 6.6;
+const LABEL = 60; // the room for a time on the axis
 
-export function Timeline({ runs, version, lastS, focused, onFocus }: Props) {
+export function Timeline({ reader, version, focused, onFocus }: Props) {
+  const { runs, lastS, span: whole } = reader;
   const [collapsed, setCollapsed] = useState(() => collapsedAtFirst(runs));
   const [chosen, setChosen] = useState<Span | null>(null); // null: all of it
   const [active, setActive] = useState<RunState | null>(null); // the row with the focus
@@ -43,7 +44,6 @@ export function Timeline({ runs, version, lastS, focused, onFocus }: Props) {
   const body = useRef<HTMLDivElement>(null);
   const takesFocus = useRef(false);
 
-  const whole = useMemo(() => spanOf(runs), [runs, version]);
   const span = chosen ?? whole;
   const rows = useMemo(() => rowsOf(runs, collapsed), [runs, version, collapsed]);
   const at = Math.max(
@@ -252,7 +252,7 @@ function Axis({ span, width }: { span: Span; width: number }) {
       {marks.map((value) => {
         const share = (value - span.beginS) / length;
         return (
-          <span key={value} class={share > 0.9 ? "tick is-last" : "tick"} style={{ left: `${share * 100}%` }}>
+          <span key={value} class={(1 - share) * width < LABEL ? "tick is-last" : "tick"} style={{ left: `${share * 100}%` }}>
             {duration(value)}
           </span>
         );
@@ -319,6 +319,7 @@ function StateRow({
         <bdi class="state-text">{summaryOf(state)}</bdi>
       </div>
       <div class="timeline-calls" role="gridcell">
+        {row.sums !== null && <SumsBar sums={row.sums} span={span} width={width} />}
         {row.calls.map((call) => (
           <CallBar
             key={call.number}
@@ -361,31 +362,56 @@ interface BarProps {
 function CallBar({ call, span, lastS, width, isChosen, onChoose }: BarProps) {
   const bar = barOf(call, span, lastS);
   if (bar === null) return null;
-  const { usage } = call;
-  const cached = usage !== null && usage.prompt_tokens > 0 ? usage.cached_tokens / usage.prompt_tokens : 0;
-  const pixels = Math.max(bar.width * width, 6);
   const label = labelOf(call);
-  const room = Math.floor((pixels - 10) / CHARACTER);
-  const isInside = room >= Math.min(label.length, 10);
-  const shown = isInside ? label : "";
   return (
     <button
       type="button"
-      class={`bar is-${outcomeOf(call)}${bar.isCutLeft ? " is-cut-left" : ""}${bar.isCutRight ? " is-cut-right" : ""}`}
+      class={`${classOf(bar)} is-${outcomeOf(call)}`}
       tabIndex={-1}
       aria-pressed={isChosen}
       aria-label={describeCall(call)}
       title={label}
-      style={{ left: `min(${bar.left * 100}%, calc(100% - 6px))`, width: `max(${bar.width * 100}%, 6px)` }}
+      style={placeOf(bar)}
       onClick={() => onChoose(call)}
     >
+      <Inside bar={bar} width={width} label={label} cached={cachedShare(call.usage)} />
+    </button>
+  );
+}
+
+/** The calls of a collapsed row that has too many to show each. */
+function SumsBar({ sums, span, width }: { sums: CallSums; span: Span; width: number }) {
+  const bar = barOf(sums, span, sums.endS);
+  if (bar === null) return null;
+  const cached = sums.promptTokens > 0 ? sums.cachedTokens / sums.promptTokens : 0;
+  const label = `${counted(sums.calls, "call")} · ${percent(cached)} cached`;
+  return (
+    <div class={`${classOf(bar)} is-sums`} title={label} style={placeOf(bar)}>
+      <Inside bar={bar} width={width} label={label} cached={cached} />
+    </div>
+  );
+}
+
+function classOf(bar: Bar): string {
+  return `bar${bar.isCutLeft ? " is-cut-left" : ""}${bar.isCutRight ? " is-cut-right" : ""}`;
+}
+
+function placeOf(bar: Bar): { left: string; width: string } {
+  return { left: `min(${bar.left * 100}%, calc(100% - 6px))`, width: `max(${bar.width * 100}%, 6px)` };
+}
+
+/** `width`: of the time axis in pixels; the label needs some of it. */
+function Inside({ bar, width, label, cached }: { bar: Bar; width: number; label: string; cached: number }) {
+  const room = Math.floor((Math.max(bar.width * width, 6) - 10) / CHARACTER);
+  return (
+    <>
       <span class="bar-wait" style={{ width: `${bar.first * 100}%` }} />
       <span class="bar-run" />
       <span class="bar-meter">
         <span class="bar-cached" style={{ width: `${cached * 100}%` }} />
       </span>
-      <span class="bar-label">{shown}</span>
-    </button>
+      <span class="bar-label">{room >= Math.min(label.length, 10) ? label : ""}</span>
+    </>
   );
 }
 

@@ -1,121 +1,119 @@
 // The rows of the timeline and the time that it shows: fork tree on the left, time on the right.
 
-import type { Call, Run, RunState } from "./recording";
+import type { Call, Run, RunState, Span } from "./recording";
 import { isModelCall, withForks } from "./recording";
 
+/** Deeper levels are not indented further. */
+export const MAX_GUIDES = 11;
+/** A collapsed row shows the calls of all its forks, or beyond so many their sums. */
+const MAX_CALLS = 24;
+
+/** Calls as one bar. */
+export interface CallSums {
+  readonly calls: number;
+  readonly promptTokens: number;
+  readonly cachedTokens: number;
+  readonly readyS: number;
+  readonly firstS: number;
+  readonly endS: number;
+}
+
 /** A state's row. `guides`: for each level between the root and the state, of the nearest ones, whether a line goes on
- * to a later row. */
-export interface Row {
-  readonly state: RunState;
-  readonly depth: number;
-  readonly guides: readonly boolean[];
-  readonly isLast: boolean;
-  readonly hasForks: boolean;
-  readonly isOpen: boolean;
-  readonly calls: readonly Call[];
-  readonly position: number;
-  readonly siblings: number;
-}
-
-/** The rows in the order of the fork tree, without those below collapsed states. */
-export function rowsOf(runs: readonly Run[], collapsed: ReadonlySet<RunState>): Row[] {
-  const rows: Row[] = [];
-  interface Waiting {
-    state: RunState;
-    depth: number;
-    guides: readonly boolean[];
-    position: number;
-    siblings: number;
-  }
-  const waiting: Waiting[] = runs
-    .map((run, i) => ({ state: run.root, depth: 0, guides: [], position: i + 1, siblings: runs.length }))
-    .reverse();
-  while (waiting.length > 0) {
-    const { state, depth, guides, position, siblings } = waiting.pop() as Waiting;
-    const isLast = position === siblings;
-    const isOpen = !collapsed.has(state);
-    const hasForks = state.forks.length > 0;
-    rows.push(new TreeRow(state, depth, guides, isLast, hasForks, isOpen, position, siblings));
-    if (!isOpen) continue;
-    const below = depth === 0 ? [] : [...guides, !isLast].slice(-MAX_GUIDES);
-    for (let i = state.forks.length - 1; i >= 0; i--) {
-      const fork = state.forks[i] as RunState;
-      waiting.push({
-        state: fork,
-        depth: depth + 1,
-        guides: below,
-        position: i + 1,
-        siblings: state.forks.length,
-      });
-    }
-  }
-  return rows;
-}
-
-/** Looks for its calls when it is drawn: a long recording has 100,000 rows, of which some 20 are visible. */
-class TreeRow implements Row {
-  #calls: readonly Call[] | undefined;
+ * to a later row. It looks for its calls when it is drawn: of 100,000 rows some 20 are visible. */
+export class Row {
+  #shown: { readonly calls: readonly Call[]; readonly sums: CallSums | null } | undefined;
 
   constructor(
     readonly state: RunState,
     readonly depth: number,
     readonly guides: readonly boolean[],
-    readonly isLast: boolean,
-    readonly hasForks: boolean,
-    readonly isOpen: boolean,
     readonly position: number,
     readonly siblings: number,
+    readonly isOpen: boolean,
   ) {}
 
+  get isLast(): boolean {
+    return this.position === this.siblings;
+  }
+
+  get hasForks(): boolean {
+    return this.state.forks.length > 0;
+  }
+
+  /** The calls of its state; if it is collapsed, of its forks too. Empty if there are `sums` instead. */
   get calls(): readonly Call[] {
-    return (this.#calls ??= this.isOpen ? this.state.calls.filter(isModelCall) : callsBelow(this.state));
+    return this.#find().calls;
+  }
+
+  get sums(): CallSums | null {
+    return this.#find().sums;
+  }
+
+  #find(): { readonly calls: readonly Call[]; readonly sums: CallSums | null } {
+    return (this.#shown ??= this.isOpen
+      ? { calls: this.state.calls.filter(isModelCall), sums: null }
+      : callsBelow(this.state));
   }
 }
 
-/** Deeper levels are not indented further. */
-export const MAX_GUIDES = 11;
-/** A collapsed row shows the calls of all its forks, so far as there is room for them. */
-const MAX_CALLS = 200;
+/** The rows in the order of the fork tree, without those below collapsed states. */
+export function rowsOf(runs: readonly Run[], collapsed: ReadonlySet<RunState>): Row[] {
+  const rows: Row[] = [];
+  const waiting: Row[] = [];
+  const wait = (states: readonly RunState[], depth: number, guides: readonly boolean[]): void => {
+    for (let i = states.length - 1; i >= 0; i--) {
+      const state = states[i] as RunState;
+      waiting.push(new Row(state, depth, guides, i + 1, states.length, !collapsed.has(state)));
+    }
+  };
+  wait(runs.map((run) => run.root), 0, []);
+  for (let row = waiting.pop(); row !== undefined; row = waiting.pop()) {
+    rows.push(row);
+    if (!row.isOpen || !row.hasForks) continue;
+    const guides = row.depth === 0 ? [] : [...row.guides, !row.isLast].slice(-MAX_GUIDES);
+    wait(row.state.forks, row.depth + 1, guides);
+  }
+  return rows;
+}
 
-function callsBelow(state: RunState): Call[] {
-  const calls: Call[] = [];
+function callsBelow(state: RunState): { calls: readonly Call[]; sums: CallSums | null } {
+  const first: Call[] = [];
+  let [calls, promptTokens, cachedTokens, readyS, endS] = [0, 0, 0, Infinity, 0];
   for (const one of withForks(state)) {
-    calls.push(...one.calls.filter(isModelCall));
-    if (calls.length >= MAX_CALLS) break;
-  }
-  return calls.slice(0, MAX_CALLS);
-}
-
-/** The runs that are collapsed at first: all, if their states would be too many rows to look through. */
-export function collapsedAtFirst(runs: readonly Run[]): ReadonlySet<RunState> {
-  const numStates = runs.reduce((sum, run) => sum + run.states.length, 0);
-  return new Set(runs.length > 1 && numStates > 200 ? runs.map((run) => run.root) : []);
-}
-
-/** A span of time in seconds. */
-export interface Span {
-  readonly beginS: number;
-  readonly toS: number;
-}
-
-/** From the first op to the last event of the runs. */
-export function spanOf(runs: readonly Run[]): Span {
-  let [beginS, toS] = [Infinity, 0];
-  for (const run of runs) {
-    for (const state of run.states) {
-      beginS = Math.min(beginS, state.startS);
-      toS = Math.max(toS, state.endS);
+    for (const call of one.calls) {
+      if (!isModelCall(call)) continue;
+      if (++calls <= MAX_CALLS) first.push(call);
+      promptTokens += call.usage?.prompt_tokens ?? 0;
+      cachedTokens += call.usage?.cached_tokens ?? 0;
+      readyS = Math.min(readyS, call.readyS);
+      endS = Math.max(endS, call.endS ?? one.endS);
     }
   }
-  if (!Number.isFinite(beginS)) return { beginS: 0, toS: 1 };
-  return { beginS, toS: Math.max(toS, beginS + 1e-3) };
+  if (calls <= MAX_CALLS) return { calls: first, sums: null };
+  return { calls: [], sums: { calls, promptTokens, cachedTokens, readyS, firstS: readyS, endS } };
+}
+
+const MAX_ROWS_AT_FIRST = 200;
+
+/** What is collapsed at first, so that there are no more rows than one can look through: the runs, or of a single
+ * run what lies below as many levels as fit. */
+export function collapsedAtFirst(runs: readonly Run[]): ReadonlySet<RunState> {
+  let level = runs.map((run) => run.root);
+  const numStates = runs.reduce((sum, run) => sum + run.states.length, 0);
+  if (runs.length > 1 && numStates > MAX_ROWS_AT_FIRST) return new Set(level);
+  for (let numRows = level.length; level.length > 0; ) {
+    numRows += level.reduce((sum, state) => sum + state.forks.length, 0);
+    if (numRows > MAX_ROWS_AT_FIRST) break;
+    level = level.flatMap((state) => state.forks);
+  }
+  return new Set(level.filter((state) => state.forks.length > 0));
 }
 
 /** The time of a state and of all its forks, with a little more on both sides. */
 export function spanBelow(state: RunState, whole: Span): Span {
-  const states = withForks(state);
-  const beginS = Math.min(...states.map((one) => one.startS));
-  const toS = Math.max(...states.map((one) => one.endS));
+  const beginS = state.startS;
+  let toS = 0;
+  for (const one of withForks(state)) toS = Math.max(toS, one.endS);
   const length = Math.min(Math.max(1.04 * (toS - beginS), 1e-3), whole.toS - whole.beginS);
   return movedSpan({ beginS: beginS - 0.02 * (toS - beginS), toS: 0 }, whole, length);
 }
@@ -161,7 +159,8 @@ export interface Bar {
   readonly isCutRight: boolean;
 }
 
-export function barOf(call: Call, shown: Span, lastS: number): Bar | null {
+export function barOf(
+  call: Pick<Call, "readyS" | "firstS" | "endS">, shown: Span, lastS: number): Bar | null {
   const length = shown.toS - shown.beginS;
   const endS = call.endS ?? Math.max(call.readyS, lastS);
   if (endS < shown.beginS || call.readyS > shown.toS) return null;
@@ -188,19 +187,24 @@ export function visible(
   return [Math.min(from, numRows), Math.min(numRows, Math.ceil((scrollTop + height) / rowHeight) + 6)];
 }
 
-/** The indices of the forks that lead to the state; empty for a root. */
-function pathOf(state: RunState): number[] {
-  const path: number[] = [];
-  for (let at = state; at.parent !== null; at = at.parent) path.push(at.index);
-  return path.reverse();
-}
+/** Of a longer path the end is shown. */
+const MAX_PATH = 24;
 
 /** A state's name as `agentflow replay` writes it: `run 0` for a root, else its path in the fork tree. */
 export function nameOf(state: RunState): string {
-  if (state.parent !== null) return `(${pathOf(state).join(", ")})`;
-  return state.run.program === ""
-    ? `run ${state.run.index}`
-    : `run ${state.run.index}: ${isolated(state.run.program)}`;
+  if (state.parent === null) {
+    const { index, program } = state.run;
+    return program === "" ? `run ${index}` : `run ${index}: ${isolated(program)}`;
+  }
+  const path: (number | string)[] = [];
+  for (let at = state; at.parent !== null; at = at.parent) {
+    if (path.length === MAX_PATH) {
+      path[MAX_PATH - 1] = "…";
+      break;
+    }
+    path.push(at.index);
+  }
+  return `(${path.reverse().join(", ")})`;
 }
 
 /** Text from outside, in a form whose direction does not reach the text around it. */

@@ -80,6 +80,21 @@ export interface Run {
   readonly states: RunState[];
 }
 
+/** The sums of all calls that run on the model. */
+export interface Totals {
+  readonly states: number;
+  readonly calls: number;
+  readonly promptTokens: number;
+  readonly cachedTokens: number;
+  readonly outputTokens: number;
+}
+
+/** A span of time in seconds. */
+export interface Span {
+  readonly beginS: number;
+  readonly toS: number;
+}
+
 /** Gens and selects run on the model; the other variables take no time of it. */
 export function isModelCall(call: Call): boolean {
   return call.kind === "gen" || call.kind === "select";
@@ -100,6 +115,10 @@ export class RecordingReader {
   numUnread = 0;
   firstUnread: number | null = null;
   private numLines = 0;
+  // Kept while reading: a long recording has too many states to go through them in one task.
+  private readonly sums = { states: 0, calls: 0, promptTokens: 0, cachedTokens: 0, outputTokens: 0 };
+  private beginS = Infinity;
+  private toS = 0;
   private readonly states = new Map<number, RunState>();
   private readonly calls = new Map<number, Call>();
   private readonly lengths = new Map<Call, number>(); // of its text, in code points
@@ -131,6 +150,16 @@ export class RecordingReader {
   /** Computes when each call could begin, from what the recording has so far. May be called again later. */
   finish(): void {
     for (const _ of this.finishing());
+  }
+
+  get totals(): Totals {
+    return this.sums;
+  }
+
+  /** From the first op to the last event of the runs. */
+  get span(): Span {
+    if (this.runs.length === 0) return { beginS: 0, toS: 1 };
+    return { beginS: this.beginS, toS: Math.max(this.toS, this.beginS + 1e-3) };
   }
 
   /** Whether no call waits or runs any more. */
@@ -219,7 +248,7 @@ export class RecordingReader {
     // A limit may be for the whole session, and a state may be named after its graph was closed.
     if (state === undefined)
       return kind === "limit" || kind === "close" || kind === "cancel" || kind === "await";
-    if (kind !== "close" && kind !== "seal") state.endS = Math.max(state.endS, atS);
+    if (kind !== "close" && kind !== "seal") this.extend(state, atS);
     return this.apply(op, kind, state, atS, 0);
   }
 
@@ -268,7 +297,7 @@ export class RecordingReader {
       case "fork":
         return this.fork(op, state, atS, base);
       case "cancel":
-        for (const one of withForks(state)) one.isCancelled = true;
+        if (!state.isCancelled) for (const one of withForks(state)) one.isCancelled = true;
         return true;
       default:
         return typeof kind === "string";
@@ -294,6 +323,7 @@ export class RecordingReader {
       error: null,
     };
     this.calls.set(number, call);
+    if (isModelCall(call)) this.sums.calls += 1;
     state.calls.push(call);
     state.steps.push({ call });
     return true;
@@ -335,7 +365,23 @@ export class RecordingReader {
     parent?.forks.push(state);
     run.states.push(state);
     this.states.set(number, state);
+    this.sums.states += 1;
+    this.beginS = Math.min(this.beginS, atS);
+    this.extend(state, atS);
     return state;
+  }
+
+  private extend(state: RunState, atS: number): void {
+    state.endS = Math.max(state.endS, atS);
+    this.toS = Math.max(this.toS, atS);
+  }
+
+  /** Adds the call's usage to the sums, or with -1 takes it out: a damaged file may have two values of a call. */
+  private add(call: Call, sign: 1 | -1): void {
+    if (call.usage === null || !isModelCall(call)) return;
+    this.sums.promptTokens += sign * call.usage.prompt_tokens;
+    this.sums.cachedTokens += sign * call.usage.cached_tokens;
+    this.sums.outputTokens += sign * call.usage.output_tokens;
   }
 
   private receive(event: Json, atS: number): boolean {
@@ -348,7 +394,7 @@ export class RecordingReader {
         const state = this.states.get(numberOf(event["state"]));
         if (state === undefined) return false;
         state.error ??= errorOf(event["error"]);
-        state.endS = Math.max(state.endS, atS);
+        this.extend(state, atS);
         return true;
       }
       default:
@@ -359,7 +405,7 @@ export class RecordingReader {
   private receiveCall(event: Json, atS: number): boolean {
     const call = this.calls.get(numberOf(event["var"]));
     if (call === undefined) return false;
-    call.state.endS = Math.max(call.state.endS, atS);
+    this.extend(call.state, atS);
     if (event["event"] === "varfailed") {
       call.error = errorOf(event["error"]);
       call.endS = atS;
@@ -370,7 +416,9 @@ export class RecordingReader {
     if (event["event"] === "value") {
       call.endS = atS;
       call.finishReason = typeof event["finish_reason"] === "string" ? event["finish_reason"] : null;
+      this.add(call, -1);
       call.usage = usageOf(event["usage"]);
+      this.add(call, 1);
       call.choices = isObject(event["choices"]) ? (event["choices"] as Record<string, number>) : null;
       this.lengths.delete(call);
     }
@@ -387,38 +435,12 @@ export class RecordingReader {
 }
 
 /** The state, its forks, their forks, and so on: parents first. */
-export function withForks(state: RunState): RunState[] {
+export function* withForks(state: RunState): Generator<RunState, void> {
   const found = [state];
-  for (const one of found) found.push(...one.forks);
-  return found;
-}
-
-/** The sums of all calls. */
-export interface Totals {
-  readonly runs: number;
-  readonly states: number;
-  readonly calls: number;
-  readonly promptTokens: number;
-  readonly cachedTokens: number;
-  readonly outputTokens: number;
-  readonly lastS: number;
-}
-
-export function totalsOf(runs: readonly Run[], lastS: number): Totals {
-  let [states, calls, promptTokens, cachedTokens, outputTokens] = [0, 0, 0, 0, 0];
-  for (const run of runs) {
-    states += run.states.length;
-    for (const state of run.states) {
-      for (const call of state.calls) {
-        if (!isModelCall(call)) continue;
-        calls += 1;
-        promptTokens += call.usage?.prompt_tokens ?? 0;
-        cachedTokens += call.usage?.cached_tokens ?? 0;
-        outputTokens += call.usage?.output_tokens ?? 0;
-      }
-    }
+  for (const one of found) {
+    yield one;
+    for (const fork of one.forks) found.push(fork);
   }
-  return { runs: runs.length, states, calls, promptTokens, cachedTokens, outputTokens, lastS };
 }
 
 function isObject(value: unknown): value is Json {

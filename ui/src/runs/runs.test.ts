@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 import { endingOf, readFile } from "./file";
-import { RecordingReader, totalsOf, withForks, type Call, type Run } from "./recording";
+import { RecordingReader, withForks, type Call, type Run } from "./recording";
 import {
   barOf,
   collapsedAtFirst,
@@ -10,7 +10,6 @@ import {
   revealedSpan,
   rowsOf,
   spanBelow,
-  spanOf,
   visible,
   zoomedSpan,
 } from "./layout";
@@ -56,8 +55,7 @@ describe("a real recording", () => {
       ending: "complete",
       unread: 0,
     });
-    expect(totalsOf(reader.runs, reader.lastS)).toMatchObject({
-      runs: 1,
+    expect(reader.totals).toMatchObject({
       states: 9,
       calls: 8,
       promptTokens: 728,
@@ -88,7 +86,7 @@ describe("a real recording", () => {
   it("says when each call could begin: a judge only after its thought", async () => {
     const { reader } = await readFile(fileOf(text));
     const [thought] = reader.runs[0]!.states[1]!.calls;
-    const [verdict] = withForks(reader.runs[0]!.states[1]!)[1]!.calls;
+    const [verdict] = [...withForks(reader.runs[0]!.states[1]!)][1]!.calls;
     expect(verdict!.sentS).toBeLessThan(thought!.endS!);
     expect(verdict!.readyS).toBe(thought!.endS);
     expect(thought!.text).toMatch(/^ It was so /);
@@ -104,7 +102,7 @@ describe("a real recording", () => {
     expect(pauses).toBeGreaterThanOrEqual(LINES.length);
     expect(last).toBe(1);
     const whole = await readFile(fileOf(text));
-    expect(totalsOf(sliced.reader.runs, 0)).toEqual(totalsOf(whole.reader.runs, 0));
+    expect(sliced.reader.totals).toEqual(whole.reader.totals);
   });
 
   it("can be aborted", async () => {
@@ -155,7 +153,7 @@ describe("files with faults", () => {
     const header = { ...(JSON.parse(LINES[0]!) as object), recording: 7 };
     const { reader, problem } = await readFile(fileOf([JSON.stringify(header), ...entries, ""].join("\n")));
     expect(problem).toContain("version 7");
-    expect(totalsOf(reader.runs, 0).states).toBe(9);
+    expect(reader.totals.states).toBe(9);
   });
 
   it("lose no more than the lines that are damaged", async () => {
@@ -165,7 +163,7 @@ describe("files with faults", () => {
     const { reader, problem } = await readFile(fileOf(`${lines.join("\n")}\n`));
     expect([reader.numUnread, reader.firstUnread]).toEqual([1, at + 1]);
     expect(problem).toContain(String(at + 1));
-    expect(totalsOf(reader.runs, 0).calls).toBe(8);
+    expect(reader.totals.calls).toBe(8);
   });
 
   it("without a header, or without an ending, say so", async () => {
@@ -313,8 +311,8 @@ describe("the timeline", () => {
       ["(1)", false, true, []],
     ]);
     expect(rows.map((row) => row.calls.length)).toEqual([0, 1, 1, 6]); // those of its forks, too
-    expect(spanOf(reader.runs).toS).toBeGreaterThan(1.6);
-    expect(spanOf([])).toEqual({ beginS: 0, toS: 1 });
+    expect(reader.span.toS).toBeGreaterThan(1.6);
+    expect(new RecordingReader().span).toEqual({ beginS: 0, toS: 1 });
   });
 
   it("collapses runs at first where there are many states", async () => {
@@ -323,10 +321,54 @@ describe("the timeline", () => {
     expect(collapsedAtFirst(Array<Run>(30).fill(reader.runs[0]!)).size).toBe(1);
   });
 
+  it("sums the calls below a collapsed state where they are many", () => {
+    const ends = (count: number) => Array.from({ length: count }, (_, i) => ({ at_s: 9, received: value(100 + i) }));
+    const gens = (count: number) => Array.from({ length: count }, (_, i) => ({ at_s: 2, sent: gen(2, 100 + i) }));
+    const begin = [
+      { at_s: 1, sent: { op: "open", state: 1 } },
+      { at_s: 1, sent: { op: "fork", state: 1, children: [2] } },
+    ];
+    const rowOf = (count: number) => {
+      const { runs } = read([...begin, ...gens(count), ...ends(count)]);
+      return rowsOf(runs, new Set([runs[0]!.root]))[0]!;
+    };
+    expect([rowOf(24).calls.length, rowOf(24).sums]).toEqual([24, null]);
+    const [{ usage }] = rowOf(1).calls as [Call];
+    expect([rowOf(25).calls.length, rowOf(25).sums]).toEqual([
+      0,
+      {
+        calls: 25,
+        promptTokens: 25 * (usage?.prompt_tokens ?? 0),
+        cachedTokens: 25 * (usage?.cached_tokens ?? 0),
+        readyS: 2,
+        firstS: 2,
+        endS: 9,
+      },
+    ]);
+  });
+
+  it("opens as many levels of a long run as fit", () => {
+    const forks = (numbers: readonly number[], each: number, from: number): object[] =>
+      numbers.map((state, i) => ({
+        at_s: i,
+        sent: { op: "fork", state, children: Array.from({ length: each }, (_, j) => from + i * each + j) },
+      }));
+    const open = { at_s: 0, sent: { op: "open", state: 1 } };
+    const numbers = (from: number, count: number): number[] => Array.from({ length: count }, (_, i) => from + i);
+    const tree = read([open, ...forks([1], 10, 2), ...forks(numbers(2, 10), 10, 12), ...forks(numbers(12, 100), 2, 112)]);
+    expect(rowsOf(tree.runs, collapsedAtFirst(tree.runs))).toHaveLength(1 + 10 + 100);
+    const wide = read([open, ...forks([1], 150_000, 2)]);
+    expect(rowsOf(wide.runs, collapsedAtFirst(wide.runs))).toHaveLength(1);
+    expect(spanBelow(wide.runs[0]!.root, wide.span)).toEqual(wide.span);
+    const chain = read([open, ...numbers(1, 20_000).map((state) => forks([state], 1, state + 1)[0]!)]);
+    expect(rowsOf(chain.runs, collapsedAtFirst(chain.runs))).toHaveLength(200);
+    expect(nameOf(chain.runs[0]!.states.at(-1)!)).toMatch(/^\(…(, 0){23}\)$/);
+  });
+
   it("zooms to a state and its forks", async () => {
     const { reader } = await readFile(fileOf(text));
-    const of = (index: number) => spanBelow(reader.runs[0]!.states[index]!, spanOf(reader.runs));
-    expect(of(0)).toEqual(spanOf(reader.runs));
+    const of = (index: number) => spanBelow(reader.runs[0]!.states[index]!, reader.span);
+    expect(of(0)).toEqual(reader.span);
     expect(of(5).beginS).toBeGreaterThan(0.8);
   });
 

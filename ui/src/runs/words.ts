@@ -1,7 +1,7 @@
 // Calls in words.
 
 import { counted, duration, percent } from "../charts/numbers";
-import type { Call, RunState } from "./recording";
+import type { Call, RunState, Usage } from "./recording";
 import { isolated, nameOf, outcomeOf, type Outcome } from "./layout";
 
 const OUTCOMES: Readonly<Record<Outcome, string>> = {
@@ -11,13 +11,18 @@ const OUTCOMES: Readonly<Record<Outcome, string>> = {
   open: "without an end",
 };
 
+/** The share of prompt tokens that were cached, 0 to 1. */
+export function cachedShare(usage: Usage | null): number {
+  return usage !== null && usage.prompt_tokens > 0 ? usage.cached_tokens / usage.prompt_tokens : 0;
+}
+
 /** What stands in a bar: `thought · 28 tokens · 98% cached`. */
 export function labelOf(call: Call): string {
   const parts = [isolated(call.name)];
   const { usage } = call;
   if (usage !== null) {
     if (call.kind === "gen") parts.push(counted(usage.output_tokens, "token"));
-    if (usage.prompt_tokens > 0) parts.push(`${percent(usage.cached_tokens / usage.prompt_tokens)} cached`);
+    if (usage.prompt_tokens > 0) parts.push(`${percent(cachedShare(usage))} cached`);
   }
   const outcome = outcomeOf(call);
   if (outcome !== "done") parts.push(OUTCOMES[outcome]);
@@ -48,7 +53,7 @@ export function factsOf(call: Call, lastS: number): [name: string, value: string
     ["Outcome", outcome === "done" ? (call.finishReason ?? "done") : OUTCOMES[outcome]],
   ];
   if (usage !== null) {
-    const share = usage.prompt_tokens > 0 ? ` (${percent(usage.cached_tokens / usage.prompt_tokens)})` : "";
+    const share = usage.prompt_tokens > 0 ? ` (${percent(cachedShare(usage))})` : "";
     facts.push(["Prompt", counted(usage.prompt_tokens, "token")]);
     facts.push(["Cached", `${counted(usage.cached_tokens, "token")}${share}`]);
     if (call.kind === "gen") facts.push(["Output", counted(usage.output_tokens, "token")]);

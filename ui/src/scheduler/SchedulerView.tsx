@@ -260,7 +260,7 @@ function Totals({ now, model, isOwn }: Omit<NumbersProps, "all">) {
   return (
     <section class="scheduler-part" aria-labelledby="totals">
       <h2 id="totals">Since the server started</h2>
-      <dl class="totals panel">
+      <dl class="facts totals panel">
         {known(totals(now, model), isOwn).map((figure) => (
           <div key={figure.name}>
             <dt>{figure.name}</dt>

@@ -1,5 +1,7 @@
 // The engine's forward passes, as bars of tokens.
 
+import { count } from "../charts/numbers";
+
 /** A step as `watched.steps` has it. */
 export type Step = readonly [
   number: number,
@@ -51,7 +53,7 @@ export function newSteps(steps: readonly Step[], last: Step | undefined): readon
 /** A step as a sentence. */
 export function describeStep([number, prefill, decode, running, waiting, used, ms]: Step): string {
   return (
-    `Step ${number.toLocaleString("en-US")}: ${prefill} prefill and ${decode} decode tokens in ${ms.toFixed(1)} ms; ` +
-    `${running} running, ${waiting} waiting, ${used.toLocaleString("en-US")} tokens of the KV pool in use.`
+    `Step ${count(number)}: ${prefill} prefill and ${decode} decode tokens in ${ms.toFixed(1)} ms; ` +
+    `${running} running, ${waiting} waiting, ${count(used)} tokens of the KV pool in use.`
   );
 }

@@ -1,4 +1,5 @@
 // The node that is pointed at or focused: its facts, and its text if it belongs to this key's tenant.
+import { Facts } from "../charts/Facts";
 import { count } from "../charts/numbers";
 import type { PrefixNode, PrefixTree } from "./prefixes";
 import { usePeek, type Peek, type Texts } from "./texts";
@@ -22,15 +23,8 @@ export function NodeDetails({ tree, texts, node, nowS }: Props) {
   }
   const before = tree.pathTo(node).reduce((sum, one) => sum + one.numTokens, 0) - node.numTokens;
   return (
-    <section class="panel tree-details" aria-label="Node">
-      <dl>
-        {factsOf(node, before, nowS).map(([name, value]) => (
-          <div key={name}>
-            <dt>{name}</dt>
-            <dd>{value}</dd>
-          </div>
-        ))}
-      </dl>
+    <section class="panel details tree-details" aria-label="Node">
+      <Facts facts={factsOf(node, before, nowS)} />
       <NodeText node={node} peek={peek} />
     </section>
   );
