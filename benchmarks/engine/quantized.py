@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from agentflow.engine.store.gguf.file import find_gguf
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.kernels.inputs import AttentionBatch, ForwardInput
+from benchmarks.peers.llamacpp_peer import VARIABLE, LlamaCpp
 from benchmarks.report import Report, Result, median_of
 from benchmarks.step.work import Shape, batch_of, median_ms
 
@@ -54,12 +56,18 @@ print(json.dumps([took, (memory("VmHWM:") - before) / size, size]))
 
 
 def run(report: Report, console: Console, only: str) -> None:
-    """``only``: "steps", "loading", "errors" or "" for all."""
+    """``only``: "steps", "peer", "loading", "errors" or "" for all."""
     torch.set_num_threads(NUM_THREADS)
     path = find_gguf(resolve_model(MODEL)) or resolve_model(MODEL)
     if only in "steps":
         console.print("measuring steps …")
         measure_steps(path, report)
+    if only in "peer":
+        if LlamaCpp.is_there():
+            console.print("measuring against llama.cpp …")
+            measure_against_llamacpp(path, report)
+        else:
+            console.print(f"llama.cpp is left out: set {VARIABLE} to the folder of its llama-bench")
     if only in "loading":
         console.print("measuring how the model loads …")
         measure_loading(path, report)
@@ -84,6 +92,35 @@ def measure_steps(path: Path, report: Report) -> None:
         report.results.append(median_of(f"quantized.{name}_vs_bf16", ratios, "ratio", note=note, goal=goal))
 
 
+def measure_against_llamacpp(path: Path, report: Report) -> None:
+    """Tokens per second over those of llama.cpp on the same file, in turn: bare steps of both, without a
+    server."""
+    runner, peer = TorchRunner(path, num_slots=NUM_SLOTS, dtype="auto"), LlamaCpp(path, NUM_THREADS)
+    single, batched, prefill = (STEPS[name][0] for name in ("single", "batch32", "prefill2000"))
+    measured: dict[str, tuple[Shape, int, str, Callable[[], float]]] = {
+        "single": (single, 40, ">= 1.2", lambda: peer.decode_tokens_s(single.context, 100)),
+        "batch32": (
+            batched,
+            10,
+            ">= 4",
+            lambda: peer.batched_tokens_s(batched.num_requests, batched.context, 32),
+        ),
+        "prefill2000": (prefill, 2, "", lambda: peer.prefill_tokens_s(prefill.num_rows)),
+    }
+    for name, (shape, repeats, goal, theirs) in measured.items():
+        batch = batch_of(shape, NUM_SLOTS, runner.info.max_context)
+        num_tokens, ratios, speeds = shape.num_requests * shape.num_rows, [], []
+        for _ in range(5 if report.scale == "full" else 2):
+            ours = num_tokens / median_ms(runner, batch, repeats) * 1_000
+            speeds.append((ours, theirs()))
+            ratios.append(ours / speeds[-1][1])
+        best = [max(column) for column in zip(*speeds, strict=True)]
+        note = f"{shape}: at best {best[0]:,.0f} tokens/s, llama.cpp {best[1]:,.0f}"
+        report.results.append(
+            median_of(f"quantized.{name}_vs_llamacpp", ratios, "ratio", note=note, goal=goal)
+        )
+
+
 def measure_loading(path: Path, report: Report) -> None:
     """The time and the peak of memory of loading, each in a process of its own with the file in memory."""
     took, peaks, size = [], [], 0
@@ -95,8 +132,8 @@ def measure_loading(path: Path, report: Report) -> None:
         peaks.append(peak)
     note = f"{path.stat().st_size / 1e6:.0f} MB on disk, {size / 1e6:.0f} MB of weights"
     report.results.append(median_of("quantized.load_s", took, "s", note=note))
-    note = "peak of resident memory while loading, over the weights; the mapped file is part of it"
-    report.results.append(median_of("quantized.load_peak", peaks, "ratio", note=note))
+    note = "growth of the resident memory at its peak, over the weights; the mapped file is part of it"
+    report.results.append(median_of("quantized.load_peak", peaks, "ratio", note=note, goal="<= 1.3"))
 
 
 @dataclass(frozen=True)
