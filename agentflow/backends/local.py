@@ -63,8 +63,9 @@ class Embedded:
     as they are. ``quantize``: ``int8`` or ``int4``, for weights that are not quantised. ``device``: ``cpu``,
     ``cuda``, or None to choose one. ``kv_tokens``: the size of the KV pool in tokens, for the cache and
     running requests together; None to choose one. ``token_budget``: prompt tokens per step. ``max_running``:
-    requests per batch. ``threads``: CPU threads. ``cache=False`` turns the prefix cache off. The defaults are
-    those of ``agentflow serve``.
+    requests per batch. ``threads``: CPU threads. ``cache=False`` turns the prefix cache off. ``loras``:
+    adapters (LoRA) as ``NAME=PATH``, and ``adapter``: the name of the one that the session uses. The defaults
+    are those of ``agentflow serve``.
 
     >>> async with af.session(backend=af.Embedded("smollm2-135m", dtype="float32")) as flow:
     ...     grade = await flow.run(judge, essay)
@@ -82,6 +83,8 @@ class Embedded:
         max_running: int = 64,
         threads: int | None = None,
         cache: bool = True,
+        loras: Sequence[str] = (),
+        adapter: str = "",
     ) -> None:
         self._options: dict[str, Any] = {
             "model": str(model),
@@ -94,6 +97,8 @@ class Embedded:
             "threads": threads,
             "cache": cache,
             "max_unfinished": None,
+            "loras": tuple(loras),
+            "adapter": adapter,
         }
 
     @asynccontextmanager

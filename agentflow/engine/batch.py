@@ -27,7 +27,7 @@ class Batch:
     ``req_to_token[req_rows[r], :kv_lens[r]]`` are the slots of request r by position, those written in this
     step included. ``query_lens`` [R]: scheduled tokens of each request. ``num_decode``: how many requests at
     the front have exactly one. ``trees``: describes tokens after those of the R requests, if there are any.
-    ``sampled``: which logits are needed.
+    ``sampled``: which logits are needed. ``adapters``: None if no token uses one.
     """
 
     token_ids: IntArray
@@ -40,6 +40,16 @@ class Batch:
     num_decode: int
     sampled: SampledRows
     trees: TreeAttention | None = None
+    adapters: BatchAdapters | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class BatchAdapters:
+    """The adapters (LoRA) of a batch, by their identities. ``of_tokens`` [T]: the index of each scheduled
+    token's adapter, -1 for none."""
+
+    identities: tuple[str, ...]
+    of_tokens: IntArray
 
 
 @dataclass(slots=True, frozen=True)

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Protocol
 
 import anyio
@@ -20,6 +21,7 @@ from agentflow.engine.engine import Engine, EngineBroken, check_task
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.process.ipc import (
     Abort,
+    AdapterLoaded,
     Answer,
     CloseState,
     EngineSnapshot,
@@ -27,6 +29,7 @@ from agentflow.engine.process.ipc import (
     Failed,
     Finished,
     FromEngine,
+    LoadAdapter,
     NodeTokens,
     Origin,
     Progress,
@@ -35,6 +38,7 @@ from agentflow.engine.process.ipc import (
     Stop,
     Submit,
     ToEngine,
+    UnloadAdapter,
 )
 from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
@@ -127,6 +131,8 @@ class EngineClient:
         self._queries: dict[int, _Call] = {}
         self._stats_ticket: int | None = None  # of the unanswered StatsRequest
         self.watches = WatchHub(self._query)
+        self.adapters: dict[str, AdapterLoaded] = {}
+        """The loaded adapters by name."""
         self._ended_because: str | None = None
         self._observers: list[RequestObserver] = []
 
@@ -236,6 +242,19 @@ class EngineClient:
         assert isinstance(stats, EngineStats)
         return stats
 
+    async def load_adapter(self, name: str, folder: Path) -> AdapterLoaded:
+        """Loads the adapter (LoRA) in ``folder`` for requests whose origin names it. It replaces a loaded one
+        of the same name. ``BadModelFolder``, ``BadArgument`` or ``EngineDown``."""
+        loaded = await self._query(lambda ticket: LoadAdapter(ticket, name, str(folder)))
+        assert isinstance(loaded, AdapterLoaded)
+        self.adapters[name] = loaded
+        return loaded
+
+    def unload_adapter(self, name: str) -> None:
+        """Requests that were sent keep it until they end. Unknown names are ignored."""
+        if self.adapters.pop(name, None) is not None:
+            self.engine.send(UnloadAdapter(name))
+
     async def _query(self, make: Callable[[int], Query]) -> Answer:
         """The answer to a query with the ticket that ``make`` gets. ``EngineDown`` as for ``stats``."""
         self._check_alive()
@@ -324,7 +343,7 @@ class EngineClient:
                 case Finished() | Failed():
                     self._has_ended(message.request_id)
                     self._end(message.request_id, message)
-                case EngineStats() | EngineSnapshot() | NodeTokens():
+                case EngineStats() | EngineSnapshot() | NodeTokens() | AdapterLoaded():
                     self._end(message.ticket, message)
 
     def _has_ended(self, request_id: int) -> None:

@@ -24,6 +24,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from agentflow.engine.adapters import Adapters
 from agentflow.engine.batch import Batch
 from agentflow.engine.grammar.grammar import TokenWords
 from agentflow.engine.grammar.grammar_cache import GrammarCache
@@ -38,6 +39,7 @@ from agentflow.engine.process.ipc import (
     Failed,
     Finished,
     FromEngine,
+    LoadAdapter,
     NeedPayload,
     PeekRequest,
     Progress,
@@ -48,6 +50,7 @@ from agentflow.engine.process.ipc import (
     Stop,
     Submit,
     ToEngine,
+    UnloadAdapter,
 )
 from agentflow.engine.request import Request, Status, TopTokens
 from agentflow.engine.runner import AcceleratorFault, ModelRunner, OutOfMemory, RunnerInfo
@@ -107,6 +110,7 @@ class Engine:
         self.scheduler = Scheduler(num_slots=info.num_slots, max_context=info.max_context, config=config)
         self.times = StepTimes()
         self._watch = EngineWatch(self.scheduler)
+        self._adapters = Adapters(runner)
         self._requests: dict[int, Request] = {}
         self._texts: dict[int, TextEnd] = {}
         self._constrained: dict[int, ConstrainedRequest] = {}
@@ -196,6 +200,10 @@ class Engine:
                     self._outbox.append(self._watch.snapshot(message, self._requests.values(), stats))
                 case PeekRequest():
                     self._outbox.append(self._watch.peek(message))
+                case LoadAdapter():
+                    self._load_adapter(message)
+                case UnloadAdapter():
+                    self._adapters.unload(message.name)
                 case Stop():
                     self._is_stopping = True
                     return
@@ -203,22 +211,33 @@ class Engine:
     def _stats(self, ticket: int) -> EngineStats:
         return engine_stats(ticket, self._runner.info.model, self.scheduler, self.times)
 
+    def _load_adapter(self, message: LoadAdapter) -> None:
+        try:
+            self._outbox.append(self._adapters.load(message))
+        except AgentflowError as error:
+            self._outbox.append(Failed(message.ticket, error.code, str(error), error.param))
+        except Exception:
+            failure = _logged("cannot load the adapter")
+            self._outbox.append(Failed(message.ticket, failure.code, str(failure)))
+
     def _submit(self, message: Submit) -> None:
         constraint = message.constraint
         if constraint is not None and not constraint.payload and not self._grammars.knows(constraint):
             self._outbox.append(NeedPayload(message.request_id))
             return
+        identity = ""
         try:
-            request = make_request(message, self._runner.info, self.scheduler.max_total_tokens)
+            identity = self._adapters.use(message.origin.adapter)
+            request = make_request(message, self._runner.info, self.scheduler.max_total_tokens, identity)
             text = _text_end(message, self._tokenizer)
             if message.constraint is not None and text is not None:
                 self._constrain(request, text, message)
             self.scheduler.add(request)
-        except AgentflowError as error:
+        except Exception as error:
+            self._adapters.leave(identity)
+            if not isinstance(error, AgentflowError):
+                error = _logged("cannot accept the request")
             self._fail(message.request_id, error)
-            return
-        except Exception:
-            self._fail(message.request_id, _logged("cannot accept the request"))
             return
         self._requests[request.id] = request
         if text is not None:
@@ -356,6 +375,7 @@ class Engine:
         self._started.discard(request_id)
         if request is not None:
             self.scheduler.release(request)
+            self._adapters.leave(request.adapter)
 
     def _forward_failed(self, error: Exception) -> None:
         """Called in the handler of ``error``. A batch that ran out of memory runs again in two halves. After
@@ -385,10 +405,10 @@ class Engine:
         raise EngineBroken(f"the engine is broken: {failure}")
 
 
-def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Request:
+def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int, adapter: str = "") -> Request:
     """The scheduler's request for a ``Submit``. Tokens that an engine generated before it died are part of
     it and will be computed again, as after a preemption. ``max_total_tokens``: limit of prompt and output.
-    ``BadArgument`` for a parameter out of range."""
+    ``adapter``: the identity of the one that it uses. ``BadArgument`` for a parameter out of range."""
     params, origin = message.params or _GREEDY, message.origin
     check_task(message.embeds, info)
     if not message.token_ids:
@@ -401,6 +421,7 @@ def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Re
         seed=message.seed,
         tenant=origin.tenant,
         salt=origin.cache_salt,
+        adapter=adapter,
         score_from=message.score_from,
         tree=token_tree(message.choices) if message.choices else None,
         embeds=message.embeds,

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentflow.engine.batch import Batch, BatchOutput, LogitEdits, SampledRows, TokenMasks
 from agentflow.engine.grammar.grammar import TokenWords, is_allowed
-from agentflow.engine.runner import RunnerInfo, nothing
+from agentflow.engine.runner import AdapterInfo, RunnerInfo, nothing
+from agentflow.engine.store.adapter_folder import adapter_identity
 from agentflow.runtime.word_embedding import word_embedding
 
 NextToken = Callable[[NDArray[np.int64]], int | None]
@@ -56,6 +58,8 @@ class FakeRunner:
         self._on_step = on_step
         self._slot_tokens = np.full(num_slots, -1, dtype=np.int64)
         self._slot_positions = np.full(num_slots, -1, dtype=np.int64)
+        self._slot_adapters = np.zeros(num_slots, dtype=np.int64)
+        self.adapters: set[str] = set()
 
     def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
         meanwhile()
@@ -63,9 +67,11 @@ class FakeRunner:
             self._on_step(batch)
         self._slot_tokens[batch.write_slots] = batch.token_ids
         self._slot_positions[batch.write_slots] = batch.positions
+        adapters = self._adapters_of(batch)
+        self._slot_adapters[batch.write_slots] = adapters
         slots_of_rows = _SlotsOfRows(batch)
         seen = [
-            self._tokens_in(slots_of_rows.seen_by(row, int(batch.positions[row]) + 1))
+            self._tokens_in(slots_of_rows.seen_by(row, int(batch.positions[row]) + 1), int(adapters[row]))
             for row in batch.sampled.rows.tolist()
         ]
         if size := self.info.embedding_size:
@@ -73,6 +79,22 @@ class FakeRunner:
             embeddings = np.array(made, dtype=np.float32).reshape(len(seen), size)
             return BatchOutput(batch.sampled.target_ids.copy(), None, embeddings=embeddings)
         return self.choose(seen, batch.sampled)
+
+    def load_adapter(self, folder: Path) -> AdapterInfo:
+        """An adapter is its folder's files; it changes every token that the hash chooses."""
+        self.adapters.add(identity := adapter_identity(folder))
+        return AdapterInfo(identity, nbytes=1000)
+
+    def drop_adapter(self, identity: str) -> None:
+        self.adapters.remove(identity)
+
+    def _adapters_of(self, batch: Batch) -> NDArray[np.int64]:
+        """A number for each token's adapter, 0 for none."""
+        if batch.adapters is None:
+            return np.zeros(len(batch.token_ids), dtype=np.int64)
+        assert self.adapters.issuperset(batch.adapters.identities)
+        numbers = [zlib.crc32(identity.encode()) for identity in batch.adapters.identities]
+        return np.array([*numbers, 0], dtype=np.int64)[batch.adapters.of_tokens]
 
     def choose(self, seen: list[NDArray[np.int64]], sampled: SampledRows) -> BatchOutput:
         """A token for each sampled row. ``seen``: all tokens before each. Tests override this with other
@@ -103,10 +125,13 @@ class FakeRunner:
     def close(self) -> None:
         """Frees nothing."""
 
-    def _tokens_in(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _tokens_in(self, slots: NDArray[np.int64], adapter: int) -> NDArray[np.int64]:
         if not np.array_equal(self._slot_positions[slots], np.arange(len(slots))):
             raise RuntimeError("req_to_token shows a slot that has another position")
-        return self._slot_tokens[slots]
+        if (self._slot_adapters[slots] != adapter).any():
+            raise RuntimeError("req_to_token shows a slot of another adapter")
+        tokens = self._slot_tokens[slots]
+        return np.append(adapter, tokens) if adapter else tokens
 
     def _choose(self, seen: NDArray[np.int64], temperature: float, seed: int) -> int:
         chosen = self._next_token(seen) if self._next_token is not None else None

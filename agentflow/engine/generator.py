@@ -75,7 +75,8 @@ MIN_AHEAD_TOKENS = 32
 class EngineGenerator:
     """A ``Generator`` on a running engine. One engine serves many sessions and many of these generators.
 
-    ``name``: the model's public name if it differs from the engine's. ``tenant`` separates caches, and
+    ``name``: the model's public name if it differs from the engine's. ``adapter``: the name of a loaded one
+    that its requests use. ``tenant`` separates caches, and
     ``gate`` limits what the tenant may ask for. ``use_hints=False`` withholds the program's structure from
     the engine: which requests continue one state, which are siblings, and what will be forked.
     ``compiler``: None if constraints are not supported. ``patience_s``: of requests over HTTP; one that has
@@ -89,6 +90,7 @@ class EngineGenerator:
         template: ChatTemplate,
         *,
         name: str | None = None,
+        adapter: str = "",
         tenant: Tenant = ANONYMOUS,
         gate: RequestGate | None = None,
         use_hints: bool = True,
@@ -100,6 +102,7 @@ class EngineGenerator:
         self.patience_s = patience_s
         self._use_hints = use_hints
         self._client = client
+        self._adapter = adapter
         self.template = template
         self.tenant = tenant
         self.encoding_threads = anyio.CapacityLimiter(ENCODING_THREADS)  # other tenants have their own
@@ -156,6 +159,7 @@ class EngineGenerator:
             patience_s=patience_s,
             trace=trace,
             label=label or program,
+            adapter=self._adapter,
         )
         return EngineContext(TokenState(self._client.tokenizer, self.template), origin, self.limits)
 

@@ -22,6 +22,7 @@ from agentflow.engine.process.supervisor import Deadlines, supervised_engine
 from agentflow.engine.runner import ModelRunner
 from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.store.adapter_folder import named_adapters, resolve_adapter
 from agentflow.engine.store.embedding_folder import read_embedding_folder
 from agentflow.engine.store.gguf.file import find_gguf
 from agentflow.engine.store.hub_names import served_name
@@ -29,6 +30,7 @@ from agentflow.engine.store.model_folder import gguf_parts, weight_files
 from agentflow.engine.store.model_store import fetch_model_async, resolve_model
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.errors import UnknownModel
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ async def open_engine(
     """Loads the model and runs its engine within the scope. ``shutdown``: limits the time to end its
     process."""
     folder = resolve_model(options.model)
+    adapters = adapter_folders(options)
     if options.own_process:
         # Sized once, here: after a restart the pool must have the same size.
         kv_tokens = options.kv_tokens or _kv_tokens(options, folder, "cpu")
@@ -63,7 +66,14 @@ async def open_engine(
         chosen = replace(options, model=str(folder))
         opening = running_engine(lambda: load_engine(**asdict(chosen)), max_unfinished=options.max_unfinished)
     async with opening as client:
+        for name, adapter in adapters.items():
+            await client.load_adapter(name, adapter)
         yield client
+
+
+def adapter_folders(options: EngineOptions) -> dict[str, Path]:
+    """The adapters to load, by name. ``BadArgument``, ``UnknownModel`` or ``BadModelFolder``."""
+    return {name: resolve_adapter(path) for name, path in named_adapters(options.loras).items()}
 
 
 def load_engine(**options: Any) -> tuple[ModelRunner, Tokenizer, SchedulerConfig]:
@@ -154,7 +164,13 @@ async def open_generator(**options: Any) -> AsyncIterator[EngineGenerator]:
     async with constraint_compiler() as compiler, open_engine(chosen) as client:
         logger.info("%s: %s", name, client.info.weights)
         embedding = read_embedding_folder(folder) if chosen.task == "embed" else None
-        yield EngineGenerator(client, template, name=name, compiler=compiler, embedding=embedding)
+        adapter = chosen.adapter
+        if adapter and adapter not in client.adapters:
+            raise UnknownModel(f"there is no adapter {adapter!r} among loras", param="adapter")
+        name = f"{name}:{adapter}" if adapter else name
+        yield EngineGenerator(
+            client, template, name=name, adapter=adapter, compiler=compiler, embedding=embedding
+        )
 
 
 def _default_device() -> str:
@@ -191,5 +207,6 @@ def _kv_tokens(options: EngineOptions, folder: Path, device: str) -> int:
         options.quantize,
         task=options.task,
         on_gpu=device == "cuda",
+        adapters=adapter_folders(options).values(),
     )
     return fitting_kv_tokens(need, free_bytes)

@@ -30,6 +30,7 @@ import anyio
 from agentflow.engine.models.packed.scheme import Scheme, read_scheme
 from agentflow.engine.models.text_config import text_config
 from agentflow.engine.process.child import import_path
+from agentflow.engine.store.adapter_folder import adapter_bytes
 from agentflow.engine.store.embedding_folder import read_embedding_folder
 from agentflow.engine.store.model_folder import gguf_parts, json_object, weight_files
 from agentflow.errors import BadArgument, BadModelFolder, EngineFailed
@@ -134,9 +135,10 @@ def memory_need(
     *,
     task: str = "generate",
     on_gpu: bool = False,
+    adapters: Iterable[Path] = (),
 ) -> MemoryNeed:
     """What the model in ``folder``, or in a GGUF file, needs. ``dtype``, ``quantize``, ``task``: as in
-    ``EngineSettings``. ``BadModelFolder``."""
+    ``EngineSettings``. ``adapters``: folders of the adapters that are loaded with it. ``BadModelFolder``."""
     item_bytes = 4 if dtype == "float32" or (dtype == "float16" and not on_gpu) else 2
     config, num_parameters = read_shape(folder)
     weight_bytes = num_parameters * item_bytes
@@ -144,6 +146,7 @@ def memory_need(
         weight_bytes = int(num_parameters * _QUANTIZED_ITEM_BYTES[quantize])
     if dtype == "auto" and not on_gpu and (panels := _panel_bytes(folder, config)):
         weight_bytes = min(weight_bytes, panels)
+    weight_bytes += sum(adapter_bytes(adapter, item_bytes) for adapter in adapters)
     if task == "embed" and not read_embedding_folder(folder).takes_last:  # no keys and values are kept
         return MemoryNeed(name, weight_bytes, ID_BYTES, kv_tokens)
     return MemoryNeed(name, weight_bytes, kv_bytes_per_token(config, item_bytes), kv_tokens)

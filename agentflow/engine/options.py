@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
+from msgspec import Meta
+
 from agentflow.engine.scheduling.defaults import (
     CPU_TOKEN_BUDGET,
     DEFAULT_POLICY,
@@ -58,6 +60,13 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
         DEFAULT_POLICY
     )
     cache: Annotated[bool, doc("use the prefix cache")] = True
+    loras: Annotated[
+        tuple[Annotated[str, Meta(min_length=1)], ...],
+        doc(
+            "an adapter (LoRA) of the model, NAME=PATH, for requests of the model MODEL:NAME",
+            metavar="NAME=PATH",
+        ),
+    ] = ()
     max_unfinished: Annotated[
         Count | None, doc("requests waiting and running at once; further ones are rejected")
     ] = 4096
@@ -77,7 +86,9 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
 class EngineOptions(EngineSettings, frozen=True):
     """One engine. ``model``: a name, folder or GGUF file, as for ``resolve_model``. ``own_process``: it runs
     in a process of its own, which is replaced when it dies, instead of in a thread. ``max_unfinished`` None:
-    no limit."""
+    no limit. ``adapter``: the one of ``loras`` that an embedded
+    session uses."""
 
     model: str = DEFAULT_MODEL
     own_process: bool = False
+    adapter: str = ""

@@ -31,10 +31,12 @@ _NO_SLOTS: SlotArray = np.empty(0, dtype=np.int32)
 
 
 class CacheIdentity(NamedTuple):
-    """Requests share cached KV only if these are equal."""
+    """Requests share cached KV only if these are equal. ``adapter``: the identity of the adapter (LoRA) that
+    changes the model; empty for the model itself."""
 
     tenant: str
     salt: Hashable
+    adapter: str = ""
 
 
 class Status(enum.Enum):
@@ -130,6 +132,7 @@ class Request:
         seed: int = 0,
         tenant: str = "",
         salt: Hashable = None,
+        adapter: str = "",
         score_from: int = 0,
         tree: TokenTree | None = None,
         embeds: bool = False,
@@ -163,7 +166,7 @@ class Request:
             max_new_tokens=max_new_tokens,
             params=params,
             seed=seed,
-            extra_key=CacheIdentity(tenant, salt),
+            extra_key=CacheIdentity(tenant, salt, adapter),
             score_from=score_from,
             tree=tree,
             embeds=embeds,
@@ -181,6 +184,10 @@ class Request:
     @property
     def tenant(self) -> str:
         return self.extra_key.tenant
+
+    @property
+    def adapter(self) -> str:
+        return self.extra_key.adapter
 
     @property
     def num_generated(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from agentflow.engine.batch import Batch, BatchOutput
@@ -27,6 +28,14 @@ class RunnerInfo:
     embedding_size: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """A loaded adapter (LoRA). ``identity``: of its weights and settings; ``nbytes``: its memory."""
+
+    identity: str
+    nbytes: int
+
+
 class AcceleratorFault(Exception):
     """The device failed, and this process can no longer use it: all later forward passes would fail too."""
 
@@ -45,10 +54,17 @@ class ModelRunner(Protocol):
     ``run`` writes the KV of every scheduled token to its slot, and returns when the output is on the host. It
     calls ``meanwhile`` once: while the batch runs on a device, or else before. It raises ``AcceleratorFault``
     or ``OutOfMemory`` where these apply; any other exception blames the batch.
+
+    ``load_adapter`` reads the adapter in a folder, for batches that name its identity; ``BadModelFolder`` or
+    ``BadArgument`` if the model cannot have it. ``drop_adapter`` frees it.
     """
 
     info: RunnerInfo
 
     def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput: ...
+
+    def load_adapter(self, folder: Path) -> AdapterInfo: ...
+
+    def drop_adapter(self, identity: str) -> None: ...
 
     def close(self) -> None: ...

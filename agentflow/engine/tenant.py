@@ -14,7 +14,7 @@ class Tenant:
     ``requests_per_minute`` and ``tokens_per_minute`` (prompt and output): more are rejected until there is
     room again. ``max_unfinished``: running and waiting requests. ``models``: those it may use; None: all.
     ``sees_metrics``: may read ``/metrics`` and watch the engine; both
-    cover all tenants."""
+    cover all tenants. ``manages_adapters``: may load and unload adapters."""
 
     name: str = ""
     weight: float = 1.0
@@ -23,6 +23,7 @@ class Tenant:
     max_unfinished: int | None = None
     models: tuple[str, ...] | None = None
     sees_metrics: bool = False
+    manages_adapters: bool = False
 
     def may_use(self, model: str) -> bool:
         """Whether the model exists for this tenant."""

@@ -1,8 +1,9 @@
 """What the kernels receive: a model's weights, and the batch of one forward pass.
 
 The weights are a ``DecoderWeights`` of ``LayerWeights`` of ``LinearWeight``s. A batch is a ``ForwardInput``;
-it has one row per token to compute. ``AttentionBatch`` describes what each row attends to; its last rows may
-belong to trees (``TreeAttention``). ``ChoiceRows`` describes how to choose a token for each row of logits.
+it has one row per token to compute. An ``Adapter`` changes the products of some rows. ``AttentionBatch``
+describes what each row attends to; its last rows may belong to trees (``TreeAttention``). ``ChoiceRows``
+describes how to choose a token for each row of logits.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class BlockMatrix:
 
 @dataclass(slots=True, frozen=True)
 class QuantisedPanels:
-    """Adjacent panels of the native kernels in one of ``native_ops.PANEL_FORMATS``."""
+    """Adjacent panels of the native kernels in one of ``native_structures.PANEL_FORMATS``."""
 
     format: str
     panels: Tensor
@@ -86,6 +87,60 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class LowRankPart:
+    """``up`` [outputs of the part, rank], without a bias, for the outputs from ``first_output`` on."""
+
+    up: LinearWeight
+    first_output: int
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """A change of W [out, in], in the model's dtype: ``up`` times the rows of ``down`` [all ranks, in] with
+    the part's ranks, for each part."""
+
+    down: LinearWeight
+    parts: tuple[LowRankPart, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.down.nbytes + sum(part.up.nbytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAdapter:
+    """What an adapter (LoRA) changes in one layer. None: it leaves that product as it is."""
+
+    qkv: LowRank | None = None
+    output: LowRank | None = None
+    gate_up: LowRank | None = None
+    down: LowRank | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """The changes of all layers."""
+
+    layers: tuple[LayerAdapter, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of its weights, in bytes."""
+        changes = (getattr(layer, f.name) for layer in self.layers for f in fields(layer))
+        return sum(change.nbytes for change in changes if change is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """The rows of a batch that use one adapter, ascending. ``sampled``: those among ``ForwardInput.rows``,
+    numbered as these."""
+
+    adapter: Adapter
+    rows: IntArray
+    sampled: IntArray
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderWeights:
     """The weights of a Llama-shaped model, without its head. ``embedding`` [vocabulary, hidden_size]: from
     ``Kernels.pack_embedding``.
@@ -106,7 +161,8 @@ class ForwardInput:
     """T rows to compute. ``token_ids``, ``positions``, ``write_slots`` [T]: each row's token, its position in
     the sequence, and the slot for its key and value. ``kv_layers``: the KV pool, layer by layer, as in
     ``Kernels.rope_and_write``. ``plan``: from ``plan_attention`` of the same kernels. ``rows`` [S]: the rows
-    whose hidden states or tokens the forward pass returns."""
+    whose hidden states or tokens the forward pass returns. ``adapters``: one entry for each that is in use;
+    no row is in two."""
 
     token_ids: IntArray
     positions: IntArray
@@ -114,6 +170,7 @@ class ForwardInput:
     kv_layers: tuple[Tensor, ...]
     plan: Any
     rows: IntArray
+    adapters: Sequence[AdapterRows] = ()
 
 
 @dataclass(slots=True, frozen=True)

@@ -3,8 +3,8 @@
 Weights are stored in the order in which the products read them, and Python does no work between the kernels.
 The single functions run the same code, one kernel at a time, and are tested against the reference.
 
-First come the ctypes structures and signatures, field by field as in ``native/*.h``; then the functions of
-``ops.Kernels``; last, ``NativeForward``.
+First come the functions of ``ops.Kernels``, then ``NativeForward``. ``native_structures`` describes the
+library's arguments.
 """
 
 from __future__ import annotations
@@ -14,291 +14,52 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from agentflow.kernels import torch_ops
 from agentflow.kernels.inputs import (
+    Adapter,
+    AdapterRows,
     AttentionBatch,
     BlockMatrix,
     ChoiceRows,
     DecoderWeights,
     ForwardInput,
     IntArray,
-    LayerWeights,
     LinearWeight,
+    LowRank,
     QuantisedPanels,
 )
 from agentflow.kernels.native_library import load_best
+from agentflow.kernels.native_structures import BLOCK_TYPES as BLOCK_TYPES
+from agentflow.kernels.native_structures import (
+    LANES,
+    MAX_SEGMENTS,
+    PANEL,
+    PANEL_FORMATS,
+    NativeAdapterRows,
+    NativeAdapters,
+    NativeChangedRows,
+    NativeLayerAdapter,
+    address,
+    declare,
+    native_adapter,
+    native_batch,
+    native_choices,
+    native_decoder,
+    native_low_rank,
+    native_rows,
+    native_weight,
+    pointer,
+)
 
 logger = logging.getLogger(__name__)
-
-
-# In the order of quantised.h.
-PANEL_FORMATS = ("dense", "int4", "int4_min", "int4_table", "int5", "int5_min", "int6", "int8")
-# The types of blocks that can be packed, by ggml's names, in the order of gguf_blocks.h.
-BLOCK_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
-LANES, PANEL = 16, 32
-MAX_SEGMENTS = 3
-
-
-class NativeSegment(Structure):
-    _fields_ = (("panels", c_void_p), ("format", c_int64), ("num_panels", c_int64))
-
-
-class NativeWeight(Structure):
-    _fields_ = (
-        ("segments", NativeSegment * MAX_SEGMENTS),
-        ("bias", c_void_p),
-        ("num_in", c_int64),
-        ("num_out", c_int64),
-    )
-
-
-class NativeLayer(Structure):
-    _fields_ = (
-        ("input_norm", c_void_p),
-        ("qkv", NativeWeight),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("output", NativeWeight),
-        ("mlp_norm", c_void_p),
-        ("gate_up", NativeWeight),
-        ("down", NativeWeight),
-    )
-
-
-class NativeDecoder(Structure):
-    _fields_ = (
-        ("vocab_size", c_int64),
-        ("num_layers", c_int64),
-        ("hidden_size", c_int64),
-        ("intermediate_size", c_int64),
-        ("num_heads", c_int64),
-        ("num_kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("norm_eps", c_float),
-        ("embedding", NativeWeight),
-        ("final_norm", c_void_p),
-        ("frequencies", c_void_p),
-        ("layers", POINTER(NativeLayer)),
-    )
-
-
-class NativeRows(Structure):
-    _fields_ = (
-        ("num_rows", c_int64),
-        ("token_ids", c_void_p),
-        ("positions", c_void_p),
-        ("write_slots", c_void_p),
-        ("num_sampled", c_int64),
-        ("sampled", c_void_p),
-    )
-
-
-class NativeBatch(Structure):
-    paths_array: NDArray[Any] | None = None  # kept alive: the structure points to it
-    _fields_ = (
-        ("req_to_token", c_void_p),
-        ("page_stride", c_int64),
-        ("num_requests", c_int64),
-        ("req_rows", c_void_p),
-        ("query_lens", c_void_p),
-        ("kv_lens", c_void_p),
-        ("num_trees", c_int64),
-        ("tree_req_rows", c_void_p),
-        ("prefix_lens", c_void_p),
-        ("tree_query_lens", c_void_p),
-        ("paths", c_void_p),
-        ("path_stride", c_int64),
-        ("path_lens", c_void_p),
-    )
-
-
-class NativeChoices(Structure):
-    arrays: tuple[NDArray[Any], ...] = ()  # kept alive: the structure points to it
-    _fields_ = (
-        ("logits", c_void_p),
-        ("num_rows", c_int64),
-        ("vocab_size", c_int64),
-        ("targets", c_void_p),
-        ("temperatures", c_void_p),
-        ("top_ps", c_void_p),
-        ("min_ps", c_void_p),
-        ("top_ks", c_void_p),
-        ("uniforms", c_void_p),
-        ("mask_places", c_void_p),
-        ("mask_words", c_void_p),
-        ("num_words", c_int64),
-    )
-
-
-class Status(c_int):
-    """The result of a function that can fail; anything but 0 becomes an exception."""
-
-
-FAILURES: dict[int, type[Exception]] = {1: MemoryError, 2: IndexError, 3: RuntimeError}
-
-# Results and arguments of the library's functions.
-SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "af_failure": (c_char_p, []),
-    "af_set_num_threads": (c_int, [c_int]),
-    "af_panel_size": (c_int64, [c_int, c_int64, c_int64, c_int]),
-    "af_pack": (Status, [c_int, c_void_p, c_int64, c_int64, c_int, c_void_p]),
-    "af_block_panel_bytes": (c_int64, [c_int64, c_int64]),
-    "af_block_format": (c_int64, [c_int64]),
-    "af_pack_blocks": (Status, [c_int64, c_void_p, *4 * [c_int64], c_void_p]),
-    "af_rows_of": (Status, [c_int, POINTER(NativeWeight), c_void_p, c_int64, c_void_p]),
-    "af_linear": (Status, [c_int, c_void_p, c_int64, POINTER(NativeWeight), c_int, c_int, c_void_p]),
-    "af_rms_norm": (Status, [c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_float, c_void_p]),
-    "af_attention": (
-        Status,
-        [c_int, c_void_p, c_int64, c_void_p, POINTER(NativeBatch), *3 * [c_int64], c_float, c_void_p],
-    ),
-    "af_choose": (Status, [POINTER(NativeChoices), c_void_p]),
-    "af_part_seconds": (None, [c_void_p]),
-    "af_start_forward": (
-        Status,
-        [
-            *(c_int, POINTER(NativeDecoder), POINTER(NativeRows), POINTER(NativeBatch), c_void_p),
-            *(c_void_p, POINTER(NativeWeight), POINTER(NativeChoices), c_void_p),
-        ],
-    ),
-    "af_finish_forward": (Status, []),
-}
-
-
-def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Declares the functions of the library. A call that fails raises one of ``FAILURES``."""
-
-    def raised(status: Status, _function: Any, _arguments: Any) -> None:
-        if status.value:
-            raise FAILURES[status.value](library.af_failure().decode(errors="replace"))
-
-    for name, (result, arguments) in SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-        if result is Status:
-            function.errcheck = raised
-    return library
-
-
-def address(array: NDArray[Any]) -> int:
-    """Returns the address of an array, which must live until the call returns."""
-    assert array.flags.c_contiguous
-    place: int = array.__array_interface__["data"][0]
-    return place
-
-
-def native_weight(weight: LinearWeight) -> NativeWeight:
-    num_out, num_in = weight.shape
-    made = NativeWeight(bias=_pointer(weight.bias), num_in=num_in, num_out=num_out)
-    if weight.packed is not None:
-        made.segments[0] = NativeSegment(
-            weight.packed.data_ptr(), 0, -(-num_out // LANES)
-        )  # gated ones are padded
-    for number, part in enumerate(weight.quantised):
-        place = PANEL_FORMATS.index(part.format)
-        made.segments[number] = NativeSegment(part.panels.data_ptr(), place, part.num_panels)
-    return made
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def native_layer(layer: LayerWeights) -> NativeLayer:
-    return NativeLayer(
-        _pointer(layer.input_norm),
-        native_weight(layer.qkv),
-        _pointer(layer.q_norm),
-        _pointer(layer.k_norm),
-        native_weight(layer.output),
-        _pointer(layer.mlp_norm),
-        native_weight(layer.gate_up),
-        native_weight(layer.down),
-    )
-
-
-def native_decoder(weights: DecoderWeights) -> NativeDecoder:
-    layers = (NativeLayer * len(weights.layers))(*map(native_layer, weights.layers))
-    return NativeDecoder(
-        weights.embedding.shape[0],
-        len(weights.layers),
-        weights.embedding.shape[1],
-        weights.layers[0].down.shape[1],
-        weights.num_heads,
-        weights.num_kv_heads,
-        weights.head_dim,
-        weights.norm_eps,
-        native_weight(weights.embedding),
-        weights.final_norm.data_ptr(),
-        weights.frequencies.data_ptr(),
-        layers,
-    )
-
-
-def native_batch(batch: AttentionBatch) -> NativeBatch:
-    """Returns a structure that points to the batch's arrays, which must outlive it."""
-    table = batch.req_to_token
-    assert table.dtype == np.int32
-    assert table.strides[1] == 4
-    made = NativeBatch(
-        table.__array_interface__["data"][0],  # rows need not be adjacent
-        table.strides[0] // 4,
-        len(batch.req_rows),
-        address(batch.req_rows),
-        address(batch.query_lens),
-        address(batch.kv_lens),
-    )
-    trees = batch.trees
-    if trees is not None:
-        made.num_trees = len(trees.req_rows)
-        made.tree_req_rows = address(trees.req_rows)
-        made.prefix_lens = address(trees.prefix_lens)
-        made.tree_query_lens = address(trees.query_lens)
-        made.paths_array = np.ascontiguousarray(trees.paths)  # indexing may have left any memory order
-        made.paths = address(made.paths_array)
-        made.path_stride = made.paths_array.shape[1]
-        made.path_lens = address(trees.path_lens)
-    return made
-
-
-def native_choices(rows: ChoiceRows, vocab_size: int) -> NativeChoices:
-    """Returns a structure that points to the arrays, which must outlive it. ``logits`` is not set."""
-    made = NativeChoices(None, len(rows.targets), vocab_size)
-    made.targets = address(rows.targets)
-    made.temperatures = address(rows.temperatures)
-    made.top_ps = address(rows.top_ps)
-    made.min_ps = address(rows.min_ps)
-    made.top_ks = address(rows.top_ks)
-    made.uniforms = address(rows.uniforms)
-    if rows.masked_rows is not None and rows.mask_words is not None:
-        places = np.full(len(rows.targets), -1, dtype=np.int64)
-        places[rows.masked_rows] = np.arange(len(rows.masked_rows))
-        made.arrays = (places, np.ascontiguousarray(rows.mask_words))
-        made.mask_places, made.mask_words = map(address, made.arrays)
-        made.num_words = rows.mask_words.shape[1]
-    return made
-
-
-def native_rows(
-    token_ids: IntArray, positions: IntArray, write_slots: IntArray, sampled: IntArray
-) -> NativeRows:
-    """Returns a structure that points to the arrays, which must outlive it."""
-    return NativeRows(
-        len(token_ids),
-        address(token_ids),
-        address(positions),
-        address(write_slots),
-        len(sampled),
-        address(sampled),
-    )
 
 
 @functools.cache
@@ -398,12 +159,26 @@ def embed(token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor
     return out
 
 
-def linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    return _product(x, weight, x.new_empty(x.shape[0], weight.shape[0]))
+def linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
+    return _product(x, weight, x.new_empty(x.shape[0], weight.shape[0]), added)
 
 
-def gated_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    return _product(x, weight, x.new_empty(x.shape[0], weight.shape[0] // 2), gated=True)
+def low_rank(x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, IntArray]]) -> Tensor:
+    x, out = x.contiguous(), x.new_empty(x.shape[0], num_out)
+    natives = [native_low_rank(change) for change, _ in changes]
+    made = [
+        NativeChangedRows(ctypes.pointer(native), address(rows), len(rows))
+        for native, (_, rows) in zip(natives, changes, strict=True)
+    ]
+    array = (NativeChangedRows * len(made))(*made)
+    _team().af_low_rank(
+        _is_bf16(x), x.data_ptr(), x.shape[0], x.shape[1], array, len(made), num_out, out.data_ptr()
+    )
+    return out
+
+
+def gated_linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
+    return _product(x, weight, x.new_empty(x.shape[0], weight.shape[0] // 2), added, gated=True)
 
 
 def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
@@ -411,11 +186,18 @@ def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
 
 
 def _product(
-    x: Tensor, weight: LinearWeight, out: Tensor, *, gated: bool = False, exact: bool = False
+    x: Tensor,
+    weight: LinearWeight,
+    out: Tensor,
+    added: Tensor | None = None,
+    *,
+    gated: bool = False,
+    exact: bool = False,
 ) -> Tensor:
-    x = x.contiguous()
+    x, added = x.contiguous(), None if added is None else added.contiguous()
     _team().af_linear(
-        _is_bf16(x), x.data_ptr(), x.shape[0], native_weight(weight), gated, exact, out.data_ptr()
+        *(_is_bf16(x), x.data_ptr(), x.shape[0], native_weight(weight), gated, exact),
+        *(pointer(added), out.data_ptr()),
     )
     return out
 
@@ -499,6 +281,7 @@ class NativeForward:
         self._library = library()  # the library that packed the weights
         self._is_bf16 = _is_bf16(weights.final_norm)
         self._layers: tuple[tuple[Tensor, ...], Any] = ((), None)  # the pool's layers and their addresses
+        self._adapters: WeakKeyDictionary[Adapter, Any] = WeakKeyDictionary()  # their structures
 
     def hidden(self, given: ForwardInput, meanwhile: Callable[[], None]) -> Tensor:
         hidden_size = self._weights.embedding.shape[1]
@@ -520,11 +303,28 @@ class NativeForward:
         # These must live until the forward pass has finished.
         rows = native_rows(given.token_ids, given.positions, given.write_slots, given.rows)
         batch = native_batch(given.plan)
-        self._library.af_start_forward(self._is_bf16, self._decoder, rows, batch, self._layers[1], *wanted)
+        adapters = self._native_adapters(given.adapters) if given.adapters else None
+        self._library.af_start_forward(
+            self._is_bf16, self._decoder, rows, batch, adapters, self._layers[1], *wanted
+        )
         try:
             meanwhile()
         finally:
             self._library.af_finish_forward()
+
+    def _native_adapters(self, rows: Sequence[AdapterRows]) -> NativeAdapters:
+        made = []
+        for one in rows:
+            layers = self._adapters.get(one.adapter)
+            if layers is None:
+                layers = self._adapters[one.adapter] = native_adapter(one.adapter)
+            place = ctypes.cast(layers, POINTER(NativeLayerAdapter))
+            made.append(
+                NativeAdapterRows(
+                    place, address(one.rows), len(one.rows), address(one.sampled), len(one.sampled)
+                )
+            )
+        return NativeAdapters(len(made), (NativeAdapterRows * len(made))(*made))
 
 
 def whole_forward(weights: DecoderWeights, head: LinearWeight) -> NativeForward:

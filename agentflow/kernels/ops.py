@@ -23,6 +23,7 @@ from agentflow.kernels.inputs import (
     ForwardInput,
     IntArray,
     LinearWeight,
+    LowRank,
 )
 from agentflow.kernels.native_library import NoNativeKernels
 
@@ -73,8 +74,12 @@ class Kernels(Protocol):
     def embed(self, token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
         """The rows of ``weight`` with these numbers [T], as ``dtype``: [T, hidden_size]."""
 
-    def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        """[T, in] to [T, out]: x Wᵀ + b."""
+    def linear(self, x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
+        """[T, in] to [T, out]: x Wᵀ + b, rounded, plus ``added`` [T, out]."""
+
+    def low_rank(self, x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, IntArray]]) -> Tensor:
+        """What low-rank changes add to the product of x with a weight of ``num_out`` outputs, each in its own
+        rows: [T, num_out], zeros for the other rows. No row is in two changes. Both products are rounded."""
 
     def exact_linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """Like ``linear``, but returns float32 with at least 16 significant bits. For logits: rounded to
@@ -87,8 +92,8 @@ class Kernels(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual). ``residual`` may be overwritten."""
 
-    def gated_linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        """[T, in] to [T, out / 2]: silu(first half) times second half of x Wᵀ + b (SwiGLU, arXiv
+    def gated_linear(self, x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
+        """[T, in] to [T, out / 2]: silu(first half) times second half of ``linear`` (SwiGLU, arXiv
         2002.05202)."""
 
     def rope_and_write(

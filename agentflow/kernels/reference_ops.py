@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from agentflow.kernels.inputs import (
     AttentionBatch,
     DecoderWeights,
+    IntArray,
     LinearWeight,
+    LowRank,
     ReqToToken,
     TreeAttention,
 )
@@ -28,8 +32,22 @@ def pack_linear(
     return LinearWeight(weight.t(), None, bias, (weight.shape[0], weight.shape[1]))
 
 
-def linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    return exact_linear(x, weight).to(x.dtype)
+def linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
+    product = exact_linear(x, weight).to(x.dtype)
+    return product if added is None else product + added
+
+
+def low_rank(x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, IntArray]]) -> Tensor:
+    added = torch.zeros(len(x), num_out, dtype=x.dtype)
+    for change, rows in changes:
+        for row in rows.tolist():
+            inner = linear(x[row : row + 1], change.down)
+            for part in change.parts:
+                num_outputs, rank = part.up.shape
+                end = part.first_output + num_outputs
+                added[row, part.first_output : end] = linear(inner[:, :rank], part.up)[0]
+                inner = inner[:, rank:]
+    return added
 
 
 def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
@@ -49,8 +67,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-def gated_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    gate, up = linear(x, weight).chunk(2, dim=-1)
+def gated_linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
+    gate, up = linear(x, weight, added).chunk(2, dim=-1)
     silu = (gate.float() / (1 + torch.exp(-gate.float()))).to(gate.dtype)
     return silu * up
 

@@ -37,6 +37,7 @@ from agentflow.kernels.inputs import (
     FloatArray,
     IntArray,
     LinearWeight,
+    LowRank,
 )
 
 
@@ -90,7 +91,24 @@ def _blocked(weight: Tensor) -> Tensor:
     return packed
 
 
-def linear(x: Tensor, weight: LinearWeight) -> Tensor:
+def linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
+    product = _linear(x, weight)
+    return product if added is None else product.add_(added)
+
+
+def low_rank(x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, IntArray]]) -> Tensor:
+    added = x.new_zeros(len(x), num_out)
+    for change, numbers in changes:
+        rows = torch.from_numpy(numbers).to(x.device)
+        inner = _linear(x.index_select(0, rows), change.down)
+        ranks = [part.up.shape[1] for part in change.parts]
+        for part, own in zip(change.parts, torch.split(inner, ranks, dim=1), strict=True):
+            outputs = slice(part.first_output, part.first_output + part.up.shape[0])
+            added[:, outputs].index_copy_(0, rows, _linear(own.contiguous(), part.up))
+    return added
+
+
+def _linear(x: Tensor, weight: LinearWeight) -> Tensor:
     if weight.packed is None or (x.shape[0] == 1 and weight.transposed is not None):
         return _plain_linear(x, weight)
     if weight.packed.dtype == x.dtype:
@@ -167,8 +185,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-def gated_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    gate, up = linear(x, weight).chunk(2, dim=-1)
+def gated_linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
+    gate, up = linear(x, weight, added).chunk(2, dim=-1)
     return torch.nn.functional.silu(gate).mul_(up)
 
 

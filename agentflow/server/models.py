@@ -162,6 +162,9 @@ class Model(Protocol):
     def generator(self, tenant: Tenant) -> Generator[Any]:
         """The generator of the tenant, the same for each call."""
 
+    def adapted(self) -> Sequence[Model]:
+        """The model with each of its adapters (LoRA)."""
+
     def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
         """Applies the settings of these tenants and removes all others."""
 
@@ -199,20 +202,28 @@ class EngineModel:
         client.observe(self._admission)
         if (spans := request_spans(name)) is not None:
             client.observe(spans)
-        self._generators: dict[str, EngineGenerator] = {}
+        self._generators: dict[tuple[str, str], EngineGenerator] = {}  # by tenant and adapter
+        self._adapted: dict[str, AdaptedModel] = {}
         self._tenants: dict[str, Tenant] = {}
 
     @property
     def makes_embeddings(self) -> bool:
         return self.client.info.embedding_size > 0
 
-    def generator(self, tenant: Tenant) -> EngineGenerator:
-        generator = self._generators.get(tenant.name)
+    def adapted(self) -> Sequence[AdaptedModel]:
+        loaded = self.client.adapters
+        self._adapted = {name: self._adapted.get(name) or AdaptedModel(self, name) for name in loaded}
+        return tuple(self._adapted.values())
+
+    def generator(self, tenant: Tenant, adapter: str = "") -> EngineGenerator:
+        """The generator of the tenant for the model, or with the adapter of that name."""
+        generator = self._generators.get((tenant.name, adapter))
         if generator is None:
-            generator = self._generators[tenant.name] = EngineGenerator(
+            generator = self._generators[tenant.name, adapter] = EngineGenerator(
                 self.client,
                 self._template,
-                name=self.name,
+                name=f"{self.name}:{adapter}" if adapter else self.name,
+                adapter=adapter,
                 # A request may have the settings from before a reload.
                 tenant=self._tenants.get(tenant.name, tenant),
                 gate=self._gate,
@@ -226,9 +237,14 @@ class EngineModel:
         """Applies new weights to states that are opened from now on, also in open sessions, and drops what is
         kept for removed tenants."""
         self._tenants = {tenant.name: tenant for tenant in (ANONYMOUS, *tenants)}
-        self._generators = {name: one for name, one in self._generators.items() if name in self._tenants}
-        for name, generator in self._generators.items():
+        self._generators = {key: one for key, one in self._generators.items() if key[0] in self._tenants}
+        for (name, _), generator in self._generators.items():
             generator.tenant = self._tenants[name]
+
+    def unload_adapter(self, name: str) -> None:
+        """Requests that were sent keep the adapter until they end; later ones get ``UnknownModel``."""
+        self.client.unload_adapter(name)
+        self._generators = {key: one for key, one in self._generators.items() if key[1] != name}
 
     def check_admission(self, tenant: Tenant, priority: int = 0) -> None:
         """``RateLimited`` if the tenant may not send a request now, ``Overloaded`` if it would wait too
@@ -239,6 +255,37 @@ class EngineModel:
 
     async def until_idle(self) -> None:
         await self.client.until_idle()
+
+
+class AdaptedModel:
+    """A model with one of its adapters, on the same engine, cache and admission. ``parent``: the model's
+    name."""
+
+    def __init__(self, base: EngineModel, adapter: str) -> None:
+        self.name = f"{base.name}:{adapter}"
+        self.parent = base.name
+        self.created_s = int(time.time())
+        self._base = base
+        self._adapter = adapter
+
+    @property
+    def makes_embeddings(self) -> bool:
+        return False
+
+    def adapted(self) -> Sequence[Model]:
+        return ()
+
+    def generator(self, tenant: Tenant) -> EngineGenerator:
+        return self._base.generator(tenant, self._adapter)
+
+    def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
+        """Has no effect: the model does it."""
+
+    def check_admission(self, tenant: Tenant, priority: int = 0) -> None:
+        self._base.check_admission(tenant, priority)
+
+    async def until_idle(self) -> None:
+        await self._base.until_idle()
 
 
 class OneGenerator:
@@ -252,6 +299,9 @@ class OneGenerator:
     @property
     def makes_embeddings(self) -> bool:
         return False
+
+    def adapted(self) -> Sequence[Model]:
+        return ()
 
     def generator(self, tenant: Tenant) -> Generator[Any]:
         return self._generator
@@ -267,7 +317,8 @@ class OneGenerator:
 
 
 class Models:
-    """At least one model; the first is the default. ``compiler``: compiles the constraints of all models.
+    """At least one model; the first is the default. Iterating gives the models without their adapters.
+    ``compiler``: compiles the constraints of all models.
     ``gate``: the rate limits of all tenants."""
 
     def __init__(
@@ -304,8 +355,9 @@ class Models:
         return next((model for model in self.seen_by(tenant) if model.makes_embeddings), None)
 
     def seen_by(self, tenant: Tenant) -> list[Model]:
-        """The models that the tenant may use."""
-        return [model for model in self if tenant.may_use(model.name)]
+        """The models that the tenant may use, those with adapters (``MODEL:ADAPTER``) last."""
+        adapted = (one for model in self for one in model.adapted())
+        return [model for model in (*self, *adapted) if tenant.may_use(model.name)]
 
     def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
         """Applies changed tenants to all models."""

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from agentflow.engine.client import EngineClient
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits
-from agentflow.engine.local_engine import open_engine
+from agentflow.engine.local_engine import adapter_folders, open_engine
 from agentflow.engine.machine import FreeMemory, MemoryNeed, divide_memory, free_memory, memory_need
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
@@ -101,6 +101,7 @@ def _sized(
             options.quantize,
             task=options.task,
             on_gpu=is_on_gpu,
+            adapters=adapter_folders(options).values(),
         )
         (on_gpu if is_on_gpu else on_host).append(need)
     shares = divide_memory(on_host, int(free.host_bytes * memory_share))

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from agentflow.engine.engine import Engine
 from agentflow.engine.generator import EngineGenerator
 from agentflow.engine.local_engine import limit_spinning
 from agentflow.engine.request import Request
-from agentflow.engine.runner import ModelRunner, nothing
+from agentflow.engine.runner import AdapterInfo, ModelRunner, nothing
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.chat_template import ChatTemplate
@@ -74,6 +75,12 @@ class LentRunner:
 
     def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
         return self.runner.run(batch, meanwhile)
+
+    def load_adapter(self, folder: Path) -> AdapterInfo:
+        return self.runner.load_adapter(folder)
+
+    def drop_adapter(self, identity: str) -> None:
+        self.runner.drop_adapter(identity)
 
     def close(self) -> None:
         """Does nothing: the model stays loaded."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentflow.kernels import native_ops, ops, reference_ops, torch_ops
-from agentflow.kernels.inputs import LinearWeight
+from agentflow.kernels.inputs import IntArray, LinearWeight, LowRank, LowRankPart
 from agentflow.kernels.ops import Kernels
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -246,3 +247,42 @@ def test_on_a_gpu_no_step_towards_logits_is_rounded(has_bias: bool) -> None:
             logits = torch_ops.exact_linear(x, packed)
     assert (logits.dtype, logits.shape, logits.device.type) == (torch.float32, (3, 500), "cuda")
     assert narrowed.found == []
+
+
+@QUICK_KERNELS
+@DTYPES
+@given(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=3), ROWS, SEEDS)
+def test_low_rank_changes_of_some_rows(
+    kernels: Kernels, dtype: torch.dtype, ranks: list[list[int]], num_rows: int, seed: int
+) -> None:
+    """Each change has parts of other ranks, in outputs that need not be adjacent, for rows of its own."""
+    x = random(num_rows, 72, seed=seed, dtype=dtype)
+    owners = np.random.default_rng(seed).integers(-1, len(ranks), num_rows)
+    sizes = (40, 24, 33)
+
+    def changes(packed_by: Kernels) -> list[tuple[LowRank, IntArray]]:
+        made = []
+        for number, own in enumerate(ranks):
+            down = random(sum(own), 72, seed=seed + number, dtype=dtype) * 0.2
+            ups = [random(size, rank, seed=rank, dtype=dtype) for size, rank in zip(sizes, own, strict=False)]
+            parts = [LowRankPart(packed_by.pack_linear(up, None), 50 * i) for i, up in enumerate(ups)]
+            change = LowRank(packed_by.pack_linear(down, None), tuple(parts))
+            made.append((change, np.flatnonzero(owners == number)))
+        return made
+
+    result = kernels.low_rank(x, 150, changes(kernels))
+    expected = reference_ops.low_rank(x, 150, changes(reference_ops))
+    torch.testing.assert_close(result, expected, rtol=4 * TOLERANCE[dtype], atol=16 * TOLERANCE[dtype])
+    assert not result[owners < 0].any()
+
+
+@QUICK_KERNELS
+@DTYPES
+def test_what_is_added_to_a_product(kernels: Kernels, dtype: torch.dtype) -> None:
+    x, weight, bias = (random(*shape, seed=0, dtype=dtype) for shape in ((7, 48), (72, 48), (72,)))
+    added = random(7, 72, seed=1, dtype=dtype)
+    for name in ("linear", "gated_linear"):
+        is_gated = name == "gated_linear"
+        expected = getattr(reference_ops, name)(x, reference_ops.pack_linear(weight, bias), added.clone())
+        result = getattr(kernels, name)(x, kernels.pack_linear(weight, bias, gated=is_gated), added.clone())
+        torch.testing.assert_close(result, expected, rtol=4 * TOLERANCE[dtype], atol=64 * TOLERANCE[dtype])

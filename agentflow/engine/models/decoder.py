@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from agentflow.engine.models.adapted_products import Products
 from agentflow.engine.models.config import DecoderConfig, ExpertsShape, LayerShape
 from agentflow.engine.models.families.gpt_oss import ALPHA, LIMIT
 from agentflow.engine.models.latent_attention import LatentAttention
@@ -77,7 +78,7 @@ class Layer:
 class _Batch:
     """What all layers of one forward pass need: tensors of its rows, angles, and plans of attention."""
 
-    def __init__(self, given: ForwardInput, device: torch.device) -> None:
+    def __init__(self, given: ForwardInput, device: torch.device, kernels: Kernels) -> None:
         self.given = given
         self.token_ids, self.positions, self.write_slots, self.rows = (
             torch.from_numpy(array).to(device)
@@ -88,6 +89,7 @@ class _Batch:
             [*given.plan.kv_lens.tolist(), *(_tree_lens(given.plan.trees) if given.plan.trees else [])]
         )
         self.plans = MaskedPlans(given.plan, device)
+        self.products = Products(kernels, given.adapters)
 
     def window(self, layer: LayerShape) -> int:
         """The layer's window, or 0 if all of the batch's texts fit into it."""
@@ -136,7 +138,7 @@ class Decoder:
         device = self._final_norm.weight.device
         if device.type == "cpu":
             meanwhile()
-        hidden = self._forward(_Batch(given, device))
+        hidden = self._forward(_Batch(given, device, self._kernels))
         if device.type != "cpu":  # all kernels are launched and running
             meanwhile()
         return hidden
@@ -169,20 +171,21 @@ class Decoder:
         for i, layer in enumerate(self._layers):
             shape = config.layer(i)
             normed = hidden if layer.input_norm is None else layer.input_norm(hidden, kernels)
-            queries = self._queries(layer, shape, normed, batch, batch.given.kv_layers[i])
+            queries = self._queries(layer, shape, normed, batch, i)
             if i == last and not len(batch.rows):
                 return hidden[:0]  # a chunk of a prompt: only its KV is needed
             attended = self._attended(layer, shape, queries, batch, batch.given.kv_layers[i])
             if i == last and len(batch.rows) < len(hidden):
                 attended, hidden = attended.index_select(0, batch.rows), hidden.index_select(0, batch.rows)
+                batch.products.keep_sampled()
             if isinstance(layer.qkv, LatentAttention):
                 attended = layer.qkv.values(attended)
-            attended = kernels.linear(attended, layer.output)
+            attended = batch.products.linear(attended, layer.output, i, "output")
             if layer.attention_norm is not None:
                 attended = layer.attention_norm(attended, kernels)
             hidden = hidden + attended
             normed = hidden if layer.mlp_norm is None else layer.mlp_norm(hidden, kernels)
-            out = self._mlp(layer.mlp, normed)
+            out = self._mlp(layer.mlp, normed, batch.products, i)
             if layer.output_norm is not None:
                 out = layer.output_norm(out, kernels)
             hidden = hidden + out
@@ -190,15 +193,16 @@ class Decoder:
             hidden = hidden.index_select(0, batch.rows)
         return self._final_norm(hidden, kernels)
 
-    def _queries(self, layer: Layer, shape: LayerShape, x: Tensor, batch: _Batch, kv_layer: Tensor) -> Tensor:
+    def _queries(self, layer: Layer, shape: LayerShape, x: Tensor, batch: _Batch, index: int) -> Tensor:
         """The rotated queries [T, heads, head_dim]. Keys and values are written to the pool."""
-        config, kernels = self.config, self._kernels
+        config, kernels, kv_layer = self.config, self._kernels, batch.given.kv_layers[index]
         num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         if isinstance(layer.qkv, LatentAttention):
             queries, kv = layer.qkv.project(x, kernels, batch.angles["global"])
             kv_layer.index_copy_(0, batch.write_slots, kv)
             return queries
-        qkv = kernels.linear(x, layer.qkv).view(-1, num_heads + 2 * num_kv_heads, head_dim)
+        qkv = batch.products.linear(x, layer.qkv, index, "qkv")
+        qkv = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             for norm, first, end in (
                 (layer.q_norm, 0, num_heads),
@@ -225,12 +229,13 @@ class Decoder:
         rule = AttentionRule(scale, window, config.attention_cap)
         return masked_attention(queries, kv_layer, batch.plans.of(window), rule, layer.sinks)
 
-    def _mlp(self, mlp: Mlp | Experts, x: Tensor) -> Tensor:
+    def _mlp(self, mlp: Mlp | Experts, x: Tensor, products: Products, layer: int) -> Tensor:
         if isinstance(mlp, Mlp):
-            return self._dense(mlp, x)
+            return self._dense(mlp, x, products, layer)
         assert self.config.experts is not None
         weights, chosen = _routed(self._kernels.linear(x, mlp.router), self.config.experts)
-        out = torch.zeros_like(x) if mlp.shared is None else self._dense(mlp.shared, x)
+        unchanged = Products(self._kernels, ())
+        out = torch.zeros_like(x) if mlp.shared is None else self._dense(mlp.shared, x, unchanged, layer)
         # The rows of each expert side by side: one product for all of them.
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(mlp.experts)).tolist()
@@ -238,23 +243,26 @@ class Decoder:
         for expert, place in zip(mlp.experts, places, strict=True):
             if len(place):
                 rows = place // chosen.shape[1]
-                part = self._dense(expert, x.index_select(0, rows))
+                part = self._dense(expert, x.index_select(0, rows), unchanged, layer)
                 part = part * weights.flatten().index_select(0, place).unsqueeze(1).to(part.dtype)
                 out.index_add_(0, rows, part.to(out.dtype))
         return out
 
-    def _dense(self, mlp: Mlp, x: Tensor) -> Tensor:
-        kernels, config = self._kernels, self.config
+    def _dense(self, mlp: Mlp, x: Tensor, products: Products, layer: int) -> Tensor:
         if mlp.is_fused:
-            return kernels.linear(kernels.gated_linear(x, mlp.gate_up), mlp.down)
-        inner = kernels.linear(x, mlp.gate_up)
-        if config.activation == "clamped_swiglu":
-            gate, up = inner.chunk(2, dim=-1)
-            return kernels.linear(clamped_swiglu(gate, up), mlp.down)
+            inner = products.gated_linear(x, mlp.gate_up, layer, "gate_up")
+        else:
+            inner = self._activated(products.linear(x, mlp.gate_up, layer, "gate_up"))
+        return products.linear(inner, mlp.down, layer, "down")
+
+    def _activated(self, inner: Tensor) -> Tensor:
+        config = self.config
         if not config.is_gated:
-            return kernels.linear(_ACTIVATIONS[config.activation](inner), mlp.down)
+            return _ACTIVATIONS[config.activation](inner)
         gate, up = inner.chunk(2, dim=-1)
-        return kernels.linear(_ACTIVATIONS[config.activation](gate) * up, mlp.down)
+        if config.activation == "clamped_swiglu":
+            return clamped_swiglu(gate, up)
+        return _ACTIVATIONS[config.activation](gate) * up
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

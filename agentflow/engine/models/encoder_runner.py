@@ -31,9 +31,9 @@ from agentflow.engine.models.torch_runner import (
     use_threads,
     weights_in,
 )
-from agentflow.engine.runner import RunnerInfo, nothing
+from agentflow.engine.runner import AdapterInfo, RunnerInfo, nothing
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
-from agentflow.errors import BadModelFolder
+from agentflow.errors import BadArgument, BadModelFolder
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,12 @@ class EncoderRunner:
             if failure is None:
                 raise
             raise failure from error
+
+    def load_adapter(self, folder: Path) -> AdapterInfo:
+        raise BadArgument("an encoder has no adapters: they need a native architecture", param="lora")
+
+    def drop_adapter(self, identity: str) -> None:
+        """Never called: none can be loaded."""
 
     def close(self) -> None:
         """Frees the memory. The runner cannot be used afterwards."""

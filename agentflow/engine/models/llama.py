@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from agentflow.engine.models.adapted_products import Products
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.rope import rope_angles
 from agentflow.engine.runner import nothing
@@ -80,21 +81,25 @@ class LlamaModel:
             for array in (given.token_ids, given.positions, given.write_slots, given.rows)
         )
         kernels, decoder, eps = self._kernels, self._decoder, self.config.norm_eps
+        products = Products(kernels, given.adapters)
         residual = kernels.embed(token_ids, decoder.embedding, decoder.final_norm.dtype)
         cos, sin = rope_angles(positions, decoder.frequencies, residual.dtype)
         normed = kernels.rms_norm(residual, decoder.layers[0].input_norm, eps)
         last = len(decoder.layers) - 1
         for i, layer in enumerate(decoder.layers):
             kv_layer = given.kv_layers[i]
-            queries = self._queries(layer, normed, cos, sin, kv_layer, write_slots)
+            qkv = products.linear(normed, layer.qkv, i, "qkv")
+            queries = self._queries(layer, qkv, cos, sin, kv_layer, write_slots)
             if i == last and not len(rows):
                 return normed[:0]  # a chunk of a prompt: only its KV is needed
             attended = kernels.attention(queries, kv_layer, given.plan, self.config.head_dim**-0.5)
             if i == last and len(rows) < len(token_ids):
                 attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
-            attended = kernels.linear(attended, layer.output)
+                products.keep_sampled()
+            attended = products.linear(attended, layer.output, i, "output")
             normed, residual = kernels.add_rms_norm(attended, residual, layer.mlp_norm, eps)
-            mlp = kernels.linear(kernels.gated_linear(normed, layer.gate_up), layer.down)
+            gated = products.gated_linear(normed, layer.gate_up, i, "gate_up")
+            mlp = products.linear(gated, layer.down, i, "down")
             next_norm = decoder.final_norm if i == last else decoder.layers[i + 1].input_norm
             normed, residual = kernels.add_rms_norm(mlp, residual, next_norm, eps)
         return normed if len(rows) < len(token_ids) else normed.index_select(0, rows)
@@ -104,12 +109,18 @@ class LlamaModel:
         return self._kernels.exact_linear(hidden, self._head)
 
     def _queries(
-        self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, write_slots: Tensor
+        self,
+        layer: LayerWeights,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_layer: Tensor,
+        write_slots: Tensor,
     ) -> Tensor:
         """The rotated queries [T, heads, head_dim]. Keys and values are written to the pool."""
         config, kernels = self.config, self._kernels
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
-        qkv = kernels.linear(x, layer.qkv).view(-1, num_heads + 2 * num_kv_heads, config.head_dim)
+        qkv = qkv.view(-1, num_heads + 2 * num_kv_heads, config.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             for norm, first, end in (
                 (layer.q_norm, 0, num_heads),

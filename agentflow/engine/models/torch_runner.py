@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,32 +13,50 @@ import torch
 from torch import Tensor
 
 from agentflow.engine.batch import Batch, BatchOutput, SampledRows
-from agentflow.engine.machine import usable_cpus
+from agentflow.engine.machine import free_cuda_bytes, free_host_bytes, usable_cpus
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.families.registry import is_native, read_config
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.loader import CausalModel, LoadedModel, WeightFormat, load_model
+from agentflow.engine.models.lora import read_adapter
 from agentflow.engine.models.pooling import EmbeddingHead
 from agentflow.engine.models.sampler import choice_rows, choose_tokens, wants_only_tokens
 from agentflow.engine.models.transformers_model import TransformersModel, load_transformers
-from agentflow.engine.runner import AcceleratorFault, OutOfMemory, RunnerInfo, nothing
+from agentflow.engine.runner import AcceleratorFault, AdapterInfo, OutOfMemory, RunnerInfo, nothing
+from agentflow.engine.store.adapter_folder import adapter_bytes, adapter_identity
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.errors import BadArgument
-from agentflow.kernels.inputs import AttentionBatch, ForwardInput
+from agentflow.kernels.inputs import Adapter, AdapterRows, AttentionBatch, ForwardInput
 from agentflow.kernels.ops import Kernels, kernels_for
 
 logger = logging.getLogger(__name__)
 
 
-def forward_input_of(batch: Batch, kernels: Kernels, kv_layers: tuple[Tensor, ...]) -> ForwardInput:
+def forward_input_of(
+    batch: Batch,
+    kernels: Kernels,
+    kv_layers: tuple[Tensor, ...],
+    adapters: Sequence[AdapterRows] = (),
+) -> ForwardInput:
     """The batch's arrays and the plan of its attention. ``kv_layers``: the pool, in the model's dtype and on
-    its device (``KvPool.layers``)."""
+    its device (``KvPool.layers``). ``adapters``: as in ``ForwardInput``."""
     attended = AttentionBatch(
         batch.req_to_token, batch.req_rows, batch.query_lens, batch.kv_lens, batch.trees
     )
     plan = kernels.plan_attention(attended, kv_layers[0].dtype, kv_layers[0].device)
     rows = batch.sampled.rows
-    return ForwardInput(batch.token_ids, batch.positions, batch.write_slots, kv_layers, plan, rows)
+    return ForwardInput(batch.token_ids, batch.positions, batch.write_slots, kv_layers, plan, rows, adapters)
+
+
+def _adapter_rows(batch: Batch, loaded: Mapping[str, Adapter]) -> Sequence[AdapterRows]:
+    if batch.adapters is None:
+        return ()
+    of_tokens = batch.adapters.of_tokens
+    of_sampled = of_tokens[batch.sampled.rows]
+    return [
+        AdapterRows(loaded[identity], np.flatnonzero(of_tokens == i), np.flatnonzero(of_sampled == i))
+        for i, identity in enumerate(batch.adapters.identities)
+    ]
 
 
 _DTYPES = {
@@ -103,6 +121,8 @@ class TorchRunner:
                 config = replace(config, tie_word_embeddings=True, max_context=longest)
         else:
             config = load_transformers(folder, dtype=torch_dtype, device=torch_device, kernels=kernels)
+        self._config, self._dtype, self._device = config, torch_dtype, torch_device
+        self._adapters: dict[str, Adapter] = {}
         self._kv_pool = KvPool(
             num_layers=config.num_layers,
             num_slots=num_slots,
@@ -145,7 +165,9 @@ class TorchRunner:
 
     @torch.inference_mode()
     def _run(self, batch: Batch, meanwhile: Callable[[], None]) -> BatchOutput:
-        given, sampled = forward_input_of(batch, self._kernels, self._kv_pool.layers), batch.sampled
+        adapters = _adapter_rows(batch, self._adapters)
+        given = forward_input_of(batch, self._kernels, self._kv_pool.layers, adapters)
+        sampled = batch.sampled
         if self._embedding_head is not None:
             states = self._model.forward(given, meanwhile)
             return BatchOutput(sampled.target_ids.copy(), None, embeddings=self._embedding_head(states))
@@ -160,6 +182,33 @@ class TorchRunner:
             outputs.append(self._choose(hidden[first:end], sampled.part(first, end)))
         return _joined(outputs)
 
+    def load_adapter(self, folder: Path) -> AdapterInfo:
+        config = self._config
+        if isinstance(config, TransformersModel):
+            raise BadArgument(
+                f"{self.info.model} runs through transformers, and adapters need a native architecture",
+                param="lora",
+            )
+        identity = adapter_identity(folder)
+        if identity not in self._adapters:
+            self._check_room(adapter_bytes(folder, self._dtype.itemsize))
+            self._adapters[identity] = read_adapter(
+                folder, config, dtype=self._dtype, device=self._device, kernels=self._kernels
+            )
+        return AdapterInfo(identity, self._adapters[identity].nbytes)
+
+    def _check_room(self, nbytes: int) -> None:
+        free = free_cuda_bytes() if self._device.type == "cuda" else None
+        free = free_host_bytes() if free is None else free
+        if 2 * nbytes > free:  # as read, and as packed
+            raise BadArgument(
+                f"the adapter needs {nbytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB of memory are free",
+                param="lora",
+            )
+
+    def drop_adapter(self, identity: str) -> None:
+        del self._adapters[identity]
+
     @property
     def kv_layers(self) -> tuple[Tensor, ...]:
         """The KV pool, layer by layer (``KvPool.layers``)."""
@@ -167,7 +216,7 @@ class TorchRunner:
 
     def close(self) -> None:
         """Frees the memory. The runner cannot be used afterwards."""
-        del self._model, self._kv_pool
+        del self._model, self._kv_pool, self._adapters
 
     def _choose(self, hidden: Tensor, sampled: SampledRows) -> BatchOutput:
         if not len(hidden):

@@ -26,7 +26,8 @@ from agentflow.protocol.sampling import SamplingParams
 class Origin(msgspec.Struct, frozen=True, array_like=True):
     """Where a request comes from, and what the program says about it.
 
-    Requests share cached KV only if their ``tenant`` and ``cache_salt`` are equal. ``state``: the program
+    Requests share cached KV only if their ``tenant``, ``cache_salt`` and ``adapter`` are equal. ``adapter``:
+    the name of a loaded adapter (LoRA); empty for the model itself. ``state``: the program
     state that the request continues (0: none). ``task_group``: equal for sibling requests that one consumer
     waits for (0: none). ``output_tokens``: expected length of the output (0: unknown). ``deadline_s``:
     seconds from now until it should be done. ``weight``: the tenant's weight against other tenants; that of
@@ -48,6 +49,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     patience_s: float | None = None
     trace: str = ""
     label: str = ""
+    adapter: str = ""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -116,9 +118,26 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Stops the engine. Unfinished requests are dropped."""
 
 
-Query = StatsRequest | SnapshotRequest | PeekRequest
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Loads the adapter (LoRA) in ``folder``, for later requests that name it. It replaces a loaded one of
+    the same name, which unfinished requests still use. ``identity``: that it must have; empty for any."""
+
+    ticket: int
+    name: str
+    folder: str
+    identity: str = ""
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Later requests cannot use the adapter; its memory is freed once no request uses it. Unknown names are
+    ignored."""
+
+    name: str
+
+
+Query = StatsRequest | SnapshotRequest | PeekRequest | LoadAdapter
 """What is answered by one message with the same ticket, or by ``Failed``."""
-ToEngine = Submit | Abort | CloseState | Query | Stop
+ToEngine = Submit | Abort | CloseState | Query | UnloadAdapter | Stop
 
 
 class Started(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -281,7 +300,17 @@ class NodeTokens(msgspec.Struct, frozen=True, tag=True, array_like=True):
     num_tokens: int
 
 
-Answer = EngineStats | EngineSnapshot | NodeTokens
+class AdapterLoaded(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer to a ``LoadAdapter``. ``identity``: of its weights and settings. ``nbytes``: its memory."""
+
+    ticket: int
+    name: str
+    folder: str
+    identity: str
+    nbytes: int
+
+
+Answer = EngineStats | EngineSnapshot | NodeTokens | AdapterLoaded
 FromEngine = Started | StepBegins | Progress | NeedPayload | Finished | Failed | Answer
 
 

@@ -29,12 +29,14 @@ from agentflow.engine.client import EngineClient
 from agentflow.engine.process.child import ChildProcess, to_frame
 from agentflow.engine.process.ipc import (
     Abort,
+    AdapterLoaded,
     CloseState,
     EngineSnapshot,
     EngineStats,
     Failed,
     Finished,
     FromEngine,
+    LoadAdapter,
     Loaded,
     LoadFailed,
     NeedPayload,
@@ -45,6 +47,7 @@ from agentflow.engine.process.ipc import (
     Stop,
     Submit,
     ToEngine,
+    UnloadAdapter,
     answer_decoder,
     from_engine_decoder,
 )
@@ -147,6 +150,9 @@ LAST_WORDS_S = 1.0
 # Keys of constraints that the process was sent; all are dropped when there are this many.
 MAX_SENT_KEYS = 10_000
 
+# Of messages that are not answered to the client. Its own tickets begin at 1.
+_NO_TICKET = 0
+
 RESTARTING = "the engine is restarting: it answers again in a few seconds"
 
 
@@ -238,6 +244,7 @@ class EngineSupervisor:
         self._outgoing: MemoryObjectSendStream[bytes] | None = None
         self._journal = RequestJournal()
         self._queries: set[int] = set()
+        self._adapters: dict[str, LoadAdapter] = {}  # that each new process must load
         self._sent_keys: set[str] = set()  # of constraints that this process was sent
         self._deaths = 0  # in a row, of unknown cause
         self._blamed_deaths = 0  # in a row
@@ -268,6 +275,10 @@ class EngineSupervisor:
                 else:
                     self._hand_over([aborted(message.request_id)])
                     self._forward()  # other requests may have waited for this suspect
+            case UnloadAdapter():
+                self._adapters.pop(message.name, None)
+                if self._outgoing is not None:
+                    self._post(message)
             case CloseState():
                 if self._outgoing is not None:
                     self._post(message)  # a new process has no states
@@ -380,6 +391,8 @@ class EngineSupervisor:
         self._outgoing = outgoing
         try:
             with outgoing, to_write:
+                for adapter in self._adapters.values():  # before the requests that use them
+                    self._post(adapter)
                 self._forward()
                 async with open_task_group() as group:
                     group.start_soon(_write, child, to_write)
@@ -434,6 +447,14 @@ class EngineSupervisor:
                     continue
                 case NodeTokens():
                     self._queries.discard(message.ticket)
+                    continue
+                case AdapterLoaded():
+                    self._queries.discard(message.ticket)
+                    again = LoadAdapter(_NO_TICKET, message.name, message.folder, message.identity)
+                    self._adapters[message.name] = again
+                    continue
+                case Failed() if message.request_id == _NO_TICKET:
+                    logger.error("an adapter could not be loaded again: %s", message.message)
                     continue
                 case Failed() if message.request_id in self._queries:
                     self._queries.discard(message.request_id)

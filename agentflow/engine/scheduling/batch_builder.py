@@ -11,7 +11,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.engine.batch import Batch, BatchOutput, IntArray, SampledRows, ScoredTokens, TreeAttention
+from agentflow.engine.batch import (
+    Batch,
+    BatchAdapters,
+    BatchOutput,
+    IntArray,
+    SampledRows,
+    ScoredTokens,
+    TreeAttention,
+)
 from agentflow.engine.cache.radix_cache import SlotArray
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.sampling_table import SamplingTable
@@ -49,6 +57,7 @@ def build_batch(
         nodes, node_positions, tree_attention = _tree_part(trees, slots[len(token_ids) :])
         token_ids = np.concatenate((token_ids, nodes))
         positions = np.concatenate((positions, node_positions))
+    adapters = _adapters_of(work, trees) if sampling.num_adapted else None
     return Batch(
         token_ids=token_ids,
         positions=positions,
@@ -60,7 +69,20 @@ def build_batch(
         num_decode=num_single,
         sampled=sampled,
         trees=tree_attention,
+        adapters=adapters,
     )
+
+
+def _adapters_of(work: Sequence[Work], trees: Sequence[Work]) -> BatchAdapters | None:
+    """The adapters of the scheduled tokens; None if none has one."""
+    places: dict[str, int] = {}
+    of_requests: list[int] = []
+    for request, _ in (*work, *trees):
+        of_requests.append(places.setdefault(request.adapter, len(places)) if request.adapter else -1)
+    if not places:
+        return None
+    counts = np.array([count for _, count in (*work, *trees)], dtype=np.int64)
+    return BatchAdapters(tuple(places), np.repeat(np.array(of_requests, dtype=np.int64), counts))
 
 
 def _next_tokens(work: Sequence[Work], num_single: int) -> IntArray:

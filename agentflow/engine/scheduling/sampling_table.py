@@ -20,7 +20,7 @@ _MASK_64 = 2**64 - 1
 class SamplingTable:
     """Parameters of at most ``max_running`` requests. ``num_scoring``: running requests that may have rows
     with a target, because they score, want log-probabilities of tokens that a grammar forces, or embed.
-    ``num_silent``: running requests that do not generate.
+    ``num_silent``: running requests that do not generate. ``num_adapted``: those that use an adapter.
 
     Parameters that are gathered together are stored together: the time depends on the number of numpy calls.
     """
@@ -28,6 +28,7 @@ class SamplingTable:
     def __init__(self, max_running: int) -> None:
         self.num_scoring = 0
         self.num_silent = 0
+        self.num_adapted = 0
         self._num_logprobs = 0
         self._floats: FloatArray = np.zeros((3, max_running), dtype=np.float32)
         self._temperatures, self._top_ps, self._min_ps = self._floats
@@ -71,6 +72,8 @@ class SamplingTable:
             self.num_scoring += change
         if is_scoring or not request.max_new_tokens:
             self.num_silent += change
+        if request.adapter:
+            self.num_adapted += change
         if request.params.wants_logprobs:
             self._num_logprobs += change
 

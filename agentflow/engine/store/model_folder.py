@@ -118,10 +118,10 @@ def _weight_faults(folder: Path) -> list[str]:
                 "read: save the weights as safetensors, or take a copy of the model that has them"
             ]
         return ["*.safetensors is missing (other weight formats are not read)"]
-    return [fault for name in files if (fault := _safetensors_fault(folder / name))]
+    return [fault for name in files if (fault := safetensors_fault(folder / name))]
 
 
-def _safetensors_fault(file: Path) -> str | None:
+def safetensors_fault(file: Path) -> str | None:
     """Compares the file's size with its header, to find incomplete downloads and Git LFS pointers, which
     would later cause bus errors or obscure messages."""
     try:

@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "choice.h"
 #include "linear.h"
+#include "low_rank.h"
 #include "part_times.h"
 #include "row_ops.h"
 
@@ -39,12 +40,32 @@ struct Rows {
     const int64_t* sampled;
 };
 
+// The change of each product of a layer by one adapter.
+struct LayerAdapter {
+    LowRank qkv, output, gate_up, down;
+};
+
+// The rows of a batch that use one adapter; `sampled`: those among the sampled rows, numbered as these.
+struct AdapterRows {
+    const LayerAdapter* layers;
+    const int64_t* rows;
+    int64_t num_rows;
+    const int64_t* sampled;
+    int64_t num_sampled;
+};
+
+struct Adapters {
+    int64_t num;
+    const AdapterRows* rows;
+};
+
 // Buffers for the rows of a forward pass, reused by the next one.
 template <class S>
 struct Activations {
     std::vector<S> residual, qkv;
     std::vector<RowOf<S>> normed, attended, gated;
     std::vector<float> cos, sin, parts, logits;
+    LowRankMemory<S> low_rank;
     int64_t hidden_stride = 0, attended_stride = 0, gated_stride = 0;
 
     void fit(const DecoderWeights& w, int64_t num_rows) {
@@ -73,8 +94,9 @@ inline void check_tokens(const DecoderWeights& weights, const Rows& rows) {
 template <class S>
 class Forward {
   public:
-    Forward(const DecoderWeights& weights, const Rows& rows, const Batch& batch, Activations<S>& memory)
-        : w_(weights), rows_(rows), m_(memory), shape_{w_.num_heads, w_.num_kv_heads, w_.head_dim},
+    Forward(const DecoderWeights& weights, const Rows& rows, const Batch& batch, const Adapters* adapters,
+            Activations<S>& memory)
+        : w_(weights), rows_(rows), adapters_(adapters), m_(memory), shape_{w_.num_heads, w_.num_kv_heads, w_.head_dim},
           plan_(planned(batch)), qkv_size_((w_.num_heads + 2 * w_.num_kv_heads) * w_.head_dim),
           num_(rows.num_rows) {
         m_.fit(w_, num_);
@@ -88,15 +110,15 @@ class Forward {
             const LayerWeights& layer = w_.layers[i];
             const bool is_last = i + 1 == w_.num_layers;
             normalize(layer.input_norm);
-            project(layer.qkv);
+            project(i);
             rotate_and_write(layer, static_cast<S*>(kv_layers[i]));
             if (is_last && rows_.num_sampled == 0) return;  // a prompt's chunk: only its KV is needed
             attend_layer(static_cast<const S*>(kv_layers[i]));
             if (is_last) keep_sampled();
-            add_to_residual(OUTPUT, m_.attended, m_.attended_stride, layer.output);
+            add_to_residual(OUTPUT, m_.attended, m_.attended_stride, i, layer.output, &LayerAdapter::output);
             normalize(layer.mlp_norm);
-            gate(layer.gate_up);
-            add_to_residual(DOWN, m_.gated, m_.gated_stride, layer.down);
+            gate(i);
+            add_to_residual(DOWN, m_.gated, m_.gated_stride, i, layer.down, &LayerAdapter::down);
         }
     }
 
@@ -136,20 +158,40 @@ class Forward {
         });
     }
 
-    void project(const Weight& weight) {
-        const Timed timed(QKV);
-        linear<S>(m_.normed.data(), m_.hidden_stride, num_, weight, m_.qkv.data(), qkv_size_);
+    // What the batch's adapters add to a product of layer i; null if they add nothing.
+    const S* added(const RowOf<S>* x, int64_t stride, int64_t i, const Weight& weight, LowRank LayerAdapter::*product) {
+        if (!adapters_) return nullptr;
+        std::vector<ChangedRows> changes;
+        for (int64_t a = 0; a < adapters_->num; a++) {
+            const AdapterRows& adapter = adapters_->rows[a];
+            const LowRank& change = adapter.layers[i].*product;
+            if (!change.num_parts) continue;
+            if (has_only_sampled_) changes.push_back({&change, adapter.sampled, adapter.num_sampled});
+            else changes.push_back({&change, adapter.rows, adapter.num_rows});
+        }
+        return changes.empty() ? nullptr : low_rank<S>(x, stride, num_, weight.num_out, changes, m_.low_rank);
     }
 
-    void gate(const Weight& weight) {
+    void project(int64_t i) {
+        const Timed timed(QKV);
+        const Weight& weight = w_.layers[i].qkv;
+        const S* change = added(m_.normed.data(), m_.hidden_stride, i, weight, &LayerAdapter::qkv);
+        linear<S>(m_.normed.data(), m_.hidden_stride, num_, weight, m_.qkv.data(), qkv_size_, change);
+    }
+
+    void gate(int64_t i) {
         const Timed timed(GATE_UP);
-        gated_linear<S>(m_.normed.data(), m_.hidden_stride, num_, weight, m_.gated.data(), m_.gated_stride);
+        const Weight& weight = w_.layers[i].gate_up;
+        const S* change = added(m_.normed.data(), m_.hidden_stride, i, weight, &LayerAdapter::gate_up);
+        gated_linear<S>(m_.normed.data(), m_.hidden_stride, num_, weight, m_.gated.data(), m_.gated_stride, change);
         fill_up(m_.gated, w_.intermediate_size, m_.gated_stride);
     }
 
-    void add_to_residual(Part part, const std::vector<RowOf<S>>& rows, int64_t stride, const Weight& weight) {
+    void add_to_residual(Part part, const std::vector<RowOf<S>>& rows, int64_t stride, int64_t i, const Weight& weight,
+                         LowRank LayerAdapter::*product) {
         const Timed timed(part);
-        linear_add<S>(rows.data(), stride, num_, weight, m_.residual.data(), w_.hidden_size);
+        const S* change = added(rows.data(), stride, i, weight, product);
+        linear_add<S>(rows.data(), stride, num_, weight, m_.residual.data(), w_.hidden_size, change);
     }
 
     void begin() {
@@ -209,6 +251,7 @@ class Forward {
             std::copy_n(m_.attended.data() + t * m_.attended_stride, m_.attended_stride, attended.data() + i * m_.attended_stride);
         }
         num_ = rows_.num_sampled;
+        has_only_sampled_ = true;
         m_.fit(w_, num_);
         std::copy(kept.begin(), kept.end(), m_.residual.begin());
         std::copy(attended.begin(), attended.end(), m_.attended.begin());
@@ -216,11 +259,13 @@ class Forward {
 
     const DecoderWeights& w_;
     const Rows& rows_;
+    const Adapters* adapters_;
     Activations<S>& m_;
     const HeadShape shape_;
     const Plan plan_;
     const int64_t qkv_size_;
     int64_t num_;
+    bool has_only_sampled_ = false;
 };
 
 }  // namespace agentflow

@@ -13,7 +13,7 @@ using namespace agentflow;
 
 namespace {
 
-// The keys of native_ops.FAILURES.
+// The keys of native_structures.FAILURES.
 enum Status : int { OK, OUT_OF_MEMORY, NO_SUCH_INDEX, FAILED };
 
 thread_local char failure_text[256];
@@ -108,20 +108,35 @@ EXPORT int af_rows_of(int is_bf16, const Weight* weight, const int64_t* ids, int
     });
 }
 
-// out: of type S, or float if `exact`; the gated product if `gated`.
-EXPORT int af_linear(int is_bf16, const void* x, int64_t num_rows, const Weight* weight, int gated, int exact, void* out) {
+// out: of type S, or float if `exact`; the gated product if `gated`. `added` [num_rows][num_out] of type S, or null.
+EXPORT int af_linear(int is_bf16, const void* x, int64_t num_rows, const Weight* weight, int gated, int exact, const void* added,
+                     void* out) {
     return with_team(is_bf16, [&](auto type) {
         using S = decltype(type);
         const int64_t stride = round_up<int64_t>(weight->num_in, PANEL);
         const Timed timed(HEAD);
         const auto rows = padded_rows(static_cast<const S*>(x), num_rows, weight->num_in, stride);
+        const S* change = static_cast<const S*>(added);
         if (gated) {
-            gated_linear<S>(rows.data(), stride, num_rows, *weight, static_cast<S*>(out), weight->num_out / 2);
+            gated_linear<S>(rows.data(), stride, num_rows, *weight, static_cast<S*>(out), weight->num_out / 2, change);
         } else if (exact) {
-            linear<S>(rows.data(), stride, num_rows, *weight, static_cast<float*>(out), weight->num_out);
+            linear<S>(rows.data(), stride, num_rows, *weight, static_cast<float*>(out), weight->num_out, change);
         } else {
-            linear<S>(rows.data(), stride, num_rows, *weight, static_cast<S*>(out), weight->num_out);
+            linear<S>(rows.data(), stride, num_rows, *weight, static_cast<S*>(out), weight->num_out, change);
         }
+    });
+}
+
+// Writes what `num_changes` changes add to a product of x [num_rows][num_in] to out [num_rows][num_out].
+EXPORT int af_low_rank(int is_bf16, const void* x, int64_t num_rows, int64_t num_in, const ChangedRows* changes,
+                       int64_t num_changes, int64_t num_out, void* out) {
+    return with_team(is_bf16, [&](auto type) {
+        using S = decltype(type);
+        const int64_t stride = round_up<int64_t>(num_in, PANEL);
+        const auto rows = padded_rows(static_cast<const S*>(x), num_rows, num_in, stride);
+        LowRankMemory<S> memory;
+        const S* added = low_rank<S>(rows.data(), stride, num_rows, num_out, {changes, changes + num_changes}, memory);
+        std::copy_n(added, num_rows * num_out, static_cast<S*>(out));
     });
 }
 
@@ -169,11 +184,11 @@ EXPORT void af_part_seconds(double* out) {
 }
 
 // Starts a forward pass, which af_finish_forward ends; all arguments must live until then. It writes the sampled rows'
-// tokens if `choices` is given, else their normed hidden states. If the status is not OK, nothing was started;
+// tokens if `choices` is given, else their normed hidden states. `adapters`: null if no row uses one. If the status is not OK, nothing was started;
 // NO_SUCH_INDEX means that a token id is outside the vocabulary.
 EXPORT int af_start_forward(int is_bf16, const DecoderWeights* weights, const Rows* rows, const Batch* batch,
-                            void* const* kv_layers, void* hidden, const Weight* head, const Choices* choices,
-                            int64_t* tokens) {
+                            const Adapters* adapters, void* const* kv_layers, void* hidden, const Weight* head,
+                            const Choices* choices, int64_t* tokens) {
     return guarded([&] {
         check_tokens(*weights, *rows);
         std::unique_lock<std::mutex> lock(team().in_use);
@@ -181,7 +196,7 @@ EXPORT int af_start_forward(int is_bf16, const DecoderWeights* weights, const Ro
             as_type(is_bf16, [&](auto type) {
                 using S = decltype(type);
                 static Activations<S> memory;
-                Forward<S> forward(*weights, *rows, *batch, memory);
+                Forward<S> forward(*weights, *rows, *batch, adapters, memory);
                 forward.run(kv_layers);
                 if (choices) forward.choose_tokens(*head, *choices, tokens);
                 else forward.write_hidden(static_cast<S*>(hidden));

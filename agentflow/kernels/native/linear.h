@@ -140,6 +140,18 @@ ALWAYS_INLINE Vec biased(const float* sums, const Weight& weight, int64_t column
     return value;
 }
 
+// value rounded to S, plus `added` if it is not null.
+template <class S>
+ALWAYS_INLINE Vec changed(Vec value, const S* added, int num) {
+    const Vec product = rounded<S>(value);
+    return added ? rounded<S>(add(product, load_first(added, num))) : product;
+}
+
+template <class S>
+ALWAYS_INLINE const S* place_in(const S* added, int64_t place) {
+    return added ? added + place : nullptr;
+}
+
 template <class S, class Put>
 ALWAYS_INLINE void each_vec(const float* sums, const Weight& weight, int64_t panel, const Put& put) {
     for (int v = 0; v < 2; v++) {
@@ -149,13 +161,15 @@ ALWAYS_INLINE void each_vec(const float* sums, const Weight& weight, int64_t pan
     }
 }
 
-// out [num_rows][num_out] of type Out = rows W^T + b.
+// out [num_rows][num_out] of type Out = rows W^T + b. `added` [num_rows][num_out], here and below: added to the product
+// once that is rounded to S; null for nothing.
 template <class S, class Out>
 void linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, Out* out,
-            int64_t out_stride) {
+            int64_t out_stride, const S* added = nullptr) {
     multiply<S>(rows, stride, num_rows, weight, [&](int64_t row, int num, int64_t panel, const float* sums) {
         for (int i = 0; i < num; i++) {
             each_vec<S>(sums + i * PANEL, weight, panel, [&](int64_t column, int width, Vec value) {
+                if (added) value = changed<S>(value, added + (row + i) * weight.num_out + column, width);
                 store_first(out + (row + i) * out_stride + column, value, width);
             });
         }
@@ -165,12 +179,13 @@ void linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight
 // residual += rows W^T + b; the product and the sum are each rounded to S.
 template <class S>
 void linear_add(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, S* residual,
-                int64_t residual_stride) {
+                int64_t residual_stride, const S* added = nullptr) {
     multiply<S>(rows, stride, num_rows, weight, [&](int64_t row, int num, int64_t panel, const float* sums) {
         for (int i = 0; i < num; i++) {
             each_vec<S>(sums + i * PANEL, weight, panel, [&](int64_t column, int width, Vec value) {
                 S* place = residual + (row + i) * residual_stride + column;
-                store_first(place, add(load_first(place, width), rounded<S>(value)), width);
+                const S* change = place_in(added, (row + i) * weight.num_out + column);
+                store_first(place, add(load_first(place, width), changed<S>(value, change, width)), width);
             });
         }
     });
@@ -180,7 +195,7 @@ void linear_add(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const We
 // result are each rounded to S.
 template <class S, class Out>
 void gated_linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, Out* out,
-                  int64_t out_stride) {
+                  int64_t out_stride, const S* added = nullptr) {
     const int64_t half = weight.num_out / 2;
     Weight gate = weight, up = weight;
     if (weight.bias) up.bias = static_cast<const S*>(weight.bias) + half;
@@ -191,8 +206,9 @@ void gated_linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const 
         const int64_t column = panel * LANES;
         const int width = int(std::min<int64_t>(LANES, half - column));
         for (int i = 0; i < num; i++) {
-            const Vec g = rounded<S>(biased<S>(sums + i * PANEL, gate, column, width));
-            const Vec u = rounded<S>(biased<S>(sums + i * PANEL + LANES, up, column, width));
+            const S* change = place_in(added, (row + i) * weight.num_out + column);
+            const Vec g = changed<S>(biased<S>(sums + i * PANEL, gate, column, width), change, width);
+            const Vec u = changed<S>(biased<S>(sums + i * PANEL + LANES, up, column, width), place_in(change, half), width);
             const Vec decay = exp2(mul(g, broadcast(-LOG2_E)));
             const Vec silu = rounded<S>(div(g, add(broadcast(1.0f), decay)));
             store_first(out + (row + i) * out_stride + column, rounded<S>(mul(silu, u)), width);

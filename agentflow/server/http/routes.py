@@ -22,6 +22,13 @@ from agentflow.server.anthropic.models import (
 from agentflow.server.anthropic.types import CountAnswer, CountRequest, MessageAnswer, MessagesRequest
 from agentflow.server.http.call import ApiCall, ApiEndpoint, ErrorFormat, Handler, request_id_of
 from agentflow.server.http.errors import ApiError
+from agentflow.server.openai.adapters import (
+    AdapterUnloaded,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+    load_adapter,
+    unload_adapter,
+)
 from agentflow.server.openai.answer import OpenAIErrorFormat
 from agentflow.server.openai.chat import create_chat_completion
 from agentflow.server.openai.completions import TextAnswer, TextRequest, create_completion
@@ -161,6 +168,22 @@ ROUTES = (
         ANTHROPIC,
         response=CountAnswer,
         request=CountRequest,
+    ),
+    ApiRoute(
+        "POST",
+        "/v1/load_lora_adapter",
+        load_adapter,
+        OPENAI,
+        response=ModelCard,
+        request=LoadAdapterRequest,
+    ),
+    ApiRoute(
+        "POST",
+        "/v1/unload_lora_adapter",
+        unload_adapter,
+        OPENAI,
+        response=AdapterUnloaded,
+        request=UnloadAdapterRequest,
     ),
     *(
         ApiRoute("POST", f"{prefix}/{name}", handler, OPENAI, response=response, request=request)

@@ -29,7 +29,8 @@ from agentflow.server.openai.types import MAX_MESSAGES, MAX_TOOLS, ChatMessage, 
 
 class ModelCard(msgspec.Struct):
     """A model. ``created``: when the server loaded it (Unix time). ``max_model_len``: the limit of prompt and
-    output tokens together. ``embedding_size``: the dimensions of its embeddings; null: it generates text."""
+    output tokens together. ``embedding_size``: the dimensions of its embeddings; null: it generates text.
+    ``parent``: of a model with an adapter, the model itself."""
 
     id: str
     created: int
@@ -37,6 +38,7 @@ class ModelCard(msgspec.Struct):
     embedding_size: int | None = None
     object: str = "model"
     owned_by: str = "agentflow"
+    parent: str | None = None
 
 
 class ModelList(msgspec.Struct):
@@ -49,18 +51,25 @@ class ModelList(msgspec.Struct):
 async def list_models(call: ApiCall) -> None:
     """Lists the models that the tenant may use."""
     seen = call.service.models.seen_by(call.tenant)
-    await call.reply(ModelList([_card(call, model) for model in seen]))
+    await call.reply(ModelList([card_of(call, model) for model in seen]))
 
 
 async def get_model(call: ApiCall) -> None:
     """Describes one model. ``UnknownModel``."""
-    await call.reply(_card(call, call.service.models.find(call.path_params["name"], call.tenant)))
+    await call.reply(card_of(call, call.service.models.find(call.path_params["name"], call.tenant)))
 
 
-def _card(call: ApiCall, model: Model) -> ModelCard:
+def card_of(call: ApiCall, model: Model) -> ModelCard:
+    """The description of a model that the tenant may use."""
     generator = model.generator(call.tenant)
     size = generator.embedding_size if isinstance(generator, EngineGenerator) else 0
-    return ModelCard(model.name, model.created_s, generator.capabilities.max_context, size or None)
+    return ModelCard(
+        model.name,
+        model.created_s,
+        generator.capabilities.max_context,
+        size or None,
+        parent=getattr(model, "parent", None),
+    )
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -67,6 +67,7 @@ class _Entry(msgspec.Struct, frozen=True):
     max_unfinished: _Amount | None = None
     models: Annotated[tuple[_ModelName, ...], msgspec.Meta(min_length=1)] | None = None
     sees_metrics: bool = False
+    manages_adapters: bool = False
 
 
 def read_keys_file(file: Path) -> dict[str, Tenant]:

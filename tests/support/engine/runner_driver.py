@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.engine.batch import Batch, BatchOutput, SampledRows
+from agentflow.engine.batch import Batch, BatchAdapters, BatchOutput, SampledRows
 from agentflow.engine.runner import ModelRunner
 
 FOREIGN = 2**31 - 1
@@ -23,6 +23,7 @@ class Walker:
     req_row: int
     tokens: list[int]
     num_computed: int = 0
+    adapter: str = ""
     prompt_len: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,8 +109,17 @@ class Driver:
             query_lens=query_lens,
             kv_lens=np.array([s.num_computed + n for s, n in work], dtype=np.int64),
             num_decode=int((query_lens == 1).sum()),
+            adapters=_adapters([sequence.adapter for sequence, _ in work], query_lens),
             sampled=sampled_rows(**({"rows": (np.cumsum(query_lens) - 1)[np.array(done)]} | sampling)),
         )
+
+
+def _adapters(of_requests: Sequence[str], query_lens: NDArray[np.int64]) -> BatchAdapters | None:
+    identities = tuple(dict.fromkeys(one for one in of_requests if one))
+    if not identities:
+        return None
+    places = [identities.index(one) if one else -1 for one in of_requests]
+    return BatchAdapters(identities, np.repeat(np.array(places, dtype=np.int64), query_lens))
 
 
 def sampled_rows(rows: Sequence[int] | NDArray[np.int64], **changed: Any) -> SampledRows:

@@ -1,0 +1,207 @@
+"""Reads an adapter in PEFT's format: low-rank changes of a model's projections (LoRA; Hu et al. 2021, arXiv
+2106.09685).
+
+A folder has ``adapter_config.json`` and ``adapter_model.safetensors``. The tensors decide which projections
+are changed; the config decides by how much. What would change anything else of the model is rejected.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from agentflow.engine.models.adapted_products import Place
+from agentflow.engine.models.config import DecoderConfig, read_json
+from agentflow.engine.models.families.registry import FAMILIES
+from agentflow.engine.store.adapter_folder import CONFIG, WEIGHTS
+from agentflow.errors import BadModelFolder
+from agentflow.kernels.inputs import Adapter, LayerAdapter, LowRank, LowRankPart
+from agentflow.kernels.ops import Kernels
+
+# Settings of PEFT that change more than the products, or change them in another way.
+_UNSUPPORTED = (
+    "modules_to_save",
+    "use_dora",
+    "lora_bias",
+    "target_parameters",
+    "trainable_token_indices",
+    "layer_replication",
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "velora_config",
+)
+# Initialisations that also change the base model's weights, which such an adapter then needs.
+_CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<kind>[AB])(?:\.default)?\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class _Projection:
+    """Where the outputs of one projection are: those from ``first`` on, of one product of a layer."""
+
+    layer: int
+    place: Place
+    num_in: int
+    first: int
+    num_out: int
+
+
+def read_adapter(
+    folder: Path, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, kernels: Kernels
+) -> Adapter:
+    """The adapter in ``folder``, which ``check_adapter`` accepts, for the model with this config.
+    ``BadModelFolder`` if it is for another base model, or changes what cannot be changed here."""
+    settings = read_json(folder / CONFIG) or {}
+    _check_settings(folder, settings)
+    known = dict(_projections(config))
+    tensors = _read_tensors(folder)
+    parts: dict[tuple[int, Place], list[tuple[_Projection, Tensor, Tensor]]] = {}
+    for module in sorted(tensors):
+        projection = known.get(module)
+        if projection is None:
+            raise _unknown_module(folder, module, known, config)
+        down, up = _checked(folder, module, tensors[module], projection, settings)
+        scale = _scale(folder, module, settings)
+        changed = (projection, down.to(dtype), (up.float() * scale).to(dtype))
+        parts.setdefault((projection.layer, projection.place), []).append(changed)
+
+    def packed(layer: int, place: Place) -> LowRank | None:
+        found = sorted(parts.get((layer, place), ()), key=lambda part: part[0].first)
+        if not found:
+            return None
+        downs = torch.cat([down for _, down, _ in found]).to(device)
+        ups = [(kernels.pack_linear(up.contiguous().to(device), None), one.first) for one, _, up in found]
+        return LowRank(kernels.pack_linear(downs, None), tuple(LowRankPart(*up) for up in ups))
+
+    with torch.inference_mode():
+        layers = [
+            LayerAdapter(packed(i, "qkv"), packed(i, "output"), packed(i, "gate_up"), packed(i, "down"))
+            for i in range(config.num_layers)
+        ]
+    return Adapter(tuple(layers))
+
+
+def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    def refuse(name: str, why: str) -> BadModelFolder:
+        return BadModelFolder(f"{folder}: {CONFIG}: {why}", param=name)
+
+    if settings.get("peft_type") != "LORA":
+        raise refuse("peft_type", f"peft_type is {settings.get('peft_type')!r}, and only LORA is supported")
+    for name in _UNSUPPORTED:
+        if settings.get(name):
+            raise refuse(name, f"{name} is set, which is not supported: train the adapter without it")
+    if settings.get("bias", "none") != "none":
+        raise refuse("bias", "the adapter changes biases, which is not supported: train it with bias='none'")
+    start = str(settings.get("init_lora_weights")).lower()
+    if start.startswith(_CHANGE_BASE):
+        raise refuse(
+            "init_lora_weights",
+            f"an adapter that began with {start} needs a changed base model: convert it to a plain LoRA",
+        )
+
+
+def _projections(config: DecoderConfig) -> Iterator[tuple[str, _Projection]]:
+    """The projections of all layers by their modules' names, without those of experts."""
+    names = FAMILIES[config.architecture].names
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv = [queries, keys, keys] if len(names.qkv) == 3 else [queries + 2 * keys]
+    gate_up = inner * (2 if config.is_gated else 1) // len(names.gate_up)
+    dense: list[tuple[Place, tuple[str, ...], list[int], int]] = [
+        ("gate_up", names.gate_up, [gate_up] * len(names.gate_up), hidden),
+        ("down", (names.down,), [hidden], inner),
+    ]
+    attention: list[tuple[Place, tuple[str, ...], list[int], int]] = [
+        ("qkv", names.qkv, qkv, hidden),
+        ("output", (names.output,), [hidden], queries),
+    ]
+    for layer in range(config.num_layers):
+        prefix = names.layers.format(layer)
+        for place, parts, sizes, num_in in attention + ([] if config.layer(layer).is_sparse else dense):
+            first = 0
+            for name, size in zip(parts, sizes, strict=True):
+                yield f"{prefix}{name}", _Projection(layer, place, num_in, first, size)
+                first += size
+
+
+def _read_tensors(folder: Path) -> dict[str, dict[str, Tensor]]:
+    """Pairs of ``A`` [rank, in] and ``B`` [out, rank], by module."""
+    found: dict[str, dict[str, Tensor]] = {}
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  not a mapping
+                match = _TENSOR.fullmatch(name)
+                if match is None:
+                    raise BadModelFolder(
+                        f"{folder}: tensor {name} is not a lora_A or lora_B of a projection", param=name
+                    )
+                found.setdefault(match["module"], {})[match["kind"]] = file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise BadModelFolder(f"{folder / WEIGHTS} cannot be read: {error}", param=WEIGHTS) from error
+    if not found:
+        raise BadModelFolder(f"{folder / WEIGHTS} has no tensors", param=WEIGHTS)
+    return found
+
+
+def _checked(
+    folder: Path,
+    module: str,
+    pair: Mapping[str, Tensor],
+    projection: _Projection,
+    settings: Mapping[str, Any],
+) -> tuple[Tensor, Tensor]:
+    rank = _pattern(settings.get("rank_pattern"), module, settings.get("r"))
+    for kind, needed in (("A", (rank, projection.num_in)), ("B", (projection.num_out, rank))):
+        name = f"{module}.lora_{kind}.weight"
+        if kind not in pair:
+            raise BadModelFolder(f"{folder} has no tensor {name}: its weights are incomplete", param=name)
+        if tuple(pair[kind].shape) != needed:
+            base = settings.get("base_model_name_or_path") or "another base model"
+            raise BadModelFolder(
+                f"{folder}: tensor {name} is {tuple(pair[kind].shape)}, but this model and {CONFIG} make it "
+                f"{needed}: the adapter is for {base}",
+                param=name,
+            )
+    return pair["A"], pair["B"]
+
+
+def _scale(folder: Path, module: str, settings: Mapping[str, Any]) -> float:
+    rank = _pattern(settings.get("rank_pattern"), module, settings.get("r"))
+    alpha = _pattern(settings.get("alpha_pattern"), module, settings.get("lora_alpha"))
+    if not isinstance(alpha, int | float):
+        raise BadModelFolder(f"{folder}: {CONFIG}: lora_alpha is not a number", param="lora_alpha")
+    return float(alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank))
+
+
+def _pattern(patterns: Any, module: str, default: Any) -> Any:
+    """The value of the first pattern that the module's name ends with, as PEFT finds it."""
+    for pattern, value in (patterns or {}).items():
+        try:
+            if re.fullmatch(rf"(.*\.)?({pattern})", module):
+                return value
+        except re.error as error:
+            raise BadModelFolder(f"{CONFIG}: {pattern!r} is not a pattern: {error}", param=pattern) from None
+    return default
+
+
+def _unknown_module(
+    folder: Path, module: str, known: Mapping[str, _Projection], config: DecoderConfig
+) -> BadModelFolder:
+    names = dict.fromkeys(name.rpartition(".")[2] for name in known)
+    return BadModelFolder(
+        f"{folder} changes {module}, which an adapter of {config.architecture} cannot change here: only "
+        f"{', '.join(names)} of its {config.num_layers} layers",
+        param=module,
+    )

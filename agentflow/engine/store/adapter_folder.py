@@ -1,0 +1,102 @@
+"""Finds adapters (LoRA in PEFT's format), and checks their folders before anything is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+from agentflow.engine.store.hub_names import cached_snapshot, hub_name
+from agentflow.engine.store.model_folder import json_object, pickles_in, safetensors_fault
+from agentflow.errors import BadArgument, BadModelFolder, UnknownModel
+
+CONFIG: Final = "adapter_config.json"
+WEIGHTS: Final = "adapter_model.safetensors"
+
+_PADDING = 32
+
+
+def named_adapters(texts: Iterable[str]) -> Mapping[str, str]:
+    """Name and path of each ``NAME=PATH``. ``BadArgument``.
+
+    >>> named_adapters(["polite=./polite"])
+    {'polite': './polite'}
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        name, _, path = text.partition("=")
+        if not path:
+            raise BadArgument(f"lora must be NAME=PATH, not {text!r}", param="lora")
+        check_name(name)
+        if name in found:
+            raise BadArgument(f"lora names the adapter {name!r} twice", param="lora")
+        found[name] = path
+    return found
+
+
+def check_name(name: str) -> None:
+    """``BadArgument`` for a name that cannot be part of a model's name."""
+    if not name or len(name) > 100 or not name.isprintable() or any(c in " :/=" for c in name):
+        raise BadArgument(
+            f"the name of an adapter must have 1 to 100 characters without spaces, ':', '/' and '=', "
+            f"not {name[:120]!r}",
+            param="lora_name",
+        )
+
+
+def resolve_adapter(path: str) -> Path:
+    """The folder of an adapter: a local one, or ``OWNER/NAME`` that was pulled from the hub.
+    ``UnknownModel``, or ``BadModelFolder`` if it is not a whole adapter."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir() and (name := hub_name(path)) is not None:
+        pulled = cached_snapshot(name)
+        if pulled is None:
+            raise UnknownModel(
+                f"there is no folder {path}, and no adapter of that name was downloaded from the hub"
+            )
+        folder = pulled
+    if not folder.is_dir():
+        raise UnknownModel(f"there is no adapter folder {path}: give a folder that holds {CONFIG}")
+    check_adapter(folder)
+    return folder.resolve()
+
+
+def check_adapter(folder: Path) -> None:
+    """``BadModelFolder`` unless the folder has a config and whole weights in safetensors."""
+    config = folder / CONFIG
+    if not config.is_file():
+        raise BadModelFolder(f"{folder} has no {CONFIG}: it is not an adapter in PEFT's format", param=CONFIG)
+    if json_object(config) is None:
+        raise BadModelFolder(f"{config} is not a JSON object", param=CONFIG)
+    if not (folder / WEIGHTS).is_file() and (pickles := pickles_in(f.name for f in folder.iterdir())):
+        raise BadModelFolder(
+            f"{folder}: {WEIGHTS} is missing, and {pickles[0]} is a pickle, which can run code when it is "
+            "read: save the adapter as safetensors",
+            param=pickles[0],
+        )
+    if (fault := safetensors_fault(folder / WEIGHTS)) is not None:
+        raise BadModelFolder(f"{folder}: {fault}", param=WEIGHTS)
+
+
+def adapter_bytes(folder: Path, item_bytes: int) -> int:
+    """The memory of an adapter that ``check_adapter`` accepts, with ``item_bytes`` for each weight. At most:
+    kernels pad ranks to multiples of 32."""
+    with (folder / WEIGHTS).open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    shapes: list[list[int]] = [one["shape"] for name, one in header.items() if name != "__metadata__"]
+    return item_bytes * sum(max(shape) * (-(-min(shape) // _PADDING) * _PADDING) for shape in shapes if shape)
+
+
+def adapter_identity(folder: Path) -> str:
+    """A digest of the files: adapters with other weights have another identity. ``BadModelFolder``, as
+    ``check_adapter``."""
+    check_adapter(folder)
+    digest = hashlib.blake2b(digest_size=16)
+    for name in (CONFIG, WEIGHTS):
+        with (folder / name).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return digest.hexdigest()

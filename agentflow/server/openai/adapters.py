@@ -1,0 +1,88 @@
+"""Loads and unloads adapters (LoRA) of running models. The paths and fields are vLLM's.
+
+Only tenants with ``manages_adapters`` may do so: a path is one on the server's disk, and
+an adapter changes what a model answers.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import anyio.to_thread
+import msgspec
+from msgspec import Meta
+
+from agentflow.engine.store.adapter_folder import check_name, resolve_adapter
+from agentflow.errors import BadArgument, BadModelFolder, UnknownModel
+from agentflow.server.http.call import ApiCall
+from agentflow.server.http.errors import ApiError, invalid_field
+from agentflow.server.models import EngineModel
+from agentflow.server.openai.models import card_of
+
+_Name = Annotated[str, Meta(min_length=1, max_length=500)]
+
+
+class LoadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``lora_path``: a folder on the server, or ``OWNER/NAME`` in its cache of the hub. ``model``: the one
+    that it is for; default: the first. ``load_inplace``: replaces a loaded adapter of the same name."""
+
+    lora_name: _Name
+    lora_path: _Name
+    model: str | None = None
+    load_inplace: bool = False
+
+
+class UnloadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``model``: as for loading."""
+
+    lora_name: _Name
+    model: str | None = None
+
+
+class AdapterUnloaded(msgspec.Struct):
+    """The name of the model that no longer exists."""
+
+    id: str
+    deleted: bool = True
+
+
+async def load_adapter(call: ApiCall) -> None:
+    """Loads an adapter and describes the model with it."""
+    body = call.read(LoadAdapterRequest)
+    model = _managed_model(call, body.model)
+    try:
+        check_name(body.lora_name)
+        if body.lora_name in model.client.adapters and not body.load_inplace:
+            raise invalid_field(
+                "lora_name", f"{model.name}:{body.lora_name} is loaded: unload it, or set load_inplace"
+            )
+        folder = await anyio.to_thread.run_sync(resolve_adapter, body.lora_path)
+        await model.client.load_adapter(body.lora_name, folder)
+    except (BadModelFolder, UnknownModel) as error:
+        raise invalid_field("lora_path", str(error)) from error
+    name = f"{model.name}:{body.lora_name}"
+    await call.reply(next(card_of(call, one) for one in model.adapted() if one.name == name))
+
+
+async def unload_adapter(call: ApiCall) -> None:
+    """Unloads an adapter. Requests that use it finish first."""
+    body = call.read(UnloadAdapterRequest)
+    model = _managed_model(call, body.model)
+    if body.lora_name not in model.client.adapters:
+        known = ", ".join(model.client.adapters) or "none"
+        raise UnknownModel(f"{model.name} has no adapter {body.lora_name!r} (there are: {known})")
+    model.unload_adapter(body.lora_name)
+    await call.reply(AdapterUnloaded(f"{model.name}:{body.lora_name}"))
+
+
+def _managed_model(call: ApiCall, name: str | None) -> EngineModel:
+    if not call.tenant.manages_adapters:
+        raise ApiError(
+            403,
+            "adapters_forbidden",
+            "only tenants with manages_adapters may load and unload adapters",
+        )
+    model = call.service.models.find(name, call.tenant)
+    if not isinstance(model, EngineModel):
+        raise BadArgument(f"{model.name} has no adapters: name a model itself", param="model")
+    return model

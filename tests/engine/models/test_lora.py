@@ -1,0 +1,263 @@
+"""Adapters (LoRA) on random models of several architectures, against PEFT's merged weights; several adapters
+and the model itself in each batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.engine.adapters import merged_logits, write_adapter, write_plain_adapter
+from support.engine.runner_driver import Driver, Walker
+from support.faults import has_param
+from test_families import saved_model
+
+from agentflow.engine.models.torch_runner import TorchRunner
+from agentflow.errors import BadArgument, BadModelFolder
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT's own
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# For each model three adapters, of which at least one leaves some projections as they are.
+ADAPTERS: dict[str, list[dict[str, Any]]] = {
+    "llama": [{"target_modules": ALL}, {"target_modules": ["v_proj", "up_proj"]}, {"target_modules": ALL}],
+    "qwen3": [
+        {"target_modules": ALL, "r": 16, "use_rslora": True},
+        {
+            "target_modules": ["q_proj", "o_proj", "gate_proj"],
+            "rank_pattern": {"q_proj": 1, r"1\.mlp\.gate_proj": 40},
+            "alpha_pattern": {"layers.0.self_attn.o_proj": 3, "gate_proj": 20},
+        },
+        {"target_modules": ["k_proj"], "layers_to_transform": [1]},
+    ],
+    "gemma2": [{"target_modules": ALL}, {"target_modules": ["down_proj"]}, {"target_modules": ["o_proj"]}],
+    "mistral_window": [{"target_modules": ALL}, {"target_modules": ["q_proj"]}, {"target_modules": ALL}],
+    "phi3": [
+        {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]},
+        {"target_modules": ["o_proj"]},
+        {"target_modules": "all-linear"},
+    ],
+    "gpt2": [
+        {"target_modules": ["c_attn"], "fan_in_fan_out": True},
+        {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
+        {"target_modules": ["c_fc"], "fan_in_fan_out": True},
+    ],
+    "mixtral": [{"target_modules": ALL[:4]}, {"target_modules": ["v_proj"]}, {"target_modules": ["q_proj"]}],
+}
+
+
+def logprobs_of(driver: Driver, walkers: list[Walker], *, max_chunk: int) -> list[list[float]]:
+    """The log-probabilities of all tokens of each but the first, computed in random chunks together."""
+    found: list[list[float]] = [[] for _ in walkers]
+    while left := [w for w in walkers if w.num_computed < len(w.tokens) - 1]:
+        work = [
+            (w, min(len(w.tokens) - 1 - w.num_computed, int(driver.rng.integers(1, max_chunk + 1))))
+            for w in left
+        ]
+        work.sort(key=lambda pair: pair[1] > 1)
+        ends = [(w, w.num_computed, w.num_computed + count) for w, count in work]
+        targets = np.concatenate([w.tokens[begin + 1 : end + 1] for w, begin, end in ends])
+        output = driver.step(work, rows=np.arange(len(targets)), target_ids=targets, needs_logprobs=True)
+        assert output.logprobs is not None
+        lengths = np.cumsum([end - begin for _, begin, end in ends])[:-1]
+        for (walker, _, _), part in zip(ends, np.split(output.logprobs, lengths), strict=True):
+            found[walkers.index(walker)] += part.tolist()
+    return found
+
+
+def errors_of(
+    model: Path, adapters: list[Path], *, quantize: str | None = None, dtype: str = "float32"
+) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """The errors of log-probabilities, relative to the largest logit: of random texts, each with one of the
+    adapters or none, computed in one batch. One of them goes on after a prefix that another with the same
+    adapter has computed."""
+    errors: list[float] = []
+    runner = TorchRunner(model, num_slots=600, device="cpu", dtype=dtype, quantize=quantize)
+    identities = [runner.load_adapter(folder).identity for folder in adapters]
+    driver = Driver(runner)
+    folders: list[Path | None] = [*adapters, None, adapters[0]]
+    texts = [torch.randint(10, 320, (length,)).tolist() for length in (50, 3, 34, 41, 12)]
+    walkers = []
+    for folder, text in zip(folders, texts, strict=True):
+        walker = driver.add(text)
+        walker.adapter = "" if folder is None else identities[adapters.index(folder)]
+        walkers.append(walker)
+    driver.step([(walkers[0], 30)], rows=np.arange(0))
+    late = driver.add(texts[0][:25] + texts[1], prefix_of=walkers[0], shared=25)
+    late.adapter = walkers[0].adapter
+    for walker, found, folder in zip(
+        [*walkers, late],
+        logprobs_of(driver, [*walkers, late], max_chunk=20),
+        [*folders, adapters[0]],
+        strict=True,
+    ):
+        logits = merged_logits(model, folder, walker.tokens[:-1])
+        exact = torch.log_softmax(logits, -1).gather(1, torch.tensor(walker.tokens[1:]).unsqueeze(1))
+        scale = float(logits.abs().max())
+        errors += ((torch.tensor(found) - exact.squeeze(1)[-len(found) :]).abs() / scale).tolist()
+    return np.array(errors)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        *(("llama", kernels) for kernels in ("native", "torch", "reference")),
+        *((name, "native") for name in ADAPTERS if name != "llama"),
+        *(pytest.param(name, "torch", marks=pytest.mark.full) for name in ADAPTERS if name != "llama"),
+    ],
+)
+def test_every_token_is_as_likely_as_with_merged_weights(
+    name: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTFLOW_KERNELS", kernels)
+    saved_model(name, tmp_path / "model")
+    adapters = [
+        write_adapter(tmp_path / "model", tmp_path / f"adapter{i}", seed=i, **one)
+        for i, one in enumerate(ADAPTERS[name])
+    ]
+    assert errors_of(tmp_path / "model", adapters).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantize"), [("bfloat16", None), ("bfloat16", "int8"), ("float32", "int8")]
+)
+def test_with_rounded_weights(dtype: str, quantize: str | None, tmp_path: Path) -> None:
+    saved_model("llama", tmp_path / "model")
+    adapters = [
+        write_adapter(tmp_path / "model", tmp_path / str(i), seed=i, target_modules=ALL) for i in range(3)
+    ]
+    # Without the adapters the mean error is 0.3.
+    assert errors_of(tmp_path / "model", adapters, dtype=dtype, quantize=quantize).mean() < 0.02
+
+
+def test_an_adapter_is_the_same_under_any_path_and_another_with_other_weights(tmp_path: Path) -> None:
+    saved_model("llama", tmp_path / "model")
+    folders = [
+        write_adapter(tmp_path / "model", tmp_path / str(i), seed=i // 2, target_modules=["q_proj"])
+        for i in range(4)
+    ]
+    runner = TorchRunner(tmp_path / "model", num_slots=10, device="cpu", dtype="float32")
+    infos = [runner.load_adapter(folder) for folder in folders]
+    identities = [info.identity for info in infos]
+    assert identities[0] == identities[1] != identities[2] == identities[3]
+    # A [4, 48] and B [48, 4] of float32, in three layers; B's panels are padded to 64 outputs.
+    assert 3 * 4 * (4 * 48 * 2) <= infos[0].nbytes <= 3 * 4 * (32 * 48 + 64 * 8)
+    runner.drop_adapter(identities[0])
+    runner.drop_adapter(identities[2])
+
+
+HIDDEN, Q = 48, "model.layers.0.self_attn.q_proj"
+GOOD = {f"{Q}.lora_A": torch.ones(4, HIDDEN), f"{Q}.lora_B": torch.ones(HIDDEN, 4)}
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> TorchRunner:
+    folder = tmp_path_factory.mktemp("llama")
+    saved_model("llama", folder)
+    return TorchRunner(folder, num_slots=400, device="cpu", dtype="float32")
+
+
+def test_a_plain_adapter_is_accepted(runner: TorchRunner, tmp_path: Path) -> None:
+    runner.drop_adapter(runner.load_adapter(write_plain_adapter(tmp_path, GOOD)).identity)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "changed", "param"),
+    [
+        (GOOD, {"peft_type": "IA3"}, "peft_type"),
+        (GOOD, {"use_dora": True}, "use_dora"),
+        (GOOD, {"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        (GOOD, {"bias": "all"}, "bias"),
+        (GOOD, {"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
+        (GOOD, {"lora_alpha": None}, "lora_alpha"),
+        (GOOD, {"r": 8}, f"{Q}.lora_A.weight"),
+        (GOOD, {"rank_pattern": {"(": 4}}, "("),
+        ({}, {}, "adapter_model.safetensors"),
+        ({f"{Q}.lora_A": torch.ones(4, HIDDEN)}, {}, f"{Q}.lora_B.weight"),
+        (GOOD | {f"{Q}.lora_A": torch.ones(4, HIDDEN + 1)}, {}, f"{Q}.lora_A.weight"),
+        (GOOD | {f"{Q}.lora_B": torch.ones(HIDDEN, 5)}, {}, f"{Q}.lora_B.weight"),
+        ({name.replace(".0.", ".7."): one for name, one in GOOD.items()}, {}, Q.replace(".0.", ".7.")),
+        (
+            {name.replace("self_attn", "other"): one for name, one in GOOD.items()},
+            {},
+            Q.replace("self_attn", "other"),
+        ),
+        (
+            {"lm_head.lora_A": torch.ones(4, HIDDEN), "lm_head.lora_B": torch.ones(320, 4)},
+            {},
+            "lm_head",
+        ),
+        (
+            GOOD | {f"{Q}.lora_magnitude_vector": torch.ones(4)},
+            {},
+            f"base_model.model.{Q}.lora_magnitude_vector.weight",
+        ),
+    ],
+)
+def test_what_cannot_be_applied_is_rejected(
+    runner: TorchRunner, tensors: dict[str, torch.Tensor], changed: dict[str, Any], param: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BadModelFolder, check=has_param(param)):
+        runner.load_adapter(write_plain_adapter(tmp_path, tensors, **changed))
+
+
+def test_damaged_files_are_rejected(runner: TorchRunner, tmp_path: Path) -> None:
+    folder = write_plain_adapter(tmp_path / "whole", GOOD)
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(BadModelFolder, check=has_param("adapter_model.safetensors")):
+        runner.load_adapter(folder)
+    weights.rename(folder / "adapter_model.bin")
+    with pytest.raises(BadModelFolder, check=has_param("adapter_model.bin")):
+        runner.load_adapter(folder)
+    (folder / "adapter_config.json").write_text("[]")
+    with pytest.raises(BadModelFolder, check=has_param("adapter_config.json")):
+        runner.load_adapter(folder)
+    (folder / "adapter_config.json").unlink()
+    with pytest.raises(BadModelFolder, check=has_param("adapter_config.json")):
+        runner.load_adapter(folder)
+
+
+def test_a_model_that_runs_through_transformers_has_no_adapters(tmp_path: Path) -> None:
+    saved_model("stablelm", tmp_path / "model")
+    runner = TorchRunner(tmp_path / "model", num_slots=10, device="cpu", dtype="float32")
+    with pytest.raises(BadArgument, check=has_param("lora")):
+        runner.load_adapter(write_plain_adapter(tmp_path / "adapter", GOOD))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_batch_mates_change_nothing(
+    runner: TorchRunner, tmp_path_factory: pytest.TempPathFactory, data: Any
+) -> None:
+    """Each request alone, and all of them in one batch of random chunks."""
+    torch.manual_seed(0)
+    folders = [
+        write_plain_adapter(
+            tmp_path_factory.mktemp("adapter"),
+            {f"{Q}.lora_A": torch.randn(rank, HIDDEN), f"{Q}.lora_B": torch.randn(HIDDEN, rank)},
+            r=rank,
+        )
+        for rank in (1, 4, 33)
+    ]
+    identities = ["", *(runner.load_adapter(folder).identity for folder in folders)]
+    chosen = data.draw(
+        st.lists(st.tuples(st.sampled_from(identities), st.integers(2, 30)), min_size=2, max_size=8)
+    )
+    texts = [torch.randint(10, 320, (length,)).tolist() for _, length in chosen]
+
+    def walk(driver: Driver, number: int) -> Walker:
+        walker = driver.add(texts[number])
+        walker.adapter = chosen[number][0]
+        return walker
+
+    together = Driver(runner, seed=data.draw(st.integers(0, 100)))
+    found = logprobs_of(together, [walk(together, i) for i in range(len(texts))], max_chunk=16)
+    for number in range(len(texts)):
+        alone = Driver(runner, seed=number)
+        (expected,) = logprobs_of(alone, [walk(alone, number)], max_chunk=1000)
+        np.testing.assert_allclose(found[number], expected, atol=1e-4, rtol=1e-4)

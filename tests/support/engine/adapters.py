@@ -1,0 +1,48 @@
+"""Adapters with random weights, made by PEFT for a model folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from peft import PeftModel as PeftModel
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+
+def write_adapter(model: Path, folder: Path, *, seed: int = 0, **settings: Any) -> Path:
+    """Saves an adapter of the model with random ``A`` and ``B``. ``settings``: of ``LoraConfig``."""
+    base = AutoModelForCausalLM.from_pretrained(model)
+    adapted = get_peft_model(base, LoraConfig(**({"r": 4, "lora_alpha": 8} | settings)))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def merged_logits(model: Path, adapter: Path | None, token_ids: list[int]) -> torch.Tensor:
+    """The logits of PEFT's merged model: [tokens, vocabulary]."""
+    base = AutoModelForCausalLM.from_pretrained(model)
+    if adapter is not None:
+        base = PeftModel.from_pretrained(base, adapter).merge_and_unload()
+    with torch.inference_mode():
+        logits: torch.Tensor = base.eval()(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+def write_plain_adapter(
+    folder: Path, tensors: dict[str, torch.Tensor] | None = None, **settings: Any
+) -> Path:
+    """An adapter's files without PEFT. ``tensors``: by module and kind, such as "q_proj.lora_A"."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": "some/base"}
+    (folder / "adapter_config.json").write_text(json.dumps(config | settings))
+    named = {f"base_model.model.{name}.weight": tensor for name, tensor in (tensors or {}).items()}
+    save_file(named, folder / "adapter_model.safetensors")
+    return folder
