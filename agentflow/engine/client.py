@@ -181,9 +181,13 @@ class EngineClient:
         """Computes the tokens, so that they are cached."""
         return await self._call(Submit(next(self._ids), token_ids, None, origin=origin), None)
 
-    async def score(self, token_ids: list[int], score_from: int, *, origin: Origin = _NOWHERE) -> Finished:
-        """Log-probabilities of ``token_ids[score_from:]``, each given all tokens before it."""
-        message = Submit(next(self._ids), token_ids, None, origin=origin, score_from=score_from)
+    async def score(
+        self, token_ids: list[int], score_from: int, *, num_top: int = 0, origin: Origin = _NOWHERE
+    ) -> Finished:
+        """Log-probabilities of ``token_ids[score_from:]``, each given all tokens before it, with the
+        ``num_top`` likeliest tokens in its place."""
+        params = SamplingParams(logprobs=True, top_logprobs=num_top)
+        message = Submit(next(self._ids), token_ids, params, origin=origin, score_from=score_from)
         return await self._call(message, None)
 
     async def score_choices(

@@ -304,6 +304,21 @@ class EngineGenerator:
         context.num_computed = len(token_ids) + len(end.token_ids)
         return end
 
+    async def score_prompt(self, context: EngineContext, num_top: int) -> Finished:
+        """The log-probability of each token of the context but the first, given all tokens before it, with
+        the ``num_top`` likeliest tokens in its place. All tokens are computed, and then cached."""
+        self.check_task(embeds=False)
+        with self._admit(_guessed_tokens(context)) as admitted:
+            admitted.prompt_tokens = 0
+            token_ids = await self.prompt_ids(context)
+            self._client.check_room(self.tenant.name)
+            admitted.prompt_tokens = len(token_ids)
+            context.has_run = True
+            end = await self._client.score(token_ids, 1, num_top=num_top, origin=context.origin_now())
+        self._own += _usage(end)
+        context.num_computed = len(token_ids) - 1
+        return end
+
     @contextmanager
     def metered(self) -> Iterator[None]:
         """The scope of work that counts as a request of the tenant but generates nothing. ``RateLimited``."""

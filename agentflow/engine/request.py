@@ -206,7 +206,7 @@ class Request:
         """Index of the first token whose log-probability is still wanted: to be scored, or forced by a
         grammar. ``num_tokens`` if there is none."""
         if self.score_from:
-            return self.score_from
+            return min(self.score_from + len(self.logprobs), self.num_tokens)
         if self.params.wants_logprobs:
             return min(self.num_prompt + len(self.logprobs), self.num_tokens)
         return self.num_tokens

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from agentflow.engine.request import MAX_PRIORITY
+from agentflow.server.completion.request import MAX_LOGPROB_TOKENS
 from agentflow.server.openai.completions import TextRequest
 from agentflow.server.openai.embeddings import EmbeddingsRequest
 from agentflow.server.openai.models import DetokenizeRequest, TokenizeRequest
-from agentflow.server.openai.request import MAX_LOGPROB_TOKENS
 from agentflow.server.openai.responses.types import MAX_ITEMS, ResponseRequest
 from agentflow.server.openai.types import MAX_MESSAGES, ChatRequest
 

@@ -21,6 +21,7 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import anyio
 import msgspec
@@ -37,11 +38,13 @@ from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.task_group import first_of, open_task_group
 from agentflow.server.completion.request import (
+    MAX_LOGPROB_TOKENS,
     Answer,
     AnswerEnded,
     CompletionDelta,
     CompletionRequest,
     FinishReason,
+    PromptDelta,
     TextDelta,
     TokenIds,
     TokenLogprob,
@@ -68,7 +71,8 @@ async def completing(
         if request.constraint is not None:
             with faults_of("constraint"):
                 request.constraint.check()
-    generator.check_gate(sum(request.n for request in requests))
+    num_scored = sum(request.prompt_logprobs is not None for request in requests)
+    generator.check_gate(num_scored + sum(request.n for request in requests if request.generates))
     completion = Completion(generator, requests, trace)
     async with open_task_group() as group:
         for run in completion.runs:
@@ -103,6 +107,7 @@ class Completion:
                     request,
                     self._num_answers,
                     trace,
+                    most_logprobs=MAX_LOGPROB_TOKENS // len(requests),
                     on_delta=self._add,
                     on_sent=self._count_sent,
                 )
@@ -192,7 +197,7 @@ class Completion:
 
 
 class _Run:
-    """One request, whose answers are numbered from ``first_index``."""
+    """One request, whose answers are numbered from ``first_index``. ``most_logprobs``: of its prompt."""
 
     def __init__(
         self,
@@ -201,6 +206,7 @@ class _Run:
         first_index: int,
         trace: str = "",
         *,
+        most_logprobs: int,
         on_delta: Callable[[CompletionDelta], None],
         on_sent: Callable[[], None],
     ) -> None:
@@ -209,10 +215,12 @@ class _Run:
         self._request = request
         self._first_index = first_index
         self._trace = trace
+        self._most_logprobs = most_logprobs
         self._on_delta = on_delta
         self._on_sent = on_sent
         self._seed = secrets.randbits(_SEED_BITS) if request.params.seed is None else request.params.seed
         self._context: EngineContext | None = None
+        self._scored: Finished | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -235,6 +243,11 @@ class _Run:
                 generator.limits.check_num_tokens(
                     num_tokens, generator.limits.max_tokens(request.max_prompt_tokens)
                 )
+            if request.returns_prompt or request.prompt_logprobs is not None:
+                await self._return_prompt(context)
+            if not request.generates:
+                self._end_at_once()
+                return
             if request.n > 1:
                 # The first answer computes the prompt. A separate request for that would make the prompt
                 # look cached to all of them.
@@ -245,6 +258,36 @@ class _Run:
         finally:
             for one in contexts:
                 generator.free(one)
+
+    async def _return_prompt(self, context: EngineContext) -> None:
+        """Begins each answer with the prompt, scored if that was requested: in a request of its own, which
+        computes all rows of logits. Generation then finds the prompt in the cache."""
+        generator, request = self._generator, self._request
+        token_ids = await generator.prompt_ids(context)
+        num_top = request.prompt_logprobs
+        if num_top is not None:
+            num_logprobs = len(token_ids) * (1 + num_top) * request.n
+            if num_logprobs > self._most_logprobs:
+                raise BadArgument(
+                    f"the prompt has {num_logprobs:,} log-probabilities with those of its alternatives; the "
+                    f"limit is {self._most_logprobs:,}: request fewer alternatives, or shorten it",
+                    param="prompt",
+                )
+            if len(token_ids) > 1:
+                self._scored = await generator.score_prompt(context, num_top)
+        prompt = await generator.encode_beside(
+            len(token_ids), _prompt_delta, generator.tokenizer, request, token_ids, self._scored
+        )
+        for number in range(request.n):
+            self._on_delta(replace(prompt, index=self._first_index + number))
+
+    def _end_at_once(self) -> None:
+        """Ends the answers of a request that generates nothing."""
+        num_cached = 0 if self._scored is None else self._scored.cached_tokens
+        usage = Usage(self.num_prompt_tokens, num_cached, 0)
+        for number in range(self._request.n):
+            self._on_sent()
+            self._on_delta(AnswerEnded(self._first_index + number, "length", usage))
 
     async def _answer(self, number: int, context: EngineContext) -> None:
         request, use, constraint = self._request, context.tools, self._request.constraint
@@ -267,6 +310,8 @@ class _Run:
             elif error.param == "constraint" and constraint is not request.constraint:
                 error.param = "tools"
             raise
+        if self._scored is not None:
+            end = msgspec.structs.replace(end, cached_tokens=self._scored.cached_tokens)
         reader.finish(end)
         self._generator.output_token_cache.put_answer(context, end)
 
@@ -403,10 +448,35 @@ class _LogprobReader:
         return [self._token(token_id, logprob, top) for token_id, logprob, top in rest]
 
     def _token(self, token_id: int, logprob: float | None, top: TopTokens | None) -> TokenLogprob:
-        shown = self._tokenizer.shown
-        likeliest = () if top is None else top[: self._num_top]
-        tops = tuple([TokenLogprob(other, *shown(other), value) for other, value in likeliest])
-        return TokenLogprob(token_id, *shown(token_id), logprob, tops)
+        return _token_logprob(self._tokenizer, token_id, logprob, () if top is None else top[: self._num_top])
+
+
+def _token_logprob(
+    tokenizer: Tokenizer, token_id: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()
+) -> TokenLogprob:
+    shown = tokenizer.shown
+    tops = tuple([TokenLogprob(other, *shown(other), value) for other, value in top])
+    return TokenLogprob(token_id, *shown(token_id), logprob, tops)
+
+
+def _prompt_delta(
+    tokenizer: Tokenizer, request: CompletionRequest, token_ids: list[int], scored: Finished | None
+) -> PromptDelta:
+    prompt, num_added = request.prompt, 0
+    text = prompt if isinstance(prompt, str) else tokenizer.decode(token_ids, skip_special=False)
+    if isinstance(prompt, str):
+        prefix = tokenizer.prefix_ids
+        begin = tokenizer.decode(prefix, skip_special=False)
+        if prefix and tuple(token_ids[: len(prefix)]) == prefix and not prompt.startswith(begin):
+            num_added = len(prefix)
+    tokens: list[TokenLogprob] = []
+    if request.prompt_logprobs is not None:
+        tokens.append(_token_logprob(tokenizer, token_ids[0], None))
+    if scored is not None:
+        tops: Sequence[TopTokens | None] = scored.top_logprobs or [None] * len(scored.logprobs)
+        for token_id, logprob, top in zip(token_ids[1:], scored.logprobs, tops, strict=True):
+            tokens.append(_token_logprob(tokenizer, token_id, logprob, top or ()))
+    return PromptDelta(0, text, tuple(token_ids), tuple(tokens), num_added)
 
 
 def answers_of(deltas: Sequence[CompletionDelta], num_answers: int) -> list[Answer]:
@@ -422,8 +492,11 @@ def _answer_of(deltas: Sequence[CompletionDelta]) -> Answer:
     tokens: list[TokenLogprob] = []
     calls: list[tuple[ToolCallBegun, list[str]]] = []
     end: AnswerEnded | None = None
+    prompt: PromptDelta | None = None
     for delta in deltas:
         match delta:
+            case PromptDelta():
+                prompt = delta
             case TextDelta():
                 texts.append(delta.text)
                 tokens += delta.tokens
@@ -435,7 +508,7 @@ def _answer_of(deltas: Sequence[CompletionDelta]) -> Answer:
                 end = delta
     assert end is not None
     called = tuple(CalledTool(begun.id, begun.name, "".join(parts)) for begun, parts in calls)
-    return Answer("".join(texts), called, tuple(tokens), end.finish_reason, end.usage, end.stop)
+    return Answer("".join(texts), called, tuple(tokens), end.finish_reason, end.usage, end.stop, prompt)
 
 
 def _merged(deltas: Sequence[CompletionDelta]) -> list[CompletionDelta]:

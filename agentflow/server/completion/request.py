@@ -11,6 +11,9 @@ from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import SamplingParams
 
+# A token with log-probabilities takes about 200 bytes for its text and bytes until its answer is sent.
+MAX_LOGPROB_TOKENS = 2_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
@@ -27,7 +30,9 @@ class CompletionRequest:
     itself); or text, in which special tokens count; or token ids. ``constraint`` applies to answers that call
     no tool. A higher ``priority`` is served first, among the requests of one tenant. A prompt of more than
     ``max_prompt_tokens`` is rejected. ``opens_turn`` is False where only the ids of the prompt are needed,
-    without the opening of the assistant's turn.
+    without the opening of the assistant's turn. ``returns_prompt``: a ``PromptDelta`` begins each answer.
+    ``prompt_logprobs``: it has the log-probabilities of the prompt, with so many alternatives. ``generates``
+    is False if the answer is the prompt alone.
     """
 
     prompt: tuple[Message, ...] | str | TokenIds
@@ -40,6 +45,9 @@ class CompletionRequest:
     priority: int = 0
     max_prompt_tokens: int | None = None
     opens_turn: bool = True
+    returns_prompt: bool = False
+    prompt_logprobs: int | None = None
+    generates: bool = True
 
     @property
     def conversation(self) -> Conversation:
@@ -59,6 +67,19 @@ class TokenLogprob:
     raw: bytes
     logprob: float | None
     top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDelta:
+    """The prompt of answer ``index``, before its first text. ``tokens``: one for each of ``token_ids``, if
+    log-probabilities of the prompt were requested; the first has none. The first ``num_added`` tokens are not
+    part of ``text``: the tokenizer adds them."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    tokens: tuple[TokenLogprob, ...] = ()
+    num_added: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +124,7 @@ class AnswerEnded:
     stop: str | int | None = None
 
 
-CompletionDelta: TypeAlias = TextDelta | ToolCallBegun | ToolArguments | AnswerEnded
+CompletionDelta: TypeAlias = PromptDelta | TextDelta | ToolCallBegun | ToolArguments | AnswerEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +137,4 @@ class Answer:
     finish_reason: FinishReason
     usage: Usage
     stop: str | int | None = None
+    prompt: PromptDelta | None = None

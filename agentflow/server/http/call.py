@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar, TypeVarTuple, Unpack
 import anyio
 import anyio.to_thread
 import msgspec
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
 from agentflow.engine.generator import EngineGenerator
@@ -93,6 +93,11 @@ class ApiCall:
     def trace(self) -> str:
         """The client's ``traceparent``, or an empty string."""
         return self.headers.get("traceparent", "")[:MAX_TRACE_CHARS]
+
+    @property
+    def query(self) -> QueryParams:
+        """The parameters of the address."""
+        return QueryParams(self._scope.get("query_string", b""))
 
     @property
     def service(self) -> Service:

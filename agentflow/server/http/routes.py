@@ -40,8 +40,10 @@ from agentflow.server.openai.models import (
     ModelList,
     TokenizeAnswer,
     TokenizeRequest,
+    TokenizerInfo,
     detokenize,
     get_model,
+    get_tokenizer_info,
     list_models,
     tokenize,
 )
@@ -185,6 +187,7 @@ ROUTES = (
         response=AdapterUnloaded,
         request=UnloadAdapterRequest,
     ),
+    ApiRoute("GET", "/tokenizer_info", get_tokenizer_info, OPENAI, response=TokenizerInfo),
     *(
         ApiRoute("POST", f"{prefix}/{name}", handler, OPENAI, response=response, request=request)
         for prefix in ("", "/v1")

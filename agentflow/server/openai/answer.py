@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import msgspec
 
 from agentflow.protocol.events import Usage
+from agentflow.server.completion.request import Answer, TokenLogprob
 from agentflow.server.http.errors import ApiError
 from agentflow.server.http.events import EVENT_END, comment, event, event_head
-from agentflow.server.openai.types import PromptDetails, UsageBody
+from agentflow.server.openai.types import PromptDetails, PromptLogprob, PromptLogprobs, UsageBody
 from agentflow.version import __version__
 
 encode_json = msgspec.json.Encoder().encode
@@ -67,6 +68,23 @@ def usage_body(usage: Usage) -> UsageBody:
         total_tokens=usage.prompt_tokens + usage.output_tokens,
         prompt_tokens_details=PromptDetails(usage.cached_tokens),
     )
+
+
+def prompt_logprobs_of(answer: Answer, num_top: int | None) -> PromptLogprobs | msgspec.UnsetType:
+    """The log-probabilities of the prompt with so many alternatives; None: they were not requested."""
+    if answer.prompt is None or num_top is None:
+        return msgspec.UNSET
+    return [None, *[_prompt_logprob(token, num_top) for token in answer.prompt.tokens[1:]]]
+
+
+def _prompt_logprob(token: TokenLogprob, num_top: int) -> dict[str, PromptLogprob]:
+    found = {
+        str(top.token_id): PromptLogprob(logprob=top.logprob, rank=rank, decoded_token=top.text)
+        for rank, top in enumerate(token.top[:num_top], 1)
+    }
+    own = PromptLogprob(logprob=token.logprob, rank=None, decoded_token=token.text)
+    found.setdefault(str(token.token_id), own)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from agentflow.server.completion.request import (
     AnswerEnded,
     CompletionDelta,
     CompletionRequest,
+    PromptDelta,
     TextDelta,
     TokenLogprob,
     ToolArguments,
@@ -29,6 +30,7 @@ from agentflow.server.openai.answer import (
     AnswerIdentity,
     ChunkWriter,
     encode_json,
+    prompt_logprobs_of,
     usage_body,
 )
 from agentflow.server.openai.request import (
@@ -84,6 +86,7 @@ async def create_chat_completion(call: ApiCall) -> None:
             system_fingerprint=identity.system_fingerprint,
             choices=[_choice(n, answer, has_logprobs) for n, answer in enumerate(answers)],
             usage=usage_body(completion.usage),
+            prompt_logprobs=prompt_logprobs_of(answers[0], body.prompt_logprobs),
         )
     )
 
@@ -107,6 +110,8 @@ def _request_of(call: ApiCall, body: ChatRequest, generator: EngineGenerator) ->
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
         max_prompt_tokens=limits.max_prompt_tokens,
+        returns_prompt=body.prompt_logprobs is not None,
+        prompt_logprobs=body.prompt_logprobs,
     )
 
 
@@ -161,6 +166,8 @@ class _ChatChunks(ChunkWriter):
         """The events of these deltas."""
         parts: list[bytes] = []
         for delta in deltas:
+            if isinstance(delta, PromptDelta):
+                continue
             if not self._is_begun[delta.index]:
                 parts.append(self._role(delta))
             if isinstance(delta, TextDelta):

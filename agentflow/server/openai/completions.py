@@ -8,14 +8,17 @@ from typing import Annotated, Literal, TypeAlias, cast
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from agentflow.engine.generator import EngineGenerator
+from agentflow.protocol.sampling import MAX_INT
 from agentflow.server.completion.completion import completing
 from agentflow.server.completion.request import (
     Answer,
     AnswerEnded,
     CompletionDelta,
     CompletionRequest,
+    PromptDelta,
     TextDelta,
     TokenIds,
     TokenLogprob,
@@ -27,6 +30,7 @@ from agentflow.server.openai.answer import (
     AnswerIdentity,
     ChunkWriter,
     encode_json,
+    prompt_logprobs_of,
     usage_body,
 )
 from agentflow.server.openai.request import (
@@ -36,7 +40,7 @@ from agentflow.server.openai.request import (
     naming_field,
     sampling_of,
 )
-from agentflow.server.openai.types import SharedFields, TokenId, UsageBody
+from agentflow.server.openai.types import PromptLogprobs, SharedFields, TokenId, UsageBody
 
 # The limit of OpenAI's endpoint.
 MAX_LOGPROBS = 5
@@ -54,17 +58,20 @@ class TextRequest(SharedFields, kw_only=True):
     """A text to continue, or several. Special tokens in a text are read as such."""
 
     prompt: Prompt
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 class TextLogprobs(msgspec.Struct, kw_only=True):
     """Each list has one item per token. ``text_offset``: where the token's text begins in the answer, in
     characters. A token that is not valid UTF-8 is written as ``bytes:\\x..``. ``token_logprobs`` is null if
-    the text was encoded anew, which happens under a constraint."""
+    the text was encoded anew, which happens under a constraint. With ``echo``, the tokens of the prompt come
+    first, and the very first has no log-probability."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float | None]]
+    top_logprobs: list[dict[str, float | None] | None]
     text_offset: list[int]
 
 
@@ -75,6 +82,7 @@ class TextChoice(msgspec.Struct, kw_only=True):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class TextAnswer(msgspec.Struct, kw_only=True):
@@ -101,20 +109,23 @@ async def create_completion(call: ApiCall) -> None:
         async with completing(generator, *requests, trace=call.trace) as completion:
             if body.stream:
                 include_usage = bool(body.stream_options and body.stream_options.include_usage)
-                chunks = _TextChunks(identity, num_answers, include_usage=include_usage)
+                chunks = _TextChunks(identity, num_answers, body, include_usage=include_usage)
                 await stream_completion(call, completion, chunks)
                 return
             answers = await completion.answers()
     call.record.count(completion.usage)
+    best = [
+        answer
+        for start in range(0, num_answers, n)
+        for answer in _best(answers[start : start + n], body.n or 1)
+    ]
     await call.reply(
         TextAnswer(
             id=identity.id,
             created=identity.created,
             model=identity.model,
             system_fingerprint=identity.system_fingerprint,
-            choices=[
-                _choice(index, answer, body.logprobs is not None) for index, answer in enumerate(answers)
-            ],
+            choices=[_choice(index, answer, body) for index, answer in enumerate(best)],
             usage=usage_body(completion.usage),
         )
     )
@@ -123,14 +134,19 @@ async def create_completion(call: ApiCall) -> None:
 def _requests_of(call: ApiCall, body: TextRequest, generator: EngineGenerator) -> list[CompletionRequest]:
     """A request for each prompt."""
     limits = call.service.http_limits
-    check_fields(body, limits.max_n)
+    check_fields(body, limits.max_n, takes=("best_of", "echo"))
     prompts = prompts_of(body.prompt)
-    n = body.n or 1
+    n = body.best_of or body.n or 1
     if n * len(prompts) > limits.max_n:
         asked = f"{len(prompts)} prompts with {n} answers each"
         raise invalid_field("prompt", f"{asked} exceed the limit of {limits.max_n} answers to a request")
-    params = sampling_of(body, generator, body.max_tokens or _DEFAULT_MAX_TOKENS, body.logprobs)
+    max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    params = sampling_of(body, generator, max_tokens or 1, body.logprobs)
+    if n > (body.n or 1):
+        params = replace(params, logprobs=True)
     check_num_logprobs(params, generator, n * len(prompts), "logprobs")
+    echoed_logprobs = body.logprobs if body.echo else None
+    wanted = [count for count in (echoed_logprobs, body.prompt_logprobs) if count is not None]
     return [
         CompletionRequest(
             prompt,
@@ -140,6 +156,9 @@ def _requests_of(call: ApiCall, body: TextRequest, generator: EngineGenerator) -
             cache_salt=body.cache_salt or "",
             priority=body.priority or 0,
             max_prompt_tokens=limits.max_prompt_tokens,
+            returns_prompt=bool(body.echo or wanted),
+            prompt_logprobs=max(wanted, default=None),
+            generates=max_tokens > 0,
         )
         for prompt in prompts
     ]
@@ -159,42 +178,67 @@ def prompts_of(prompt: Prompt, param: str = "prompt") -> list[str | TokenIds]:
     return [TokenIds(tuple(member)) if isinstance(member, list) else cast(str, member) for member in prompt]
 
 
-def _choice(index: int, answer: Answer, has_logprobs: bool) -> TextChoice:
+def _best(answers: Sequence[Answer], count: int) -> Sequence[Answer]:
+    """The answers with the highest log-probability per token, best first."""
+    return answers if len(answers) == count else sorted(answers, key=_mean_logprob, reverse=True)[:count]
+
+
+def _mean_logprob(answer: Answer) -> float:
+    logprobs = [token.logprob for token in answer.tokens if token.logprob is not None]
+    return sum(logprobs) / len(logprobs) if logprobs else 0.0
+
+
+def _choice(index: int, answer: Answer, body: TextRequest) -> TextChoice:
     reason: Literal["stop", "length"] = "length" if answer.finish_reason == "length" else "stop"
+    prompt = answer.prompt if body.echo else None
+    logprobs: TextLogprobs | None = None
+    if body.logprobs is not None:
+        logprobs = _OffsetLogprobs(body.logprobs, prompt).push(answer.tokens)
     return TextChoice(
         index=index,
-        text=answer.text,
-        logprobs=_OffsetLogprobs().push(answer.tokens) if has_logprobs else None,
+        text=answer.text if prompt is None else prompt.text + answer.text,
+        logprobs=logprobs,
         finish_reason=reason,
+        prompt_logprobs=prompt_logprobs_of(answer, body.prompt_logprobs),
     )
 
 
 class _OffsetLogprobs:
-    """The tokens of one answer with the offsets of their texts."""
+    """The tokens of one answer with the offsets of their texts, and ``num_top`` alternatives. ``prompt``: it
+    begins the answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_top: int, prompt: PromptDelta | None = None) -> None:
+        self._num_top = num_top
+        self._prompt = prompt
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
     def push(self, tokens: Sequence[TokenLogprob]) -> TextLogprobs:
-        """The log-probabilities of the next tokens."""
+        """The log-probabilities of the next tokens; first those of the prompt."""
+        prompt, self._prompt = self._prompt, None
+        num_added = 0
+        if prompt is not None:
+            tokens, num_added = (*prompt.tokens, *tokens), prompt.num_added
         offsets: list[int] = []
-        for token in tokens:
+        for number, token in enumerate(tokens):
             offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(token.raw))
+            if number >= num_added:
+                self._offset += len(self._decoder.decode(token.raw))
+        tops: list[dict[str, float | None] | None] = [self._top(token) for token in tokens]
+        if prompt is not None:
+            tops[0] = None
         return TextLogprobs(
             tokens=[_written(token) for token in tokens],
             token_logprobs=[token.logprob for token in tokens],
-            top_logprobs=[_top(token) for token in tokens],
+            top_logprobs=tops,
             text_offset=offsets,
         )
 
-
-def _top(token: TokenLogprob) -> dict[str, float | None]:
-    """The most likely tokens, and always the token itself."""
-    top = {_written(one): one.logprob for one in token.top}
-    top.setdefault(_written(token), token.logprob)
-    return top
+    def _top(self, token: TokenLogprob) -> dict[str, float | None]:
+        """The most likely tokens, and always the token itself."""
+        top = {_written(one): one.logprob for one in token.top[: self._num_top]}
+        top.setdefault(_written(token), token.logprob)
+        return top
 
 
 def _written(token: TokenLogprob) -> str:
@@ -204,23 +248,31 @@ def _written(token: TokenLogprob) -> str:
 
 
 class _TextChunks(ChunkWriter):
-    def __init__(self, identity: AnswerIdentity, num_answers: int, *, include_usage: bool) -> None:
+    def __init__(
+        self, identity: AnswerIdentity, num_answers: int, body: TextRequest, *, include_usage: bool
+    ) -> None:
         super().__init__(identity, _KIND, "text", num_answers, include_usage=include_usage)
-        self._logprobs = [_OffsetLogprobs() for _ in range(num_answers)]
+        self._echo = bool(body.echo)
+        self._num_top = body.logprobs
+        self._logprobs = [_OffsetLogprobs(body.logprobs or 0) for _ in range(num_answers)]
 
     def write(self, deltas: Sequence[CompletionDelta]) -> bytes:
         """The events of these deltas."""
         parts: list[bytes] = []
         for delta in deltas:
             front = self.fronts[delta.index]
-            if isinstance(delta, TextDelta):
+            if isinstance(delta, PromptDelta) and self._echo:
                 parts += (front, encode_json(delta.text))
-                if delta.tokens:
-                    logprobs = encode_json(self._logprobs[delta.index].push(delta.tokens))
-                    parts += (b',"logprobs":', logprobs, b',"finish_reason":null', self.tail)
-                else:
-                    parts.append(self.rest)
+                self._logprobs[delta.index] = _OffsetLogprobs(self._num_top or 0, delta)
+                parts.append(self._rest_of(delta.index, ()) if delta.tokens else self.rest)
+            elif isinstance(delta, TextDelta):
+                parts += (front, encode_json(delta.text))
+                parts.append(self._rest_of(delta.index, delta.tokens) if delta.tokens else self.rest)
             elif isinstance(delta, AnswerEnded):
                 reason = encode_json(delta.finish_reason)
                 parts += (front, b'"","logprobs":null,"finish_reason":', reason, self.tail)
         return b"".join(parts)
+
+    def _rest_of(self, index: int, tokens: Sequence[TokenLogprob]) -> bytes:
+        logprobs = encode_json(self._logprobs[index].push(tokens))
+        return b',"logprobs":' + logprobs + b',"finish_reason":null' + self.tail

@@ -72,15 +72,48 @@ def card_of(call: ApiCall, model: Model) -> ModelCard:
     )
 
 
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    """What a client needs to know to prepare prompts itself. ``chat_template``: its Jinja source."""
+
+    tokenizer_class: str
+    model_max_length: int | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    add_bos_token: bool
+    chat_template: str | None
+
+
+async def get_tokenizer_info(call: ApiCall) -> None:
+    """Describes the tokenizer of the model that the parameter ``model`` of the address names, or else of the
+    first."""
+    generator = call.generator(call.query.get("model"), to_generate=False)
+    tokenizer, template = generator.tokenizer, generator.template
+    named = tokenizer.named_tokens
+    await call.reply(
+        TokenizerInfo(
+            tokenizer_class="PreTrainedTokenizerFast",
+            model_max_length=generator.capabilities.max_context,
+            bos_token=tokenizer.bos,
+            eos_token=tokenizer.eos,
+            pad_token=named.get("pad_token"),
+            unk_token=named.get("unk_token"),
+            add_bos_token=tokenizer.bos_id in tokenizer.prefix_ids,
+            chat_template=template.source if template.has_template else None,
+        )
+    )
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Either ``prompt``, as in ``/v1/completions``, or ``messages``, as in ``/v1/chat/completions``.
 
     ``add_special_tokens`` (with ``prompt``): adds the tokens that the model expects before a text.
     ``add_generation_prompt`` (with ``messages``): adds the opening of the assistant's turn.
-    ``return_token_strs``: also returns the text of each token.
+    ``return_token_strs``: also returns the text of each token. ``model``: by default the first.
     """
 
-    model: str
+    model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
@@ -99,10 +132,10 @@ class TokenizeAnswer(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Token ids to convert to text."""
+    """Token ids to convert to text. ``model``: by default the first."""
 
-    model: str
     tokens: list[TokenId]
+    model: str | None = None
 
 
 class DetokenizeAnswer(msgspec.Struct):

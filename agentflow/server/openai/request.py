@@ -5,7 +5,7 @@ Errors name the field that is wrong or not supported.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -16,6 +16,7 @@ from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_of
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.server.completion.request import MAX_LOGPROB_TOKENS
 from agentflow.server.http.errors import ApiError, invalid_field, unsupported
 from agentflow.server.openai.types import (
     AssistantMessage,
@@ -42,13 +43,11 @@ from agentflow.server.openai.types import (
 
 # The default of OpenAI's API.
 TEMPERATURE = 1.0
-# A token with log-probabilities takes about 200 bytes for its text and bytes until its answer is sent.
-MAX_LOGPROB_TOKENS = 2_000_000
 
 _WHY_UNSUPPORTED = {
     "suffix": "the models continue a text, and cannot fill a gap in one",
     "store": "nothing is stored",
-    "echo": "the prompt is not part of the answer; /tokenize returns its tokens",
+    "echo": "the answer of a conversation is its next turn; /v1/completions takes it",
     "audio": "the models generate no audio",
     "functions": "use tools",
     "function_call": "use tool_choice",
@@ -111,17 +110,26 @@ def naming_field(
         raise
 
 
-def check_fields(request: SharedFields, max_n: int) -> None:
-    """``ApiError`` for a field that asks for something that is not supported."""
+def check_fields(request: SharedFields, max_n: int, *, takes: Container[str] = ()) -> None:
+    """``ApiError`` for a field that asks for something that is not supported. ``takes``: fields that this
+    endpoint supports."""
     for name, why in _WHY_UNSUPPORTED.items():
         value = getattr(request, name, None)
-        if is_given(value) and not (value is False and name in _FLAGS):
+        if name not in takes and is_given(value) and not (value is False and name in _FLAGS):
             raise unsupported(name, why)
     n = request.n or 1
-    if request.best_of is not None and request.best_of != n:
-        raise unsupported("best_of", "the server returns all answers; use n")
-    if n > max_n:
-        raise invalid_field("n", f"{n} answers exceed the limit of {max_n} for a request")
+    best_of = request.best_of or n
+    if best_of != n and "best_of" not in takes:
+        raise unsupported("best_of", "all answers are returned; use n")
+    if best_of < n:
+        raise invalid_field("best_of", f"it must be at least 'n', which is {n}")
+    if best_of > n and request.stream:
+        raise invalid_field("best_of", "a stream cannot wait for the best answers: it must equal 'n'")
+    for name, number in (("n", n), ("best_of", best_of)):
+        if number > max_n:
+            raise invalid_field(name, f"{number} answers exceed the limit of {max_n} for a request")
+    if request.prompt_logprobs is not None and request.stream:
+        raise invalid_field("prompt_logprobs", "it excludes 'stream'")
     if request.stream_options is not None:
         _check_stream_options(request, request.stream_options)
 

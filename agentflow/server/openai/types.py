@@ -96,6 +96,7 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     best_of: Count | None = None
     echo: OnlyFalse | None = None
     suffix: Unsupported = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
 
 MAX_NAME_CHARS = 64
@@ -394,8 +395,21 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    """A token of the prompt, or one of the likeliest in its place. ``rank``: 1 for the likeliest; null beyond
+    those that were requested."""
+
+    logprob: float | None
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
+"""Each token of the prompt and the likeliest in its place, by their ids; null for the first token."""
+
+
 class ChatAnswer(msgspec.Struct, kw_only=True):
-    """The whole answer. ``created``: Unix time."""
+    """The whole answer. ``created``: Unix time. ``prompt_logprobs``: if they were requested."""
 
     id: str
     created: int
@@ -404,3 +418,4 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: UsageBody
     object: Literal["chat.completion"] = "chat.completion"
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET

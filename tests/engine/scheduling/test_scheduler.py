@@ -66,6 +66,22 @@ def test_scoring_gives_one_logprob_per_scored_token():
     assert again.logprobs == first.logprobs
 
 
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_a_preempted_scoring_goes_on_where_it_was(num_steps):
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+    harness, alone = Harness(token_budget=3), Harness(token_budget=64)
+    whole = alone.add(1, tokens, 0, score_from=1)
+    alone.run()
+    scored = harness.add(1, tokens, 0, score_from=1)
+    for _ in range(num_steps):
+        harness.step()
+    harness.scheduler.retract(scored)
+    harness.run()
+    assert scored.logprobs == whole.logprobs
+    assert len(scored.logprobs) == len(tokens) - 1
+    assert sum(harness.token_counts) < len(tokens) + 3
+
+
 @pytest.mark.parametrize("with_scoring", [False, True])
 def test_each_token_goes_to_the_request_that_it_was_sampled_for(with_scoring):
     """Beside prompts that are only computed, chunks that end within a prompt, and scorings."""

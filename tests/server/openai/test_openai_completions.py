@@ -104,7 +104,7 @@ def test_log_probabilities_in_the_old_form(server: ApiServer, count: int, kind: 
 def test_half_a_character_is_reported_as_bytes() -> None:
     raws = ["ü".encode()[:1], "ü".encode()[1:] + b"x", b"y", b"\xff"]
     tokens = [TokenLogprob(n, raw.decode(errors="replace"), raw, -1.0) for n, raw in enumerate(raws)]
-    reported = _OffsetLogprobs().push(tokens)
+    reported = _OffsetLogprobs(0).push(tokens)
     assert reported.tokens == ["bytes:\\xc3", "bytes:\\xbc\\x78", "y", "bytes:\\xff"]
     text = codecs.decode(b"".join(raws), "utf-8", "replace")
     assert text == "üxy\ufffd"
@@ -157,10 +157,8 @@ def test_a_salt_keeps_caches_apart(server: ApiServer, kind: ClientKind, stream: 
 @pytest.mark.parametrize(
     ("asked", "param", "code"),
     [
-        ({"echo": True}, "echo", "unsupported"),
         ({"suffix": "x"}, "suffix", "unsupported"),
-        ({"best_of": 2}, "best_of", "unsupported"),
-        ({"best_of": 1, "n": 2}, "best_of", "unsupported"),
+        ({"best_of": 1, "n": 2}, "best_of", "invalid_value"),
         ({"logprobs": 6}, "logprobs", "invalid_request"),
         ({"prompt": [TEXT, 5]}, "prompt", "invalid_value"),
         ({"prompt": []}, "prompt", "invalid_request"),

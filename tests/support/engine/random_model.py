@@ -27,16 +27,17 @@ CONFIG = {
 }
 
 
-def write_random_model(folder: Path, *, shard_size: str = "1GB") -> Path:
-    """Writes the model with transformers, in files of at most ``shard_size``."""
+def write_random_model(folder: Path, *, shard_size: str = "1GB", **changes: object) -> Path:
+    """Writes the model with transformers, in files of at most ``shard_size``. ``changes``: to its config."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    config = LlamaConfig(**{key: value for key, value in CONFIG.items() if key != "architectures"})
+    values = CONFIG | changes
+    config = LlamaConfig(**{key: value for key, value in values.items() if key != "architectures"})
     LlamaForCausalLM(config).save_pretrained(folder, max_shard_size=shard_size)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(values))
     special = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
     write_folder(folder, byte_level(special, vocab_size=VOCAB), {"eos_token": "</s>"}, CHATML)
     return folder
