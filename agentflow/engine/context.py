@@ -188,7 +188,7 @@ def fill_conversation(
     use = context.tools = tool_use(template, conversation)
     context.tokens.tools(use.tools)
     context.num_unencoded_chars += _num_chars_of_tools(conversation)
-    start = repr((context.origin.cache_salt, use.tools)).encode("utf-8", "backslashreplace")
+    start = repr((context.origin.cache_salt, use.tools, template.values)).encode("utf-8", "backslashreplace")
     keys = conversation_keys(use.messages, start=start)
     last = len(use.messages) - 1
     for number, (message, key) in enumerate(zip(use.messages, keys, strict=True)):

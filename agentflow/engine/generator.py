@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar, TypeVarTuple, Unpack
+from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 import anyio
 import anyio.to_thread
@@ -145,10 +145,12 @@ class EngineGenerator:
         priority: int = 0,
         patience_s: float | None = None,
         trace: str = "",
+        template_values: Mapping[str, Any] | None = None,
     ) -> EngineContext:
         """A context for an empty state. ``program``: states that name the same program have one consumer.
         ``label``: as in ``Origin``; by default the program. ``priority``: of the state's requests, within the
-        tenant. ``patience_s``: as for the generator. ``trace``: as in ``Origin``."""
+        tenant. ``patience_s``: as for the generator. ``trace``: as in ``Origin``. ``template_values``:
+        variables of the chat template, beside its own."""
         origin = Origin(
             self.tenant.name,
             cache_salt,
@@ -161,7 +163,8 @@ class EngineGenerator:
             label=label or program,
             adapter=self._adapter,
         )
-        return EngineContext(TokenState(self._client.tokenizer, self.template), origin, self.limits)
+        template = self.template.with_values(template_values or {})
+        return EngineContext(TokenState(self._client.tokenizer, template), origin, self.limits)
 
     def fill(self, context: EngineContext, text: str) -> None:
         """Appends text, to be encoded later. ``PromptTooLong`` if no output would fit after it."""
@@ -205,7 +208,7 @@ class EngineGenerator:
             fill_conversation,
             context,
             conversation,
-            self.template,
+            context.tokens.template,
             self.output_token_cache,
             opens_turn=opens_turn,
         )

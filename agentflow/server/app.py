@@ -6,6 +6,7 @@
     /v1/…           OpenAI's and Anthropic's APIs, tickets of sessions, http/routes.py
     /ui/            the page, ui/pages.py; / leads browsers there
     /health/live    200 while the process answers
+    /health, /ping  the same status, without a body; /version
     /health/ready   200 when requests are taken and all engines answer; 503 otherwise
     /metrics        for Prometheus, docs/reference/metrics.md
     /openapi.json   the requests and answers of the HTTP APIs
@@ -50,6 +51,7 @@ from agentflow.server.tenants.tickets import ticket_of
 from agentflow.server.ui.pages import page_routes
 from agentflow.server.websocket.connection import WsSession
 from agentflow.server.websocket.sessions import open_sessions
+from agentflow.version import __version__
 
 # An engine answers between two steps, and a long prefill is one step.
 STATS_TIMEOUT_S = 5.0
@@ -85,6 +87,16 @@ async def ready(request: Request) -> JSONResponse:
     if shows_all:
         answer |= {"models": [model.name for model in service.models], "sessions": num_sessions}
     return JSONResponse(answer)
+
+
+async def healthy(request: Request) -> Response:
+    """Whether requests are served, as vLLM and SGLang answer it: by the status alone."""
+    return Response(status_code=(await ready(request)).status_code)
+
+
+async def show_version(request: Request) -> JSONResponse:
+    """The version of the server."""
+    return JSONResponse({"version": __version__})
 
 
 def _may_see_all(request: Request) -> bool:
@@ -145,6 +157,9 @@ def create_app(
         *api_routes(),
         Route("/health/live", live),
         Route("/health/ready", ready),
+        Route("/health", healthy),
+        Route("/ping", healthy, methods=["GET", "POST"]),
+        Route("/version", show_version),
         Route("/metrics", _metrics),
         Route("/openapi.json", openapi),
         *(page_routes() if access.has_page else ()),

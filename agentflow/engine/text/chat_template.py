@@ -9,6 +9,7 @@ trying each.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import secrets
@@ -35,6 +36,8 @@ Mark: TypeAlias = Callable[[str], str]
 """Makes an untrusted string recognisable in a rendering."""
 
 SHORT_ID_CHARS = 9
+RESERVED_VALUES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now"})
+"""Variables that every rendering sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +231,8 @@ class ChatTemplate:
         Jinja."""
         self.special_tokens = dict(special_tokens or {})
         self.source = source or ""
+        self.values: Mapping[str, Any] = {}
+        self.base = self
         try:
             self._template = None if source is None else _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -235,6 +240,15 @@ class ChatTemplate:
                 f"{where} is no valid Jinja template (line {error.lineno}): {error}",
                 param="chat_template",
             ) from error
+
+    def with_values(self, values: Mapping[str, Any]) -> ChatTemplate:
+        """The template with variables beside its own, such as ``enable_thinking``. What it writes of them is
+        markup. Its attribute ``base`` is the template without."""
+        if not values:
+            return self
+        made = copy.copy(self)
+        made.values = dict(values)
+        return made
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate:
@@ -273,11 +287,11 @@ class ChatTemplate:
         moment = now or datetime.now()
         if dialect is None:
             has_calls = any(message.tool_calls or message.tool_call_id for message in messages)
-            dialect = self.dialect if has_calls else ToolDialect()
+            dialect = self.base.dialect if has_calls else ToolDialect()
         values = message_values(messages, dialect, mark)
         try:
             return self._template.render(
-                **self.special_tokens,
+                **{**self.special_tokens, **self.values},
                 messages=values,
                 tools=tool_values(tools, mark),
                 documents=None,

@@ -305,7 +305,7 @@ class TokenState:
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self._tokenizer = tokenizer
-        self._template = template
+        self.template = template
         # Fixed, so that a template that shows the time does not rewrite the conversation later.
         self._now = datetime.now()
         self._tools: tuple[ToolSpec, ...] = ()
@@ -357,7 +357,7 @@ class TokenState:
             raise BadArgument("a role needs a name, such as user")
         if self._open_role is not None:
             raise BadArgument(f"role {role} begins inside role {self._open_role}: end that one first")
-        if not self._template.has_template:
+        if not self.template.has_template:
             raise NotSupported("this model has no chat template: use plain text instead of roles")
         self._take_pending()
         is_answer = tool_call_id is not None or name is not None
@@ -431,7 +431,7 @@ class TokenState:
     def fork(self) -> TokenState:
         """An independent copy. Costs a copy of the ids; nothing is rendered or encoded."""
         self.cut()
-        child = TokenState(self._tokenizer, self._template)
+        child = TokenState(self._tokenizer, self.template)
         child._now = self._now
         child._tools = self._tools
         child._plain = self._plain
@@ -500,7 +500,7 @@ class TokenState:
 
     def _laid_out(self, turns: Sequence[Part], *, writes_calls: bool = False) -> Layout:
         return lay_out(
-            self._template,
+            self.template,
             [part.message(writes_calls=writes_calls) for part in turns if not part.is_open],
             turns[-1].role if turns[-1].is_open else None,
             tools=self._tools,
@@ -511,7 +511,7 @@ class TokenState:
 
     def _spans(self, layout: Layout | None) -> list[Span]:
         parts = self._shown(self._all_parts())
-        spans = spans_of(parts, layout, self._tokenizer, self._template, self._now)
+        spans = spans_of(parts, layout, self._tokenizer, self.template, self._now)
         return spans if self._has_prefix else spans[1:]
 
     def _segments_now(self) -> list[Segment]:

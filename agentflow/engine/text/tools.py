@@ -100,7 +100,7 @@ def tool_use(template: ChatTemplate, conversation: Conversation) -> ToolUse:
     choice, tools = conversation.choice, conversation.tools
     _check_bounds(conversation.check())
     messages = _with_names(conversation.messages)
-    form = tool_format(template)
+    form = tool_format(template.base)
     given = tools
     if not form.is_native:
         messages, given = as_plain_messages(messages, tools, template), ()

@@ -83,7 +83,7 @@ async def completing(
 
 async def prompt_ids(generator: EngineGenerator, request: CompletionRequest) -> list[int]:
     """The token ids of the prompt, as the model would be given them. Runs nothing on the engine."""
-    context = generator.open(request.cache_salt)
+    context = generator.open(request.cache_salt, template_values=request.template_values)
     try:
         await _check_length(generator, request, COUNTED_CONTEXTS * generator.limits.max_tokens())
         await _fill(generator, request, context)
@@ -139,6 +139,11 @@ class Completion:
             )
             start += run.num_answers
         return total
+
+    def usage_so_far(self) -> Usage:
+        """The prompts and what all answers have so far. The number of cached tokens is known at the end."""
+        num_prompt_tokens = sum(run.num_prompt_tokens for run in self.runs)
+        return Usage(num_prompt_tokens, 0, sum(run.num_output_tokens for run in self.runs))
 
     async def until_accepted(self) -> None:
         """Waits until the engine's queue has all requests. Raises the error of one that is rejected."""
@@ -221,6 +226,7 @@ class _Run:
         self._seed = secrets.randbits(_SEED_BITS) if request.params.seed is None else request.params.seed
         self._context: EngineContext | None = None
         self._scored: Finished | None = None
+        self.num_output_tokens = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -233,6 +239,7 @@ class _Run:
             priority=request.priority,
             patience_s=generator.patience_s,
             trace=self._trace,
+            template_values=request.template_values,
         )
         contexts, self._context = [context], context
         try:
@@ -302,8 +309,13 @@ class _Run:
             )
         output = use.output(request.constraint) if use is not None and use.callable_names else None
         reader = _AnswerReader(self._first_index + number, self._on_delta, logprobs=logprobs, output=output)
+
+        def push(progress: Progress) -> None:
+            self.num_output_tokens += len(progress.token_ids) - progress.num_dropped
+            reader.push(progress)
+
         try:
-            end = await self._generator.complete(context, params, reader.push, constraint, self._on_sent)
+            end = await self._generator.complete(context, params, push, constraint, self._on_sent)
         except AgentflowError as error:
             if error.param == "instead":
                 error.param = "constraint"
@@ -379,7 +391,8 @@ class _AnswerReader:
         else:
             self._emit_pieces(self._output.finish(rest, is_truncated=end.finish_reason == "length"), tokens)
         usage = Usage(end.prompt_tokens, end.cached_tokens, end.output_tokens)
-        self._on_delta(AnswerEnded(self._index, self._reason(end), usage, end.stopped_by))
+        ids = tuple(end.token_ids)
+        self._on_delta(AnswerEnded(self._index, self._reason(end), usage, end.stopped_by, ids))
 
     def _reason(self, end: Finished) -> FinishReason:
         if end.finish_reason == "length":
@@ -508,7 +521,9 @@ def _answer_of(deltas: Sequence[CompletionDelta]) -> Answer:
                 end = delta
     assert end is not None
     called = tuple(CalledTool(begun.id, begun.name, "".join(parts)) for begun, parts in calls)
-    return Answer("".join(texts), called, tuple(tokens), end.finish_reason, end.usage, end.stop, prompt)
+    return Answer(
+        "".join(texts), called, tuple(tokens), end.finish_reason, end.usage, end.stop, prompt, end.token_ids
+    )
 
 
 def _merged(deltas: Sequence[CompletionDelta]) -> list[CompletionDelta]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import FREE_CHOICE, CalledTool, Conversation, Message, ToolChoice, ToolSpec
@@ -32,7 +33,7 @@ class CompletionRequest:
     ``max_prompt_tokens`` is rejected. ``opens_turn`` is False where only the ids of the prompt are needed,
     without the opening of the assistant's turn. ``returns_prompt``: a ``PromptDelta`` begins each answer.
     ``prompt_logprobs``: it has the log-probabilities of the prompt, with so many alternatives. ``generates``
-    is False if the answer is the prompt alone.
+    is False if the answer is the prompt alone. ``template_values``: variables of the chat template.
     """
 
     prompt: tuple[Message, ...] | str | TokenIds
@@ -48,6 +49,7 @@ class CompletionRequest:
     returns_prompt: bool = False
     prompt_logprobs: int | None = None
     generates: bool = True
+    template_values: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def conversation(self) -> Conversation:
@@ -116,12 +118,13 @@ FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 @dataclass(frozen=True, slots=True)
 class AnswerEnded:
     """The last delta of an answer. ``stop``: the stop string, or the id of ``stop_token_ids``, that ended it;
-    None if the model ended it."""
+    None if the model ended it. ``token_ids``: those of the answer."""
 
     index: int
     finish_reason: FinishReason
     usage: Usage
     stop: str | int | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 CompletionDelta: TypeAlias = PromptDelta | TextDelta | ToolCallBegun | ToolArguments | AnswerEnded
@@ -138,3 +141,4 @@ class Answer:
     usage: Usage
     stop: str | int | None = None
     prompt: PromptDelta | None = None
+    token_ids: tuple[int, ...] = ()

@@ -41,6 +41,7 @@ _EVENT = {
     "required": ["data"],
 }
 _LIVE = {"type": "object", "properties": {"status": {"const": "live"}}, "required": ["status"]}
+_VERSION = {"type": "object", "properties": {"version": _NAME}, "required": ["version"]}
 _READY = {
     "type": "object",
     "properties": {
@@ -171,6 +172,11 @@ def _operations_paths(schemas: dict[type[msgspec.Struct], Schema]) -> dict[str, 
             "Whether the server accepts requests and all engines answer.",
             [(200, {JSON: {"schema": _READY}}), (503, with_reason | _TEXT)],
         ),
+        **{
+            path: get(path[1:], "The same, by the status alone.", [(200, {}), (503, _TEXT)])
+            for path in ("/health", "/ping")
+        },
+        "/version": get("version", "The version of the server.", [(200, {JSON: {"schema": _VERSION}})]),
         "/metrics": get(
             "metrics",
             "Metrics in the format of Prometheus.",

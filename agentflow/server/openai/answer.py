@@ -5,15 +5,23 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
 from agentflow.protocol.events import Usage
+from agentflow.server.completion.completion import Completion
 from agentflow.server.completion.request import Answer, TokenLogprob
 from agentflow.server.http.errors import ApiError
 from agentflow.server.http.events import EVENT_END, comment, event, event_head
-from agentflow.server.openai.types import PromptDetails, PromptLogprob, PromptLogprobs, UsageBody
+from agentflow.server.openai.types import (
+    PromptDetails,
+    PromptLogprob,
+    PromptLogprobs,
+    SharedFields,
+    UsageBody,
+)
 from agentflow.version import __version__
 
 encode_json = msgspec.json.Encoder().encode
@@ -87,6 +95,27 @@ def _prompt_logprob(token: TokenLogprob, num_top: int) -> dict[str, PromptLogpro
     return found
 
 
+def prompt_ids_of(answer: Answer) -> list[int]:
+    """The token ids of the prompt."""
+    return [] if answer.prompt is None else [*answer.prompt.token_ids]
+
+
+@dataclass(frozen=True, slots=True)
+class UsageChunks:
+    """The usage that a stream has: none; ``at_end``: in a last chunk; ``so_far``: also in each chunk."""
+
+    at_end: bool
+    so_far: Callable[[], Usage] | None = None
+
+    @classmethod
+    def of(cls, request: SharedFields, completion: Completion) -> UsageChunks:
+        """What the request asks for."""
+        options = request.stream_options
+        if options is None or not options.include_usage:
+            return cls(False)
+        return cls(True, completion.usage_so_far if options.continuous_usage_stats else None)
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerIdentity:
     """The fields that all chunks of an answer share."""
@@ -106,15 +135,15 @@ class AnswerIdentity:
 
 class ChunkWriter:
     """The chunks of one request. ``kind``: their ``object``. ``content``: the field of a choice that has its
-    content. ``include_usage``: the last chunk has the usage, which is null in the others. Subclasses write
-    the deltas.
+    content. Without the usage so far, the usage is null in all chunks but the last. Subclasses write the
+    deltas.
 
     Thousands of chunks are written per second, so all but the content is prepared: ``fronts`` precede it, for
     each answer. ``rest`` follows it; after log-probabilities or a finish reason only ``tail`` does.
     """
 
     def __init__(
-        self, identity: AnswerIdentity, kind: str, content: str, num_answers: int, *, include_usage: bool
+        self, identity: AnswerIdentity, kind: str, content: str, num_answers: int, *, usage: UsageChunks
     ) -> None:
         fields = {
             "id": identity.id,
@@ -124,12 +153,18 @@ class ChunkWriter:
             "system_fingerprint": identity.system_fingerprint,
         }
         self._head = event_head() + encode_json(fields)[:-1] + b',"choices":['
-        self._include_usage = include_usage
+        self._usage = usage
         self.fronts = [
             self._head + b'{"index":%d,"%b":' % (index, content.encode()) for index in range(num_answers)
         ]
-        self.tail = (b'}],"usage":null}' if include_usage else b"}]}") + EVENT_END
+        self.tail = (b'}],"usage":null}' if usage.at_end else b"}]}") + EVENT_END
         self.rest = b',"logprobs":null,"finish_reason":null' + self.tail
+
+    def show_usage(self) -> None:
+        """Puts the usage so far into the next chunks, if it was requested."""
+        if self._usage.so_far is not None:
+            self.tail = b'}],"usage":%b}' % encode_json(usage_body(self._usage.so_far())) + EVENT_END
+            self.rest = b',"logprobs":null,"finish_reason":null' + self.tail
 
     def start(self, prompt_tokens: int) -> bytes:
         """Nothing: each answer begins with its first delta."""
@@ -137,6 +172,6 @@ class ChunkWriter:
 
     def end(self, usage: Usage) -> bytes:
         """The chunk with the usage, if it was requested, and the end of the stream."""
-        if not self._include_usage:
+        if not self._usage.at_end:
             return _DONE
         return self._head + b'],"usage":%b}' % encode_json(usage_body(usage)) + EVENT_END + _DONE

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+import msgspec
+
 from agentflow.engine.generator import EngineGenerator
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.json_bounds import schema_constraint
@@ -25,22 +27,25 @@ from agentflow.server.completion.request import (
 )
 from agentflow.server.completion.streaming import stream_completion
 from agentflow.server.http.call import ApiCall
-from agentflow.server.http.errors import invalid_field
+from agentflow.server.http.errors import invalid_field, unsupported
 from agentflow.server.openai.answer import (
     AnswerIdentity,
     ChunkWriter,
+    UsageChunks,
     encode_json,
+    prompt_ids_of,
     prompt_logprobs_of,
     usage_body,
 )
+from agentflow.server.openai.forms import ANY_OBJECT, constraint_of
 from agentflow.server.openai.request import (
     check_fields,
     check_num_logprobs,
-    constraint_of,
     conversation_of,
-    is_given,
     naming_field,
+    naming_param,
     sampling_of,
+    template_values_of,
     tool_choice_of,
     tools_of,
 )
@@ -48,6 +53,7 @@ from agentflow.server.openai.types import (
     AnsweredFunction,
     AnsweredToolCall,
     AnswerMessage,
+    AssistantMessage,
     ChatAnswer,
     ChatChoice,
     ChatRequest,
@@ -56,9 +62,9 @@ from agentflow.server.openai.types import (
     ObjectFormat,
     SchemaFormat,
     TopLogprob,
+    is_given,
 )
 
-_ANY_OBJECT = Constraint("schema", '{"type":"object"}')
 _KIND = "chat.completion.chunk"
 
 
@@ -66,14 +72,13 @@ async def create_chat_completion(call: ApiCall) -> None:
     """Continues a conversation."""
     body = await call.beside(call.read, ChatRequest)
     generator = call.generator(body.model, priority=body.priority)
-    request = await call.beside(_request_of, call, body, generator)
+    form, request = await call.beside(_request_of, call, body, generator)
     identity = AnswerIdentity.new("chatcmpl", generator.capabilities.model)
     has_logprobs = request.params.wants_logprobs
-    with naming_field(generator, "messages", request.constraint):
+    with naming_field(generator, "messages", form):
         async with completing(generator, request, trace=call.trace) as completion:
             if body.stream:
-                include_usage = bool(body.stream_options and body.stream_options.include_usage)
-                chunks = _ChatChunks(identity, request.n, include_usage=include_usage)
+                chunks = _ChatChunks(identity, request.n, usage=UsageChunks.of(body, completion))
                 await stream_completion(call, completion, chunks)
                 return
             answers = await completion.answers()
@@ -84,15 +89,19 @@ async def create_chat_completion(call: ApiCall) -> None:
             created=identity.created,
             model=identity.model,
             system_fingerprint=identity.system_fingerprint,
-            choices=[_choice(n, answer, has_logprobs) for n, answer in enumerate(answers)],
+            choices=[_choice(n, answer, body, has_logprobs) for n, answer in enumerate(answers)],
             usage=usage_body(completion.usage),
             prompt_logprobs=prompt_logprobs_of(answers[0], body.prompt_logprobs),
+            prompt_token_ids=prompt_ids_of(answers[0]) if body.return_token_ids else msgspec.UNSET,
         )
     )
 
 
-def _request_of(call: ApiCall, body: ChatRequest, generator: EngineGenerator) -> CompletionRequest:
-    """The request as the engine takes it. ``ApiError`` names the field that is wrong or not supported."""
+def _request_of(
+    call: ApiCall, body: ChatRequest, generator: EngineGenerator
+) -> tuple[str, CompletionRequest]:
+    """The field of its form, and the request as the engine takes it. ``ApiError`` names the field that is
+    wrong or not supported."""
     limits = call.service.http_limits
     check_fields(body, limits.max_n)
     tools = tools_of(body.tools or ())
@@ -100,17 +109,22 @@ def _request_of(call: ApiCall, body: ChatRequest, generator: EngineGenerator) ->
     max_tokens = body.max_completion_tokens or body.max_tokens
     params = sampling_of(body, generator, max_tokens, _top_logprobs(body))
     check_num_logprobs(params, generator, body.n or 1, "top_logprobs")
-    return CompletionRequest(
+    with naming_param():
+        form, constraint = constraint_of(body, _response_format(body))
+    _check_turns(body)
+    return form, CompletionRequest(
         conversation_of(body.messages, generator.capabilities.model),
         params,
-        constraint=_form_of(body),
+        constraint=constraint,
         tools=tools,
         tool_choice=choice,
         n=body.n or 1,
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
         max_prompt_tokens=limits.max_prompt_tokens,
-        returns_prompt=body.prompt_logprobs is not None,
+        opens_turn=body.add_generation_prompt is not False,
+        template_values=template_values_of(body.chat_template_kwargs),
+        returns_prompt=body.prompt_logprobs is not None or bool(body.return_token_ids),
         prompt_logprobs=body.prompt_logprobs,
     )
 
@@ -121,27 +135,30 @@ def _top_logprobs(body: ChatRequest) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def _form_of(body: ChatRequest) -> Constraint | None:
-    """The constraint of an answer that calls no tool."""
-    constraints = {"regex or grammar": constraint_of(body), "response_format": _response_format(body)}
-    names = [name for name, constraint in constraints.items() if constraint is not None]
-    if len(names) > 1:
-        raise invalid_field("response_format", f"it excludes {names[0]}: give one of them")
-    return constraints[names[0]] if names else None
-
-
 def _response_format(body: ChatRequest) -> Constraint | None:
     match body.response_format:
         case ObjectFormat():
-            return _ANY_OBJECT
+            return ANY_OBJECT
         case SchemaFormat(json_schema=spec):
             if spec.schema is None or not is_given(spec.schema):
-                return _ANY_OBJECT
+                return ANY_OBJECT
             return schema_constraint(spec.schema, "response_format")
     return None
 
 
-def _choice(index: int, answer: Answer, has_logprobs: bool) -> ChatChoice:
+def _check_turns(body: ChatRequest) -> None:
+    """``ApiError`` if a field asks for another turn than the one that follows."""
+    is_own = isinstance(body.messages[-1], AssistantMessage)
+    if body.continue_final_message and not is_own:
+        raise invalid_field("continue_final_message", "the last message is not the assistant's")
+    if body.continue_final_message and body.add_generation_prompt:
+        raise invalid_field("add_generation_prompt", "it excludes 'continue_final_message'")
+    if is_own and body.continue_final_message is False:
+        text = "a last message of the assistant is continued; append the user's"
+        raise unsupported("continue_final_message", text)
+
+
+def _choice(index: int, answer: Answer, body: ChatRequest, has_logprobs: bool) -> ChatChoice:
     calls = [
         AnsweredToolCall(id=called.id, function=AnsweredFunction(called.name, called.arguments))
         for called in answer.tool_calls
@@ -152,18 +169,19 @@ def _choice(index: int, answer: Answer, has_logprobs: bool) -> ChatChoice:
         message=AnswerMessage(role="assistant", content=content, refusal=None, tool_calls=calls),
         logprobs=_logprobs(answer.tokens) if has_logprobs else None,
         finish_reason=answer.finish_reason,
+        token_ids=[*answer.token_ids] if body.return_token_ids else msgspec.UNSET,
     )
 
 
 class _ChatChunks(ChunkWriter):
-    def __init__(self, identity: AnswerIdentity, n: int, *, include_usage: bool) -> None:
-        super().__init__(identity, _KIND, "delta", n, include_usage=include_usage)
+    def __init__(self, identity: AnswerIdentity, n: int, *, usage: UsageChunks) -> None:
+        super().__init__(identity, _KIND, "delta", n, usage=usage)
         self._text_fronts = [front + b'{"content":' for front in self.fronts]
-        self._text_rest = b"}" + self.rest
         self._is_begun = [False] * n
 
     def write(self, deltas: Sequence[CompletionDelta]) -> bytes:
         """The events of these deltas."""
+        self.show_usage()
         parts: list[bytes] = []
         for delta in deltas:
             if isinstance(delta, PromptDelta):
@@ -172,7 +190,7 @@ class _ChatChunks(ChunkWriter):
                 parts.append(self._role(delta))
             if isinstance(delta, TextDelta):
                 parts += (self._text_fronts[delta.index], encode_json(delta.text))
-                parts.append(self._with_logprobs(delta.tokens) if delta.tokens else self._text_rest)
+                parts.append(self._with_logprobs(delta.tokens) if delta.tokens else b"}" + self.rest)
             elif isinstance(delta, AnswerEnded):
                 parts += (self.fronts[delta.index], b'{},"logprobs":null,"finish_reason":')
                 parts += (encode_json(delta.finish_reason), self.tail)

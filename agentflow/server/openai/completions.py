@@ -29,15 +29,18 @@ from agentflow.server.http.errors import invalid_field
 from agentflow.server.openai.answer import (
     AnswerIdentity,
     ChunkWriter,
+    UsageChunks,
     encode_json,
+    prompt_ids_of,
     prompt_logprobs_of,
     usage_body,
 )
+from agentflow.server.openai.forms import constraint_of
 from agentflow.server.openai.request import (
     check_fields,
     check_num_logprobs,
-    constraint_of,
     naming_field,
+    naming_param,
     sampling_of,
 )
 from agentflow.server.openai.types import PromptLogprobs, SharedFields, TokenId, UsageBody
@@ -83,6 +86,8 @@ class TextChoice(msgspec.Struct, kw_only=True):
     logprobs: TextLogprobs | None
     finish_reason: Literal["stop", "length"] | None
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class TextAnswer(msgspec.Struct, kw_only=True):
@@ -101,15 +106,14 @@ async def create_completion(call: ApiCall) -> None:
     """Continues one text or several."""
     body = await call.beside(call.read, TextRequest)
     generator = call.generator(body.model, priority=body.priority)
-    requests = await call.beside(_requests_of, call, body, generator)
+    form, requests = await call.beside(_requests_of, call, body, generator)
     n = requests[0].n
     num_answers = n * len(requests)
     identity = AnswerIdentity.new("cmpl", generator.capabilities.model)
-    with naming_field(generator, "prompt", requests[0].constraint):
+    with naming_field(generator, "prompt", form):
         async with completing(generator, *requests, trace=call.trace) as completion:
             if body.stream:
-                include_usage = bool(body.stream_options and body.stream_options.include_usage)
-                chunks = _TextChunks(identity, num_answers, body, include_usage=include_usage)
+                chunks = _TextChunks(identity, num_answers, body, usage=UsageChunks.of(body, completion))
                 await stream_completion(call, completion, chunks)
                 return
             answers = await completion.answers()
@@ -131,8 +135,10 @@ async def create_completion(call: ApiCall) -> None:
     )
 
 
-def _requests_of(call: ApiCall, body: TextRequest, generator: EngineGenerator) -> list[CompletionRequest]:
-    """A request for each prompt."""
+def _requests_of(
+    call: ApiCall, body: TextRequest, generator: EngineGenerator
+) -> tuple[str, list[CompletionRequest]]:
+    """The field of their form, and a request for each prompt."""
     limits = call.service.http_limits
     check_fields(body, limits.max_n, takes=("best_of", "echo"))
     prompts = prompts_of(body.prompt)
@@ -147,16 +153,18 @@ def _requests_of(call: ApiCall, body: TextRequest, generator: EngineGenerator) -
     check_num_logprobs(params, generator, n * len(prompts), "logprobs")
     echoed_logprobs = body.logprobs if body.echo else None
     wanted = [count for count in (echoed_logprobs, body.prompt_logprobs) if count is not None]
-    return [
+    with naming_param():
+        form, constraint = constraint_of(body)
+    return form, [
         CompletionRequest(
             prompt,
             params,
-            constraint=constraint_of(body),
+            constraint=constraint,
             n=n,
             cache_salt=body.cache_salt or "",
             priority=body.priority or 0,
             max_prompt_tokens=limits.max_prompt_tokens,
-            returns_prompt=bool(body.echo or wanted),
+            returns_prompt=bool(body.echo or body.return_token_ids or wanted),
             prompt_logprobs=max(wanted, default=None),
             generates=max_tokens > 0,
         )
@@ -200,6 +208,8 @@ def _choice(index: int, answer: Answer, body: TextRequest) -> TextChoice:
         logprobs=logprobs,
         finish_reason=reason,
         prompt_logprobs=prompt_logprobs_of(answer, body.prompt_logprobs),
+        token_ids=[*answer.token_ids] if body.return_token_ids else msgspec.UNSET,
+        prompt_token_ids=prompt_ids_of(answer) if body.return_token_ids else msgspec.UNSET,
     )
 
 
@@ -249,15 +259,16 @@ def _written(token: TokenLogprob) -> str:
 
 class _TextChunks(ChunkWriter):
     def __init__(
-        self, identity: AnswerIdentity, num_answers: int, body: TextRequest, *, include_usage: bool
+        self, identity: AnswerIdentity, num_answers: int, body: TextRequest, *, usage: UsageChunks
     ) -> None:
-        super().__init__(identity, _KIND, "text", num_answers, include_usage=include_usage)
+        super().__init__(identity, _KIND, "text", num_answers, usage=usage)
         self._echo = bool(body.echo)
         self._num_top = body.logprobs
         self._logprobs = [_OffsetLogprobs(body.logprobs or 0) for _ in range(num_answers)]
 
     def write(self, deltas: Sequence[CompletionDelta]) -> bytes:
         """The events of these deltas."""
+        self.show_usage()
         parts: list[bytes] = []
         for delta in deltas:
             front = self.fronts[delta.index]

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 
 from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.text.chat_template import RESERVED_VALUES
 from agentflow.errors import BadArgument, PromptTooLong, RequestRefused
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
-from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_of
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.completion.request import MAX_LOGPROB_TOKENS
@@ -39,12 +40,15 @@ from agentflow.server.openai.types import (
     ToolChoiceField,
     ToolMessage,
     UserMessage,
+    is_given,
 )
 
 # The default of OpenAI's API.
 TEMPERATURE = 1.0
 
 _WHY_UNSUPPORTED = {
+    "skip_special_tokens": "answers have no special tokens, but as marks of calls and thoughts",
+    "include_stop_str_in_output": "the stop is not part of the answer",
     "suffix": "the models continue a text, and cannot fill a gap in one",
     "store": "nothing is stored",
     "echo": "the answer of a conversation is its next turn; /v1/completions takes it",
@@ -54,22 +58,11 @@ _WHY_UNSUPPORTED = {
     "web_search_options": "the server does not search the web",
     "moderation": "the server does not moderate",
 }
-# False has no effect.
-_FLAGS = ("store", "echo")
+# The values without effect.
+_NEUTRAL = {"store": False, "echo": False, "skip_special_tokens": True, "include_stop_str_in_output": False}
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _KIND_OF_PART = {ImagePart: "images", AudioPart: "audio", FilePart: "files"}
 _UNSUPPORTED_MEMBERS = {"audio": "the models generate no audio", "function_call": "use tool_calls"}
-
-
-def is_given(value: object) -> bool:
-    """Whether a field has a value other than null.
-
-    >>> is_given(None), is_given(msgspec.Raw(b"null")), is_given(msgspec.Raw(b"[]"))
-    (False, False, True)
-    """
-    return value is not None and not (
-        isinstance(value, msgspec.Raw) and bytes(memoryview(value)[:5]) == b"null"
-    )
 
 
 @contextmanager
@@ -88,12 +81,10 @@ def naming_param(param: str | None = None) -> Iterator[None]:
 def naming_field(
     generator: EngineGenerator,
     prompt: str,
-    constraint: Constraint | None = None,
-    *,
     form: str = "response_format",
 ) -> Iterator[None]:
     """Makes errors of the engine name a field of the request: ``prompt`` if the prompt is too long, empty, or
-    has unknown ids, and the field of the constraint, ``form`` for a schema, if that is rejected."""
+    has unknown ids, and ``form`` if the constraint is rejected."""
     try:
         yield
     except PromptTooLong as error:
@@ -103,8 +94,8 @@ def naming_field(
     except (BadArgument, RequestRefused) as error:
         if error.param == "prompt":
             error.param = prompt
-        elif error.param == "constraint" and constraint is not None:
-            error.param = form if constraint.kind == "schema" else constraint.kind
+        elif error.param == "constraint":
+            error.param = form
         elif error.param == "choice":
             error.param = "tool_choice"
         raise
@@ -115,7 +106,7 @@ def check_fields(request: SharedFields, max_n: int, *, takes: Container[str] = (
     endpoint supports."""
     for name, why in _WHY_UNSUPPORTED.items():
         value = getattr(request, name, None)
-        if name not in takes and is_given(value) and not (value is False and name in _FLAGS):
+        if name not in takes and is_given(value) and value is not _NEUTRAL.get(name, ...):
             raise unsupported(name, why)
     n = request.n or 1
     best_of = request.best_of or n
@@ -128,8 +119,9 @@ def check_fields(request: SharedFields, max_n: int, *, takes: Container[str] = (
     for name, number in (("n", n), ("best_of", best_of)):
         if number > max_n:
             raise invalid_field(name, f"{number} answers exceed the limit of {max_n} for a request")
-    if request.prompt_logprobs is not None and request.stream:
-        raise invalid_field("prompt_logprobs", "it excludes 'stream'")
+    for name in ("prompt_logprobs", "return_token_ids"):
+        if request.stream and getattr(request, name) not in (None, False):
+            raise invalid_field(name, "it excludes 'stream'")
     if request.stream_options is not None:
         _check_stream_options(request, request.stream_options)
 
@@ -148,7 +140,7 @@ def sampling_of(
     log-probabilities."""
     room = generator.capabilities.max_context or SamplingParams().max_tokens
     stop = [request.stop] if isinstance(request.stop, str) else request.stop
-    biases = request.logit_bias or {}
+    biases = (request.logit_bias or {}) | _bad_words(request.bad_words or (), generator)
     params = SamplingParams(
         max_tokens=room if max_tokens is None else max_tokens,
         min_tokens=request.min_tokens or 0,
@@ -176,6 +168,20 @@ def sampling_of(
     return params
 
 
+def _bad_words(words: Sequence[str], generator: EngineGenerator) -> dict[int, float]:
+    """Biases against words, at the start of a text and after others. ``ApiError`` for one that is several
+    tokens: its parts are parts of other words, too."""
+    encode, biases = generator.tokenizer.encode, {}
+    for number, word in enumerate(words):
+        spelled = [encode(word, continues=True), encode(f" {word.lstrip()}", continues=True)]
+        single = [token_ids[0] for token_ids in spelled if len(token_ids) == 1]
+        if not single:
+            text = f"{word[:100]!r} is several tokens of this model, and only single ones can be banned"
+            raise unsupported(f"bad_words[{number}]", text)
+        biases |= dict.fromkeys(single, -100.0)
+    return biases
+
+
 def check_num_logprobs(
     params: SamplingParams, generator: EngineGenerator, num_answers: int, param: str
 ) -> None:
@@ -192,15 +198,6 @@ def check_num_logprobs(
             f"{num_answers} answers of up to {num_tokens:,} tokens, with {params.top_logprobs} alternatives "
             f"each, have {num_logprobs:,} log-probabilities; the limit is {MAX_LOGPROB_TOKENS:,}",
         )
-
-
-def constraint_of(request: SharedFields) -> Constraint | None:
-    """The constraint of ``regex`` or ``grammar``."""
-    if request.regex is not None and request.grammar is not None:
-        raise invalid_field("grammar", "it excludes 'regex': give one of them")
-    if request.regex is not None:
-        return Constraint("regex", request.regex)
-    return None if request.grammar is None else Constraint("grammar", request.grammar)
 
 
 def _or(value: float | None, default: float) -> float:
@@ -294,3 +291,16 @@ def tool_choice_of(choice: ToolChoiceField | None, *, has_tools: bool, parallel:
         why = "its type must be 'function'; leave out tools that may not be called"
         raise unsupported("tool_choice", why)
     return ToolChoice(choice or ("auto" if has_tools else "none"), None, is_parallel)
+
+
+def template_values_of(given: msgspec.Raw | None) -> dict[str, Any]:
+    """The variables of ``chat_template_kwargs``. ``ApiError`` for those that the server sets itself."""
+    if given is None or not is_given(given):
+        return {}
+    param = "chat_template_kwargs"
+    with naming_param(param):
+        values = object_of(given, param, JsonScan(OBJECT_BOUNDS))
+    for name in values:
+        if name in RESERVED_VALUES:
+            raise invalid_field(f"{param}.{name[:100]}", "the server sets this variable itself")
+    return values

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from agentflow.engine.request import MAX_PRIORITY
-from agentflow.protocol.constraint import MAX_SOURCE_CHARS
+from agentflow.protocol.constraint import MAX_CONSTRAINT_CHOICES, MAX_SOURCE_CHARS
 from agentflow.protocol.ops import MAX_SALT_CHARS
 from agentflow.protocol.sampling import (
     MAX_BIASES,
@@ -25,6 +25,17 @@ if TYPE_CHECKING:
     Unread: TypeAlias = msgspec.Raw | None
 else:
     Unread = msgspec.Raw
+
+
+def is_given(value: object) -> bool:
+    """Whether a field has a value other than null.
+
+    >>> is_given(None), is_given(msgspec.Raw(b"null")), is_given(msgspec.Raw(b"[]"))
+    (False, False, True)
+    """
+    return value is not None and not (
+        isinstance(value, msgspec.Raw) and bytes(memoryview(value)[:5]) == b"null"
+    )
 
 
 _INT64 = 2**63
@@ -50,14 +61,33 @@ Unsupported: TypeAlias = Annotated[
 ]
 # An object that is decoded later, after its bounds are checked (protocol/json_bounds.py).
 GivenObject: TypeAlias = Annotated[Unread, Meta(extra_json_schema={"type": ["object", "null"]})]
+GivenSchema: TypeAlias = Annotated[Unread, Meta(extra_json_schema={"type": ["object", "string", "null"]})]
+Choices: TypeAlias = Annotated[
+    list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=MAX_CONSTRAINT_CHOICES)
+]
+OnlyTrue: TypeAlias = Annotated[bool, Meta(extra_json_schema={"const": True})]
 OnlyFalse: TypeAlias = Annotated[bool, Meta(extra_json_schema={"const": False})]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``include_usage``: a last chunk without choices has the usage of the whole request."""
+    """``include_usage``: a last chunk without choices has the usage of the whole request.
+    ``continuous_usage_stats``: with it, each chunk has the usage so far."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: OnlyFalse | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The form of the answer, as vLLM spells it: one of ``json`` (a schema, or its text), ``regex``,
+    ``choice``, ``grammar`` (Lark or EBNF) and ``json_object``."""
+
+    json: GivenSchema = None
+    regex: Source | None = None
+    choice: Choices | None = None
+    grammar: Source | None = None
+    json_object: bool | None = None
+    structural_tag: Unsupported = None
 
 
 class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -81,6 +111,18 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logit_bias: Biases | None = None
     regex: Source | None = None
     grammar: Source | None = None
+    ebnf: Source | None = None
+    guided_json: GivenSchema = None
+    guided_regex: Source | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Source | None = None
+    guided_decoding_backend: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    bad_words: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    return_token_ids: bool | None = None
+    skip_special_tokens: OnlyTrue | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: OnlyFalse | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
@@ -315,6 +357,9 @@ class ChatRequest(SharedFields, kw_only=True):
     modalities: list[Literal["text"]] | None = None
     verbosity: str | None = None
     reasoning_effort: str | None = None
+    chat_template_kwargs: GivenObject = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     audio: Unsupported = None
     functions: Unsupported = None
     function_call: Unsupported = None
@@ -387,12 +432,13 @@ class AnswerMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """One of the ``n`` answers."""
+    """One of the ``n`` answers. ``token_ids``: its tokens, if they were requested."""
 
     index: int
     message: AnswerMessage
     logprobs: ChoiceLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class PromptLogprob(msgspec.Struct, kw_only=True):
@@ -409,7 +455,8 @@ PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
 
 
 class ChatAnswer(msgspec.Struct, kw_only=True):
-    """The whole answer. ``created``: Unix time. ``prompt_logprobs``: if they were requested."""
+    """The whole answer. ``created``: Unix time. ``prompt_logprobs``, ``prompt_token_ids``: if they
+    were requested."""
 
     id: str
     created: int
@@ -419,3 +466,4 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
     usage: UsageBody
     object: Literal["chat.completion"] = "chat.completion"
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

@@ -17,9 +17,9 @@ from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_of
 from agentflow.server.http.call import decoded
 from agentflow.server.http.errors import ApiError, invalid_field, unsupported
-from agentflow.server.openai.request import NO_PARAMETERS, is_given
+from agentflow.server.openai.request import NO_PARAMETERS
 from agentflow.server.openai.responses.types import MAX_ITEMS, FunctionTool, NamedChoice
-from agentflow.server.openai.types import Unread
+from agentflow.server.openai.types import Unread, is_given
 
 Find: TypeAlias = Callable[[str], dict[str, Any] | None]
 """Finds an item of a stored response by its id."""

@@ -27,7 +27,6 @@ from agentflow.server.http.errors import ApiError, invalid_field, unsupported
 from agentflow.server.openai.request import (
     TEMPERATURE,
     check_num_logprobs,
-    is_given,
     naming_field,
     naming_param,
 )
@@ -42,6 +41,7 @@ from agentflow.server.openai.responses.types import (
     ResponseRequest,
     SchemaFormat,
 )
+from agentflow.server.openai.types import is_given
 
 _LOGPROBS = "message.output_text.logprobs"
 _MOST_LISTED = 100
@@ -58,7 +58,7 @@ async def create_response(call: ApiCall) -> None:
     generator = call.generator(body.model, priority=body.priority)
     turn = await call.beside(_Turn, call, body, generator)
     request = turn.request
-    with naming_field(generator, "input", request.constraint, form="text.format.schema"):
+    with naming_field(generator, "input", "text.format.schema"):
         if body.truncation == "auto":
             request = await _truncated(generator, request)
         async with completing(generator, request, trace=call.trace) as completion:

@@ -1,0 +1,163 @@
+"""The spellings of vLLM and SGLang for what the engine has."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from support.api_server import MODEL, ApiServer, api_server
+from support.fake_engine import TOKENIZER
+from support.server.openai_peer import MESSAGES, Sent, logit_engine_of_server
+
+from agentflow.engine.text.chat_template import ChatTemplate
+
+# ChatML that shows a variable, and closes an empty thought as Qwen3's template does.
+TEMPLATE = ChatTemplate(
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}(no thoughts)\n{% endif %}"
+    "{{ mood | default('') }}{% endif %}"
+)
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+EBNF = 'root ::= "yes " digit | "no"\ndigit ::= [0-9]'
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    with api_server(logit_engine_of_server(), template=TEMPLATE) as running:
+        yield running
+        running.assert_idle()
+
+
+def post(server: ApiServer, path: str, **body: Any) -> httpx2.Response:
+    body = {"model": MODEL, "seed": 1, "max_tokens": 60, **body}
+    return httpx2.post(f"{server.url}{path}", json=body, timeout=60)
+
+
+def chat(server: ApiServer, **body: Any) -> Any:
+    answer = post(server, "/v1/chat/completions", messages=MESSAGES, **body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"guided_regex": "a{2,4}b"}, "a{2,4}b"),
+        ({"guided_choice": ["red", "green"]}, "red|green"),
+        ({"guided_grammar": 'start: "x" "y"*'}, "xy*"),
+        ({"guided_grammar": EBNF}, "yes [0-9]|no"),
+        ({"ebnf": EBNF}, "yes [0-9]|no"),
+        ({"guided_json": SCHEMA}, r'\{"n": [12]\}'),
+        ({"guided_json": json.dumps(SCHEMA), "guided_decoding_backend": "xgrammar"}, r'\{"n": [12]\}'),
+        ({"structured_outputs": {"json": SCHEMA}}, r'\{"n": [12]\}'),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "a|b"),
+        ({"structured_outputs": {"regex": "[ab]"}}, "a|b"),
+        ({"structured_outputs": {"grammar": EBNF}}, "yes [0-9]|no"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_forms(server: ApiServer, asked: dict[str, Any], pattern: str) -> None:
+    assert re.fullmatch(pattern, chat(server, **asked)["choices"][0]["message"]["content"])
+    answer = post(server, "/v1/completions", prompt="Say:", **asked)
+    assert re.fullmatch(pattern, answer.json()["choices"][0]["text"])
+
+
+def prompt_of(server: ApiServer, **asked: Any) -> str:
+    """The prompt that the engine is given, as text."""
+    [token_ids] = [chat(server, return_token_ids=True, **asked)["prompt_token_ids"]]
+    return TOKENIZER.decode(token_ids, skip_special=False)
+
+
+def test_the_template_gets_variables(server: ApiServer) -> None:
+    plain = prompt_of(server)
+    assert prompt_of(server, chat_template_kwargs={}) == plain
+    assert prompt_of(server, chat_template_kwargs={"enable_thinking": True}) == plain
+    silent = prompt_of(server, chat_template_kwargs={"enable_thinking": False, "mood": "sad"})
+    assert silent == plain + "(no thoughts)\nsad"
+    assert prompt_of(server) == plain
+
+
+def test_the_opening_of_the_turn_is_left_out(server: ApiServer) -> None:
+    opening = "<|im_start|>assistant\n"
+    assert prompt_of(server, add_generation_prompt=False) == prompt_of(server).removesuffix(opening)
+    begun = [*MESSAGES, {"role": "assistant", "content": "Plants"}]
+    asked = {"messages": begun, "return_token_ids": True}
+    prompts = [
+        post(server, "/v1/chat/completions", **asked, **more).json()["prompt_token_ids"]
+        for more in ({}, {"continue_final_message": True}, {"add_generation_prompt": False})
+    ]
+    assert prompts == [prompts[0]] * 3
+    assert TOKENIZER.decode(prompts[0], skip_special=False).endswith(f"{opening}Plants")
+
+
+def test_token_ids(server: ApiServer) -> None:
+    sent = Sent(server)
+    [choice] = chat(server, return_token_ids=True)["choices"]
+    assert TOKENIZER.decode(choice["token_ids"]) == choice["message"]["content"]
+    answer = post(server, "/v1/completions", prompt=["One", "Two"], n=2, return_token_ids=True).json()
+    for choice in answer["choices"]:
+        assert TOKENIZER.decode(choice["token_ids"]) == choice["text"]
+    prompts = [[*submit.token_ids] for submit in sent.submits[1:]]
+    assert sorted(prompts) == sorted(choice["prompt_token_ids"] for choice in answer["choices"])
+
+
+def test_usage_in_each_chunk(server: ApiServer) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for path, asked in (
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/completions", {"prompt": "Say:"}),
+    ):
+        answer = post(server, path, stream=True, stream_options=options, **asked)
+        chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[0] < counts[-1]
+        assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {chunks[-1]["usage"]["prompt_tokens"]}
+
+
+def test_banned_words_are_biased(server: ApiServer) -> None:
+    sent = Sent(server)
+    chat(server, bad_words=["e"], logit_bias={"50": 3})
+    [submit] = sent.submits
+    assert submit.params is not None
+    banned = {token for token in (*TOKENIZER.encode("e", continues=True),)}
+    assert dict(submit.params.logit_bias) | {50: 3.0} == dict(submit.params.logit_bias)
+    assert banned <= {token for token, bias in submit.params.logit_bias if bias == -100}
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/version"])
+def test_probes(server: ApiServer, path: str) -> None:
+    assert httpx2.get(f"{server.url}{path}").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"json": "[1]"}}, "structured_outputs.json"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_choice": ["a", "a"]}, "guided_choice"),
+        ({"ebnf": "root ::= ("}, "ebnf"),
+        ({"ebnf": "root ::= other"}, "ebnf"),
+        ({"ebnf": "root ::= " + "(" * 9000}, "ebnf"),
+        ({"guided_grammar": "start: other"}, "guided_grammar"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+        ({"return_token_ids": True, "stream": True}, "return_token_ids"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"bad_words": ["unforeseeable consequences"]}, "bad_words[0]"),
+    ],
+)
+def test_what_cannot_be_had_is_named(server: ApiServer, asked: dict[str, Any], param: str) -> None:
+    answer = post(server, "/v1/chat/completions", messages=MESSAGES, **asked)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
