@@ -125,7 +125,7 @@ def test_banned_words_are_biased(server: ApiServer) -> None:
     chat(server, bad_words=["e"], logit_bias={"50": 3})
     [submit] = sent.submits
     assert submit.params is not None
-    banned = {token for token in (*TOKENIZER.encode("e", continues=True),)}
+    banned = set(TOKENIZER.encode("e", continues=True))
     assert dict(submit.params.logit_bias) | {50: 3.0} == dict(submit.params.logit_bias)
     assert banned <= {token for token, bias in submit.params.logit_bias if bias == -100}
 
