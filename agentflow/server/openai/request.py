@@ -171,7 +171,8 @@ def sampling_of(
 def _bad_words(words: Sequence[str], generator: EngineGenerator) -> dict[int, float]:
     """Biases against words, at the start of a text and after others. ``ApiError`` for one that is several
     tokens: its parts are parts of other words, too."""
-    encode, biases = generator.tokenizer.encode, {}
+    encode = generator.tokenizer.encode
+    biases: dict[int, float] = {}
     for number, word in enumerate(words):
         spelled = [encode(word, continues=True), encode(f" {word.lstrip()}", continues=True)]
         single = [token_ids[0] for token_ids in spelled if len(token_ids) == 1]
