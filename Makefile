@@ -43,7 +43,7 @@ EXAMPLE_OF_langchain-agentflow := langchain_agent
 EXAMPLE_OF_dspy-agentflow := dspy_rag
 
 .PHONY: help demo examples test test-full coverage test-adapters lint lint-adapters $(ADAPTERS) fuzz soak gpu-check \
-        ui test-clients test-ui compose-check image-check docs lock clean distclean
+        ui test-clients test-frameworks test-ui compose-check image-check docs lock clean distclean
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -113,6 +113,19 @@ NODE_PACKAGES := ui clients/typescript
 test-clients: clients/typescript/node_modules/.installed $(VENV)/.installed-dev ## build and test the TypeScript client
 	@cd clients/typescript && npm run --silent build && npm test --silent
 	@$(BIN)/python -m pytest tests/clients $(ARGS)
+
+# Environments of their own, as the packages need versions that exclude each other. torch is not installed.
+FRAMEWORKS := frameworks evaluation
+
+test-frameworks: $(FRAMEWORKS:%=build/clients/%/.installed) $(VENV)/.installed-dev ## test other people's clients, and write docs/reference/clients.md
+	@cd clients/compatibility && ../../build/clients/frameworks/bin/python -m pytest --ignore tests/test_evaluation.py $(ARGS)
+	@cd clients/compatibility && ../../build/clients/evaluation/bin/python -m pytest tests/test_evaluation.py $(ARGS)
+	@$(BIN)/python clients/compatibility/table.py
+
+build/clients/%/.installed: clients/compatibility/%.lock | $(VENV)/.installed-dev
+	@$(PYTHON) -m venv --clear build/clients/$*
+	@$(BIN)/uv pip install -q --require-hashes -p build/clients/$*/bin/python -r $<
+	@touch $@
 
 test-ui: $(NODE_PACKAGES:%=%/node_modules/.installed) $(VENV)/.installed-ui ## test the page, in Node.js and in Chromium
 	@cd ui && npm test --silent
@@ -191,6 +204,9 @@ lock: $(VENV)/.installed-dev ## pin all dependencies: constraints.txt, and with 
 	@printf '%s\n' filelock fsspec jinja2 networkx setuptools sympy > build/of-torch.txt
 	@$(RESOLVE) $(if $(UPGRADE),--upgrade) -o constraints.txt < build/of-torch.txt
 	@$(RESOLVE) --generate-hashes -c constraints.txt -o requirements.lock < build/of-torch.txt
+	@for name in $(FRAMEWORKS); do $(BIN)/uv pip compile -q --universal --python-version 3.11 --no-annotate \
+	  --custom-compile-command 'make lock' --override build/no-torch.txt --generate-hashes \
+	  clients/compatibility/$$name.in -o clients/compatibility/$$name.lock || exit 1; done
 
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: build/npm/.installed $(VENV)/.installed-docs ## build the documentation into build/site; broken links fail

@@ -227,7 +227,8 @@ class MessageToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class AssistantMessage(_Message, tag="assistant", kw_only=True):
     """The model's text, its tool calls, or both. ``content`` may be null only with tool calls. ``parsed`` is
-    not read, like ``parsed_arguments``, nor is the reasoning of a past turn."""
+    not read, like ``parsed_arguments``, nor is the reasoning of a past turn, nor the
+    ``provider_specific_fields`` that LiteLLM adds."""
 
     content: Content | None = None
     tool_calls: list[MessageToolCall] | None = None
@@ -238,6 +239,7 @@ class AssistantMessage(_Message, tag="assistant", kw_only=True):
     reasoning_content: Unread = None
     reasoning: Unread = None
     function_call: Unread = None
+    provider_specific_fields: Unread = None
 
 
 class ToolMessage(_Message, tag="tool", kw_only=True):

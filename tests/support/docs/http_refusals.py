@@ -87,13 +87,11 @@ def of_prompt(prompt: Any) -> Refused:
     return refused
 
 
-def best_of_echo_and_suffix(server: ApiServer, api: Api) -> Response | None:
+def suffix(server: ApiServer, api: Api) -> Response | None:
     if api is ANTHROPIC:
         return None
-    wishes: tuple[dict[str, Any], ...] = ({"best_of": 3}, {"echo": True}, {"suffix": "."})
-    bodies = (request_fields(messages=None, prompt="x", **wish) for wish in wishes)
-    [came] = {response_to(server, api, body, path="/v1/completions") for body in bodies}
-    return came
+    body = request_fields(messages=None, prompt="x", suffix=".")
+    return response_to(server, api, body, path="/v1/completions")
 
 
 def with_key(key: str | None) -> Refused:
@@ -351,7 +349,7 @@ REFUSED: dict[str, Refused] = {
     "out_of_range": asking(top_p=-1),
     "conflicting_values": each({"top_logprobs": 2}, {"tool_choice": {"type": "tool", "name": "unknown"}}),
     "unsupported_parameter": each({"store": True}, {"container": "c_1"}),
-    "unsupported_completion_parameter": best_of_echo_and_suffix,
+    "unsupported_completion_parameter": suffix,
     "thread": each(None, {"thread": {"type": "create"}}),
     "unsupported_content": an_image,
     "no_chat_template": on_template(None, "user"),
