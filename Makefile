@@ -196,17 +196,18 @@ lint: $(VENV)/.installed-dev ## ruff, mypy, pyright, spelling, and the direction
 
 # torch is left out: the right build of it depends on the machine. Its own dependencies are named here instead.
 # Neither file names an index.
-RESOLVE := $(BIN)/uv pip compile -q --universal --no-annotate --custom-compile-command 'make lock' --all-extras \
-           --override build/no-torch.txt pyproject.toml -
+COMPILE := $(BIN)/uv pip compile -q --universal --no-annotate --custom-compile-command 'make lock' \
+           --override build/no-torch.txt
+RESOLVE := $(COMPILE) --all-extras pyproject.toml -
 
 lock: $(VENV)/.installed-dev ## pin all dependencies: constraints.txt, and with hashes requirements.lock
 	@mkdir -p build && echo 'torch ; python_version < "0"' > build/no-torch.txt
 	@printf '%s\n' filelock fsspec jinja2 networkx setuptools sympy > build/of-torch.txt
 	@$(RESOLVE) $(if $(UPGRADE),--upgrade) -o constraints.txt < build/of-torch.txt
 	@$(RESOLVE) --generate-hashes -c constraints.txt -o requirements.lock < build/of-torch.txt
-	@for name in $(FRAMEWORKS); do $(BIN)/uv pip compile -q --universal --python-version 3.11 --no-annotate \
-	  --custom-compile-command 'make lock' --override build/no-torch.txt --generate-hashes \
-	  clients/compatibility/$$name.in -o clients/compatibility/$$name.lock || exit 1; done
+	@for name in $(FRAMEWORKS:%=clients/compatibility/%); do \
+	  $(COMPILE) $(if $(UPGRADE),--upgrade) --python-version 3.11 --generate-hashes $$name.in -o $$name.lock || exit 1; \
+	done
 
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: build/npm/.installed $(VENV)/.installed-docs ## build the documentation into build/site; broken links fail

@@ -100,7 +100,7 @@ class FakeRunner:
         """A token for each sampled row. ``seen``: all tokens before each. Tests override this with other
         models."""
         forbidden = _forbidden(sampled.edits, len(seen))
-        masks = _masks(sampled.masks)
+        masks = masks_by_row(sampled.masks)
         tokens, logprobs = [], []
         for i, before in enumerate(seen):
             token = int(sampled.target_ids[i])
@@ -174,8 +174,8 @@ def _logprob(before: NDArray[np.int64], token: int) -> float:
     return -(zlib.crc32(before.tobytes() + b"%d" % token) % 5000) / 1000
 
 
-def _masks(masks: TokenMasks | None) -> dict[int, TokenWords]:
-    """By sampled row."""
+def masks_by_row(masks: TokenMasks | None) -> dict[int, TokenWords]:
+    """The mask of each sampled row that has one."""
     return {} if masks is None else dict(zip(masks.rows.tolist(), masks.words, strict=True))
 
 

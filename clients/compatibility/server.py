@@ -24,7 +24,7 @@ from support.api_server import api_server
 from support.fake_engine import TOKENIZER, FakeEngine
 
 from agentflow.engine.batch import BatchOutput, SampledRows
-from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.fake_runner import FakeRunner, masks_by_row
 from agentflow.engine.grammar.grammar import is_allowed
 
 END = 1
@@ -64,10 +64,7 @@ class ScriptedRunner(FakeRunner):
     """Follows the script as far as the grammar allows."""
 
     def choose(self, seen: list[NDArray[np.int64]], sampled: SampledRows) -> BatchOutput:
-        masks = {}
-        if sampled.masks is not None:
-            masks = dict(zip(sampled.masks.rows.tolist(), sampled.masks.words, strict=True))
-        targets = sampled.target_ids.copy()
+        masks, targets = masks_by_row(sampled.masks), sampled.target_ids.copy()
         for row, tokens in enumerate(seen):
             if targets[row] < 0:
                 mask = masks.get(row)

@@ -476,12 +476,13 @@ def _prompt_delta(
     tokenizer: Tokenizer, request: CompletionRequest, token_ids: list[int], scored: Finished | None
 ) -> PromptDelta:
     prompt, num_added = request.prompt, 0
-    text = prompt if isinstance(prompt, str) else tokenizer.decode(token_ids, skip_special=False)
     if isinstance(prompt, str):
-        prefix = tokenizer.prefix_ids
+        text, prefix = prompt, tokenizer.prefix_ids
         begin = tokenizer.decode(prefix, skip_special=False)
         if prefix and tuple(token_ids[: len(prefix)]) == prefix and not prompt.startswith(begin):
             num_added = len(prefix)
+    else:
+        text = tokenizer.decode(token_ids, skip_special=False)
     tokens: list[TokenLogprob] = []
     if request.prompt_logprobs is not None:
         tokens.append(_token_logprob(tokenizer, token_ids[0], None))

@@ -157,14 +157,17 @@ class ChunkWriter:
         self.fronts = [
             self._head + b'{"index":%d,"%b":' % (index, content.encode()) for index in range(num_answers)
         ]
-        self.tail = (b'}],"usage":null}' if usage.at_end else b"}]}") + EVENT_END
-        self.rest = b',"logprobs":null,"finish_reason":null' + self.tail
+        self.prepare(b',"usage":null' if usage.at_end else b"")
 
     def show_usage(self) -> None:
         """Puts the usage so far into the next chunks, if it was requested."""
         if self._usage.so_far is not None:
-            self.tail = b'}],"usage":%b}' % encode_json(usage_body(self._usage.so_far())) + EVENT_END
-            self.rest = b',"logprobs":null,"finish_reason":null' + self.tail
+            self.prepare(b',"usage":' + encode_json(usage_body(self._usage.so_far())))
+
+    def prepare(self, usage: bytes) -> None:
+        """Prepares what follows the content of the next chunks, with this member for the usage."""
+        self.tail = b"}]" + usage + b"}" + EVENT_END
+        self.rest = b',"logprobs":null,"finish_reason":null' + self.tail
 
     def start(self, prompt_tokens: int) -> bytes:
         """Nothing: each answer begins with its first delta."""

@@ -179,6 +179,11 @@ class _ChatChunks(ChunkWriter):
         self._text_fronts = [front + b'{"content":' for front in self.fronts]
         self._is_begun = [False] * n
 
+    def prepare(self, usage: bytes) -> None:
+        """As for the base class."""
+        super().prepare(usage)
+        self._text_rest = b"}" + self.rest
+
     def write(self, deltas: Sequence[CompletionDelta]) -> bytes:
         """The events of these deltas."""
         self.show_usage()
@@ -190,7 +195,7 @@ class _ChatChunks(ChunkWriter):
                 parts.append(self._role(delta))
             if isinstance(delta, TextDelta):
                 parts += (self._text_fronts[delta.index], encode_json(delta.text))
-                parts.append(self._with_logprobs(delta.tokens) if delta.tokens else b"}" + self.rest)
+                parts.append(self._with_logprobs(delta.tokens) if delta.tokens else self._text_rest)
             elif isinstance(delta, AnswerEnded):
                 parts += (self.fronts[delta.index], b'{},"logprobs":null,"finish_reason":')
                 parts += (encode_json(delta.finish_reason), self.tail)

@@ -15,7 +15,7 @@ from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.json_bounds import schema_constraint
 from agentflow.server.http.errors import invalid_field
-from agentflow.server.openai.types import SharedFields, StructuredOutputs, is_given
+from agentflow.server.openai.types import SharedFields, is_given
 
 ANY_OBJECT = Constraint("schema", '{"type":"object"}')
 
@@ -34,43 +34,50 @@ def constraint_of(
 
 
 def _forms(request: SharedFields) -> Iterator[tuple[str, Constraint]]:
-    if request.regex is not None:
-        yield "regex", Constraint("regex", request.regex)
-    if request.grammar is not None:
-        yield "grammar", _grammar(request.grammar, "grammar")
-    if request.ebnf is not None:
-        yield "ebnf", _ebnf(request.ebnf, "ebnf")
-    if request.guided_json is not None and is_given(request.guided_json):
-        yield "guided_json", schema_of(request.guided_json, "guided_json")
-    if request.guided_regex is not None:
-        yield "guided_regex", Constraint("regex", request.guided_regex)
-    if request.guided_choice is not None:
-        yield "guided_choice", _choices(request.guided_choice, "guided_choice")
-    if request.guided_grammar is not None:
-        yield "guided_grammar", _grammar(request.guided_grammar, "guided_grammar")
-    if request.structured_outputs is not None:
-        yield from _structured(request.structured_outputs)
+    yield from _given("", regex=request.regex, grammar=request.grammar, ebnf=request.ebnf)
+    yield from _given(
+        "guided_",
+        json=request.guided_json,
+        regex=request.guided_regex,
+        choice=request.guided_choice,
+        grammar=request.guided_grammar,
+    )
+    if (asked := request.structured_outputs) is not None:
+        prefix = "structured_outputs."
+        found = [
+            *_given(prefix, json=asked.json, regex=asked.regex, choice=asked.choice, grammar=asked.grammar)
+        ]
+        if asked.json_object:
+            found.append((f"{prefix}json_object", ANY_OBJECT))
+        if not found:
+            text = "it needs one of json, regex, choice, grammar and json_object"
+            raise invalid_field("structured_outputs", text)
+        yield from found
 
 
-def _structured(asked: StructuredOutputs) -> Iterator[tuple[str, Constraint]]:
-    at = "structured_outputs"
-    found: list[tuple[str, Constraint]] = []
-    if asked.json is not None and is_given(asked.json):
-        found.append((f"{at}.json", schema_of(asked.json, f"{at}.json")))
-    if asked.regex is not None:
-        found.append((f"{at}.regex", Constraint("regex", asked.regex)))
-    if asked.choice is not None:
-        found.append((f"{at}.choice", _choices(asked.choice, f"{at}.choice")))
-    if asked.grammar is not None:
-        found.append((f"{at}.grammar", _grammar(asked.grammar, f"{at}.grammar")))
-    if asked.json_object:
-        found.append((f"{at}.json_object", ANY_OBJECT))
-    if not found:
-        raise invalid_field(at, "it needs one of json, regex, choice, grammar and json_object")
-    yield from found
+def _given(
+    prefix: str,
+    *,
+    json: msgspec.Raw | None = None,
+    regex: str | None = None,
+    choice: list[str] | None = None,
+    grammar: str | None = None,
+    ebnf: str | None = None,
+) -> Iterator[tuple[str, Constraint]]:
+    """The constraint of each field that has a value, with the field's name, which begins with ``prefix``."""
+    if json is not None and is_given(json):
+        yield f"{prefix}json", _schema(json, f"{prefix}json")
+    if regex is not None:
+        yield f"{prefix}regex", Constraint("regex", regex)
+    if choice is not None:
+        yield f"{prefix}choice", _choices(choice, f"{prefix}choice")
+    if grammar is not None:
+        yield f"{prefix}grammar", _grammar(grammar, f"{prefix}grammar")
+    if ebnf is not None:
+        yield f"{prefix}ebnf", _ebnf(ebnf, f"{prefix}ebnf")
 
 
-def schema_of(given: msgspec.Raw, param: str) -> Constraint:
+def _schema(given: msgspec.Raw, param: str) -> Constraint:
     """The constraint of a JSON schema, given as an object or as its text."""
     if bytes(memoryview(given)[:1]) == b'"':
         given = msgspec.Raw(msgspec.json.decode(given, type=str).strip().encode())
