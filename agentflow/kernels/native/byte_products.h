@@ -1,9 +1,10 @@
 // Products of quantised rows with quantised panels, on the processor's products of bytes (AVX-512 VNNI).
 //
 // A row is quantised to 8 bits by groups, and multiplied with a panel's codes themselves: no weight is rounded again,
-// and a row's result does not depend on the rows beside it. Scales for more than GROUP values would cost less (of 473
-// GOP/s of a Zen 4 core this reaches 300, blocks of 128 values 400), but the error of the logits grew with them: 0.020
-// for groups of 32, 0.025 for 64, 0.035 for 128 on the default model.
+// and a row's result does not depend on the rows beside it. A group costs 8 products and 3 other operations of the same
+// units, so 8/11 of the processor's rate is the limit (of 1,050 GOP/s of a Zen 5 core a tile reaches 760, where bfloat16
+// reaches 525). Scales for more than GROUP values would cost less, but the error of the logits grew with them: 0.020 for
+// groups of 32, 0.025 for 64, 0.035 for 128 on the default model.
 #pragma once
 
 #if defined(__AVX512VNNI__)
@@ -14,7 +15,8 @@
 
 namespace agentflow {
 
-constexpr int MAX_BYTE_ROWS = 12;  // of a tile
+constexpr int MAX_BYTE_ROWS = 6;       // of a tile: 24 registers of sums, 2 of the panel
+constexpr int MIN_UNPACKED_ROWS = 13;  // for which codes that lie in two places are unpacked first
 
 // Rows as signed bytes, with a scale for each group. `sums`: for each group, the scaled sums of its halves and of the
 // whole.
@@ -26,7 +28,6 @@ struct ByteRows {
 
     void fit(int64_t num_rows, int64_t new_depth) {
         depth = new_depth, num_groups = depth / GROUP;
-        num_rows += MAX_BYTE_ROWS;  // which tiles may read
         grow(values, num_rows * depth);
         grow(scales, num_rows * num_groups);
         grow(sums, num_rows * num_groups * 3);
@@ -39,15 +40,20 @@ struct ByteRows {
             const __m512 low = load(from + g * GROUP).v, high = load(from + g * GROUP + LANES).v;
             const float scale = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high))) / 127.0f;
             const __m512 inverse = _mm512_set1_ps(scale > 0 ? 1.0f / scale : 0.0f);
-            const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(low, inverse));
-            const __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(high, inverse));
-            __m128i* to = reinterpret_cast<__m128i*>(values.data() + row * depth + g * GROUP);
-            _mm_storeu_si128(to, _mm512_cvtepi32_epi8(first));
-            _mm_storeu_si128(to + 1, _mm512_cvtepi32_epi8(second));
+            const __m128i first = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(low, inverse)));
+            const __m128i second = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(high, inverse)));
+            const __m256i both = _mm256_set_m128i(second, first);
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(values.data() + row * depth + g * GROUP), both);
+            // The sums of each 8 values, as unsigned bytes: 128 more.
+            const __m256i flipped = _mm256_xor_si256(both, _mm256_set1_epi8(char(0x80)));
+            const __m256i eights = _mm256_sad_epu8(flipped, _mm256_setzero_si256());
+            const __m256i halves = _mm256_add_epi64(eights, _mm256_unpackhi_epi64(eights, eights));
+            const int first_sum = _mm256_extract_epi32(halves, 0) - 128 * GROUP / 2;
+            const int second_sum = _mm256_extract_epi32(halves, 4) - 128 * GROUP / 2;
             const int64_t place = row * num_groups + g;
             scales[place] = scale;
-            sums[place * 3] = scale * float(_mm512_reduce_add_epi32(first));
-            sums[place * 3 + 1] = scale * float(_mm512_reduce_add_epi32(second));
+            sums[place * 3] = scale * float(first_sum);
+            sums[place * 3 + 1] = scale * float(second_sum);
             sums[place * 3 + 2] = sums[place * 3] + sums[place * 3 + 1];
         }
     }
@@ -123,58 +129,61 @@ UnpackedPanel<PARTS>& unpacked_panel() {
     return panel;
 }
 
-// out [ROWS][PANEL] = rows first to first + ROWS times a panel.
+// out [ROWS][PANEL] = rows first to first + ROWS times a panel. Each value of a row is loaded once for both halves of the
+// columns: one load for each product would be as slow as the products themselves.
 template <int ROWS, class Panel>
 void byte_tile(const ByteRows& rows, int64_t first, const Panel& panel, float* out) {
     const int8_t* values = rows.values.data() + first * rows.depth;
     const float* scales = rows.scales.data() + first * rows.num_groups;
     const float* sums = rows.sums.data() + first * rows.num_groups * 3;
-    for (int half = 0; half < 2; half++) {
-        __m512 totals[ROWS];
-#pragma GCC unroll 12
-        for (int i = 0; i < ROWS; i++) totals[i] = _mm512_setzero_ps();
-        for (int64_t g = 0; g < rows.num_groups; g++) {
-            each_step<0, Panel::NUM_SCALES>([&](auto part) {
-                constexpr int NUM = NUM_STEPS / Panel::NUM_SCALES, BEGIN = part * NUM;
-                constexpr int SUM = Panel::NUM_SCALES == 1 ? 2 : part;
-                __m512i dots[ROWS];
-#pragma GCC unroll 12
-                for (int i = 0; i < ROWS; i++) dots[i] = _mm512_setzero_si512();
-                each_step<BEGIN, BEGIN + NUM>([&](auto at) {
-                    const __m512i columns = panel.template step<at>(g, half);
-#pragma GCC unroll 12
-                    for (int i = 0; i < ROWS; i++) {
-                        int32_t bits;
-                        std::memcpy(&bits, values + i * rows.depth + g * GROUP + at * STEP, sizeof bits);
-                        dots[i] = _mm512_dpbusd_epi32(dots[i], columns, _mm512_set1_epi32(bits));
-                    }
-                });
-                const Vec scale = panel.scale(g, half, part), min = panel.min(g, half, part, scale);
-#pragma GCC unroll 12
+    __m512 totals[ROWS][2];
+#pragma GCC unroll 6
+    for (int i = 0; i < ROWS; i++) totals[i][0] = totals[i][1] = _mm512_setzero_ps();
+    for (int64_t g = 0; g < rows.num_groups; g++) {
+        each_step<0, Panel::NUM_SCALES>([&](auto part) {
+            constexpr int NUM = NUM_STEPS / Panel::NUM_SCALES, BEGIN = part * NUM;
+            constexpr int SUM = Panel::NUM_SCALES == 1 ? 2 : part;
+            __m512i dots[ROWS][2];
+#pragma GCC unroll 6
+            for (int i = 0; i < ROWS; i++) dots[i][0] = dots[i][1] = _mm512_setzero_si512();
+            each_step<BEGIN, BEGIN + NUM>([&](auto at) {
+                const __m512i columns[] = {panel.template step<at>(g, 0), panel.template step<at>(g, 1)};
+#pragma GCC unroll 6
                 for (int i = 0; i < ROWS; i++) {
-                    const __m512 weight = _mm512_mul_ps(scale.v, _mm512_set1_ps(scales[i * rows.num_groups + g]));
-                    const __m512 sum = _mm512_set1_ps(sums[(i * rows.num_groups + g) * 3 + SUM]);
-                    totals[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[i]), weight, totals[i]);
-                    totals[i] = _mm512_fmadd_ps(min.v, sum, totals[i]);
+                    int32_t bits;
+                    std::memcpy(&bits, values + i * rows.depth + g * GROUP + at * STEP, sizeof bits);
+                    const __m512i value = _mm512_set1_epi32(bits);
+                    for (int half = 0; half < 2; half++) {
+                        dots[i][half] = _mm512_dpbusd_epi32(dots[i][half], columns[half], value);
+                    }
                 }
             });
-        }
-#pragma GCC unroll 12
-        for (int i = 0; i < ROWS; i++) _mm512_storeu_ps(out + i * PANEL + half * LANES, totals[i]);
+            const Vec column_scales[] = {panel.scale(g, 0, part), panel.scale(g, 1, part)};
+            const Vec mins[] = {panel.min(g, 0, part, column_scales[0]), panel.min(g, 1, part, column_scales[1])};
+#pragma GCC unroll 6
+            for (int i = 0; i < ROWS; i++) {
+                const __m512 scale = _mm512_set1_ps(scales[i * rows.num_groups + g]);
+                const __m512 sum = _mm512_set1_ps(sums[(i * rows.num_groups + g) * 3 + SUM]);
+                for (int half = 0; half < 2; half++) {
+                    const __m512 dot = _mm512_cvtepi32_ps(dots[i][half]);
+                    totals[i][half] = _mm512_fmadd_ps(dot, _mm512_mul_ps(column_scales[half].v, scale), totals[i][half]);
+                    totals[i][half] = _mm512_fmadd_ps(mins[half].v, sum, totals[i][half]);
+                }
+            }
+        });
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < ROWS; i++) {
+        for (int half = 0; half < 2; half++) _mm512_storeu_ps(out + i * PANEL + half * LANES, totals[i][half]);
     }
 }
 
-// The same for any number of rows up to MAX_BYTE_ROWS. It may compute some rows more, so that fewer heights are compiled.
+// The same for any number of rows up to MAX_BYTE_ROWS.
 template <class Panel>
 void byte_tile_of(int num_rows, const ByteRows& rows, int64_t first, const Panel& panel, float* out) {
-    if (num_rows == 1) return byte_tile<1>(rows, first, panel, out);
-    if (num_rows == 2) return byte_tile<2>(rows, first, panel, out);
-    if (num_rows <= 4) return byte_tile<4>(rows, first, panel, out);
-    if (num_rows <= 6) return byte_tile<6>(rows, first, panel, out);
-    if (num_rows <= 8) return byte_tile<8>(rows, first, panel, out);
-    if (num_rows <= 10) return byte_tile<10>(rows, first, panel, out);
-    if (num_rows == 11) return byte_tile<11>(rows, first, panel, out);
-    byte_tile<MAX_BYTE_ROWS>(rows, first, panel, out);
+    each_step<1, MAX_BYTE_ROWS + 1>([&](auto height) {
+        if (height == num_rows) byte_tile<height>(rows, first, panel, out);
+    });
 }
 
 // Calls put(first, num, sums [num][PANEL]) for each tile of rows `begin` to `begin` + `num_rows` times a panel.
@@ -189,7 +198,7 @@ void multiply_panel(const ByteRows& rows, int64_t begin, int64_t num_rows, const
         });
     };
     constexpr bool IS_SLOW = Codes<F>::UPPER_BYTES > 0;  // to unpack, for each tile again
-    if (!IS_SLOW || num_rows <= MAX_BYTE_ROWS) return each(packed);
+    if (!IS_SLOW || num_rows < MIN_UNPACKED_ROWS) return each(packed);
     auto& unpacked = unpacked_panel<Codes<F>::NUM_SCALES>();
     unpacked.set(packed, rows.num_groups);
     each(unpacked);
