@@ -128,7 +128,7 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
     tokenizer = Tokenizer.from_folder(folder, embeds=embeds)
     embedding = read_embedding_folder(folder) if embeds else None
     if embedding is not None and not (embedding.takes_last and is_native(folder)):
-        from agentflow.engine.models.encoder_runner import EncoderRunner
+        from agentflow.engine.models.embedding.encoder_runner import EncoderRunner
 
         encoder = EncoderRunner(
             folder,

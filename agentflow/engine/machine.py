@@ -27,8 +27,8 @@ from typing import Any
 
 import anyio
 
-from agentflow.engine.models.packed.scheme import Scheme, read_scheme
 from agentflow.engine.models.text_config import text_config
+from agentflow.engine.models.weights.packed.scheme import Scheme, read_scheme
 from agentflow.engine.process.child import import_path
 from agentflow.engine.store.adapter_folder import adapter_bytes
 from agentflow.engine.store.embedding_folder import read_embedding_folder

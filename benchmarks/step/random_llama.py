@@ -9,8 +9,8 @@ from torch import Tensor
 
 from agentflow.engine.batch import Batch, IntArray
 from agentflow.engine.models.config import DecoderConfig
+from agentflow.engine.models.forward.llama import LlamaModel
 from agentflow.engine.models.kv_pool import KvPool
-from agentflow.engine.models.llama import LlamaModel
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
 from agentflow.engine.models.sampler import choice_rows
 from agentflow.engine.models.torch_runner import forward_input_of

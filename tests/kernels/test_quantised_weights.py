@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import NATIVE_KERNELS, NativeAt
 
-from agentflow.engine.models.quantising import quantised
+from agentflow.engine.models.weights.quantising import quantised
 from agentflow.kernels import native_ops, reference_ops
 from agentflow.kernels.inputs import BlockMatrix
 

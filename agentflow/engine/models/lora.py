@@ -18,9 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from agentflow.engine.models.adapted_products import Place
 from agentflow.engine.models.config import DecoderConfig, read_json
 from agentflow.engine.models.families.registry import FAMILIES
+from agentflow.engine.models.forward.adapted_products import Place
 from agentflow.engine.store.adapter_folder import CONFIG, WEIGHTS
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.inputs import Adapter, LayerAdapter, LowRank, LowRankPart

@@ -15,13 +15,13 @@ from torch import Tensor
 from agentflow.engine.batch import Batch, BatchOutput, SampledRows
 from agentflow.engine.machine import free_cuda_bytes, free_host_bytes, usable_cpus
 from agentflow.engine.models.config import DecoderConfig
+from agentflow.engine.models.embedding.pooling import EmbeddingHead
 from agentflow.engine.models.families.registry import is_native, read_config
 from agentflow.engine.models.kv_pool import KvPool
-from agentflow.engine.models.loader import CausalModel, LoadedModel, WeightFormat, load_model
 from agentflow.engine.models.lora import read_adapter
-from agentflow.engine.models.pooling import EmbeddingHead
 from agentflow.engine.models.sampler import choice_rows, choose_tokens, wants_only_tokens
 from agentflow.engine.models.transformers_model import TransformersModel, load_transformers
+from agentflow.engine.models.weights.loader import CausalModel, LoadedModel, WeightFormat, load_model
 from agentflow.engine.runner import AcceleratorFault, AdapterInfo, OutOfMemory, RunnerInfo, nothing
 from agentflow.engine.store.adapter_folder import adapter_bytes, adapter_identity
 from agentflow.engine.store.embedding_folder import EmbeddingFolder

@@ -23,7 +23,7 @@ from support.faults import has_param
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.local_engine import open_engine
-from agentflow.engine.models.encoder_runner import MAX_PADDING, groups_of_similar_length
+from agentflow.engine.models.embedding.encoder_runner import MAX_PADDING, groups_of_similar_length
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.store.embedding_folder import read_embedding_folder
 from agentflow.errors import BadArgument, BadModelFolder, PromptTooLong

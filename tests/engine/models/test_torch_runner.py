@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from agentflow.engine.batch import LogitEdits
 from agentflow.engine.models.families.registry import read_config
 from agentflow.engine.models.kv_pool import KvPool
-from agentflow.engine.models.loader import WeightFormat, load_model
 from agentflow.engine.models.torch_runner import TorchRunner, device_failure
+from agentflow.engine.models.weights.loader import WeightFormat, load_model
 from agentflow.engine.runner import AcceleratorFault, OutOfMemory
 from agentflow.errors import BadArgument, UnknownModel
 from agentflow.kernels.inputs import AttentionBatch, ForwardInput

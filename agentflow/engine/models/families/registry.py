@@ -26,9 +26,9 @@ from agentflow.engine.models.families import (
     starcoder,
 )
 from agentflow.engine.models.families.family import Family
-from agentflow.engine.models.packed.scheme import read_scheme
 from agentflow.engine.models.rope import inverse_frequencies
 from agentflow.engine.models.text_config import text_config
+from agentflow.engine.models.weights.packed.scheme import read_scheme
 from agentflow.engine.store.embedding_folder import DECODERS
 from agentflow.errors import BadModelFolder
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentflow.engine.models.adapted_products import Products
 from agentflow.engine.models.config import DecoderConfig, ExpertsShape, LayerShape
 from agentflow.engine.models.families.gpt_oss import ALPHA, LIMIT
-from agentflow.engine.models.latent_attention import LatentAttention
+from agentflow.engine.models.forward.adapted_products import Products
+from agentflow.engine.models.forward.latent_attention import LatentAttention
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies, rope_angles
 from agentflow.engine.runner import nothing
 from agentflow.kernels.inputs import ChoiceRows, ForwardInput, IntArray, LinearWeight

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from agentflow.engine.models.families.registry import read_config
-from agentflow.engine.models.loader import WeightFormat, load_model
+from agentflow.engine.models.weights.loader import WeightFormat, load_model
 from agentflow.kernels.ops import kernels_for
 
 

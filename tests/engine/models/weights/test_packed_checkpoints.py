@@ -27,7 +27,8 @@ from support.faults import has_param
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentflow.engine.machine import memory_need
-from agentflow.engine.models.packed.matrices import (
+from agentflow.engine.models.torch_runner import TorchRunner
+from agentflow.engine.models.weights.packed.matrices import (
     GroupedMatrix,
     awq_matrix,
     gptq_matrix,
@@ -35,7 +36,6 @@ from agentflow.engine.models.packed.matrices import (
     mxfp4_values,
     packed_matrix,
 )
-from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.store.gguf.tensors import dequantise
 from agentflow.errors import BadModelFolder
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentflow.engine.models.quantising import BLOCK_SIZE, quantised
+from agentflow.engine.models.weights.quantising import BLOCK_SIZE, quantised
 from agentflow.kernels.inputs import BlockMatrix
 
 AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from agentflow.engine.models.adapted_products import Products
 from agentflow.engine.models.config import DecoderConfig
+from agentflow.engine.models.forward.adapted_products import Products
 from agentflow.engine.models.rope import rope_angles
 from agentflow.engine.runner import nothing
 from agentflow.kernels.inputs import (

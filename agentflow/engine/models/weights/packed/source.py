@@ -21,8 +21,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from agentflow.engine.models.checkpoint import Checkpoint
-from agentflow.engine.models.packed.matrices import (
+from agentflow.engine.models.weights.checkpoint import Checkpoint
+from agentflow.engine.models.weights.packed.matrices import (
     GroupedMatrix,
     awq_matrix,
     gptq_matrix,
@@ -31,7 +31,7 @@ from agentflow.engine.models.packed.matrices import (
     packed_matrix,
     scaled_matrix,
 )
-from agentflow.engine.models.packed.scheme import Scheme
+from agentflow.engine.models.weights.packed.scheme import Scheme
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.inputs import BlockMatrix
 
