@@ -47,12 +47,25 @@ from agentflow.server.metrics.metrics import CONTENT_TYPE, ServerMetrics
 from agentflow.server.models import OpenModels
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import Tenants, key_of_headers
+from agentflow.server.tenants.limit_headers import (
+    ANY_LIMITS,
+    anthropic_limit_headers,
+    openai_limit_headers,
+)
 from agentflow.server.tenants.tickets import ticket_of
 from agentflow.server.ui.pages import page_routes
 from agentflow.server.websocket.connection import WsSession
 from agentflow.server.websocket.sessions import open_sessions
 from agentflow.version import __version__
 
+# Headers of answers that pages of other origins may read.
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "request-id",
+    "retry-after",
+    "openai-processing-ms",
+    *[name.decode() for name in (*openai_limit_headers(ANY_LIMITS), *anthropic_limit_headers(ANY_LIMITS))],
+)
 # An engine answers between two steps, and a long prefill is one step.
 STATS_TIMEOUT_S = 5.0
 
@@ -173,9 +186,9 @@ def create_app(
     cors = Middleware(
         CORSMiddleware,
         allow_origins=origins,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "request-id", "retry-after"],
+        expose_headers=EXPOSED_HEADERS,
     )
     app = Starlette(
         routes=routes,

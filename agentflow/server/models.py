@@ -327,7 +327,7 @@ class Models:
         compiler: ConstraintCompiler | None = None,
         gate: TenantGate | None = None,
     ) -> None:
-        self.gate = gate or TenantGate()
+        self.gate = TenantGate() if gate is None else gate  # an unused one has no accounts, so is falsy
         self._models = {model.name: model for model in models}
         self._compiler = compiler
 

@@ -33,6 +33,8 @@ from agentflow.server.completion.request import (
 )
 from agentflow.server.http.errors import ApiError
 from agentflow.server.http.events import EVENT_END, event, event_head
+from agentflow.server.tenants.limit_headers import anthropic_limit_headers
+from agentflow.server.tenants.rate_limit import LimitState
 
 _encode_json = msgspec.json.Encoder().encode
 _PING = event(b'{"type":"ping"}', b"ping")
@@ -240,6 +242,7 @@ class AnthropicErrorFormat:
     """The ``ErrorFormat`` of Anthropic's API."""
 
     request_id_header = b"request-id"
+    processing_header = b""
     error_event = b"error"
     keepalive = _PING
     body_type: type[msgspec.Struct] = AnthropicErrorBody
@@ -252,3 +255,6 @@ class AnthropicErrorFormat:
         details = AnthropicErrorDetails(error_code=error.code, param=error.param)
         shown = AnthropicError(type=kind, message=error.message, details=details)
         return msgspec.json.encode(AnthropicErrorBody(type="error", error=shown, request_id=request_id))
+
+    def limit_headers(self, limits: LimitState) -> dict[bytes, bytes]:
+        return anthropic_limit_headers(limits)

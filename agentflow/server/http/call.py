@@ -34,7 +34,7 @@ from agentflow.server.http.errors import MAX_PARAM_CHARS, ApiError, api_error_of
 from agentflow.server.http.events import EventStream
 from agentflow.server.log import LoggedBody, RequestRecord, log_request, logged_path
 from agentflow.server.service import Service
-from agentflow.server.tenants.rate_limit import BYTES_PER_TOKEN
+from agentflow.server.tenants.rate_limit import BYTES_PER_TOKEN, LimitState
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +52,13 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class ErrorFormat(Protocol):
-    """How an API writes its errors. ``body_type``: the type that ``body`` encodes. ``error_event``: the name
-    of a stream's event with an error. ``keepalive``: an event that its clients skip."""
+    """How an API writes its errors, and the headers of its answers. ``body_type``: the type that ``body``
+    encodes. ``error_event``: the name of a stream's event with an error. ``keepalive``: an event that its
+    clients skip. ``processing_header``: for the milliseconds until the answer began; empty if the API has
+    none."""
 
     request_id_header: bytes
+    processing_header: bytes
     error_event: bytes
     keepalive: bytes
     body_type: type[msgspec.Struct]
@@ -65,6 +68,9 @@ class ErrorFormat(Protocol):
 
     def body(self, error: ApiError, request_id: str) -> bytes:
         """The body of the error, or the data of its event."""
+
+    def limit_headers(self, limits: LimitState) -> dict[bytes, bytes]:
+        """The headers with what is left of the tenant's limits."""
 
 
 class ApiCall:
@@ -88,6 +94,7 @@ class ApiCall:
         self._held: MemoryBudget | None = None
         self._num_charged_tokens = 0
         self._is_prompt_charged = False
+        self._began_s = time.perf_counter()
 
     @property
     def trace(self) -> str:
@@ -177,10 +184,22 @@ class ApiCall:
 
     async def _start(self, status: int, media_type: bytes, headers: Mapping[bytes, bytes]) -> None:
         self.record.status = status
-        own = [(b"content-type", media_type), (self._error_format.request_id_header, self.id.encode())]
+        shown = self._error_format
+        own = [(b"content-type", media_type), (shown.request_id_header, self.id.encode())]
+        if shown.processing_header:
+            took_ms = 1_000 * (time.perf_counter() - self._began_s)
+            own.append((shown.processing_header, b"%d" % took_ms))
+        own += self._limit_headers().items()
         await self._send(
             {"type": "http.response.start", "status": status, "headers": [*own, *headers.items()]}
         )
+
+    def _limit_headers(self) -> dict[bytes, bytes]:
+        """What is left when the answer begins: after its request was admitted, or after its end."""
+        try:
+            return self._error_format.limit_headers(self.service.models.gate.state(self.tenant))
+        except (AgentflowError, ApiError):  # the key is unknown or revoked, or the server has stopped
+            return {}
 
     async def _write(self, data: bytes, more: bool) -> None:
         if not more:

@@ -20,6 +20,7 @@ from agentflow.server.http import events
 from agentflow.server.http.call import ErrorFormat
 from agentflow.server.http.errors import ApiError
 from agentflow.server.http.routes import OPENAI, ROUTES, ApiRoute
+from agentflow.server.tenants.limit_headers import ANY_LIMITS
 from agentflow.version import __version__
 
 JSON = "application/json"
@@ -144,6 +145,11 @@ def _answers(route: ApiRoute, schemas: dict[type[msgspec.Struct], Schema]) -> Sc
 def _headers(error_format: ErrorFormat, status: int = 200) -> Schema:
     has_id = error_format.status(ApiError(status, "", "")) not in _IN_HEADERS
     headers: Schema = {error_format.request_id_header.decode(): {"required": has_id, "schema": _NAME}}
+    if error_format.processing_header:
+        milliseconds = {"description": "Milliseconds.", "schema": {"type": "integer", "minimum": 0}}
+        headers[error_format.processing_header.decode()] = milliseconds
+    for name in error_format.limit_headers(ANY_LIMITS):
+        headers[name.decode()] = {"description": "If the key has this limit.", "schema": _NAME}
     if status in (429, 503):
         headers["retry-after"] = {"description": "Seconds.", "schema": {"type": "integer", "minimum": 0}}
     if status == 401:

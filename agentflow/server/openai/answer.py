@@ -22,6 +22,8 @@ from agentflow.server.openai.types import (
     SharedFields,
     UsageBody,
 )
+from agentflow.server.tenants.limit_headers import openai_limit_headers
+from agentflow.server.tenants.rate_limit import LimitState
 from agentflow.version import __version__
 
 encode_json = msgspec.json.Encoder().encode
@@ -49,6 +51,7 @@ class OpenAIErrorFormat:
     """The ``ErrorFormat`` of OpenAI's API."""
 
     request_id_header = b"x-request-id"
+    processing_header = b"openai-processing-ms"
     error_event = b""
     keepalive = comment(b"keep-alive")
     body_type: type[msgspec.Struct] = OpenAIErrorBody
@@ -66,6 +69,9 @@ class OpenAIErrorFormat:
             code=error.code,
         )
         return msgspec.json.encode(OpenAIErrorBody(shown))
+
+    def limit_headers(self, limits: LimitState) -> dict[bytes, bytes]:
+        return openai_limit_headers(limits)
 
 
 def usage_body(usage: Usage) -> UsageBody:

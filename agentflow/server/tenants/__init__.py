@@ -1,1 +1,2 @@
-"""Tenants: ``keys`` finds the tenant of an API key, and ``rate_limit`` limits what each tenant may use."""
+"""Tenants: ``keys`` finds the tenant of an API key, ``rate_limit`` limits what each tenant may use, and
+``limit_headers`` writes what is left of it."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from agentflow.engine.tenant import AdmittedRequest, Tenant
 from agentflow.errors import NotAuthorized, RateLimited
@@ -27,6 +28,24 @@ BYTES_PER_TOKEN = 64
 """Reading and encoding so many bytes of a body costs about as much as computing one token."""
 MIN_SWEPT = 64
 """Idle accounts are removed only when there are at least so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketState:
+    """A limit per minute: ``limit``, how much of it is ``remaining`` and can be used at once, and the time
+    until all of it is there again, if nothing else is used."""
+
+    limit: int
+    remaining: int
+    reset_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class LimitState:
+    """The limits per minute of a tenant. None: there is no such limit."""
+
+    requests: BucketState | None = None
+    tokens: BucketState | None = None
 
 
 class Bucket:
@@ -53,6 +72,11 @@ class Bucket:
         """Takes ``amount``, also more than the level. A negative amount is given back."""
         self._fill(now_ns)
         self._level = min(self._level - amount * MINUTE_NS, self.per_minute * MINUTE_NS)
+
+    def state(self, now_ns: int) -> BucketState:
+        """The bucket as it is now. An empty one has nothing remaining, also if its level is negative."""
+        reset_ns = self.wait_ns(now_ns, self.per_minute)
+        return BucketState(self.per_minute, max(0, self._level // MINUTE_NS), reset_ns)
 
     def is_full(self, now_ns: int) -> bool:
         """Whether the level is at the capacity."""
@@ -135,6 +159,16 @@ class TenantGate:
         except NotAuthorized:
             return False
         return now.tokens_per_minute is None and now.requests_per_minute is None
+
+    def state(self, tenant: Tenant) -> LimitState:
+        """The tenant's limits per minute as they are now. A request that is within both of them is admitted,
+        unless too many are unfinished."""
+        now_ns = self._clock_ns()
+        _, requests, tokens = self._buckets(tenant, now_ns)
+        return LimitState(
+            None if requests is None else requests.state(now_ns),
+            None if tokens is None else tokens.state(now_ns),
+        )
 
     def check_buckets(self, tenant: Tenant) -> None:
         """``RateLimited`` if a bucket is empty."""

@@ -16,6 +16,7 @@ from agentflow.server.http.call import ApiCall
 from agentflow.server.http.errors import ApiError
 from agentflow.server.http.openapi import openapi_document
 from agentflow.server.http.routes import ROUTES, ApiRoute
+from agentflow.server.tenants.rate_limit import LimitState
 
 
 class Question(msgspec.Struct):
@@ -40,6 +41,7 @@ class OtherErrors:
     """Errors as another API writes them: that it is overloaded has a status of its own."""
 
     request_id_header = b"request-id"
+    processing_header = b""
     body_type = Fault
 
     def status(self, refusal: ApiError) -> int:
@@ -47,6 +49,9 @@ class OtherErrors:
 
     def body(self, refusal: ApiError, request_id: str) -> bytes:
         return msgspec.json.encode(Fault(refusal.message))
+
+    def limit_headers(self, limits: LimitState) -> dict[bytes, bytes]:
+        return {}
 
     def event(self, refusal: ApiError, request_id: str) -> bytes:
         return self.body(refusal, request_id)

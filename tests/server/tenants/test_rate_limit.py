@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -15,7 +16,7 @@ from support.clocks import ClockNs
 from agentflow.engine.tenant import AdmittedRequest, Tenant
 from agentflow.errors import Overloaded, RateLimited
 from agentflow.server.tenants import rate_limit
-from agentflow.server.tenants.rate_limit import MINUTE_NS, TenantGate
+from agentflow.server.tenants.rate_limit import MINUTE_NS, BucketState, TenantGate
 
 
 @dataclass
@@ -31,6 +32,18 @@ class PlainLimits:
             return False
         limits = ((self.tenant.requests_per_minute, 1), (self.tenant.tokens_per_minute, 2))
         return all(limit is None or self._left(limit, column, now_ns) >= 1 for limit, column in limits)
+
+    def shows(self, state: BucketState | None, limit: int | None, column: int, now_ns: int) -> None:
+        """Compares the state of one limit, and what it says of the time until all of it is there again."""
+        if limit is None:
+            assert state is None
+            return
+        assert state is not None
+        assert state.limit == limit
+        assert state.remaining == max(0, math.floor(self._left(limit, column, now_ns)))
+        assert self._left(limit, column, now_ns + state.reset_ns) == limit
+        if state.reset_ns:
+            assert self._left(limit, column, now_ns + state.reset_ns - 1) < limit
 
     def _left(self, limit: int, column: int, now_ns: int) -> Fraction:
         left, before_ns = Fraction(limit), now_ns
@@ -111,6 +124,17 @@ class TenantGateMachine(RuleBasedStateMachine):
     def unfinished_requests_are_counted(self) -> None:
         for twin in self.twins.values():
             assert self.gate.num_unfinished(twin.tenant) == twin.num_unfinished
+
+    @invariant()
+    def what_is_left_is_what_is_admitted(self) -> None:
+        now_ns = self.clock.now_ns
+        for twin in self.twins.values():
+            state, tenant = self.gate.state(twin.tenant), twin.tenant
+            twin.shows(state.requests, tenant.requests_per_minute, 1, now_ns)
+            twin.shows(state.tokens, tenant.tokens_per_minute, 2, now_ns)
+            if tenant.max_unfinished is None:
+                shown = [one for one in (state.requests, state.tokens) if one is not None]
+                assert twin.takes(now_ns) == all(one.remaining for one in shown)
 
 
 TestTenantGate = TenantGateMachine.TestCase
