@@ -20,7 +20,7 @@ def describe() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
-        "cpu_features": [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in _flags()],
+        "cpu_features": [name for name in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16") if name in _flags()],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
@@ -79,10 +79,13 @@ def _cpu_info() -> str:
 
 
 def _cpu_name() -> str:
+    """The name with the family, as one name may stand for several generations."""
+    found: dict[str, str] = {}
     for line in _cpu_info().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+        key, _, value = line.partition(":")
+        found.setdefault(key.strip(), value.strip())
+    name = found.get("model name") or platform.processor() or platform.machine()
+    return f"{name}, family {found['cpu family']}" if "cpu family" in found else name
 
 
 def _flags() -> set[str]:
