@@ -45,6 +45,7 @@ from agentflow.server.http.origin_guard import BrowserGuard, any_host, one_of, p
 from agentflow.server.http.routes import api_routes, error_response
 from agentflow.server.metrics.metrics import CONTENT_TYPE, ServerMetrics
 from agentflow.server.models import OpenModels
+from agentflow.server.openai.responses.background import open_background_runs
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import Tenants, key_of_headers
 from agentflow.server.tenants.limit_headers import (
@@ -155,8 +156,13 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with open_models() as models, open_sessions(limits) as sessions:
-            service = Service(models, sessions, access.tenants, limits, http_limits or HttpLimits())
+        http = http_limits or HttpLimits()
+        async with (
+            open_models() as models,
+            open_sessions(limits) as sessions,
+            open_background_runs(http.max_background_responses) as background,
+        ):
+            service = Service(models, sessions, access.tenants, limits, http, background)
             service.logs_prompts = access.logs_prompts
             app.state.service = service
             metrics.watch(models)

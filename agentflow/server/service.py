@@ -13,6 +13,7 @@ from agentflow.runtime.limits import TenantMemory
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.http.errors import not_ready
 from agentflow.server.models import Models
+from agentflow.server.openai.responses.background import BackgroundRuns
 from agentflow.server.openai.responses.store import ResponseStore
 from agentflow.server.tenants.keys import Tenants
 from agentflow.server.websocket.sessions import Sessions
@@ -44,13 +45,15 @@ class CallsInFlight:
 class Service:
     """``is_draining``: the server shuts down; running requests may finish, new ones are rejected.
     ``logs_prompts``: the log has the bodies of requests and answers. ``bodies``: the memory of requests'
-    bodies. ``responses``: those that later requests continue."""
+    bodies. ``responses``: those that later requests continue. ``background``: those that run without a
+    connection."""
 
     models: Models
     sessions: Sessions[Any]
     tenants: Tenants
     limits: ServerLimits
     http_limits: HttpLimits
+    background: BackgroundRuns
     calls: CallsInFlight = field(default_factory=CallsInFlight)
     bodies: TenantMemory = field(init=False)
     responses: ResponseStore = field(init=False)

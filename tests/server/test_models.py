@@ -10,6 +10,7 @@ from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import BadArgument, UnknownModel
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.models import EngineModel, Models, OneGenerator
+from agentflow.server.openai.responses.background import open_background_runs
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import Tenants, hashed_key
 from agentflow.server.websocket.sessions import open_sessions
@@ -79,7 +80,8 @@ async def test_the_models_hear_of_a_keys_file_that_is_read_again(tmp_path):
     file.write_text(entry + "2.0")
     async with FakeEngine().open_client() as client, open_sessions(ServerLimits()) as sessions:
         models, tenants = Models([EngineModel("served", client, TEMPLATE)]), Tenants(file=file)
-        service = Service(models, sessions, tenants, ServerLimits(), HttpLimits())
+        async with open_background_runs(1) as background:
+            service = Service(models, sessions, tenants, ServerLimits(), HttpLimits(), background)
         [model] = models
         ann = model.generator(tenants.of("af-ann"))
         file.write_text(entry + "7.0")

@@ -32,6 +32,9 @@ class HttpLimits(Declared, frozen=True, kw_only=True):
         Count, doc("memory for stored responses of `/v1/responses`; the oldest are dropped")
     ] = 256_000_000
     response_lifetime_s: Annotated[Seconds, doc("time for which a response is stored")] = 86_400.0
+    max_background_responses: Annotated[
+        Count, doc("responses of one tenant that run in the background at once")
+    ] = 64
     max_embedding_inputs: Annotated[Count, doc("inputs of one request for embeddings")] = 2048
     max_embedding_tokens: Annotated[
         Count, doc("tokens of one request for embeddings, all inputs together")

@@ -118,6 +118,20 @@ class ApiCall:
         """Decodes the body. ``ApiError`` if it does not have this type."""
         return decoded(self._body, kind)
 
+    def read_query(self, kind: type[T]) -> T:
+        """Decodes the parameters of the address; unknown ones are ignored. ``ApiError`` if one does not have
+        its type."""
+        try:
+            return msgspec.convert(dict(self.query), kind, strict=False)
+        except msgspec.ValidationError as error:
+            message, param = _shown_fault(error, "")
+            raise ApiError(400, "invalid_request", message, param=param) from None
+
+    @property
+    def num_body_bytes(self) -> int:
+        """The size of the body."""
+        return len(self._body)
+
     async def beside(self, function: Callable[[Unpack[ArgTs]], T], *arguments: *ArgTs) -> T:
         """Calls a function that processes the whole body. If the body is large, this happens in a thread of
         the tenant, so that the event loop continues."""

@@ -109,11 +109,16 @@ def _operation(route: ApiRoute, schemas: dict[type[msgspec.Struct], Schema]) -> 
         "summary": (route.handler.__doc__ or "").strip().split("\n")[0],
         "responses": _answers(route, schemas),
     }
-    if names:
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-            for name in names
-        ]
+    parameters: list[Schema] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in names
+    ]
+    if route.query is not None:
+        _, shapes = msgspec.json.schema_components([route.query])
+        fields = shapes[route.query.__name__]["properties"]
+        parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in fields.items()]
+    if parameters:
+        operation["parameters"] = parameters
     if route.request is not None:
         content = {JSON: {"schema": schemas[route.request]}}
         operation["requestBody"] = {"required": True, "content": content}
@@ -127,7 +132,7 @@ def _answers(route: ApiRoute, schemas: dict[type[msgspec.Struct], Schema]) -> Sc
     content: Schema = {JSON: {"schema": shape}}
     if route.streams:
         content[events.MEDIA_TYPE] = {"schema": _EVENT}
-    own = [400, *_ANY_CALL] if route.method == "POST" else [*_ANY_CALL]
+    own = [400, *_ANY_CALL] if route.method == "POST" or route.query is not None else [*_ANY_CALL]
     if route.request is not None or "{" in route.path:
         own.append(404)
     answers: dict[int, Schema] = {200: _answer(200, content, _headers(error_format))}

@@ -48,8 +48,9 @@ from agentflow.server.openai.models import (
     tokenize,
 )
 from agentflow.server.openai.responses.answer import ResponsesErrorFormat
-from agentflow.server.openai.responses.responses import (
-    create_response,
+from agentflow.server.openai.responses.responses import create_response
+from agentflow.server.openai.responses.stored import (
+    cancel_response,
     delete_response,
     get_response,
     list_input_items,
@@ -57,7 +58,9 @@ from agentflow.server.openai.responses.responses import (
 from agentflow.server.openai.responses.types import (
     DeletedResponse,
     ItemList,
+    ItemQuery,
     ResponseAnswer,
+    ResponseQuery,
     ResponseRequest,
 )
 from agentflow.server.openai.types import ChatAnswer, ChatRequest
@@ -71,9 +74,10 @@ RESPONSES = ResponsesErrorFormat()
 
 @dataclass(frozen=True, slots=True)
 class ApiRoute:
-    """One method of one path. ``request``: the type of its body, if it has one; ``response``: the type, or
-    types, of the answer with status 200; ``streams``: whether ``"stream": true`` gets server-sent events
-    instead. The OpenAPI document is derived from these (openapi.py)."""
+    """One method of one path. ``request``: the type of its body, if it has one; ``query``: the type of the
+    parameters of its address; ``response``: the type, or types, of the answer with status 200; ``streams``:
+    whether ``"stream": true`` gets server-sent events instead. The OpenAPI document is derived from these
+    (openapi.py)."""
 
     method: str
     path: str
@@ -81,6 +85,7 @@ class ApiRoute:
     error_format: ErrorFormat
     response: type[msgspec.Struct] | tuple[type[msgspec.Struct], ...]
     request: type[msgspec.Struct] | None = None
+    query: type[msgspec.Struct] | None = None
     streams: bool = False
 
 
@@ -143,9 +148,25 @@ ROUTES = (
         request=ResponseRequest,
         streams=True,
     ),
-    ApiRoute("GET", "/v1/responses/{id}", get_response, RESPONSES, response=ResponseAnswer),
+    ApiRoute(
+        "GET",
+        "/v1/responses/{id}",
+        get_response,
+        RESPONSES,
+        response=ResponseAnswer,
+        query=ResponseQuery,
+        streams=True,
+    ),
     ApiRoute("DELETE", "/v1/responses/{id}", delete_response, RESPONSES, response=DeletedResponse),
-    ApiRoute("GET", "/v1/responses/{id}/input_items", list_input_items, RESPONSES, response=ItemList),
+    ApiRoute("POST", "/v1/responses/{id}/cancel", cancel_response, RESPONSES, response=ResponseAnswer),
+    ApiRoute(
+        "GET",
+        "/v1/responses/{id}/input_items",
+        list_input_items,
+        RESPONSES,
+        response=ItemList,
+        query=ItemQuery,
+    ),
     ApiRoute(
         "POST",
         "/v1/embeddings",

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import httpx2
 from support.api_errors import (
     ANTHROPIC,
     OPENAI,
@@ -21,7 +22,7 @@ from support.api_errors import (
     response_to,
     response_to_bytes,
 )
-from support.api_server import ApiServer, api_server
+from support.api_server import MODEL, ApiServer, api_server
 from support.chat_template_shapes import INST
 from support.docs.connection_refusals import (
     a_long_url,
@@ -274,6 +275,23 @@ def too_many_of_one_tenant(_: ApiServer, api: Api) -> Response:
         return response_to(server, api, request_fields(), headers=BEARER)
 
 
+def too_many_in_background(_: ApiServer, api: Api) -> Response | None:
+    if api is ANTHROPIC:
+        return None
+    body = {"model": MODEL, "input": "Hello", "background": True}
+    with api_server(limits=HttpLimits(max_background_responses=1), constraints=False) as server:
+        server.call(server.engine.gate.allow, 0)
+        with httpx2.Client(base_url=server.url) as client:
+            begun = client.post("/v1/responses", json=body).json()["id"]
+            full = response_to(server, api, body, path="/v1/responses")
+            assert client.delete(f"/v1/responses/{begun}").status_code == 200
+    return full
+
+
+def an_unknown_response(server: ApiServer, api: Api) -> Response | None:
+    return response_to(server, api, method="GET", path="/v1/responses/resp_1") if api is OPENAI else None
+
+
 def a_long_wait(_: ApiServer, api: Api) -> Response:
     engine = FakeEngine(max_running=1)
     with api_server(engine, max_wait_s=1e-9, constraints=False) as server, gated(server, api, 2):
@@ -337,6 +355,7 @@ REFUSED: dict[str, Refused] = {
     "unknown_key": with_key("af-other"),
     "too_many_wrong_keys": many_wrong_keys,
     "unknown_model": a_model_that_is_not_mine,
+    "unknown_response": an_unknown_response,
     "unknown_path": lambda server, api: response_to(server, api, method="GET", path=api.path + "/nowhere"),
     "wrong_method": lambda server, api: response_to(server, api, method="PUT"),
     "websocket_required": the_sessions_path,
@@ -374,6 +393,7 @@ REFUSED: dict[str, Refused] = {
     "requests_per_minute": used_up("requests_per_minute = 1"),
     "tokens_per_minute": used_up("tokens_per_minute = 1"),
     "too_many_unfinished": too_many_of_one_tenant,
+    "too_many_in_background": too_many_in_background,
     "long_wait": a_long_wait,
     "engine_full": a_full_engine,
     "not_ready": an_ending_server,

@@ -16,6 +16,7 @@ from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.http.call import ApiEndpoint, Handler
 from agentflow.server.models import Models, OneGenerator
 from agentflow.server.openai.answer import OpenAIErrorFormat
+from agentflow.server.openai.responses.background import open_background_runs
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import Tenants
 from agentflow.server.websocket.sessions import open_sessions
@@ -67,7 +68,8 @@ class Exchange:
 async def service(**limits: Any) -> AsyncIterator[Service]:
     async with open_sessions(ServerLimits()) as sessions:
         models = Models([OneGenerator(HangingGenerator())])
-        yield Service(models, sessions, Tenants(), ServerLimits(), HttpLimits(**limits))
+        async with open_background_runs(most=1) as background:
+            yield Service(models, sessions, Tenants(), ServerLimits(), HttpLimits(**limits), background)
 
 
 async def exchange(

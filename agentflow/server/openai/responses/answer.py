@@ -2,8 +2,9 @@
 
 ``ResponseWriter`` reads the deltas of one answer. The events of a stream are ``response.created`` and
 ``response.in_progress``; for each item ``response.output_item.added``, its parts or its arguments, and
-``response.output_item.done``; and ``response.completed`` or ``response.incomplete``. All are numbered. The
-constant part of an item's deltas is encoded once.
+``response.output_item.done``; and ``response.completed`` or ``response.incomplete``. Those of a background
+response have ``response.queued`` after the first one, and may end with ``response.failed``. All are numbered.
+The constant part of an item's deltas is encoded once.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from agentflow.server.completion.request import (
     ToolArguments,
     ToolCallBegun,
 )
+from agentflow.server.http.errors import ApiError
 from agentflow.server.http.events import EVENT_END, event, event_head
 from agentflow.server.openai.answer import OpenAIErrorFormat, encode_json
 from agentflow.server.openai.chat import token_logprob
 from agentflow.server.openai.responses.types import (
+    FailureCode,
     FunctionCall,
     Incomplete,
     InputDetails,
@@ -35,6 +38,7 @@ from agentflow.server.openai.responses.types import (
     OutputMessage,
     OutputText,
     ResponseAnswer,
+    ResponseFailure,
     ResponseUsage,
 )
 from agentflow.server.openai.types import ChatTokenLogprob
@@ -63,9 +67,17 @@ class ResponseWriter:
         """The events before the first delta."""
         return self._of_answer("created") + self._of_answer("in_progress")
 
+    def queue(self) -> bytes:
+        """The events of a background response that waits. It is in progress with the first delta."""
+        self.answer.status = "queued"
+        return self._of_answer("created") + self._of_answer("queued")
+
     def write(self, deltas: Sequence[CompletionDelta]) -> bytes:
         """The events of these deltas."""
         events: list[bytes] = []
+        if self.answer.status == "queued" and deltas:
+            self.answer.status = "in_progress"
+            events.append(self._of_answer("in_progress"))
         for delta in deltas:
             match delta:
                 case TextDelta():
@@ -82,6 +94,24 @@ class ResponseWriter:
     def end(self, usage: Usage) -> bytes:
         """The last event, with the whole response."""
         return self._of_answer("incomplete" if self.answer.status == "incomplete" else "completed")
+
+    def fail(self, error: ApiError) -> bytes:
+        """The last events of a background response that failed."""
+        closed = self._close("incomplete")
+        code: FailureCode = "server_error" if error.status >= 500 else "invalid_prompt"
+        code = "rate_limit_exceeded" if error.status == 429 else code
+        self.answer.status = "failed"
+        self.answer.error = ResponseFailure(
+            code=code, message=error.message, type=error.code, param=error.param
+        )
+        return closed + self._of_answer("failed")
+
+    def cancel(self) -> bytes:
+        """The last events of a background response that was cancelled. The API has no event of its own for
+        that: the response has the status."""
+        closed = self._close("incomplete")
+        self.answer.status = "cancelled"
+        return closed + self._of_answer("incomplete")
 
     def message(self) -> Message:
         """The answer as a message of the conversation."""

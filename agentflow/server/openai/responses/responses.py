@@ -1,13 +1,15 @@
-"""``POST /v1/responses`` and the responses that are stored: OpenAI's Responses API.
+"""``POST /v1/responses``: OpenAI's Responses API.
 
-A turn is a conversation of items, or continues a stored response by ``previous_response_id``. Stored
-responses can be read and deleted.
+A turn is a conversation of items, or continues a stored response by ``previous_response_id``. Its response is
+one JSON object or a stream of events, or runs in the background.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +19,10 @@ from agentflow.engine.generator import EngineGenerator
 from agentflow.errors import PromptTooLong
 from agentflow.protocol.chat import Message
 from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.events import Usage
 from agentflow.protocol.json_bounds import schema_constraint
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.limits import MemoryBudget
 from agentflow.server.completion.completion import completing, prompt_ids
 from agentflow.server.completion.request import CompletionRequest
 from agentflow.server.completion.streaming import stream_completion
@@ -31,11 +35,11 @@ from agentflow.server.openai.request import (
     naming_param,
 )
 from agentflow.server.openai.responses.answer import ResponseWriter
+from agentflow.server.openai.responses.background import BackgroundRun, EventLog
 from agentflow.server.openai.responses.items import Turns, items_of, listed, tool_choice_of, tools_of
 from agentflow.server.openai.responses.store import StoredResponse
+from agentflow.server.openai.responses.stored import send_events, stored_response
 from agentflow.server.openai.responses.types import (
-    DeletedResponse,
-    ItemList,
     ObjectFormat,
     ResponseAnswer,
     ResponseRequest,
@@ -44,7 +48,8 @@ from agentflow.server.openai.responses.types import (
 from agentflow.server.openai.types import is_given
 
 _LOGPROBS = "message.output_text.logprobs"
-_MOST_LISTED = 100
+# The memory of a background response beside what it was sent and its events.
+_RUN_BYTES = 20_000
 _UNSUPPORTED = {
     "conversation": "continue a response by previous_response_id",
     "moderation": "the server does not moderate",
@@ -57,11 +62,14 @@ async def create_response(call: ApiCall) -> None:
     body = await call.beside(call.read, ResponseRequest)
     generator = call.generator(body.model, priority=body.priority)
     turn = await call.beside(_Turn, call, body, generator)
-    request = turn.request
-    with naming_field(generator, "input", "text.format.schema"):
-        if body.truncation == "auto":
-            request = await _truncated(generator, request)
-        async with completing(generator, request, trace=call.trace) as completion:
+    if body.truncation == "auto":
+        with _naming_fields(generator):
+            turn.request = await _truncated(generator, turn.request)
+    if body.background:
+        await _run_in_background(call, turn, generator)
+        return
+    with _naming_fields(generator):
+        async with completing(generator, turn.request, trace=call.trace) as completion:
             if body.stream:
                 await stream_completion(call, completion, turn.writer, turn.store)
                 return
@@ -71,25 +79,71 @@ async def create_response(call: ApiCall) -> None:
     await call.reply(turn.writer.answer)
 
 
+def _naming_fields(generator: EngineGenerator) -> AbstractContextManager[None]:
+    return naming_field(generator, "input", "text.format.schema")
+
+
+async def _run_in_background(call: ApiCall, turn: _Turn, generator: EngineGenerator) -> None:
+    """Starts the response, and answers when its request is accepted, or streams its events."""
+    writer, streams, trace = turn.writer, bool(turn.body.stream), call.trace
+    memory = MemoryBudget(within=call.service.bodies.of(call.tenant.name))
+    memory.reserve(_RUN_BYTES + call.num_body_bytes)  # which the items of the turn refer to
+    run = BackgroundRun(
+        writer.answer.id,
+        call.tenant.name,
+        memory,
+        lambda: msgspec.json.encode(writer.answer),
+        turn.input_items,
+        EventLog() if streams else None,
+    )
+
+    async def generate(accept: Callable[[], None]) -> None:
+        with _naming_fields(generator):
+            async with completing(generator, turn.request, trace=trace) as completion:
+                await completion.until_accepted()
+                run.num_prompt_tokens = completion.num_prompt_tokens
+                run.write(writer.queue())
+                accept()
+                while deltas := await completion.next():
+                    run.write(writer.write(deltas))
+
+    def finish(failure: ApiError | None, is_cancelled: bool) -> None:
+        if failure is not None:
+            last = writer.fail(failure.shortened())
+        else:
+            last = writer.cancel() if is_cancelled else writer.end(Usage())
+        run.write(last, is_last=True)
+        turn.store(run.events)
+
+    try:
+        await call.service.background.start(run, generate, finish)
+    finally:
+        call.record.prompt_tokens = run.num_prompt_tokens
+    if run.events is None:
+        await call.reply(run.body)
+    else:
+        await send_events(call, run.events)
+
+
 class _Turn:
     """The request as the engine takes it, and its response. ``ApiError`` names the field that is wrong or not
     supported."""
 
     def __init__(self, call: ApiCall, body: ResponseRequest, generator: EngineGenerator) -> None:
         _check_fields(body)
-        self._call = call
-        self._body = body
-        tenant, responses = call.tenant.name, call.service.responses
+        self.body = body
+        self._tenant, self._responses = call.tenant.name, call.service.responses
         before: tuple[Message, ...] = ()
         if body.previous_response_id is not None:
-            before = _stored(call, body.previous_response_id, "previous_response_id").messages
+            before = _messages_of(call, body.previous_response_id)
         self._items = items_of(body.input)
         if not self._items and not before:
             raise invalid_field("input", "it is empty: give a text or at least one item")
         model = generator.capabilities.model
-        turns = Turns(before, model, lambda item_id: responses.find_item(tenant, item_id))
+        turns = Turns(before, model, lambda item_id: self._responses.find_item(self._tenant, item_id))
         for number, item in enumerate(self._items):
             turns.add(item, f"input[{number}]")
+        self.input_items = tuple([listed(item) for item in self._items]) if body.store is not False else ()
         self._messages = tuple(turns.messages)
         self._num_before = len(before)
         params = _sampling_of(body, generator)
@@ -110,23 +164,38 @@ class _Turn:
         answer = _begun(body, model, params)
         self.writer = ResponseWriter(answer, has_logprobs=params.wants_logprobs)
 
-    def store(self) -> None:
-        """Keeps the response for later turns, unless ``store`` is false."""
-        if self._body.store is False:
+    def store(self, events: EventLog | None = None) -> None:
+        """Keeps the response for later turns, unless ``store`` is false. ``events``: of a background response
+        that is streamed."""
+        if self.body.store is False:
             return
         answer, message = self.writer.answer, self.writer.message()
+        has_answer = answer.status in ("completed", "incomplete")
         new = [*self._messages[self._num_before :], message]
-        self._call.service.responses.add(
-            self._call.tenant.name,
+        self._responses.add(
+            self._tenant,
             StoredResponse(
                 answer.id,
                 msgspec.json.encode(answer),
-                (*self._messages, message),
-                tuple([listed(item) for item in self._items]),
+                (*self._messages, message) if has_answer else (),
+                self.input_items,
                 tuple([msgspec.to_builtins(item) for item in answer.output]),
                 sum([_num_chars(one) for one in new]),
+                is_background=answer.background,
+                events=events,
             ),
         )
+
+
+def _messages_of(call: ApiCall, response_id: str) -> tuple[Message, ...]:
+    """The conversation up to the end of an earlier response."""
+    param = "previous_response_id"
+    if call.service.background.find(call.tenant.name, response_id) is not None:
+        raise invalid_field(param, "this response still runs: wait until it has ended")
+    messages = stored_response(call, response_id, param).messages
+    if not messages:
+        raise invalid_field(param, "this response failed or was cancelled, so it cannot be continued")
+    return messages
 
 
 def _num_chars(message: Message) -> int:
@@ -137,8 +206,8 @@ def _check_fields(body: ResponseRequest) -> None:
     for name, why in _UNSUPPORTED.items():
         if is_given(getattr(body, name)):
             raise unsupported(name, why)
-    if body.background:
-        raise unsupported("background", "stream the response")
+    if body.background and body.store is False:
+        raise invalid_field("store", "a background response is stored")
     if body.stream_options is not None:
         if not body.stream:
             raise invalid_field("stream_options", "it needs 'stream' to be true")
@@ -203,6 +272,7 @@ def _begun(body: ResponseRequest, model: str, params: SamplingParams) -> Respons
         top_logprobs=params.top_logprobs,
         top_p=params.top_p,
         truncation=body.truncation or "disabled",
+        background=bool(body.background),
     )
 
 
@@ -232,31 +302,3 @@ async def _truncated(generator: EngineGenerator, request: CompletionRequest) -> 
         else:
             low = middle + 1
     return request if low == 0 else without(low)
-
-
-async def get_response(call: ApiCall) -> None:
-    """Returns a stored response."""
-    await call.reply(_stored(call, call.path_params["id"]).body)
-
-
-async def delete_response(call: ApiCall) -> None:
-    """Deletes a stored response."""
-    found = _stored(call, call.path_params["id"])
-    call.service.responses.delete(call.tenant.name, found.id)
-    await call.reply(DeletedResponse(id=found.id))
-
-
-async def list_input_items(call: ApiCall) -> None:
-    """Lists the items of a stored response's input, the latest first."""
-    items = [*reversed(_stored(call, call.path_params["id"]).input_items)]
-    shown = items[:_MOST_LISTED]
-    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-    await call.reply(ItemList(data=shown, first_id=first, last_id=last, has_more=len(items) > len(shown)))
-
-
-def _stored(call: ApiCall, response_id: str, param: str | None = None) -> StoredResponse:
-    found = call.service.responses.find(call.tenant.name, response_id)
-    if found is None:
-        text = f"no response {response_id[:100]!r} is stored: it was not, was deleted, or has expired"
-        raise ApiError(404, "response_not_found", text, param)
-    return found

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentflow.protocol.chat import Message
+from agentflow.server.openai.responses.background import EventLog
 
 # The memory of a response beside its texts, and of each message that it refers to.
 _RESPONSE_BYTES = 2_000
@@ -22,9 +23,10 @@ _REFERENCE_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """``body``: the response as JSON. ``messages``: the conversation up to its end, without instructions.
-    ``input_items`` and ``output_items``: of this turn. ``new_chars``: the texts that ``messages`` does not
-    share with an earlier response."""
+    """``body``: the response as JSON. ``messages``: the conversation up to its end, without instructions;
+    empty if it failed or was cancelled. ``input_items`` and ``output_items``: of this turn. ``new_chars``:
+    the texts that ``messages`` does not share with an earlier response. ``events``: of a background response
+    that is streamed."""
 
     id: str
     body: bytes
@@ -32,13 +34,15 @@ class StoredResponse:
     input_items: tuple[dict[str, Any], ...]
     output_items: tuple[dict[str, Any], ...]
     new_chars: int
+    is_background: bool = False
+    events: EventLog | None = None
 
     @property
     def num_bytes(self) -> int:
         """An estimate of its memory. Texts are in the messages and in the items."""
-        return (
-            _RESPONSE_BYTES + 2 * len(self.body) + 3 * self.new_chars + _REFERENCE_BYTES * len(self.messages)
-        )
+        num_bytes = _RESPONSE_BYTES + 2 * len(self.body) + 3 * self.new_chars
+        num_bytes += _REFERENCE_BYTES * len(self.messages)
+        return num_bytes + (0 if self.events is None else self.events.num_bytes)
 
 
 class ResponseStore:

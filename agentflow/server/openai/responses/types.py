@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from agentflow.engine.request import MAX_PRIORITY
 from agentflow.protocol.ops import MAX_SALT_CHARS
-from agentflow.protocol.sampling import MAX_TOP_LOGPROBS
+from agentflow.protocol.sampling import MAX_INT, MAX_TOP_LOGPROBS
 from agentflow.server.openai.types import (
     MAX_TOOLS,
     ChatTokenLogprob,
@@ -117,6 +117,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
+    background: bool | None = None
     metadata: dict[str, str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -130,7 +131,6 @@ class ResponseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: str | None = None
     user: str | None = None
 
-    background: Annotated[bool, Meta(extra_json_schema={"const": False})] | None = None
     context_management: Annotated[list[None], Meta(max_length=0)] | None = None
     conversation: Unsupported = None
     moderation: Unsupported = None
@@ -203,12 +203,25 @@ class Incomplete(msgspec.Struct):
     reason: Literal["max_output_tokens"]
 
 
+FailureCode: TypeAlias = Literal["invalid_prompt", "rate_limit_exceeded", "server_error"]
+
+
+class ResponseFailure(msgspec.Struct, kw_only=True):
+    """Why a background response failed. ``code``: the nearest one of OpenAI's API. ``type``: the cause, as in
+    the ``code`` of other errors. ``param``: the field of the request that is wrong, if any."""
+
+    code: FailureCode
+    message: str
+    type: str
+    param: str | None
+
+
 class ResponseAnswer(msgspec.Struct, kw_only=True):
     """A response. ``created_at``: Unix time. The fields of the request that have an effect are repeated."""
 
     id: str
     created_at: int
-    status: Literal["in_progress", "completed", "incomplete"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
     model: str
     output: list[OutputItem]
     usage: ResponseUsage | None
@@ -228,7 +241,7 @@ class ResponseAnswer(msgspec.Struct, kw_only=True):
     top_p: float
     truncation: Literal["auto", "disabled"]
     background: bool = False
-    error: None = None
+    error: ResponseFailure | None = None
     reasoning: dict[str, None] = msgspec.field(default_factory=lambda: {"effort": None, "summary": None})
     service_tier: str = "default"
     object: Literal["response"] = "response"
@@ -242,8 +255,24 @@ class DeletedResponse(msgspec.Struct, kw_only=True):
     deleted: Literal[True] = True
 
 
+class ResponseQuery(msgspec.Struct, kw_only=True):
+    """How a stored response is returned. ``stream``: as the events of a background response that was created
+    as a stream, from the one after the number ``starting_after`` on."""
+
+    stream: bool = False
+    starting_after: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+
+
+class ItemQuery(msgspec.Struct, kw_only=True):
+    """A page of items: at most ``limit`` of those that follow the item ``after``."""
+
+    after: str | None = None
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+
+
 class ItemList(msgspec.Struct, kw_only=True):
-    """Items of a response's input, on one page."""
+    """Items on one page."""
 
     data: list[dict[str, Any]]
     first_id: str | None

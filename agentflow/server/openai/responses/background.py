@@ -1,0 +1,211 @@
+"""Responses that run without a connection.
+
+A background response is a task of the server: it goes on when its client disconnects, and ends with the
+server. ``BackgroundRuns`` owns the tasks, limits their number for each tenant, and finds them by their ids.
+An ``EventLog`` keeps the events of a response, so that a stream can begin at any of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup, TaskStatus
+
+from agentflow.errors import RateLimited
+from agentflow.runtime.limits import MemoryBudget
+from agentflow.runtime.task_group import open_task_group
+from agentflow.server.http.errors import ApiError, api_error_of
+from agentflow.server.http.events import EVENT_END
+
+logger = logging.getLogger(__name__)
+
+# The memory of an event beside its bytes.
+_EVENT_BYTES = 64
+# Events that a stream sends at once: a late one does not hold up the others of the server.
+_EVENTS_AT_ONCE = 256
+
+
+class EventLog:
+    """The events of one response, numbered from 0.
+
+    >>> log = EventLog()
+    >>> log.add(b"data: 1\\n\\ndata: 2\\n\\n")
+    >>> log.end()
+    >>> [events async for events in log.since(1)]
+    [b'data: 2\\n\\n']
+    """
+
+    def __init__(self) -> None:
+        self._events: list[bytes] = []
+        self._has_ended = False
+        self._changed = anyio.Event()
+        self.num_bytes = 0
+        """An estimate of its memory."""
+
+    def add(self, events: bytes) -> int:
+        """Appends whole events. Returns the bytes of memory that they add."""
+        added = [data + EVENT_END for data in events.split(EVENT_END)[:-1]]
+        self._events += added
+        num_bytes = len(events) + _EVENT_BYTES * len(added)
+        self.num_bytes += num_bytes
+        self._notify()
+        return num_bytes
+
+    def end(self) -> None:
+        """There are no further events."""
+        self._has_ended = True
+        self._notify()
+
+    async def since(self, number: int) -> AsyncIterator[bytes]:
+        """The events from this number on, until there are no further ones; several at once if they are there.
+        Readers do not affect each other."""
+        while number < len(self._events) or not self._has_ended:
+            if number < len(self._events):
+                some = self._events[number : number + _EVENTS_AT_ONCE]
+                number += len(some)
+                yield b"".join(some)
+            else:
+                await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+class BackgroundRun:
+    """A response that runs. ``memory``: of what it keeps until it ends. ``shown``: returns the response so
+    far, as JSON. ``input_items``: of its turn. ``events``: those of a response that is streamed."""
+
+    def __init__(
+        self,
+        response_id: str,
+        tenant: str,
+        memory: MemoryBudget,
+        shown: Callable[[], bytes],
+        input_items: Sequence[dict[str, Any]],
+        events: EventLog | None,
+    ) -> None:
+        self.id = response_id
+        self.tenant = tenant
+        self.memory = memory
+        self.input_items = input_items
+        self.events = events
+        self.num_prompt_tokens = 0
+        self._shown = shown
+        self._scope = anyio.CancelScope()
+        self._ended = anyio.Event()
+
+    @property
+    def body(self) -> bytes:
+        """The response so far, as JSON."""
+        return self._shown()
+
+    def write(self, events: bytes, *, is_last: bool = False) -> None:
+        """Keeps these events, if the response is streamed. ``Overloaded`` if there is no memory for them,
+        unless they are the last ones."""
+        if self.events is not None and events:
+            num_bytes = self.events.add(events)
+            if is_last:
+                self.memory.count(num_bytes)
+            else:
+                self.memory.reserve(num_bytes)
+
+    async def cancel(self) -> None:
+        """Cancels the response, and waits until it has ended."""
+        self._scope.cancel()
+        await self._ended.wait()
+
+    async def run(
+        self,
+        generate: Callable[[Callable[[], None]], Awaitable[None]],
+        finish: Callable[[ApiError | None, bool], None],
+        accepted: Callable[[], None],
+    ) -> None:
+        """Runs ``generate``, which calls its argument when the request is accepted. An error before that is
+        raised; afterwards ``finish`` gets it, or whether the response was cancelled."""
+        is_accepted = False
+        failure: ApiError | None = None
+
+        def accept() -> None:
+            nonlocal is_accepted
+            is_accepted = True
+            accepted()
+
+        try:
+            try:
+                with self._scope:
+                    await generate(accept)
+            except Exception as error:
+                if not is_accepted:
+                    raise
+                failure = api_error_of(error)
+                if failure.status == 500:
+                    logger.error("the background response %s failed", self.id, exc_info=error)
+            finish(failure, self._scope.cancelled_caught)
+        finally:
+            self.memory.close()
+            if self.events is not None:
+                self.events.end()
+            self._ended.set()
+
+
+class BackgroundRuns:
+    """``most``: of one tenant at once. ``open_background_runs`` creates it."""
+
+    def __init__(self, group: TaskGroup, most: int) -> None:
+        self._group = group
+        self._most = most
+        self._runs: dict[tuple[str, str], BackgroundRun] = {}
+        self._num_of: Counter[str] = Counter()
+
+    def find(self, tenant: str, response_id: str) -> BackgroundRun | None:
+        """The tenant's response with this id, while it runs."""
+        return self._runs.get((tenant, response_id))
+
+    async def start(
+        self,
+        run: BackgroundRun,
+        generate: Callable[[Callable[[], None]], Awaitable[None]],
+        finish: Callable[[ApiError | None, bool], None],
+    ) -> None:
+        """Starts ``run.run``, and returns when the request is accepted. ``RateLimited`` if the tenant has too
+        many; raises the error of a request that is rejected."""
+        if self._num_of[run.tenant] >= self._most:
+            run.memory.close()
+            raise RateLimited(
+                f"{self._most} responses of this API key's tenant run in the background, which is the limit: "
+                "wait until some have ended, or cancel them"
+            )
+        await self._group.start(self._run, run, generate, finish)
+
+    async def _run(
+        self,
+        run: BackgroundRun,
+        generate: Callable[[Callable[[], None]], Awaitable[None]],
+        finish: Callable[[ApiError | None, bool], None],
+        *,
+        task_status: TaskStatus[None],
+    ) -> None:
+        key = (run.tenant, run.id)
+        self._runs[key] = run
+        self._num_of[run.tenant] += 1
+        try:
+            await run.run(generate, finish, task_status.started)
+        finally:
+            del self._runs[key]
+            self._num_of[run.tenant] -= 1
+            if not self._num_of[run.tenant]:
+                del self._num_of[run.tenant]
+
+
+@asynccontextmanager
+async def open_background_runs(most: int) -> AsyncIterator[BackgroundRuns]:
+    """The scope in which background responses run; leaving it cancels them. ``most``: of one tenant."""
+    async with open_task_group() as group:
+        yield BackgroundRuns(group, most)
+        group.cancel_scope.cancel()
