@@ -11,6 +11,8 @@ from typing import Any
 
 import psutil
 
+FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
+
 
 def describe() -> dict[str, Any]:
     """Describes the machine, with the versions that affect figures."""
