@@ -14,6 +14,8 @@ export default defineConfig({
     target: "es2024",
     // These know light-dark(); a substitute for older ones would ignore the theme that is chosen on the page.
     cssTarget: ["chrome123", "firefox120", "safari17.5"],
+    // One file for all views: a view that is loaded again after the server was away would not get its own.
+    cssCodeSplit: false,
     modulePreload: { polyfill: false },
     assetsInlineLimit: 0,
     reportCompressedSize: true,

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,48 +18,11 @@ from typing import Any
 import httpx2
 import pytest
 import yaml
-from support.stack_tools import ROOT, find_tool, resolved
+from support.stack_tools import ROOT, WAIT_S, find_tool, free_port, process, resolved, wait_for
 
 pytestmark = pytest.mark.model
 DASHBOARD = json.loads((ROOT / "deploy/grafana/dashboards/agentflow.json").read_text(encoding="utf-8"))
 KEY = "af-key-of-this-test"
-WAIT_S = 60
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-@contextmanager
-def process(command: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is ended at the end, as Compose does; its output is in ``log``."""
-    with log.open("wb") as output:
-        running = subprocess.Popen(
-            command, env={**os.environ, **environment}, cwd=log.parent, stdout=output, stderr=output
-        )
-        try:
-            yield running
-        finally:
-            running.terminate()
-            try:
-                running.wait(30)
-            except subprocess.TimeoutExpired:
-                running.kill()
-                running.wait()
-
-
-def wait_for(ready: Callable[[], bool], log: Path) -> None:
-    """Polls until it is ready."""
-    end = time.monotonic() + WAIT_S
-    while time.monotonic() < end:
-        try:
-            if ready():
-                return
-        except httpx2.TransportError:
-            pass
-        time.sleep(0.1)  # noqa: TID251  another process gets ready, and says so only when asked
-    pytest.fail(f"not ready after {WAIT_S} s:\n{log.read_text(errors='replace')[-3000:]}")
 
 
 @dataclass

@@ -1,18 +1,24 @@
-"""The tools that check the stack's files. `make compose-check` installs those from package indexes into
-build/stack; the others are Debian's packages, which .ci/run installs."""
+"""The tools that check the stack's files, and its processes. `make compose-check` installs tools from package
+indexes into build/stack; the others are Debian's packages, which .ci/run installs."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
+WAIT_S = 60
 CHECKS = ROOT / "build" / "stack" / "bin"
 DEBIAN_PACKAGES = {"prometheus": "prometheus", "promtool": "prometheus", "docker-compose": "docker-compose"}
 
@@ -50,3 +56,39 @@ def resolved(**environment: str) -> dict[str, Any]:
     )
     found: dict[str, Any] = yaml.safe_load(text)["services"]
     return found
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def process(command: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is ended at the end, as Compose does; its output is in ``log``."""
+    with log.open("wb") as output:
+        running = subprocess.Popen(
+            command, env={**os.environ, **environment}, cwd=log.parent, stdout=output, stderr=output
+        )
+        try:
+            yield running
+        finally:
+            running.terminate()
+            try:
+                running.wait(30)
+            except subprocess.TimeoutExpired:
+                running.kill()
+                running.wait()
+
+
+def wait_for(ready: Callable[[], bool], log: Path) -> None:
+    """Polls until it is ready."""
+    end = time.monotonic() + WAIT_S
+    while time.monotonic() < end:
+        try:
+            if ready():
+                return
+        except httpx2.TransportError:
+            pass
+        time.sleep(0.1)  # noqa: TID251  another process gets ready, and says so only when asked
+    pytest.fail(f"not ready after {WAIT_S} s:\n{log.read_text(errors='replace')[-3000:]}")

@@ -175,16 +175,44 @@ def test_a_session_that_the_server_has_forgotten(visit: Visit) -> None:
             screen.wait_status("open")
 
 
-def test_a_full_queue_is_a_sentence(visit: Visit) -> None:
-    """One request fills the queue of this server. The page says so in a sentence."""
+def test_a_view_that_could_not_be_fetched_is_fetched_again(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url)
+    screen.expect_problem(NO_ANSWER)
+    screen.page.route("**/TreeView.js", lambda route: route.abort())
+    screen.open("playground")
+    screen.page.get_by_role("link", name="Prefix tree").click()
+    again = screen.page.get_by_role("main").get_by_role("button", name="Try again")
+    expect(again).to_be_visible()
+    screen.page.unroute("**/TreeView.js")
+    again.click()
+    screen.view("tree")
+
+
+def test_a_full_queue_is_a_sentence_and_the_request_can_be_repeated(visit: Visit) -> None:
+    """One request fills the queue of this server: that of the first page. A program and a chat of the second
+    one are rejected, until there is room."""
     engine = FakeEngine(max_unfinished=1)
     with api_server(engine, constraints=False) as server:
         server.call(engine.gate.allow, 0)
-        screen = visit(server.url)
-        screen.open("playground")
-        screen.wait_status("open")
-        screen.at("example").select_option("few_shot")
-        screen.at("run").click()
-        expect(screen.view("playground")).to_contain_text("queue is full")
+        first, second = visit(server.url), visit(server.url)
+        for screen in (first, second):
+            screen.open("chat")
+            screen.wait_status("open")
+        first.at("message").fill("Fill the queue.")
+        first.at("message").press("Enter")
+        server.call(engine.gate.held)
+        second.at("message").fill("No room for this.")
+        second.at("message").press("Enter")
+        reply = second.page.locator(".chat-turn.is-assistant")
+        expect(reply).to_contain_text("queue is full")
+        second.page.get_by_role("link", name="Playground").click()
+        second.at("example").select_option("few_shot")
+        second.at("run").click()
+        expect(second.view("playground")).to_contain_text("queue is full")
+        expect(second.at("go-on")).to_be_enabled()
+        second.page.get_by_role("link", name="Chat").click()
         server.call(engine.gate.open)
-        screen.wait_status("open")
+        expect(first.page.locator(".is-streaming")).to_have_count(0)
+        reply.get_by_role("button", name="Try again").click()
+        expect(reply.locator(".markdown")).not_to_be_empty()
+        expect(reply).not_to_contain_text("queue is full")

@@ -2,58 +2,93 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 from anyio.from_thread import start_blocking_portal
 from playwright.sync_api import expect
-from prometheus_client.parser import text_string_to_metric_families
 from support.api_server import ApiServer, api_server
+from support.stack_tools import find_tool, free_port, process, wait_for
 from support.ui.http import complete, get
 from support.ui.screen import Screen
+from support.ui.stage import Stage
 from support.ui.tenants import KEYS, tenants
 
 Visit = Callable[..., Screen]
-SELECTOR = re.compile(r"(\w+)(?:\{(.*)\})?")
+UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "%": 0.01, "s": 1.0, "ms": 1e-3, "µs": 1e-6}
 
 
-def metric(scrape: str, query: str) -> float | None:
-    """The value of a plain selector, such as ``name{label="value"}``; None for any other query."""
-    found = SELECTOR.fullmatch(query)
-    if found is None or "=~" in query or "!=" in query:
-        return None
-    wanted = dict(re.findall(r'(\w+)="([^"]*)"', found[2] or ""))
-    values = [
-        sample.value
-        for family in text_string_to_metric_families(scrape)
-        for sample in family.samples
-        if sample.name == found[1] and wanted.items() <= sample.labels.items()
+@contextmanager
+def prometheus(url: str, folder: Path) -> Iterator[Callable[[str], list[float]]]:
+    """Debian's Prometheus, which scrapes the server each second: evaluates queries."""
+    config = {
+        "global": {"scrape_interval": "1s"},
+        "scrape_configs": [{"job_name": "a", "static_configs": [{"targets": [url.removeprefix("http://")]}]}],
+    }
+    (folder / "prometheus.yml").write_text(json.dumps(config))
+    address = f"127.0.0.1:{free_port()}"
+    command = [
+        find_tool("prometheus"),
+        f"--config.file={folder}/prometheus.yml",
+        f"--storage.tsdb.path={folder}/data",
+        f"--web.listen-address={address}",
     ]
-    assert values, f"/metrics has no {query}"
-    return sum(values)
+
+    def query(expression: str) -> list[float]:
+        answer = json.loads(get(f"http://{address}", f"/api/v1/query?{urlencode({'query': expression})}"))
+        return [float(series["value"][1]) for series in answer["data"]["result"]]
+
+    def is_scraping() -> bool:
+        try:
+            return query("up") == [1]
+        except OSError:
+            return False
+
+    with process(command, {}, folder / "prometheus.log"):
+        wait_for(is_scraping, folder / "prometheus.log")
+        yield query
 
 
-def test_the_numbers_of_the_scheduler_are_those_of_metrics(model_url: str, visit: Visit) -> None:
+def is_shown(text: str, value: float) -> bool:
+    """Whether a number of the page is this value, to the digits that it shows."""
+    if text == "–":
+        return math.isnan(value)
+    found = re.fullmatch(r"(\d+)(?:\.(\d+))? ?(\D*)", text.replace(",", ""))
+    assert found, text
+    unit = UNITS[found[3]]
+    digit = unit * 10.0 ** -len(found[2] or "")
+    return abs(float(f"{found[1]}.{found[2] or 0}") * unit - value) <= digit * 0.500001
+
+
+def test_every_number_of_the_scheduler_is_the_value_of_its_query(
+    model_url: str, visit: Visit, tmp_path: Path
+) -> None:
+    """Prometheus evaluates the queries that the page names. The server is idle, so that rates do not depend
+    on when it was scraped."""
     for _ in range(2):
         complete(model_url, "The river turns under the old stone bridge, and", ignore_eos=True)
     screen = visit(model_url)
     screen.open("scheduler")
     screen.wait_status("open")
     values = screen.page.locator(".view-scheduler .value")
-    expect(values.first).to_be_visible()
-    expect(values.filter(has_text=re.compile(r"^\d")).first).to_be_visible()
-    scrape = get(model_url, "/metrics")
-    num_compared = 0
-    for label in values.evaluate_all("(all) => all.map((one) => one.getAttribute('aria-label'))"):
-        shown, _, query = label.rpartition(", from ")
-        value = metric(scrape, query)
-        text = shown.rpartition(": ")[2].replace(",", "")
-        if value is not None and re.fullmatch(r"\d+", text):
-            assert float(text) == value, label
-            num_compared += 1
-    assert num_compared >= 4
+    expect(values.filter(has_text=re.compile(r"^\d.* ms$")).first).to_be_visible()
+    expect(values.filter(has_text="–")).to_have_count(0)  # those of the second look are there too
+    labels = values.evaluate_all("(all) => all.map((one) => one.getAttribute('aria-label'))")
+    assert len(labels) == 30
+    with prometheus(model_url, tmp_path) as query:
+        for label in labels:
+            shown, _, expression = label.rpartition(", from ")
+            text = shown.rpartition(": ")[2]
+            wait_for(lambda expression=expression: len(query(expression)) == 1, tmp_path / "prometheus.log")
+            [value] = query(expression)
+            assert is_shown(text, value), (label, value)
 
 
 def test_requests_are_listed_by_the_names_of_python_programs(model_url: str, visit: Visit) -> None:
@@ -85,6 +120,41 @@ def test_the_tree_shows_what_was_computed_and_its_text_on_demand(model_url: str,
     screen.page.get_by_role("button", name="Outline").click()
     expect(screen.page.get_by_role("treeitem").first).to_be_visible()
     expect(screen.view("tree")).to_contain_text("lighthouses")
+
+
+def test_the_picture_of_the_tree_is_read_by_keyboard(model_url: str, visit: Visit) -> None:
+    complete(model_url, "Windmills that are read by keyboard alone", ignore_eos=True)
+    screen = visit(model_url)
+    screen.open("tree")
+    screen.wait_status("open")
+    expect(screen.view("tree")).to_contain_text(re.compile(r"\d nodes"))
+    screen.at("tree-picture").focus()
+    for _ in range(30):  # down the first contexts, until this one is found
+        screen.page.keyboard.press("ArrowDown")
+        details = screen.page.get_by_role("region", name="Node")
+        expect(details.locator("pre")).to_be_visible()
+        if "Windmills" in details.inner_text():
+            break
+    else:
+        raise AssertionError("the arrow keys do not lead to the text")
+    expect(screen.at("announcer")).to_contain_text("tokens")
+
+
+def test_a_timeline_is_read_by_keyboard(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url)
+    screen.open("chat")
+    screen.wait_status("open")
+    stage.answer("Which tree", "An oak.")
+    screen.at("message").fill("Which tree is it?")
+    screen.at("message").press("Enter")
+    expect(screen.at("turns")).to_contain_text("An oak.")
+    screen.page.get_by_role("link", name="Runs").click()
+    screen.at("timeline").get_by_role("row").nth(1).focus()
+    screen.page.keyboard.press("ArrowRight")
+    expect(screen.at("call-details").locator("pre")).to_have_text("An oak.")
+    expect(screen.at("timeline").locator(".bar")).to_be_focused()
+    screen.page.keyboard.press("ArrowLeft")
+    expect(screen.at("timeline").get_by_role("row").nth(1)).to_be_focused()
 
 
 @pytest.fixture(scope="module")

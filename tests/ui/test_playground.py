@@ -108,6 +108,41 @@ def test_a_dropped_connection_loses_no_text(stage: Stage, proxy: BreakingProxy, 
     stage.wait_running(0)
 
 
+def test_a_run_whose_server_stayed_away_goes_on_in_a_new_session(
+    stage: Stage, proxy: BreakingProxy, visit: Visit
+) -> None:
+    """Complete texts are not generated again, and what was streamed of the others stays until it is replaced.
+    While the server is away, every view can be shown."""
+    screen = visit(proxy.url)
+    screen.expect_problem(r"net::ERR_|WebSocket connection to|Failed to load")
+    run_judge(screen)
+    stage.wait_running(4)
+    stage.say("Whole.", to=FIRST)
+    stage.end(to=FIRST)
+    stage.say("Half", to=SECOND)
+    expect(screen.at("branch-0").locator(".call")).to_have_attribute("data-status", "done")
+    expect(text_of(screen, "1")).to_have_text("Half")
+    proxy.refuse()
+    proxy.cut()
+    wait_end(screen, "failed")
+    for view in ("chat", "tree", "scheduler", "runs", "playground"):
+        screen.page.get_by_role("navigation").first.locator(f'a[href="#/{view}"]').click()
+        screen.view(view)
+    expect(text_of(screen, "1")).to_have_text("Half")
+    proxy.refuse(False)
+    screen.at("status-line").get_by_role("button").click()
+    screen.wait_status("open")
+    screen.at("go-on").click()
+    stage.wait_running(3)
+    assert stage.running(to=FIRST) == 0
+    expect(text_of(screen, "0")).to_have_text("Whole.")
+    expect(text_of(screen, "1")).to_have_text("Half")
+    stage.say("Anew.", to=SECOND)
+    expect(text_of(screen, "1")).to_have_text("Anew.")
+    screen.at("stop").click()
+    stage.wait_running(0)
+
+
 def test_a_reload_in_mid_stream_frees_the_server_and_the_page_runs_again(stage: Stage, visit: Visit) -> None:
     screen = visit(stage.url)
     run_judge(screen)

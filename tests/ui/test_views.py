@@ -54,7 +54,7 @@ def test_a_program_and_a_chat_on_the_model_and_axe_on_what_every_view_shows_of_t
     expect(screen.at("ledger")).to_have_attribute("data-status", "done", timeout=60_000)
     # The branches share their prompt, so all but one of them find it in the cache.
     assert int(screen.at("cached-tokens").inner_text().replace(",", "")) > 300
-    screen.page.set_viewport_size({"width": 1280, "height": 1300})  # so that the branches are in the picture
+    screen.page.set_viewport_size({"width": 1280, "height": 1500})  # so that the branches are in the picture
     looked_at("playground")
     screen.page.set_viewport_size({"width": 1280, "height": 800})
     go_to(screen, "chat")
@@ -63,7 +63,9 @@ def test_a_program_and_a_chat_on_the_model_and_axe_on_what_every_view_shows_of_t
     expect(screen.page.get_by_role("button", name="Another reply")).to_be_enabled(timeout=60_000)
     looked_at("chat")
     go_to(screen, "tree")
-    expect(screen.at("tree-picture")).to_be_visible()
+    for key in ("ArrowDown", "ArrowRight"):  # so that the details of a block are in the picture
+        screen.at("tree-picture").press(key)
+    expect(screen.page.get_by_role("region", name="Node").locator("pre")).to_be_visible()
     looked_at("tree")
     go_to(screen, "scheduler")
     expect(screen.page.locator(".view-scheduler .value").first).to_be_visible()
@@ -97,6 +99,52 @@ def test_no_view_is_wider_than_360_pixels(model_url: str, visit: Visit) -> None:
         screen.wait_status("open")
         assert scrolls_sideways(screen) == [], view
         assert axe_violations(screen) == [], view
+
+
+CONTROLS = "a[href], button, select, input, textarea, summary, [tabindex]"
+REACHABLE = """(controls) => [...document.querySelectorAll(controls)]
+  .filter((one) => !one.disabled && one.tabIndex >= 0 && one.checkVisibility())
+  .map((one, index) => { one.dataset.stop = index; return index; })"""
+STOP = """() => {
+  const one = document.activeElement;
+  const style = getComputedStyle(one);
+  const box = one.getBoundingClientRect();
+  return one === document.body ? null : {
+    stop: Number(one.dataset.stop), html: one.outerHTML.slice(0, 120),
+    isSeen: style.outlineStyle !== "none" && box.width > 0 && box.bottom > 0 && box.top < innerHeight,
+  };
+}"""
+
+
+def test_tab_reaches_all_controls_of_every_view_and_each_shows_the_focus(
+    model_url: str, visit: Visit
+) -> None:
+    screen = visit(model_url)
+    screen.open("playground")
+    screen.wait_status("open")
+    screen.at("run").click()
+    expect(screen.at("ledger")).to_have_attribute("data-status", "done", timeout=60_000)
+    for view in VIEWS:
+        go_to(screen, view)
+        if view == "runs":
+            expect(screen.at("timeline")).to_be_visible()
+        # The scheduler's numbers come with its first look at the engine.
+        if view == "scheduler":
+            expect(screen.page.locator(".view-scheduler .value").first).to_be_visible()
+        wanted = set(screen.page.evaluate(REACHABLE, CONTROLS))
+        screen.page.evaluate("() => document.activeElement.blur()")
+        screen.page.locator("body").evaluate("(body) => { body.tabIndex = -1; body.focus(); }")
+        reached: set[int] = set()
+        for _ in range(len(wanted) + 5):
+            screen.page.keyboard.press("Tab")
+            stop = screen.page.evaluate(STOP)
+            if stop is None:
+                break  # it left the page: nothing holds it
+            assert stop["isSeen"], (view, stop["html"])
+            reached.add(stop["stop"])
+        else:
+            raise AssertionError(f"{view} does not let Tab go")
+        assert wanted - reached == set(), view
 
 
 def test_the_page_runs_no_code_but_its_own(model_url: str, visit: Visit) -> None:

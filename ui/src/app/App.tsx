@@ -8,7 +8,8 @@ import { model, models, useModel } from "./session";
 import { StatusBar, StatusWord } from "./StatusBar";
 import { theme, THEMES, type Theme } from "./theme";
 
-// Each view is a file of its own, fetched when it is first shown.
+// Each view is a file of its own. After the first one is shown the others are fetched too, so that they can be
+// shown while the server is away.
 const LOADERS: Record<ViewName, () => Promise<{ default: ComponentType }>> = {
   playground: () => import("../playground/PlaygroundView"),
   chat: () => import("../chat/ChatView"),
@@ -37,7 +38,14 @@ async function show(name: ViewName): Promise<void> {
   }
   document.title = `${VIEWS.find((view) => view.name === name)!.title} – agentflow`;
   // After a change of view, the keyboard goes on at the new heading.
-  if (hadOne) requestAnimationFrame(() => document.querySelector<HTMLElement>("main h1")?.focus());
+  requestAnimationFrame(() => {
+    if (hadOne) document.querySelector<HTMLElement>("main h1")?.focus();
+    else setTimeout(fetchAll);
+  });
+}
+
+function fetchAll(): void {
+  for (const load of Object.values(LOADERS)) void load().catch(() => undefined); // shown, it is tried again
 }
 
 export function App() {
@@ -83,7 +91,7 @@ export function App() {
             </button>
           </p>
         )}
-        {now && <now.Component key={now.name} />}
+        {now && !isMissing.value && <now.Component key={now.name} />}
       </main>
       <KeyPrompt />
       <div class="visually-hidden" role="log" aria-label="Announcements" data-testid="announcer">

@@ -21,7 +21,10 @@ export function lineOf(now: ServerStatus): Line | null {
         action: reconnect,
       };
     case "unready":
-      return { text: `The server is not ready: ${now.reason}. The page keeps trying.`, action: reconnect };
+      return {
+        text: `Not ready: ${now.reason.replace(/: try again.*$/, "")}. The page keeps trying.`,
+        action: reconnect,
+      };
     case "key":
       return {
         text: now.wasWrong ? "The server does not accept this API key." : "This server needs an API key.",

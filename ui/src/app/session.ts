@@ -82,7 +82,9 @@ function follow(opened: Session): void {
   else if (now === "lost") status.value = { kind: "lost" };
   else if (now === "closed") {
     session.value = null;
-    status.value = { kind: "ended", reason: opened.error?.message ?? "" };
+    const { error } = opened;
+    const reason = error?.code === "server_lost" ? "the server was away for too long" : (error?.message ?? "");
+    status.value = { kind: "ended", reason };
   } else status.value = { kind: "connecting" };
 }
 

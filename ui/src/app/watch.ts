@@ -20,10 +20,11 @@ export function useWatch(options: Options, receive: (watched: Watched) => void):
   const [problem, setProblem] = useState<string | null>("Waiting for the engine.");
   const newest = useRef(receive);
   newest.current = receive;
+  const hasSeen = useRef(false);
   useSignalEffect(() => {
     const now = session.value;
     if (now === null) {
-      setProblem("Not connected: what is shown is from before.");
+      setProblem(hasSeen.current ? "Not connected: what is shown is from before." : "Not connected.");
       return;
     }
     const abort = new AbortController();
@@ -35,7 +36,9 @@ export function useWatch(options: Options, receive: (watched: Watched) => void):
         for await (const watched of now!.watch({ ...options, signal: abort.signal })) {
           const error = watched.error ?? null;
           setProblem(error && "The engine is restarting: what is shown is from before.");
-          if (error === null) newest.current(watched);
+          if (error !== null) continue;
+          hasSeen.current = true;
+          newest.current(watched);
         }
       } catch (error) {
         if (abort.signal.aborted) return;

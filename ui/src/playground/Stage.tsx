@@ -198,15 +198,23 @@ function Streamed({ call, isWide }: { call: Call; isWide: boolean }) {
     const variable = call.variable.value;
     if (!host.current || !variable) return;
     const text = new StreamText(host.current);
-    text.clear();
-    if (!isWide) return variable.onChange((_, added) => text.append(added));
+    // What an earlier attempt streamed stays until this one replaces it.
+    let isOld = true;
+    const append = (added: string): void => {
+      if (isOld && (added || (variable.done && !variable.error))) {
+        text.clear();
+        isOld = false;
+      }
+      text.append(added);
+    };
+    if (!isWide) return variable.onChange((_, added) => append(added));
     let waiting = "";
     const show = (): void => {
-      if (call.variable.peek() === variable) text.append(waiting);
+      if (call.variable.peek() === variable) append(waiting);
       waiting = "";
     };
     return variable.onChange((_, added) => {
-      if (!waiting && added) inBatch(show);
+      if (!waiting && (added || variable.done)) inBatch(show);
       waiting += added;
     });
   });

@@ -55,7 +55,7 @@ export const EXAMPLES: Readonly<Record<string, Program>> = {
         steps: [gen("judgment", { maxTokens: 56, stop: ["\n"] })],
       },
       { kind: "join", before: "Four judges wrote:", after: "Sum up their judgments in two sentences." },
-      gen("summary", { maxTokens: 72, stop: ["\n"] }),
+      gen("summary", { lead: "In short, the essay", maxTokens: 72, stop: ["\n"] }),
       say("Which grade does the essay deserve: A, B, C or D?"),
       select("grade", ["A", "B", "C", "D"], "The essay deserves grade "),
     ],

@@ -3,10 +3,11 @@ import { Facts } from "../charts/Facts";
 import { percent } from "../charts/numbers";
 import { sharesOf } from "../playground/scores";
 import type { Call } from "./recording";
-import { factsOf } from "./words";
+import { factsOf, textOf } from "./words";
 
 /** `version`: drawn again when it changes. */
 export function CallDetails({ call, lastS }: { call: Call; lastS: number; version: number }) {
+  const text = textOf(call);
   return (
     <section class="panel details call-details" aria-labelledby="call-name" data-testid="call-details">
       <h3 id="call-name">
@@ -20,12 +21,12 @@ export function CallDetails({ call, lastS }: { call: Call; lastS: number; versio
           </p>
         )}
         {call.choices !== null && <Choices choices={call.choices} />}
-        {call.text !== "" && (
+        {text !== "" && (
           <pre class="model-text" tabIndex={0} aria-label="Text">
-            {call.text}
+            {text}
           </pre>
         )}
-        {call.text === "" && call.error === null && <p class="figure-note">No text.</p>}
+        {text === "" && call.error === null && <p class="figure-note">No text.</p>}
       </div>
     </section>
   );

@@ -245,18 +245,23 @@ export function Timeline({ reader, version, focused, onFocus }: Props) {
 }
 
 function Axis({ span, width }: { span: Span; width: number }) {
-  const length = span.toS - span.beginS;
+  const shareOf = (value: number): number => (value - span.beginS) / (span.toS - span.beginS);
   const marks = ticksBetween(span.beginS, span.toS, Math.max(2, Math.floor(width / 90)));
+  const last = marks[marks.length - 1] ?? 0;
+  // At the end of the axis, a time stands to the left of its line, if the time before it leaves room for that.
+  const isTurned = (1 - shareOf(last)) * width < LABEL;
+  const hasRoom = marks.length < 2 || (shareOf(last) - shareOf(marks[marks.length - 2]!)) * width > 2 * LABEL;
   return (
     <>
-      {marks.map((value) => {
-        const share = (value - span.beginS) / length;
-        return (
-          <span key={value} class={(1 - share) * width < LABEL ? "tick is-last" : "tick"} style={{ left: `${share * 100}%` }}>
-            {duration(value)}
-          </span>
-        );
-      })}
+      {(isTurned && !hasRoom ? marks.slice(0, -1) : marks).map((value) => (
+        <span
+          key={value}
+          class={isTurned && value === last ? "tick is-last" : "tick"}
+          style={{ left: `${shareOf(value) * 100}%` }}
+        >
+          {duration(value)}
+        </span>
+      ))}
     </>
   );
 }

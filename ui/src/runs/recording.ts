@@ -34,6 +34,8 @@ export interface Call {
   readonly number: number;
   readonly kind: string;
   readonly name: string;
+  /** The text is the notation of a reply. */
+  readonly isReply: boolean;
   readonly state: RunState;
   readonly sentS: number;
   readyS: number;
@@ -311,6 +313,7 @@ export class RecordingReader {
       number,
       kind,
       name: textOf(op["name"]),
+      isReply: op["reply"] === true,
       state,
       sentS: atS,
       readyS: atS,

@@ -1,5 +1,6 @@
 // Calls in words.
 
+import { ReplySoFar } from "agentflow-client";
 import { counted, duration, percent } from "../charts/numbers";
 import type { Call, RunState, Usage } from "./recording";
 import { isolated, nameOf, outcomeOf, type Outcome } from "./layout";
@@ -9,6 +10,12 @@ const OUTCOMES: Readonly<Record<Outcome, string>> = {
   failed: "failed",
   cancelled: "cancelled",
   open: "without an end",
+};
+
+const FINISHES: Readonly<Record<string, string>> = {
+  eos: "ended by the model (eos)",
+  stop: "ended at a stop string (stop)",
+  length: "reached its maximum of tokens (length)",
 };
 
 /** The share of prompt tokens that were cached, 0 to 1. */
@@ -36,12 +43,30 @@ export function describeCall(call: Call): string {
   return `${labelOf(call)}, ${call.kind}${prompt}, from ${duration(call.readyS)}${endS === null ? "" : ` to ${duration(endS)}`}`;
 }
 
+/** What a call wrote: of a reply its prose, and a line for each tool call. */
+export function textOf(call: Call): string {
+  if (!call.isReply) return call.text;
+  try {
+    const found = new ReplySoFar();
+    found.push(call.text);
+    const { text, toolCalls } = found.now();
+    return [text, ...toolCalls.map((tool) => `${tool.name}(${tool.arguments})`)].filter(Boolean).join("\n");
+  } catch {
+    return call.text; // malformed: shown as it is
+  }
+}
+
 /** What tells a state from its siblings: the first text that was appended to it, or, of a very short one, the first
  * text that was generated in it. */
 export function summaryOf(state: RunState): string {
   const own = state.firstText;
-  const generated = state.calls[0]?.text.slice(0, 200).replace(/\s+/g, " ").trim() ?? "";
-  return own.length > 3 || generated === "" ? own : generated;
+  const [first] = state.calls;
+  if (own.length > 3 || first === undefined) return own;
+  return textOf(first).slice(0, 200).replace(/\s+/g, " ").trim() || own;
+}
+
+function finishOf({ finishReason }: Call): string {
+  return finishReason === null ? "done" : (FINISHES[finishReason] ?? finishReason);
 }
 
 /** The facts about a call, as pairs of a name and a value. */
@@ -50,7 +75,7 @@ export function factsOf(call: Call, lastS: number): [name: string, value: string
   const outcome = outcomeOf(call);
   const facts: [string, string][] = [
     ["State", nameOf(call.state)],
-    ["Outcome", outcome === "done" ? (call.finishReason ?? "done") : OUTCOMES[outcome]],
+    ["Outcome", outcome === "done" ? finishOf(call) : OUTCOMES[outcome]],
   ];
   if (usage !== null) {
     const share = usage.prompt_tokens > 0 ? ` (${percent(cachedShare(usage))})` : "";

@@ -74,7 +74,11 @@ export default function SchedulerView() {
       )}
       <section class="scheduler-part" aria-labelledby="requests">
         <h2 id="requests">Requests</h2>
-        <RequestTable groups={grouped(look.requests)} />
+        {problem && look.requests.length === 0 ? (
+          <p class="empty">{problem}</p>
+        ) : (
+          <RequestTable groups={grouped(look.requests)} />
+        )}
       </section>
       {now !== undefined && (
         <>

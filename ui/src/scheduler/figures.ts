@@ -93,7 +93,7 @@ export function headline(now: Scrape, before: Scrape | null, model: string): Fig
       "KV pool in use",
       kv === null || pool === 0 ? null : kv.inUse / pool,
       percent,
-      `agentflow_kv_tokens${selector({ model, state: "in_use" })} / sum(agentflow_kv_tokens${m})`,
+      `sum(agentflow_kv_tokens${selector({ model, state: "in_use" })}) / sum(agentflow_kv_tokens${m})`,
       kv === null ? undefined : `${count(kv.inUse)} of ${count(pool)} tokens`,
     ),
   ];

@@ -84,7 +84,7 @@ function LiveTree({ maxNodes, onMaxNodes }: { maxNodes: number; onMaxNodes: (mos
 
   return (
     <>
-      {problem && <p class="view-note">{problem}</p>}
+      {problem && layout.rows > 0 && <p class="view-note">{problem}</p>}
       <div class="tree-bar">
         <div class="row">
           <button type="button" aria-pressed={isOutline} onClick={() => setOutline(!isOutline)}>
@@ -141,7 +141,7 @@ function LiveTree({ maxNodes, onMaxNodes }: { maxNodes: number; onMaxNodes: (mos
       </div>
       <div class="panel tree-panel">
         {layout.rows === 0 ? (
-          <p class="empty">The cache is empty: run a program to see its prefixes.</p>
+          <p class="empty">{problem ?? "The cache is empty: run a program to see its prefixes."}</p>
         ) : isOutline ? (
           <TreeOutline
             tree={tree}

@@ -27,7 +27,7 @@ async def program(s: af.State) -> str:
         for label, branch in zip(LABELS, branches, strict=True)
     ]
     s += af.user("Four judges wrote:\n", *found, "Sum up their judgments in two sentences.")
-    s += af.assistant(af.gen("summary", max_tokens=72, stop="\n"))
+    s += af.assistant("In short, the essay", af.gen("summary", max_tokens=72, stop="\n"))
     s += af.user("Which grade does the essay deserve: A, B, C or D?")
     s += af.assistant("The essay deserves grade ", af.select("grade", ["A", "B", "C", "D"]))
     return str(await s["grade"])
