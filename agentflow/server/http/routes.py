@@ -48,6 +48,16 @@ from agentflow.server.openai.models import (
     tokenize,
 )
 from agentflow.server.openai.responses.answer import ResponsesErrorFormat
+from agentflow.server.openai.responses.conversations import (
+    create_conversation,
+    create_items,
+    delete_conversation,
+    delete_item,
+    get_conversation,
+    get_item,
+    list_items,
+    update_conversation,
+)
 from agentflow.server.openai.responses.responses import create_response
 from agentflow.server.openai.responses.stored import (
     cancel_response,
@@ -56,9 +66,15 @@ from agentflow.server.openai.responses.stored import (
     list_input_items,
 )
 from agentflow.server.openai.responses.types import (
+    ConversationAnswer,
+    ConversationItemsRequest,
+    ConversationRequest,
+    ConversationUpdateRequest,
+    DeletedConversation,
     DeletedResponse,
     ItemList,
     ItemQuery,
+    ListedItem,
     ResponseAnswer,
     ResponseQuery,
     ResponseRequest,
@@ -166,6 +182,41 @@ ROUTES = (
         RESPONSES,
         response=ItemList,
         query=ItemQuery,
+    ),
+    ApiRoute(
+        "POST",
+        "/v1/conversations",
+        create_conversation,
+        OPENAI,
+        response=ConversationAnswer,
+        request=ConversationRequest,
+    ),
+    ApiRoute("GET", "/v1/conversations/{id}", get_conversation, OPENAI, response=ConversationAnswer),
+    ApiRoute(
+        "POST",
+        "/v1/conversations/{id}",
+        update_conversation,
+        OPENAI,
+        response=ConversationAnswer,
+        request=ConversationUpdateRequest,
+    ),
+    ApiRoute("DELETE", "/v1/conversations/{id}", delete_conversation, OPENAI, response=DeletedConversation),
+    ApiRoute("GET", "/v1/conversations/{id}/items", list_items, OPENAI, response=ItemList, query=ItemQuery),
+    ApiRoute(
+        "POST",
+        "/v1/conversations/{id}/items",
+        create_items,
+        OPENAI,
+        response=ItemList,
+        request=ConversationItemsRequest,
+    ),
+    ApiRoute("GET", "/v1/conversations/{id}/items/{item_id}", get_item, OPENAI, response=ListedItem),
+    ApiRoute(
+        "DELETE",
+        "/v1/conversations/{id}/items/{item_id}",
+        delete_item,
+        OPENAI,
+        response=ConversationAnswer,
     ),
     ApiRoute(
         "POST",

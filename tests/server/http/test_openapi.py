@@ -132,8 +132,9 @@ def test_a_route_has_its_own_errors() -> None:
 
 def test_what_the_web_server_answers_by_itself_is_there_on_each_path() -> None:
     document = openapi_document(ROUTES)
+    limits = ServerLimits(max_connections=1, idle_timeout_s=60.0)
     with (
-        api_server(server_limits=ServerLimits(max_connections=1), constraints=False) as server,
+        api_server(server_limits=limits, constraints=False) as server,
         httpx2.Client(base_url=server.url) as other,
     ):
         assert other.get("/health/live").status_code == 200  # and keeps its connection

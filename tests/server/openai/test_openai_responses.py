@@ -310,7 +310,6 @@ def test_old_turns_are_left_out_where_that_is_requested(server: ApiServer) -> No
         ({"tools": [WEATHER], "tool_choice": {"type": "mcp"}}, "tool_choice", "unsupported"),
         ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
         ({"background": True, "store": False}, "store", "invalid_value"),
-        ({"conversation": "conv_1"}, "conversation", "unsupported"),
         ({"prompt": {"id": "p"}}, "prompt", "unsupported"),
         (
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}}},

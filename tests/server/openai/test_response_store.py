@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.server.openai.responses.store import ResponseStore, StoredResponse
+from agentflow.server.openai.responses.store import ResponseStore, Stored, StoredConversation, StoredResponse
 
 MOST_BYTES, LIFETIME_S = 20_000, 10.0
 TENANTS = ("a", "b", "c")
@@ -13,6 +13,7 @@ TENANTS = ("a", "b", "c")
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.sampled_from(TENANTS), st.integers(0, 3_000)),
+        st.tuples(st.just("converse"), st.sampled_from(TENANTS), st.integers(0, 1_500)),
         st.tuples(st.just("delete"), st.sampled_from(TENANTS), st.integers(0, 40)),
         st.tuples(st.just("wait"), st.just(""), st.integers(1, 6)),
     ),
@@ -25,29 +26,38 @@ def response(number: int, size: int) -> StoredResponse:
     return StoredResponse(f"resp_{number}", b"x" * size, (), ({"id": f"in_{number}"},), (item,), size)
 
 
+def conversation(number: int, size: int) -> StoredConversation:
+    """Of two that each tenant has, the next version, with the items of the response before it."""
+    items = ({"id": f"msg_{number - 1}"}, {"id": f"own_{number}"})
+    return StoredConversation(f"conv_{number % 2}", 0, {}, items, (), size)
+
+
+def is_there(store: ResponseStore, one: tuple[float, str, Stored]) -> bool:
+    _, tenant, stored = one
+    return stored in (store.find(tenant, stored.id), store.find_conversation(tenant, stored.id))
+
+
 @given(steps=steps)
 def test_it_keeps_what_a_list_would(steps: list[tuple[str, str, int]]) -> None:
     now_s = 0.0
     store = ResponseStore(MOST_BYTES, LIFETIME_S, clock=lambda: now_s)
-    kept: list[tuple[float, str, StoredResponse]] = []
+    kept: list[tuple[float, str, Stored]] = []
 
     def used(tenant: str) -> int:
         return sum(one.num_bytes for _, owner, one in kept if owner == tenant)
 
     for number, (what, tenant, value) in enumerate(steps):
         match what:
-            case "add":
-                added = response(number, value)
-                store.add(tenant, added)
-                kept = [one for one in kept if one[0] > now_s]
+            case "add" | "converse":
+                added: Stored = (response if what == "add" else conversation)(number, value)
+                assert store.add(tenant, added)
+                kept = [one for one in kept if one[0] > now_s and (one[1], one[2].id) != (tenant, added.id)]
                 kept.append((now_s + LIFETIME_S, tenant, added))
                 while sum(map(used, TENANTS)) > MOST_BYTES:
                     most = max(used(one) for one in TENANTS)
                     # Among equals, any; the test does not repeat which.
                     largest = {one for one in TENANTS if used(one) == most}
-                    gone = [
-                        one for one in kept if one[1] in largest and store.find(one[1], one[2].id) is None
-                    ]
+                    gone = [one for one in kept if one[1] in largest and not is_there(store, one)]
                     assert gone
                     assert gone[0] == next(one for one in kept if one[1] == gone[0][1])
                     kept.remove(gone[0])
@@ -55,7 +65,6 @@ def test_it_keeps_what_a_list_would(steps: list[tuple[str, str, int]]) -> None:
                 had = any(
                     one[1] == tenant and one[2].id == f"resp_{value}" and one[0] > now_s for one in kept
                 )
-                store.find(tenant, "")  # drops what has expired
                 assert store.delete(tenant, f"resp_{value}") == had
                 kept = [one for one in kept if (one[1], one[2].id) != (tenant, f"resp_{value}")]
             case _:
@@ -66,5 +75,7 @@ def test_it_keeps_what_a_list_would(steps: list[tuple[str, str, int]]) -> None:
                 found = store.find(other, f"resp_{index}")
                 mine = [one[2] for one in kept if one[1] == other and one[2].id == f"resp_{index}"]
                 assert [found] == (mine or [None])
-                assert (store.find_item(other, f"msg_{index}") is not None) == bool(mine)
+                for item_id in (f"msg_{index}", f"in_{index}", f"own_{index}"):
+                    items = [item["id"] for one in kept if one[1] == other for item in one[2].items]
+                    assert (store.find_item(other, item_id) is not None) == (item_id in items)
         assert store.num_bytes == sum(map(used, TENANTS)) <= MOST_BYTES

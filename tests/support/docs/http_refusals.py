@@ -292,6 +292,15 @@ def an_unknown_response(server: ApiServer, api: Api) -> Response | None:
     return response_to(server, api, method="GET", path="/v1/responses/resp_1") if api is OPENAI else None
 
 
+def an_unknown_conversation(server: ApiServer, api: Api) -> Response | None:
+    if api is ANTHROPIC:
+        return None
+    unknown = response_to(server, api, method="GET", path="/v1/conversations/conv_1")
+    body = {"model": MODEL, "input": "Hello", "conversation": "conv_1"}
+    assert response_to(server, api, body, path="/v1/responses") == unknown
+    return unknown
+
+
 def a_long_wait(_: ApiServer, api: Api) -> Response:
     engine = FakeEngine(max_running=1)
     with api_server(engine, max_wait_s=1e-9, constraints=False) as server, gated(server, api, 2):
@@ -356,6 +365,7 @@ REFUSED: dict[str, Refused] = {
     "too_many_wrong_keys": many_wrong_keys,
     "unknown_model": a_model_that_is_not_mine,
     "unknown_response": an_unknown_response,
+    "unknown_conversation": an_unknown_conversation,
     "unknown_path": lambda server, api: response_to(server, api, method="GET", path=api.path + "/nowhere"),
     "wrong_method": lambda server, api: response_to(server, api, method="PUT"),
     "websocket_required": the_sessions_path,

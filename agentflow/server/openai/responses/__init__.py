@@ -1,5 +1,7 @@
 """OpenAI's Responses API.
 
-``responses`` answers requests, ``items`` translates them into conversations, ``answer`` writes responses and
-their events, ``store`` keeps them for later turns, and ``types`` has their shapes.
+``responses`` answers requests, ``items`` translates them into conversations, and ``answer`` writes responses
+and their events. ``background`` runs those that need no connection. ``store`` keeps responses and
+conversations for later turns, ``stored`` and ``conversations`` give access to them, and ``types`` has all
+shapes.
 """

@@ -147,10 +147,13 @@ class Turns:
         return text
 
 
-def listed(item: msgspec.Raw) -> dict[str, Any]:
-    """An item as it is listed later: with an id, and the content of a message as parts."""
+def listed(item: msgspec.Raw, find: Find) -> dict[str, Any]:
+    """An item as it is listed later: with an id, and the content of a message as parts. A reference becomes
+    what it refers to."""
     shown: dict[str, Any] = msgspec.json.decode(item)
     kind = shown.setdefault("type", "message")
+    if kind == "item_reference":
+        return find(shown["id"]) or shown
     if not shown.get("id"):
         shown["id"] = f"{'msg' if kind == 'message' else 'item'}_{secrets.token_hex(12)}"
     if isinstance(content := shown.get("content"), str):

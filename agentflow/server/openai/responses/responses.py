@@ -1,6 +1,6 @@
 """``POST /v1/responses``: OpenAI's Responses API.
 
-A turn is a conversation of items, or continues a stored response by ``previous_response_id``. Its response is
+A turn is a conversation of items, or continues a stored response or a conversation object. Its response is
 one JSON object or a stream of events, or runs in the background.
 """
 
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -36,10 +37,17 @@ from agentflow.server.openai.request import (
 )
 from agentflow.server.openai.responses.answer import ResponseWriter
 from agentflow.server.openai.responses.background import BackgroundRun, EventLog
+from agentflow.server.openai.responses.conversations import (
+    Turn,
+    append_turn,
+    check_room,
+    conversation_of,
+)
 from agentflow.server.openai.responses.items import Turns, items_of, listed, tool_choice_of, tools_of
 from agentflow.server.openai.responses.store import StoredResponse
 from agentflow.server.openai.responses.stored import send_events, stored_response
 from agentflow.server.openai.responses.types import (
+    ConversationId,
     ObjectFormat,
     ResponseAnswer,
     ResponseRequest,
@@ -51,7 +59,6 @@ _LOGPROBS = "message.output_text.logprobs"
 # The memory of a background response beside what it was sent and its events.
 _RUN_BYTES = 20_000
 _UNSUPPORTED = {
-    "conversation": "continue a response by previous_response_id",
     "moderation": "the server does not moderate",
     "prompt": "the server stores no prompts; send instructions",
 }
@@ -134,16 +141,24 @@ class _Turn:
         self.body = body
         self._tenant, self._responses = call.tenant.name, call.service.responses
         before: tuple[Message, ...] = ()
-        if body.previous_response_id is not None:
+        self._conversation = conversation_of(call, body.conversation)
+        if self._conversation is not None:
+            if body.previous_response_id is not None:
+                raise invalid_field("conversation", "it excludes 'previous_response_id'")
+            before = self._conversation.messages
+        elif body.previous_response_id is not None:
             before = _messages_of(call, body.previous_response_id)
         self._items = items_of(body.input)
         if not self._items and not before:
             raise invalid_field("input", "it is empty: give a text or at least one item")
         model = generator.capabilities.model
-        turns = Turns(before, model, lambda item_id: self._responses.find_item(self._tenant, item_id))
+        find = partial(self._responses.find_item, self._tenant)
+        turns = Turns(before, model, find)
         for number, item in enumerate(self._items):
             turns.add(item, f"input[{number}]")
-        self.input_items = tuple([listed(item) for item in self._items]) if body.store is not False else ()
+        self.input_items = tuple([listed(item, find) for item in self._items])
+        if self._conversation is not None:
+            check_room(len(self._conversation.items) + len(self._items), "conversation")
         self._messages = tuple(turns.messages)
         self._num_before = len(before)
         params = _sampling_of(body, generator)
@@ -162,15 +177,20 @@ class _Turn:
             max_prompt_tokens=call.service.http_limits.max_prompt_tokens,
         )
         answer = _begun(body, model, params)
+        answer.conversation = None if self._conversation is None else ConversationId(self._conversation.id)
         self.writer = ResponseWriter(answer, has_logprobs=params.wants_logprobs)
 
     def store(self, events: EventLog | None = None) -> None:
-        """Keeps the response for later turns, unless ``store`` is false. ``events``: of a background response
-        that is streamed."""
-        if self.body.store is False:
-            return
+        """Keeps the response for later turns, unless ``store`` is false, and appends the turn to its
+        conversation. ``events``: of a background response that is streamed."""
         answer, message = self.writer.answer, self.writer.message()
         has_answer = answer.status in ("completed", "incomplete")
+        output_items = tuple([msgspec.to_builtins(item) for item in answer.output])
+        if self._conversation is not None and has_answer:
+            turn = Turn(self._items, (*self.input_items, *output_items), message)
+            append_turn(self._responses, self._tenant, self._conversation.id, turn)
+        if self.body.store is False:
+            return
         new = [*self._messages[self._num_before :], message]
         self._responses.add(
             self._tenant,
@@ -179,7 +199,7 @@ class _Turn:
                 msgspec.json.encode(answer),
                 (*self._messages, message) if has_answer else (),
                 self.input_items,
-                tuple([msgspec.to_builtins(item) for item in answer.output]),
+                output_items,
                 sum([_num_chars(one) for one in new]),
                 is_background=answer.background,
                 events=events,

@@ -94,6 +94,13 @@ class ResponseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     input: Input = None
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: Annotated[
+        Unread,
+        Meta(
+            description="The id of a conversation, or an object with it.",
+            extra_json_schema={"type": ["string", "object", "null"]},
+        ),
+    ] = None
     max_output_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -132,7 +139,6 @@ class ResponseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: str | None = None
 
     context_management: Annotated[list[None], Meta(max_length=0)] | None = None
-    conversation: Unsupported = None
     moderation: Unsupported = None
     prompt: Unsupported = None
 
@@ -216,6 +222,12 @@ class ResponseFailure(msgspec.Struct, kw_only=True):
     param: str | None
 
 
+class ConversationId(msgspec.Struct):
+    """Names a conversation."""
+
+    id: str
+
+
 class ResponseAnswer(msgspec.Struct, kw_only=True):
     """A response. ``created_at``: Unix time. The fields of the request that have an effect are repeated."""
 
@@ -241,6 +253,7 @@ class ResponseAnswer(msgspec.Struct, kw_only=True):
     top_p: float
     truncation: Literal["auto", "disabled"]
     background: bool = False
+    conversation: ConversationId | None = None
     error: ResponseFailure | None = None
     reasoning: dict[str, None] = msgspec.field(default_factory=lambda: {"effort": None, "summary": None})
     service_tier: str = "default"
@@ -279,3 +292,55 @@ class ItemList(msgspec.Struct, kw_only=True):
     last_id: str | None
     has_more: bool
     object: Literal["list"] = "list"
+
+
+MAX_NEW_ITEMS = 20
+NewItems: TypeAlias = Annotated[
+    list[Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]], Meta(max_length=MAX_NEW_ITEMS)
+]
+Metadata: TypeAlias = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
+
+
+class ConversationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A new conversation."""
+
+    items: NewItems | None = None
+    metadata: Metadata | None = None
+
+
+class ConversationUpdateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Replaces the metadata."""
+
+    metadata: Metadata | None = None
+
+
+class ConversationItemsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Items to append."""
+
+    items: NewItems
+
+
+class ConversationAnswer(msgspec.Struct, kw_only=True):
+    """A conversation without its items. ``created_at``: Unix time."""
+
+    id: str
+    created_at: int
+    metadata: dict[str, str]
+    object: Literal["conversation"] = "conversation"
+
+
+class DeletedConversation(msgspec.Struct, kw_only=True):
+    """What was deleted."""
+
+    id: str
+    object: Literal["conversation.deleted"] = "conversation.deleted"
+    deleted: Literal[True] = True
+
+
+class ListedItem(msgspec.Struct, kw_only=True):
+    """An item, with further fields of its type."""
+
+    id: str
+    type: str
