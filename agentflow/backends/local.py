@@ -5,16 +5,16 @@ imported only when a session opens; nothing else in the frontend needs it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
-from typing import Any, Generic
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from types import MappingProxyType
+from typing import Any, Generic, Literal
 
 from agentflow.errors import ModelError
 from agentflow.protocol.backend import Connection, Deliver, Lost
-from agentflow.protocol.events import Capabilities
 from agentflow.protocol.ops import Op
 from agentflow.protocol.wire import DEFAULT_MODEL
-from agentflow.runtime.generator import ContextT, Generator
+from agentflow.runtime.generator import ContextT, Embedder, Generator
 from agentflow.runtime.interpreter import Interpreter
 from agentflow.runtime.task_group import open_task_group
 
@@ -22,9 +22,9 @@ from agentflow.runtime.task_group import open_task_group
 class _InterpretedConnection(Generic[ContextT]):
     """A ``Connection`` to an interpreter in the same event loop."""
 
-    def __init__(self, interpreter: Interpreter[ContextT], capabilities: Capabilities) -> None:
+    def __init__(self, interpreter: Interpreter[ContextT]) -> None:
         self._interpreter = interpreter
-        self.capabilities = capabilities
+        self.capabilities = interpreter.capabilities
 
     def send(self, ops: Sequence[Op]) -> None:
         for op in ops:
@@ -35,11 +35,14 @@ class _InterpretedConnection(Generic[ContextT]):
 
 
 @asynccontextmanager
-async def interpreted(generator: Generator[ContextT], deliver: Deliver) -> AsyncIterator[Connection]:
-    """Interprets ops with ``generator`` for the duration of the scope, whose end aborts running ops."""
+async def interpreted(
+    generator: Generator[ContextT], deliver: Deliver, embedders: Mapping[str, Embedder] = MappingProxyType({})
+) -> AsyncIterator[Connection]:
+    """Interprets ops with ``generator``, and with ``embedders`` by name, for the duration of the scope, whose
+    end aborts running ops."""
     with ExitStack() as at_the_end:
         async with open_task_group() as group:
-            interpreter = Interpreter(generator, group)
+            interpreter = Interpreter(generator, group, embedders=embedders)
             at_the_end.callback(interpreter.close)
 
             async def pump() -> None:
@@ -49,7 +52,7 @@ async def interpreted(generator: Generator[ContextT], deliver: Deliver) -> Async
 
             group.start_soon(pump)
             try:
-                yield _InterpretedConnection(interpreter, generator.capabilities)
+                yield _InterpretedConnection(interpreter)
             finally:
                 group.cancel_scope.cancel()
 
@@ -58,14 +61,16 @@ class Embedded:
     """An engine in this process, the default of ``af.session()``.
 
     ``model``: a short name (``agentflow models`` lists them), ``OWNER/NAME`` on the Hugging Face hub, a model
-    folder or a GGUF file. A model of the hub is pulled if it is missing. ``dtype``: ``auto``, ``bfloat16``,
-    ``float16`` or ``float32``; ``auto`` is ``bfloat16``, but on a CPU quantised weights of a GGUF file stay
-    as they are. ``quantize``: ``int8`` or ``int4``, for weights that are not quantised. ``device``: ``cpu``,
-    ``cuda``, or None to choose one. ``kv_tokens``: the size of the KV pool in tokens, for the cache and
-    running requests together; None to choose one. ``token_budget``: prompt tokens per step. ``max_running``:
-    requests per batch. ``threads``: CPU threads. ``cache=False`` turns the prefix cache off. ``loras``:
-    adapters (LoRA) as ``NAME=PATH``, and ``adapter``: the name of the one that the session uses. The defaults
-    are those of ``agentflow serve``.
+    folder or a GGUF file. A model of the hub is pulled if it is missing. ``embed_model``: another one, which
+    makes embeddings for ``flow.embed``, in an engine of its own, with the same ``dtype``, ``device`` and
+    ``threads``; or ``task="embed"``: ``model`` itself makes them, and generates nothing. ``dtype``:
+    ``auto``, ``bfloat16``, ``float16`` or ``float32``; ``auto`` is ``bfloat16``, but on a CPU quantised
+    weights of a GGUF file stay as they are. ``quantize``: ``int8`` or ``int4``, for weights that are not
+    quantised. ``device``: ``cpu``, ``cuda``, or None to choose one. ``kv_tokens``: the size of the KV pool in
+    tokens, for the cache and running requests together; None to choose one. ``token_budget``: prompt tokens
+    per step. ``max_running``: requests per batch. ``threads``: CPU threads. ``cache=False`` turns the prefix
+    cache off. ``loras``: adapters (LoRA) as ``NAME=PATH``, and ``adapter``: the name of the one that the
+    session uses. The defaults are those of ``agentflow serve``.
 
     >>> async with af.session(backend=af.Embedded("smollm2-135m", dtype="float32")) as flow:
     ...     grade = await flow.run(judge, essay)
@@ -75,6 +80,8 @@ class Embedded:
         self,
         model: str = DEFAULT_MODEL,
         *,
+        embed_model: str | None = None,
+        task: Literal["generate", "embed"] = "generate",
         dtype: str = "auto",
         quantize: str | None = None,
         device: str | None = None,
@@ -99,7 +106,13 @@ class Embedded:
             "max_unfinished": None,
             "loras": tuple(loras),
             "adapter": adapter,
+            "task": task,
         }
+        shared = ("dtype", "device", "threads", "max_unfinished")
+        self._embedding_options: dict[str, Any] | None = None
+        if embed_model is not None:
+            self._embedding_options = {name: self._options[name] for name in shared}
+            self._embedding_options |= {"model": str(embed_model), "task": "embed"}
 
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
@@ -111,8 +124,11 @@ class Embedded:
                 f"the embedded engine needs the package {error.name!r}: pip install 'agentflow-lm[engine]' "
                 "(`agentflow doctor` names the build of torch that fits), or give the url of a server"
             ) from error
-        async with (
-            open_generator(**self._options) as generator,
-            interpreted(generator, deliver) as connection,
-        ):
-            yield connection
+        async with AsyncExitStack() as stack:
+            # The engine's memory first, because it takes only what that leaves.
+            generator = await stack.enter_async_context(open_generator(**self._options))
+            embedders: dict[str, Embedder] = {}
+            if self._embedding_options is not None:
+                embedder = await stack.enter_async_context(open_generator(**self._embedding_options))
+                embedders[embedder.capabilities.model] = embedder
+            yield await stack.enter_async_context(interpreted(generator, deliver, embedders))

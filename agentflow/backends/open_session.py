@@ -32,12 +32,14 @@ from agentflow.language.program import check_program
 from agentflow.language.session import Session
 from agentflow.language.states.state import State
 from agentflow.protocol.backend import Backend
+from agentflow.protocol.wire import DEFAULT_MODEL
 
 
 def session(
     url: str | None = None,
     *,
     model: str | None = None,
+    embed_model: str | None = None,
     api_key: str | None = None,
     backend: Backend | None = None,
     seed: int | None = None,
@@ -51,7 +53,9 @@ def session(
     ``model``: its name on the server; default: the server's first model. ``api_key``: default: the
     environment variable AGENTFLOW_API_KEY. Without a url, an engine in this process runs ``model``: a short
     name (``agentflow models`` lists them), ``OWNER/NAME`` on the Hugging Face hub, a model folder or a GGUF
-    file; default: ``smollm2-135m``. A model of the hub is pulled if it is missing.
+    file; default: ``smollm2-135m``. A model of the hub is pulled if it is missing. ``embed_model``: the one
+    that makes the embeddings of ``flow.embed``, beside ``model``: without a url it is loaded, too; on a
+    server it is the name of one that it has, by default its first.
 
     ``deadline_s`` and ``output_tokens``: the limits of all states of the session together, from when it is
     entered; beyond them ops fail with ``DeadlineExceeded`` or ``BudgetExceeded``. ``seed``: makes sampling
@@ -63,16 +67,17 @@ def session(
     >>> async with af.session("ws://127.0.0.1:8410", deadline_s=60, output_tokens=5000) as flow:
     ...     grade = await flow.run(judge, essay)
     """
-    for name, value in {"url": url, "model": model, "api_key": api_key}.items():
-        kinds = (str, os.PathLike) if name == "model" else str
+    given = {"url": url, "model": model, "embed_model": embed_model, "api_key": api_key}
+    for name, value in given.items():
+        kinds = (str, os.PathLike) if name.endswith("model") else str
         if value is not None and not isinstance(value, kinds):
             raise BadArgument(f"session: {name} must be a string, not {value!r:.200}")
     if backend is None and _substitute is not None:
-        backend, substitute_record = _substitute(lambda: _chosen_backend(url, model, api_key))
+        backend, substitute_record = _substitute(lambda: _chosen_backend(url, model, embed_model, api_key))
         record = record or substitute_record
     elif backend is None:
-        backend = _chosen_backend(url, model, api_key)
-    elif url is not None or model is not None:
+        backend = _chosen_backend(url, model, embed_model, api_key)
+    elif any(value is not None for value in (url, model, embed_model)):
         raise BadArgument("session: a backend cannot be combined with a url or a model")
     elif not callable(getattr(backend, "connect", None)):
         raise BadArgument(
@@ -114,6 +119,7 @@ async def open_session(
     url: str | None = None,
     *,
     model: str | None = None,
+    embed_model: str | None = None,
     api_key: str | None = None,
     backend: Backend | None = None,
     seed: int | None = None,
@@ -134,6 +140,7 @@ async def open_session(
         session(
             url,
             model=model,
+            embed_model=embed_model,
             api_key=api_key,
             backend=backend,
             seed=seed,
@@ -144,16 +151,18 @@ async def open_session(
     ).open()
 
 
-def _chosen_backend(url: str | None, model: str | None, api_key: str | None) -> Backend:
+def _chosen_backend(
+    url: str | None, model: str | None, embed_model: str | None, api_key: str | None
+) -> Backend:
     url = url or os.environ.get("AGENTFLOW_URL")
     if url is None:
         from agentflow.backends.local import Embedded
 
-        return Embedded(model) if model is not None else Embedded()
+        return Embedded(DEFAULT_MODEL if model is None else model, embed_model=embed_model)
     from agentflow.backends.remote import Remote
 
     api_key = api_key or os.environ.get("AGENTFLOW_API_KEY") or None
-    return Remote(url, api_key=api_key, model=model)
+    return Remote(url, api_key=api_key, model=model, embed_model=embed_model)
 
 
 P = ParamSpec("P")

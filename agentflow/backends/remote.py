@@ -48,7 +48,6 @@ from agentflow.protocol.events import (
     VarFailed,
 )
 from agentflow.protocol.op_table import GRAPH_TICKET, declared, opened
-from agentflow.protocol.ops import GetStats, Op
 from agentflow.protocol.wire import (
     SESSION_PATH,
     TAKEN_OVER,
@@ -75,9 +74,10 @@ class Remote:
 
     ``url``: ``ws://`` or ``wss://`` (``http://`` and ``https://`` mean the same); the path defaults to
     ``/v1/session``. ``api_key`` is sent in the Authorization header. ``model``: its name on the server; None
-    for the first one. ``encoding``: of the frames; ``json`` is readable in a network trace.
-    ``open_timeout_s``: for the first answer. ``keepalive_s``: the client sends a ping after so much silence,
-    and reconnects after as much again. ``ssl_context``: for ``wss``, instead of the default.
+    for the first one. ``embed_model``: of the server's models for embeddings, the one that ``flow.embed``
+    uses. ``encoding``: of the frames; ``json`` is readable in a network trace. ``open_timeout_s``: for the
+    first answer. ``keepalive_s``: the client sends a ping after so much silence, and reconnects after as much
+    again. ``ssl_context``: for ``wss``, instead of the default.
 
     >>> server = af.Remote("ws://127.0.0.1:8410", encoding="json", open_timeout_s=2.5)
     >>> async with af.session(backend=server) as flow:
@@ -90,6 +90,7 @@ class Remote:
         *,
         api_key: str | None = None,
         model: str | None = None,
+        embed_model: str | None = None,
         encoding: Literal["msgpack", "json"] = "msgpack",
         open_timeout_s: float = 10.0,
         keepalive_s: float = 20.0,
@@ -102,6 +103,7 @@ class Remote:
         self.uri = _parsed(url)
         self.url = shown_url(self.uri)
         self.model = model
+        self.embed_model = embed_model
         self.headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self.binary = encoding == "msgpack"
         self.open_timeout_s = open_timeout_s
@@ -120,6 +122,7 @@ class Remote:
         async with open_task_group() as group:
             group.start_soon(connection.run)
             try:
+                connection.capabilities = connection.capabilities.embedding_with(self.embed_model)
                 yield connection
             finally:
                 await connection.leave()
@@ -184,8 +187,7 @@ def _parsed(url: str) -> WebSocketURI:
 
 _Reopen = Callable[[Resume | None], Awaitable[tuple[WebSocket, Welcome]]]
 
-# How long ``leave`` waits for the server.
-_GOODBYE_S = 1.0
+_GOODBYE_S = 1.0  # ``leave`` waits so long for the server
 # How long to keep reading after writing failed: the reason may be among the received bytes.
 _LAST_READ_S = 1.0
 _FIRST_BACKOFF_S = 0.05
@@ -207,8 +209,7 @@ _FINAL_CODES = {
 
 
 class RemoteConnection:
-    """One session from the first ``Welcome`` to the ``Bye``. ``reopen`` opens another websocket; ``url`` is
-    for messages."""
+    """One session, from ``Welcome`` to ``Bye``. ``reopen`` opens a websocket; ``url`` is for messages."""
 
     def __init__(
         self,
@@ -233,18 +234,18 @@ class RemoteConnection:
         self._failure: ErrorInfo | None = None
         self._is_leaving = False
         self._has_ended = anyio.Event()
-        # Shielded, because the Bye must be sent even if the scope around the session is cancelled.
+        # Shielded: the Bye must be sent even if the scope around the session is cancelled.
         self._scope = anyio.CancelScope(shield=True)
 
-    def send(self, ops: Sequence[Op]) -> None:
+    def send(self, sent: Sequence[ops.Op]) -> None:
         """Queues the ops for the next frame."""
         if self._failure is not None:
             raise self._failure.to_exception()
-        encoded = [self._queue.encoded(op) for op in ops]
-        for op, data in zip(ops, encoded, strict=True):
+        encoded = [self._queue.encoded(op) for op in sent]
+        for op, data in zip(sent, encoded, strict=True):
             if self._cursors.submit(op):
                 number = self._queue.add(data)
-                if isinstance(op, GetStats):
+                if isinstance(op, ops.GetStats):
                     self._cursors.unanswered[op.ticket] = number
         self._wake()
 
@@ -380,12 +381,11 @@ class RemoteConnection:
         # No cursor covers an answer that was lost with the connection: ask again.
         for ticket, number in list(self._cursors.unanswered.items()):
             if self._queue.is_acknowledged(number):
-                self.send([GetStats(ticket)])
+                self.send([ops.GetStats(ticket)])
 
 
 def _backoff() -> Iterator[float]:
-    """Seconds to wait before each attempt: 0, then doubling, with jitter so that the clients of a restarted
-    server do not reconnect all at once."""
+    """Seconds before each attempt: 0, then doubling, with jitter, as many clients may lose one server."""
     yield 0.0
     for attempt in itertools.count():
         yield min(_LAST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0)
@@ -411,7 +411,7 @@ class OpQueue:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._sent)
 
-    def encoded(self, op: Op) -> bytes:
+    def encoded(self, op: ops.Op) -> bytes:
         """The encoded op. ``FrameTooLarge`` if it does not fit into a frame, ``BadArgument`` if its text is
         not Unicode."""
         name = type(op).__name__.lower()
@@ -443,7 +443,7 @@ class OpQueue:
             room -= len(data) + 1  # JSON puts a comma between
             taken.append(msgspec.Raw(data))
             self._sent.append(data)
-        return encode(Ops(first, cast("tuple[Op, ...]", tuple(taken))), binary=self._binary)
+        return encode(Ops(first, cast("tuple[ops.Op, ...]", tuple(taken))), binary=self._binary)
 
     def acknowledge(self, ack: int) -> None:
         """The server has accepted the ops up to number ``ack``."""
@@ -492,7 +492,7 @@ class Cursors:
     could not repeat the events of a closed state."""
 
     def __init__(self) -> None:
-        self.unanswered: dict[int, int] = {}  # tickets of GetStats, with the op's number
+        self.unanswered: dict[int, int] = {}  # tickets of ops.GetStats, with the op's number
         self._states: dict[int, _StateCursor] = {}
         self._variables: dict[int, _VariableCursor] = {}
         self._due: list[ops.Close] = []

@@ -174,6 +174,7 @@ class ScriptedGenerator:
             images=True,
             token_ids=False,
             conversations=True,
+            embedding_models=("scripted",),
         )
         self.num_open = 0
         self.num_running = 0

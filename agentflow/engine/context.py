@@ -30,6 +30,8 @@ from agentflow.engine.text.tools import ToolUse, tool_use
 from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.protocol.chat import Conversation, Message
 
+# The estimate until a text is encoded.
+CHARS_PER_TOKEN = 4
 # Rendering one turn costs about as much as encoding this many characters.
 CHARS_PER_TURN = 32
 # Appending this many characters of a conversation costs about as much as encoding one.
@@ -147,6 +149,11 @@ class EngineContext:
     def num_to_encode(self) -> int:
         """The cost of rendering and encoding what was appended, in characters."""
         return self.num_unencoded_chars + CHARS_PER_TURN * self.num_unencoded_turns
+
+    @property
+    def num_guessed_tokens(self) -> int:
+        """Its tokens, by an estimate of those that are not encoded."""
+        return self.tokens.num_settled + self.num_unencoded_chars // CHARS_PER_TOKEN
 
     def mark_encoded(self) -> None:
         """Everything appended so far is encoded."""

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from agentflow.engine.client import EngineClient, OnProgress, RequestObserver
 from agentflow.engine.context import (
+    CHARS_PER_TOKEN,
     EngineContext,
     OutputTokenCache,
     PromptLimits,
@@ -63,8 +64,6 @@ ArgTs = TypeVarTuple("ArgTs")
 MAX_INLINE_CHARS = 4000
 # For each tenant.
 ENCODING_THREADS = 4
-# The estimate until a text is encoded.
-CHARS_PER_TOKEN = 4
 # A text that is probably too long is encoded in pieces of this size, each some tenths of a second.
 PIECE_CHARS = 65_536
 # A shared prefix is computed before its forks ask for it if at least this many of its tokens are missing.
@@ -76,13 +75,12 @@ class EngineGenerator:
     """A ``Generator`` on a running engine. One engine serves many sessions and many of these generators.
 
     ``name``: the model's public name if it differs from the engine's. ``adapter``: the name of a loaded one
-    that its requests use. ``tenant`` separates caches, and
-    ``gate`` limits what the tenant may ask for. ``use_hints=False`` withholds the program's structure from
-    the engine: which requests continue one state, which are siblings, and what will be forked.
+    that its requests use. ``tenant`` separates caches, and ``gate`` limits what the tenant may ask for.
+    ``use_hints=False`` withholds the program's structure from the engine: which requests continue one state,
+    which are siblings, and what will be forked.
     ``compiler``: None if constraints are not supported. ``patience_s``: of requests over HTTP; one that has
     waited so long is admitted before others of its tenant and priority. ``embedding``: of a model that makes
-    embeddings, its prompts.
-    """
+    embeddings, its prompts."""
 
     def __init__(
         self,
@@ -120,6 +118,7 @@ class EngineGenerator:
             max_context=info.max_context,
             watch=True,
             constraints=() if compiler is None else CONSTRAINT_KINDS,
+            embedding_models=(name or info.model,) if info.embedding_size else (),
         )
 
     @property
@@ -274,7 +273,7 @@ class EngineGenerator:
         before it runs."""
         self.check_task(embeds=False)
         self.capabilities.require(constraint)
-        with self._admit(_guessed_tokens(context)) as admitted:
+        with self._admit(context.num_guessed_tokens) as admitted:
             admitted.prompt_tokens = 0  # until the engine has the request
             self.limits.check_length(context.num_unencoded_chars)
             token_ids = await self.prompt_ids(context)
@@ -311,7 +310,7 @@ class EngineGenerator:
         """The log-probability of each token of the context but the first, given all tokens before it, with
         the ``num_top`` likeliest tokens in its place. All tokens are computed, and then cached."""
         self.check_task(embeds=False)
-        with self._admit(_guessed_tokens(context)) as admitted:
+        with self._admit(context.num_guessed_tokens) as admitted:
             admitted.prompt_tokens = 0
             token_ids = await self.prompt_ids(context)
             self._client.check_room(self.tenant.name)
@@ -350,7 +349,7 @@ class EngineGenerator:
         """Scores all choices in one forward pass: the tokens of each that come after what all have in
         common. The one that is chosen is appended with the ids that were scored."""
         self.check_task(embeds=False)
-        with self._admit(_guessed_tokens(context)) as admitted:
+        with self._admit(context.num_guessed_tokens) as admitted:
             admitted.prompt_tokens = 0  # until the engine has the request
             encoded = await self._encode_choices(context, choices)
             self._client.check_room(self.tenant.name)
@@ -595,10 +594,6 @@ def _group_of(program: str) -> int:
     """A number for all its states, in whichever session, that no other task group has: those count from 1."""
     digest = hashlib.blake2b(program.encode("utf-8", "backslashreplace"), digest_size=7).digest()
     return 2**60 + int.from_bytes(digest, "big")
-
-
-def _guessed_tokens(context: EngineContext) -> int:
-    return context.tokens.num_settled + context.num_unencoded_chars // CHARS_PER_TOKEN
 
 
 def _usage(end: Finished) -> Usage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -153,17 +153,19 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
 
 @asynccontextmanager
 async def open_generator(**options: Any) -> AsyncIterator[EngineGenerator]:
-    """A generator for an interpreter: an engine, its chat template, and a compiler of constraints.
-    ``options``: the fields of ``EngineOptions``."""
+    """A generator for an interpreter: an engine, its chat template, and, if it generates text, a compiler of
+    constraints. ``options``: the fields of ``EngineOptions``."""
     chosen = EngineOptions(**options)
     folder = await fetch_model_async(chosen.model)
     name = served_name(chosen.model)
     chosen = replace(chosen, model=str(folder))
     template = ChatTemplate.from_folder(folder)
+    embeds = chosen.task == "embed"
     # The compiler first: its process loads at the same time as the model, and uses only what that leaves.
-    async with constraint_compiler() as compiler, open_engine(chosen) as client:
+    compiling = nullcontext() if embeds else constraint_compiler()
+    async with compiling as compiler, open_engine(chosen) as client:
         logger.info("%s: %s", name, client.info.weights)
-        embedding = read_embedding_folder(folder) if chosen.task == "embed" else None
+        embedding = read_embedding_folder(folder) if embeds else None
         adapter = chosen.adapter
         if adapter and adapter not in client.adapters:
             raise UnknownModel(f"there is no adapter {adapter!r} among loras", param="adapter")

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, TypeVarTuple, Unpack, overload
 
 from agentflow.errors import AgentflowError, BadArgument
+from agentflow.language.batch.embeddings import embed_texts
 from agentflow.language.batch.inputs import Inputs, ItemT, KeyOf, ManyOf, Table
 from agentflow.language.batch.map import (
     DEFAULT_CONCURRENCY,
@@ -30,6 +31,7 @@ from agentflow.language.program import ProgramStream, check_program, execute, na
 from agentflow.language.states.run import Run
 from agentflow.language.states.state import RootState, State
 from agentflow.language.trace import GraphRun
+from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend
 from agentflow.protocol.events import Capabilities, Stats
 from agentflow.protocol.ops import Objective
@@ -232,18 +234,13 @@ class Session(AsyncOnly):
         A
         A
         """
-        show: Show | None = None
-        if progress:
-            from agentflow.language.batch.progress import shown_on_stderr  # imports rich
-
-            show = shown_on_stderr
         return ProgramMap(
             self._link,
             program,
             inputs,
             concurrency=concurrency,
             on_error=on_error,
-            show=show,
+            show=_shown() if progress else None,
             retries=retries,
             resume=resume,
             key=key,
@@ -281,6 +278,64 @@ class Session(AsyncOnly):
         """
         run = Run(self._link, cache_salt=cache_salt, objective=objective, program=program)
         return RootState(run.root)
+
+    @overload
+    async def embed(  # type: ignore[overload-overlap]  # a string is also an iterable of strings
+        self,
+        texts: str,
+        *,
+        model: str | None = ...,
+        dimensions: int | None = ...,
+        prompt: str | None = ...,
+        prompt_name: str | None = ...,
+        progress: bool = ...,
+    ) -> list[float]: ...
+    @overload
+    async def embed(
+        self,
+        texts: Iterable[str],
+        *,
+        model: str | None = ...,
+        dimensions: int | None = ...,
+        prompt: str | None = ...,
+        prompt_name: str | None = ...,
+        progress: bool = ...,
+    ) -> list[list[float]]: ...
+    async def embed(
+        self,
+        texts: str | Iterable[str],
+        *,
+        model: str | None = None,
+        dimensions: int | None = None,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        progress: bool = False,
+    ) -> list[float] | list[list[float]]:
+        """The embedding of a text, or those of several texts in their order, as lists of numbers. Many texts
+        are sent in parts, so that they take bounded memory and leave room for others' requests. Cancelling
+        the call cancels all of it.
+
+        ``model``: one of ``flow.capabilities.embedding_models``; by default the first. ``dimensions``: only
+        so many, the first ones, for models that are trained for it. ``prompt``: put before each text;
+        ``prompt_name``: the model's own prompt of this name instead, such as ``"query"``. ``progress``: shows
+        a bar on stderr.
+
+        ``NotSupported`` if the session has no model that makes embeddings (see ``embed_model`` of
+        ``af.session``), ``UnknownModel`` for another one, ``PromptTooLong`` for a text that is longer than
+        the model takes, ``BadArgument`` for an empty one.
+
+        >>> vectors = await flow.embed(["Plants turn light into sugar.", "Bees make honey."])
+        >>> len(vectors), len(await flow.embed("How do plants eat?", dimensions=32))
+        (2, 32)
+        """
+        link = self._link
+        names = link.capabilities.embedding_models
+        wanted = ops.Embed(
+            0, 0, "", (), model or (names[0] if names else ""), dimensions, prompt, prompt_name
+        )
+        given = [texts] if isinstance(texts, str) else list(texts)
+        vectors = await embed_texts(link, given, wanted, _shown() if progress else None)
+        return vectors[0] if isinstance(texts, str) else vectors
 
     def limit(self, *, deadline_s: float | None = None, output_tokens: int | None = None) -> None:
         """Limits all states of the session, from now on, to ``deadline_s`` seconds and to ``output_tokens``
@@ -345,3 +400,9 @@ class Session(AsyncOnly):
         >>> flow.check_alive()
         """
         self._link.check_alive()
+
+
+def _shown() -> Show:
+    from agentflow.language.batch.progress import shown_on_stderr  # imports rich
+
+    return shown_on_stderr

@@ -11,7 +11,15 @@ from typing import Literal
 
 import msgspec
 
-from agentflow.errors import AgentflowError, NotSupported, Overloaded, RunFailed, from_code, shortened
+from agentflow.errors import (
+    AgentflowError,
+    NotSupported,
+    Overloaded,
+    RunFailed,
+    UnknownModel,
+    from_code,
+    shortened,
+)
 from agentflow.protocol.constraint import Constraint, ConstraintKind
 
 
@@ -31,7 +39,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """The features of a generator. Ops that need others are rejected before anything runs."""
+    """The features of a generator. Ops that need others are rejected before anything runs.
+    ``embedding_models``: those that make embeddings, the default one first."""
 
     model: str
     roles: bool = True
@@ -44,6 +53,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     token_ids: bool = True
     conversations: bool = False
     watch: bool = False
+    embedding_models: tuple[str, ...] = ()
 
     def require_conversations(self) -> None:
         """Raises ``NotSupported`` if the backend does not accept whole conversations."""
@@ -58,6 +68,25 @@ class Capabilities(msgspec.Struct, frozen=True):
                     f"{self.model} does not support constraints of the kind {part.kind!r} "
                     f"(supported: {', '.join(self.constraints) or 'none'})"
                 )
+
+    def require_embeddings(self, model: str = "") -> None:
+        """Raises ``NotSupported`` if the backend makes no embeddings, ``UnknownModel`` if not with this model
+        (empty: the default one)."""
+        if not self.embedding_models:
+            raise NotSupported(
+                f"{self.model} makes no embeddings: give the session an embed_model, or serve one beside it"
+            )
+        if model and model not in self.embedding_models:
+            known = ", ".join(self.embedding_models)
+            raise UnknownModel(f"no model {model[:200]!r} makes embeddings here (there are: {known})")
+
+    def embedding_with(self, model: str | None) -> Capabilities:
+        """These, with ``model`` as the default one for embeddings. Errors as ``require_embeddings``."""
+        if model is None:
+            return self
+        self.require_embeddings(model)
+        names = dict.fromkeys((model, *self.embedding_models))
+        return msgspec.structs.replace(self, embedding_models=tuple(names))
 
     def require_images(self) -> None:
         """Raises ``NotSupported`` if the model has no vision."""

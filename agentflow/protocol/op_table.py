@@ -235,6 +235,13 @@ OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
         label=lambda op, names: f"{op.name} = {_parts_label(op, names)}",
     ),
     ops.Read: _step(outcome="read", require=_require_read),
+    ops.Embed: _step(
+        outcome="computed",
+        check=ops.check_embed,
+        require=lambda op, capabilities: capabilities.require_embeddings(op.model),
+        num_bytes=lambda op: texts_bytes((*op.texts, op.prompt or "")),
+        label=lambda op, names: f"embed {len(op.texts)} texts",
+    ),
     ops.Done: OpSpec(is_content=True, in_graph=True, outcome="reached"),
     ops.Expect: OpSpec(is_content=True, in_graph=True, outcome="provided"),
     ops.Provide: OpSpec(),

@@ -52,6 +52,9 @@ Objective = Literal["latency", "throughput"]
 ReadWhat = Literal["text", "token_ids", "tokens"]
 
 MAX_CHOICES = 1000
+MAX_EMBED_TEXTS = 256
+MAX_EMBED_CHARS = 200_000
+"""Of all texts of an ``Embed``, each with its prompt; a single text may have more."""
 MAX_SALT_CHARS = 256
 MAX_TRACE_CHARS = 256
 WATCH_INTERVALS_S = (0.1, 60.0)
@@ -180,6 +183,23 @@ class Read(_Op, frozen=True):
     var: int
     name: str
     what: ReadWhat
+
+
+class Embed(_Op, frozen=True):
+    """Sets variable ``var`` to the embeddings of ``texts``, in their order: a JSON list of strings, each of
+    which has the float32 values (little-endian) of one embedding in base64. Appends nothing. A sealed state
+    may have one. ``model``: one of ``Capabilities.embedding_models``; empty for the first. ``dimensions``:
+    only so many, the first ones. ``prompt``: put before each text; ``prompt_name``: the model's prompt of
+    this name instead."""
+
+    state: int
+    var: int
+    name: str
+    texts: tuple[str, ...]
+    model: str = ""
+    dimensions: int | None = None
+    prompt: str | None = None
+    prompt_name: str | None = None
 
 
 class Done(_Op, frozen=True):
@@ -318,7 +338,7 @@ class Peek(_Op, frozen=True):
     node: int
 
 
-Declaring = Gen | Select | Set | Read | Done | Expect
+Declaring = Gen | Select | Set | Read | Embed | Done | Expect
 """Ops that declare a variable."""
 Op = (
     Open
@@ -421,6 +441,27 @@ def check_limit(deadline_s: float | None, output_tokens: int | None) -> None:
         raise BadArgument(
             f"limit: output_tokens must be a whole number, not {output_tokens!r}", param="output_tokens"
         )
+
+
+def check_embed(op: Embed) -> None:
+    """Raises ``BadArgument`` for texts or options that no ``Embed`` can have."""
+    if not 1 <= len(op.texts) <= MAX_EMBED_TEXTS:
+        raise BadArgument(f"embed: 1 to {MAX_EMBED_TEXTS} texts, not {len(op.texts):,}", param="texts")
+    if not all(op.texts):
+        raise BadArgument(f"embed: text {op.texts.index('')} is empty: leave it out", param="texts")
+    num_chars = sum(map(len, op.texts)) + len(op.texts) * len(op.prompt or "")
+    if len(op.texts) > 1 and num_chars > MAX_EMBED_CHARS:
+        raise BadArgument(
+            f"embed: several texts have at most {MAX_EMBED_CHARS:,} characters together, not {num_chars:,}: "
+            "send them in several ops",
+            param="texts",
+        )
+    if op.dimensions is not None and not is_whole(op.dimensions, 1, MAX_INT):
+        raise BadArgument(
+            f"embed: dimensions must be a whole number above 0, not {op.dimensions!r}", param="dimensions"
+        )
+    if op.prompt is not None and op.prompt_name is not None:
+        raise BadArgument("embed: give either prompt or prompt_name", param="prompt_name")
 
 
 def check_choices(name: str, choices: Sequence[str]) -> None:

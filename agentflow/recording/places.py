@@ -8,7 +8,7 @@ fork tree, and the position in the state's stream. ``ForkTree`` follows the ops 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -226,6 +226,9 @@ def difference(recorded: Content, sent: Content) -> tuple[str, str]:
             return f"text {shortened(texts[0], at)}", f"text {shortened(texts[1], at)}"
     left, right = _flat(one), _flat(other)
     names = [name for name in left | right if left.get(name) != right.get(name)]
+    if recorded.kind == "embed" and "texts" in names:
+        at = _first_difference(left["texts"], right["texts"])
+        left["texts"], right["texts"] = left["texts"][at:], right["texts"][at:]
     if not names or set(names) & {"children", "name", "role"}:
         return describe(recorded), describe(sent)
     return _with(recorded, left, names), _with(sent, right, names)
@@ -261,6 +264,6 @@ def _value(value: Any) -> str:
     return shortened(value) if isinstance(value, str) else shortened(repr(value))[1:-1]
 
 
-def _first_difference(one: str, other: str) -> int:
+def _first_difference(one: Sequence[str], other: Sequence[str]) -> int:
     pairs = zip(one, other, strict=False)
     return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -125,9 +125,17 @@ class View(Protocol):
         """Working on a snapshot took so much processor time of the event loop: the next ones come later."""
 
 
-class Generator(Protocol[ContextT]):
-    """Generates text with one model. All methods run in the event loop. Cancelling an async method aborts the
-    work that it started."""
+class Embedder(Protocol):
+    """Makes embeddings with one model."""
+
+    async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embedded:
+        """The embeddings of texts. Cancelling it aborts the work. ``BadArgument`` if the model generates
+        text."""
+
+
+class Generator(Embedder, Protocol[ContextT]):
+    """Generates text with one model, or makes embeddings with it. All methods run in the event loop.
+    Cancelling an async method aborts the work that it started."""
 
     capabilities: Capabilities
 
@@ -178,9 +186,6 @@ class Generator(Protocol[ContextT]):
 
     async def score(self, context: ContextT, choices: Sequence[str], method: str) -> Scored:
         """Appends the choice with the highest score after the context."""
-
-    async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embedded:
-        """The embeddings of texts. ``BadArgument`` if the model generates text."""
 
     async def fork(self, context: ContextT, count: int) -> list[ContextT]:
         """``count`` contexts that continue from here and share the prefix."""

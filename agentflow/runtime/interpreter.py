@@ -11,16 +11,19 @@ the other states continue. Only an error that belongs to no state ends the sessi
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Generic, Literal
 
 import anyio
 import anyio.lowlevel
 import msgspec
 from anyio.abc import TaskGroup
+from msgspec.structs import replace
 
 from agentflow.errors import (
     AgentflowError,
@@ -35,7 +38,7 @@ from agentflow.errors import (
 )
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation, ToolSpec
-from agentflow.protocol.events import MAX_CAUSES, ErrorInfo, Usage, Value
+from agentflow.protocol.events import Capabilities, ErrorInfo, Usage, Value
 from agentflow.protocol.op_table import (
     OP_BYTES,
     OPS,
@@ -47,7 +50,7 @@ from agentflow.protocol.op_table import (
     spec_of,
 )
 from agentflow.protocol.transform import apply_in_turn
-from agentflow.runtime.generator import ContextT, Generator, StateHint
+from agentflow.runtime.generator import ContextT, Embedder, EmbeddingOptions, Generator, StateHint
 from agentflow.runtime.limits import (
     FORKED_CHAR_BYTES,
     TURN_CHARS,
@@ -59,6 +62,7 @@ from agentflow.runtime.limits import (
     deadline_exceeded,
     deadline_of,
     spend,
+    text_bytes,
     variable_bytes,
 )
 from agentflow.runtime.observation import StatsAnswers, WatchAnswers
@@ -70,7 +74,9 @@ from agentflow.runtime.state_tree import (
     StateTree,
     VariableRecord,
     derived_error,
+    drop_tracebacks,
     root_cause,
+    with_place,
 )
 
 logger = logging.getLogger(__name__)
@@ -87,7 +93,8 @@ _NUMBERED = {str(kind.__struct_config__.tag) for kind, spec in OPS.items() if sp
 class Interpreter(Generic[ContextT]):
     """Runs the ops of a session with ``generator``; ``events`` has the results. ``task_group`` owns all
     tasks: cancel it to end the session, then call ``close``. ``memory`` counts the memory of the session.
-    ``hides_faults``: clients see only an id for faults of the backend, which the log explains."""
+    ``hides_faults``: clients see only an id for faults of the backend, which the log explains.
+    ``embedders``: models beside the generator's own that make embeddings, by name."""
 
     def __init__(
         self,
@@ -96,8 +103,10 @@ class Interpreter(Generic[ContextT]):
         memory: MemoryBudget | None = None,
         *,
         hides_faults: bool = False,
+        embedders: Mapping[str, Embedder] = MappingProxyType({}),
     ) -> None:
         self._hides_faults = hides_faults
+        self._embedders = {**dict.fromkeys(generator.capabilities.embedding_models, generator), **embedders}
         self.events = EventCursor()
         self._memory = MemoryBudget() if memory is None else memory
         self._memory_of_rejected = MemoryBudget(REJECTED_BYTES, "of rejected ops, this session may hold")
@@ -107,9 +116,15 @@ class Interpreter(Generic[ContextT]):
             self.events, self._memory, free=generator.free, kick=self._kick
         )
         self._variables: dict[int, VariableRecord] = {}
-        self._ops = _OpExecution(generator, self._variables, self._memory, self._start_child)
+        self._ops = _OpExecution(generator, self._embedders, self._variables, self._memory, self._start_child)
         self._stats = StatsAnswers(generator, task_group, self.events)
         self._watch = WatchAnswers(generator, task_group, self.events, self._memory)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the generator, and the models that make embeddings."""
+        own, names = self._generator.capabilities, tuple(self._embedders)
+        return own if own.embedding_models == names else replace(own, embedding_models=names)
 
     def submit(self, op: ops.Op | ops.Rejected) -> None:
         """Accepts an op, without waiting for it to run. A rejected op fails its state. Raises an error that
@@ -251,7 +266,7 @@ class Interpreter(Generic[ContextT]):
         can_begin = state.has_begun or state.parent is not None
         if isinstance(op.error, Overloaded) or not can_begin:
             # At once, because waiting ops take room.
-            self._states.end(state, _with_place(op.error, state, number_here))
+            self._states.end(state, with_place(op.error, state, number_here))
         else:
             state.pending.append(PendingOp(op, Reservation(self._memory_of_rejected, OP_BYTES), number_here))
             self._kick(state)
@@ -318,7 +333,7 @@ class Interpreter(Generic[ContextT]):
             case op:
                 spec = spec_of(op)
                 spec.check(op)
-                spec.require(op, self._generator.capabilities)
+                spec.require(op, self.capabilities)
                 await self._ops.execute(state, pending)
 
     def _start_child(
@@ -354,8 +369,8 @@ class Interpreter(Generic[ContextT]):
         self, state: StateRecord[ContextT], pending: PendingOp[ContextT], error: AgentflowError
     ) -> None:
         """Fails an op: its variable (with the error itself), its state, and its task group."""
-        _drop_tracebacks(error)
-        error = _with_place(error, state, pending.number)
+        drop_tracebacks(error)
+        error = with_place(error, state, pending.number)
         variable = self._variables.get(pending.op.var) if isinstance(pending.op, ops.Declaring) else None
         if variable is not None:
             variable.fail(error)
@@ -417,17 +432,19 @@ MAX_OP_CHARS = 8 * 1024 * 1024
 
 
 class _OpExecution(Generic[ContextT]):
-    """Executes ops with ``generator``. ``start_child`` takes the context of a forked state, with its memory
-    and its number of characters."""
+    """Executes ops with ``generator``, and embeddings with ``embedders``, the default one first.
+    ``start_child`` takes the context of a forked state, with its memory and its number of characters."""
 
     def __init__(
         self,
         generator: Generator[ContextT],
+        embedders: Mapping[str, Embedder],
         variables: Mapping[int, VariableRecord],
         memory: MemoryBudget,
         start_child: Callable[[StateRecord[ContextT], ContextT, Reservation, int], None],
     ) -> None:
         self._generator = generator
+        self._embedders = embedders
         self._variables = variables
         self._memory = memory
         self._start_child = start_child
@@ -445,6 +462,8 @@ class _OpExecution(Generic[ContextT]):
                 _complete(variable, await self._resolved(op.parts, pending.sources), "set")
             case ops.Read():
                 await self._read(op, state, pending)
+            case ops.Embed():
+                await self._embed(op)
             case _ if context is None:
                 raise StateClosed(f"state {state.id} was sealed: nothing can be appended to it")
             case ops.Text():
@@ -505,7 +524,7 @@ class _OpExecution(Generic[ContextT]):
             error = StateClosed(
                 f"the content of sealed state {state.id} was dropped to make room for newer ones"
             )
-            self._variables[op.var].fail(_with_place(error, state, pending.number))
+            self._variables[op.var].fail(with_place(error, state, pending.number))
             return
         if op.what == "token_ids":
             text = json.dumps(await self._generator.token_ids(context))
@@ -514,6 +533,16 @@ class _OpExecution(Generic[ContextT]):
         else:
             text = self._generator.text(context)
         _complete(self._variables[op.var], text, "read")
+
+    async def _embed(self, op: ops.Embed) -> None:
+        variable = self._variables[op.var]  # before the wait, in which its state may be closed
+        embedder = self._embedders[op.model or next(iter(self._embedders))]
+        options = EmbeddingOptions(op.prompt, op.prompt_name, op.dimensions)
+        tokens = Reservation(self._memory, sum(text_bytes(text, len(op.prompt or "")) for text in op.texts))
+        made = await embedder.embed(op.texts, options)
+        del tokens
+        text = json.dumps([base64.b64encode(vector).decode("ascii") for vector in made.vectors])
+        variable.complete(Value(op.var, 0, text, "embedded", made.usage))
 
     async def _generate(self, state: StateRecord[ContextT], context: ContextT, op: ops.Gen) -> None:
         params = clipped(op.params, state.budgets)
@@ -568,22 +597,3 @@ def _num_chars_of(tools: Sequence[ToolSpec]) -> int:
 
 def _complete(variable: VariableRecord, text: str, reason: str) -> None:
     variable.complete(Value(variable.id, 0, text, reason, Usage()))
-
-
-def _with_place(error: AgentflowError, state: StateRecord[ContextT], number: int | None) -> AgentflowError:
-    """The error with its place; a copy if it already has one, because an exception may fail several ops."""
-    if number is not None:
-        if error.place is not None:
-            error = ErrorInfo.of(error).to_exception()
-        error.place = state.id, number
-    return error
-
-
-def _drop_tracebacks(error: BaseException) -> None:
-    """Drops the tracebacks of an error that is stored, which keep the locals of all their frames alive."""
-    link: BaseException | None = error
-    for _ in range(MAX_CAUSES):
-        if link is None:
-            return
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__

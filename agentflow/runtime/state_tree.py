@@ -23,6 +23,7 @@ from agentflow.errors import AgentflowError, Cancelled, Overloaded, ProtocolErro
 from agentflow.protocol import ops
 from agentflow.protocol.chat import read_reply
 from agentflow.protocol.events import (
+    MAX_CAUSES,
     Delta,
     ErrorInfo,
     Event,
@@ -519,3 +520,22 @@ def root_cause(error: AgentflowError) -> BaseException:
     variables would grow without bound."""
     is_derived = isinstance(error, RunFailed | Cancelled) and error.__cause__ is not None
     return (error.__cause__ or error) if is_derived else error
+
+
+def with_place(error: AgentflowError, state: StateRecord[ContextT], number: int | None) -> AgentflowError:
+    """The error with its place; a copy if it already has one, because an exception may fail several ops."""
+    if number is not None:
+        if error.place is not None:
+            error = ErrorInfo.of(error).to_exception()
+        error.place = state.id, number
+    return error
+
+
+def drop_tracebacks(error: BaseException) -> None:
+    """Drops the tracebacks of an error that is stored, which keep the locals of all their frames alive."""
+    link: BaseException | None = error
+    for _ in range(MAX_CAUSES):
+        if link is None:
+            return
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__

@@ -239,6 +239,7 @@ async def _session(socket: WebSocket) -> None:
         socket,
         service.sessions,
         find,
+        lambda: service.models.embedders(tenant),
         tenant=tenant.name,
         is_valid=is_valid,
         subprotocol=SUBPROTOCOL if SUBPROTOCOL in offered else None,

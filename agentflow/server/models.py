@@ -25,7 +25,7 @@ from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import Overloaded, UnknownModel
-from agentflow.runtime.generator import Generator
+from agentflow.runtime.generator import Embedder, Generator
 from agentflow.server.metrics.request_spans import request_spans
 from agentflow.server.tenants.rate_limit import TenantGate
 
@@ -353,6 +353,10 @@ class Models:
         if name is not None:
             return self.find(name, tenant)
         return next((model for model in self.seen_by(tenant) if model.makes_embeddings), None)
+
+    def embedders(self, tenant: Tenant) -> dict[str, Embedder]:
+        """The tenant's models that make embeddings, by name."""
+        return {one.name: one.generator(tenant) for one in self.seen_by(tenant) if one.makes_embeddings}
 
     def seen_by(self, tenant: Tenant) -> list[Model]:
         """The models that the tenant may use, those with adapters (``MODEL:ADAPTER``) last."""

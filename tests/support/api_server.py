@@ -31,6 +31,7 @@ from agentflow.server.tenants.keys import Tenants
 from agentflow.server.tenants.rate_limit import TenantGate
 
 MODEL = "fake"
+EMBEDDER = "embedder"
 ResultT = TypeVar("ResultT")
 
 
@@ -99,8 +100,10 @@ def api_server(
     hosts: tuple[str, ...] | None = None,
     has_page: bool = True,
     embedding: EmbeddingFolder | None = None,
+    embedder: FakeEngine | None = None,
 ) -> Iterator[ApiServer]:
-    """A server on a free port, whose only model is called ``fake``. ``gate``: what its tenants' requests pass
+    """A server on a free port, whose model is called ``fake``. ``embedder``: the engine of another model, of
+    this name. ``embedding``: of the one that makes embeddings. ``gate``: what its tenants' requests pass
     through. ``constraints``: with a process that compiles them and runs ``compile_loader``. ``hosts``: names
     that it is known by."""
     engine = engine or FakeEngine()
@@ -123,7 +126,11 @@ def api_server(
                 max_wait_s=max_wait_s,
                 embedding=embedding,
             )
-            yield Models([model], compiler, gate)
+            models = [model]
+            if embedder is not None:
+                other = await stack.enter_async_context(embedder.open_client())
+                models.append(EngineModel(EMBEDDER, other, template, gate=gate, embedding=embedding))
+            yield Models(models, compiler, gate)
 
     async def run() -> AbstractAsyncContextManager[RunningServer]:
         access = Access(tenants or Tenants(), allowed_hosts=hosts, has_page=has_page)

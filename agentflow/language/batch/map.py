@@ -60,9 +60,9 @@ slow run must not stall the others at once, and a slow reader must not fill the 
 
 @dataclass
 class Tally:
-    """The progress of a map. ``total``: the number of inputs, if known. ``usage``: the sum over ended
-    runs. ``num_retries``: the attempts after the first ones. ``num_resumed``: of those done, how many an
-    earlier map had done."""
+    """The progress of a map, or of another call with this ``name``. ``total``: the number of inputs, if
+    known. ``usage``: the sum over ended runs. ``num_retries``: the attempts after the first ones.
+    ``num_resumed``: of those done, how many an earlier map had done."""
 
     total: int | None = None
     num_done: int = 0
@@ -70,6 +70,7 @@ class Tally:
     usage: Usage = field(default_factory=Usage)
     num_retries: int = 0
     num_resumed: int = 0
+    name: str = "map"
 
 
 Show: TypeAlias = Callable[[Tally], AbstractContextManager[Callable[[], None]]]

@@ -1,6 +1,6 @@
-"""The progress of a map: in a terminal one line on stderr with a bar, redrawn as it changes; in a notebook a
-line below the cell; elsewhere (a log, a pipe) a plain line every half minute and one at the end. Imports
-rich, so it is imported when first used."""
+"""The progress of a map or of embeddings: in a terminal one line on stderr with a bar, redrawn as it changes;
+in a notebook a line below the cell; elsewhere (a log, a pipe) a plain line every half minute and one at the
+end. Imports rich, so it is imported when first used."""
 
 from __future__ import annotations
 
@@ -81,6 +81,7 @@ class MapProgress:
     """The line, in a form that rich can draw in any width."""
 
     def __init__(self, tally: Tally, clock: Callable[[], float]) -> None:
+        self.name = tally.name
         self._tally = tally
         self._clock = clock
         self._began_s = clock()
@@ -184,7 +185,7 @@ class _Lines:
 
     def print(self) -> None:
         self._next_s = self._clock() + S_BETWEEN_LINES
-        text = f"map: {', '.join(self._progress.parts().values())}"
+        text = f"{self._progress.name}: {', '.join(self._progress.parts().values())}"
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 

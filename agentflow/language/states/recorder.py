@@ -164,6 +164,18 @@ class Recorder:
         self._record(ops.Read(self._state.id, node.id, node.name, what))
         return Variable(node)
 
+    def embed(
+        self, texts: Sequence[str], wanted: ops.Embed, value_type: ValueType
+    ) -> Variable[list[list[float]]]:
+        """Records a hidden variable with the embeddings of the texts. ``wanted``: the options."""
+        node = self._declare("embed()", value_type, is_shown=False)
+        self._record(
+            msgspec.structs.replace(
+                wanted, state=self._state.id, var=node.id, name=node.name, texts=tuple(texts)
+            )
+        )
+        return Variable(node)
+
     def _add_text(self, piece: str | Expression) -> None:
         self._text.append(self._part(piece))
         self._append_entry(piece)

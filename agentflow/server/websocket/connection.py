@@ -15,7 +15,7 @@ client receives more events per frame.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Generic, NoReturn, TypeAlias
 
 import anyio
@@ -47,7 +47,7 @@ from agentflow.protocol.wire import (
     frame_name,
     op_reader,
 )
-from agentflow.runtime.generator import ContextT, Generator
+from agentflow.runtime.generator import ContextT, Embedder, Generator
 from agentflow.server.websocket.frames import check_frame, event_frames
 from agentflow.server.websocket.sessions import IsValid, ServedSession, Sessions, always_valid, revoked
 
@@ -76,6 +76,8 @@ PROTOCOL_VIOLATIONS = {1002, 1007, 1009}
 
 FindGenerator: TypeAlias = Callable[[str | None], Generator[ContextT]]
 """Finds the generator of a model, or of the default one for None. ``UnknownModel``."""
+FindEmbedders: TypeAlias = Callable[[], Mapping[str, Embedder]]
+"""Finds all models that make embeddings, by name."""
 
 
 class WsSession(Generic[ContextT]):
@@ -87,6 +89,7 @@ class WsSession(Generic[ContextT]):
         socket: WebSocket,
         sessions: Sessions[ContextT],
         find_generator: FindGenerator[ContextT],
+        find_embedders: FindEmbedders = dict,
         *,
         tenant: str = "",
         is_valid: IsValid = always_valid,
@@ -96,6 +99,7 @@ class WsSession(Generic[ContextT]):
         self._subprotocol = subprotocol
         self._sessions = sessions
         self._find_generator = find_generator
+        self._find_embedders = find_embedders
         self._tenant = tenant
         self._is_valid = is_valid
         self._limits = sessions.limits
@@ -160,7 +164,11 @@ class WsSession(Generic[ContextT]):
         if hello.resume is None:
             generator = self._find_generator(hello.model)
             return await self._sessions.open(
-                generator, self._scope, tenant=self._tenant, is_valid=self._is_valid
+                generator,
+                self._scope,
+                self._find_embedders(),
+                tenant=self._tenant,
+                is_valid=self._is_valid,
             )
         return await self._sessions.resume(
             hello.resume, self._scope, tenant=self._tenant, is_valid=self._is_valid

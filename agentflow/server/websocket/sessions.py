@@ -10,8 +10,9 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from types import MappingProxyType
 from typing import Any, Generic
 
 import anyio
@@ -29,7 +30,7 @@ from agentflow.errors import (
 )
 from agentflow.protocol.ops import Op, Rejected
 from agentflow.protocol.wire import Resume, UnreadOps
-from agentflow.runtime.generator import ContextT, Generator
+from agentflow.runtime.generator import ContextT, Embedder, Generator
 from agentflow.runtime.interpreter import Interpreter
 from agentflow.runtime.limits import MemoryBudget, TenantMemory, part_of
 from agentflow.runtime.task_group import open_task_group
@@ -64,13 +65,14 @@ class ServedSession(Generic[ContextT]):
         tenant: str,
         memory: MemoryBudget,
         is_valid: IsValid = always_valid,
+        embedders: Mapping[str, Embedder] = MappingProxyType({}),
     ) -> None:
         self.tenant = tenant
         self.is_valid = is_valid
-        self.capabilities = generator.capabilities
         self.id = secrets.token_urlsafe(12)
         self.secret = secrets.token_urlsafe(32)
-        self.interpreter = Interpreter(generator, tasks, memory, hides_faults=True)
+        self.interpreter = Interpreter(generator, tasks, memory, hides_faults=True, embedders=embedders)
+        self.capabilities = self.interpreter.capabilities
         self.num_taken = 0
         self.has_ended = False
         self.failure: AgentflowError | None = None
@@ -192,11 +194,13 @@ class Sessions(Generic[ContextT]):
         self,
         generator: Generator[ContextT],
         holder: anyio.CancelScope,
+        embedders: Mapping[str, Embedder] = MappingProxyType({}),
         *,
         tenant: str = "",
         is_valid: IsValid = always_valid,
     ) -> ServedSession[ContextT]:
-        """Opens a session. ``Overloaded`` if there are too many, or the tenant has too many."""
+        """Opens a session. ``embedders``: as of the interpreter. ``Overloaded`` if there are too many, or the
+        tenant has too many."""
         if len(self._sessions) >= self.limits.max_sessions:
             raise Overloaded(
                 f"the server has {self.limits.max_sessions} open sessions, which is its limit: "
@@ -208,7 +212,7 @@ class Sessions(Generic[ContextT]):
                 f"this tenant has {most} open sessions, which is the limit for one: try again later"
             )
         session: ServedSession[ContextT] = await self._tasks.start(
-            self._run, generator, holder, tenant, is_valid
+            self._run, generator, embedders, holder, tenant, is_valid
         )
         return session
 
@@ -246,6 +250,7 @@ class Sessions(Generic[ContextT]):
     async def _run(
         self,
         generator: Generator[ContextT],
+        embedders: Mapping[str, Embedder],
         holder: anyio.CancelScope,
         tenant: str,
         is_valid: IsValid,
@@ -260,7 +265,7 @@ class Sessions(Generic[ContextT]):
                     within=self._memory.of(tenant),
                     free_bytes=self.limits.sessions_bytes // (2 * self.limits.max_sessions),
                 )
-                session = ServedSession(generator, group, holder, tenant, memory, is_valid)
+                session = ServedSession(generator, group, holder, tenant, memory, is_valid, embedders)
                 self._sessions[session.id] = session
                 task_status.started(session)
                 await session.until_over(self.limits.resume_grace_s)

@@ -29,6 +29,7 @@ export type Op =
   | SelectOp
   | SetOp
   | ReadOp
+  | EmbedOp
   | DoneOp
   | ExpectOp
   | ProvideOp
@@ -71,6 +72,7 @@ export const DECLARING: ReadonlySet<string> = new Set([
   "select",
   "set",
   "read",
+  "embed",
   "done",
   "expect",
 ]);
@@ -87,6 +89,7 @@ export const IN_GRAPH: ReadonlySet<string> = new Set([
   "select",
   "set",
   "read",
+  "embed",
   "done",
   "expect",
   "hint",
@@ -419,6 +422,32 @@ export interface ReadOp {
    * within a character, which the last of its tokens has.
    */
   what: "text" | "token_ids" | "tokens";
+}
+
+/**
+ * Stores the embeddings of texts in a new variable, and appends nothing. Does not need the state's
+ * content: a sealed state may have one, too. Its variable's text is a JSON list of strings, one for each
+ * text in their order: the float32 values of the embedding, little-endian, in base64. An op is one
+ * request to the rate limits of the tenant; its texts count as prompt tokens. Rejected if
+ * `capabilities.embedding_models` is empty.
+ */
+export interface EmbedOp {
+  op: "embed";
+  state: number;
+  /** The variable's number. */
+  var: number;
+  /** The variable's name, for error messages. */
+  name: string;
+  /** 1 to 256, none empty; several have at most 200,000 characters together, each with its prompt. */
+  texts: string[];
+  /** One of `capabilities.embedding_models`; empty: the first; by default `""`. */
+  model?: string;
+  /** Only so many, the first ones, for models that are trained for it; null: all. */
+  dimensions?: number | null;
+  /** Put before each text. */
+  prompt?: string | null;
+  /** The model's own prompt of this name, instead of `prompt`. */
+  prompt_name?: string | null;
 }
 
 /**
@@ -889,6 +918,8 @@ export interface Capabilities {
   conversations: boolean;
   /** `watch` and `peek`. */
   watch: boolean;
+  /** The models of `embed`, the default one first. */
+  embedding_models: string[];
 }
 
 /** Part of `welcome`. */

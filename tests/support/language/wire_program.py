@@ -11,12 +11,15 @@ from agentflow.protocol.backend import Connection
 from agentflow.protocol.events import StateFailed, Value, VarFailed
 from agentflow.protocol.transform import Transform
 
+MADE = '["tyoNv2OPVT8=", "pBwpvR7If78="]'
+"""The embeddings of the script, in two dimensions."""
+
 
 def program(first: int = 1, num_words: int = 30) -> list[ops.Op]:
     """States, variables and tickets from ``first`` on: gens, wired values, a select, a fork, failures,
     a cancellation and closes."""
     root, left, right, broken, idle = range(first, first + 5)
-    answer, wired, choice, failed, hung, note, seen, mine = range(first + 5, first + 13)
+    answer, wired, choice, failed, hung, note, seen, mine, made = range(first + 5, first + 14)
     return [
         ops.Open(root),
         ops.Begin(root, "user"),
@@ -45,6 +48,7 @@ def program(first: int = 1, num_words: int = 30) -> list[ops.Op]:
         ops.Image(left, "https://example.com/a.png"),
         ops.Text(left, (ops.Ref(note, (Transform("regex", "[A-Z]+"),)),)),
         ops.Read(left, seen, "seen", "text"),
+        ops.Embed(left, made, "made", ("one two", "three"), dimensions=2),
         ops.Await(left, 1),
         ops.Close(left),
     ]
@@ -55,7 +59,7 @@ async def check_program(
 ) -> None:
     """Submits the program in pieces, and checks everything that comes of it."""
     root, left, right, broken, idle = range(first, first + 5)
-    answer, wired, choice, failed, hung, note, seen, mine = range(first + 5, first + 13)
+    answer, wired, choice, failed, hung, note, seen, mine, made = range(first + 5, first + 14)
     recorded = program(first, num_words)
     connection.send(recorded[:4])
     await anyio.lowlevel.checkpoint()
@@ -64,7 +68,7 @@ async def check_program(
     connection.send([ops.Cancel(idle), ops.Provide(mine, "given")])
     await listener.wait_for(
         lambda received: (
-            {answer, wired, choice, failed, hung, note, seen, mine} <= received.ends.keys()
+            {answer, wired, choice, failed, hung, note, seen, mine, made} <= received.ends.keys()
             and {root, left, right} <= received.reached.keys()
             and {broken, idle} <= received.failed.keys()
             and first in received.stats
@@ -77,6 +81,7 @@ async def check_program(
     assert listener.texts[wired] == count_words(prompt)
     assert (listener.texts[mine], listener.texts[note]) == ("given", "so GIVENyes")
     assert listener.texts[seen] == f"{prompt}{listener.texts[wired]}<tool><image>GIVEN"
+    assert listener.texts[made] == MADE
     end = listener.ends[choice]
     assert isinstance(end, Value)
     assert (listener.texts[choice], end.choices) == ("yes", {"yes": 0.0, "no": -10.0})

@@ -74,6 +74,7 @@ async def scripted_target() -> AsyncIterator[tuple[Any, CheckIdle]]:
 
     async def check_idle() -> None:
         assert (generator.num_open, generator.num_running) == (0, 0)
+        generator.calls.clear()  # a script keeps its latest calls
 
     yield generator, check_idle
 

@@ -235,6 +235,16 @@ class OpsWriter:
             *self._declared(), self._random.choice(["text", "token_ids" if self._has_logprobs else "text"])
         )
 
+    def _embed(self) -> Op:
+        return ops.Embed(
+            *self._declared(),
+            self._one_of([("two",), tuple(WORDS[:5])], [(), ("",), ("x",) * 257, ("x" * 10_000,) * 21]),
+            self._one_of(["", "scripted"], ["none"]),
+            self._one_of([None, 3], [0, -1, 65, 2**63]),
+            self._one_of([None, "query: "], ["é" * 900]),
+            self._one_of([None], ["query"]),
+        )
+
     def _expect(self) -> Op:
         state, var, name = self._declared()
         self._expected.append(var)
@@ -335,6 +345,7 @@ _DECLARING_WRITERS: tuple[_Writer, ...] = (
     OpsWriter._set,
     OpsWriter._done,
     OpsWriter._read,
+    OpsWriter._embed,
     OpsWriter._expect,
 )
 _TREE_WRITERS: tuple[_Writer, ...] = (

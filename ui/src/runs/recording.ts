@@ -286,6 +286,7 @@ export class RecordingReader {
       case "select":
       case "set":
       case "read":
+      case "embed":
       case "done":
       case "expect":
         if (kind === "set") this.refer(op, state, base);
