@@ -1,4 +1,4 @@
-"""``agentflow pull``: fetches a model into the store, or into the Hugging Face hub's cache."""
+"""``agentflow pull``: fetches a model or an adapter into the store, or into the Hugging Face hub's cache."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ COMMAND = Command(
     name="pull",
     summary="fetch a model",
     description="""\
-Fetches a model, or what has changed of it, and verifies all its files. Models
-of the Hugging Face hub go into its cache, which other tools share; HF_TOKEN,
+Fetches a model or an adapter (LoRA), or what has changed of it, and verifies all
+its files. Those of the Hugging Face hub go into its cache, which other tools share; HF_TOKEN,
 HF_ENDPOINT and HF_HOME have their usual meaning.""",
     examples="""\
 agentflow pull                      the default model

@@ -21,12 +21,15 @@ logger = logging.getLogger(__name__)
 
 
 def pull_missing(config: ServeConfig) -> None:
-    """Pulls those models of the configuration that can be pulled and are not here."""
+    """Pulls those models and adapters of the configuration that can be pulled and are not here."""
+    from agentflow.engine.store.adapter_folder import missing_adapters
     from agentflow.engine.store.model_store import is_missing, pull_model
 
     for model in config.models:
         if is_missing(model.path):
             pull_model(model.path)
+        for adapter in missing_adapters(model.engine_options().loras):
+            pull_model(adapter)
 
 
 def run_serve(

@@ -22,7 +22,7 @@ from agentflow.engine.process.supervisor import Deadlines, supervised_engine
 from agentflow.engine.runner import ModelRunner
 from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.store.adapter_folder import named_adapters, resolve_adapter
+from agentflow.engine.store.adapter_folder import missing_adapters, named_adapters, resolve_adapter
 from agentflow.engine.store.embedding_folder import read_embedding_folder
 from agentflow.engine.store.gguf.file import find_gguf
 from agentflow.engine.store.hub_names import served_name
@@ -157,6 +157,8 @@ async def open_generator(**options: Any) -> AsyncIterator[EngineGenerator]:
     constraints. ``options``: the fields of ``EngineOptions``."""
     chosen = EngineOptions(**options)
     folder = await fetch_model_async(chosen.model)
+    for path in missing_adapters(chosen.loras):
+        await fetch_model_async(path)
     name = served_name(chosen.model)
     chosen = replace(chosen, model=str(folder))
     template = ChatTemplate.from_folder(folder)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from support.engine.adapters import write_plain_adapter
 from support.engine.random_model import write_random_model
 from support.hub_server import HubServer, hub_on_loopback, read_folder
 
@@ -18,6 +20,7 @@ from agentflow.cli.models import LOCAL_COLUMNS, local_models
 from agentflow.cli.serve import pull_missing
 from agentflow.engine import machine
 from agentflow.engine.machine import PROCESS_BYTES, FreeMemory
+from agentflow.engine.store.adapter_folder import resolve_adapter
 from agentflow.engine.store.catalog import CATALOG
 from agentflow.engine.store.hub_names import hub_name
 from agentflow.engine.store.model_store import pull_model, resolve_model
@@ -74,6 +77,20 @@ def test_the_models_of_a_configuration_are_pulled_where_they_are_missing(
     ]
     pull_missing(config)
     assert resolve_model(NAME) == resolve_model(f"{NAME}@main")
+    num_requests = len(hub.requests)
+    pull_missing(config)
+    assert len(hub.requests) == num_requests
+
+
+def test_the_adapters_of_a_configuration_are_pulled_where_they_are_missing(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    tensors = {"model.layers.0.self_attn.q_proj.lora_A": torch.ones(4, 8)}
+    hub.add("someone/polite", read_folder(write_plain_adapter(tmp_path / "adapter", tensors)))
+    loras = ["polite=someone/polite", f"local={tmp_path / 'adapter'}"]
+    config = load_config(Flags({"loras": loras}, (NAME,), None), {}).config
+    pull_missing(config)
+    assert (resolve_adapter("someone/polite") / "adapter_model.safetensors").is_file()
     num_requests = len(hub.requests)
     pull_missing(config)
     assert len(hub.requests) == num_requests

@@ -47,17 +47,29 @@ def check_name(name: str) -> None:
         )
 
 
-def resolve_adapter(path: str) -> Path:
-    """The folder of an adapter: a local one, or ``OWNER/NAME`` that was pulled from the hub.
-    ``UnknownModel``, or ``BadModelFolder`` if it is not a whole adapter."""
+def missing_adapters(loras: Iterable[str]) -> list[str]:
+    """Those of the hub among the paths of ``NAME=PATH`` that are not on this computer. ``BadArgument``."""
+    return [path for path in named_adapters(loras).values() if _found(path) is None]
+
+
+def _found(path: str) -> Path | None:
+    """The folder; None for an adapter of the hub that is not here."""
     folder = Path(path).expanduser()
-    if not folder.is_dir() and (name := hub_name(path)) is not None:
-        pulled = cached_snapshot(name)
-        if pulled is None:
-            raise UnknownModel(
-                f"there is no folder {path}, and no adapter of that name was downloaded from the hub"
-            )
-        folder = pulled
+    if folder.is_dir() or (name := hub_name(path)) is None:
+        return folder
+    pulled = cached_snapshot(name)
+    return pulled if pulled is not None and (pulled / CONFIG).is_file() else None
+
+
+def resolve_adapter(path: str) -> Path:
+    """The folder of an adapter: a local one, or ``OWNER/NAME[@REVISION]`` that was pulled from the hub.
+    ``UnknownModel``, or ``BadModelFolder`` if it is not a whole adapter."""
+    folder = _found(path)
+    if folder is None:
+        raise UnknownModel(
+            f"there is no folder {path}, and no adapter of that name was pulled: run `agentflow pull {path}`",
+            param="lora",
+        )
     if not folder.is_dir():
         raise UnknownModel(f"there is no adapter folder {path}: give a folder that holds {CONFIG}")
     check_adapter(folder)

@@ -1,4 +1,4 @@
-"""Pulls models from the Hugging Face hub into its cache, which other tools share.
+"""Pulls models and adapters from the Hugging Face hub into its cache, which other tools share.
 
 ``huggingface_hub`` knows the token, the mirror (``HF_ENDPOINT``), the proxy and the cache. Only the files
 that are needed are fetched, the small ones first: a model that cannot be run is rejected before its weights.
@@ -15,12 +15,13 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from agentflow.engine.store.adapter_folder import CONFIG, WEIGHTS, check_adapter
 from agentflow.engine.store.embedding_folder import EMBEDDING_FILES, module_files
 from agentflow.engine.store.hub_errors import explained
 from agentflow.engine.store.hub_names import COMMIT, HubName, cache_folder, gguf_files, repository_folder
@@ -87,15 +88,18 @@ class _Pull:
         listener.begin("download")
         files = self._files()
         self._remove_stale()
+        is_adapter = not self._name.gguf and _is_adapter(files)
         if self._name.gguf:
             chosen = [files[path] for path in gguf_files(self._name, files)]
             self._fetch(chosen)
+        elif is_adapter:
+            chosen = self._fetch_adapter(files)
         else:
             chosen = self._fetch_folder(files)
         listener.begin("verify")
         self._verify(chosen)
-        if not self._name.gguf and (faults := faults_of(self._snapshot)):
-            raise PullFailed(f"{self._name} cannot be used: {'; '.join(faults)}", param=self._name.repository)
+        if not self._name.gguf:
+            self._check_folder(is_adapter=is_adapter)
         self._point_revision()
         return self._snapshot / chosen[0].path if self._name.gguf else self._snapshot
 
@@ -136,6 +140,32 @@ class _Pull:
             weights = [files[path] for path in sorted(shards)]
         self._fetch(weights)
         return [*small, *modules, *weights]
+
+    def _fetch_adapter(self, files: Mapping[str, HubFile]) -> list[HubFile]:
+        """The files of an adapter (LoRA), which are in the cache afterwards."""
+        if WEIGHTS not in files:
+            pickles = pickles_in(files)
+            has = (
+                f"only {pickles[0]}, a pickle, which can run code when it is read"
+                if pickles
+                else "no weights"
+            )
+            raise PullFailed(
+                f"the adapter {self._name.repository} has {has}: take another, or save it as safetensors",
+                param=pickles[0] if pickles else WEIGHTS,
+            )
+        chosen = [files[CONFIG], files[WEIGHTS]]
+        self._fetch(chosen)
+        return chosen
+
+    def _check_folder(self, *, is_adapter: bool) -> None:
+        try:
+            if is_adapter:
+                check_adapter(self._snapshot)
+            elif faults := faults_of(self._snapshot):
+                raise BadModelFolder("; ".join(faults), param=self._name.repository)
+        except BadModelFolder as error:
+            raise PullFailed(f"{self._name} cannot be used: {error}", param=error.param) from error
 
     def _modules(self, files: Mapping[str, HubFile]) -> list[HubFile]:
         """The files of the modules that make an embedding of the model's output, if it has some."""
@@ -324,6 +354,12 @@ class _Pull:
                 pass
 
         return Progress
+
+
+def _is_adapter(files: Collection[str]) -> bool:
+    """Whether the repository is an adapter's: it may have a tokenizer and a config, but no other weights."""
+    tensors = {path for path in files if path.endswith(".safetensors") and "/" not in path}
+    return CONFIG in files and tensors <= {WEIGHTS}
 
 
 def _hub_file(entry: Any) -> HubFile:

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import constants
+from support.engine.adapters import write_plain_adapter
 from support.engine.embedding_models import write_embedding_model
 from support.engine.hub_models import EXTRA, NAME, NEEDED, assert_nothing_is_here, contents, pull_fails
 from support.engine.random_model import CONFIG, write_random_model
@@ -20,6 +22,7 @@ from support.hub_server import Fault, HubServer, Repository, read_folder
 
 import agentflow as af
 from agentflow.engine.store import hub as hub_module
+from agentflow.engine.store.adapter_folder import missing_adapters, resolve_adapter
 from agentflow.engine.store.embedding_folder import read_embedding_folder
 from agentflow.engine.store.hub_errors import explained
 from agentflow.engine.store.hub_names import HubName, cached_models, repository_folder
@@ -421,6 +424,60 @@ async def test_a_program_runs_a_model_of_the_hub_as_it_runs_its_folder(tiny: Hub
             assert s["answer"].usage.output_tokens > 0
     assert answers[0] == answers[1]
     assert len(tiny.downloads()) == len(NEEDED)
+
+
+ADAPTER = "someone/polite"
+
+
+@pytest.fixture
+def with_adapter(tiny: HubServer, folder: Path, tmp_path: Path) -> HubServer:
+    """A hub with an adapter of the model, too, beside files that it does not need."""
+    config = json.loads((folder / "config.json").read_text())
+    hidden, module = config["hidden_size"], "model.layers.0.mlp.down_proj"
+    tensors = {
+        f"{module}.lora_A": torch.ones(4, config["intermediate_size"]),
+        f"{module}.lora_B": torch.ones(hidden, 4),
+    }
+    files = read_folder(write_plain_adapter(tmp_path / "adapter", tensors))
+    tiny.add(ADAPTER, files | {"tokenizer.json": b"{}", "training_args.bin": b"p", "config.json": b"{}"})
+    return tiny
+
+
+@pytest.mark.anyio
+async def test_a_program_runs_an_adapter_of_the_hub(with_adapter: HubServer) -> None:
+    backend = af.Embedded(NAME, kv_tokens=512, threads=1, loras=[f"polite={ADAPTER}"], adapter="polite")
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += af.user("Hello") + af.gen("answer", max_tokens=4)
+        assert (await s["answer"]) is not None
+    names = {"adapter_config.json", "adapter_model.safetensors"}
+    assert contents(resolve_adapter(ADAPTER)).keys() == names
+    with_adapter.requests.clear()
+    assert missing_adapters([f"a={ADAPTER}", "b=./somewhere", "c=some/other"]) == ["some/other"]
+    assert not with_adapter.requests
+
+
+def test_an_adapter_is_not_a_model(with_adapter: HubServer) -> None:
+    assert pull_model(ADAPTER, progress=False) == resolve_adapter(ADAPTER)
+    assert list(cached_models()) == []
+    with pytest.raises(UnknownModel):
+        resolve_model(ADAPTER)
+
+
+@pytest.mark.parametrize(
+    ("files", "param"),
+    [
+        ({"adapter_config.json": b"{}", "adapter_model.bin": b"p"}, "adapter_model.bin"),
+        ({"adapter_config.json": b"{}"}, "adapter_model.safetensors"),
+        ({"adapter_config.json": b"[]", "adapter_model.safetensors": b"x"}, "adapter_config.json"),
+        ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}, "adapter_model.safetensors"),
+    ],
+)
+def test_what_is_no_whole_adapter_is_rejected(hub: HubServer, files: dict[str, bytes], param: str) -> None:
+    hub.add(ADAPTER, files)
+    pull_fails(param, ADAPTER)
+    assert missing_adapters([f"polite={ADAPTER}"]) == [ADAPTER]
+    with pytest.raises(UnknownModel, check=has_param("lora")):
+        resolve_adapter(ADAPTER)
 
 
 @pytest.fixture
