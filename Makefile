@@ -1,6 +1,6 @@
 # The project's commands: `make help` lists them. They need Python 3.11 to 3.13, pip, make and a network;
-# everything else is installed into .venv, once. `make docs`, `make ui` and `make test-clients`
-# also need npm, `make test-ui` a Chromium.
+# everything else is installed into .venv, once. `make docs`, `make ui`, `make test-clients` and
+# `make test-frameworks` also need npm, `make test-ui` a Chromium.
 
 # PYTHON       the interpreter that .venv is made with (python3)
 # ARGS         options passed on to the command, such as ARGS="-k radix" for make test
@@ -43,7 +43,7 @@ EXAMPLE_OF_langchain-agentflow := langchain_agent
 EXAMPLE_OF_dspy-agentflow := dspy_rag
 
 .PHONY: help demo examples test test-full coverage test-adapters lint lint-adapters $(ADAPTERS) fuzz soak gpu-check \
-        ui test-clients test-frameworks test-ui compose-check image-check docs lock clean distclean
+        ui test-clients test-frameworks test-npm-clients test-ui compose-check image-check docs lock clean distclean
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -108,26 +108,30 @@ NPM_CI := npm ci --loglevel=error --ignore-scripts --no-audit --no-fund
 ui: ui/node_modules/.installed ## build the page of the server from ui/
 	@cd ui && npm run --silent build
 
-NODE_PACKAGES := ui clients/typescript
+NODE_PACKAGES := ui clients/typescript clients/compatibility/javascript
 
-test-clients: clients/typescript/node_modules/.installed $(VENV)/.installed-dev ## build and test the TypeScript client
+test-clients: clients/typescript/node_modules/.installed $(VENV)/.installed-dev ## build and test this project's TypeScript client
 	@cd clients/typescript && npm run --silent build && npm test --silent
 	@$(BIN)/python -m pytest tests/clients $(ARGS)
 
 # Environments of their own, as the packages need versions that exclude each other. torch is not installed.
 FRAMEWORKS := frameworks evaluation
 
-test-frameworks: $(FRAMEWORKS:%=build/clients/%/.installed) $(VENV)/.installed-dev ## test other people's clients, and write docs/reference/clients.md
+test-frameworks: test-npm-clients $(FRAMEWORKS:%=build/clients/%/.installed) ## test other projects' clients in both languages, and write docs/reference/clients.md
 	@cd clients/compatibility && ../../build/clients/frameworks/bin/python -m pytest --ignore tests/test_evaluation.py $(ARGS)
 	@cd clients/compatibility && ../../build/clients/evaluation/bin/python -m pytest tests/test_evaluation.py $(ARGS)
 	@$(BIN)/python clients/compatibility/table.py
+
+test-npm-clients: clients/compatibility/javascript/node_modules/.installed $(VENV)/.installed-dev ## test other projects' clients in JavaScript only (seconds)
+	@mkdir -p clients/compatibility/build
+	@cd clients/compatibility/javascript && npm test --silent
 
 build/clients/%/.installed: clients/compatibility/%.lock | $(VENV)/.installed-dev
 	@$(PYTHON) -m venv --clear build/clients/$*
 	@$(BIN)/uv pip install -q --require-hashes -p build/clients/$*/bin/python -r $<
 	@touch $@
 
-test-ui: $(NODE_PACKAGES:%=%/node_modules/.installed) $(VENV)/.installed-ui ## test the page, in Node.js and in Chromium
+test-ui: ui/node_modules/.installed clients/typescript/node_modules/.installed $(VENV)/.installed-ui ## test the page, in Node.js and in Chromium
 	@cd ui && npm test --silent
 	@cd ui && npm run --silent build -- --outDir ../build/ui --emptyOutDir
 	@diff -r build/ui $(STATIC) || { \

@@ -22,6 +22,7 @@ DASHBOARD = json.loads((ROOT / "deploy/grafana/dashboards/agentflow.json").read_
 ALERTS = (ROOT / "deploy/prometheus/alerts.yml").read_text(encoding="utf-8")
 METRICS = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
 MANIFESTS = ROOT / "deploy/kubernetes"
+WORKFLOWS = sorted((ROOT / ".github/workflows").iterdir())
 TARGETS = ("cpu", "cuda", "app")
 
 
@@ -86,6 +87,16 @@ def test_what_is_copied_is_there_and_not_ignored() -> None:
 
 def test_the_compose_file_is_valid_by_the_specification() -> None:
     run_tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", "docker-compose.yml")
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_is_valid_and_runs_targets_of_make(path: Path) -> None:
+    run_tool("check-jsonschema", "--builtin-schema", "vendor.github-workflows", path)
+    text = path.read_text(encoding="utf-8")
+    targets = re.findall(r"run: make ([a-z][a-z-]*)", text)
+    targets += [name for names in re.findall(r"target: \[(.*)\]", text) for name in names.split(", ")]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert {target for target in targets if f"\n{target}:" not in makefile} == set()
 
 
 def test_services_are_limited_checked_and_on_loopback() -> None:

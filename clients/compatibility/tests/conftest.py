@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -12,13 +13,13 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from subjects import LONG
 
 HERE = Path(__file__).parents[1]
 PYTHON = os.environ.get("AGENTFLOW_PYTHON", str(HERE.parents[1] / ".venv" / "bin" / "python"))
-LONG = "word " * 4000
-"""The model repeats it, unless the client aborts."""
 
 # Clients read these when they are imported. None of them may report to its makers or ask the network.
 os.environ.update(
@@ -49,6 +50,7 @@ class Server:
         """Checks that the server stops an answer to ``LONG`` that a client stops reading in the block."""
         before = self.count("agentflow_generated_tokens_total")
         yield
+        gc.collect()  # some clients leave the connection to the collector
         deadline = time.monotonic() + 30
         while self.count("agentflow_running_requests") and time.monotonic() < deadline:
             pass
@@ -81,25 +83,29 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report = yield
     marker = item.get_closest_marker("client")
     assert marker is not None, f"{item.nodeid} lacks the mark client(PACKAGE)"
-    report.user_properties = [("client", marker.args[0])]
+    report.user_properties = [("client", marker.args[0]), ("absent", marker.kwargs)]
     return report
 
 
 class _Record:
-    """For each client, what was tested, and whether it passed."""
+    """For each client, what was tested, and whether it passed; or why it cannot be tested."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._passed: dict[str, dict[str, bool]] = {}
+        self._found: dict[str, dict[str, bool | str]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        done = self._passed.setdefault(dict(report.user_properties)["client"], {})
+        properties: dict[str, Any] = dict(report.user_properties)
+        done = self._found.setdefault(properties["client"], {})
+        done.update(properties["absent"])
         subject = report.nodeid.rpartition("::")[2].partition("[")[0].removeprefix("test_")
         done[subject] = done.get(subject, True) and report.outcome == "passed"
 
-    def pytest_sessionfinish(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(self._passed, indent=1) + "\n", encoding="utf-8")
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.config.option.collectonly:
+            return
+        self._path.parent.mkdir(exist_ok=True)
+        self._path.write_text(json.dumps(self._found, indent=1) + "\n", encoding="utf-8")
 
 
 def pytest_configure(config: pytest.Config) -> None:

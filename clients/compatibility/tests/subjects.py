@@ -7,6 +7,10 @@ from pydantic import BaseModel
 MODEL = "fake"
 ANSWER = "It is sunny in Oslo."
 """What the model says once a tool has returned."""
+LONG = "word " * 4000
+"""The model repeats it, unless the client aborts."""
+TOO_LONG = "a" * 70_000
+"""Longer than the model's context."""
 
 
 def weather(city: str) -> str:

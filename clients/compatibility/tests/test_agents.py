@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import agents
+import openai
 import pydantic_ai
 import pytest
 import smolagents
@@ -14,9 +15,9 @@ from autogen_agentchat.agents import AssistantAgent
 from autogen_core import CancellationToken
 from autogen_core.models import ModelFamily, UserMessage
 from autogen_ext.models.openai import OpenAIChatCompletionClient
-from conftest import LONG, Server
+from conftest import Server
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
-from subjects import ANSWER, MODEL, Person, weather
+from subjects import ANSWER, LONG, MODEL, TOO_LONG, Person, weather
 
 
 @pytest.mark.client("openai-agents")
@@ -54,6 +55,20 @@ class TestOpenaiAgents:
         agent.handoffs = [other]
         result = asyncio.run(agents.Runner.run(agent, "Hello there"))
         assert result.last_agent is other
+
+    def test_errors(self, agent: agents.Agent[None]) -> None:
+        with pytest.raises(openai.BadRequestError):
+            asyncio.run(agents.Runner.run(agent, TOO_LONG))
+
+    def test_aborts(self, agent: agents.Agent[None], server: Server) -> None:
+        async def run() -> None:
+            result = agents.Runner.run_streamed(agent, LONG)
+            async for event in result.stream_events():
+                if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
+                    result.cancel()
+
+        with server.aborts():
+            asyncio.run(run())
 
 
 @pytest.mark.client("pydantic-ai-slim")
@@ -120,6 +135,25 @@ class TestSmolagents:
         agent = smolagents.ToolCallingAgent([smolagents.tool(weather)], model, max_steps=3, verbosity_level=0)
         assert agent.run("Hello there", return_full_result=True).state == "success"
 
+    def test_typed_answers(self, model: Any) -> None:
+        form = {
+            "type": "json_schema",
+            "json_schema": {"name": "Person", "schema": Person.model_json_schema()},
+        }
+        answer = model([{"role": "user", "content": "Hello there"}], response_format=form)
+        Person.model_validate_json(answer.content)
+
+    def test_errors(self, model: Any) -> None:
+        agent = smolagents.ToolCallingAgent([], model, max_steps=1, verbosity_level=0)
+        with pytest.raises(smolagents.AgentGenerationError):
+            agent.run(TOO_LONG)
+
+    def test_aborts(self, model: Any, server: Server) -> None:
+        with server.aborts():
+            deltas = model.generate_stream([{"role": "user", "content": LONG}])
+            next(delta for delta in deltas if delta.content)
+            deltas.close()
+
 
 @pytest.mark.client("autogen-ext")
 class TestAutogen:
@@ -159,6 +193,10 @@ class TestAutogen:
             warnings.simplefilter("ignore")
             answer = asyncio.run(client.create(messages, json_output=Person))
         Person.model_validate_json(answer.content)
+
+    def test_errors(self, client: Any) -> None:
+        with pytest.raises(openai.BadRequestError):
+            asyncio.run(client.create([UserMessage(content=TOO_LONG, source="user")]))
 
     def test_aborts(self, client: Any, server: Server) -> None:
         async def run() -> None:

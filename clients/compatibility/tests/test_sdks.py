@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -10,8 +11,8 @@ import litellm
 import llm
 import openai
 import pytest
-from conftest import LONG, Server
-from subjects import ANSWER, MODEL, WEATHER_SCHEMA, WEATHER_TOOL, Person, weather
+from conftest import Server
+from subjects import ANSWER, LONG, MODEL, TOO_LONG, WEATHER_SCHEMA, WEATHER_TOOL, Person, weather
 
 HELLO: Any = [{"role": "user", "content": "Hello there"}]
 TOOLS: Any = [{"type": "function", "function": WEATHER_TOOL}]
@@ -73,7 +74,7 @@ class TestOpenai:
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(model="nothing", messages=HELLO)
         with pytest.raises(openai.BadRequestError):
-            client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a" * 70_000}])
+            client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": TOO_LONG}])
 
     def test_aborts(self, client: openai.OpenAI, server: Server) -> None:
         messages: Any = [{"role": "user", "content": LONG}]
@@ -116,11 +117,17 @@ class TestAnthropic:
         second = client.messages.create(model=MODEL, messages=messages, max_tokens=200, tools=ANTHROPIC_TOOLS)
         assert [block.text for block in second.content if block.type == "text"] == [ANSWER]
 
+    def test_typed_answers(self, client: anthropic.Anthropic) -> None:
+        answer = client.messages.parse(model=MODEL, messages=HELLO, max_tokens=200, output_format=Person)
+        assert isinstance(answer.parsed_output, Person)
+
     def test_errors(self, client: anthropic.Anthropic) -> None:
         with pytest.raises(anthropic.NotFoundError):
             client.messages.create(model="nothing", messages=HELLO, max_tokens=10)
         with pytest.raises(anthropic.BadRequestError):
-            client.messages.create(model=MODEL, messages=[], max_tokens=10)
+            client.messages.create(
+                model=MODEL, messages=[{"role": "user", "content": TOO_LONG}], max_tokens=10
+            )
 
     def test_aborts(self, client: anthropic.Anthropic, server: Server) -> None:
         messages: Any = [{"role": "user", "content": LONG}]
@@ -168,9 +175,24 @@ class TestLitellm:
     def test_errors(self, server: Server) -> None:
         with pytest.raises(litellm.NotFoundError):
             litellm.completion("openai/nothing", HELLO, api_base=server.v1, num_retries=0)
-        too_long = [{"role": "user", "content": "a" * 70_000}]
+        too_long = [{"role": "user", "content": TOO_LONG}]
         with pytest.raises(litellm.ContextWindowExceededError):
             litellm.completion(f"openai/{MODEL}", too_long, api_base=server.v1, num_retries=0)
+
+    @pytest.mark.parametrize("name", ["openai", "anthropic"])
+    def test_aborts(self, server: Server, name: str) -> None:
+        base = server.url if name == "anthropic" else server.v1
+        messages = [{"role": "user", "content": LONG}]
+
+        async def run() -> None:
+            chunks: Any = await litellm.acompletion(
+                f"{name}/{MODEL}", messages, api_base=base, stream=True, max_tokens=30_000
+            )
+            await anext(aiter(chunks))
+            await chunks.aclose()
+
+        with server.aborts():
+            asyncio.run(run())
 
 
 @pytest.mark.client("llm")
@@ -194,3 +216,13 @@ class TestLlm:
 
     def test_typed_answers(self, model: llm.Model) -> None:
         Person.model_validate_json(model.prompt("Hello there", schema=Person).text())
+
+    def test_errors(self, model: llm.Model) -> None:
+        with pytest.raises(openai.BadRequestError):
+            model.prompt(TOO_LONG).text()
+
+    def test_aborts(self, model: llm.Model, server: Server) -> None:
+        with server.aborts():
+            chunks: Any = iter(model.prompt(LONG))
+            next(chunks)
+            chunks.close()
