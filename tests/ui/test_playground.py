@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -170,6 +171,40 @@ def test_a_program_runs_and_stops_by_keyboard_alone(stage: Stage, visit: Visit) 
     stage.wait_running(3)
     tab_to(screen, "stop", backwards=True)
     screen.page.keyboard.press("Enter")
+    stage.wait_running(0)
+
+
+def test_a_schema_fills_a_tree_and_marks_show_what_was_forced_and_cached(
+    model_url: str, visit: Visit
+) -> None:
+    screen = visit(model_url)
+    screen.open("playground")
+    screen.wait_status("open")
+    screen.at("example").select_option("extraction")
+    screen.at("run").click()
+    wait_end(screen, "done")
+    for branch in ("0", "1", "2"):
+        values = json.loads(text_of(screen, branch).inner_text())
+        tree = screen.at(f"branch-{branch}").locator(".json-tree")
+        for value in (values["name"], str(values["born"]), values["field"]):
+            expect(tree).to_contain_text(value)
+        forced = text_of(screen, branch).locator("mark.forced")
+        assert "".join(forced.all_inner_texts()).count('name":') == 1 + len(values["prizes"])
+    assert int(screen.at("forced-tokens").inner_text()) > 0
+    prompt = screen.at("branch-2").locator(".prompt")
+    prompt.locator("summary").click()
+    expect(prompt.locator(".cached")).to_contain_text("You fill in records")
+
+
+def test_a_select_shows_the_probability_of_each_choice(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url)
+    run_judge(screen)
+    stage.wait_running(4)
+    rows = screen.view("playground").get_by_role("row")
+    expect(rows).to_have_count(2)  # of the select before the fork
+    assert rows.get_by_role("cell").filter(has_text="%").all_inner_texts() == ["73%", "27%"]
+    expect(rows.first).to_contain_text("yes")
+    screen.at("stop").click()
     stage.wait_running(0)
 
 
