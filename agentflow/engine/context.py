@@ -23,6 +23,7 @@ import msgspec
 from agentflow.engine.process.ipc import Finished, Origin
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.thoughts import Thinking, shown_thoughts, thinking_after, thought_marks
 from agentflow.engine.text.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_format import takes_system, tool_description
@@ -155,6 +156,14 @@ class EngineContext:
         """Its tokens, by an estimate of those that are not encoded."""
         return self.tokens.num_settled + self.num_unencoded_chars // CHARS_PER_TOKEN
 
+    def thinking(self, budget: int | None = None) -> Thinking | None:
+        """How the output may begin with thoughts; None if it has none. What was appended must be encoded."""
+        marks = thought_marks(self.tokens.template.source)
+        opening = None if marks is None else self.tokens.opening()
+        if marks is None or opening is None:
+            return None
+        return thinking_after(marks, *opening, budget=budget)
+
     def mark_encoded(self) -> None:
         """Everything appended so far is encoded."""
         self.num_unencoded_chars = self.num_unencoded_turns = 0
@@ -199,9 +208,11 @@ def fill_conversation(
     keys = conversation_keys(use.messages, start=start)
     last = len(use.messages) - 1
     for number, (message, key) in enumerate(zip(use.messages, keys, strict=True)):
-        if message.tool_calls or message.role == "tool":
-            context.tokens.turn(message)
-            context.num_unencoded_chars += _num_chars_of(message)
+        thoughts = shown_thoughts(message.reasoning, message.content, template.source)
+        is_last = number == last and message.role == "assistant"
+        if message.tool_calls or message.role == "tool" or (thoughts and not is_last):
+            context.tokens.turn(msgspec.structs.replace(message, reasoning=thoughts))
+            context.num_unencoded_chars += _num_chars_of(message) + len(thoughts or "")
             continue
         token_ids = outputs.get(key) if message.role == "assistant" else None
         context.begin_role(message.role)
@@ -209,7 +220,7 @@ def fill_conversation(
             context.fill(message.content)
         else:
             context.tokens.generated(token_ids, message.content)
-        if number == last and message.role == "assistant":
+        if is_last:
             return
         context.end_role()
     if opens_turn:
@@ -223,7 +234,9 @@ def fill_cost(conversation: Conversation) -> int:
     num_items += sum(1 + len(message.tool_calls) for message in conversation.messages)
     # Each character of a tool's parameters may be a value, which several functions walk through.
     num_walked = _num_chars_of_tools(conversation) // 4
-    return CHARS_PER_TURN * num_items + num_walked + num_chars(conversation) // FILLED_CHARS
+    num_thoughts = sum(len(message.reasoning or "") for message in conversation.messages)
+    num_filled = num_chars(conversation) + num_thoughts
+    return CHARS_PER_TURN * num_items + num_walked + num_filled // FILLED_CHARS
 
 
 class OutputTokenCache:
@@ -285,7 +298,7 @@ def conversation_keys(messages: Iterable[Message], start: bytes = b"") -> list[b
     keys: list[bytes] = []
     key = start
     for message in messages:
-        fields = [message.role, message.content, message.tool_call_id, message.name]
+        fields = [message.role, message.content, message.tool_call_id, message.name, message.reasoning]
         for call in message.tool_calls:
             fields += [call.name, call.arguments]
         digest = hashlib.blake2b(key, digest_size=16)
@@ -303,16 +316,20 @@ def num_chars(conversation: Conversation) -> int:
     return sum(map(_num_chars_of, conversation.messages)) + _num_chars_of_tools(conversation)
 
 
-def texts_of(messages: Iterable[Message]) -> list[str]:
-    """The contents of the messages and the arguments of their tool calls."""
-    return [
-        text
-        for message in messages
-        for text in (message.content, *[call.arguments for call in message.tool_calls])
-    ]
+def texts_of(messages: Sequence[Message]) -> list[str]:
+    """The contents of the messages, the arguments of their tool calls, and the thoughts of the latest turn:
+    templates drop those before it."""
+    last = max([n for n, message in enumerate(messages) if message.role == "user"], default=-1)
+    texts: list[str] = []
+    for number, message in enumerate(messages):
+        texts += [message.content, *[call.arguments for call in message.tool_calls]]
+        if message.reasoning is not None and number > last:
+            texts.append(message.reasoning)
+    return texts
 
 
 def _num_chars_of(message: Message) -> int:
+    """Without thoughts, which templates may drop."""
     return len(message.content) + sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
 
 

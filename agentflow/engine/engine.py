@@ -5,8 +5,8 @@ only in the messages of ``process/ipc``: ``send`` queues one, and each step deli
 nothing to run, the engine blocks on its inbox.
 
 Below the engine: ``make_request`` turns a ``Submit`` into a ``Request``, ``check_request`` is the part of its
-checks that a client can run in advance, ``ConstrainedRequest`` keeps a request under its grammar, and
-``engine_stats`` reads the counters.
+checks that a client can run in advance, and ``engine_stats`` reads the counters. ``constrained_request``
+keeps a request under its grammar and the budget of its thoughts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import resource
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from typing import NoReturn
 
@@ -26,9 +26,9 @@ import numpy as np
 
 from agentflow.engine.adapters import Adapters
 from agentflow.engine.batch import Batch
-from agentflow.engine.grammar.grammar import TokenWords
+from agentflow.engine.constrained_request import ConstrainedRequest
 from agentflow.engine.grammar.grammar_cache import GrammarCache
-from agentflow.engine.grammar.jump_forward import ConstrainedText, Encode, Jump
+from agentflow.engine.grammar.jump_forward import Jump
 from agentflow.engine.process.ipc import (
     PHASES,
     STEP_BOUNDS_S,
@@ -66,7 +66,6 @@ from agentflow.errors import (
     Cancelled,
     EngineFailed,
     PromptTooLong,
-    RequestRefused,
 )
 from agentflow.protocol.sampling import SamplingParams
 
@@ -230,8 +229,8 @@ class Engine:
             identity = self._adapters.use(message.origin.adapter)
             request = make_request(message, self._runner.info, self.scheduler.max_total_tokens, identity)
             text = _text_end(message, self._tokenizer)
-            if message.constraint is not None and text is not None:
-                self._constrain(request, text, message)
+            if text is not None:
+                self._begin_text(request, text, message)
             self.scheduler.add(request)
         except Exception as error:
             self._adapters.leave(identity)
@@ -245,11 +244,18 @@ class Engine:
             if request.num_generated or request.token_mask is not None:
                 self._finish_if_complete(request, text)
 
-    def _constrain(self, request: Request, text: TextEnd, message: Submit) -> None:
-        """Puts the request under its grammar and appends what the grammar forces first."""
-        constrained = ConstrainedRequest(request, message, self._grammars, self._tokenizer)
-        self._constrained[request.id] = constrained
-        jump = constrained.begin(message.generated_ids, message.generated_forced)
+    def _begin_text(self, request: Request, text: TextEnd, message: Submit) -> None:
+        """Reads the tokens that a dead engine generated, whose text the client already has. Puts the request
+        under its grammar and the budget of its thoughts, and appends what these force first."""
+        constrained = None
+        if message.constraint is not None or message.thinking is not None:
+            constrained = ConstrainedRequest(request, message, self._grammars, self._tokenizer)
+            self._constrained[request.id] = constrained
+        for token_id in message.generated_ids:
+            text.push(token_id, is_free=constrained is not None and constrained.is_free(token_id))
+            if constrained is not None:
+                constrained.read(token_id)
+        jump = None if constrained is None else constrained.begin(message.generated_forced)
         if jump is not None:
             self._jump(request, text, jump)
 
@@ -296,10 +302,11 @@ class Engine:
         elif result.token_id in params.stop_token_ids:
             self._finish(request, "stop", result.token_id)
         else:
-            delta = text.push(result.token_id)
+            constrained = self._constrained.get(request.id)
+            is_free = constrained is not None and constrained.is_free(result.token_id)
+            delta = text.push(result.token_id, is_free=is_free)
             logprobs = result.logprobs if params.wants_logprobs else ()
             self._outbox.append(Progress(request.id, delta, (result.token_id,), logprobs, result.tops))
-            constrained = self._constrained.get(request.id)
             if constrained is not None and not text.stopped:
                 jump = constrained.take(result.token_id)
                 if jump is not None:
@@ -307,7 +314,7 @@ class Engine:
             self._finish_if_complete(request, text)
 
     def _jump(self, request: Request, text: TextEnd, jump: Jump) -> None:
-        """Appends the tokens that the grammar forces."""
+        """Appends the tokens that the grammar, or the budget of thoughts, forces."""
         num_dropped = request.num_generated - jump.num_kept
         self.scheduler.replace_output(request, jump.num_kept, jump.token_ids)
         delta = text.replace(jump.num_kept, jump.token_ids)
@@ -356,9 +363,10 @@ class Engine:
                 top_logprobs=top_logprobs,
                 choice_logprobs=[] if tree is None else tree.by_choice(request.target_logprobs),
                 stopped_by=stopped_by if text_end is None or text_end.stop is None else text_end.stop,
-                forced=[] if constrained is None else constrained.text.forced_spans(len(text)),
-                forced_tokens=0 if constrained is None else constrained.text.num_forced_tokens(),
+                forced=[] if constrained is None else constrained.forced_spans(len(text)),
+                forced_tokens=0 if constrained is None else constrained.num_forced_tokens,
                 embedding=embedding,
+                thought_tokens=0 if constrained is None else constrained.num_thought_tokens,
             )
         )
         self._drop(request.id)
@@ -494,70 +502,11 @@ def _end_ids(params: SamplingParams, info: RunnerInfo) -> tuple[int, ...]:
 
 
 def _text_end(message: Submit, tokenizer: Tokenizer) -> TextEnd | None:
-    """Detokenizes the output and finds its stops; None if nothing is generated. Starts after the tokens that
-    a dead engine generated, whose text the client already has."""
+    """Detokenizes the output and finds its stops; None if nothing is generated."""
     params = message.params
     if params is None or message.score_from:
         return None
-    text = TextEnd(tokenizer, params.stop, stop_regex=params.stop_regex, min_tokens=params.min_tokens)
-    for token_id in message.generated_ids:
-        text.push(token_id)
-    return text
-
-
-class ConstrainedRequest:
-    """A request under a grammar. Each call updates ``request.token_mask`` and returns what the grammar then
-    forces, which the caller appends. ``RequestRefused`` if no token of the model can continue the text."""
-
-    def __init__(
-        self, request: Request, message: Submit, grammars: GrammarCache, tokenizer: Tokenizer
-    ) -> None:
-        assert message.constraint is not None
-        matcher = grammars.matcher(message.constraint)
-        encode: Encode | None = tokenizer.encode_written if message.jump_forward else None
-        self._request = request
-        self.text = ConstrainedText(matcher, grammars.vocabulary, encode)
-        self._end_words = grammars.vocabulary.only(request.end_ids)
-        self._is_stuck = False
-
-    def is_complete(self) -> bool:
-        """Whether the text is complete, and nothing may follow or no token of the model can write it."""
-        return self._is_stuck or self.text.must_end()
-
-    def begin(self, generated_ids: Sequence[int], generated_forced: Sequence[tuple[int, int]]) -> Jump | None:
-        """Starts after the tokens that a dead engine generated."""
-        for token_id in generated_ids:
-            self.text.take(token_id)
-        self.text.forced += generated_forced
-        return self._update()
-
-    def take(self, token_id: int) -> Jump | None:
-        """One more token was sampled."""
-        self.text.take(token_id)
-        return self._update()
-
-    def _update(self) -> Jump | None:
-        jump = self.text.jump(self._request.max_new_tokens)
-        self._request.token_mask = self._mask()
-        return jump
-
-    def _mask(self) -> TokenWords:
-        """The allowed tokens; end tokens are among them where the generation may end."""
-        text, request = self.text, self._request
-        words = text.mask()
-        if not text.may_end():
-            if not words.any():
-                raise RequestRefused(
-                    "the constraint requires text that the model's tokens cannot write; "
-                    f"the text so far is {text.shown()!r}",
-                    param="constraint",
-                )
-            return words
-        if not words.any():
-            self._is_stuck = not self._end_words.any()
-            return self._end_words
-        is_early = len(text.token_ids) < request.params.min_tokens
-        return words if is_early else words | self._end_words
+    return TextEnd(tokenizer, params.stop, stop_regex=params.stop_regex, min_tokens=params.min_tokens)
 
 
 def engine_stats(ticket: int, model: str, scheduler: Scheduler, times: StepTimes) -> EngineStats:

@@ -42,10 +42,12 @@ from agentflow.engine.engine import check_request, check_task
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.process.ipc import EngineStats, Finished, Origin, Progress
 from agentflow.engine.request import TopTokens
+from agentflow.engine.select import select_scores
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.tenant import ANONYMOUS, AdmittedRequest, RequestGate, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.choices import WINDOW_CHARS, EncodedChoices, scores_of
+from agentflow.engine.text.choices import WINDOW_CHARS, EncodedChoices
+from agentflow.engine.text.thoughts import Thinking
 from agentflow.engine.text.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tools import ReplyText
@@ -267,10 +269,11 @@ class EngineGenerator:
         on_progress: OnProgress,
         constraint: Constraint | None = None,
         on_sent: Callable[[], None] | None = None,
+        thinking: Thinking | None = None,
     ) -> Finished:
         """Generates after the context, which does not change. ``on_progress`` gets the progress of each step.
         ``on_sent`` is called when the request is in the engine's queue, after all checks that can be made
-        before it runs."""
+        before it runs. ``thinking``: that of the context, with a budget."""
         self.check_task(embeds=False)
         self.capabilities.require(constraint)
         with self._admit(context.num_guessed_tokens) as admitted:
@@ -300,6 +303,7 @@ class EngineGenerator:
                 constraint=compiled,
                 jump_forward=constraint is None or constraint.jump_forward,
                 on_sent=on_sent,
+                thinking=thinking,
             )
             admitted.cached_tokens, admitted.output_tokens = end.cached_tokens, end.output_tokens
         self._own += _usage(end)
@@ -355,16 +359,9 @@ class EngineGenerator:
             self._client.check_room(self.tenant.name)
             admitted.prompt_tokens = len(encoded.prefix) + sum(map(len, encoded.ends))
             context.has_run = True
-            end = await self._client.score_choices(encoded.prefix, encoded.ends, origin=context.origin_now())
+            scores, end = await select_scores(self._client, context, encoded, method)
             admitted.cached_tokens = end.cached_tokens
             self._own += _usage(end)
-            unconditional: list[list[float]] = []
-            if method == "unconditional_likelihood_normalized":
-                # Not as a request of the state, whose next request will continue its prompt instead.
-                origin = msgspec.structs.replace(context.origin_now(), state=0)
-                alone = await self._client.score_choices(self._start_ids, encoded.ends, origin=origin)
-                unconditional = alone.choice_logprobs
-        scores = scores_of(method, encoded.ends, end.choice_logprobs, unconditional)
         best = max(range(len(scores)), key=scores.__getitem__)
         context.tokens.choose(encoded, best)
         context.mark_encoded()
@@ -425,12 +422,6 @@ class EngineGenerator:
         if not encoded.num_before and not encoded.text:
             raise BadArgument("select on an empty state: append some text or a turn first")
         return encoded
-
-    @property
-    def _start_ids(self) -> list[int]:
-        """The tokens before a text at the start of a sequence."""
-        bos = self._client.tokenizer.bos_id
-        return [bos if bos is not None else self._client.info.end_token_ids[0]]
 
     async def check_texts(self, texts: Iterable[str], most: int | None = None) -> None:
         """``PromptTooLong`` for texts that are far longer than ``most`` tokens (None: what fits). They are
@@ -597,4 +588,6 @@ def _group_of(program: str) -> int:
 
 
 def _usage(end: Finished) -> Usage:
-    return Usage(end.prompt_tokens, end.cached_tokens, end.output_tokens, end.forced_tokens)
+    return Usage(
+        end.prompt_tokens, end.cached_tokens, end.output_tokens, end.forced_tokens, end.thought_tokens
+    )

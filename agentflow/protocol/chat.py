@@ -45,7 +45,8 @@ class CalledTool(msgspec.Struct, frozen=True):
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One turn of a conversation. ``generated``: a model wrote some of it. ``tool_calls``: of an assistant
-    message. ``tool_call_id``: the call that a ``tool`` message answers, of the tool ``name``."""
+    message. ``tool_call_id``: the call that a ``tool`` message answers, of the tool ``name``. ``reasoning``:
+    what the assistant thought before the content; chat templates show it where the model needs it."""
 
     role: str
     content: str
@@ -53,6 +54,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_calls: tuple[CalledTool, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning: str | None = None
 
 
 class ToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -112,6 +114,13 @@ class TextPiece:
 
 
 @dataclass(frozen=True, slots=True)
+class ThoughtPiece:
+    """More of the thoughts that precede an answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallBegun:
     """A tool call begins; the ``Arguments`` that follow belong to it."""
 
@@ -126,7 +135,7 @@ class Arguments:
     text: str
 
 
-Piece: TypeAlias = TextPiece | CallBegun | Arguments
+Piece: TypeAlias = TextPiece | ThoughtPiece | CallBegun | Arguments
 
 
 class Reply(msgspec.Struct, frozen=True):

@@ -96,7 +96,8 @@ class Capabilities(msgspec.Struct, frozen=True):
 
 class Usage(msgspec.Struct, frozen=True):
     """The tokens of one generation: of the prompt, those of them that were cached, of the output, and those
-    of them that a constraint forced and that were not sampled. Usages can be added.
+    of them that a constraint forced and that were not sampled, and those that a model's thoughts took. Usages
+    can be added.
 
     >>> await s["answer"]
     'Plants turn light into sugar.'
@@ -110,6 +111,7 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     output_tokens: int = 0
     forced_tokens: int = 0
+    thought_tokens: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -122,6 +124,7 @@ class Usage(msgspec.Struct, frozen=True):
             self.cached_tokens + other.cached_tokens,
             self.output_tokens + other.output_tokens,
             self.forced_tokens + other.forced_tokens,
+            self.thought_tokens + other.thought_tokens,
         )
 
 

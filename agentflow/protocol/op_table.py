@@ -77,7 +77,7 @@ def _parts_label(op: ops.Text | ops.Set, names: Mapping[int, str]) -> str:
 def _converse_bytes(op: ops.Converse) -> int:
     num_bytes = 0
     for message in op.conversation.messages:
-        num_bytes += OP_BYTES + sys.getsizeof(message.content)
+        num_bytes += OP_BYTES + sys.getsizeof(message.content) + sys.getsizeof(message.reasoning)
         for call in message.tool_calls:
             num_bytes += OP_BYTES + texts_bytes((call.id, call.name, call.arguments))
     return num_bytes + _tools_bytes(op.conversation.tools)

@@ -504,7 +504,7 @@ class _OpExecution(Generic[ContextT]):
     ) -> None:
         for message in conversation.messages:
             called = sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
-            state.reserve_text(message.content, TURN_CHARS + called)
+            state.reserve_text(message.content, TURN_CHARS + called + len(message.reasoning or ""))
         state.reserve_text("", _num_chars_of(conversation.tools))
         await self._generator.converse(context, conversation)
 

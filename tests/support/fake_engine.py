@@ -72,8 +72,14 @@ class FakeEngine:
     """A backend: ``af.session(backend=FakeEngine(...))``. Open one session on it at a time."""
 
     def __init__(
-        self, *, runner: FakeRunner | None = None, max_unfinished: int | None = None, **config
+        self,
+        *,
+        runner: FakeRunner | None = None,
+        tokenizer: Tokenizer = TOKENIZER,
+        max_unfinished: int | None = None,
+        **config,
     ) -> None:
+        self.tokenizer = tokenizer
         self.gate = StepGate()
         self.runner = runner or FakeRunner(
             vocab_size=TOKENIZER.vocab_size, num_slots=4096, max_context=1024, on_step=self.gate
@@ -86,7 +92,7 @@ class FakeEngine:
     async def open_client(self) -> AsyncIterator[EngineClient]:
         self.gate.attach()
         opening = running_engine(
-            lambda: (self.runner, TOKENIZER, self.config), max_unfinished=self.max_unfinished
+            lambda: (self.runner, self.tokenizer, self.config), max_unfinished=self.max_unfinished
         )
         async with opening as client:
             self.client = client

@@ -18,6 +18,7 @@ from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.request import Objective, TopTokens
 from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.text.thoughts import Thinking
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.events import StepRecord
 from agentflow.protocol.sampling import SamplingParams
@@ -60,7 +61,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ``generated_ids``, ``generated_logprobs``, ``generated_top_logprobs``, ``generated_forced``: what an
     engine that died had sent as ``Progress``. It counts as output, and its text is not sent again.
     ``constraint``: a grammar for the text, without its payload if this engine was already sent it.
-    ``jump_forward``: append the tokens that the grammar forces without sampling them."""
+    ``jump_forward``: append the tokens that the grammar forces without sampling them. ``thinking``: the
+    output may begin with thoughts, to which neither constraint nor stops apply."""
 
     request_id: int
     token_ids: list[int]
@@ -76,6 +78,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     constraint: CompiledConstraint | None = None
     jump_forward: bool = True
     embeds: bool = False
+    thinking: Thinking | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -183,7 +186,8 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     place, likewise. ``choice_logprobs``: for each choice, those of its tokens. ``stopped_by``: the ``stop``
     string or ``stop_token_ids`` id that ended it. ``forced``: the parts of ``text`` that a grammar forced and
     that were not sampled, as pairs of first character and number of characters; ``forced_tokens``: the tokens
-    that lie wholly in such parts. ``embedding``: in float32, in the machine's order of bytes."""
+    that lie wholly in such parts. ``embedding``: in float32, in the machine's order of bytes.
+    ``thought_tokens``: the tokens of thoughts, marks included."""
 
     request_id: int
     token_ids: list[int]
@@ -199,6 +203,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     forced: list[tuple[int, int]] = []
     forced_tokens: int = 0
     embedding: bytes = b""
+    thought_tokens: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):

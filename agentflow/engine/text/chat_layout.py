@@ -348,7 +348,10 @@ class _Asked:
     @property
     def says_more_than_contents(self) -> bool:
         return bool(self.tools) or any(
-            message.tool_calls or message.tool_call_id is not None or message.name is not None
+            message.tool_calls
+            or message.reasoning is not None
+            or message.tool_call_id is not None
+            or message.name is not None
             for message in self.messages
         )
 

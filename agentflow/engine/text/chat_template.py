@@ -140,6 +140,8 @@ def _with_stand_ins(value: Any, texts: dict[str, str]) -> Any:
 
 def _message_value(message: Message, dialect: ToolDialect, mark: Mark) -> dict[str, Any]:
     value: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning is not None:
+        value["reasoning_content"] = mark(message.reasoning)
     if message.tool_calls:
         value["tool_calls"] = [_call_value(call, dialect, mark) for call in message.tool_calls]
     if message.tool_call_id is not None:

@@ -156,12 +156,12 @@ class TextEnd:
         """Whether a stop is complete. Later ids are ignored."""
         return self._stopped_at is not None
 
-    def push(self, token_id: int) -> str:
+    def push(self, token_id: int, *, is_free: bool = False) -> str:
         """Appends a sampled id. Returns the text that may be delivered now. Tokens that end the generation
-        are not pushed."""
+        are not pushed. ``is_free``: no stop begins in its text, as in that of the first ``min_tokens``."""
         if self.stopped:
             return ""
-        is_free = len(self._detokenizer.ids) < self._min_tokens
+        is_free = is_free or len(self._detokenizer.ids) < self._min_tokens
         new = self._detokenizer.push(token_id)
         before = self._num_read
         if self._detokenizer.num_chars - len(new) < before:  # text already read, in other tokens

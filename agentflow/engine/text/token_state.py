@@ -448,6 +448,20 @@ class TokenState:
         """The whole text, markup included. Raises as ``ids`` does."""
         return "".join([span.text for span in self._spans(self._lay_out())])
 
+    def opening(self) -> tuple[str, str] | None:
+        """The markup before the text of the open turn, and that text so far; None if no turn is open. The
+        markup is what follows the last content; strings of tools and tool calls in it are blanked. Raises as
+        ``ids`` does."""
+        layout, parts = self._lay_out(), self._all_parts()
+        if layout is None or not parts[-1].is_open:
+            return None
+        start = max([part.end for part in layout.shown], default=0)
+        markup = layout.text[start:]
+        for low, high in layout.untrusted_spans:
+            low, high = max(low - start, 0), max(high - start, 0)
+            markup = markup[:low] + " " * (high - low) + markup[high:]
+        return markup, parts[-1].text
+
     def messages(self) -> list[dict[str, str]]:
         """The turns so far, the open one included, as ``{"role": …, "content": …}``."""
         return [

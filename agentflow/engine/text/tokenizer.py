@@ -28,6 +28,7 @@ import msgspec
 import tokenizers
 
 from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.thoughts import thought_marks
 from agentflow.engine.text.tokenizer_files import named_special_tokens, read_tokenizer
 from agentflow.engine.text.tool_format import tool_format
 from agentflow.errors import BadArgument, BadModelFolder
@@ -175,8 +176,8 @@ class Tokenizer:
         added token in it is plain text in contents even if it is not special. ``tool_markup``: the markup of
         tool calls; an added token in it is closed to contents and is text in a model's output, so that calls
         can be parsed. ``template_source``: the chat template; an added token in it that is not special is
-        closed to contents and open to models. ``embeds``: of an embedding model. ``BadModelFolder``, whose
-        message calls the tokenizer ``where``."""
+        closed to contents and open to models, and so are marks of thoughts, special or not. ``embeds``: of an
+        embedding model. ``BadModelFolder``, whose message calls the tokenizer ``where``."""
         self.named_tokens = dict(named_tokens or {})
         parts = (spec, self.named_tokens, turn_markup, tool_markup, template_source)
         self.fingerprint = hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
@@ -184,10 +185,11 @@ class Tokenizer:
         self._added: list[dict[str, Any]] = spec.get("added_tokens") or []
         named = set(self.named_tokens.values())
         is_special = {t["content"]: bool(t["special"]) or t["content"] in named for t in self._added}
-        turns = {text for text in is_special if text.strip() and text in turn_markup}
+        thoughts = is_special.keys() & set(thought_marks(template_source) or ())
+        turns = {text for text in is_special if text.strip() and text in turn_markup} - thoughts
         marks = {text for text in is_special if text.strip() and text in tool_markup} - turns - named
         named_in_template = {text for text in is_special if text.strip() and text in template_source} - turns
-        marks |= {text for text in named_in_template if not is_special[text]}
+        marks |= {text for text in named_in_template if not is_special[text]} | thoughts
         self._closed_to_content = turns | marks | {text for text, special in is_special.items() if special}
 
         bare: dict[str, Any] = {"truncation": None, "padding": None, "post_processor": None}

@@ -147,7 +147,7 @@ class ToolOutput:
             self._emit_prose(kept)
             self._begin_call(at - kept)
             return True
-        unsure = max((_overlap(self._held, m) for m in self._marks), default=0)
+        unsure = max((overlap(self._held, m) for m in self._marks), default=0)
         if is_over and not (self._is_truncated and unsure > 1):
             unsure = 0
         self._emit_prose(len(self._held) - unsure)
@@ -312,7 +312,7 @@ def _openings(form: ToolFormat) -> tuple[str, ...]:
     return (form.mark, form.before + form.mark) if form.mark else ()
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """The length of the longest suffix of ``text`` that is a prefix of ``mark``."""
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

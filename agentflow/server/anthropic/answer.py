@@ -1,16 +1,19 @@
 """The answers of Anthropic's API: whole messages, the events of streams, and errors.
 
-The events of a stream are ``message_start``; for each block ``content_block_start``, its deltas and
-``content_block_stop``; ``message_delta`` with the stop reason and the usage; and ``message_stop``. A ``ping``
-follows the start of the first block. The constant part of a block's deltas is encoded once.
+The events of a stream are ``message_start``; for each block ``content_block_start``, its deltas (of thoughts,
+a last one with their signature) and ``content_block_stop``; ``message_delta`` with the stop reason and the
+usage; and ``message_stop``. A ``ping`` follows the start of the first block. The constant part of a block's
+deltas is encoded once.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jiter
 import msgspec
@@ -18,6 +21,7 @@ import msgspec
 from agentflow.protocol.events import Usage
 from agentflow.server.anthropic.types import (
     AnswerText,
+    AnswerThinking,
     AnswerToolUse,
     MessageAnswer,
     MessageUsage,
@@ -28,6 +32,7 @@ from agentflow.server.completion.request import (
     CompletionDelta,
     FinishReason,
     TextDelta,
+    ThoughtDelta,
     ToolArguments,
     ToolCallBegun,
 )
@@ -39,6 +44,12 @@ from agentflow.server.tenants.rate_limit import LimitState
 _encode_json = msgspec.json.Encoder().encode
 _PING = event(b'{"type":"ping"}', b"ping")
 _END_OF_DELTA = b"}}" + EVENT_END
+_Kind: TypeAlias = type[ThoughtDelta] | type[TextDelta] | type[ToolArguments]
+_DELTAS: dict[_Kind, bytes] = {
+    ThoughtDelta: b'"thinking_delta","thinking":',
+    TextDelta: b'"text_delta","text":',
+    ToolArguments: b'"input_json_delta","partial_json":',
+}
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -55,17 +66,20 @@ _OVERLOADED_STATUS = 529
 @dataclass(frozen=True, slots=True)
 class AnswerFrame:
     """The fields of an answer that are known at its beginning. ``max_tokens``: as requested; ``max_context``:
-    the model's limit of prompt and output together."""
+    the model's limit of prompt and output together. ``shows_thoughts``: with their text."""
 
     id: str
     model: str
     max_tokens: int
     max_context: int | None
+    shows_thoughts: bool = True
 
     @classmethod
-    def new(cls, model: str, max_tokens: int, max_context: int | None) -> AnswerFrame:
+    def new(
+        cls, model: str, max_tokens: int, max_context: int | None, shows_thoughts: bool = True
+    ) -> AnswerFrame:
         """The frame of a new answer."""
-        return cls(f"msg_{secrets.token_hex(12)}", model, max_tokens, max_context)
+        return cls(f"msg_{secrets.token_hex(12)}", model, max_tokens, max_context, shows_thoughts)
 
     def stop_reason(self, reason: FinishReason, usage: Usage, stop: str | int | None) -> StopReason:
         """Why it ended."""
@@ -84,20 +98,27 @@ class AnswerFrame:
         return MessageAnswer(
             id=self.id,
             model=self.model,
-            content=_blocks(deltas),
+            content=_blocks(deltas, self.shows_thoughts),
             stop_reason=self.stop_reason(end.finish_reason, end.usage, end.stop),
             stop_sequence=end.stop if isinstance(end.stop, str) else None,
             usage=usage_of(end.usage),
         )
 
 
-def _blocks(deltas: Sequence[CompletionDelta]) -> list[AnswerText | AnswerToolUse]:
+Block: TypeAlias = AnswerThinking | AnswerText | AnswerToolUse
+
+
+def _blocks(deltas: Sequence[CompletionDelta], shows_thoughts: bool) -> list[Block]:
     """The content blocks, in the order of the stream."""
-    blocks: list[AnswerText | AnswerToolUse] = []
+    blocks: list[Block] = []
     parts: list[str] = []
     for delta in deltas:
         is_text = bool(blocks) and isinstance(blocks[-1], AnswerText)
         match delta:
+            case ThoughtDelta(text=text) if text:
+                if not blocks:
+                    blocks.append(AnswerThinking(thinking="", signature=""))
+                parts.append(text)
             case TextDelta(text=text) if text:
                 if not is_text:
                     _finish(blocks, parts)
@@ -109,18 +130,28 @@ def _blocks(deltas: Sequence[CompletionDelta]) -> list[AnswerText | AnswerToolUs
             case ToolArguments():
                 parts.append(delta.text)
     _finish(blocks, parts)
+    if blocks and isinstance(blocks[0], AnswerThinking) and not shows_thoughts:
+        blocks[0].thinking = ""
     return blocks
 
 
-def _finish(blocks: list[AnswerText | AnswerToolUse], parts: list[str]) -> None:
+def _finish(blocks: list[Block], parts: list[str]) -> None:
     """Puts the collected text into the last block."""
     text = "".join(parts)
     parts.clear()
     match blocks[-1:]:
+        case [AnswerThinking() as block]:
+            block.thinking, block.signature = text, _signature([text])
         case [AnswerText() as block]:
             block.text = text
         case [AnswerToolUse() as call]:
             call.input = _object(text)
+
+
+def _signature(thoughts: Sequence[str]) -> str:
+    """Clients send it back. It is not checked."""
+    digest = hashlib.sha256("".join(thoughts).encode("utf-8", "surrogatepass")).digest()
+    return base64.b64encode(digest).decode()
 
 
 def usage_of(usage: Usage) -> MessageUsage:
@@ -148,8 +179,9 @@ class AnswerEvents:
     def __init__(self, frame: AnswerFrame) -> None:
         self._frame = frame
         self._num_blocks = 0
-        self._kind: type[TextDelta] | type[ToolArguments] | None = None
+        self._kind: _Kind | None = None
         self._head = b""
+        self._thoughts: list[str] = []
 
     def start(self, prompt_tokens: int) -> bytes:
         """The first event. The number of cached tokens is known only at the end."""
@@ -168,6 +200,12 @@ class AnswerEvents:
         parts: list[bytes] = []
         for delta in deltas:
             match delta:
+                case ThoughtDelta(text=text) if text:
+                    if self._kind is not ThoughtDelta:
+                        parts.append(self._begin(ThoughtDelta, AnswerThinking(thinking="", signature="")))
+                    self._thoughts.append(text)
+                    if self._frame.shows_thoughts:
+                        parts += (self._head, _encode_json(text), _END_OF_DELTA)
                 case TextDelta():
                     if delta.text:
                         if self._kind is not TextDelta:
@@ -186,12 +224,11 @@ class AnswerEvents:
         """The last event. Its usage was written with the stop reason."""
         return _event("message_stop", {})
 
-    def _begin(self, kind: type[TextDelta] | type[ToolArguments], block: AnswerText | AnswerToolUse) -> bytes:
+    def _begin(self, kind: _Kind, block: Block) -> bytes:
         before, index = self._end_block(), self._num_blocks
         self._num_blocks += 1
         self._kind = kind
-        delta = b'"text_delta","text":' if kind is TextDelta else b'"input_json_delta","partial_json":'
-        fields = b'{"type":"content_block_delta","index":%d,"delta":{"type":%b' % (index, delta)
+        fields = b'{"type":"content_block_delta","index":%d,"delta":{"type":%b' % (index, _DELTAS[kind])
         self._head = event_head(b"content_block_delta") + fields
         start = _event("content_block_start", {"index": index, "content_block": block})
         return before + start + (b"" if index else _PING)
@@ -199,8 +236,12 @@ class AnswerEvents:
     def _end_block(self) -> bytes:
         if self._kind is None:
             return b""
+        signed, index = b"", self._num_blocks - 1
+        if self._kind is ThoughtDelta:
+            delta = {"type": "signature_delta", "signature": _signature(self._thoughts)}
+            signed = _event("content_block_delta", {"index": index, "delta": delta})
         self._kind = None
-        return _event("content_block_stop", {"index": self._num_blocks - 1})
+        return signed + _event("content_block_stop", {"index": index})
 
     def _ended(self, end: AnswerEnded) -> bytes:
         delta = {

@@ -17,8 +17,10 @@ from agentflow.server.anthropic.types import (
     CountRequest,
     InputMessage,
     OneToolChoice,
+    RedactedThinkingBlock,
     Text,
     TextBlock,
+    ThinkingBlock,
     Tool,
     ToolResultBlock,
     ToolUseBlock,
@@ -34,6 +36,7 @@ class _Turn:
 
     role: str
     parts: list[str]
+    thoughts: list[str] = field(default_factory=list)
     calls: list[CalledTool] = field(default_factory=list)
     tool_call_id: str | None = None
     name: str | None = None
@@ -41,7 +44,12 @@ class _Turn:
     def message(self) -> Message:
         text = "".join(self.parts)
         return Message(
-            self.role, text, tool_calls=tuple(self.calls), tool_call_id=self.tool_call_id, name=self.name
+            self.role,
+            text,
+            tool_calls=tuple(self.calls),
+            tool_call_id=self.tool_call_id,
+            name=self.name,
+            reasoning="".join(self.thoughts) or None,
         )
 
 
@@ -82,11 +90,12 @@ class _Turns:
                 arguments = object_text(block.input, f"{place}.content[{number}].input", self.arguments)
                 self.open_calls[block.id] = block.name
                 calls.append(CalledTool(block.id, block.name, arguments))
-            elif not isinstance(block, TextBlock):
+            elif not isinstance(block, TextBlock | ThinkingBlock | RedactedThinkingBlock):
                 raise invalid_field(
                     f"{place}.content[{number}]", "tool_result blocks belong in the user's messages"
                 )
         self._add_text("assistant", text, calls)
+        self.made[-1].thoughts += [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
 
     def _user(self, blocks: Sequence[object], place: str) -> None:
         texts: list[str] = []
@@ -147,7 +156,8 @@ def text_of(text: Text) -> str:
 def _only_text(block: object, place: str) -> str:
     if not isinstance(block, TextBlock):
         raise invalid_field(
-            place, "tool_use blocks belong in the assistant's messages, tool_result blocks in the user's"
+            place,
+            "thinking and tool_use blocks belong in the assistant's messages, tool_result ones in the user's",
         )
     return block.text
 

@@ -19,7 +19,7 @@ from agentflow.protocol.json_bounds import schema_constraint
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.anthropic.answer import AnswerEvents, AnswerFrame
 from agentflow.server.anthropic.conversation import conversation_of, tool_choice_of, tools_of
-from agentflow.server.anthropic.types import CountAnswer, CountRequest, MessagesRequest
+from agentflow.server.anthropic.types import CountAnswer, CountRequest, MessagesRequest, Thinking
 from agentflow.server.completion.completion import completing, prompt_ids
 from agentflow.server.completion.request import CompletionRequest
 from agentflow.server.completion.streaming import stream_completion
@@ -94,7 +94,23 @@ def prompt_of(body: CountRequest) -> CompletionRequest:
         SamplingParams(),
         tools=tools_of(body.tools or ()),
         tool_choice=tool_choice_of(body),
+        thinks=_thinks(body.thinking),
+        thought_budget=None if body.thinking is None else body.thinking.budget_tokens,
+        effort=None if body.output_config is None else body.output_config.effort,
     )
+
+
+def _thinks(thinking: Thinking | None) -> bool | None:
+    """Whether the model is to think; None: its chat template decides. In this API it does not unless the
+    request says so."""
+    match None if thinking is None else thinking.type:
+        case "enabled":
+            if thinking is None or thinking.budget_tokens is None:
+                raise invalid_field("thinking.budget_tokens", "it is required if thinking is enabled")
+            return True
+        case "adaptive":
+            return None
+    return False
 
 
 def completion_of(call: ApiCall, body: MessagesRequest) -> CompletionRequest:
@@ -165,7 +181,8 @@ async def create_message(call: ApiCall) -> None:
     generator = call.generator(body.model, priority=body.priority)
     request = await call.beside(completion_of, call, body)
     capabilities = generator.capabilities
-    frame = AnswerFrame.new(capabilities.model, body.max_tokens, capabilities.max_context)
+    shows_thoughts = body.thinking is None or body.thinking.display != "omitted"
+    frame = AnswerFrame.new(capabilities.model, body.max_tokens, capabilities.max_context, shows_thoughts)
     with _naming_field():
         async with completing(generator, request, trace=call.trace) as completion:
             if body.stream:

@@ -79,7 +79,25 @@ class ToolResultBlock(
     toolset_name: None = None
 
 
-ContentBlock: TypeAlias = TextBlock | ToolUseBlock | ToolResultBlock
+class ThinkingBlock(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="thinking"
+):
+    """What the assistant thought. The chat template decides whether the model sees it again. The signature is
+    not checked: a client may write the assistant's turns anyway."""
+
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="redacted_thinking"
+):
+    """Thoughts that only another server can read. It is dropped."""
+
+    data: str
+
+
+ContentBlock: TypeAlias = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
 
 
 class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -144,17 +162,20 @@ class JsonFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The form of the text. ``effort`` has no effect."""
+    """The form of the text. ``effort``: for chat templates that have a variable ``reasoning_effort``."""
 
     format: JsonFormat | None = None
     effort: str | None = None
 
 
 class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The model does not think apart from its text. ``adaptive`` leaves that to the model, too."""
+    """Whether a reasoning model thinks before its text; ``adaptive`` leaves that to its chat template.
+    ``budget_tokens``: the most tokens of its thoughts; required if ``enabled``. ``display`` ``omitted``: the
+    answer has thoughts without their text."""
 
-    type: Literal["disabled", "adaptive"]
-    display: str | None = None
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class ContextManagement(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -213,6 +234,13 @@ class AnswerText(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
     text: str
 
 
+class AnswerThinking(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
+    """What the model thought. ``signature``: a digest of it."""
+
+    thinking: str
+    signature: str
+
+
 class AnswerToolUse(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
     """A tool call of the model."""
 
@@ -241,7 +269,7 @@ class MessageAnswer(msgspec.Struct, kw_only=True):
 
     id: str
     model: str
-    content: list[AnswerText | AnswerToolUse]
+    content: list[AnswerThinking | AnswerText | AnswerToolUse]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage

@@ -11,17 +11,16 @@ Leaving the block aborts what still runs. Deltas that are not fetched in time ar
 gets fewer and larger ones.
 
 ``Completion`` collects the deltas of all requests, ``_Run`` runs one request, and ``_AnswerReader`` and
-``_LogprobReader`` turn the engine's progress on one answer into deltas.
+``LogprobReader`` (in ``logprobs``) turn the engine's progress on one answer into deltas.
 """
 
 from __future__ import annotations
 
-import codecs
 import secrets
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import anyio
 import msgspec
@@ -29,14 +28,13 @@ import msgspec
 from agentflow.engine.context import EngineContext, num_chars, texts_of
 from agentflow.engine.generator import EngineGenerator
 from agentflow.engine.process.ipc import Finished, Progress
-from agentflow.engine.request import TopTokens
-from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.engine.text.thoughts import Thinking, ThoughtOutput, thinking_values, thought_marks
 from agentflow.engine.text.tool_output import ToolOutput
 from agentflow.errors import AgentflowError, BadArgument, faults_of
-from agentflow.protocol.chat import Arguments, CallBegun, CalledTool, Piece, TextPiece
+from agentflow.protocol.chat import Arguments, CallBegun, CalledTool, Piece, TextPiece, ThoughtPiece
 from agentflow.protocol.events import Usage
-from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.task_group import first_of, open_task_group
+from agentflow.server.completion.logprobs import LogprobReader, prompt_delta
 from agentflow.server.completion.request import (
     MAX_LOGPROB_TOKENS,
     Answer,
@@ -46,6 +44,7 @@ from agentflow.server.completion.request import (
     FinishReason,
     PromptDelta,
     TextDelta,
+    ThoughtDelta,
     TokenIds,
     TokenLogprob,
     ToolArguments,
@@ -57,6 +56,7 @@ COUNTED_CONTEXTS = 4
 _SEED_BITS = 62
 # An odd number near 2**63 divided by the golden ratio keeps the seeds of one request's answers far apart.
 _SEED_STEP = 5_700_357_409_661_598_991
+_MERGED = TextDelta | ThoughtDelta | ToolArguments
 
 
 @asynccontextmanager
@@ -83,7 +83,7 @@ async def completing(
 
 async def prompt_ids(generator: EngineGenerator, request: CompletionRequest) -> list[int]:
     """The token ids of the prompt, as the model would be given them. Runs nothing on the engine."""
-    context = generator.open(request.cache_salt, template_values=request.template_values)
+    context = generator.open(request.cache_salt, template_values=_template_values(generator, request))
     try:
         await _check_length(generator, request, COUNTED_CONTEXTS * generator.limits.max_tokens())
         await _fill(generator, request, context)
@@ -136,6 +136,7 @@ class Completion:
                 usages[0].prompt_tokens,
                 min(usage.cached_tokens for usage in usages),
                 sum(usage.output_tokens for usage in usages),
+                thought_tokens=sum(usage.thought_tokens for usage in usages),
             )
             start += run.num_answers
         return total
@@ -239,7 +240,7 @@ class _Run:
             priority=request.priority,
             patience_s=generator.patience_s,
             trace=self._trace,
-            template_values=request.template_values,
+            template_values=_template_values(generator, request),
         )
         contexts, self._context = [context], context
         try:
@@ -283,7 +284,7 @@ class _Run:
             if len(token_ids) > 1:
                 self._scored = await generator.score_prompt(context, num_top)
         prompt = await generator.encode_beside(
-            len(token_ids), _prompt_delta, generator.tokenizer, request, token_ids, self._scored
+            len(token_ids), prompt_delta, generator.tokenizer, request, token_ids, self._scored
         )
         for number in range(request.n):
             self._on_delta(replace(prompt, index=self._first_index + number))
@@ -296,18 +297,29 @@ class _Run:
             self._on_sent()
             self._on_delta(AnswerEnded(self._first_index + number, "length", usage))
 
+    async def _thinking(self, context: EngineContext) -> Thinking | None:
+        """How an answer may begin with thoughts."""
+        if (
+            not isinstance(self._request.prompt, tuple)
+            or thought_marks(context.tokens.template.source) is None
+        ):
+            return None
+        await self._generator.prompt_ids(context)
+        return context.thinking(0 if self._request.thinks is False else self._request.thought_budget)
+
     async def _answer(self, number: int, context: EngineContext) -> None:
         request, use, constraint = self._request, context.tools, self._request.constraint
         if use is not None:
             constraint = use.constraint(constraint)
+        thinking = await self._thinking(context)
         seed = (self._seed + number * _SEED_STEP) % 2**63
         params = msgspec.structs.replace(request.params, seed=seed)
         logprobs = None
         if params.wants_logprobs:
-            logprobs = _LogprobReader(
-                self._generator.tokenizer, params, is_constrained=constraint is not None
-            )
-        output = use.output(request.constraint) if use is not None and use.callable_names else None
+            has_jumps = constraint is not None or (thinking is not None and thinking.budget is not None)
+            logprobs = LogprobReader(self._generator.tokenizer, params, has_jumps=has_jumps)
+        tools = use.output(request.constraint) if use is not None and use.callable_names else None
+        output = tools if thinking is None else ThoughtOutput(thinking, tools)
         reader = _AnswerReader(self._first_index + number, self._on_delta, logprobs=logprobs, output=output)
 
         def push(progress: Progress) -> None:
@@ -315,7 +327,9 @@ class _Run:
             reader.push(progress)
 
         try:
-            end = await self._generator.complete(context, params, push, constraint, self._on_sent)
+            end = await self._generator.complete(
+                context, params, push, constraint, self._on_sent, thinking=thinking
+            )
         except AgentflowError as error:
             if error.param == "instead":
                 error.param = "constraint"
@@ -325,7 +339,14 @@ class _Run:
         if self._scored is not None:
             end = msgspec.structs.replace(end, cached_tokens=self._scored.cached_tokens)
         reader.finish(end)
-        self._generator.output_token_cache.put_answer(context, end)
+        if not end.thought_tokens:
+            self._generator.output_token_cache.put_answer(context, end)
+
+
+def _template_values(generator: EngineGenerator, request: CompletionRequest) -> dict[str, Any]:
+    """Those of the request come first."""
+    values = thinking_values(generator.template.source, request.thinks, request.effort)
+    return {**values, **request.template_values}
 
 
 async def _check_length(generator: EngineGenerator, request: CompletionRequest, most: int) -> None:
@@ -358,39 +379,58 @@ async def _fill(generator: EngineGenerator, request: CompletionRequest, context:
 
 
 class _AnswerReader:
-    """Turns the progress of answer ``index`` into deltas. ``output`` separates tool calls from text, if the
-    answer may have some."""
+    """Turns the progress of answer ``index`` into deltas. ``output`` separates thoughts and tool calls from
+    text, if the answer may have some."""
 
     def __init__(
         self,
         index: int,
         on_delta: Callable[[CompletionDelta], None],
         *,
-        logprobs: _LogprobReader | None = None,
-        output: ToolOutput | None = None,
+        logprobs: LogprobReader | None = None,
+        output: ToolOutput | ThoughtOutput | None = None,
     ) -> None:
         self._index = index
         self._on_delta = on_delta
         self._logprobs = logprobs
         self._output = output
         self._num_chars = 0
+        self._num_tokens = 0  # with their log-probabilities
+        self._undecided: list[TokenLogprob] = []  # of thoughts or of the answer
 
     def push(self, progress: Progress) -> None:
         self._num_chars += len(progress.text)
-        tokens = () if self._logprobs is None else self._logprobs.push(progress)
+        tokens = [] if self._logprobs is None else self._logprobs.push(progress)
+        self._num_tokens += len(tokens)
         if self._output is None:
             self._emit_text(progress.text, tokens)
         elif progress.text or tokens:
-            self._emit_pieces(self._output.push(progress.text), tokens)
+            self._read(self._output, progress.text, tokens)
+
+    def _read(self, output: ToolOutput | ThoughtOutput, text: str, tokens: list[TokenLogprob]) -> None:
+        thoughts = output if isinstance(output, ThoughtOutput) else None
+        are_thoughts = thoughts is not None and thoughts.is_thinking
+        pieces = output.push(text)
+        tokens, self._undecided = [*self._undecided, *tokens], []
+        if thoughts is not None and thoughts.may_begin:
+            self._undecided = tokens
+            return
+        are_thoughts = are_thoughts or (thoughts is not None and thoughts.is_thinking)
+        self._emit_pieces(pieces, tokens, are_thoughts=are_thoughts)
 
     def finish(self, end: Finished) -> None:
         rest = end.text[self._num_chars :]
-        tokens = () if self._logprobs is None else self._logprobs.finish(end)
+        tokens = self._undecided + ([] if self._logprobs is None else self._logprobs.finish(end))
+        if thoughts := tokens[: max(0, end.thought_tokens - self._num_tokens)]:
+            self._on_delta(ThoughtDelta(self._index, "", tuple(thoughts)))
+            tokens = tokens[len(thoughts) :]
         if self._output is None:
             self._emit_text(rest, tokens)
         else:
             self._emit_pieces(self._output.finish(rest, is_truncated=end.finish_reason == "length"), tokens)
-        usage = Usage(end.prompt_tokens, end.cached_tokens, end.output_tokens)
+        usage = Usage(
+            end.prompt_tokens, end.cached_tokens, end.output_tokens, thought_tokens=end.thought_tokens
+        )
         ids = tuple(end.token_ids)
         self._on_delta(AnswerEnded(self._index, self._reason(end), usage, end.stopped_by, ids))
 
@@ -403,94 +443,27 @@ class _AnswerReader:
         if text or tokens:
             self._on_delta(TextDelta(self._index, text, tuple(tokens)))
 
-    def _emit_pieces(self, pieces: Sequence[Piece], tokens: Sequence[TokenLogprob]) -> None:
+    def _emit_pieces(
+        self, pieces: Sequence[Piece], tokens: Sequence[TokenLogprob], *, are_thoughts: bool = False
+    ) -> None:
+        """``are_thoughts``: the tokens are of thoughts, at least the first of them."""
         assert self._output is not None
-        if tokens:
+        if tokens and are_thoughts:
+            self._on_delta(ThoughtDelta(self._index, "", tuple(tokens)))
+        elif tokens:
             self._emit_text("", tokens)
         call = self._output.num_calls - sum(isinstance(piece, CallBegun) for piece in pieces) - 1
         for piece in pieces:
             match piece:
                 case TextPiece():
                     self._emit_text(piece.text, ())
+                case ThoughtPiece():
+                    self._on_delta(ThoughtDelta(self._index, piece.text))
                 case CallBegun():
                     call += 1
                     self._on_delta(ToolCallBegun(self._index, call, piece.id, piece.name))
                 case Arguments():
                     self._on_delta(ToolArguments(self._index, call, piece.text))
-
-
-class _LogprobReader:
-    """Emits each token of an answer together with the text that it is part of.
-
-    A token may end within a character, or be withheld because a stop string could begin in its text. It is
-    emitted once all of its text is. Under a constraint, tokens can still be replaced by others with the same
-    text, so they are emitted at the end.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, is_constrained: bool) -> None:
-        self._tokenizer = tokenizer
-        self._num_top = params.top_logprobs
-        self._is_constrained = is_constrained
-        self._waiting: deque[tuple[int, TokenLogprob]] = deque()  # each with the end of its text
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._num_emitted = 0
-        self._num_token_chars = 0
-        self._num_text_chars = 0
-
-    def push(self, progress: Progress) -> list[TokenLogprob]:
-        """The tokens whose text is complete with this progress."""
-        if self._is_constrained:
-            return []
-        tops: Sequence[TopTokens | None] = progress.top_logprobs or [None] * len(progress.token_ids)
-        for token_id, logprob, top in zip(progress.token_ids, progress.logprobs, tops, strict=True):
-            token = self._token(token_id, logprob, top)
-            self._num_token_chars += len(self._decoder.decode(token.raw))
-            self._waiting.append((self._num_token_chars, token))
-        self._num_text_chars += len(progress.text)
-        emitted: list[TokenLogprob] = []
-        while self._waiting and self._waiting[0][0] <= self._num_text_chars:
-            emitted.append(self._waiting.popleft()[1])
-        self._num_emitted += len(emitted)
-        return emitted
-
-    def finish(self, end: Finished) -> list[TokenLogprob]:
-        """The remaining tokens."""
-        start = self._num_emitted
-        tops = end.top_logprobs or [None] * len(end.token_ids)
-        rest = zip(end.token_ids[start:], end.logprobs[start:], tops[start:], strict=True)
-        return [self._token(token_id, logprob, top) for token_id, logprob, top in rest]
-
-    def _token(self, token_id: int, logprob: float | None, top: TopTokens | None) -> TokenLogprob:
-        return _token_logprob(self._tokenizer, token_id, logprob, () if top is None else top[: self._num_top])
-
-
-def _token_logprob(
-    tokenizer: Tokenizer, token_id: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()
-) -> TokenLogprob:
-    shown = tokenizer.shown
-    tops = tuple([TokenLogprob(other, *shown(other), value) for other, value in top])
-    return TokenLogprob(token_id, *shown(token_id), logprob, tops)
-
-
-def _prompt_delta(
-    tokenizer: Tokenizer, request: CompletionRequest, token_ids: list[int], scored: Finished | None
-) -> PromptDelta:
-    prompt, num_added = request.prompt, 0
-    if isinstance(prompt, str):
-        text, prefix = prompt, tokenizer.prefix_ids
-        begin = tokenizer.decode(prefix, skip_special=False)
-        if prefix and tuple(token_ids[: len(prefix)]) == prefix and not prompt.startswith(begin):
-            num_added = len(prefix)
-    else:
-        text = tokenizer.decode(token_ids, skip_special=False)
-    tokens: list[TokenLogprob] = []
-    if request.prompt_logprobs is not None:
-        tokens.append(_token_logprob(tokenizer, token_ids[0], None))
-    if scored is not None:
-        tops: Sequence[TopTokens | None] = scored.top_logprobs or [None] * len(scored.logprobs)
-        for token_id, logprob, top in zip(token_ids[1:], scored.logprobs, tops, strict=True):
-            tokens.append(_token_logprob(tokenizer, token_id, logprob, top or ()))
-    return PromptDelta(0, text, tuple(token_ids), tuple(tokens), num_added)
 
 
 def answers_of(deltas: Sequence[CompletionDelta], num_answers: int) -> list[Answer]:
@@ -503,6 +476,7 @@ def answers_of(deltas: Sequence[CompletionDelta], num_answers: int) -> list[Answ
 
 def _answer_of(deltas: Sequence[CompletionDelta]) -> Answer:
     texts: list[str] = []
+    thoughts: list[str] = []
     tokens: list[TokenLogprob] = []
     calls: list[tuple[ToolCallBegun, list[str]]] = []
     end: AnswerEnded | None = None
@@ -514,6 +488,9 @@ def _answer_of(deltas: Sequence[CompletionDelta]) -> Answer:
             case TextDelta():
                 texts.append(delta.text)
                 tokens += delta.tokens
+            case ThoughtDelta():
+                thoughts.append(delta.text)
+                tokens += delta.tokens
             case ToolCallBegun():
                 calls.append((delta, []))
             case ToolArguments():
@@ -523,7 +500,15 @@ def _answer_of(deltas: Sequence[CompletionDelta]) -> Answer:
     assert end is not None
     called = tuple(CalledTool(begun.id, begun.name, "".join(parts)) for begun, parts in calls)
     return Answer(
-        "".join(texts), called, tuple(tokens), end.finish_reason, end.usage, end.stop, prompt, end.token_ids
+        "".join(texts),
+        called,
+        tuple(tokens),
+        end.finish_reason,
+        end.usage,
+        end.stop,
+        prompt,
+        end.token_ids,
+        "".join(thoughts),
     )
 
 
@@ -533,7 +518,7 @@ def _merged(deltas: Sequence[CompletionDelta]) -> list[CompletionDelta]:
     last: dict[int, list[CompletionDelta]] = {}  # the last run of each answer
     for delta in deltas:
         run = last.get(delta.index)
-        if run is not None and type(run[0]) is type(delta) and isinstance(delta, TextDelta | ToolArguments):
+        if run is not None and type(run[0]) is type(delta) and isinstance(delta, _MERGED):
             run.append(delta)
         else:
             last[delta.index] = run = [delta]
@@ -543,8 +528,9 @@ def _merged(deltas: Sequence[CompletionDelta]) -> list[CompletionDelta]:
 
 def _one_of(run: Sequence[CompletionDelta]) -> CompletionDelta:
     first = run[0]
-    text = "".join([delta.text for delta in run if isinstance(delta, TextDelta | ToolArguments)])
+    text = "".join([delta.text for delta in run if isinstance(delta, _MERGED)])
     if isinstance(first, ToolArguments):
         return ToolArguments(first.index, first.call, text)
-    tokens = [token for delta in run if isinstance(delta, TextDelta) for token in delta.tokens]
-    return TextDelta(first.index, text, tuple(tokens))
+    tokens = [token for delta in run if isinstance(delta, TextDelta | ThoughtDelta) for token in delta.tokens]
+    kind = ThoughtDelta if isinstance(first, ThoughtDelta) else TextDelta
+    return kind(first.index, text, tuple(tokens))

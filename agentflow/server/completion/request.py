@@ -34,6 +34,8 @@ class CompletionRequest:
     without the opening of the assistant's turn. ``returns_prompt``: a ``PromptDelta`` begins each answer.
     ``prompt_logprobs``: it has the log-probabilities of the prompt, with so many alternatives. ``generates``
     is False if the answer is the prompt alone. ``template_values``: variables of the chat template.
+    ``thinks``: whether a reasoning model thinks first; None is what its template does. ``thought_budget``:
+    the most tokens of its thoughts. ``effort``: for templates that have a variable for it.
     """
 
     prompt: tuple[Message, ...] | str | TokenIds
@@ -50,6 +52,9 @@ class CompletionRequest:
     prompt_logprobs: int | None = None
     generates: bool = True
     template_values: Mapping[str, Any] = field(default_factory=dict)
+    thinks: bool | None = None
+    thought_budget: int | None = None
+    effort: str | None = None
 
     @property
     def conversation(self) -> Conversation:
@@ -94,6 +99,16 @@ class TextDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class ThoughtDelta:
+    """More of what the model thinks before answer ``index``, with its tokens if log-probabilities were
+    requested."""
+
+    index: int
+    text: str
+    tokens: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ToolCallBegun:
     """Answer ``index`` begins a tool call. ``call`` numbers the calls of an answer from 0."""
 
@@ -127,7 +142,9 @@ class AnswerEnded:
     token_ids: tuple[int, ...] = ()
 
 
-CompletionDelta: TypeAlias = PromptDelta | TextDelta | ToolCallBegun | ToolArguments | AnswerEnded
+CompletionDelta: TypeAlias = (
+    PromptDelta | ThoughtDelta | TextDelta | ToolCallBegun | ToolArguments | AnswerEnded
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +159,4 @@ class Answer:
     stop: str | int | None = None
     prompt: PromptDelta | None = None
     token_ids: tuple[int, ...] = ()
+    thoughts: str = ""

@@ -16,6 +16,7 @@ from agentflow.server.completion.request import Answer, TokenLogprob
 from agentflow.server.http.errors import ApiError
 from agentflow.server.http.events import EVENT_END, comment, event, event_head
 from agentflow.server.openai.types import (
+    CompletionDetails,
     PromptDetails,
     PromptLogprob,
     PromptLogprobs,
@@ -81,6 +82,7 @@ def usage_body(usage: Usage) -> UsageBody:
         completion_tokens=usage.output_tokens,
         total_tokens=usage.prompt_tokens + usage.output_tokens,
         prompt_tokens_details=PromptDetails(usage.cached_tokens),
+        completion_tokens_details=CompletionDetails(usage.thought_tokens),
     )
 
 

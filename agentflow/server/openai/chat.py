@@ -21,6 +21,7 @@ from agentflow.server.completion.request import (
     CompletionRequest,
     PromptDelta,
     TextDelta,
+    ThoughtDelta,
     TokenLogprob,
     ToolArguments,
     ToolCallBegun,
@@ -39,6 +40,7 @@ from agentflow.server.openai.answer import (
 )
 from agentflow.server.openai.forms import ANY_OBJECT, constraint_of
 from agentflow.server.openai.request import (
+    NO_EFFORT,
     check_fields,
     check_num_logprobs,
     conversation_of,
@@ -126,7 +128,24 @@ def _request_of(
         template_values=template_values_of(body.chat_template_kwargs),
         returns_prompt=body.prompt_logprobs is not None or bool(body.return_token_ids),
         prompt_logprobs=body.prompt_logprobs,
+        thinks=_thinks(body),
+        thought_budget=_thought_budget(body),
+        effort=body.reasoning_effort,
     )
+
+
+def _thinks(body: ChatRequest) -> bool | None:
+    """Whether the model is to think; None: the request leaves it to the chat template."""
+    if body.enable_thinking is not None or body.reasoning_effort is None:
+        return body.enable_thinking
+    return body.reasoning_effort not in NO_EFFORT
+
+
+def _thought_budget(body: ChatRequest) -> int | None:
+    if body.thinking_token_budget is not None and body.thinking_budget is not None:
+        raise invalid_field("thinking_budget", "it excludes 'thinking_token_budget': give one of them")
+    budget = body.thinking_token_budget
+    return body.thinking_budget if budget is None else budget
 
 
 def _top_logprobs(body: ChatRequest) -> int | None:
@@ -166,7 +185,13 @@ def _choice(index: int, answer: Answer, body: ChatRequest, has_logprobs: bool) -
     content = None if calls and not answer.text else answer.text
     return ChatChoice(
         index=index,
-        message=AnswerMessage(role="assistant", content=content, refusal=None, tool_calls=calls),
+        message=AnswerMessage(
+            role="assistant",
+            content=content,
+            refusal=None,
+            tool_calls=calls,
+            reasoning_content=answer.thoughts or None,
+        ),
         logprobs=_logprobs(answer.tokens) if has_logprobs else None,
         finish_reason=answer.finish_reason,
         token_ids=[*answer.token_ids] if body.return_token_ids else msgspec.UNSET,
@@ -177,6 +202,7 @@ class _ChatChunks(ChunkWriter):
     def __init__(self, identity: AnswerIdentity, n: int, *, usage: UsageChunks) -> None:
         super().__init__(identity, _KIND, "delta", n, usage=usage)
         self._text_fronts = [front + b'{"content":' for front in self.fronts]
+        self._thought_fronts = [front + b'{"reasoning_content":' for front in self.fronts]
         self._is_begun = [False] * n
 
     def prepare(self, usage: bytes) -> None:
@@ -193,8 +219,9 @@ class _ChatChunks(ChunkWriter):
                 continue
             if not self._is_begun[delta.index]:
                 parts.append(self._role(delta))
-            if isinstance(delta, TextDelta):
-                parts += (self._text_fronts[delta.index], encode_json(delta.text))
+            if isinstance(delta, TextDelta | ThoughtDelta):
+                fronts = self._text_fronts if isinstance(delta, TextDelta) else self._thought_fronts
+                parts += (fronts[delta.index], encode_json(delta.text))
                 parts.append(self._with_logprobs(delta.tokens) if delta.tokens else self._text_rest)
             elif isinstance(delta, AnswerEnded):
                 parts += (self.fronts[delta.index], b'{},"logprobs":null,"finish_reason":')

@@ -18,6 +18,7 @@ from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_of
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.completion.request import MAX_LOGPROB_TOKENS
+from agentflow.server.http.call import decoded
 from agentflow.server.http.errors import ApiError, invalid_field, unsupported
 from agentflow.server.openai.types import (
     AssistantMessage,
@@ -39,12 +40,15 @@ from agentflow.server.openai.types import (
     Tool,
     ToolChoiceField,
     ToolMessage,
+    Unread,
     UserMessage,
     is_given,
 )
 
 # The default of OpenAI's API.
 TEMPERATURE = 1.0
+NO_EFFORT = ("none", "minimal")
+"""Values of ``reasoning_effort`` that turn thinking off."""
 
 _WHY_UNSUPPORTED = {
     "skip_special_tokens": "answers have no special tokens, but as marks of calls and thoughts",
@@ -243,10 +247,19 @@ def _assistant_turn(message: AssistantMessage, place: str, model: str) -> Messag
         for call in message.tool_calls or ()
     )
     content = message.content if message.content is not None else message.refusal
-    if content is None and not calls:
+    given = message.reasoning_content if is_given(message.reasoning_content) else message.reasoning
+    thoughts = _thoughts_of(given, place)
+    if content is None and not calls and thoughts is None:
         raise invalid_field(f"{place}.content", "an assistant's message needs 'content' or 'tool_calls'")
     text = "" if content is None else _text_of(content, place, model)
-    return Message("assistant", text, tool_calls=calls)
+    return Message("assistant", text, tool_calls=calls, reasoning=thoughts)
+
+
+def _thoughts_of(given: Unread, place: str) -> str | None:
+    """Thoughts that are a text; clients of other servers also send objects, which are not read."""
+    if given is None or bytes(memoryview(given)[:1]) != b'"':
+        return None
+    return decoded(given, str, f"{place}.reasoning_content")
 
 
 def _text_of(content: Content, place: str, model: str) -> str:

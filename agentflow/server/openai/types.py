@@ -41,6 +41,7 @@ def is_given(value: object) -> bool:
 _INT64 = 2**63
 
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_INT)]
+ThoughtBudget: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_INT)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
 Source: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_SOURCE_CHARS)]
@@ -226,9 +227,9 @@ class MessageToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class AssistantMessage(_Message, tag="assistant", kw_only=True):
-    """The model's text, its tool calls, or both. ``content`` may be null only with tool calls. ``parsed`` is
-    not read, like ``parsed_arguments``, nor is the reasoning of a past turn, nor the
-    ``provider_specific_fields`` that LiteLLM adds."""
+    """The model's text, its tool calls, or both. ``content`` may be null only with tool calls.
+    ``reasoning_content``, or ``reasoning``, if it is a text: what it thought before. ``parsed`` is not read,
+    like ``parsed_arguments``, nor the ``provider_specific_fields`` that LiteLLM adds."""
 
     content: Content | None = None
     tool_calls: list[MessageToolCall] | None = None
@@ -359,6 +360,9 @@ class ChatRequest(SharedFields, kw_only=True):
     modalities: list[Literal["text"]] | None = None
     verbosity: str | None = None
     reasoning_effort: str | None = None
+    thinking_token_budget: ThoughtBudget | None = None
+    thinking_budget: ThoughtBudget | None = None
+    enable_thinking: bool | None = None
     chat_template_kwargs: GivenObject = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -367,6 +371,12 @@ class ChatRequest(SharedFields, kw_only=True):
     function_call: Unsupported = None
     web_search_options: Unsupported = None
     moderation: Unsupported = None
+
+
+class CompletionDetails(msgspec.Struct):
+    """``reasoning_tokens``: the tokens that the model thought with, marks included."""
+
+    reasoning_tokens: int
 
 
 class PromptDetails(msgspec.Struct):
@@ -382,6 +392,7 @@ class UsageBody(msgspec.Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):
@@ -425,12 +436,13 @@ class AnsweredToolCall(msgspec.Struct, kw_only=True):
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The model's text, its tool calls, or both."""
+    """The model's text, its tool calls, or both. ``reasoning_content``: what it thought before."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
     tool_calls: list[AnsweredToolCall] = []
+    reasoning_content: str | None = None
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):

@@ -215,6 +215,8 @@ export interface Message {
   tool_call_id?: string | null;
   /** Of a tool's turn: the name of the tool, if the call does not determine it. */
   name?: string | null;
+  /** Of an assistant's turn: what it thought before; the chat template decides where it is shown. */
+  reasoning?: string | null;
 }
 
 /** Part of a message and of a reply. */
@@ -669,6 +671,8 @@ export interface Usage {
   output_tokens: number;
   /** Of the output, those that a constraint forced and that were not sampled. */
   forced_tokens: number;
+  /** Of the output, those that a reasoning model thought with. */
+  thought_tokens: number;
 }
 
 /** Part of `value`. Written as a list of its fields, in this order. */

@@ -128,7 +128,7 @@ SEARCHED = {"type": "server_tool_use", "id": "x", "name": "web_search", "input":
     [
         ({"messages": user(IMAGE)}, "messages[0].content[0].type", "unsupported"),
         ({"messages": user({"type": "document"})}, "messages[0].content[0].type", "unsupported"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": [THOUGHT]}]}, None, "unsupported"),
+        ({"messages": user(THOUGHT)}, "messages[0].content[0]", "invalid_value"),
         ({"messages": [*HELLO, {"role": "assistant", "content": [SEARCHED]}]}, None, "unsupported"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "unsupported"),
         ({"messages": []}, "messages", "invalid_request"),
@@ -146,11 +146,7 @@ SEARCHED = {"type": "server_tool_use", "id": "x", "name": "web_search", "input":
             "tool_choice",
             "invalid_value",
         ),
-        (
-            {"thinking": {"type": "enabled", "budget_tokens": 2000}},
-            "thinking.type",
-            "unsupported",
-        ),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "invalid_value"),
         ({"container": "c_1"}, "container", "unsupported"),
         ({"inference_geo": "us"}, "inference_geo", "unsupported"),
         ({"diagnostics": {"previous_message_id": "m"}}, "diagnostics", "unsupported"),

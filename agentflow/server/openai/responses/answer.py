@@ -20,6 +20,7 @@ from agentflow.server.completion.request import (
     AnswerEnded,
     CompletionDelta,
     TextDelta,
+    ThoughtDelta,
     ToolArguments,
     ToolCallBegun,
 )
@@ -36,7 +37,9 @@ from agentflow.server.openai.responses.types import (
     OutputDetails,
     OutputItem,
     OutputMessage,
+    OutputReasoning,
     OutputText,
+    ReasoningText,
     ResponseAnswer,
     ResponseFailure,
     ResponseUsage,
@@ -80,6 +83,8 @@ class ResponseWriter:
             events.append(self._of_answer("in_progress"))
         for delta in deltas:
             match delta:
+                case ThoughtDelta():
+                    events.append(self._thought(delta.text))
                 case TextDelta():
                     events.append(self._text(delta))
                 case ToolCallBegun():
@@ -115,15 +120,37 @@ class ResponseWriter:
 
     def message(self) -> Message:
         """The answer as a message of the conversation."""
-        texts, calls = [], []
+        texts, thoughts, calls = [], [], []
         for item in self.answer.output:
-            if isinstance(item, OutputMessage):
-                texts += [part.text for part in item.content]
-            else:
-                calls.append(CalledTool(item.call_id, item.name, item.arguments))
-        return Message("assistant", "".join(texts), generated=True, tool_calls=tuple(calls))
+            match item:
+                case OutputMessage():
+                    texts += [part.text for part in item.content]
+                case OutputReasoning():
+                    thoughts += [part.text for part in item.content]
+                case FunctionCall():
+                    calls.append(CalledTool(item.call_id, item.name, item.arguments))
+        reasoning = "".join(thoughts) or None
+        return Message(
+            "assistant", "".join(texts), generated=True, tool_calls=tuple(calls), reasoning=reasoning
+        )
 
     # Items
+
+    def _thought(self, text: str) -> bytes:
+        if not text:
+            return b""
+        begun = b"" if isinstance(self._open, OutputReasoning) else self._begin_thoughts()
+        self._parts.append(text)
+        return begun + self._delta(text)
+
+    def _begin_thoughts(self) -> bytes:
+        item = OutputReasoning(id=f"rs_{secrets.token_hex(12)}", status="in_progress", content=[])
+        added = self._add(item)
+        place = {"item_id": item.id, "output_index": self._index, "content_index": 0}
+        begun = self._event("response.content_part.added", {**place, "part": ReasoningText(text="")})
+        item.content.append(ReasoningText(text=""))
+        self._prepare("response.reasoning_text.delta", place)
+        return added + begun
 
     def _text(self, delta: TextDelta) -> bytes:
         if not delta.text and not delta.tokens:
@@ -184,6 +211,11 @@ class ResponseWriter:
                 "response.output_text.done", {**place, "text": text, "logprobs": part.logprobs}
             )
             done += self._event("response.content_part.done", {**place, "part": part})
+        elif isinstance(item, OutputReasoning):
+            [thoughts] = item.content
+            thoughts.text, place["content_index"] = text, 0
+            done = self._event("response.reasoning_text.done", {**place, "text": text})
+            done += self._event("response.content_part.done", {**place, "part": thoughts})
         else:
             item.arguments = text
             fields = {**place, "name": item.name, "arguments": text}
@@ -232,6 +264,6 @@ def usage_of(usage: Usage) -> ResponseUsage:
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputDetails(cached_tokens=usage.cached_tokens),
         output_tokens=usage.output_tokens,
-        output_tokens_details=OutputDetails(),
+        output_tokens_details=OutputDetails(reasoning_tokens=usage.thought_tokens),
         total_tokens=usage.prompt_tokens + usage.output_tokens,
     )

@@ -1,7 +1,7 @@
 """Translates the items of a request into a conversation.
 
-Items are messages, tool calls and their results. Reasoning of past turns is dropped, as chat templates do.
-The items of a stored response are also known by their ids.
+Items are messages, tool calls and their results. Reasoning belongs to the assistant's message or call after
+it, and chat templates decide where it is shown. The items of a stored response are also known by their ids.
 """
 
 from __future__ import annotations
@@ -55,6 +55,11 @@ class _Part(msgspec.Struct, kw_only=True):
     refusal: str | None = None
 
 
+class _Reasoning(msgspec.Struct, kw_only=True):
+    content: list[_Part] | None = None
+    summary: list[_Part] | None = None
+
+
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "refusal")
 
 
@@ -81,6 +86,7 @@ class Turns:
         self._called = {call.id: call.name for message in messages for call in message.tool_calls}
         self._model = model
         self._find = find
+        self._thoughts: str | None = None  # of the assistant's next item
 
     def add(self, item: msgspec.Raw, place: str) -> None:
         """Appends an item. ``ApiError`` names what is wrong or not supported at ``place``."""
@@ -91,12 +97,17 @@ class Turns:
                 role = "system" if message.role == "developer" else message.role
                 text = self._text(message.content, f"{place}.content")
                 self.messages.append(Message(role, text))
+                if role == "assistant":
+                    self._think()
+                self._thoughts = None
             case "function_call":
                 self._call(decoded(item, _Call, place))
             case "function_call_output":
                 self._result(decoded(item, _Result, place), place)
             case "reasoning":
-                pass
+                given = decoded(item, _Reasoning, place)
+                parts = given.content or given.summary or []
+                self._thoughts = "".join([part.text or "" for part in parts]) or None
             case "item_reference":
                 reference = decoded(item, _Reference, place).id
                 found = self._find(reference)
@@ -117,6 +128,15 @@ class Turns:
             self.messages[-1] = msgspec.structs.replace(last, tool_calls=(*last.tool_calls, called))
         else:
             self.messages.append(Message("assistant", "", tool_calls=(called,)))
+        self._think()
+
+    def _think(self) -> None:
+        """Gives the last message the thoughts before it."""
+        last = self.messages[-1]
+        if self._thoughts is not None:
+            thoughts = f"{last.reasoning}\n{self._thoughts}" if last.reasoning else self._thoughts
+            self.messages[-1] = msgspec.structs.replace(last, reasoning=thoughts)
+            self._thoughts = None
 
     def _result(self, result: _Result, place: str) -> None:
         name = self._called.get(result.call_id)

@@ -30,6 +30,7 @@ from agentflow.server.completion.streaming import stream_completion
 from agentflow.server.http.call import ApiCall
 from agentflow.server.http.errors import ApiError, invalid_field, unsupported
 from agentflow.server.openai.request import (
+    NO_EFFORT,
     TEMPERATURE,
     check_num_logprobs,
     naming_field,
@@ -162,6 +163,7 @@ class _Turn:
         self._messages = tuple(turns.messages)
         self._num_before = len(before)
         params = _sampling_of(body, generator)
+        effort = None if body.reasoning is None else body.reasoning.effort
         tools = tools_of(body.tools or ())
         instructions = (Message("system", body.instructions),) if body.instructions else ()
         self.request = CompletionRequest(
@@ -175,6 +177,8 @@ class _Turn:
             cache_salt=body.cache_salt or "",
             priority=body.priority or 0,
             max_prompt_tokens=call.service.http_limits.max_prompt_tokens,
+            thinks=None if effort is None else effort not in NO_EFFORT,
+            effort=effort,
         )
         answer = _begun(body, model, params)
         answer.conversation = None if self._conversation is None else ConversationId(self._conversation.id)
@@ -219,7 +223,8 @@ def _messages_of(call: ApiCall, response_id: str) -> tuple[Message, ...]:
 
 
 def _num_chars(message: Message) -> int:
-    return len(message.content) + sum([len(call.arguments) for call in message.tool_calls])
+    num_others = len(message.reasoning or "") + sum([len(call.arguments) for call in message.tool_calls])
+    return len(message.content) + num_others
 
 
 def _check_fields(body: ResponseRequest) -> None:
@@ -284,6 +289,7 @@ def _begun(body: ResponseRequest, model: str, params: SamplingParams) -> Respons
         metadata=body.metadata or {},
         parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,
+        reasoning={"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
         store=body.store is not False,
         temperature=params.temperature,
         text=text,

@@ -86,6 +86,12 @@ class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     verbosity: str | None = None
 
 
+class ReasoningOptions(msgspec.Struct, kw_only=True):
+    """``effort``: ``none`` and ``minimal`` turn thinking off. Other fields have no effect."""
+
+    effort: str | None = None
+
+
 class ResponseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A turn of a conversation. The fields of the second group have no effect. ``seed``, ``cache_salt`` and
     ``priority`` are extensions."""
@@ -122,6 +128,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     background: bool | None = None
@@ -133,7 +140,6 @@ class ResponseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_key: str | None = None
     prompt_cache_options: Unread = None
     prompt_cache_retention: str | None = None
-    reasoning: Unread = None
     safety_identifier: str | None = None
     service_tier: str | None = None
     user: str | None = None
@@ -167,6 +173,21 @@ class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message
     role: Literal["assistant"] = "assistant"
 
 
+class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    """The text of thoughts."""
+
+    text: str
+
+
+class OutputReasoning(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """What the model thought before it answered. There is no summary of it."""
+
+    id: str
+    status: ItemStatus
+    content: list[ReasoningText]
+    summary: list[None] = []
+
+
 class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
     """A tool call of the model. ``arguments``: a JSON object, as text."""
 
@@ -177,7 +198,7 @@ class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function
     status: ItemStatus
 
 
-OutputItem: TypeAlias = OutputMessage | FunctionCall
+OutputItem: TypeAlias = OutputReasoning | OutputMessage | FunctionCall
 
 
 class InputDetails(msgspec.Struct, kw_only=True):
@@ -188,9 +209,9 @@ class InputDetails(msgspec.Struct, kw_only=True):
 
 
 class OutputDetails(msgspec.Struct, kw_only=True):
-    """The model does not reason apart from its text."""
+    """``reasoning_tokens``: the tokens that the model thought with, marks included."""
 
-    reasoning_tokens: int = 0
+    reasoning_tokens: int
 
 
 class ResponseUsage(msgspec.Struct, kw_only=True):
@@ -244,6 +265,7 @@ class ResponseAnswer(msgspec.Struct, kw_only=True):
     metadata: dict[str, str]
     parallel_tool_calls: bool
     previous_response_id: str | None
+    reasoning: dict[str, str | None]
     store: bool
     temperature: float
     text: dict[str, Any]
@@ -255,7 +277,6 @@ class ResponseAnswer(msgspec.Struct, kw_only=True):
     background: bool = False
     conversation: ConversationId | None = None
     error: ResponseFailure | None = None
-    reasoning: dict[str, None] = msgspec.field(default_factory=lambda: {"effort": None, "summary": None})
     service_tier: str = "default"
     object: Literal["response"] = "response"
 

@@ -1,0 +1,189 @@
+"""A request under its constraint, and under the budget of its thoughts.
+
+A model that thinks writes its thoughts first. Neither the grammar nor stops apply to them: any token may
+come, except, under a grammar, one that ends the generation. The grammar begins with the answer, before which
+the model may write one line break. Thoughts that reach their budget are ended by a jump, which appends the
+mark after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentflow.engine.grammar.grammar import TokenWords, is_allowed
+from agentflow.engine.grammar.grammar_cache import GrammarCache
+from agentflow.engine.grammar.jump_forward import ConstrainedText, Encode, Jump
+from agentflow.engine.process.ipc import Submit
+from agentflow.engine.request import Request
+from agentflow.engine.text.thoughts import ThoughtTokens
+from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.errors import RequestRefused
+
+
+class ConstrainedRequest:
+    """Each call updates ``request.token_mask`` and returns what is then forced, which the caller appends.
+    ``RequestRefused`` if no token of the model can continue the text."""
+
+    def __init__(
+        self, request: Request, message: Submit, grammars: GrammarCache, tokenizer: Tokenizer
+    ) -> None:
+        self._request = request
+        self._tokenizer = tokenizer
+        self._budget = None if message.thinking is None else message.thinking.budget
+        self._thoughts = None if message.thinking is None else ThoughtTokens(message.thinking)
+        self._num_before = 0  # tokens before the answer
+        self._is_stuck = False
+        self._text: ConstrainedText | None = None
+        if message.constraint is None:
+            return
+        vocabulary = self._vocabulary = grammars.vocabulary
+        encode: Encode | None = tokenizer.encode_written if message.jump_forward else None
+        self._text = ConstrainedText(grammars.matcher(message.constraint), vocabulary, encode)
+        self._end_words = vocabulary.only(request.end_ids)
+        if message.thinking is not None:
+            self._begin_words = self._words_of(message.thinking.begin)
+            self._break_words = self._words_of("\n") | self._words_of("\n\n")
+            self._has_break = False
+            self._thought_words: dict[bytes, TokenWords] = {}
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """Tokens of thoughts, marks included."""
+        return 0 if self._thoughts is None else self._thoughts.num_tokens
+
+    @property
+    def num_forced_tokens(self) -> int:
+        """As ``ConstrainedText.num_forced_tokens``."""
+        return 0 if self._text is None else self._text.num_forced_tokens()
+
+    def forced_spans(self, num_chars: int) -> list[tuple[int, int]]:
+        """As ``ConstrainedText.forced_spans``, of the whole output."""
+        if self._text is None:
+            return []
+        start = len(self._data_before.decode(errors="replace"))
+        return [(first + start, length) for first, length in self._text.forced_spans(num_chars - start)]
+
+    def is_free(self, token_id: int) -> bool:
+        """Whether this token, which comes next, is none of the answer's, so that no stop begins in it."""
+        return self._thoughts is not None and self._thoughts.is_free(self._tokenizer.token_bytes(token_id))
+
+    def is_complete(self) -> bool:
+        """Whether the text is complete, and nothing may follow or no token of the model can write it."""
+        if self._text is None or not self._is_answer:
+            return False
+        return self._is_stuck or self._text.must_end()
+
+    def read(self, token_id: int) -> None:
+        """Appends a token that a dead engine generated."""
+        thoughts, text = self._thoughts, self._text
+        if thoughts is not None and not thoughts.is_over:
+            if text is not None and self._begins_answer(text, thoughts, token_id):
+                thoughts.begin_answer()
+            elif not thoughts.take(self._tokenizer.token_bytes(token_id)):
+                self._num_before += 1
+                return
+        if text is not None:
+            text.take(token_id)
+
+    def begin(self, generated_forced: Sequence[tuple[int, int]]) -> Jump | None:
+        """Starts, after the tokens that were ``read``."""
+        if self._text is not None:
+            start = len(self._data_before)
+            self._text.forced += [(first - start, end - start) for first, end in generated_forced]
+        return self._update()
+
+    def take(self, token_id: int) -> Jump | None:
+        """One more token was sampled."""
+        self.read(token_id)
+        return self._update()
+
+    @property
+    def _is_answer(self) -> bool:
+        return self._thoughts is None or self._thoughts.is_over
+
+    @property
+    def _data_before(self) -> bytes | bytearray:
+        """The bytes before the answer."""
+        return b"" if self._thoughts is None else self._thoughts.data
+
+    def _begins_answer(self, text: ConstrainedText, thoughts: ThoughtTokens, token_id: int) -> bool:
+        if thoughts.may_begin:
+            return not is_allowed(self._begin_words, token_id)
+        if not thoughts.is_gap:
+            return False
+        is_break = not is_allowed(text.mask(), token_id)
+        self._has_break |= is_break
+        return not is_break
+
+    def _update(self) -> Jump | None:
+        thoughts, text, jump = self._thoughts, self._text, None
+        is_spent = self._budget is not None and thoughts is not None and thoughts.num_inside >= self._budget
+        if thoughts is not None and thoughts.is_thinking and is_spent:
+            jump = self._end_thoughts(thoughts)
+        elif text is not None and self._is_answer:
+            jump = self._jump(text)
+        if text is not None:
+            self._request.token_mask = self._mask(text)
+        return jump
+
+    def _end_thoughts(self, thoughts: ThoughtTokens) -> Jump | None:
+        """Appends the mark after thoughts, if the output has room for it."""
+        num_kept = self._num_before
+        token_ids = self._tokenizer.encode_written(thoughts.end_mark)
+        if num_kept + len(token_ids) > self._request.max_new_tokens:
+            return None
+        for token_id in token_ids:
+            thoughts.take(self._tokenizer.token_bytes(token_id))
+        self._num_before += len(token_ids)
+        return Jump(num_kept, token_ids, (0, 0))
+
+    def _jump(self, text: ConstrainedText) -> Jump | None:
+        jump = text.jump(self._request.max_new_tokens - self._num_before)
+        if jump is None or not self._num_before:
+            return jump
+        start, (first, end) = len(self._data_before), jump.forced
+        return Jump(jump.num_kept + self._num_before, jump.token_ids, (first + start, end + start))
+
+    def _mask(self, text: ConstrainedText) -> TokenWords:
+        """The allowed tokens; end tokens are among them where the generation may end."""
+        thoughts = self._thoughts
+        if thoughts is None or thoughts.is_over:
+            return self._answer_mask(text)
+        if thoughts.is_thinking:
+            return self._thought_mask(thoughts.rest_of_end())
+        words = self._answer_mask(text)
+        if thoughts.may_begin:
+            return words if self._budget == 0 else words | self._begin_words
+        return words if self._has_break else words | self._break_words
+
+    def _answer_mask(self, text: ConstrainedText) -> TokenWords:
+        words = text.mask()
+        if not text.may_end():
+            if not words.any():
+                raise RequestRefused(
+                    "the constraint requires text that the model's tokens cannot write; "
+                    f"the text so far is {text.shown()!r}",
+                    param="constraint",
+                )
+            return words
+        if not words.any():
+            self._is_stuck = not self._end_words.any()
+            return self._end_words
+        is_early = self._num_before + len(text.token_ids) < self._request.params.min_tokens
+        return words if is_early else words | self._end_words
+
+    def _thought_mask(self, rest: bytes) -> TokenWords:
+        """All tokens but those that end the generation, and those that have text after the mark that ends the
+        thoughts, of which ``rest`` is not written yet: that text would escape the grammar."""
+        found = self._thought_words.get(rest)
+        if found is None:
+            vocabulary = self._vocabulary
+            longer = vocabulary.beginning_with(rest) & ~self._words_of(rest.decode())
+            found = vocabulary.only(range(vocabulary.vocab_size)) & ~self._end_words & ~longer
+            self._thought_words[rest] = found
+        return found
+
+    def _words_of(self, text: str) -> TokenWords:
+        """The mask of the token that is ``text``, if there is one."""
+        data, table = text.encode(), self._vocabulary.token_bytes
+        return self._vocabulary.only([i for i, token in enumerate(table) if token == data])

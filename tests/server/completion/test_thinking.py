@@ -1,0 +1,227 @@
+"""Thoughts of reasoning models on the engine: apart from the answer, under a budget, before a constraint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fake_engine import FakeEngine
+from support.thinking_models import DEEPSEEK_MODEL, MODELS, QWEN_MODEL, SPELLED_MODEL, ThinkingModel
+
+from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.grammar.compiler.compiler import constraint_compiler
+from agentflow.engine.process.ipc import FromEngine, Submit
+from agentflow.engine.process.request_journal import RequestJournal
+from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.server.completion.completion import answers_of, completing, prompt_ids
+from agentflow.server.completion.request import (
+    Answer,
+    CompletionDelta,
+    CompletionRequest,
+    TextDelta,
+    ThoughtDelta,
+)
+
+pytestmark = pytest.mark.anyio
+
+THOUGHTS, ANSWER = "It is a greeting. I stop.", "Hello. I stop."
+SCRIPT = f"<think>\n{THOUGHTS}\n</think>\n\n{ANSWER}"
+JSON = Constraint(
+    "schema", '{"type": "object", "properties": {"a": {"enum": ["b", "c"]}}, "required": ["a"]}'
+)
+JSON_SCRIPT = '<think>\nIt may be {"a": "c"}.\n</think>\n\n{"a": "b"}'
+LOOK = ToolSpec("look", "Looks.", {"type": "object", "properties": {}, "additionalProperties": False})
+CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+EACH = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+
+
+@asynccontextmanager
+async def generator_of(model: ThinkingModel, **options) -> AsyncIterator[EngineGenerator]:
+    engine = FakeEngine(runner=model.runner(**options), tokenizer=model.tokenizer)
+    async with engine.open_client() as client, constraint_compiler() as compiler:
+        yield EngineGenerator(client, model.template, compiler=compiler)
+        await engine.assert_idle()
+
+
+def asking(script: str, max_tokens: int = 200, **fields) -> CompletionRequest:
+    params = SamplingParams(max_tokens=max_tokens, **fields.pop("params", {}))
+    return CompletionRequest((Message("user", script),), params, **fields)
+
+
+async def deltas_of(generator: EngineGenerator, request: CompletionRequest) -> list[CompletionDelta]:
+    async with completing(generator, request) as completion:
+        return await completion.rest()
+
+
+async def ask(generator: EngineGenerator, request: CompletionRequest) -> Answer:
+    [answer] = answers_of(await deltas_of(generator, request), 1)
+    return answer
+
+
+@EACH
+async def test_thoughts_are_apart_from_the_answer_and_stops_are_of_the_answer(model: ThinkingModel) -> None:
+    async with generator_of(model) as generator:
+        answer = await ask(generator, asking(SCRIPT))
+        assert (answer.thoughts, answer.text, answer.finish_reason) == (THOUGHTS, ANSWER, "stop")
+        assert 0 < answer.usage.thought_tokens < len(answer.token_ids) < answer.usage.output_tokens
+        for stop in ("stop", "\n\n", "Hello"):
+            stopped = await ask(generator, asking(SCRIPT, params={"stop": (stop,)}))
+            assert (stopped.thoughts, stopped.text) == (THOUGHTS, ANSWER.partition(stop)[0])
+        truncated = await ask(generator, asking(SCRIPT, max_tokens=13))
+        assert (truncated.text, truncated.finish_reason) == ("", "length")
+        assert THOUGHTS.startswith(truncated.thoughts)
+        assert truncated.usage.thought_tokens == 13
+
+
+@EACH
+async def test_a_budget_ends_thoughts_at_once_and_the_answer_follows(model: ThinkingModel) -> None:
+    async with generator_of(model) as generator:
+        free = await ask(generator, asking(SCRIPT))
+        end = model.tokenizer.encode_written("</think>")
+        begin = 0 if model is DEEPSEEK_MODEL else len(model.tokenizer.encode_written("<think>"))
+        inside = free.usage.thought_tokens - begin - len(end)  # before the last mark
+        for budget in (0, 1, inside - 1, inside, inside + 100):
+            answer = await ask(generator, asking(SCRIPT, thought_budget=budget))
+            assert answer.text == ANSWER
+            assert THOUGHTS.startswith(answer.thoughts)
+            assert answer.usage.thought_tokens == begin + min(budget, inside) + len(end)
+            assert (answer.thoughts == THOUGHTS) == (budget >= inside - 1)
+        # Without room for the mark, the limit of the output ends it.
+        assert (
+            await ask(generator, asking(SCRIPT, max_tokens=1, thought_budget=0))
+        ).finish_reason == "length"
+
+
+@EACH
+async def test_thinking_can_be_turned_off(model: ThinkingModel) -> None:
+    async with generator_of(model) as generator:
+        answer = await ask(generator, asking(SCRIPT, thinks=False))
+        assert (answer.thoughts, answer.text) == ("", ANSWER)
+        given_on = asking(SCRIPT, template_values={"enable_thinking": True}, thinks=False)
+        assert (await ask(generator, given_on)).thoughts == ""  # a budget of 0
+        off = asking(SCRIPT, template_values={"enable_thinking": False})
+        assert (await ask(generator, off)).thoughts == (THOUGHTS if model is DEEPSEEK_MODEL else "")
+        if model is not DEEPSEEK_MODEL:
+            shown = model.tokenizer.decode(await prompt_ids(generator, asking(SCRIPT, thinks=False)))
+            assert shown.endswith("<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize("jumps", [True, False])
+@pytest.mark.parametrize("budget", [None, 0, 3])
+@pytest.mark.parametrize("model", [QWEN_MODEL, DEEPSEEK_MODEL], ids=["qwen", "deepseek"])
+async def test_a_constraint_begins_with_the_answer(
+    model: ThinkingModel, budget: int | None, jumps: bool
+) -> None:
+    form = Constraint(JSON.kind, JSON.source, jump_forward=jumps)
+    async with generator_of(model) as generator:
+        for params in ({}, {"logprobs": True}):
+            answer = await ask(
+                generator, asking(JSON_SCRIPT, constraint=form, thought_budget=budget, params=params)
+            )
+            assert json.loads(answer.text) == {"a": "b"}
+            thoughts = 'It may be {"a": "c"}.'
+            assert answer.thoughts == thoughts if budget is None else thoughts.startswith(answer.thoughts)
+            assert len(answer.tokens) == (len(answer.token_ids) if params else 0)
+        # A model that would rather end keeps to the form.
+        ended = await ask(generator, asking("<think>\nNo.", constraint=form, max_tokens=40))
+        assert ended.finish_reason == "length"
+        assert ended.text == ""
+        without = await ask(generator, asking('{"a": "c"}', constraint=form, thinks=False))
+        assert (without.thoughts, json.loads(without.text)) == ("", {"a": "c"})
+
+
+async def test_without_a_token_for_the_mark_a_constraint_begins_at_once() -> None:
+    async with generator_of(SPELLED_MODEL) as generator:
+        answer = await ask(generator, asking(JSON_SCRIPT, constraint=JSON))
+        assert (answer.thoughts, json.loads(answer.text)) == ("", {"a": "b"})
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_calls_follow_thoughts_that_have_marks_of_calls(mode) -> None:
+    script = f"<think>\nShould I {CALL}?\n</think>\n\n{CALL}"
+    tools = {"tools": (LOOK,), "tool_choice": ToolChoice(mode)}
+    async with generator_of(QWEN_MODEL) as generator:
+        answer = await ask(generator, asking(script, **tools))
+        assert answer.thoughts == f"Should I {CALL}?"
+        assert [(call.name, call.arguments) for call in answer.tool_calls] == [("look", "{}")]
+        assert (answer.text, answer.finish_reason) == ("", "tool_calls")
+        cut = await ask(generator, asking(script, max_tokens=20, **tools))
+        assert (cut.tool_calls, cut.text, cut.finish_reason) == ((), "", "length")
+        turns = (
+            Message("user", script),
+            Message("assistant", "", tool_calls=(CalledTool("c1", "look", "{}"),), reasoning=answer.thoughts),
+            Message("tool", "A bear.", tool_call_id="c1", name="look"),
+        )
+        again = CompletionRequest(turns, SamplingParams(max_tokens=5), tools=(LOOK,))
+        ids = await prompt_ids(generator, again)
+    tokenizer = QWEN_MODEL.tokenizer
+    assert f"<think>\nShould I {CALL}?\n</think>" in tokenizer.decode(ids)
+    assert ids.count(tokenizer.id_of("<think>")) == 1
+
+
+async def test_several_answers_with_log_probabilities() -> None:
+    request = asking(SCRIPT, n=3, params={"logprobs": True, "top_logprobs": 2})
+    async with generator_of(QWEN_MODEL) as generator:
+        deltas = await deltas_of(generator, request)
+    for answer in answers_of(deltas, 3):
+        assert (answer.thoughts, answer.text) == (THOUGHTS, ANSWER)
+        assert [token.token_id for token in answer.tokens] == [*answer.token_ids]
+    of_answers = [token for delta in deltas if isinstance(delta, TextDelta) for token in delta.tokens]
+    of_thoughts = [token for delta in deltas if isinstance(delta, ThoughtDelta) for token in delta.tokens]
+    assert len(of_thoughts) > len(of_answers) > 0
+
+
+@given(st.integers(1, 60), st.sampled_from([None, 0, 1, 4]), st.booleans())
+def test_a_request_that_is_resumed_goes_on_where_it_was(num_tokens, budget, is_constrained) -> None:
+    """As after the death of an engine process, which had sent some of the output."""
+    constraint = JSON if is_constrained else None
+    script = JSON_SCRIPT if is_constrained else SCRIPT
+
+    async def main() -> None:
+        async with generator_of(QWEN_MODEL) as generator:
+            journal = _Journal()
+            generator.observe(journal)
+            whole = await ask(generator, asking(script, constraint=constraint, thought_budget=budget))
+            resumed = journal.after(num_tokens)
+            if resumed is None:
+                return
+            journal.num_left = None
+            end = await generator._client._call(resumed, None)
+            assert end.token_ids == [*whole.token_ids]
+            assert end.thought_tokens == whole.usage.thought_tokens
+
+    anyio.run(main)
+
+
+class _Journal:
+    """Keeps a request as a supervisor does. ``num_left``: None stops that."""
+
+    def __init__(self) -> None:
+        self.submit: Submit | None = None
+        self.messages: list[FromEngine] = []
+        self.num_left: int | None = 0
+
+    def sent(self, submit: Submit) -> None:
+        if self.num_left is not None:
+            self.submit = submit
+
+    def received(self, messages: list[FromEngine]) -> None:
+        if self.num_left is not None:
+            self.messages += messages
+
+    def after(self, num_messages: int) -> Submit | None:
+        """The request to send again after so many messages; None if it had ended."""
+        journal = RequestJournal()
+        assert self.submit is not None
+        journal.add(self.submit)
+        journal.release()
+        for message in self.messages[:num_messages]:
+            journal.receive(message)
+        return journal.resubmit(self.submit.request_id) if len(journal) else None

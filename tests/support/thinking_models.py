@@ -1,0 +1,137 @@
+"""Reasoning models: chat templates of the shapes that they come with, and a model that writes what the last
+message of the user says: ``<think>``, thoughts, ``</think>`` and an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from support.small_tokenizers import byte_level
+
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.tokenizer import Tokenizer
+
+# The model opens its thoughts itself; a variable closes them. Turns after the last user message keep theirs.
+QWEN = """{%- set ns = namespace(last=-1) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- if tools %}
+    {{- '<|im_start|>system\n# Tools\n' }}
+    {%- for tool in tools %}{{- tool | tojson + '\n' }}{% endfor %}
+    {{- '<tool_call>\n{"name": <name>, "arguments": <arguments>}\n</tool_call><|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- set content = message.content or '' %}{% set thoughts = '' %}
+        {%- if message.reasoning_content is string %}
+            {%- set thoughts = message.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set thoughts = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- if loop.index0 > ns.last and (thoughts or loop.last) %}
+            {{- '<think>\n' + thoughts.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+        {%- else %}
+            {{- content }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson + '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\n\n</think>\n\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+# The prompt opens the thoughts. Past ones are cut out of the contents.
+DEEPSEEK = """{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '<|user|>' + message.content }}
+    {%- elif message.role == 'assistant' %}
+        {%- set content = message.content %}
+        {%- if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}
+        {{- '<|assistant|>' + content + '<|end|>' }}
+    {%- else %}
+        {{- message.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|><think>\n' }}{% endif %}
+"""
+
+
+@dataclass(frozen=True)
+class ThinkingModel:
+    """``user``, ``after_user``, ``assistant``: the template's markup. The first id is the end token."""
+
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    user: str
+    after_user: str
+    assistant: str
+
+    def runner(self, **options) -> FakeRunner:
+        """``options`` as of ``FakeRunner``. Where a grammar forbids what the script has, the answer of the
+        script follows."""
+        defaults = {"vocab_size": self.tokenizer.vocab_size, "max_context": 4096, "num_slots": 16384}
+        return FakeRunner(**(defaults | {"end_token_ids": (0,), "next_token": self.next_token} | options))
+
+    def next_token(self, tokens: Sequence[int]) -> int:
+        text = self.tokenizer.decode(tokens, skip_special=False, continues=True)
+        before, _, written = text.rpartition(self.assistant)
+        script = before.rpartition(self.user)[2].split(self.after_user)[0]
+        if not script.startswith(written):
+            script = script.rpartition("</think>")[2].lstrip()
+            written = written.rpartition("</think>")[2].lstrip()
+        rest = script.removeprefix(written)
+        return self.tokenizer.encode_written(rest)[0] if rest else 0
+
+
+def _tokenizer(special: Sequence[str], marks: Sequence[str], source: str) -> Tokenizer:
+    spec = byte_level(special, marks)
+    template = ChatTemplate(source, {"bos_token": special[0]})
+    return Tokenizer(
+        spec,
+        turn_markup=template.turn_markup(),
+        tool_markup="<tool_call>\n</tool_call>",
+        template_source=source,
+    )
+
+
+# Marks that are added tokens and not special, as in Qwen's tokenizers.
+QWEN_MODEL = ThinkingModel(
+    ChatTemplate(QWEN),
+    _tokenizer(("<|im_end|>", "<|im_start|>"), ("<think>", "</think>", "<tool_call>", "</tool_call>"), QWEN),
+    "<|im_start|>user\n",
+    "<|im_end|>",
+    "<|im_start|>assistant\n",
+)
+# Marks that are special tokens.
+DEEPSEEK_MODEL = ThinkingModel(
+    ChatTemplate(DEEPSEEK, {"bos_token": "<|begin|>"}),
+    _tokenizer(("<|end|>", "<|begin|>", "<|user|>", "<|assistant|>", "<think>", "</think>"), (), DEEPSEEK),
+    "<|user|>",
+    "<|assistant|>",
+    "<|assistant|>",
+)
+# Marks that are no tokens of their own.
+SPELLED_MODEL = ThinkingModel(
+    ChatTemplate(QWEN),
+    _tokenizer(("<|im_end|>", "<|im_start|>"), (), QWEN),
+    "<|im_start|>user\n",
+    "<|im_end|>",
+    "<|im_start|>assistant\n",
+)
+MODELS = {"qwen": QWEN_MODEL, "deepseek": DEEPSEEK_MODEL, "spelled": SPELLED_MODEL}
