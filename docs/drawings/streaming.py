@@ -23,9 +23,16 @@ from benchmarks.browser import open_browser  # noqa: E402
 
 PICTURE = ROOT / "docs" / "images" / "streaming.png"
 MAX_BYTES = 2_000_000
-WIDTH, HEIGHT = 960, 640
+WIDTH, HEIGHT = 1080, 720
 FRAME_S = 0.25
 LAST_S = 3.0  # the end stays this long
+# The branches, then what they flow into.
+FOLLOW = """() => {
+  const branch = document.querySelector('[data-testid="branch-0"]');
+  const joined = document.querySelector(".stage > .segment:last-child .call");
+  const isOver = joined.dataset.status !== "waiting";
+  scrollTo(0, isOver ? document.body.scrollHeight : branch.getBoundingClientRect().top + scrollY - 70);
+}"""
 
 
 def record(url: str) -> list[Image.Image]:
@@ -37,13 +44,11 @@ def record(url: str) -> list[Image.Image]:
         page.locator('[data-status="open"]').wait_for()
         page.get_by_test_id("run").click()
         page.get_by_test_id("branch-0").wait_for()
-        page.get_by_test_id("branch-0").evaluate(
-            "(branch) => scrollTo(0, branch.getBoundingClientRect().top + scrollY - 150)"
-        )
         ledger = page.get_by_test_id("ledger")
         next_s = time.monotonic()
         while True:
             is_done = ledger.get_attribute("data-status") != "running"
+            page.evaluate(FOLLOW)
             frames.append(Image.open(io.BytesIO(page.screenshot())).convert("RGB"))
             if is_done:
                 return frames

@@ -75,7 +75,7 @@ export default function SchedulerView() {
       <section class="scheduler-part" aria-labelledby="requests">
         <h2 id="requests">Requests</h2>
         {problem && look.requests.length === 0 ? (
-          <p class="empty">{problem}</p>
+          <p class="empty">Unknown until the engine answers.</p>
         ) : (
           <RequestTable groups={grouped(look.requests)} />
         )}
