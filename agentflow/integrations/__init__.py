@@ -7,10 +7,12 @@ one session per process, model calls as programs, retries.
 from agentflow.integrations.client import (
     Answer,
     Delta,
+    EmbedCall,
     ModelCall,
     ModelConnection,
     connection_through,
     connection_to,
+    embedding_connection_to,
 )
 from agentflow.language.typed.replies import read_reply
 from agentflow.language.typed.tools import spec_of
@@ -34,6 +36,7 @@ __all__ = [
     "Arguments",
     "CallBegun",
     "Delta",
+    "EmbedCall",
     "ModelCall",
     "ModelConnection",
     "Objective",
@@ -44,6 +47,7 @@ __all__ = [
     "TopLogprobs",
     "connection_through",
     "connection_to",
+    "embedding_connection_to",
     "hoisted",
     "open_task_group",
     "read_reply",

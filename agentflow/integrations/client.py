@@ -1,9 +1,10 @@
 """Model calls for other frameworks: from any thread or event loop, through one session per process.
 
-``ModelConnection`` runs a ``ModelCall`` and returns its ``Answer``s, or streams their ``Delta``s; it retries
-transient failures. ``CalledProgram`` groups calls into one program for the scheduler and the prefix cache.
-``SharedSession`` is the session underneath, opened on first use and reopened after a loss. ``connection_to``
-and ``connection_through`` return the process's connection to a model or a backend.
+``ModelConnection`` runs a ``ModelCall`` and returns its ``Answer``s, or streams their ``Delta``s, or embeds
+the texts of an ``EmbedCall``; it retries transient failures. ``CalledProgram`` groups calls into one program
+for the scheduler and the prefix cache. ``SharedSession`` is the session underneath, opened on first use and
+reopened after a loss. ``connection_to``, ``embedding_connection_to`` and ``connection_through`` return the
+process's connection to a model or a backend.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -21,9 +22,11 @@ from weakref import WeakValueDictionary
 import anyio
 from anyio.abc import TaskStatus
 
+from agentflow.backends.local import Embedded
 from agentflow.backends.open_session import session
 from agentflow.errors import (
     AgentflowError,
+    BadArgument,
     DeadlineExceeded,
     RunFailed,
 )
@@ -62,6 +65,16 @@ class ModelCall:
     output: GenExpression[Any]
     n: int = 1
     cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedCall:
+    """The texts to embed, and the options of ``flow.embed``."""
+
+    texts: Sequence[str]
+    dimensions: int | None = None
+    prompt: str | None = None
+    prompt_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +136,15 @@ class ModelConnection:
         """Like ``stream``, without blocking the caller's event loop."""
         return self.shared.loop.astream(lambda: self._stream(call, program, objective, max_retries))
 
+    def embed(self, call: EmbedCall, *, max_retries: int = 0) -> list[list[float]]:
+        """Returns the embeddings of the texts, in their order; blocks until then. ``NotSupported`` unless the
+        connection is one of ``embedding_connection_to``, or its backend makes embeddings."""
+        return self.shared.loop.run(lambda: self._embed(call, max_retries))
+
+    async def aembed(self, call: EmbedCall, *, max_retries: int = 0) -> list[list[float]]:
+        """Like ``embed``, without blocking the caller's event loop."""
+        return await self.shared.loop.arun(lambda: self._embed(call, max_retries))
+
     def end_program(self, name: str) -> None:
         """Ends a program: its cached prefixes may be evicted. From any thread; does not block."""
         self.shared.loop.call_soon(lambda: self._end_program(name))
@@ -134,16 +156,24 @@ class ModelConnection:
     async def _complete(
         self, call: ModelCall, program: str, objective: Objective | None, max_retries: int
     ) -> list[Answer]:
-        num_failed = 0
-        while True:
-            try:
-                async with aclosing(self._attempt(call, program, objective)) as events:
-                    answers = [event async for event in events if isinstance(event, Answer)]
-                return sorted(answers, key=lambda answer: answer.index)
-            except Exception as error:
-                num_failed += 1
-                after_s = _pause_s(first_of(error), num_failed, max_retries)
-            await anyio.sleep(after_s)  # noqa: TID251  # the back-off before the next attempt
+        async def attempt() -> list[Answer]:
+            async with aclosing(self._attempt(call, program, objective)) as events:
+                answers = [event async for event in events if isinstance(event, Answer)]
+            return sorted(answers, key=lambda answer: answer.index)
+
+        return await _retried(attempt, max_retries)
+
+    async def _embed(self, call: EmbedCall, max_retries: int) -> list[list[float]]:
+        async def attempt() -> list[list[float]]:
+            flow = await self.shared.opened()
+            return await flow.embed(
+                list(call.texts),
+                dimensions=call.dimensions,
+                prompt=call.prompt,
+                prompt_name=call.prompt_name,
+            )
+
+        return await _retried(attempt, max_retries)
 
     async def _stream(
         self, call: ModelCall, program: str, objective: Objective | None, max_retries: int
@@ -183,6 +213,17 @@ class ModelConnection:
         program = self._programs.pop(name, None)
         if program is not None:
             program.close()
+
+
+async def _retried(attempt: Callable[[], Awaitable[ResultT]], max_retries: int) -> ResultT:
+    num_failed = 0
+    while True:
+        try:
+            return await attempt()
+        except Exception as error:
+            num_failed += 1
+            after_s = _pause_s(first_of(error), num_failed, max_retries)
+        await anyio.sleep(after_s)  # noqa: TID251  # the back-off before the next attempt
 
 
 def _pause_s(error: Exception, num_failed: int, max_retries: int) -> float:
@@ -336,6 +377,29 @@ def connection_to(
         if key not in _connections:
             _connections[key] = ModelConnection(lambda: session(url, model=model, api_key=api_key))
         return _connections[key]
+
+
+def embedding_connection_to(
+    url: str | None = None, model: str | None = None, api_key: str | None = None
+) -> ModelConnection:
+    """As ``connection_to``, for embeddings: ``model`` makes them. A server has a default one; without a
+    server ``BadArgument`` for None."""
+    url = url or os.environ.get("AGENTFLOW_URL") or None
+    if url is None and model is None:
+        raise BadArgument(
+            "give a model that makes embeddings, or the url of a server that has one", param="model"
+        )
+    with _lock:
+        key = ("embed", url, model, api_key if url else None)
+        if key not in _connections:
+            _connections[key] = ModelConnection(lambda: _embedding_session(url, model, api_key))
+        return _connections[key]
+
+
+def _embedding_session(url: str | None, model: str | None, api_key: str | None) -> Session:
+    if url is not None:
+        return session(url, embed_model=model, api_key=api_key)
+    return session(backend=Embedded(str(model), task="embed"))
 
 
 def connection_through(backend: Backend) -> ModelConnection:

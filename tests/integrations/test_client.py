@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import pytest
+from support.faults import has_param
 from support.holds import until
 
 import agentflow as af
@@ -18,9 +19,11 @@ from agentflow.integrations.client import (
     MAX_KEPT,
     Answer,
     Delta,
+    EmbedCall,
     ModelCall,
     ModelConnection,
     connection_to,
+    embedding_connection_to,
 )
 from agentflow.language.batch import retries
 from agentflow.protocol.chat import Arguments, CallBegun, TextPiece
@@ -129,6 +132,26 @@ def test_transient_failures_are_retried_and_others_are_not(monkeypatch):
     connection.close()
 
 
+@pytest.mark.anyio
+async def test_embeddings_are_retried_and_keep_their_order(connection, backend, monkeypatch):
+    monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.0)
+    faults, embed = [af.Overloaded("a"), af.Overloaded("b")], backend.generator.embed
+
+    async def embed_later(texts, options):
+        if faults:
+            raise faults.pop()
+        return await embed(texts, options)
+
+    monkeypatch.setattr(backend.generator, "embed", embed_later)
+    call = EmbedCall(["one", "two"], dimensions=3)
+    vectors = await connection.aembed(call, max_retries=2)
+    assert [len(vector) for vector in vectors] == [3, 3]
+    assert connection.embed(EmbedCall(["two"], dimensions=3)) == vectors[1:]
+    faults.append(af.NotAuthorized("c"))
+    with pytest.raises(af.NotAuthorized):
+        connection.embed(call, max_retries=2)
+
+
 def test_answers_of_several_are_retried_together_and_a_stream_only_before_its_first_event(monkeypatch):
     monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.0)
     call = ModelCall("Well", af.gen("answer"), n=2)
@@ -207,6 +230,15 @@ def test_there_is_one_connection_per_model_under_each_of_its_names(monkeypatch):
     assert connection_to() is not connection_to("ws://127.0.0.1:1")
     assert connection_to("ws://127.0.0.1:1") is not connection_to("ws://127.0.0.1:1", "smollm2-135m")
     assert connection_to("ws://127.0.0.1:1") is not connection_to("ws://127.0.0.1:1", api_key="k")
+
+
+def test_a_connection_for_embeddings_has_a_model_of_its_own(monkeypatch):
+    monkeypatch.delenv("AGENTFLOW_URL", raising=False)
+    with pytest.raises(af.BadArgument, check=has_param("model")):
+        embedding_connection_to()
+    assert embedding_connection_to(model="a") is embedding_connection_to(model="a", api_key="k")
+    assert embedding_connection_to(model="smollm2-135m") is not connection_to()
+    assert embedding_connection_to("ws://127.0.0.1:1") is not connection_to("ws://127.0.0.1:1")
 
 
 def test_after_a_fork_of_the_process_there_is_another_session(connection):

@@ -1,13 +1,16 @@
-"""agentflow's models for DSPy: ``AgentflowLM``; with DSPy 3.4 or later also its two engines.
+"""agentflow's models for DSPy: ``AgentflowLM``, ``AgentflowEmbedding``; from DSPy 3.4 on also two engines.
 
 Reading order: ``lm`` (settings, signature), ``engines`` or ``older_lm`` (one for each generation of DSPy's
 interface), ``answers`` (calls of the model), ``answer_format``, and what DSPy does not pass to its engines:
-``call_notes`` (about one call) and ``programs`` (which program a call belongs to).
+``call_notes`` (about one call) and ``programs`` (which program a call belongs to). ``embedding`` is what
+``dspy.Embedder`` calls.
 """
 
 import re
 from importlib.metadata import version
 from typing import TYPE_CHECKING
+
+from dspy_agentflow.embedding import AgentflowEmbedding
 
 _DSPY = version("dspy")
 _FOUND = tuple(int(number) for number in re.findall(r"\d+", _DSPY)[:2])
@@ -17,8 +20,8 @@ if _FOUND < (3, 0):
 if TYPE_CHECKING or _FOUND >= (3, 4):
     from dspy_agentflow.engines import AgentflowEngine, AgentflowLM, AsyncAgentflowEngine
 
-    __all__ = ["AgentflowEngine", "AgentflowLM", "AsyncAgentflowEngine"]
+    __all__ = ["AgentflowEmbedding", "AgentflowEngine", "AgentflowLM", "AsyncAgentflowEngine"]
 else:
     from dspy_agentflow.older_lm import AgentflowLM
 
-    __all__ = ["AgentflowLM"]
+    __all__ = ["AgentflowEmbedding", "AgentflowLM"]

@@ -1,4 +1,4 @@
-"""agentflow's models for LangChain: ``ChatAgentflow`` and ``Agentflow``."""
+"""agentflow's models for LangChain: ``ChatAgentflow``, ``Agentflow`` and ``AgentflowEmbeddings``."""
 
 # ruff: noqa: E402  (an older LangChain does not have what the modules import)
 
@@ -13,6 +13,7 @@ if tuple(int(number) for number in re.findall(r"\d+", _CORE)[:2]) < (1, 7):
     )
 
 from langchain_agentflow.chat_model import ChatAgentflow
+from langchain_agentflow.embeddings import AgentflowEmbeddings
 from langchain_agentflow.errors import (
     AgentflowAPIError,
     AgentflowAuthenticationError,
@@ -32,6 +33,7 @@ __all__ = [
     "AgentflowAuthenticationError",
     "AgentflowConnectionError",
     "AgentflowContextOverflowError",
+    "AgentflowEmbeddings",
     "AgentflowInvalidRequestError",
     "AgentflowModelError",
     "AgentflowModelNotFoundError",

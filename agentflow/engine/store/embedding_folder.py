@@ -78,9 +78,15 @@ class EmbeddingFolder:
 
 def read_embedding_folder(folder: Path) -> EmbeddingFolder:
     """How the folder, or GGUF file, makes embeddings. ``BadModelFolder`` for modules that are not known."""
-    from agentflow.engine.store.gguf.file import find_gguf  # needs numpy; `doctor` does not
+    from agentflow.engine.store.gguf.file import find_gguf, open_gguf  # needs numpy; `doctor` does not
 
-    if find_gguf(folder) is not None:
+    if (file := find_gguf(folder)) is not None:
+        if not open_gguf(file).pools_last:
+            raise BadModelFolder(
+                f"{file.name}: its embedding is not that of the last token, and of GGUF files only such are "
+                "read: give the model's folder with safetensors, or OWNER/NAME of that on the hub",
+                param="pooling_type",
+            )
         return EmbeddingFolder(("lasttoken",), (None,), is_causal=True)
     config = json_object(folder / "config.json") or {}
     is_causal = _is_causal(config)

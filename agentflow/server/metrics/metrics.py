@@ -112,6 +112,10 @@ class MetricFamilies(Collector):
         for name, text in _ENGINE_COUNTERS:
             values = {model: of.totals.count(name) for model, of in self._models.items()}
             yield self._counter(name, text, values)
+        embeddings = {model: of.requests.num_embeddings for model, of in self._models.items()}
+        yield self._counter("embeddings", "Embeddings made, one for each text.", embeddings)
+        tokens = {model: of.requests.embedding_tokens for model, of in self._models.items()}
+        yield self._counter("embedding_tokens", "Tokens of the texts of embeddings.", tokens)
         yield self._tenant_tokens()
         restarts = {model: of.totals.restarts for model, of in self._models.items()}
         yield self._counter("engine_restarts", "Engine processes that died.", restarts)

@@ -26,6 +26,7 @@ class _Pending:
     sent_s: float
     tenant: str
     generates: bool
+    embeds: bool
     is_started: bool = False
     first_s: float | None = None
 
@@ -47,13 +48,19 @@ class RequestTimes:
         self.tpot = BucketCounts.empty(TPOT_BOUNDS_S)
         self.queue_wait: dict[str, BucketCounts] = {}
         self.tokens: dict[str, TokenUse] = {}
+        self.num_embeddings = 0
+        """Finished requests for the embedding of one text."""
+        self.embedding_tokens = 0
         self._clock = clock
         self._pending: dict[int, _Pending] = {}
 
     def sent(self, submit: Submit) -> None:
         """Starts the time of a request."""
         self._pending[submit.request_id] = _Pending(
-            self._clock(), submit.origin.tenant, submit.params is not None and not submit.score_from
+            self._clock(),
+            submit.origin.tenant,
+            generates=submit.params is not None and not submit.score_from,
+            embeds=submit.embeds,
         )
 
     def received(self, messages: Sequence[FromEngine]) -> None:
@@ -95,6 +102,9 @@ class RequestTimes:
         use.prompt += end.prompt_tokens
         use.cached += end.cached_tokens
         use.output += end.output_tokens
+        if pending.embeds:
+            self.num_embeddings += 1
+            self.embedding_tokens += end.prompt_tokens
 
     def _has_first_token(self, pending: _Pending, now_s: float) -> None:
         pending.first_s = now_s

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
+from gguf import GGUFWriter
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from support.engine.embedding_models import (
     VOCAB,
     expected_embeddings,
     expected_ids,
     write_embedding_model,
 )
+from support.engine.gguf_models import write_gguf, write_vocabulary
 from support.engine.random_model import write_random_model
 from support.faults import has_param
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.local_engine import open_engine
+from agentflow.engine.local_engine import open_engine, open_generator
 from agentflow.engine.models.embedding.encoder_runner import MAX_PADDING, groups_of_similar_length
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.store.embedding_folder import read_embedding_folder
 from agentflow.errors import BadArgument, BadModelFolder, PromptTooLong
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.generator import EmbeddingOptions
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 RNG = np.random.default_rng(3)
@@ -234,3 +240,39 @@ def test_groups_hold_every_text_once_with_little_padding(lens: list[int]) -> Non
         longest = max(lens[i] for i in group)
         assert lens[group[0]] == longest
         assert len(group) * longest <= MAX_PADDING * sum(lens[i] for i in group)
+
+
+def write_embedding_gguf(folder: Path, file: Path, **changes: Any) -> Path:
+    """The decoder of ``folder`` as llama.cpp converts it: the tokenizer appends a token, whose hidden
+    state is the embedding."""
+    with_model = file.parent / "with_model"
+    shutil.copytree(folder, with_model)
+    weights = {f"model.{name}": values for name, values in load_file(folder / "model.safetensors").items()}
+    save_file(weights, with_model / "model.safetensors")
+    said = {"qwen3.pooling_type": 3, "tokenizer.ggml.add_eos_token": True, "tokenizer.ggml.eos_token_id": 0}
+    write_gguf(with_model, file, vocabulary=partial(write_vocabulary, folder), changes=said | changes)
+    return file
+
+
+async def test_a_gguf_file_of_a_decoder_embeds_as_its_folder_does(tmp_path: Path) -> None:
+    folder = write_embedding_model(tmp_path / "folder", "qwen3", pooling="lasttoken")
+    file = write_embedding_gguf(folder, tmp_path / "model.gguf")
+    texts = ["The quick brown fox", "a dog"]
+    expected = expected_embeddings(folder, [expected_ids(folder, text) for text in texts], "lasttoken")
+    options = {"task": "embed", "dtype": "float32", "kv_tokens": 2048, "device": "cpu", "threads": 1}
+    async with open_generator(model=str(file), **options) as generator:
+        vectors, _ = await generator.embed_inputs(texts, EmbeddingOptions())
+    assert np.abs(np.stack(vectors) - expected).max() < 1e-4
+
+
+def test_gguf_files_that_do_not_take_the_last_token_are_refused(tmp_path: Path) -> None:
+    folder = write_embedding_model(tmp_path / "folder", "qwen3", pooling="lasttoken")
+    averaged = write_embedding_gguf(folder, tmp_path / "model.gguf", **{"qwen3.pooling_type": 1})
+    with pytest.raises(BadModelFolder, check=has_param("pooling_type")):
+        read_embedding_folder(averaged)
+    writer = GGUFWriter(tmp_path / "encoder.gguf", "bert")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(BadModelFolder, match="encoder"):
+        read_embedding_folder(tmp_path / "encoder.gguf")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from functools import partial
 from pathlib import Path
 
 import pytest
-from gguf import GGUFWriter
-from support.engine.gguf_models import write_gguf
+from support.engine.gguf_models import write_gguf, write_vocabulary
 from support.engine.hub_models import NAME, contents, pull_fails
 from support.faults import has_param
 from support.hub_server import HubServer
@@ -167,19 +165,6 @@ async def test_a_program_runs_a_gguf_file_of_the_hub(hub: HubServer, folder: Pat
     assert answers[0] == answers[1]
     need = memory_need("", resolve_model(f"{NAME}:F32"), "bfloat16", None)
     assert need == memory_need("", folder, "bfloat16", None)
-
-
-def write_vocabulary(folder: Path, writer: GGUFWriter) -> None:
-    """The tokenizer of ``folder``, which is one of GPT-2's kind."""
-    spec = json.loads((folder / "tokenizer.json").read_text())
-    special = {token["content"] for token in spec["added_tokens"]}
-    tokens = sorted(spec["model"]["vocab"], key=spec["model"]["vocab"].get)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in special else 1 for token in tokens])
-    writer.add_token_merges([" ".join(merge) for merge in spec["model"]["merges"]])
-    writer.add_add_bos_token(False)
 
 
 @pytest.fixture

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from urllib.request import urlopen
 
 import anyio
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from support.api_server import EMBEDDER, MODEL, ApiServer, api_server
 from support.fake_engine import TOKENIZER, FakeEngine
 from support.server.openai_peer import sync_client
@@ -148,6 +150,28 @@ async def test_embeddings_count_in_the_memory_of_the_session() -> None:
             with pytest.raises(af.Overloaded):
                 await flow.embed(["a"] * 256)
             assert len(await flow.embed(["a"] * 50)) == 50
+
+
+async def test_embeddings_of_sessions_and_of_http_are_counted(server: ApiServer) -> None:
+    before = counted(server)
+    async with af.session(server.url) as flow:
+        await flow.embed(["a dog", "a fox"])
+    of_http(server, ["a dog"])
+    after = counted(server)
+    num_tokens = sum(len(TOKENIZER.encode(text)) for text in ["a dog", "a fox", "a dog"])
+    assert [now - then for now, then in zip(after, before, strict=True)] == [3, num_tokens]
+
+
+def counted(server: ApiServer) -> list[float]:
+    with urlopen(f"{server.url}/metrics", timeout=30) as answer:
+        page = answer.read().decode()
+    values = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.labels.get("model") == EMBEDDER
+    }
+    return [values[f"agentflow_{name}_total"] for name in ("embeddings", "embedding_tokens")]
 
 
 class Only(Tenants):

@@ -81,6 +81,19 @@ def write_gguf(
     writer.close()
 
 
+def write_vocabulary(folder: Path, writer: GGUFWriter) -> None:
+    """The tokenizer of ``folder``, which is one of GPT-2's kind."""
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    special = {token["content"] for token in spec["added_tokens"]}
+    tokens = sorted(spec["model"]["vocab"], key=spec["model"]["vocab"].get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in spec["model"]["merges"]])
+    writer.add_add_bos_token(False)
+
+
 def round_weights(folder: Path, kind: str) -> None:
     """Rounds the weights of ``folder`` to what a GGUF file of that type holds."""
     weights = load_file(folder / "model.safetensors")

@@ -15,6 +15,24 @@ from agentflow.engine.store.gguf.tensors import GgufTensor, InterleavedTensor, M
 from agentflow.engine.store.gguf.vocabulary import Vocabulary
 from agentflow.errors import BadModelFolder
 
+ENCODERS = frozenset(
+    {
+        "bert",
+        "nomic-bert",
+        "nomic-bert-moe",
+        "jina-bert-v2",
+        "jina-bert-v3",
+        "modern-bert",
+        "neo-bert",
+        "eurobert",
+        "gemma-embedding",
+        "t5encoder",
+    }
+)
+"""Architectures of embedding models that see a whole text at once."""
+# Values of ``pooling_type`` in llama.cpp: none, mean, first, last, rank.
+_NO_POOLING, _POOLING_OF_LAST = 0, 3
+
 
 def open_gguf(path: Path) -> GgufFile:
     """Maps a GGUF file. Takes some 20 ms for each 100,000 texts in its metadata; weights are not read.
@@ -52,6 +70,12 @@ class GgufFile:
         self._stored = container.tensors
         self._metadata = Metadata(container)
         name = self._metadata.architecture
+        if name in ENCODERS:
+            raise BadModelFolder(
+                f"{self.path.name} is an encoder ({name}), which is not read from GGUF files: give the "
+                "model's folder with safetensors, or OWNER/NAME of that on the hub",
+                param="general.architecture",
+            )
         if name not in ARCHITECTURES:
             raise BadModelFolder(
                 f"{self.path.name}: its architecture is {name!r}; only {', '.join(ARCHITECTURES)} are read",
@@ -68,6 +92,11 @@ class GgufFile:
         ids = {"bos_token_id": words.bos_id, "pad_token_id": words.pad_id}
         config |= {name: token for name, token in ids.items() if token is not None}
         return config | {"eos_token_id": list(words.end_ids)}
+
+    @property
+    def pools_last(self) -> bool:
+        """Whether a text's embedding is that of its last token; also where the file does not say."""
+        return self._metadata.whole(".pooling_type", _POOLING_OF_LAST) in (_NO_POOLING, _POOLING_OF_LAST)
 
     @cached_property
     def tensors(self) -> Mapping[str, ModelTensor]:

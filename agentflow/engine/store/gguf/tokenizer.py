@@ -193,7 +193,7 @@ def _spec(
         "added_tokens": added,
         "normalizer": normalizer,
         "pre_tokenizer": pre_tokenizer,
-        "post_processor": _with_bos(words) if adds_bos else None,
+        "post_processor": _around_texts(words, adds_bos=adds_bos),
         "decoder": decoder,
         "model": {
             "type": "BPE",
@@ -210,15 +210,27 @@ def _spec(
     }
 
 
-def _with_bos(words: Vocabulary) -> Spec:
-    """Puts the token that begins a text in front."""
-    if words.bos_id is None:
+def _around_texts(words: Vocabulary, *, adds_bos: bool) -> Spec | None:
+    """Puts the token that begins a text in front, and after it the one that ends it, if the file says so:
+    only embedding models encode whole texts, with both."""
+    adds_eos = words.data.flag("tokenizer.ggml.add_eos_token", False)
+    if adds_bos and words.bos_id is None:
         raise words.data.reject("tokenizer.ggml.bos_token_id", "is missing, but each text begins with it")
-    bos, text = words.tokens[words.bos_id], {"Sequence": {"id": "A", "type_id": 0}}
-    first = {"SpecialToken": {"id": bos, "type_id": 0}}
+    if adds_eos and words.eos_id is None:
+        raise words.data.reject("tokenizer.ggml.eos_token_id", "is missing, but each text ends with it")
+    ids = {"bos": words.bos_id if adds_bos else None, "eos": words.eos_id if adds_eos else None}
+    special = {name: [] if i is None else [_special(words, i)] for name, i in ids.items()}
+    known = {words.tokens[i]: i for i in ids.values() if i is not None}
+    if not known:
+        return None
+    text = {"Sequence": {"id": "A", "type_id": 0}}
     return {
         "type": "TemplateProcessing",
-        "single": [first, text],
-        "pair": [first, text, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {bos: {"id": bos, "ids": [words.bos_id], "tokens": [bos]}},
+        "single": [*special["bos"], text, *special["eos"]],
+        "pair": [*special["bos"], text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {name: {"id": name, "ids": [i], "tokens": [name]} for name, i in known.items()},
     }
+
+
+def _special(words: Vocabulary, token_id: int) -> Spec:
+    return {"SpecialToken": {"id": words.tokens[token_id], "type_id": 0}}
