@@ -39,15 +39,15 @@ from agentflow.engine.embedding import (
     truncated,
 )
 from agentflow.engine.engine import check_request, check_task
+from agentflow.engine.generated import generated_of, usage_of
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.process.ipc import EngineStats, Finished, Origin, Progress
-from agentflow.engine.request import TopTokens
 from agentflow.engine.select import select_scores
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.tenant import ANONYMOUS, AdmittedRequest, RequestGate, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.choices import WINDOW_CHARS, EncodedChoices
-from agentflow.engine.text.thoughts import Thinking
+from agentflow.engine.text.thoughts import AnswerText, Thinking, thought_marks
 from agentflow.engine.text.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tools import ReplyText
@@ -55,7 +55,7 @@ from agentflow.engine.watching.view import EngineView
 from agentflow.errors import BadArgument, PromptTooLong, faults_of
 from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec, read_reply
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
-from agentflow.protocol.events import Capabilities, Stats, TokenLogprob, TopLogprobs, Usage
+from agentflow.protocol.events import Capabilities, Stats, Usage
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.generator import Embedded, EmbeddingOptions, Generated, OnText, Scored, StateHint
 
@@ -224,20 +224,22 @@ class EngineGenerator:
     ) -> Generated:
         """Generates what the assistant says, which may call the conversation's tools: the text is that of
         a reply, the context goes on with what was generated."""
-        text = ReplyText(context.tools, constraint)
+        thinking = await self._thinking(context, constraint)
+        text = ReplyText(context.tools, constraint, thinking)
 
         def hear(progress: Progress) -> None:
             if told := text.push(progress.text):
                 on_text(told)
 
-        end = await self.complete(context, params, hear, text.constraint)
-        self.output_token_cache.put_answer(context, end)
+        end = await self.complete(context, params, hear, text.constraint, thinking=thinking)
+        if not end.thought_tokens:
+            self.output_token_cache.put_answer(context, end)
         context.tokens.generated(end.token_ids, end.text)
         notation = text.finish(end.text, is_truncated=end.finish_reason == "length")
         reply = read_reply(notation)
         if reply.tool_calls:
-            context.tokens.called(reply.message())
-        return self._generated(end, params, notation)
+            context.tokens.called(msgspec.structs.replace(reply.message(), reasoning=text.thoughts or None))
+        return generated_of(end, params, self.tokenizer, notation, text.thoughts)
 
     async def generate(
         self,
@@ -246,21 +248,29 @@ class EngineGenerator:
         on_text: OnText,
         constraint: Constraint | None = None,
     ) -> Generated:
-        """Generates, and appends the ids as they were generated."""
+        """Generates, and appends the ids as they were generated. A model that thinks does so only without a
+        constraint, so that its thoughts take no tokens of a short form; they are not part of the text."""
+        thinking = await self._thinking(context, constraint)
+        text = AnswerText(thinking)
 
         def hear(progress: Progress) -> None:
-            if progress.text:
-                on_text(progress.text)
+            if told := text.push(progress.text):
+                on_text(told)
 
-        end = await self.complete(context, params, hear, constraint)
+        end = await self.complete(context, params, hear, constraint, thinking=thinking)
         context.tokens.generated(end.token_ids, end.text)
-        generated = self._generated(end, params, end.text)
-        return msgspec.structs.replace(generated, forced=tuple(end.forced)) if end.forced else generated
+        answer = text.finish(end.text)
+        generated = generated_of(end, params, self.tokenizer, answer, text.thoughts)
+        start = len(end.text) - len(answer)
+        forced = tuple([(first - start, length) for first, length in end.forced if first >= start])
+        return msgspec.structs.replace(generated, forced=forced) if forced else generated
 
-    def _generated(self, end: Finished, params: SamplingParams, text: str) -> Generated:
-        logprobs = tuple(end.logprobs) if params.wants_logprobs else None
-        top_logprobs = self._with_texts(end.top_logprobs) if params.top_logprobs else None
-        return Generated(text, end.finish_reason, _usage(end), logprobs, top_logprobs)
+    async def _thinking(self, context: EngineContext, constraint: Constraint | None) -> Thinking | None:
+        """How what a program generates may begin with thoughts."""
+        if thought_marks(self.template.source) is None:
+            return None
+        await self._encode(context)
+        return context.thinking(budget=None if constraint is None else 0)
 
     async def complete(
         self,
@@ -306,7 +316,7 @@ class EngineGenerator:
                 thinking=thinking,
             )
             admitted.cached_tokens, admitted.output_tokens = end.cached_tokens, end.output_tokens
-        self._own += _usage(end)
+        self._own += usage_of(end)
         context.num_computed = len(token_ids) + len(end.token_ids)
         return end
 
@@ -321,7 +331,7 @@ class EngineGenerator:
             admitted.prompt_tokens = len(token_ids)
             context.has_run = True
             end = await self._client.score(token_ids, 1, num_top=num_top, origin=context.origin_now())
-        self._own += _usage(end)
+        self._own += usage_of(end)
         context.num_computed = len(token_ids) - 1
         return end
 
@@ -339,16 +349,6 @@ class EngineGenerator:
         with self._gate.request(self.tenant, prompt_tokens) as admitted:
             yield admitted
 
-    def _with_texts(self, places: Sequence[TopTokens | None]) -> TopLogprobs:
-        decode = self._client.tokenizer.decode
-        text_of = {token: "" for place in places for token, _ in place or ()}
-        for token in text_of:
-            text_of[token] = decode([token], skip_special=False, continues=True)
-        return tuple(
-            None if place is None else tuple(TokenLogprob(token, text_of[token], p) for token, p in place)
-            for place in places
-        )
-
     async def score(self, context: EngineContext, choices: Sequence[str], method: str) -> Scored:
         """Scores all choices in one forward pass: the tokens of each that come after what all have in
         common. The one that is chosen is appended with the ids that were scored."""
@@ -361,12 +361,12 @@ class EngineGenerator:
             context.has_run = True
             scores, end = await select_scores(self._client, context, encoded, method)
             admitted.cached_tokens = end.cached_tokens
-            self._own += _usage(end)
+            self._own += usage_of(end)
         best = max(range(len(scores)), key=scores.__getitem__)
         context.tokens.choose(encoded, best)
         context.mark_encoded()
         context.num_computed = len(encoded.prefix)
-        return Scored(best, tuple(scores), _usage(end))
+        return Scored(best, tuple(scores), usage_of(end))
 
     async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embedded:
         """The embeddings of texts, as one request of the tenant."""
@@ -585,9 +585,3 @@ def _group_of(program: str) -> int:
     """A number for all its states, in whichever session, that no other task group has: those count from 1."""
     digest = hashlib.blake2b(program.encode("utf-8", "backslashreplace"), digest_size=7).digest()
     return 2**60 + int.from_bytes(digest, "big")
-
-
-def _usage(end: Finished) -> Usage:
-    return Usage(
-        end.prompt_tokens, end.cached_tokens, end.output_tokens, end.forced_tokens, end.thought_tokens
-    )

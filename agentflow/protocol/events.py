@@ -264,7 +264,8 @@ class Value(_Event, frozen=True):
     """Variable ``var`` is complete: its text ends with ``text``, from character ``at`` on. ``choices``: the
     score of each choice of a select. ``top_logprobs``: for each token the most likely ones at its
     position. ``forced``: the parts of the whole text that a constraint forced and that were not sampled, as
-    pairs of the first character and the number of characters, in order."""
+    pairs of the first character and the number of characters, in order. ``reasoning``: what a reasoning model
+    thought before the text."""
 
     var: int
     at: int
@@ -275,6 +276,7 @@ class Value(_Event, frozen=True):
     choices: dict[str, float] | None = None
     top_logprobs: TopLogprobs | None = None
     forced: tuple[tuple[int, int], ...] | None = None
+    reasoning: str | None = None
 
 
 class VarFailed(_Event, frozen=True):

@@ -29,8 +29,8 @@ ContextT = TypeVar("ContextT")
 
 
 class Generated(msgspec.Struct, frozen=True):
-    """A complete generation. ``finish_reason``: ``eos``, ``stop`` or ``length``. ``forced``: as in
-    ``Value``."""
+    """A complete generation. ``finish_reason``: ``eos``, ``stop`` or ``length``. ``forced`` and
+    ``reasoning``: as in ``Value``."""
 
     text: str
     finish_reason: str
@@ -38,6 +38,7 @@ class Generated(msgspec.Struct, frozen=True):
     logprobs: tuple[float | None, ...] | None = None
     top_logprobs: TopLogprobs | None = None
     forced: tuple[tuple[int, int], ...] | None = None
+    reasoning: str | None = None
 
 
 class Scored(msgspec.Struct, frozen=True):

@@ -554,7 +554,7 @@ class _OpExecution(Generic[ContextT]):
             raise DeadlineExceeded(f"{op.name!r} exceeded its timeout of {op.timeout_s} s")
         was_truncated = end.finish_reason == "length" and params.max_tokens < op.params.max_tokens
         spend(end.usage.output_tokens, state.budgets, was_truncated=was_truncated)
-        state.reserve_text(end.text)
+        state.reserve_text(end.text, len(end.reasoning or ""))
         value = Value(
             op.var,
             0,
@@ -564,6 +564,7 @@ class _OpExecution(Generic[ContextT]):
             logprobs=end.logprobs,
             top_logprobs=end.top_logprobs,
             forced=end.forced,
+            reasoning=end.reasoning,
         )
         variable.complete(value)
 

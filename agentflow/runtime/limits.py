@@ -145,6 +145,8 @@ def error_bytes(error: BaseException, text: str = "") -> int:
 def value_bytes(value: Value) -> int:
     """The memory of a complete value."""
     num_bytes = sys.getsizeof(value.text)
+    if value.reasoning is not None:
+        num_bytes += sys.getsizeof(value.reasoning)
     if value.logprobs is not None:
         num_bytes += NUMBER_BYTES * len(value.logprobs)
     if value.top_logprobs is not None:

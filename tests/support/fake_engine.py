@@ -76,10 +76,12 @@ class FakeEngine:
         *,
         runner: FakeRunner | None = None,
         tokenizer: Tokenizer = TOKENIZER,
+        template: ChatTemplate = TEMPLATE,
         max_unfinished: int | None = None,
         **config,
     ) -> None:
         self.tokenizer = tokenizer
+        self.template = template
         self.gate = StepGate()
         self.runner = runner or FakeRunner(
             vocab_size=TOKENIZER.vocab_size, num_slots=4096, max_context=1024, on_step=self.gate
@@ -104,7 +106,7 @@ class FakeEngine:
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
         async with self.open_client() as client:
-            generator = EngineGenerator(client, TEMPLATE)
+            generator = EngineGenerator(client, self.template)
             async with interpreted(generator, deliver) as connection:
                 yield connection
 
@@ -125,6 +127,6 @@ class ConstrainedEngine(FakeEngine):
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
         async with self.open_client() as client, constraint_compiler() as compiler:
-            generator = EngineGenerator(client, TEMPLATE, compiler=compiler)
+            generator = EngineGenerator(client, self.template, compiler=compiler)
             async with interpreted(generator, deliver) as connection:
                 yield connection

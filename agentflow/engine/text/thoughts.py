@@ -12,6 +12,7 @@ Only the thoughts at the beginning of an answer are separated; marks after them 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
@@ -192,6 +193,39 @@ class ThoughtOutput:
         self._held = self._held[at + len(end) :] if is_ended else self._held[len(thoughts) :]
         if is_ended:
             self._state = _State.GAP
+
+
+class AnswerText:
+    """The answer in one output, without the thoughts before it. ``thinking``: None if it has none."""
+
+    def __init__(self, thinking: Thinking | None) -> None:
+        self._output = None if thinking is None else ThoughtOutput(thinking)
+        self._thoughts: list[str] = []
+        self._answer: list[str] = []
+        self._num_chars = 0
+
+    @property
+    def thoughts(self) -> str:
+        """The thoughts so far."""
+        return "".join(self._thoughts)
+
+    def push(self, text: str) -> str:
+        """Reads more text. Returns what of it belongs to the answer."""
+        self._num_chars += len(text)
+        return text if self._output is None else self._take(self._output.push(text))
+
+    def finish(self, text: str) -> str:
+        """The whole answer, given the whole output."""
+        if self._output is None:
+            return text
+        self._take(self._output.finish(text[self._num_chars :]))
+        return "".join(self._answer)
+
+    def _take(self, pieces: Sequence[Piece]) -> str:
+        self._thoughts += [piece.text for piece in pieces if isinstance(piece, ThoughtPiece)]
+        answer = "".join([piece.text for piece in pieces if isinstance(piece, TextPiece)])
+        self._answer.append(answer)
+        return answer
 
 
 class ThoughtTokens:

@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.thoughts import Thinking, ThoughtOutput
 from agentflow.engine.text.tool_format import ToolFormat, as_plain_messages, tool_format
 from agentflow.engine.text.tool_output import ToolOutput
 from agentflow.errors import BadArgument, NotSupported
@@ -25,6 +26,7 @@ from agentflow.protocol.chat import (
     Piece,
     ReplyWriter,
     TextPiece,
+    ThoughtPiece,
     ToolChoice,
     ToolSpec,
     hoisted,
@@ -215,14 +217,23 @@ def _of_object(parameters: dict[str, Any]) -> dict[str, Any]:
 
 class ReplyText:
     """The text of one reply. ``use``: the tools, if any. ``constraint``: for an answer without calls; the
-    attribute is the constraint of the whole answer."""
+    attribute is the constraint of the whole answer. ``thinking``: how it may begin with ``thoughts``."""
 
-    def __init__(self, use: ToolUse | None, constraint: Constraint | None = None) -> None:
+    def __init__(
+        self, use: ToolUse | None, constraint: Constraint | None = None, thinking: Thinking | None = None
+    ) -> None:
         self.constraint = constraint if use is None else use.constraint(constraint)
-        self._output = use.output(constraint) if use is not None and use.callable_names else None
+        tools = use.output(constraint) if use is not None and use.callable_names else None
+        self._output = tools if thinking is None else ThoughtOutput(thinking, tools)
+        self._thoughts: list[str] = []
         self._writer = ReplyWriter()
         self._written: list[str] = []
         self._num_chars = 0
+
+    @property
+    def thoughts(self) -> str:
+        """The thoughts so far."""
+        return "".join(self._thoughts)
 
     def push(self, text: str) -> str:
         """Reads more of the answer. Returns the new text of the reply."""
@@ -244,6 +255,7 @@ class ReplyText:
         return [TextPiece(text)] if text else []
 
     def _write(self, pieces: list[Piece]) -> str:
-        written = self._writer.push(pieces)
+        self._thoughts += [piece.text for piece in pieces if isinstance(piece, ThoughtPiece)]
+        written = self._writer.push(piece for piece in pieces if not isinstance(piece, ThoughtPiece))
         self._written.append(written)
         return written

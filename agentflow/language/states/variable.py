@@ -387,6 +387,18 @@ class Variable(Reference[ValueT_co]):
         return self._node.end.forced or ()
 
     @property
+    def reasoning(self) -> str | None:
+        """What a reasoning model thought before it wrote the text; None if it did not. It is not part of the
+        value, and later turns have it as the model's chat template wants. Await the variable first.
+
+        >>> await s["answer"]
+        'Plants turn light into sugar.'
+        >>> s["answer"].reasoning is None  # the model does not think
+        True
+        """
+        return self._node.end.reasoning
+
+    @property
     def logprobs(self) -> tuple[float | None, ...] | None:
         """The log-probability of each token, with ``gen(..., logprobs=True)``; None for a token at the end of
         the text that was encoded again. Await the variable first.

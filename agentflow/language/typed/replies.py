@@ -147,13 +147,14 @@ class _Call(msgspec.Struct):
 
 
 class _OpenAIMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """A message in the format of OpenAI's API, text only."""
+    """A message in the format of OpenAI's API, text only. ``reasoning_content``: as DeepSeek's API has it."""
 
     role: str
     content: str | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning_content: str | None = None
 
 
 def read_message(message: Message | Mapping[str, Any]) -> chat.Message:
@@ -167,4 +168,12 @@ def read_message(message: Message | Mapping[str, Any]) -> chat.Message:
             f"conversation: {message!r:.200} is not a message: {error}", param="messages"
         ) from None
     calls = [chat.CalledTool(c.id, c.function.name, c.function.arguments) for c in given.tool_calls or ()]
-    return chat.Message(given.role, given.content or "", False, tuple(calls), given.tool_call_id, given.name)
+    return chat.Message(
+        given.role,
+        given.content or "",
+        False,
+        tuple(calls),
+        given.tool_call_id,
+        given.name,
+        given.reasoning_content,
+    )

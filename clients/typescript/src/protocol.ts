@@ -661,6 +661,8 @@ export interface ValueEvent {
    * position of each in code points and its length, in order; `null` if nothing was forced.
    */
   forced?: [number, number][] | null;
+  /** What a reasoning model thought before the text; it is no part of it. */
+  reasoning?: string | null;
 }
 
 /** Tokens of one generation. */

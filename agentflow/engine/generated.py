@@ -1,0 +1,41 @@
+"""What a generation of the engine is to a program: its text, without thoughts, with log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentflow.engine.process.ipc import Finished
+from agentflow.engine.request import TopTokens
+from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.protocol.events import TokenLogprob, TopLogprobs, Usage
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.generator import Generated
+
+
+def generated_of(
+    end: Finished, params: SamplingParams, tokenizer: Tokenizer, text: str, thoughts: str
+) -> Generated:
+    """``text``: that of the value, to which the tokens of ``thoughts`` do not belong."""
+    first = end.thought_tokens
+    logprobs = tuple(end.logprobs[first:]) if params.wants_logprobs else None
+    top_logprobs = _with_texts(tokenizer, end.top_logprobs[first:]) if params.top_logprobs else None
+    return Generated(
+        text, end.finish_reason, usage_of(end), logprobs, top_logprobs, reasoning=thoughts or None
+    )
+
+
+def usage_of(end: Finished) -> Usage:
+    """The tokens of the generation."""
+    return Usage(
+        end.prompt_tokens, end.cached_tokens, end.output_tokens, end.forced_tokens, end.thought_tokens
+    )
+
+
+def _with_texts(tokenizer: Tokenizer, places: Sequence[TopTokens | None]) -> TopLogprobs:
+    text_of = {token: "" for place in places for token, _ in place or ()}
+    for token in text_of:
+        text_of[token] = tokenizer.decode([token], skip_special=False, continues=True)
+    return tuple(
+        None if place is None else tuple(TokenLogprob(token, text_of[token], p) for token, p in place)
+        for place in places
+    )
