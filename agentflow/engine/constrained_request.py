@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from agentflow.engine.grammar.grammar import TokenWords, is_allowed
 from agentflow.engine.grammar.grammar_cache import GrammarCache
 from agentflow.engine.grammar.jump_forward import ConstrainedText, Encode, Jump
@@ -41,8 +43,8 @@ class ConstrainedRequest:
         self._text = ConstrainedText(grammars.matcher(message.constraint), vocabulary, encode)
         self._end_words = vocabulary.only(request.end_ids)
         if message.thinking is not None:
-            self._begin_words = self._words_of(message.thinking.begin)
-            self._break_words = self._words_of("\n") | self._words_of("\n\n")
+            self._begin_words = vocabulary.exactly(message.thinking.begin.encode())
+            self._break_words = vocabulary.exactly(b"\n") | vocabulary.exactly(b"\n\n")
             self._has_break = False
             self._thought_words: dict[bytes, TokenWords] = {}
 
@@ -178,12 +180,7 @@ class ConstrainedRequest:
         found = self._thought_words.get(rest)
         if found is None:
             vocabulary = self._vocabulary
-            longer = vocabulary.beginning_with(rest) & ~self._words_of(rest.decode())
-            found = vocabulary.only(range(vocabulary.vocab_size)) & ~self._end_words & ~longer
+            longer = vocabulary.beginning_with(rest) & ~vocabulary.exactly(rest)
+            found = vocabulary.only(np.arange(vocabulary.vocab_size)) & ~(self._end_words | longer)
             self._thought_words[rest] = found
         return found
-
-    def _words_of(self, text: str) -> TokenWords:
-        """The mask of the token that is ``text``, if there is one."""
-        data, table = text.encode(), self._vocabulary.token_bytes
-        return self._vocabulary.only([i for i, token in enumerate(table) if token == data])

@@ -8,7 +8,7 @@ states; most states are never visited.)
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -80,6 +80,11 @@ class Vocabulary:
                 del self._prefix_masks[next(iter(self._prefix_masks))]
             found = self._prefix_masks[prefix] = self._beginning_with(prefix)
         return found
+
+    def exactly(self, data: bytes) -> TokenWords:
+        """The mask of the tokens with exactly these bytes."""
+        first, end = bisect_left(self._sorted_bytes, data), bisect_right(self._sorted_bytes, data)
+        return self.only(self._sorted_ids[first:end])
 
     def _beginning_with(self, prefix: bytes) -> TokenWords:
         first = bisect_left(self._sorted_bytes, prefix)

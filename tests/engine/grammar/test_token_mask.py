@@ -80,6 +80,8 @@ def test_tokens_with_a_common_beginning(token_bytes: list[bytes], prefix: bytes)
     vocabulary = Vocabulary(token_bytes)
     expected = {i for i, data in enumerate(token_bytes) if data and data.startswith(prefix)}
     assert ids_of(vocabulary.beginning_with(prefix), vocabulary.vocab_size) == expected
+    same = {i for i in expected if token_bytes[i] == prefix}
+    assert ids_of(vocabulary.exactly(prefix), vocabulary.vocab_size) == same
 
 
 def test_a_dfa_is_the_same_after_serialisation():
