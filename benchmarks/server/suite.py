@@ -25,6 +25,7 @@ from benchmarks.server.http_load import WORDS
 from benchmarks.server.load_process import LoadProcess, load_process
 from benchmarks.server.overload import measure_overload
 from benchmarks.server.prompts import measure_long_prompt, measure_prompts, port_of
+from benchmarks.server.responses import measure_responses
 from benchmarks.server.sessions import measure_sessions
 from benchmarks.server.stalls import measure_stalls
 
@@ -171,6 +172,7 @@ async def _measure(report: Report, console: Console, only: str) -> None:
             ("server.max_stall_ms", measure_max_stall),
             ("server.short_ttft_beside_long tpot_beside_prefill", measure_prompts),
             ("server.long_prompt_throughput", measure_long_prompt),
+            ("server.responses_cached_share responses_vs_chat", measure_responses),
         ):
             if only in name:
                 console.print(f"[dim]{name} …[/]")

@@ -125,6 +125,32 @@ def test_openai_a_text_and_its_tokens(by_openai: openai.OpenAI) -> None:
     assert again.choices[0].text == choice.text
 
 
+def test_openai_a_response_in_the_background_and_its_conversation(by_openai: openai.OpenAI) -> None:
+    common: Any = {"model": MODEL, "max_output_tokens": 8, "temperature": 0, "instructions": SYSTEM}
+    conversation = by_openai.conversations.create(metadata={"topic": "plants"})
+    stream = by_openai.responses.create(
+        **common, input=QUESTION, conversation=conversation.id, background=True, stream=True
+    )
+    first: Any = next(iter(stream))
+    stream.close()
+    assert first.response.status == "queued"
+    rest: list[Any] = list(by_openai.responses.retrieve(first.response.id, stream=True, starting_after=0))
+    assert [event.sequence_number for event in rest] == list(range(1, len(rest) + 1))
+    answered = by_openai.responses.retrieve(first.response.id)
+    assert answered.output_text == rest[-1].response.output_text
+    assert by_openai.responses.cancel(answered.id).status == answered.status
+    [item] = by_openai.responses.input_items.list(answered.id, order="asc")
+    assert item.type == "message"
+    second = by_openai.responses.create(**common, input="Why?", conversation=conversation.id)
+    assert answered.usage is not None
+    assert second.usage is not None
+    # Except the last generated token, whose KV is not computed before the next turn.
+    assert second.usage.input_tokens_details.cached_tokens >= answered.usage.total_tokens - 1
+    items = list(by_openai.conversations.items.list(conversation.id, order="asc"))
+    assert [getattr(one, "role", None) for one in items] == ["user", "assistant"] * 2
+    assert by_openai.conversations.delete(conversation.id).deleted
+
+
 # Anthropic's API
 
 

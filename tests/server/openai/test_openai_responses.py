@@ -47,13 +47,13 @@ class Report(pydantic.BaseModel):
 
 
 def scripted(tokens: Any) -> int:
-    """Calls the tool, and repeats its result."""
+    """Calls the tool and repeats its result, in tokens of one character."""
     before, _, written = TOKENIZER.decode(tokens, skip_special=False, continues=True).rpartition(
         "<|im_start|>assistant\n"
     )
     wanted = "It is sunny." if "sunny" in before else f"Let me look.\n{CALL}"
     rest = wanted.removeprefix(written)
-    return TOKENIZER.encode(rest, continues=True)[0] if rest else END
+    return TOKENIZER.encode(rest[0], continues=True)[0] if rest else END
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +228,7 @@ def test_the_oldest_responses_are_dropped_when_the_memory_is_full() -> None:
     assert kept == ids[-len(kept) :]
 
 
-@pytest.mark.parametrize("way", ["previous", "items", "references"])
+@pytest.mark.parametrize("way", ["previous", "items", "references", "conversation"])
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_loop_with_tools(calling: ApiServer, way: str, streams: bool) -> None:
     with sync_client(calling) as client:
@@ -240,7 +240,8 @@ def test_a_loop_with_tools(calling: ApiServer, way: str, streams: bool) -> None:
             with client.responses.stream(**fields) as stream:
                 return stream.get_final_response()
 
-        first = respond(input="How is the weather in Oslo?")
+        own = {"conversation": client.conversations.create().id} if way == "conversation" else {}
+        first = respond(input="How is the weather in Oslo?", **own)
         assert [item.type for item in first.output] == ["message", "function_call"]
         call = first.output[1]
         assert first.output_text.strip() == "Let me look."
@@ -250,6 +251,8 @@ def test_a_loop_with_tools(calling: ApiServer, way: str, streams: bool) -> None:
         match way:
             case "previous":
                 second = respond(input=[result], previous_response_id=first.id)
+            case "conversation":
+                second = respond(input=[result], **own)
             case "items":
                 second = respond(input=[question, *[item.to_dict() for item in first.output], result])
             case _:
@@ -257,6 +260,9 @@ def test_a_loop_with_tools(calling: ApiServer, way: str, streams: bool) -> None:
                 second = respond(input=[question, *references, result])
         assert second.output_text == "It is sunny."
         assert second.status == "completed"
+        # The call is found as it was generated: all but its last token, which was not computed before.
+        known = first.usage.input_tokens + first.usage.output_tokens - 1
+        assert second.usage.input_tokens_details.cached_tokens >= known - 1
 
 
 def test_a_required_call_and_a_typed_form(constrained: ApiServer) -> None:
