@@ -22,6 +22,10 @@ NAMES = {
         "engine.quantized",
         "quantised weights against bfloat16: steps, memory, loading, errors",
     ),
+    "models": (
+        "engine.models",
+        "shapes of 1.5 and 7 billion weights against the machine's limits, adapters, a server's memory",
+    ),
     "radix": ("engine.radix", "the radix cache on a tree of a million tokens"),
     "scheduler": ("engine.scheduler", "fairness, deep queues and a full pool, simulated"),
     "server": ("server.suite", "HTTP against the engine alone, idle sessions, an overload"),

@@ -19,6 +19,7 @@ TITLES = {
     "step": "The budget of a step",
     "foundation": "The engine against transformers",
     "quantized": "Quantised weights",
+    "models": "Larger models and adapters",
     "radix": "The radix cache",
     "scheduler": "The scheduler",
     "frontend": "The cost of a client",

@@ -2,5 +2,6 @@
 
 Reading order: ``inputs`` (weights and batches as the kernels receive them), ``ops`` (the interface, and the
 choice of an implementation), ``reference_ops`` (written for clarity), ``torch_ops`` with ``attention_plan``
-(any device), ``native_ops`` with ``native_library`` and the C++ sources in ``native/`` (x86 CPUs).
+(any device), ``native_ops`` with ``native_library`` and the C++ sources in ``native/`` (x86 CPUs),
+``page_advice`` (large pages).
 """

@@ -58,6 +58,7 @@ from agentflow.kernels.native_structures import (
     native_weight,
     pointer,
 )
+from agentflow.kernels.page_advice import advise_huge_pages
 
 logger = logging.getLogger(__name__)
 
@@ -101,9 +102,16 @@ def pack_linear(
     num_out, num_in = weight.shape
     team, weight = _team(), weight.contiguous()
     size = team.af_panel_size(_is_bf16(weight), num_out, num_in, gated)
-    panels = torch.zeros(size, dtype=weight.dtype)
+    panels = _zeros(size, weight.dtype)
     team.af_pack(_is_bf16(weight), weight.data_ptr(), num_out, num_in, gated, panels.data_ptr())
     return LinearWeight(None, panels, bias, (num_out, num_in))
+
+
+def _zeros(size: int, dtype: torch.dtype) -> Tensor:
+    """Memory for panels, on large pages where the system has them: each decode step reads all of it."""
+    memory = torch.empty(size, dtype=dtype)
+    advise_huge_pages(memory)
+    return memory.zero_()
 
 
 def pack_blocks(
@@ -138,7 +146,7 @@ def _are_packable(parts: Sequence[BlockMatrix], gated: bool) -> bool:
 
 def _empty_panels(block_type: str, num_panels: int, num_in: int) -> QuantisedPanels:
     team, number = _team(), BLOCK_TYPES.index(block_type)
-    panels = torch.zeros(num_panels * team.af_block_panel_bytes(number, num_in), dtype=torch.uint8)
+    panels = _zeros(num_panels * team.af_block_panel_bytes(number, num_in), torch.uint8)
     return QuantisedPanels(PANEL_FORMATS[team.af_block_format(number)], panels, num_panels)
 
 

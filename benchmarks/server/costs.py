@@ -27,17 +27,17 @@ def free_port() -> int:
         return port
 
 
-async def start_server(port: int) -> Process:
+async def start_server(port: int, kv_tokens: int = KV_TOKENS, dtype: str = "bfloat16") -> Process:
     """Runs ``agentflow serve`` with the default model, and waits until it is ready."""
     command = [sys.executable, "-m", "agentflow", "serve", "--port", str(port)]
     server = await asyncio.create_subprocess_exec(
         *command,
         "--kv-tokens",
-        str(KV_TOKENS),
+        str(kv_tokens),
         "--threads",
         "2",
         "--dtype",
-        "bfloat16",
+        dtype,
         stdout=PIPE,
         stderr=DEVNULL,
     )

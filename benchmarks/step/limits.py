@@ -43,6 +43,12 @@ def measure_limits(num_tries: int = 8) -> Limits:
     return Limits(READ_BYTES / read_s, 2 * SIZE**3 / multiply_s)
 
 
+def measure_byte_flops(num_tries: int = 8) -> float:
+    """Operations per second of products of bytes: the best of several attempts."""
+    left, right = (torch.randint(-127, 128, (SIZE, SIZE), dtype=torch.int8) for _ in range(2))
+    return 2 * SIZE**3 / min(_timed_s(lambda: torch._int_mm(left, right)) for _ in range(num_tries))
+
+
 def _timed_s(call: object) -> float:
     assert callable(call)
     began = time.perf_counter()

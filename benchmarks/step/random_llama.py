@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
 from agentflow.engine.models.sampler import choice_rows
 from agentflow.engine.models.torch_runner import forward_input_of
-from agentflow.kernels.inputs import DecoderWeights, LayerWeights, LinearWeight
+from agentflow.kernels.inputs import BlockMatrix, DecoderWeights, LayerWeights, LinearWeight
 from agentflow.kernels.ops import Kernels, kernels_for
 
 
@@ -25,6 +26,9 @@ def llama_config(
     num_heads: int,
     num_kv_heads: int,
     vocab_size: int,
+    *,
+    is_tied: bool = False,
+    max_context: int = 8192,
 ) -> DecoderConfig:
     """Returns a config of these sizes."""
     return DecoderConfig(
@@ -37,8 +41,8 @@ def llama_config(
         num_kv_heads=num_kv_heads,
         head_dim=hidden_size // num_heads,
         norm_eps=1e-5,
-        max_context=8192,
-        tie_word_embeddings=False,
+        max_context=max_context,
+        tie_word_embeddings=is_tied,
         rope=RopeConfig("default", 500_000.0),
         end_token_ids=(),
     )
@@ -49,10 +53,17 @@ LLAMA_8B = llama_config(4096, 14336, 32, 32, 8, 128_256)
 
 
 def random_llama(
-    config: DecoderConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device
+    config: DecoderConfig,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_4_bit: bool = False,
 ) -> LlamaModel:
-    """Returns the model. Small models are made on the CPU, so that they are equal on every device."""
+    """Returns the model. Small models are made on the CPU, so that they are equal on every device.
+    ``is_4_bit``: matrices are blocks of the type Q4_1, and made as such, one at a time."""
     generator = torch.Generator(device if config.hidden_size > 1024 else "cpu").manual_seed(0)
+    rng = np.random.default_rng(0)
 
     def random(*shape: int) -> Tensor:
         made = torch.randn(*shape, generator=generator, device=generator.device, dtype=torch.float32)
@@ -60,7 +71,13 @@ def random_llama(
         return made.mul_(2.0 * shape[-1] ** -0.5).to(dtype).to(device)
 
     def linear(num_out: int, num_in: int, *, gated: bool = False) -> LinearWeight:
-        return kernels.pack_linear(random(num_out, num_in), None, gated=gated)
+        if not is_4_bit:
+            return kernels.pack_linear(random(num_out, num_in), None, gated=gated)
+        # A gated weight has two parts; all have the same type.
+        parts = [num_out // 2] * 2 if gated else [num_out]
+        packed = kernels.pack_blocks([random_blocks(rng, size, num_in) for size in parts], None, gated=gated)
+        assert packed is not None
+        return packed
 
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -78,8 +95,16 @@ def random_llama(
         )
         for _ in range(config.num_layers)
     ]
+    if is_4_bit:
+        embedding = linear(config.vocab_size, hidden)
+        head = embedding if config.tie_word_embeddings else linear(config.vocab_size, hidden)
+    else:
+        table = random(config.vocab_size, hidden)
+        top = table if config.tie_word_embeddings else random(config.vocab_size, hidden)
+        head = kernels.pack_linear(top, None, exact_output=True)
+        embedding = kernels.pack_embedding(table, head if config.tie_word_embeddings else None)
     decoder = DecoderWeights(
-        embedding=kernels.pack_embedding(random(config.vocab_size, hidden), None),
+        embedding=embedding,
         layers=layers,
         final_norm=ones,
         frequencies=inverse_frequencies(config.rope, config.head_dim).to(device),
@@ -88,18 +113,27 @@ def random_llama(
         head_dim=config.head_dim,
         norm_eps=config.norm_eps,
     )
-    head = kernels.pack_linear(random(config.vocab_size, hidden), None, exact_output=True)
     return LlamaModel(config, kernels, decoder, head)
+
+
+def random_blocks(rng: np.random.Generator, num_out: int, num_in: int) -> BlockMatrix:
+    """A random matrix of the type Q4_1: blocks of a scale, a minimum, and 32 codes of 4 bits."""
+    rows = rng.integers(0, 256, (num_out, num_in // 32, 20), dtype=np.uint8)
+    scale = 2.0 * num_in**-0.5 / 4.6  # the codes have this standard deviation
+    rows[..., :4] = np.array([scale, -7.5 * scale], dtype=np.float16).view(np.uint8)
+    return BlockMatrix("Q4_1", rows.reshape(num_out, -1), (num_out, num_in))
 
 
 @dataclass
 class RandomRunner:
-    """Like ``TorchRunner``, but for a random model, with a KV pool of ``num_slots`` tokens."""
+    """Like ``TorchRunner``, but for a random model, with a KV pool of ``num_slots`` tokens. ``is_4_bit``: as
+    of ``random_llama``."""
 
     config: DecoderConfig
     num_slots: int
     dtype: torch.dtype
     device: torch.device
+    is_4_bit: bool = False
     kernels: Kernels = field(init=False)
     model: LlamaModel = field(init=False)
     pool: KvPool = field(init=False)
@@ -107,7 +141,9 @@ class RandomRunner:
     def __post_init__(self) -> None:
         self.kernels = kernels_for(self.device)
         with torch.inference_mode():
-            self.model = random_llama(self.config, self.kernels, self.dtype, self.device)
+            self.model = random_llama(
+                self.config, self.kernels, self.dtype, self.device, is_4_bit=self.is_4_bit
+            )
         self.pool = KvPool(
             num_layers=self.config.num_layers,
             num_slots=self.num_slots,

@@ -6,12 +6,12 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from agentflow.engine.batch import Batch, SampledRows
 from agentflow.engine.models.config import DecoderConfig
-from agentflow.engine.runner import ModelRunner
 
 STRIDE = 1009
 """Tokens between the first slots of two requests, so that no prefix is shared and all slots are used."""
@@ -75,7 +75,13 @@ def _greedy(rows: np.ndarray[tuple[int], np.dtype[np.int64]], position: int) -> 
     )
 
 
-def median_ms(runner: ModelRunner, batch: Batch, runs: int) -> float:
+class RunsBatches(Protocol):
+    """A ``ModelRunner``, or what stands for one."""
+
+    def run(self, batch: Batch) -> object: ...
+
+
+def median_ms(runner: RunsBatches, batch: Batch, runs: int) -> float:
     """Returns the median milliseconds of the batch's step."""
     took = []
     for _ in range(runs):

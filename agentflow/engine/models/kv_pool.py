@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agentflow.engine.models.page_advice import advise_huge_pages
 from agentflow.errors import BadArgument
+from agentflow.kernels.page_advice import advise_huge_pages
 
 
 class KvPool:

@@ -19,12 +19,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from agentflow.engine.models.page_advice import release_file_pages
 from agentflow.engine.store.gguf.file import open_gguf
 from agentflow.engine.store.gguf.tensors import GgufTensor
 from agentflow.engine.store.model_folder import weight_files
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.inputs import BlockMatrix
+from agentflow.kernels.page_advice import release_file_pages
 
 
 class TensorSource(ABC):

@@ -7,11 +7,13 @@ import mmap
 
 from torch import Tensor
 
+HUGE_PAGE_BYTES = 2 << 20  # of x86-64
+
 
 def advise_huge_pages(memory: Tensor) -> None:
     """Requests large pages for memory that has not been touched yet: fewer page faults, and fewer TLB misses
-    on scattered reads. No effect if the system has none."""
-    if memory.device.type == "cpu":
+    on scattered reads. No effect if the system has none, or if the memory is smaller than one."""
+    if memory.device.type == "cpu" and memory.nbytes >= HUGE_PAGE_BYTES:
         _advise(memory.data_ptr(), memory.nbytes, "MADV_HUGEPAGE")
 
 
