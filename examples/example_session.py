@@ -29,17 +29,17 @@ def run_example(main: Main, options: argparse.Namespace) -> int:
     same text."""
     console = Console()
     try:
-        anyio.run(_run, main, options.url, console)
+        anyio.run(_run, main, options.url, getattr(options, "embed_model", None), console)
     except af.AgentflowError as error:
         console.print(f"{type(error).__name__}: {error}", style="red", markup=False)
         return 1
     return 0
 
 
-async def _run(main: Main, url: str | None, console: Console) -> None:
+async def _run(main: Main, url: str | None, embed_model: str | None, console: Console) -> None:
     doing = "Loading the model …" if url is None else f"Connecting to {url} …"
     with console.status(doing) as status:
-        async with af.session(url, seed=1) as flow:
+        async with af.session(url, embed_model=embed_model, seed=1) as flow:
             status.stop()
             before = await flow.stats()
             await main(flow, console)
