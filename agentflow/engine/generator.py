@@ -42,6 +42,7 @@ from agentflow.engine.engine import check_request, check_task
 from agentflow.engine.generated import generated_of, usage_of
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.process.ipc import EngineStats, Finished, Origin, Progress
+from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.select import select_scores
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.tenant import ANONYMOUS, AdmittedRequest, RequestGate, Tenant
@@ -122,6 +123,11 @@ class EngineGenerator:
             constraints=() if compiler is None else CONSTRAINT_KINDS,
             embedding_models=(name or info.model,) if info.embedding_size else (),
         )
+
+    @property
+    def info(self) -> RunnerInfo:
+        """The model and its memory."""
+        return self._client.info
 
     @property
     def embedding_size(self) -> int:

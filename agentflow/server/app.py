@@ -4,7 +4,9 @@
 
     /v1/session     websocket, docs/reference/protocol.md
     /v1/…           OpenAI's and Anthropic's APIs, tickets of sessions, http/routes.py
-    /ui/            the page, ui/pages.py; / leads browsers there
+    /api/…          Ollama's API, http/routes.py
+    /ui/            the page, ui/pages.py
+    /               leads browsers to the page, and tells clients of Ollama that there is a server
     /health/live    200 while the process answers
     /health, /ping  the same status, without a body; /version
     /health/ready   200 when requests are taken and all engines answer; 503 otherwise
@@ -28,7 +30,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
@@ -45,6 +47,7 @@ from agentflow.server.http.origin_guard import BrowserGuard, any_host, one_of, p
 from agentflow.server.http.routes import api_routes, error_response
 from agentflow.server.metrics.metrics import CONTENT_TYPE, ServerMetrics
 from agentflow.server.models import OpenModels
+from agentflow.server.ollama.models import MANAGEMENT, WHY_NOT_MANAGED
 from agentflow.server.openai.responses.background import open_background_runs
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import Tenants, key_of_headers
@@ -113,6 +116,15 @@ async def show_version(request: Request) -> JSONResponse:
     return JSONResponse({"version": __version__})
 
 
+async def show_root(request: Request) -> Response:
+    """Leads browsers to the page. Other clients get the text by which those of Ollama recognise a server, and
+    the address of the description of the APIs."""
+    if request.app.state.has_page and "text/html" in request.headers.get("accept", ""):
+        return RedirectResponse("/ui/", status_code=303, headers={"vary": "accept"})
+    headers = {"vary": "accept", "link": '</openapi.json>; rel="service-desc"'}
+    return PlainTextResponse("Ollama is running", headers=headers)
+
+
 def _may_see_all(request: Request) -> bool:
     """Whether the request has a key that may see the metrics, or none is needed."""
     tenants: Tenants = request.app.state.tenants
@@ -171,6 +183,7 @@ def create_app(
             finally:
                 app.state.service = None
 
+    pages = page_routes() if access.has_page else []
     routes = [
         WebSocketRoute(SESSION_PATH, _session),
         *api_routes(),
@@ -181,7 +194,8 @@ def create_app(
         Route("/version", show_version),
         Route("/metrics", _metrics),
         Route("/openapi.json", openapi),
-        *(page_routes() if access.has_page else ()),
+        Route("/", show_root),
+        *pages,
     ]
     origins = access.cors_origins
     if access.allowed_hosts is not None:
@@ -208,7 +222,7 @@ def create_app(
     app.router.default = _no_route
     app.state.service = None
     app.state.metrics, app.state.answers = metrics, metrics.answers
-    app.state.tenants = access.tenants
+    app.state.tenants, app.state.has_page = access.tenants, bool(pages)
     return app
 
 
@@ -281,7 +295,9 @@ async def _not_found(request: Request, error: Exception) -> Response:
         text = f"{shown}: this path supports {headers['Allow']}"
         failure = ApiError(405, "method_not_allowed", text)
     else:
-        failure = ApiError(404, "not_found", f"{shown} does not exist: /openapi.json lists the paths")
+        is_managing = path in MANAGEMENT or path.startswith(tuple(f"{one}/" for one in MANAGEMENT))
+        why = WHY_NOT_MANAGED if is_managing else "/openapi.json lists the paths"
+        failure = ApiError(404, "not_found", f"{shown} does not exist: {why}")
     return error_response(path, request.headers, failure, headers)
 
 

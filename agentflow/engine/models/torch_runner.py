@@ -150,6 +150,7 @@ class TorchRunner:
             weight_bytes=self._model.nbytes,
             embedding_size=0 if self._embedding_head is None else self._embedding_head.size,
             weights=described,
+            architecture="" if isinstance(config, TransformersModel) else config.architecture,
         )
 
     def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-import jiter
 import msgspec
 
 from agentflow.protocol.events import Usage
@@ -35,9 +34,10 @@ from agentflow.server.completion.request import (
     ThoughtDelta,
     ToolArguments,
     ToolCallBegun,
+    object_so_far,
 )
 from agentflow.server.http.errors import ApiError
-from agentflow.server.http.events import EVENT_END, event, event_head
+from agentflow.server.http.events import CONTENT_TYPE, EVENT_END, event, event_head
 from agentflow.server.tenants.limit_headers import anthropic_limit_headers
 from agentflow.server.tenants.rate_limit import LimitState
 
@@ -145,7 +145,7 @@ def _finish(blocks: list[Block], parts: list[str]) -> None:
         case [AnswerText() as block]:
             block.text = text
         case [AnswerToolUse() as call]:
-            call.input = _object(text)
+            call.input = object_so_far(text)
 
 
 def _signature(thoughts: Sequence[str]) -> str:
@@ -161,16 +161,6 @@ def usage_of(usage: Usage) -> MessageUsage:
         cache_read_input_tokens=usage.cached_tokens,
         output_tokens=usage.output_tokens,
     )
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """The arguments of a call. A truncated answer may end within them; then the complete part, as clients
-    read it from a stream."""
-    try:
-        read = jiter.from_json(arguments.encode(), partial_mode=True)
-    except ValueError:
-        return {}
-    return read if isinstance(read, dict) else {}
 
 
 class AnswerEvents:
@@ -284,7 +274,7 @@ class AnthropicErrorFormat:
 
     request_id_header = b"request-id"
     processing_header = b""
-    error_event = b"error"
+    stream_type = CONTENT_TYPE
     keepalive = _PING
     body_type: type[msgspec.Struct] = AnthropicErrorBody
 
@@ -299,3 +289,6 @@ class AnthropicErrorFormat:
 
     def limit_headers(self, limits: LimitState) -> dict[bytes, bytes]:
         return anthropic_limit_headers(limits)
+
+    def in_stream(self, body: bytes) -> bytes:
+        return event(body, b"error")

@@ -17,6 +17,7 @@ gets fewer and larger ones.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -31,7 +32,15 @@ from agentflow.engine.process.ipc import Finished, Progress
 from agentflow.engine.text.thoughts import Thinking, ThoughtOutput, thinking_values, thought_marks
 from agentflow.engine.text.tool_output import ToolOutput
 from agentflow.errors import AgentflowError, BadArgument, faults_of
-from agentflow.protocol.chat import Arguments, CallBegun, CalledTool, Piece, TextPiece, ThoughtPiece
+from agentflow.protocol.chat import (
+    Arguments,
+    CallBegun,
+    CalledTool,
+    Message,
+    Piece,
+    TextPiece,
+    ThoughtPiece,
+)
 from agentflow.protocol.events import Usage
 from agentflow.runtime.task_group import first_of, open_task_group
 from agentflow.server.completion.logprobs import LogprobReader, prompt_delta
@@ -41,10 +50,12 @@ from agentflow.server.completion.request import (
     AnswerEnded,
     CompletionDelta,
     CompletionRequest,
+    Continuation,
     FinishReason,
     PromptDelta,
     TextDelta,
     ThoughtDelta,
+    Times,
     TokenIds,
     TokenLogprob,
     ToolArguments,
@@ -57,6 +68,8 @@ _SEED_BITS = 62
 # An odd number near 2**63 divided by the golden ratio keeps the seeds of one request's answers far apart.
 _SEED_STEP = 5_700_357_409_661_598_991
 _MERGED = TextDelta | ThoughtDelta | ToolArguments
+# Some templates write a space before each answer, others remove it.
+_ANY_ANSWERS = ("x", " x")
 
 
 @asynccontextmanager
@@ -124,6 +137,11 @@ class Completion:
     def num_prompt_tokens(self) -> int:
         """Of the first request, once it is accepted."""
         return self.runs[0].num_prompt_tokens
+
+    @property
+    def times(self) -> Times:
+        """Of the first request."""
+        return self.runs[0].times
 
     @property
     def usage(self) -> Usage:
@@ -228,6 +246,7 @@ class _Run:
         self._context: EngineContext | None = None
         self._scored: Finished | None = None
         self.num_output_tokens = 0
+        self.times = Times()
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -299,11 +318,11 @@ class _Run:
 
     async def _thinking(self, context: EngineContext) -> Thinking | None:
         """How an answer may begin with thoughts."""
-        if (
-            not isinstance(self._request.prompt, tuple)
-            or thought_marks(context.tokens.template.source) is None
-        ):
+        prompt = self._request.prompt
+        if isinstance(prompt, str | TokenIds) or thought_marks(context.tokens.template.source) is None:
             return None
+        if isinstance(prompt, Continuation):
+            context, _ = await _after_answer(self._generator, self._request, prompt.messages)
         await self._generator.prompt_ids(context)
         return context.thinking(0 if self._request.thinks is False else self._request.thought_budget)
 
@@ -322,14 +341,19 @@ class _Run:
         output = tools if thinking is None else ThoughtOutput(thinking, tools)
         reader = _AnswerReader(self._first_index + number, self._on_delta, logprobs=logprobs, output=output)
 
+        times = Times() if number else self.times
+
+        def accept() -> None:
+            times.accepted = time.perf_counter_ns()
+            self._on_sent()
+
         def push(progress: Progress) -> None:
+            times.first_token = times.first_token or time.perf_counter_ns()
             self.num_output_tokens += len(progress.token_ids) - progress.num_dropped
             reader.push(progress)
 
         try:
-            end = await self._generator.complete(
-                context, params, push, constraint, self._on_sent, thinking=thinking
-            )
+            end = await self._generator.complete(context, params, push, constraint, accept, thinking=thinking)
         except AgentflowError as error:
             if error.param == "instead":
                 error.param = "constraint"
@@ -338,6 +362,7 @@ class _Run:
             raise
         if self._scored is not None:
             end = msgspec.structs.replace(end, cached_tokens=self._scored.cached_tokens)
+        times.ended = time.perf_counter_ns()
         reader.finish(end)
         if not end.thought_tokens:
             self._generator.output_token_cache.put_answer(context, end)
@@ -355,6 +380,11 @@ async def _check_length(generator: EngineGenerator, request: CompletionRequest, 
     prompt = request.prompt
     if isinstance(prompt, TokenIds):
         generator.limits.check_num_tokens(len(prompt.ids), most)
+    elif isinstance(prompt, Continuation):
+        generator.limits.check_num_tokens(len(prompt.ids), most)
+        texts = texts_of(prompt.messages)
+        generator.limits.check_length(sum(map(len, texts)), most)
+        await generator.check_texts(texts, most)
     elif isinstance(prompt, str):
         generator.limits.check_length(len(prompt), most)
         await generator.check_texts([prompt], most)
@@ -374,8 +404,37 @@ async def _fill(generator: EngineGenerator, request: CompletionRequest, context:
     elif isinstance(prompt, TokenIds):
         generator.limits.check_ids(prompt.ids)
         context.tokens.only(prompt.ids)
+    elif isinstance(prompt, Continuation):
+        generator.limits.check_ids(prompt.ids)
+        after, num_before = await _after_answer(generator, request, prompt.messages)
+        context.tokens.only((*prompt.ids, *after.tokens.ids()[num_before:]))
     else:
         await generator.fill_conversation(context, request.conversation, opens_turn=request.opens_turn)
+
+
+async def _after_answer(
+    generator: EngineGenerator, request: CompletionRequest, messages: Sequence[Message]
+) -> tuple[EngineContext, int]:
+    """A conversation whose first answer these turns and the opening of the assistant's next turn follow, and
+    the number of ids up to the last word of that answer. What comes after them follows any other answer, too.
+    ``BadArgument`` if the template rewrites earlier turns."""
+    for answer in _ANY_ANSWERS:
+        context = generator.open(request.cache_salt, template_values=_template_values(generator, request))
+        context.tokens.turn(Message("user", answer))
+        context.begin_role("assistant")
+        context.tokens.generated(generator.tokenizer.encode(answer, continues=True), answer)
+        before = await generator.token_ids(context)
+        context.end_role()
+        for message in messages:
+            context.begin_role(message.role)
+            context.fill(message.content)
+            context.end_role()
+        context.begin_role("assistant")
+        token_ids = await generator.prompt_ids(context)
+        if token_ids[: len(before)] == before:
+            return context, len(before)
+    text = "the chat template rewrites earlier turns: send the whole conversation instead"
+    raise BadArgument(text, param="context")
 
 
 class _AnswerReader:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+import jiter
+
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import FREE_CHOICE, CalledTool, Conversation, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
@@ -24,21 +26,30 @@ class TokenIds:
 
 
 @dataclass(frozen=True, slots=True)
+class Continuation:
+    """Token ids that end with an answer of the model, and the turns that follow it."""
+
+    ids: tuple[int, ...]
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionRequest:
     """A prompt and how to answer it ``n`` times.
 
     ``prompt``: a conversation, which the assistant continues (a last turn of the assistant is continued
-    itself); or text, in which special tokens count; or token ids. ``constraint`` applies to answers that call
-    no tool. A higher ``priority`` is served first, among the requests of one tenant. A prompt of more than
-    ``max_prompt_tokens`` is rejected. ``opens_turn`` is False where only the ids of the prompt are needed,
-    without the opening of the assistant's turn. ``returns_prompt``: a ``PromptDelta`` begins each answer.
-    ``prompt_logprobs``: it has the log-probabilities of the prompt, with so many alternatives. ``generates``
-    is False if the answer is the prompt alone. ``template_values``: variables of the chat template.
-    ``thinks``: whether a reasoning model thinks first; None is what its template does. ``thought_budget``:
-    the most tokens of its thoughts. ``effort``: for templates that have a variable for it.
+    itself); or text, in which special tokens count; or token ids; or token ids and further turns.
+    ``constraint`` applies to answers that call no tool. A higher ``priority`` is served first, among the
+    requests of one tenant. A prompt of more than ``max_prompt_tokens`` is rejected. ``opens_turn`` is False
+    where only the ids of the prompt are needed, without the opening of the assistant's turn.
+    ``returns_prompt``: a ``PromptDelta`` begins each answer. ``prompt_logprobs``: it has the
+    log-probabilities of the prompt, with so many alternatives. ``generates`` is False if the answer is the
+    prompt alone. ``template_values``: variables of the chat template. ``thinks``: whether a reasoning model
+    thinks first; None is what its template does. ``thought_budget``: the most tokens of its thoughts.
+    ``effort``: for templates that have a variable for it.
     """
 
-    prompt: tuple[Message, ...] | str | TokenIds
+    prompt: tuple[Message, ...] | str | TokenIds | Continuation
     params: SamplingParams
     constraint: Constraint | None = None
     tools: tuple[ToolSpec, ...] = ()
@@ -59,7 +70,7 @@ class CompletionRequest:
     @property
     def conversation(self) -> Conversation:
         """The prompt with its tools. ``NotSupported`` for text and token ids."""
-        if isinstance(self.prompt, str | TokenIds):
+        if isinstance(self.prompt, str | TokenIds | Continuation):
             raise NotSupported("tools need a conversation as the prompt, not plain text or token ids")
         return Conversation(self.prompt, self.tools, self.tool_choice)
 
@@ -127,6 +138,20 @@ class ToolArguments:
     text: str
 
 
+def object_so_far(arguments: str) -> dict[str, Any]:
+    """The arguments of a call. A truncated answer may end within them; then the complete part, as clients
+    read it from a stream.
+
+    >>> object_so_far('{"city": "Oslo", "da')
+    {'city': 'Oslo'}
+    """
+    try:
+        read = jiter.from_json(arguments.encode(), partial_mode=True)
+    except ValueError:
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
@@ -160,3 +185,13 @@ class Answer:
     prompt: PromptDelta | None = None
     token_ids: tuple[int, ...] = ()
     thoughts: str = ""
+
+
+@dataclass(slots=True)
+class Times:
+    """When the first answer of a request reached its stages, as ``time.perf_counter_ns``; 0: not yet.
+    ``accepted``: the engine's queue has it. ``first_token``: it has one. ``ended``: it is complete."""
+
+    accepted: int = 0
+    first_token: int = 0
+    ended: int = 0

@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 ArgTs = TypeVarTuple("ArgTs")
 JSON = b"application/json"
-EVENTS = events.MEDIA_TYPE.encode() + b"; charset=utf-8"
 # A body of so many counts nowhere: where large ones fill what there is, small ones are still answered. Nor is
 # it worth a thread.
 SMALL_BODY_BYTES = 32_768
@@ -52,14 +51,13 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class ErrorFormat(Protocol):
-    """How an API writes its errors, and the headers of its answers. ``body_type``: the type that ``body``
-    encodes. ``error_event``: the name of a stream's event with an error. ``keepalive``: an event that its
-    clients skip. ``processing_header``: for the milliseconds until the answer began; empty if the API has
-    none."""
+    """How an API writes its errors and streams, and the headers of its answers. ``body_type``: the type that
+    ``body`` encodes. ``stream_type``: the Content-Type of streams. ``keepalive``: what its clients skip in a
+    stream. ``processing_header``: for the milliseconds until the answer began; empty if the API has none."""
 
     request_id_header: bytes
     processing_header: bytes
-    error_event: bytes
+    stream_type: str
     keepalive: bytes
     body_type: type[msgspec.Struct]
 
@@ -67,7 +65,10 @@ class ErrorFormat(Protocol):
         """The status, which may differ from the error's."""
 
     def body(self, error: ApiError, request_id: str) -> bytes:
-        """The body of the error, or the data of its event."""
+        """The body of the error."""
+
+    def in_stream(self, body: bytes) -> bytes:
+        """The last event of a stream that fails. ``body``: of the error."""
 
     def limit_headers(self, limits: LimitState) -> dict[bytes, bytes]:
         """The headers with what is left of the tenant's limits."""
@@ -174,7 +175,7 @@ class ApiCall:
         """The scope in which events are sent. Sends the status and the headers at once, and keep-alive events
         when nothing else is sent, so that no proxy closes the connection as idle."""
         self.record.is_streamed = True
-        await self._start(200, EVENTS, events.HEADERS)
+        await self._start(200, self._error_format.stream_type.encode(), events.HEADERS)
         self._stream = EventStream(self._write, self._error_format.keepalive)
         async with open_task_group() as group:
             group.start_soon(self._stream.keep_alive, self.service.http_limits.stream_keepalive_s)
@@ -187,7 +188,7 @@ class ApiCall:
         self.record.error = error.code
         body = self._error_format.body(error, self.id)
         if self._stream is not None:
-            await self._stream.end(events.event(body, self._error_format.error_event))
+            await self._stream.end(self._error_format.in_stream(body))
             return
         headers = {b"content-length": b"%d" % len(body)}
         headers |= {name.encode(): value.encode() for name, value in error.headers.items()}

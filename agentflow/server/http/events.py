@@ -1,7 +1,8 @@
-"""Server-sent events: how both APIs write a stream, keep it alive and end it.
+"""Streams of events: how the APIs write them, keep them alive and end them.
 
-``event`` formats one event. Where thousands are written per second, their constant parts are prepared with
-``event_head`` and ``EVENT_END``. A handler sends its events through an ``EventStream``.
+``event`` formats a server-sent event. Where thousands are written per second, their constant parts are
+prepared with ``event_head`` and ``EVENT_END``. A handler sends its events, in whatever format its API has,
+through an ``EventStream``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 
-MEDIA_TYPE = "text/event-stream"
+CONTENT_TYPE = "text/event-stream; charset=utf-8"
 EVENT_END = b"\n\n"
 # Ask browsers and proxies to pass events on at once.
 HEADERS = {b"cache-control": b"no-cache", b"x-accel-buffering": b"no"}

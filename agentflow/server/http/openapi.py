@@ -35,6 +35,7 @@ _NAME = {"type": "string"}
 # Errors while the headers are read: they are too slow or too large, or there are too many connections.
 _IN_HEADERS = (408, 414, 429, 431, 503)
 _TEXT = {"text/plain": {"schema": _NAME}}
+_EVENTS = events.CONTENT_TYPE.partition(";")[0]
 _EVENT = {
     "type": "object",
     "description": 'Each event, if the request has `"stream": true`.',
@@ -131,7 +132,9 @@ def _answers(route: ApiRoute, schemas: dict[type[msgspec.Struct], Schema]) -> Sc
     shape = schemas[kinds[0]] if len(kinds) == 1 else {"anyOf": [schemas[kind] for kind in kinds]}
     content: Schema = {JSON: {"schema": shape}}
     if route.streams:
-        content[events.MEDIA_TYPE] = {"schema": _EVENT}
+        body = schemas[error_format.body_type]
+        media_type = error_format.stream_type.partition(";")[0]
+        content[media_type] = {"schema": _EVENT if media_type == _EVENTS else _lines(shape, body)}
     own = [400, *_ANY_CALL] if route.method == "POST" or route.query is not None else [*_ANY_CALL]
     if route.request is not None or "{" in route.path:
         own.append(404)
@@ -145,6 +148,11 @@ def _answers(route: ApiRoute, schemas: dict[type[msgspec.Struct], Schema]) -> Sc
     for status in _IN_HEADERS:
         answers.setdefault(status, _answer(status, {}))["content"] |= _TEXT
     return _in_order(answers)
+
+
+def _lines(shape: Schema, error: Schema) -> Schema:
+    """A stream whose lines are JSON, unless the request has ``"stream": false``."""
+    return {"type": "array", "description": "The lines.", "items": {"anyOf": [shape, error]}}
 
 
 def _headers(error_format: ErrorFormat, status: int = 200) -> Schema:

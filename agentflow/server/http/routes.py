@@ -22,6 +22,25 @@ from agentflow.server.anthropic.models import (
 from agentflow.server.anthropic.types import CountAnswer, CountRequest, MessageAnswer, MessagesRequest
 from agentflow.server.http.call import ApiCall, ApiEndpoint, ErrorFormat, Handler, request_id_of
 from agentflow.server.http.errors import ApiError
+from agentflow.server.ollama.answer import OllamaErrorFormat
+from agentflow.server.ollama.embedding import embed, embed_prompt
+from agentflow.server.ollama.generation import chat, generate
+from agentflow.server.ollama.models import list_running, list_tags, show_model, show_version
+from agentflow.server.ollama.types import (
+    OllamaChatAnswer,
+    OllamaChatRequest,
+    OllamaEmbedAnswer,
+    OllamaEmbeddingsAnswer,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateAnswer,
+    OllamaGenerateRequest,
+    OllamaModelList,
+    OllamaShowAnswer,
+    OllamaShowRequest,
+    OllamaVersion,
+    RunningModelList,
+)
 from agentflow.server.openai.adapters import (
     AdapterUnloaded,
     LoadAdapterRequest,
@@ -84,8 +103,12 @@ from agentflow.server.tenants.keys import key_of_headers
 from agentflow.server.tenants.tickets import SessionTicket
 
 OPENAI = OpenAIErrorFormat()
+OLLAMA = OllamaErrorFormat()
 ANTHROPIC = AnthropicErrorFormat()
 RESPONSES = ResponsesErrorFormat()
+
+
+_OLLAMA_PATHS = "/api/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +282,37 @@ ROUTES = (
         response=AdapterUnloaded,
         request=UnloadAdapterRequest,
     ),
+    ApiRoute(
+        "POST",
+        "/api/chat",
+        chat,
+        OLLAMA,
+        response=OllamaChatAnswer,
+        request=OllamaChatRequest,
+        streams=True,
+    ),
+    ApiRoute(
+        "POST",
+        "/api/generate",
+        generate,
+        OLLAMA,
+        response=OllamaGenerateAnswer,
+        request=OllamaGenerateRequest,
+        streams=True,
+    ),
+    ApiRoute("POST", "/api/embed", embed, OLLAMA, response=OllamaEmbedAnswer, request=OllamaEmbedRequest),
+    ApiRoute(
+        "POST",
+        "/api/embeddings",
+        embed_prompt,
+        OLLAMA,
+        response=OllamaEmbeddingsAnswer,
+        request=OllamaEmbeddingsRequest,
+    ),
+    ApiRoute("GET", "/api/tags", list_tags, OLLAMA, response=OllamaModelList),
+    ApiRoute("GET", "/api/ps", list_running, OLLAMA, response=RunningModelList),
+    ApiRoute("POST", "/api/show", show_model, OLLAMA, response=OllamaShowAnswer, request=OllamaShowRequest),
+    ApiRoute("GET", "/api/version", show_version, OLLAMA, response=OllamaVersion),
     ApiRoute("GET", "/tokenizer_info", get_tokenizer_info, OPENAI, response=TokenizerInfo),
     *(
         ApiRoute("POST", f"{prefix}/{name}", handler, OPENAI, response=response, request=request)
@@ -288,7 +342,7 @@ def error_format_of(path: str) -> ErrorFormat:
     for route in ROUTES:
         if path == route.path or path.startswith(f"{route.path}/"):
             return route.error_format
-    return OPENAI
+    return OLLAMA if path.startswith(_OLLAMA_PATHS) else OPENAI
 
 
 def error_response(

@@ -14,7 +14,7 @@ from agentflow.protocol.events import Usage
 from agentflow.server.completion.completion import Completion
 from agentflow.server.completion.request import Answer, TokenLogprob
 from agentflow.server.http.errors import ApiError
-from agentflow.server.http.events import EVENT_END, comment, event, event_head
+from agentflow.server.http.events import CONTENT_TYPE, EVENT_END, comment, event, event_head
 from agentflow.server.openai.types import (
     CompletionDetails,
     PromptDetails,
@@ -53,7 +53,7 @@ class OpenAIErrorFormat:
 
     request_id_header = b"x-request-id"
     processing_header = b"openai-processing-ms"
-    error_event = b""
+    stream_type = CONTENT_TYPE
     keepalive = comment(b"keep-alive")
     body_type: type[msgspec.Struct] = OpenAIErrorBody
 
@@ -73,6 +73,9 @@ class OpenAIErrorFormat:
 
     def limit_headers(self, limits: LimitState) -> dict[bytes, bytes]:
         return openai_limit_headers(limits)
+
+    def in_stream(self, body: bytes) -> bytes:
+        return event(body)
 
 
 def usage_body(usage: Usage) -> UsageBody:

@@ -7,7 +7,7 @@ of the model's own prompts.
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, TypeAlias
 
 import anyio.to_thread
@@ -89,9 +89,9 @@ async def create_embeddings(call: ApiCall) -> None:
     )
     call.record.count(usage)
 
-    def written() -> bytes:
+    def answer() -> EmbeddingsAnswer:
         is_text = body.encoding_format == "base64"
-        answer = EmbeddingsAnswer(
+        return EmbeddingsAnswer(
             data=[
                 EmbeddingObject(index=index, embedding=_in_base64(vector) if is_text else vector.tolist())
                 for index, vector in enumerate(vectors)
@@ -99,7 +99,18 @@ async def create_embeddings(call: ApiCall) -> None:
             model=generator.capabilities.model,
             usage=EmbeddingsUsage(usage.prompt_tokens, usage.prompt_tokens),
         )
-        return msgspec.json.encode(answer)
+
+    await reply_written(call, vectors, answer)
+
+
+async def reply_written(
+    call: ApiCall, vectors: Sequence[NDArray[np.float32]], answer: Callable[[], msgspec.Struct]
+) -> None:
+    """Replies with what ``answer`` returns, which has these embeddings: if they are many, made and encoded in
+    a thread of the tenant."""
+
+    def written() -> bytes:
+        return msgspec.json.encode(answer())
 
     if sum(map(len, vectors)) <= MAX_INLINE_NUMBERS:
         await call.reply(written())

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 STATIC = Path(__file__).parent / "static"
@@ -46,7 +46,6 @@ def page_routes() -> list[BaseRoute]:
     if INDEX not in _files():
         return []
     return [
-        Route("/", _root),
         Route("/ui", _index),
         Route("/ui/", _index),
         Route("/ui/{path:path}", _asset),
@@ -64,13 +63,6 @@ def _files() -> dict[str, _File]:
             compressed = gzip.compress(content, mtime=0)
             files[path.relative_to(STATIC).as_posix()] = _File(content, compressed, media_type, etag)
     return files
-
-
-async def _root(request: Request) -> Response:
-    """Leads browsers to the page."""
-    if "text/html" not in request.headers.get("accept", ""):
-        raise HTTPException(404)
-    return RedirectResponse("/ui/", status_code=303, headers={"vary": "accept"})
 
 
 async def _index(request: Request) -> Response:

@@ -42,6 +42,7 @@ class OtherErrors:
 
     request_id_header = b"request-id"
     processing_header = b""
+    stream_type = "text/event-stream; charset=utf-8"
     body_type = Fault
 
     def status(self, refusal: ApiError) -> int:
@@ -53,8 +54,8 @@ class OtherErrors:
     def limit_headers(self, limits: LimitState) -> dict[bytes, bytes]:
         return {}
 
-    def event(self, refusal: ApiError, request_id: str) -> bytes:
-        return self.body(refusal, request_id)
+    def in_stream(self, body: bytes) -> bytes:
+        return body
 
 
 async def ask(call: ApiCall) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
+import msgspec
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import sampled_from
@@ -46,8 +47,15 @@ def names_the_field(ctx: Any, response: Any, case: Any) -> None:
     """What the document allows is refused, if at all, with the field that does not suit the others: whatever
     else is refused has a bound that the document could say."""
     if response.status_code == 400 and case.meta is not None and case.meta.generation.mode.is_positive:
-        error = response.json()["error"]
-        assert error.get("details", error)["param"], error["message"]
+        body = response.json()
+        error = body if isinstance(body["error"], str) else body["error"]
+        assert error.get("details", error)["param"], body
+
+
+@schemathesis.deserializer("application/x-ndjson")
+def read_lines(ctx: Any, response: Any) -> Any:
+    """The values of a stream of lines."""
+    return [msgspec.json.decode(line) for line in response.content.splitlines()]
 
 
 @dataclass

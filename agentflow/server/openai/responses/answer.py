@@ -50,7 +50,8 @@ from agentflow.server.openai.types import ChatTokenLogprob
 class ResponsesErrorFormat(OpenAIErrorFormat):
     """Errors as in OpenAI's other APIs; that of a stream has a name."""
 
-    error_event = b"error"
+    def in_stream(self, body: bytes) -> bytes:
+        return event(body, b"error")
 
 
 class ResponseWriter:

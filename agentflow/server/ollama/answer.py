@@ -1,0 +1,198 @@
+"""The answers of Ollama's API: whole ones, the lines of streams, and errors.
+
+A line of a stream is a JSON object with more text, or with a tool call once it is complete. The last line,
+like a whole answer, has the reason of the end, the counts and the durations.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from agentflow.protocol.events import Usage
+from agentflow.server.completion.request import (
+    Answer,
+    AnswerEnded,
+    CompletionDelta,
+    PromptDelta,
+    TextDelta,
+    ThoughtDelta,
+    Times,
+    TokenLogprob,
+    ToolArguments,
+    ToolCallBegun,
+    object_so_far,
+)
+from agentflow.server.http.errors import ApiError
+from agentflow.server.ollama.types import (
+    CalledFunction,
+    OllamaAnswerMessage,
+    OllamaChatAnswer,
+    OllamaGenerateAnswer,
+    OllamaLogprob,
+    OllamaToolCall,
+)
+from agentflow.server.openai.chat import token_logprob
+from agentflow.server.tenants.limit_headers import openai_limit_headers
+from agentflow.server.tenants.rate_limit import LimitState
+
+_encode_json = msgspec.json.Encoder().encode
+_LINE_END = b"\n"
+
+
+class OllamaErrorBody(msgspec.Struct, kw_only=True):
+    """The body of an error. ``code``: the cause, as in OpenAI's API. ``param``: the field of the request that
+    is wrong, if any. Clients read ``error`` only."""
+
+    error: str
+    code: str
+    param: str | None
+
+
+class OllamaErrorFormat:
+    """The ``ErrorFormat`` of Ollama's API, which has no headers for limits: they are those of OpenAI's."""
+
+    request_id_header = b"x-request-id"
+    processing_header = b""
+    stream_type = "application/x-ndjson"
+    # A line of its own would not be JSON, but a line may begin with spaces.
+    keepalive = b" "
+    body_type: type[msgspec.Struct] = OllamaErrorBody
+
+    def status(self, error: ApiError) -> int:
+        return error.status
+
+    def body(self, error: ApiError, request_id: str) -> bytes:
+        return _encode_json(OllamaErrorBody(error=error.message, code=error.code, param=error.param))
+
+    def limit_headers(self, limits: LimitState) -> dict[bytes, bytes]:
+        return openai_limit_headers(limits)
+
+    def in_stream(self, body: bytes) -> bytes:
+        return body + _LINE_END
+
+
+class AnswerLines:
+    """The lines of one answer. ``model``: as the request names it. ``began_ns``: when the request was
+    received; ``times``: of the rest. ``is_chat``: of ``/api/chat``. ``has_context``: the last line has the
+    token ids."""
+
+    def __init__(self, model: str, began_ns: int, *, is_chat: bool, has_context: bool) -> None:
+        self.times = Times()
+        self._model = model
+        self._began_ns = began_ns
+        self._is_chat = is_chat
+        self._has_context = has_context
+        self._prompt_ids: tuple[int, ...] = ()
+        self._num_calls = 0
+        self._call: tuple[ToolCallBegun, list[str]] | None = None
+        self._end: AnswerEnded | None = None
+
+    def start(self, prompt_tokens: int) -> bytes:
+        """Nothing: each answer begins with its first text."""
+        return b""
+
+    def write(self, deltas: Sequence[CompletionDelta]) -> bytes:
+        """The lines of these deltas."""
+        parts: list[bytes] = []
+        for delta in deltas:
+            match delta:
+                case PromptDelta():
+                    self._prompt_ids = delta.token_ids
+                case TextDelta():
+                    parts += (self._finish_call(), self._encoded(delta.text, tokens=delta.tokens))
+                case ThoughtDelta():
+                    parts.append(self._encoded("", tokens=delta.tokens, thinking=delta.text))
+                case ToolCallBegun():
+                    parts.append(self._finish_call())
+                    self._call = delta, []
+                case ToolArguments():
+                    assert self._call is not None
+                    self._call[1].append(delta.text)
+                case AnswerEnded():
+                    parts.append(self._finish_call())
+                    self._end = delta
+        return b"".join(parts)
+
+    def end(self, usage: Usage) -> bytes:
+        """The last line."""
+        assert self._end is not None
+        return self._encoded("", **self._ending(self._end, self._prompt_ids))
+
+    def whole(self, answer: Answer) -> bytes:
+        """The whole answer."""
+        calls = [
+            _called(number, call.id, call.name, call.arguments)
+            for number, call in enumerate(answer.tool_calls)
+        ]
+        end = AnswerEnded(0, answer.finish_reason, answer.usage, token_ids=answer.token_ids)
+        prompt_ids = () if answer.prompt is None else answer.prompt.token_ids
+        ending = self._ending(end, prompt_ids)
+        return self._encoded(answer.text, calls, answer.tokens, thinking=answer.thoughts, **ending)
+
+    def loaded(self) -> bytes:
+        """The answer to a request without a prompt, which loads a model."""
+        return self._encoded("", done=True, done_reason="load")
+
+    def _finish_call(self) -> bytes:
+        if self._call is None:
+            return b""
+        (begun, parts), self._call = self._call, None
+        called = _called(self._num_calls, begun.id, begun.name, "".join(parts))
+        self._num_calls += 1
+        return self._encoded("", [called])
+
+    def _ending(self, end: AnswerEnded, prompt_ids: Sequence[int]) -> dict[str, Any]:
+        times, now = self.times, time.perf_counter_ns()
+        ended = times.ended or now
+        first_token = times.first_token or ended
+        fields: dict[str, Any] = {
+            "done": True,
+            "done_reason": "length" if end.finish_reason == "length" else "stop",
+            "total_duration": now - self._began_ns,
+            "load_duration": times.accepted - self._began_ns,
+            "prompt_eval_count": end.usage.prompt_tokens,
+            "prompt_eval_duration": first_token - times.accepted,
+            "eval_count": end.usage.output_tokens,
+            "eval_duration": ended - first_token,
+        }
+        if self._has_context:
+            fields["context"] = [*prompt_ids, *end.token_ids]
+        return fields
+
+    def _encoded(
+        self,
+        text: str,
+        calls: Sequence[OllamaToolCall] = (),
+        tokens: Sequence[TokenLogprob] = (),
+        *,
+        thinking: str = "",
+        done: bool = False,
+        **ending: Any,
+    ) -> bytes:
+        fields = ending | {"model": self._model, "created_at": datetime.now(UTC), "done": done}
+        if tokens:
+            fields["logprobs"] = _logprobs(tokens)
+        if not self._is_chat:
+            return _encode_json(OllamaGenerateAnswer(response=text, thinking=thinking, **fields)) + _LINE_END
+        message = OllamaAnswerMessage(role="assistant", content=text, thinking=thinking, tool_calls=[*calls])
+        return _encode_json(OllamaChatAnswer(message=message, **fields)) + _LINE_END
+
+
+def _called(index: int, call_id: str, name: str, arguments: str) -> OllamaToolCall:
+    function = CalledFunction(index=index, name=name, arguments=object_so_far(arguments))
+    return OllamaToolCall(id=call_id, function=function)
+
+
+def _logprobs(tokens: Sequence[TokenLogprob]) -> list[OllamaLogprob]:
+    """Without tokens that have none, because their text was encoded anew: clients need a number."""
+    shown = [(token_logprob(token), token.logprob) for token in tokens]
+    return [
+        OllamaLogprob(token=one.token, bytes=one.bytes, logprob=logprob, top_logprobs=one.top_logprobs)
+        for one, logprob in shown
+        if logprob is not None
+    ]

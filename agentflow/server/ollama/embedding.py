@@ -1,0 +1,86 @@
+"""``POST /api/embed`` and the older ``POST /api/embeddings``: the embeddings of texts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentflow.errors import BadArgument, PromptTooLong
+from agentflow.protocol.events import Usage
+from agentflow.runtime.generator import EmbeddingOptions
+from agentflow.server.http.call import ApiCall
+from agentflow.server.http.errors import invalid_field
+from agentflow.server.ollama.request import model_of
+from agentflow.server.ollama.types import (
+    OllamaEmbedAnswer,
+    OllamaEmbeddingsAnswer,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+)
+from agentflow.server.openai.embeddings import reply_written
+
+
+async def embed(call: ApiCall) -> None:
+    """Makes the embeddings of one text or several."""
+    began_ns = time.perf_counter_ns()
+    body = await call.beside(call.read, OllamaEmbedRequest)
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    if body.input in ("", []):
+        texts = []  # the request loads the model, in clients that wait for that
+    most = call.service.http_limits.max_embedding_inputs
+    if len(texts) > most:
+        raise invalid_field("input", f"{len(texts):,} texts exceed the limit of {most:,} for a request")
+    prepared_ns = time.perf_counter_ns()
+    vectors, usage = await _embedded(call, body.model, texts, "input", body.dimensions)
+    total = time.perf_counter_ns() - began_ns
+
+    def answer() -> OllamaEmbedAnswer:
+        return OllamaEmbedAnswer(
+            model=body.model,
+            embeddings=[vector.tolist() for vector in vectors],
+            total_duration=total,
+            load_duration=prepared_ns - began_ns,
+            prompt_eval_count=usage.prompt_tokens,
+        )
+
+    await reply_written(call, vectors, answer)
+
+
+async def embed_prompt(call: ApiCall) -> None:
+    """Makes the embedding of one text."""
+    body = await call.beside(call.read, OllamaEmbeddingsRequest)
+    texts = [body.prompt] if body.prompt else []
+    vectors, _ = await _embedded(call, body.model, texts, "prompt")
+
+    def answer() -> OllamaEmbeddingsAnswer:
+        return OllamaEmbeddingsAnswer(embedding=vectors[0].tolist() if vectors else [])
+
+    await reply_written(call, vectors, answer)
+
+
+async def _embedded(
+    call: ApiCall, model: str, texts: Sequence[str], param: str, dimensions: int | None = None
+) -> tuple[Sequence[NDArray[np.float32]], Usage]:
+    """The embeddings. Errors name the field ``param``, which has the texts."""
+    generator = call.generator(model_of(call, model), embeds=True)
+    if not texts:
+        with generator.metered():
+            return [], Usage()
+    if "" in texts:
+        raise invalid_field(f"{param}[{texts.index('')}]", "an empty text has no embedding")
+    try:
+        vectors, usage = await generator.embed_inputs(
+            texts,
+            EmbeddingOptions(None, None, dimensions),
+            patience_s=generator.patience_s,
+            trace=call.trace,
+            max_tokens=call.service.http_limits.max_embedding_tokens,
+        )
+    except (BadArgument, PromptTooLong) as error:
+        error.param = param if error.param == "input" else error.param
+        raise
+    call.record.count(usage)
+    return vectors, usage

@@ -1,0 +1,99 @@
+"""``POST /api/chat`` and ``POST /api/generate``: continue a conversation, or answer one message.
+
+A request without messages or a prompt loads a model, in clients that wait for that. Here all models are
+loaded, so it is answered at once.
+"""
+
+from __future__ import annotations
+
+import time
+
+from agentflow.engine.generator import EngineGenerator
+from agentflow.server.completion.completion import completing
+from agentflow.server.completion.request import CompletionRequest
+from agentflow.server.completion.streaming import stream_completion
+from agentflow.server.http.call import ApiCall
+from agentflow.server.ollama.answer import AnswerLines
+from agentflow.server.ollama.request import (
+    check_generation,
+    constraint_of,
+    conversation_of,
+    effort_of,
+    model_of,
+    prompt_of,
+    sampling_of,
+    thinks,
+    tools_of,
+)
+from agentflow.server.ollama.types import OllamaChatRequest, OllamaGenerateRequest
+from agentflow.server.openai.request import naming_field
+
+
+async def chat(call: ApiCall) -> None:
+    """Continues a conversation."""
+    began_ns = time.perf_counter_ns()
+    body = await call.beside(call.read, OllamaChatRequest)
+    generator = call.generator(model_of(call, body.model), to_generate=bool(body.messages))
+    request = await call.beside(_chat_of, call, body, generator)
+    await _answer(call, body, request, generator, began_ns)
+
+
+async def generate(call: ApiCall) -> None:
+    """Answers a message, or continues a text."""
+    began_ns = time.perf_counter_ns()
+    body = await call.beside(call.read, OllamaGenerateRequest)
+    generator = call.generator(model_of(call, body.model), to_generate=bool(body.prompt))
+    request = await call.beside(_generation_of, call, body, generator)
+    await _answer(call, body, request, generator, began_ns)
+
+
+def _chat_of(call: ApiCall, body: OllamaChatRequest, generator: EngineGenerator) -> CompletionRequest:
+    check_generation(body, generator)
+    return CompletionRequest(
+        conversation_of(body.messages or (), generator),
+        sampling_of(body, generator),
+        constraint=constraint_of(body.format),
+        tools=tools_of(body.tools or ()),
+        max_prompt_tokens=call.service.http_limits.max_prompt_tokens,
+        thinks=thinks(body),
+        effort=effort_of(body),
+    )
+
+
+def _generation_of(
+    call: ApiCall, body: OllamaGenerateRequest, generator: EngineGenerator
+) -> CompletionRequest:
+    check_generation(body, generator)
+    return CompletionRequest(
+        prompt_of(body, generator),
+        sampling_of(body, generator),
+        constraint=constraint_of(body.format),
+        max_prompt_tokens=call.service.http_limits.max_prompt_tokens,
+        thinks=thinks(body),
+        effort=effort_of(body),
+        returns_prompt=not body.raw,
+    )
+
+
+async def _answer(
+    call: ApiCall,
+    body: OllamaChatRequest | OllamaGenerateRequest,
+    request: CompletionRequest,
+    generator: EngineGenerator,
+    began_ns: int,
+) -> None:
+    is_chat = isinstance(body, OllamaChatRequest)
+    lines = AnswerLines(body.model, began_ns, is_chat=is_chat, has_context=request.returns_prompt)
+    if not (body.messages if isinstance(body, OllamaChatRequest) else body.prompt):
+        with generator.metered():
+            await call.reply(lines.loaded())
+        return
+    with naming_field(generator, "messages" if is_chat else "prompt", "format"):
+        async with completing(generator, request, trace=call.trace) as completion:
+            lines.times = completion.times
+            if body.stream is not False:
+                await stream_completion(call, completion, lines)
+                return
+            [answer] = await completion.answers()
+    call.record.count(completion.usage)
+    await call.reply(lines.whole(answer))

@@ -1,0 +1,201 @@
+"""Translates the fields of Ollama's requests: the model, options, form, tools, and conversation.
+
+Errors name the field that is wrong or not supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.text.thoughts import thought_marks
+from agentflow.protocol.chat import CalledTool, Message, ToolSpec
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_text, schema_constraint
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.server.completion.request import Continuation
+from agentflow.server.http.call import ApiCall
+from agentflow.server.http.errors import invalid_field, unsupported
+from agentflow.server.ollama.types import (
+    GivenToolCall,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaTool,
+    Options,
+)
+from agentflow.server.openai import request as openai
+from agentflow.server.openai.forms import ANY_OBJECT
+from agentflow.server.openai.request import naming_param
+from agentflow.server.openai.types import FunctionTool, Unread, is_given
+
+LATEST = ":latest"
+# The defaults of Ollama, but for its penalties of repetitions, which its newer engine does not have.
+TEMPERATURE = 0.8
+TOP_K = 40
+TOP_P = 0.9
+
+Generation = OllamaChatRequest | OllamaGenerateRequest
+
+
+def model_of(call: ApiCall, name: str) -> str:
+    """The server's name of the model that a client calls ``name``."""
+    known = {model.name for model in call.service.models.seen_by(call.tenant)}
+    return name if name in known else name.removesuffix(LATEST)
+
+
+def check_generation(body: Generation, generator: EngineGenerator) -> None:
+    """``ApiError`` for a field that asks for something that is not supported."""
+    if body.think and thought_marks(generator.template.source) is None:
+        raise unsupported("think", f"{generator.capabilities.model} does not think before its answer")
+    if body.top_logprobs and not body.logprobs:
+        raise invalid_field("top_logprobs", "it needs 'logprobs' to be true")
+
+
+def thinks(body: Generation) -> bool | None:
+    """Whether the model is to think; None: its chat template decides."""
+    return None if body.think is None else bool(body.think)
+
+
+def effort_of(body: Generation) -> str | None:
+    """How much it is to think, for templates that have a variable for it."""
+    return body.think if isinstance(body.think, str) else None
+
+
+def sampling_of(body: Generation, generator: EngineGenerator) -> SamplingParams:
+    """The sampling parameters, with Ollama's defaults."""
+    options = body.options or Options()
+    room = generator.capabilities.max_context or SamplingParams().max_tokens
+    stop = [options.stop] if isinstance(options.stop, str) else options.stop
+    limit = options.num_predict or 0
+    top_k = TOP_K if options.top_k is None else max(0, options.top_k)
+    top_p = TOP_P if options.top_p is None else options.top_p
+    penalty = options.repeat_penalty if options.repeat_last_n != 0 else None
+    params = SamplingParams(
+        max_tokens=limit if limit > 0 else room,
+        temperature=TEMPERATURE if options.temperature is None else options.temperature,
+        # A nucleus of nothing is the likeliest token.
+        top_p=top_p or 1.0,
+        top_k=top_k if top_p else 1,
+        min_p=options.min_p or 0.0,
+        frequency_penalty=options.frequency_penalty or 0.0,
+        presence_penalty=options.presence_penalty or 0.0,
+        repetition_penalty=penalty or 1.0,
+        seed=None if options.seed in (None, -1) else options.seed % 2**63,
+        stop=tuple(stop or ()),
+        logprobs=bool(body.logprobs),
+        top_logprobs=body.top_logprobs or 0,
+    )
+    openai.check_num_logprobs(params, generator, 1, "top_logprobs")
+    return params
+
+
+def constraint_of(form: Unread) -> Constraint | None:
+    """The form of the answer: any object, one that conforms to a schema, or None for any text."""
+    if form is None or not is_given(form):
+        return None
+    first = bytes(memoryview(form)[:1])
+    if first == b"{":
+        with naming_param("format"):
+            return schema_constraint(form, "format")
+    text = msgspec.json.decode(form) if first == b'"' else None
+    if text not in ("json", ""):
+        raise invalid_field("format", "it must be 'json' or a JSON schema")
+    return ANY_OBJECT if text else None
+
+
+def tools_of(tools: Sequence[OllamaTool]) -> tuple[ToolSpec, ...]:
+    """The tools that the model may call."""
+    return openai.tools_of([FunctionTool(tool.function) for tool in tools])
+
+
+def prompt_of(
+    body: OllamaGenerateRequest, generator: EngineGenerator
+) -> tuple[Message, ...] | Continuation | str:
+    """The prompt: a message, with ``context`` after that, and with ``raw`` only its text, which is also what
+    a model without a chat template gets."""
+    for name in ("suffix", "template"):
+        if getattr(body, name):
+            raise unsupported(name, "the models continue a text, in the form of their own template")
+    _check_images(body.images, "images", generator)
+    prompt, context = body.prompt or "", body.context or []
+    is_text = body.raw or not generator.capabilities.conversations
+    for name, value in (("system", body.system), ("context", context)):
+        if value and is_text:
+            why = "'raw' excludes it" if body.raw else "this model has no chat template"
+            raise unsupported(name, why)
+    if is_text:
+        return prompt
+    turns = (*([Message("system", body.system)] if body.system else ()), Message("user", prompt))
+    if not context:
+        return turns
+    with naming_param("context"):
+        generator.limits.check_ids(context)
+    return Continuation(tuple(context), turns)
+
+
+def conversation_of(messages: Sequence[OllamaMessage], generator: EngineGenerator) -> tuple[Message, ...]:
+    """The conversation. ``ApiError`` names the message that is wrong."""
+    turns = _Turns()
+    for number, message in enumerate(messages):
+        place = f"messages[{number}]"
+        _check_images(message.images, f"{place}.images", generator)
+        turns.add(message, place)
+    return tuple(turns.made)
+
+
+@dataclass
+class _Turns:
+    """The conversation so far. ``open_calls``: the tools of calls without a result, by the ids of the calls.
+    Most clients give no ids; such calls are numbered, and results belong to them in their order."""
+
+    made: list[Message] = field(default_factory=list)
+    open_calls: dict[str, str] = field(default_factory=dict)
+    num_calls: int = 0
+    arguments: JsonScan = field(default_factory=lambda: JsonScan(OBJECT_BOUNDS))
+
+    def add(self, message: OllamaMessage, place: str) -> None:
+        text = message.content or ""
+        if message.tool_calls and message.role != "assistant":
+            raise invalid_field(f"{place}.tool_calls", "only the assistant calls tools")
+        if message.role == "tool":
+            call_id = self._answered(message, place)
+            name = self.open_calls.pop(call_id)
+            self.made.append(Message("tool", text, tool_call_id=call_id, name=name))
+            return
+        calls = [
+            self._called(call, f"{place}.tool_calls[{number}]")
+            for number, call in enumerate(message.tool_calls or ())
+        ]
+        thoughts = message.thinking if message.role == "assistant" else None
+        self.made.append(Message(message.role, text, tool_calls=tuple(calls), reasoning=thoughts or None))
+
+    def _called(self, call: GivenToolCall, place: str) -> CalledTool:
+        given, arguments = call.function.arguments, "{}"
+        if given is not None and is_given(given):
+            with naming_param():
+                arguments = object_text(given, f"{place}.function.arguments", self.arguments)
+        call_id = call.id or f"call_{self.num_calls}"
+        self.num_calls += 1
+        self.open_calls[call_id] = call.function.name
+        return CalledTool(call_id, call.function.name, arguments)
+
+    def _answered(self, message: OllamaMessage, place: str) -> str:
+        """The id of the call that a result belongs to."""
+        if message.tool_call_id in self.open_calls:
+            return message.tool_call_id
+        for call_id, name in self.open_calls.items():
+            if message.tool_name in (None, "", name):
+                return call_id
+        raise invalid_field(f"{place}.tool_name", "no earlier message has an open call of this tool")
+
+
+def _check_images(images: Unread, place: str, generator: EngineGenerator) -> None:
+    if images is None or not is_given(images):
+        return
+    # Only a list without members is so short, and larger ones are not decoded.
+    if bytes(memoryview(images)[:64]).translate(None, b" \t\r\n") != b"[]":
+        raise unsupported(place, f"{generator.capabilities.model} takes only text, no images")

@@ -1,0 +1,369 @@
+"""``POST /api/chat``: answers and streams, options, forms, tools, and what is rejected."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jsonschema
+import pytest
+from support.api_server import MODEL, ApiServer, api_server
+from support.fake_engine import TOKENIZER, FakeEngine
+from support.faulty_servers import failing_engine, tenants
+from support.server.ollama_peer import ASKED, SAME, answer, error, lines, post, read_lines
+from support.server.openai_peer import logit_server, sync_client
+from support.thinking_models import QWEN_MODEL
+
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.server.config.limits import HttpLimits
+
+pytestmark = pytest.mark.timeout(60)
+END = 1
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALLS = (
+    'I look.<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+    '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+)
+REPORT = "Oslo: sunny. Rome: rain."
+DURATIONS = ("load_duration", "prompt_eval_duration", "eval_duration")
+
+server = pytest.fixture(logit_server, scope="module")
+
+
+def scripted(tokens: Sequence[int]) -> int:
+    """Calls the weather tool twice, and reports when it has a result."""
+    text = TOKENIZER.decode(tokens, skip_special=False, continues=True)
+    before, _, written = text.rpartition("<|im_start|>assistant\n")
+    wanted = REPORT if "sunny" in before else CALLS
+    rest = wanted.removeprefix(written)
+    return TOKENIZER.encode(rest, continues=True)[0] if rest else END
+
+
+@pytest.fixture(scope="module")
+def agent() -> Iterator[ApiServer]:
+    """Its model follows the script."""
+    runner = FakeRunner(
+        vocab_size=TOKENIZER.vocab_size, max_context=2048, end_token_ids=(END,), next_token=scripted
+    )
+    with api_server(FakeEngine(runner=runner)) as running:
+        yield running
+        running.assert_idle()
+
+
+@pytest.mark.parametrize("name", [MODEL, f"{MODEL}:latest"])
+def test_a_stream_has_the_text_of_the_whole_answer(server: ApiServer, name: str) -> None:
+    whole = answer(server, "chat", model=name, messages=ASKED, options=SAME)
+    parts = lines(server, "chat", model=name, messages=ASKED, options=SAME)
+    assert {one["model"] for one in (whole, *parts)} == {name}
+    assert {one["message"]["role"] for one in (whole, *parts)} == {"assistant"}
+    assert "".join(one["message"]["content"] for one in parts) == whole["message"]["content"] != ""
+    with sync_client(server) as client:
+        other = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": ASKED[0]["content"]}],
+            max_tokens=12,
+            seed=3,
+            temperature=0.8,
+            top_p=0.9,
+            extra_body={"top_k": 40},
+        )
+    assert other.usage is not None
+    assert whole["message"]["content"] == other.choices[0].message.content
+    for last in (whole, parts[-1]):
+        assert (
+            last["done_reason"] == {"stop": "stop", "length": "length"}[str(other.choices[0].finish_reason)]
+        )
+        assert last["prompt_eval_count"] == other.usage.prompt_tokens
+        assert last["eval_count"] == other.usage.completion_tokens
+        assert all(last[name] > 0 for name in DURATIONS)
+        assert sum(last[name] for name in DURATIONS) <= last["total_duration"]
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        (None, {}),
+        ({"temperature": 0, "top_k": -1, "top_p": 1}, {"temperature": 0.0, "top_k": 0, "top_p": 1.0}),
+        ({"top_p": 0}, {"top_p": 1.0, "top_k": 1}),
+        ({"num_predict": 7, "stop": "z"}, {"max_tokens": 7, "stop": ("z",)}),
+        ({"num_predict": -2, "stop": ["y", "z"], "num_ctx": 16}, {"stop": ("y", "z")}),
+        (
+            {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repeat_penalty": 1.1},
+            {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1},
+        ),
+        ({"repeat_penalty": 1.1, "repeat_last_n": 0}, {}),
+        ({"seed": 9, "mirostat": 0, "typical_p": 1.0, "tfs_z": 1, "num_gpu": 99, "use_mmap": True}, {}),
+    ],
+)
+def test_the_engine_gets_the_options(
+    server: ApiServer, options: dict[str, Any] | None, changes: dict[str, Any]
+) -> None:
+    requests = server.observe_requests()
+    answer(server, "chat", messages=ASKED, options=options)
+    room = server.generator.capabilities.max_context
+    expected = SamplingParams(
+        **({"max_tokens": room, "temperature": 0.8, "top_k": 40, "top_p": 0.9} | changes)
+    )
+    [sent] = requests.submits
+    assert SamplingParams(**{name: getattr(sent.params, name) for name in sent.params.__struct_fields__}) == (
+        SamplingParams(
+            **{name: getattr(expected, name) for name in expected.__struct_fields__ if name not in ("seed",)},
+            seed=sent.params.seed,
+        )
+    )
+    if options is not None and "seed" in options:
+        assert sent.params.seed == options["seed"]
+
+
+def test_log_probabilities_are_those_of_each_token(server: ApiServer) -> None:
+    fields: dict[str, Any] = {"messages": ASKED, "options": SAME, "logprobs": True}
+    whole = answer(server, "chat", top_logprobs=2, **fields)
+    assert len(whole["logprobs"]) == whole["eval_count"] - (whole["done_reason"] == "stop")
+    assert "".join(one["token"] for one in whole["logprobs"]) == whole["message"]["content"]
+    assert {len(one["top_logprobs"]) for one in whole["logprobs"]} == {2}
+    parts = lines(server, "chat", **fields)
+    streamed = [one for part in parts for one in part.get("logprobs", [])]
+    assert [one["logprob"] for one in streamed] == [one["logprob"] for one in whole["logprobs"]]
+    assert not any("top_logprobs" in one for one in streamed)
+
+
+def test_a_stop_is_not_part_of_the_answer(server: ApiServer) -> None:
+    text = answer(server, "chat", messages=ASKED, options=SAME)["message"]["content"]
+    stopped = answer(server, "chat", messages=ASKED, options=SAME | {"stop": [text[2:4]]})
+    assert stopped["message"]["content"] == text[: text.index(text[2:4])]
+    assert stopped["done_reason"] == "stop"
+
+
+def test_tools_are_called_and_their_results_understood(agent: ApiServer) -> None:
+    whole = answer(agent, "chat", messages=ASKED, tools=[WEATHER])
+    parts = lines(agent, "chat", messages=ASKED, tools=[WEATHER])
+    calls = [call for part in parts for call in part["message"].get("tool_calls", [])]
+    for found in (whole["message"]["tool_calls"], calls):
+        functions = [call["function"] for call in found]
+        assert [one["arguments"] for one in functions] == [{"city": "Oslo"}, {"city": "Rome"}]
+        assert [(one["index"], one["name"]) for one in functions] == [(0, "weather"), (1, "weather")]
+        assert len({call["id"] for call in found}) == 2
+    text = "".join(part["message"]["content"] for part in parts)
+    assert text == whole["message"]["content"] == "I look."
+    assert whole["done_reason"] == parts[-1]["done_reason"] == "stop"
+    # Clients send a call back without its id.
+    returned = [
+        {"function": {"name": "weather", "arguments": call["function"]["arguments"]}} for call in calls
+    ]
+    history = [*ASKED, {"role": "assistant", "content": text, "tool_calls": returned}]
+    history += [{"role": "tool", "tool_name": "weather", "content": word} for word in ("sunny", "rain")]
+    requests = agent.observe_requests()
+    second = answer(agent, "chat", messages=history, tools=[WEATHER])
+    assert second["message"]["content"] == REPORT
+    assert requests.prompt.index("sunny") < requests.prompt.index("rain")
+
+
+def test_results_belong_to_calls_by_id_by_name_or_in_order(agent: ApiServer) -> None:
+    calls = [
+        {"id": "a", "function": {"name": "weather", "arguments": {"city": "Oslo"}}},
+        {"id": "b", "function": {"name": "clock", "arguments": {}}},
+    ]
+    results = [
+        {"role": "tool", "content": "noon", "tool_name": "clock"},
+        {"role": "tool", "content": "sunny"},
+    ]
+    history = [*ASKED, {"role": "assistant", "tool_calls": calls}]
+    requests = agent.observe_requests()
+    answer(agent, "chat", messages=history + results, tools=[WEATHER])
+    results[0] = {"role": "tool", "content": "noon", "tool_call_id": "b"}
+    answer(agent, "chat", messages=history + results, tools=[WEATHER])
+    first, second = requests.submits
+    assert first.token_ids == second.token_ids
+    third = {"role": "tool", "content": "again", "tool_name": "clock"}
+    assert error(agent, "chat", messages=[*history, *results, third]) == (
+        400,
+        "invalid_value",
+        "messages[4].tool_name",
+    )
+
+
+def test_a_truncated_call_has_the_arguments_that_are_complete(agent: ApiServer) -> None:
+    for num_tokens in range(30, 60, 6):
+        fields: dict[str, Any] = {
+            "messages": ASKED,
+            "tools": [WEATHER],
+            "options": {"num_predict": num_tokens},
+        }
+        whole = answer(agent, "chat", **fields)
+        parts = lines(agent, "chat", **fields)
+        calls = [call for part in parts for call in part["message"].get("tool_calls", [])]
+        assert whole["done_reason"] == parts[-1]["done_reason"] == "length"
+        assert [call["function"] for call in calls] == [
+            call["function"] for call in whole["message"].get("tool_calls", [])
+        ]
+        assert all(isinstance(call["function"]["arguments"], dict) for call in calls)
+
+
+def test_the_last_turn_of_the_assistant_is_continued(agent: ApiServer) -> None:
+    history = [*ASKED, {"role": "assistant", "content": CALLS[:4]}]
+    assert answer(agent, "chat", messages=history)["message"]["content"] == CALLS[4:]
+
+
+IMAGE = {"role": "user", "content": "a", "images": ["aGk="]}
+CALLING = {"tool_calls": [{"function": {"name": "a", "arguments": "{}"}}]}
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"]}
+
+
+@pytest.mark.parametrize(("form", "schema"), [("json", {"type": "object"}), (SCHEMA, SCHEMA)])
+def test_the_answer_has_the_form(agent: ApiServer, form: Any, schema: dict[str, Any]) -> None:
+    runner = FakeRunner(vocab_size=TOKENIZER.vocab_size, max_context=512)
+    with api_server(FakeEngine(runner=runner)) as server:
+        found = answer(server, "chat", messages=ASKED, format=form, options={"num_predict": 200})
+    if found["done_reason"] == "stop":
+        jsonschema.validate(json.loads(found["message"]["content"]), schema)
+    else:
+        assert form == "json"
+        assert found["message"]["content"].startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"messages": [IMAGE]}, "unsupported", "messages[0].images"),
+        ({"messages": [ASKED[0] | CALLING]}, "invalid_value", "messages[0].tool_calls"),
+        ({"messages": [{"role": "robot"}]}, "invalid_request", "messages[0].role"),
+        (
+            {"messages": [{"role": "assistant", **CALLING}, *ASKED]},
+            "invalid_value",
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        ({"messages": [{"role": "user", "content": "x" * 9_000}]}, "context_length_exceeded", "messages"),
+        ({"think": True}, "unsupported", "think"),
+        ({"think": "high"}, "unsupported", "think"),
+        ({"think": "much"}, "invalid_request", "think"),
+        ({"format": "yaml"}, "invalid_value", "format"),
+        ({"format": 5}, "invalid_value", "format"),
+        ({"format": {"type": "no type"}}, "invalid_value", "format"),
+        ({"top_logprobs": 2}, "invalid_value", "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "invalid_request", "top_logprobs"),
+        ({"options": {"mirostat": 1}}, "invalid_request", "options.mirostat"),
+        ({"options": {"typical_p": 0.5}}, "invalid_request", "options.typical_p"),
+        ({"options": {"temperature": -1}}, "invalid_request", "options.temperature"),
+        ({"options": {"num_predict": -3}}, "invalid_request", "options.num_predict"),
+        ({"options": {"warmth": 1}}, "invalid_request", "options.warmth"),
+        ({"tools": [WEATHER, WEATHER]}, "invalid_value", "tools"),
+        ({"tools": [{"type": "web_search"}]}, "invalid_request", "tools[0].type"),
+        ({"keep_alive": "x" * 33}, "invalid_request", "keep_alive"),
+        ({"n": 2}, "invalid_request", "n"),
+    ],
+)
+def test_wrong_requests_name_the_field(
+    agent: ApiServer, fields: dict[str, Any], code: str, param: str
+) -> None:
+    assert error(agent, "chat", **({"messages": ASKED} | fields)) == (400, code, param)
+
+
+def test_what_has_no_effect_is_accepted(server: ApiServer) -> None:
+    plain = answer(server, "chat", messages=ASKED, options=SAME)
+    fields = {"keep_alive": "5m", "think": False, "format": "", "truncate": True, "shift": False}
+    asked = [{**ASKED[0], "images": [], "thinking": "Hm.", "name": "Ann"}]
+    more = answer(server, "chat", messages=asked, options=SAME | {"num_thread": 4}, **fields)
+    assert more["message"] == plain["message"]
+
+
+def test_thoughts_are_apart_from_the_answer() -> None:
+    script = "<think>\nIt is a greeting.\n</think>\n\nHello!"
+    engine = FakeEngine(runner=QWEN_MODEL.runner(), tokenizer=QWEN_MODEL.tokenizer)
+    with api_server(engine, template=QWEN_MODEL.template, constraints=False) as server:
+        assert "thinking" in post(server, "show").json()["capabilities"]
+        fields: dict[str, Any] = {
+            "messages": [{"role": "user", "content": script}],
+            "options": {"temperature": 0},
+        }
+        whole = answer(server, "chat", **fields, think="high")["message"]
+        assert (whole["thinking"], whole["content"]) == ("It is a greeting.", "Hello!")
+        parts = [part["message"] for part in lines(server, "chat", **fields)]
+        assert "".join(part.get("thinking", "") for part in parts) == whole["thinking"]
+        assert "".join(part["content"] for part in parts) == whole["content"]
+        other = answer(server, "generate", prompt=script, options={"temperature": 0}, think=True)
+        assert (other["thinking"], other["response"]) == (whole["thinking"], whole["content"])
+        requests = server.observe_requests()
+        answer(server, "chat", **fields, think=False)
+        text = QWEN_MODEL.tokenizer.decode(requests.submits[-1].token_ids, skip_special=False)
+        assert text.endswith("</think>\n\n")
+
+
+@pytest.mark.parametrize("fields", [{"messages": []}, {}, {"messages": [], "keep_alive": 0}])
+def test_without_messages_the_model_is_reported_as_loaded(server: ApiServer, fields: dict[str, Any]) -> None:
+    requests = server.observe_requests()
+    response = post(server, "chat", **fields)
+    [last] = read_lines(response.text)
+    assert (last["done_reason"], last["message"]["content"]) == ("load", "")
+    assert not requests.submits
+    assert error(server, "chat", model="other") == (404, "model_not_found", None)
+
+
+def test_an_unknown_model_is_not_found(server: ApiServer) -> None:
+    for name in ("other", "latest", ":latest", f"{MODEL}:7b"):
+        assert error(server, "chat", model=name, messages=ASKED) == (404, "model_not_found", None)
+
+
+def test_a_key_is_needed_where_there_are_keys() -> None:
+    with api_server(tenants=tenants(), constraints=False) as server:
+        assert error(server, "chat", messages=ASKED)[:2] == (401, "invalid_api_key")
+        headers = {"Authorization": "Bearer af-ann"}
+        assert post(server, "chat", headers, messages=ASKED, options=SAME).status_code == 200
+
+
+def test_silence_is_filled_with_spaces_before_a_line() -> None:
+    with api_server(limits=HttpLimits(stream_keepalive_s=0.01), constraints=False) as server:
+        gate = server.engine.gate
+        gate.allow(0)
+        try:
+            connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+            body = {"model": MODEL, "messages": ASKED, "options": SAME}
+            connection.request("POST", "/api/chat", json.dumps(body))
+            response = connection.getresponse()
+            assert response.status == 200
+            read = b""
+            while len(read) < 3:
+                read += response.read1(1_000)
+            assert read.strip() == b""
+            gate.open()
+            read += response.read()
+            connection.close()
+        finally:
+            gate.open()
+    assert read_lines(read.decode())[-1]["eval_count"] == 12
+
+
+def test_a_step_that_fails_is_the_last_line() -> None:
+    with api_server(failing_engine(ArithmeticError("no memory")), constraints=False) as server:
+        response = post(server, "chat", messages=ASKED)
+        assert response.status_code == 200
+        last = json.loads(response.text.splitlines()[-1])
+        assert (last["code"], "done" in last) == ("engine_failed", False)
+        assert post(server, "chat", messages=ASKED, stream=False).status_code == 500
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_disconnects_ends_its_work(stream: bool) -> None:
+    with api_server(constraints=False) as server:
+        gate = server.engine.gate
+        gate.allow(9)
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+        connection.request(
+            "POST", "/api/chat", json.dumps({"model": MODEL, "messages": ASKED, "stream": stream})
+        )
+        server.call(gate.held)
+        connection.close()
+        server.call(server.service.calls.until_none)
+        num_batches = len(gate.batches)
+        gate.open()
+        server.assert_idle()
+        assert len(gate.batches) == num_batches
