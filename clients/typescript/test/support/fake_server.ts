@@ -85,6 +85,7 @@ export class FakeServer {
             token_ids: true,
             conversations: true,
             watch: true,
+            embedding_models: [],
           },
           limits: { frame_bytes: 1024 * 1024, resume_grace_s: this.graceS },
           ack: this.accepted.length,
