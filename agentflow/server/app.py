@@ -31,7 +31,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
-from starlette.routing import Route, WebSocketRoute
+from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
@@ -291,7 +291,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
         headers |= {"connection": "upgrade", "upgrade": "websocket"}
         failure = ApiError(426, "upgrade_required", f"{shown}: open a websocket")
     elif error.status_code == 405:
-        headers["Allow"] = ", ".join(sorted(headers.get("Allow", "").split(", ")))
+        headers["Allow"] = ", ".join(_methods_of(request))
         text = f"{shown}: this path supports {headers['Allow']}"
         failure = ApiError(405, "method_not_allowed", text)
     else:
@@ -299,6 +299,13 @@ async def _not_found(request: Request, error: Exception) -> Response:
         why = WHY_NOT_MANAGED if is_managing else "/openapi.json lists the paths"
         failure = ApiError(404, "not_found", f"{shown} does not exist: {why}")
     return error_response(path, request.headers, failure, headers)
+
+
+def _methods_of(request: Request) -> list[str]:
+    """The methods of the path. Starlette knows only those of the first route that has it."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    fitting = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in fitting for method in route.methods or ()})
 
 
 async def _no_route(scope: Scope, receive: Receive, send: Send) -> None:

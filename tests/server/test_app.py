@@ -129,6 +129,7 @@ def test_what_is_not_there_is_refused_with_what_is(server: ThreadServer) -> None
         for method, path, status, header, says in (
             ("GET", "/v1/session", 426, ("upgrade", "websocket"), "websocket"),
             ("PUT", "/v1/models", 405, ("allow", "GET, HEAD"), "GET, HEAD"),
+            ("PUT", "/v1/responses/x", 405, ("allow", "DELETE, GET, HEAD"), "DELETE, GET, HEAD"),
             ("GET", "/metrics/", 404, ("location", None), "GET /metrics/"),
             ("POST", "/v1/messages/", 404, ("request-id", "mine"), "POST /v1/messages/"),
         ):
