@@ -41,6 +41,7 @@ from agentflow.engine.embedding import (
 from agentflow.engine.engine import check_request, check_task
 from agentflow.engine.generated import generated_of, usage_of
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.process.ipc import EngineStats, Finished, Origin, Progress
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.select import select_scores
@@ -286,10 +287,12 @@ class EngineGenerator:
         constraint: Constraint | None = None,
         on_sent: Callable[[], None] | None = None,
         thinking: Thinking | None = None,
+        on_compiled: Callable[[CompiledConstraint], None] | None = None,
     ) -> Finished:
         """Generates after the context, which does not change. ``on_progress`` gets the progress of each step.
-        ``on_sent`` is called when the request is in the engine's queue, after all checks that can be made
-        before it runs. ``thinking``: that of the context, with a budget."""
+        ``on_compiled`` gets the compiled constraint. ``on_sent`` is called when the request is in the
+        engine's queue, after all checks that can be made before it runs. ``thinking``: that of the context,
+        with a budget."""
         self.check_task(embeds=False)
         self.capabilities.require(constraint)
         with self._admit(context.num_guessed_tokens) as admitted:
@@ -301,6 +304,8 @@ class EngineGenerator:
                 with faults_of("constraint"):
                     compiled = await self._compiler.compile(constraint, tenant=self.tenant.name)
                     compiled = compiled.limited(constraint)
+                if on_compiled is not None:
+                    on_compiled(compiled)
             context.has_run = True
 
             def hear(progress: Progress) -> None:

@@ -26,12 +26,14 @@ from agentflow.protocol.schema_walk import subschemas
 ROLES: Final = ("system", "user", "assistant", "tool")
 
 
-class ToolSpec(msgspec.Struct, frozen=True):
-    """A tool that the model may call. ``parameters``: the JSON schema of an object."""
+class ToolSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tool that the model may call. ``parameters``: the JSON schema of an object. If it is not ``strict``,
+    what cannot be enforced is relaxed, and the application must check the arguments."""
 
     name: str
     description: str
     parameters: dict[str, Any]
+    strict: bool = True
 
 
 class CalledTool(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@
     /v1/…           OpenAI's and Anthropic's APIs, tickets of sessions, http/routes.py
     /api/…          Ollama's API, http/routes.py
     /ui/            the page, ui/pages.py
-    /               leads browsers to the page, and tells clients of Ollama that there is a server
+    /               leads browsers to the page, and has the endpoints as JSON, or Ollama's text
     /health/live    200 while the process answers
     /health, /ping  the same status, without a body; /version
     /health/ready   200 when requests are taken and all engines answer; 503 otherwise
@@ -39,12 +39,13 @@ from agentflow.engine.tenant import ANONYMOUS
 from agentflow.errors import NotAuthorized, RateLimited
 from agentflow.protocol.wire import SESSION_PATH, SUBPROTOCOL
 from agentflow.runtime.generator import Generator
+from agentflow.server.completion.streaming import RELAXED, VIOLATED
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.http.call import address_of
 from agentflow.server.http.errors import ENDING, ApiError, api_error_of, not_ready
 from agentflow.server.http.openapi import openapi
 from agentflow.server.http.origin_guard import BrowserGuard, any_host, one_of, private_host
-from agentflow.server.http.routes import api_routes, error_response
+from agentflow.server.http.routes import ROUTES, api_routes, error_response
 from agentflow.server.metrics.metrics import CONTENT_TYPE, ServerMetrics
 from agentflow.server.models import OpenModels
 from agentflow.server.ollama.models import MANAGEMENT, WHY_NOT_MANAGED
@@ -62,12 +63,19 @@ from agentflow.server.websocket.connection import WsSession
 from agentflow.server.websocket.sessions import open_sessions
 from agentflow.version import __version__
 
+ENDPOINTS = (
+    *[f"{route.method} {route.path.replace(':path', '')}" for route in ROUTES],
+    f"WebSocket {SESSION_PATH}",
+    *[f"GET {path}" for path in ("/health", "/metrics", "/openapi.json", "/version")],
+)
 # Headers of answers that pages of other origins may read.
 EXPOSED_HEADERS = (
     "x-request-id",
     "request-id",
     "retry-after",
     "openai-processing-ms",
+    RELAXED,
+    VIOLATED,
     *[name.decode() for name in (*openai_limit_headers(ANY_LIMITS), *anthropic_limit_headers(ANY_LIMITS))],
 )
 # An engine answers between two steps, and a long prefill is one step.
@@ -117,11 +125,15 @@ async def show_version(request: Request) -> JSONResponse:
 
 
 async def show_root(request: Request) -> Response:
-    """Leads browsers to the page. Other clients get the text by which those of Ollama recognise a server, and
-    the address of the description of the APIs."""
-    if request.app.state.has_page and "text/html" in request.headers.get("accept", ""):
-        return RedirectResponse("/ui/", status_code=303, headers={"vary": "accept"})
-    headers = {"vary": "accept", "link": '</openapi.json>; rel="service-desc"'}
+    """Leads browsers to the page, and lists the endpoints for clients that accept JSON. Others get the text
+    by which clients of Ollama recognise a server, and the address of the description of the APIs."""
+    accepted, headers = request.headers.get("accept", ""), {"vary": "accept"}
+    if request.app.state.has_page and "text/html" in accepted:
+        return RedirectResponse("/ui/", status_code=303, headers=headers)
+    if "application/json" in accepted:
+        shown = {"server": "agentflow", "version": __version__, "endpoints": ENDPOINTS}
+        return JSONResponse(shown, headers=headers)
+    headers["link"] = '</openapi.json>; rel="service-desc"'
     return PlainTextResponse("Ollama is running", headers=headers)
 
 
@@ -222,6 +234,7 @@ def create_app(
     app.router.default = _no_route
     app.state.service = None
     app.state.metrics, app.state.answers = metrics, metrics.answers
+    app.state.relaxed = metrics.relaxed
     app.state.tenants, app.state.has_page = access.tenants, bool(pages)
     return app
 
@@ -296,7 +309,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
         failure = ApiError(405, "method_not_allowed", text)
     else:
         is_managing = path in MANAGEMENT or path.startswith(tuple(f"{one}/" for one in MANAGEMENT))
-        why = WHY_NOT_MANAGED if is_managing else "/openapi.json lists the paths"
+        why = WHY_NOT_MANAGED if is_managing else f"the endpoints are {', '.join(ENDPOINTS)}"
         failure = ApiError(404, "not_found", f"{shown} does not exist: {why}")
     return error_response(path, request.headers, failure, headers)
 

@@ -59,8 +59,10 @@ class LoggedBody:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. ``error``: the code of its error, or ``client_gone``. ``asked`` and ``answered``: the
-    bodies, if they are logged. ``path``: from ``logged_path``."""
+    """One request. ``error``: the code of its error, or ``client_gone``; ``param`` and ``message``: of the
+    error. ``relaxed``: the places in its schemas that the grammar does not keep; ``violated``: those that the
+    answer violates. ``asked`` and ``answered``: the bodies, if they are logged. ``path``: from
+    ``logged_path``."""
 
     id: str
     method: str
@@ -74,6 +76,10 @@ class RequestRecord:
     output_tokens: int = 0
     is_streamed: bool = False
     error: str | None = None
+    param: str | None = None
+    message: str | None = None
+    relaxed: str | None = None
+    violated: str | None = None
     asked: LoggedBody | None = None
     answered: LoggedBody | None = None
 
@@ -83,12 +89,18 @@ class RequestRecord:
         self.output_tokens = usage.output_tokens
 
 
+_QUOTED = ("param", "message")
+_OPTIONAL = ("error", "param", "relaxed", "violated", "message", "asked", "answered")
+
+
 def log_request(record: RequestRecord) -> None:
     """Logs one line, with all fields as ``extra`` for structured formats."""
     if logger.isEnabledFor(logging.INFO):
         values = {field.name: getattr(record, field.name) for field in fields(record)}
         shown = {name: _text(value) for name, value in values.items() if value is not None}
-        optional = [f" {name}={shown[name]}" for name in ("error", "asked", "answered") if name in shown]
+        # These quote the client.
+        quoted = {name: json.dumps(shown[name], ensure_ascii=False) for name in _QUOTED if name in shown}
+        optional = [f" {name}={value}" for name in _OPTIONAL if (value := quoted.get(name, shown.get(name)))]
         logger.info(
             "%s %s %d %.3fs tenant=%s model=%s in=%d cached=%d out=%d id=%s%s",
             record.method,

@@ -202,7 +202,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "keyword": (
         {"schema": {"type": "array", "uniqueItems": True}},
-        'unsupported keywords: "uniqueItems"',
+        "schema: uniqueItems is supported for items of few values only",
     ),
     "reference": (
         {"schema": {"$ref": "#/$defs/no"}},

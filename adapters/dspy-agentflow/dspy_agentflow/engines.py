@@ -265,7 +265,7 @@ def _choice(asked: lm15.ToolChoice | None, has_tools: bool, must_call: bool) -> 
 def _tool(tool: Any) -> ToolSpec:
     if not isinstance(tool, lm15.FunctionTool):
         raise af.NotSupported(f"the tool {tool.name!r} is not a function: only function tools are supported")
-    return ToolSpec(tool.name, tool.description or "", tool.parameters)
+    return ToolSpec(tool.name, tool.description or "", tool.parameters, strict=False)
 
 
 def _messages_of(request: lm15.Request) -> list[af.Message]:

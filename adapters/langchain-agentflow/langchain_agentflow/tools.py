@@ -38,7 +38,10 @@ def specs_of(tools: Sequence[dict[str, Any]]) -> tuple[ToolSpec, ...]:
             )
         function = tool["function"]
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
-        specs.append(ToolSpec(function["name"], function.get("description") or "", parameters))
+        is_strict = bool(function.get("strict"))
+        specs.append(
+            ToolSpec(function["name"], function.get("description") or "", parameters, strict=is_strict)
+        )
     return tuple(specs)
 
 

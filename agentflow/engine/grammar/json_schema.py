@@ -184,7 +184,7 @@ class _SchemaReader:
         values = schema["enum"] if "enum" in schema else [schema["const"]]
         if not isinstance(values, list) or not values:
             raise _NotRegular
-        if "type" in schema and not all(_has_type(value, schema["type"]) for value in values):
+        if "type" in schema and not all(has_type(value, schema["type"]) for value in values):
             raise _NotRegular
         found = [exactly(value, self._layout) for value in values]
         return one_of([_needed(regex) for regex in found])
@@ -344,7 +344,8 @@ def _limit(said: JsonObject, key: str) -> int | None:
     return count
 
 
-def _has_type(value: object, types: object) -> bool:
+def has_type(value: object, types: object) -> bool:
+    """Whether a literal value is of one of the types."""
     names = types if isinstance(types, list) else [types]
     if value is None or isinstance(value, bool):
         return ("null" if value is None else "boolean") in names

@@ -8,13 +8,14 @@ text of a reply.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
+from agentflow.engine.grammar.compiler.messages import PartedConstraint, SchemaPart
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.thoughts import Thinking, ThoughtOutput
 from agentflow.engine.text.tool_format import ToolFormat, as_plain_messages, tool_format
@@ -46,7 +47,7 @@ class ToolUse:
     tools: tuple[ToolSpec, ...]
     form: ToolFormat
     callable_names: tuple[str, ...] = ()
-    calls: Constraint | None = None
+    calls: PartedConstraint | None = None
     begins: tuple[str, ...] = ()
     must_call: bool = False
 
@@ -63,7 +64,8 @@ class ToolUse:
                     f"this model writes calls as plain JSON: no {otherwise.kind} can be used with tools"
                 )
             jumps = otherwise.jump_forward
-            return replace(self.calls, instead=otherwise, apart=self.begins, jump_forward=jumps)
+            other = PartedConstraint.of(otherwise)
+            return replace(self.calls, instead=other, apart=self.begins, jump_forward=jumps)
         return replace(self.calls, between=None) if self.form.mark else None
 
     def output(self, otherwise: Constraint | None = None) -> ToolOutput:
@@ -110,8 +112,8 @@ def tool_use(template: ChatTemplate, conversation: Conversation) -> ToolUse:
         return ToolUse(messages, given, form)
     if not template.has_template:
         raise NotSupported("this model has no chat template, so it cannot use tools")
-    allowed = [tool for tool in tools if choice.name in (None, tool.name)]
-    names = tuple([tool.name for tool in allowed])
+    allowed = {number: tool for number, tool in enumerate(tools) if choice.name in (None, tool.name)}
+    names = tuple([tool.name for tool in allowed.values()])
     calls = _calls(form, allowed, choice)
     begins = (form.mark,) if form.mark else tuple([_bare_begin(form, name) for name in names])
     return ToolUse(messages, given, form, names, calls, begins, must_call=choice.mode == "required")
@@ -143,11 +145,12 @@ def _with_names(messages: Sequence[Message]) -> tuple[Message, ...]:
 def _check_bounds(conversation: Conversation) -> None:
     """Bounds the JSON that templates and compilers process."""
     tools, arguments = JsonScan(OBJECT_BOUNDS), JsonScan(OBJECT_BOUNDS)
-    for tool in conversation.tools:
+    for number, tool in enumerate(conversation.tools):
         try:
             _count(tools, msgspec.json.encode(tool.parameters))
         except (TooMuchJson, RecursionError) as error:
-            raise BadArgument(f"tool {tool.name!r}: parameters: {error}", param="tools") from None
+            text = f"tool {tool.name!r}: parameters: {error}"
+            raise BadArgument(text, param=f"tools[{number}]") from None
     for message in conversation.messages:
         for call in message.tool_calls:
             try:
@@ -162,24 +165,32 @@ def _count(scan: JsonScan, text: bytes) -> None:
         scan.push(piece)
 
 
-def _calls(form: ToolFormat, tools: Sequence[ToolSpec], choice: ToolChoice) -> Constraint:
+def _calls(form: ToolFormat, tools: Mapping[int, ToolSpec], choice: ToolChoice) -> PartedConstraint:
+    """``tools``: by their numbers in the conversation."""
     is_single = not choice.parallel or choice.name is not None or not form.allows_several
-    schema = call_schema(form, tools)
+    schema = call_schema(form, [*tools.values()])
     definitions = schema.pop("$defs", None)
     if form.is_list:
         schema = {"type": "array", "items": schema, "minItems": 1, **({"maxItems": 1} if is_single else {})}
     source = json.dumps({**schema, "$defs": definitions} if definitions else schema, ensure_ascii=False)
+    parts: list[SchemaPart] = []
+    for place, (number, tool) in enumerate(tools.items()):
+        path = ("items",) if form.is_list else ()
+        option = ("anyOf", place) if len(tools) > 1 else ()
+        arguments = (*path, *option, "properties", form.arguments_key)
+        parts.append(SchemaPart(arguments, tool.name, f"tools[{number}]", tool.strict))
     if not form.mark:
-        return Constraint("schema", source, whitespace=form.whitespace)
+        return PartedConstraint("schema", source, whitespace=form.whitespace, parts=tuple(parts))
     rule = {"begin": form.mark, "kind": "schema", "source": source, "end": form.end}
     if lead := form.begin.removeprefix(form.mark):
         rule["lead"] = lead
-    return Constraint(
+    return PartedConstraint(
         "tags",
         json.dumps([rule], ensure_ascii=False),
         whitespace=form.whitespace,
         between=form.between or "",
         max_tags=1 if is_single or form.is_list else None,
+        parts=tuple(parts),
     )
 
 

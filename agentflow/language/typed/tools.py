@@ -241,8 +241,9 @@ class DescribedTool:
 
     @property
     def spec(self) -> ToolSpec:
-        """Its description for the model."""
-        return ToolSpec(self.name, self.description, self.parameters)
+        """Its description for the model. A schema that was given may have keywords that cannot be enforced;
+        one of a type has none."""
+        return ToolSpec(self.name, self.description, self.parameters, strict=self.is_typed)
 
     def placed(self, definitions: dict[str, Any]) -> dict[str, Any]:
         """The schema of its arguments as part of a larger one with these ``definitions``."""

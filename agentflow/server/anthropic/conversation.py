@@ -171,6 +171,7 @@ def tools_of(tools: Sequence[Tool]) -> tuple[ToolSpec, ...]:
                 tool.name,
                 tool.description or "",
                 object_of(tool.input_schema, f"tools[{number}].input_schema", scan),
+                strict=bool(tool.strict),
             )
             for number, tool in enumerate(tools)
         ]

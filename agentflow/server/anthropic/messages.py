@@ -22,9 +22,9 @@ from agentflow.server.anthropic.conversation import conversation_of, tool_choice
 from agentflow.server.anthropic.types import CountAnswer, CountRequest, MessagesRequest, Thinking
 from agentflow.server.completion.completion import completing, prompt_ids
 from agentflow.server.completion.request import CompletionRequest
-from agentflow.server.completion.streaming import stream_completion
-from agentflow.server.http.call import ApiCall
-from agentflow.server.http.errors import ApiError, invalid_field
+from agentflow.server.completion.streaming import report, stream_completion
+from agentflow.server.http.call import ALLOWED, ApiCall
+from agentflow.server.http.errors import ApiError, invalid_field, param_of_tool
 
 T = TypeVar("T")
 
@@ -64,8 +64,10 @@ def _explained(error: ApiError, call: ApiCall) -> ApiError:
         return ApiError(400, _THREAD_CODE, text, param)
     fault = message.removeprefix(f"{param}: ")
     if fault.startswith(_BAD_VALUES):
-        value = fault[fault.index("'") :]
-        there = ": use text, tool_use and tool_result blocks" if ".content[" in param else ""
+        value, _, allowed = fault[fault.index("'") :].partition(ALLOWED)
+        there = f": use one of {allowed}" if allowed else ""
+        if ".content[" in param:
+            there = ": use text, tool_use and tool_result blocks"
         return ApiError(400, "unsupported", f"{param}: {value} is not supported{there}", param)
     if fault.startswith(_NOT_NULL):
         return ApiError(400, "unsupported", f"{param!r} is not supported", param)
@@ -172,6 +174,8 @@ def _naming_field() -> Iterator[None]:
             error.param = "output_config.format.schema"
         elif error.param == "choice":
             error.param = "tool_choice"
+        elif error.param is not None and error.param.startswith("tools["):
+            error.param = param_of_tool(error.param, "input_schema")
         raise
 
 
@@ -190,7 +194,7 @@ async def create_message(call: ApiCall) -> None:
                 return
             deltas = await completion.rest()
     answer = frame.whole(deltas)
-    call.record.count(completion.usage)
+    report(call, completion)
     await call.reply(answer)
 
 

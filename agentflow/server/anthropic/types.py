@@ -116,8 +116,9 @@ StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CH
 
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tool that the client runs. ``strict`` and ``eager_input_streaming`` have no effect: calls are always
-    valid and their arguments streamed. Chat templates have no place for ``input_examples``."""
+    """A tool that the client runs. If it is not ``strict``, what cannot be enforced of its schema is relaxed.
+    ``eager_input_streaming`` has no effect: arguments are streamed. Chat templates have no place for
+    ``input_examples``."""
 
     name: ToolName
     input_schema: GivenObject

@@ -28,6 +28,7 @@ import msgspec
 
 from agentflow.engine.context import EngineContext, num_chars, texts_of
 from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint, Relaxed
 from agentflow.engine.process.ipc import Finished, Progress
 from agentflow.engine.text.thoughts import Thinking, ThoughtOutput, thinking_values, thought_marks
 from agentflow.engine.text.tool_output import ToolOutput
@@ -35,7 +36,6 @@ from agentflow.errors import AgentflowError, BadArgument, faults_of
 from agentflow.protocol.chat import (
     Arguments,
     CallBegun,
-    CalledTool,
     Message,
     Piece,
     TextPiece,
@@ -43,16 +43,17 @@ from agentflow.protocol.chat import (
 )
 from agentflow.protocol.events import Usage
 from agentflow.runtime.task_group import first_of, open_task_group
+from agentflow.server.completion.checks import check_answer
 from agentflow.server.completion.logprobs import LogprobReader, prompt_delta
 from agentflow.server.completion.request import (
     MAX_LOGPROB_TOKENS,
     Answer,
     AnswerEnded,
+    Check,
     CompletionDelta,
     CompletionRequest,
     Continuation,
     FinishReason,
-    PromptDelta,
     TextDelta,
     ThoughtDelta,
     Times,
@@ -60,6 +61,7 @@ from agentflow.server.completion.request import (
     TokenLogprob,
     ToolArguments,
     ToolCallBegun,
+    answers_of,
 )
 
 COUNTED_CONTEXTS = 4
@@ -130,6 +132,7 @@ class Completion:
         self._num_running = len(requests)
         self._failure: Exception | None = None
         self._deltas: list[CompletionDelta] = []
+        self._checks: list[Check] = []
         self._usages: dict[int, Usage] = {}  # of each answer that has ended
         self._changed = anyio.Event()
 
@@ -142,6 +145,16 @@ class Completion:
     def times(self) -> Times:
         """Of the first request."""
         return self.runs[0].times
+
+    @property
+    def relaxed(self) -> tuple[Relaxed, ...]:
+        """What the grammars of all requests do not keep of the client's schemas, once they are accepted."""
+        return tuple(dict.fromkeys([one for run in self.runs for one in run.relaxed]))
+
+    @property
+    def checks(self) -> list[Check]:
+        """The checks of what was generated under relaxed schemas, at the end."""
+        return self._checks
 
     @property
     def usage(self) -> Usage:
@@ -213,6 +226,7 @@ class Completion:
         self._deltas.append(delta)
         if isinstance(delta, AnswerEnded):
             self._usages[delta.index] = delta.usage
+            self._checks += delta.checks
         self._notify()
 
     def _notify(self) -> None:
@@ -245,6 +259,7 @@ class _Run:
         self._seed = secrets.randbits(_SEED_BITS) if request.params.seed is None else request.params.seed
         self._context: EngineContext | None = None
         self._scored: Finished | None = None
+        self.relaxed: tuple[Relaxed, ...] = ()
         self.num_output_tokens = 0
         self.times = Times()
 
@@ -340,6 +355,11 @@ class _Run:
         tools = use.output(request.constraint) if use is not None and use.callable_names else None
         output = tools if thinking is None else ThoughtOutput(thinking, tools)
         reader = _AnswerReader(self._first_index + number, self._on_delta, logprobs=logprobs, output=output)
+        unkept: set[str] = set()
+
+        def on_compiled(compiled: CompiledConstraint) -> None:
+            self.relaxed = compiled.relaxed
+            unkept.update([one.name for one in compiled.relaxed])
 
         times = Times() if number else self.times
 
@@ -352,8 +372,20 @@ class _Run:
             self.num_output_tokens += len(progress.token_ids) - progress.num_dropped
             reader.push(progress)
 
+        if constraint is None and use is not None and use.callable_names:
+            # Nothing shows where a call begins in this model's notation, so nothing of it is enforced.
+            self.relaxed = tuple([Relaxed(name, ()) for name in use.callable_names])
+            unkept.update(use.callable_names)
         try:
-            end = await self._generator.complete(context, params, push, constraint, accept, thinking=thinking)
+            end = await self._generator.complete(
+                context,
+                params,
+                push,
+                constraint,
+                accept,
+                thinking=thinking,
+                on_compiled=on_compiled,
+            )
         except AgentflowError as error:
             if error.param == "instead":
                 error.param = "constraint"
@@ -364,6 +396,10 @@ class _Run:
             end = msgspec.structs.replace(end, cached_tokens=self._scored.cached_tokens)
         times.ended = time.perf_counter_ns()
         reader.finish(end)
+        checks: tuple[Check, ...] = ()
+        if unkept:
+            checks = await check_answer(self._generator, request, end, reader.outputs(), unkept)
+        reader.end(end, checks)
         if not end.thought_tokens:
             self._generator.output_token_cache.put_answer(context, end)
 
@@ -456,6 +492,8 @@ class _AnswerReader:
         self._num_chars = 0
         self._num_tokens = 0  # with their log-probabilities
         self._undecided: list[TokenLogprob] = []  # of thoughts or of the answer
+        self._texts: list[str] = []
+        self._calls: list[tuple[str, list[str]]] = []
 
     def push(self, progress: Progress) -> None:
         self._num_chars += len(progress.text)
@@ -487,11 +525,17 @@ class _AnswerReader:
             self._emit_text(rest, tokens)
         else:
             self._emit_pieces(self._output.finish(rest, is_truncated=end.finish_reason == "length"), tokens)
+
+    def end(self, end: Finished, checks: tuple[Check, ...]) -> None:
         usage = Usage(
             end.prompt_tokens, end.cached_tokens, end.output_tokens, thought_tokens=end.thought_tokens
         )
         ids = tuple(end.token_ids)
-        self._on_delta(AnswerEnded(self._index, self._reason(end), usage, end.stopped_by, ids))
+        self._on_delta(AnswerEnded(self._index, self._reason(end), usage, end.stopped_by, ids, checks))
+
+    def outputs(self) -> list[tuple[str, str]]:
+        """The calls, as the names of tools and arguments; or the text, without a name."""
+        return [(name, "".join(parts)) for name, parts in self._calls or [("", self._texts)]]
 
     def _reason(self, end: Finished) -> FinishReason:
         if end.finish_reason == "length":
@@ -499,6 +543,7 @@ class _AnswerReader:
         return "tool_calls" if self._output is not None and self._output.num_calls else "stop"
 
     def _emit_text(self, text: str, tokens: Sequence[TokenLogprob]) -> None:
+        self._texts.append(text)
         if text or tokens:
             self._on_delta(TextDelta(self._index, text, tuple(tokens)))
 
@@ -520,55 +565,11 @@ class _AnswerReader:
                     self._on_delta(ThoughtDelta(self._index, piece.text))
                 case CallBegun():
                     call += 1
+                    self._calls.append((piece.name, []))
                     self._on_delta(ToolCallBegun(self._index, call, piece.id, piece.name))
                 case Arguments():
+                    self._calls[-1][1].append(piece.text)
                     self._on_delta(ToolArguments(self._index, call, piece.text))
-
-
-def answers_of(deltas: Sequence[CompletionDelta], num_answers: int) -> list[Answer]:
-    """Assembles answers from all of their deltas."""
-    by_index: list[list[CompletionDelta]] = [[] for _ in range(num_answers)]
-    for delta in deltas:
-        by_index[delta.index].append(delta)
-    return [_answer_of(own) for own in by_index]
-
-
-def _answer_of(deltas: Sequence[CompletionDelta]) -> Answer:
-    texts: list[str] = []
-    thoughts: list[str] = []
-    tokens: list[TokenLogprob] = []
-    calls: list[tuple[ToolCallBegun, list[str]]] = []
-    end: AnswerEnded | None = None
-    prompt: PromptDelta | None = None
-    for delta in deltas:
-        match delta:
-            case PromptDelta():
-                prompt = delta
-            case TextDelta():
-                texts.append(delta.text)
-                tokens += delta.tokens
-            case ThoughtDelta():
-                thoughts.append(delta.text)
-                tokens += delta.tokens
-            case ToolCallBegun():
-                calls.append((delta, []))
-            case ToolArguments():
-                calls[delta.call][1].append(delta.text)
-            case AnswerEnded():
-                end = delta
-    assert end is not None
-    called = tuple(CalledTool(begun.id, begun.name, "".join(parts)) for begun, parts in calls)
-    return Answer(
-        "".join(texts),
-        called,
-        tuple(tokens),
-        end.finish_reason,
-        end.usage,
-        end.stop,
-        prompt,
-        end.token_ids,
-        "".join(thoughts),
-    )
 
 
 def _merged(deltas: Sequence[CompletionDelta]) -> list[CompletionDelta]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -156,15 +156,26 @@ FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
+class Check:
+    """The check of a call of the tool ``name``, or of an answer (an empty name), whose schema was relaxed.
+    ``violated``: the places of the keywords in the schema; None if it could not be checked."""
+
+    name: str
+    violated: tuple[tuple[str, ...], ...] | None
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerEnded:
     """The last delta of an answer. ``stop``: the stop string, or the id of ``stop_token_ids``, that ended it;
-    None if the model ended it. ``token_ids``: those of the answer."""
+    None if the model ended it. ``token_ids``: those of the answer. ``checks``: of what was generated under
+    relaxed schemas."""
 
     index: int
     finish_reason: FinishReason
     usage: Usage
     stop: str | int | None = None
     token_ids: tuple[int, ...] = ()
+    checks: tuple[Check, ...] = ()
 
 
 CompletionDelta: TypeAlias = (
@@ -195,3 +206,49 @@ class Times:
     accepted: int = 0
     first_token: int = 0
     ended: int = 0
+
+
+def answers_of(deltas: Sequence[CompletionDelta], num_answers: int) -> list[Answer]:
+    """Assembles answers from all of their deltas."""
+    by_index: list[list[CompletionDelta]] = [[] for _ in range(num_answers)]
+    for delta in deltas:
+        by_index[delta.index].append(delta)
+    return [_answer_of(own) for own in by_index]
+
+
+def _answer_of(deltas: Sequence[CompletionDelta]) -> Answer:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    tokens: list[TokenLogprob] = []
+    calls: list[tuple[ToolCallBegun, list[str]]] = []
+    end: AnswerEnded | None = None
+    prompt: PromptDelta | None = None
+    for delta in deltas:
+        match delta:
+            case PromptDelta():
+                prompt = delta
+            case TextDelta():
+                texts.append(delta.text)
+                tokens += delta.tokens
+            case ThoughtDelta():
+                thoughts.append(delta.text)
+                tokens += delta.tokens
+            case ToolCallBegun():
+                calls.append((delta, []))
+            case ToolArguments():
+                calls[delta.call][1].append(delta.text)
+            case AnswerEnded():
+                end = delta
+    assert end is not None
+    called = tuple(CalledTool(begun.id, begun.name, "".join(parts)) for begun, parts in calls)
+    return Answer(
+        "".join(texts),
+        called,
+        tuple(tokens),
+        end.finish_reason,
+        end.usage,
+        end.stop,
+        prompt,
+        end.token_ids,
+        "".join(thoughts),
+    )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from agentflow.protocol.events import Usage
+from agentflow.server.completion.checks import shown
 from agentflow.server.completion.completion import Completion
 from agentflow.server.completion.request import CompletionDelta
 from agentflow.server.http.call import ApiCall
+from agentflow.server.http.events import comment
+
+logger = logging.getLogger(__name__)
 
 
 class EventWriter(Protocol):
@@ -24,6 +29,35 @@ class EventWriter(Protocol):
         """The events after the last delta. ``usage``: of all answers."""
 
 
+RELAXED = "x-agentflow-relaxed"
+VIOLATED = "x-agentflow-violated"
+"""Headers with places in the schemas of the client: of keywords that the grammar does not keep, and of those
+that the answer violates. ``checks.shown`` writes them."""
+
+
+def announce(call: ApiCall, completion: Completion) -> None:
+    """Names what was relaxed in a header of the answer, and in the log. The requests must be accepted."""
+    if completion.relaxed and call.record.relaxed is None:
+        text = shown([(one.name, one.path) for one in completion.relaxed])
+        call.record.relaxed = call.reply_headers[RELAXED] = text
+        call.relaxed["requests"] += 1
+
+
+def report(call: ApiCall, completion: Completion) -> None:
+    """Records the usage of a completion that has ended, and what it violates."""
+    call.record.count(completion.usage)
+    announce(call, completion)
+    found: list[tuple[str, tuple[str, ...]]] = []
+    for check in completion.checks:
+        result = "unchecked" if check.violated is None else "violated" if check.violated else "valid"
+        call.relaxed[result] += 1
+        found += [(check.name, path) for path in check.violated or ()]
+    if found:
+        call.record.violated = call.reply_headers[VIOLATED] = shown([*dict.fromkeys(found)])
+        if call.is_over:  # it ran in the background, and its line is in the log
+            logger.info("request %s violated=%s", call.id, call.record.violated)
+
+
 async def stream_completion(
     call: ApiCall,
     completion: Completion,
@@ -31,12 +65,16 @@ async def stream_completion(
     on_end: Callable[[], None] = lambda: None,
 ) -> None:
     """Sends all answers. If the request is rejected, the error is raised before the status is sent; a later
-    error is the last event of the stream. ``on_end``: called before the last event is sent."""
+    error is the last event of the stream. As the headers are sent by then, violations of relaxed schemas are
+    a comment before the last event. ``on_end``: called before the last event is sent."""
     await completion.until_accepted()
+    announce(call, completion)
     async with call.streaming() as stream:
         await stream.send(writer.start(completion.num_prompt_tokens))
         while deltas := await completion.next():
             await stream.send(writer.write(deltas))
-        call.record.count(completion.usage)
+        report(call, completion)
         on_end()
-        await stream.end(writer.end(completion.usage))
+        violated = call.record.violated
+        note = comment(f"{VIOLATED}: {violated}".encode()) if violated else b""
+        await stream.end(note + writer.end(completion.usage))

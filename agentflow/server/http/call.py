@@ -12,13 +12,15 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import cache
 from typing import Any, Protocol, TypeVar, TypeVarTuple, Unpack
 
 import anyio
 import anyio.to_thread
 import msgspec
+import msgspec.inspect
 from starlette.datastructures import Headers, QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
@@ -46,6 +48,10 @@ JSON = b"application/json"
 SMALL_BODY_BYTES = 32_768
 _UNKNOWN = "Object contains unknown field `"
 _MISSING = "Object missing required field `"
+# Beginnings of msgspec's messages.
+_BAD_CHOICES = ("Invalid value '", "Invalid enum value '")
+ALLOWED = "; allowed: "
+"""Between the message and the values of which one is required."""
 # A client's own request id is used where it looks like one.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -75,7 +81,8 @@ class ErrorFormat(Protocol):
 
 
 class ApiCall:
-    """The request and its answer, for a handler. ``record``: the entry for the log."""
+    """The request and its answer, for a handler. ``record``: the entry for the log. ``reply_headers``: more
+    headers of the answer."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, error_format: ErrorFormat) -> None:
         self.headers = Headers(scope=scope)
@@ -83,6 +90,7 @@ class ApiCall:
         self.id = request_id_of(self.headers)
         self.tenant: Tenant = ANONYMOUS
         self.record = RequestRecord(self.id, scope["method"], logged_path(scope["path"]))
+        self.reply_headers: dict[str, str] = {}
         self.path_params: Mapping[str, str] = scope.get("path_params", {})
         self.is_over = False
         self.is_body_read = False
@@ -108,6 +116,12 @@ class ApiCall:
         return QueryParams(self._scope.get("query_string", b""))
 
     @property
+    def relaxed(self) -> Counter[str]:
+        """What the metrics count of relaxed schemas."""
+        counted: Counter[str] = self._scope["app"].state.relaxed
+        return counted
+
+    @property
     def service(self) -> Service:
         """The server. ``ApiError`` while it is starting or shutting down."""
         service: Service | None = self._scope["app"].state.service
@@ -125,7 +139,7 @@ class ApiCall:
         try:
             return msgspec.convert(dict(self.query), kind, strict=False)
         except msgspec.ValidationError as error:
-            message, param = _shown_fault(error, "")
+            message, param = _shown_fault(error, kind, "")
             raise ApiError(400, "invalid_request", message, param=param) from None
 
     @property
@@ -185,7 +199,7 @@ class ApiCall:
     async def fail(self, error: ApiError) -> None:
         """Ends the answer with an error."""
         error = error.shortened()
-        self.record.error = error.code
+        self.record.error, self.record.param, self.record.message = error.code, error.param, error.message
         body = self._error_format.body(error, self.id)
         if self._stream is not None:
             await self._stream.end(self._error_format.in_stream(body))
@@ -205,6 +219,7 @@ class ApiCall:
             took_ms = 1_000 * (time.perf_counter() - self._began_s)
             own.append((shown.processing_header, b"%d" % took_ms))
         own += self._limit_headers().items()
+        own += [(name.encode(), value.encode()) for name, value in self.reply_headers.items()]
         await self._send(
             {"type": "http.response.start", "status": status, "headers": [*own, *headers.items()]}
         )
@@ -303,7 +318,7 @@ def decoded(data: bytes | bytearray | msgspec.Raw, kind: type[T], place: str = "
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        message, param = _shown_fault(error, place)
+        message, param = _shown_fault(error, kind, place)
         raise ApiError(400, "invalid_request", message, param=param) from None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise _not_json(error) from None
@@ -413,7 +428,7 @@ def _count(scan: JsonScan, piece: bytes) -> None:
         raise ApiError(413, "request_too_large", text) from None
 
 
-def _shown_fault(error: msgspec.ValidationError, within: str) -> tuple[str, str | None]:
+def _shown_fault(error: msgspec.ValidationError, kind: Any, within: str) -> tuple[str, str | None]:
     """The message and the field of an error. msgspec appends the place, such as `$.a[0]`, or `key` in `$.a`
     for a name within a field. ``within``: what precedes all places. Names and values of the client are
     truncated, since they can be as long as the body."""
@@ -430,9 +445,44 @@ def _shown_fault(error: msgspec.ValidationError, within: str) -> tuple[str, str 
     if text.startswith(_MISSING):
         field = _field(at, text.removeprefix(_MISSING))
         return f"the required parameter {field!r} is missing", field
+    is_choice = text.startswith(_BAD_CHOICES)
     text = truncated(text, MAX_PARAM_CHARS)
+    if is_choice and (allowed := _allowed(kind, place)):
+        text += ALLOWED + ", ".join(map(repr, allowed))
     of_key = "a key: " if is_key else ""
     return (f"{at}: {of_key}{text}" if at else text), at or None
+
+
+def _allowed(kind: Any, place: str) -> list[str]:
+    """The names of which msgspec's error at this place requires one."""
+    found: list[Any] = [_type_info(kind)]
+    for step in _STEPS.findall(place.removeprefix("$")):
+        found = [inner for one in found for inner in _inside(one, step)]
+    values = [value for one in found for type_ in _options(one) for value in getattr(type_, "values", ())]
+    return sorted({value for value in values if isinstance(value, str)})
+
+
+_type_info = cache(msgspec.inspect.type_info)
+_STEPS = re.compile(r"\[[^]]*\]|[^.[\]`]+")
+
+
+def _options(type_: Any) -> list[Any]:
+    """The types of a union, without their descriptions."""
+    while isinstance(type_, msgspec.inspect.Metadata):
+        type_ = type_.type
+    types = type_.types if isinstance(type_, msgspec.inspect.UnionType) else [type_]
+    return [one.type if isinstance(one, msgspec.inspect.Metadata) else one for one in types]
+
+
+def _inside(type_: Any, step: str) -> Iterator[Any]:
+    """The types of a member, or of the items of a list. The name of a kind of object is one of its tags."""
+    for one in _options(type_):
+        if isinstance(one, msgspec.inspect.ListType) and step.startswith("["):
+            yield one.item_type
+        elif isinstance(one, msgspec.inspect.StructType):
+            yield from [field.type for field in one.fields if field.encode_name == step]
+            if one.tag_field == step:
+                yield msgspec.inspect.LiteralType((one.tag,))
 
 
 def _field(at: str, name: str) -> str:

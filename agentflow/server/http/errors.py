@@ -89,6 +89,16 @@ def unsupported(param: str, why: str) -> ApiError:
     return ApiError(400, "unsupported", f"{param} is not supported: {why}", param=param)
 
 
+def param_of_tool(param: str, member: str) -> str:
+    """The field of a request for a place in the schema of a tool. ``member``: that has the schema.
+
+    >>> param_of_tool("tools[1].properties.a", "input_schema")
+    'tools[1].input_schema.properties.a'
+    """
+    tool, _, place = param.partition("].")
+    return f"{tool}].{member}.{place}" if place else f"{tool.removesuffix(']')}].{member}"
+
+
 def not_ready() -> ApiError:
     """The error of a server that is starting or shutting down."""
     return ApiError(503, "unready", ENDING, retry_after_s=RETRY_AFTER_S)
@@ -106,5 +116,5 @@ def api_error_of(error: Exception) -> ApiError:
             if status in (429, 503):
                 retry_after_s = retry_after_s or RETRY_AFTER_S
             param = error.param if isinstance(error, AgentflowError) else None
-            return ApiError(status, code, str(error), param, retry_after_s)
+            return ApiError(status, code, str(error).removeprefix("conversation: "), param, retry_after_s)
     return ApiError(500, "internal_error", "the server failed to answer this request; its log says why")

@@ -125,6 +125,17 @@ class MetricFamilies(Collector):
         for (route, status), number in sorted(self._metrics.answers.items()):
             answers.add_metric([route, str(status) if status else "gone"], number)
         yield answers
+        relaxed = self._metrics.relaxed
+        text = "Requests with a schema that the grammar does not keep wholly."
+        yield CounterMetricFamily("agentflow_relaxed_requests", text, value=relaxed["requests"])
+        outputs = CounterMetricFamily(
+            "agentflow_relaxed_outputs",
+            "Calls and answers generated under a relaxed schema, by what their check found.",
+            labels=["result"],
+        )
+        for result in ("valid", "violated", "unchecked"):
+            outputs.add_metric([result], relaxed[result])
+        yield outputs
         compiling = self._metrics.compile_counts
         for name, text, value in (
             ("constraints_compiled", "Constraints compiled.", compiling.compiled),
@@ -306,6 +317,9 @@ class ServerMetrics:
         self.session_bytes = 0
         self.answers: Counter[tuple[str, int]] = Counter()
         """The number of answers of the HTTP APIs by route and status; 0: the client had disconnected."""
+        self.relaxed: Counter[str] = Counter()
+        """Of ``requests`` with a relaxed schema, and of what was generated under one by the result of its
+        check: ``valid``, ``violated``, ``unchecked``."""
         self.num_tasks = 0
         self._compiled_before = CompileCounts()  # by the compilers of earlier models
         self._models: Models | None = None

@@ -11,7 +11,7 @@ import time
 from agentflow.engine.generator import EngineGenerator
 from agentflow.server.completion.completion import completing
 from agentflow.server.completion.request import CompletionRequest
-from agentflow.server.completion.streaming import stream_completion
+from agentflow.server.completion.streaming import report, stream_completion
 from agentflow.server.http.call import ApiCall
 from agentflow.server.ollama.answer import AnswerLines
 from agentflow.server.ollama.request import (
@@ -95,5 +95,5 @@ async def _answer(
                 await stream_completion(call, completion, lines)
                 return
             [answer] = await completion.answers()
-    call.record.count(completion.usage)
+    report(call, completion)
     await call.reply(lines.whole(answer))

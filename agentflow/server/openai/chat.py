@@ -11,6 +11,7 @@ from functools import lru_cache
 import msgspec
 
 from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.grammar.compiler.messages import PartedConstraint
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.json_bounds import schema_constraint
 from agentflow.server.completion.completion import completing
@@ -26,7 +27,7 @@ from agentflow.server.completion.request import (
     ToolArguments,
     ToolCallBegun,
 )
-from agentflow.server.completion.streaming import stream_completion
+from agentflow.server.completion.streaming import report, stream_completion
 from agentflow.server.http.call import ApiCall
 from agentflow.server.http.errors import invalid_field, unsupported
 from agentflow.server.openai.answer import (
@@ -84,7 +85,7 @@ async def create_chat_completion(call: ApiCall) -> None:
                 await stream_completion(call, completion, chunks)
                 return
             answers = await completion.answers()
-    call.record.count(completion.usage)
+    report(call, completion)
     await call.reply(
         ChatAnswer(
             id=identity.id,
@@ -161,7 +162,8 @@ def _response_format(body: ChatRequest) -> Constraint | None:
         case SchemaFormat(json_schema=spec):
             if spec.schema is None or not is_given(spec.schema):
                 return ANY_OBJECT
-            return schema_constraint(spec.schema, "response_format")
+            constraint = schema_constraint(spec.schema, "response_format")
+            return constraint if spec.strict else PartedConstraint.relaxable(constraint)
     return None
 
 

@@ -19,7 +19,7 @@ from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_of
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.completion.request import MAX_LOGPROB_TOKENS
 from agentflow.server.http.call import decoded
-from agentflow.server.http.errors import ApiError, invalid_field, unsupported
+from agentflow.server.http.errors import ApiError, invalid_field, param_of_tool, unsupported
 from agentflow.server.openai.types import (
     AssistantMessage,
     AudioPart,
@@ -86,9 +86,10 @@ def naming_field(
     generator: EngineGenerator,
     prompt: str,
     form: str = "response_format",
+    arguments: str = "function.parameters",
 ) -> Iterator[None]:
     """Makes errors of the engine name a field of the request: ``prompt`` if the prompt is too long, empty, or
-    has unknown ids, and ``form`` if the constraint is rejected."""
+    has unknown ids, ``form`` if the constraint is rejected, and the ``arguments`` of a tool."""
     try:
         yield
     except PromptTooLong as error:
@@ -102,6 +103,8 @@ def naming_field(
             error.param = form
         elif error.param == "choice":
             error.param = "tool_choice"
+        elif error.param is not None and error.param.startswith("tools["):
+            error.param = param_of_tool(error.param, arguments)
         raise
 
 
@@ -293,7 +296,7 @@ def _tool_spec(tool: Tool, place: str, scan: JsonScan) -> ToolSpec:
     function, given, parameters = tool.function, tool.function.parameters, NO_PARAMETERS
     if given is not None and is_given(given):
         parameters = object_of(given, f"{place}.function.parameters", scan)
-    return ToolSpec(function.name, function.description or "", parameters)
+    return ToolSpec(function.name, function.description or "", parameters, strict=bool(function.strict))
 
 
 def tool_choice_of(choice: ToolChoiceField | None, *, has_tools: bool, parallel: bool | None) -> ToolChoice:

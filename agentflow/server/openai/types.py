@@ -263,8 +263,8 @@ ChatMessage: TypeAlias = (
 
 
 class FunctionSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``parameters``: the JSON schema of an object; without it the tool has none. ``strict`` has no effect:
-    the arguments of a required call are always valid."""
+    """``parameters``: the JSON schema of an object; without it the tool has none. If it is not ``strict``,
+    what cannot be enforced is relaxed."""
 
     name: ToolName
     description: str | None = None
@@ -328,7 +328,8 @@ class ObjectFormat(msgspec.Struct, tag_field="type", tag="json_object", forbid_u
 
 
 class SchemaSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A JSON schema (without one: any object). The text is valid with or without ``strict``."""
+    """A JSON schema (without one: any object). If it is not ``strict``, what cannot be enforced is
+    relaxed."""
 
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None

@@ -235,6 +235,11 @@ export interface ToolSpec {
   description: string;
   /** The JSON schema of an object; nested at most 200 deep. */
   parameters: Record<string, unknown>;
+  /**
+   * False: what cannot be enforced of the schema is relaxed, and the application must check the arguments;
+   * by default `true`.
+   */
+  strict?: boolean;
 }
 
 /** Part of a conversation. */

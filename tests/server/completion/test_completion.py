@@ -24,7 +24,7 @@ from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.completion import completion as completion_module
-from agentflow.server.completion.completion import answers_of, completing
+from agentflow.server.completion.completion import completing
 from agentflow.server.completion.request import (
     AnswerEnded,
     CompletionRequest,
@@ -33,6 +33,7 @@ from agentflow.server.completion.request import (
     TokenLogprob,
     ToolArguments,
     ToolCallBegun,
+    answers_of,
 )
 
 pytestmark = pytest.mark.anyio

@@ -20,13 +20,14 @@ from agentflow.engine.process.request_journal import RequestJournal
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.completion.completion import answers_of, completing, prompt_ids
+from agentflow.server.completion.completion import completing, prompt_ids
 from agentflow.server.completion.request import (
     Answer,
     CompletionDelta,
     CompletionRequest,
     TextDelta,
     ThoughtDelta,
+    answers_of,
 )
 
 pytestmark = pytest.mark.anyio

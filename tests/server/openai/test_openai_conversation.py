@@ -84,7 +84,7 @@ def test_tools() -> None:
         {"type": "function", "function": {"name": "two", "strict": True}},
     ]
     assert tools_of(read(tools=tools).tools or ()) == (
-        ToolSpec("one", "D", schema),
+        ToolSpec("one", "D", schema, strict=False),
         ToolSpec("two", "", {"type": "object", "properties": {}, "additionalProperties": False}),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -173,22 +174,27 @@ def test_more_log_probabilities_than_are_kept() -> None:
         server.assert_idle()
 
 
+OTHER = {"type": "function", "function": {"name": "other"}}
+
+
 def test_of_what_cannot_be_compiled_the_field_is_named() -> None:
     bad, good = {"type": "string", "pattern": "a("}, {"type": "object", "properties": {}}
 
     def tool(parameters: dict[str, object]) -> dict[str, object]:
-        function = {"name": "f", "parameters": {"type": "object", "properties": {"a": parameters}}}
+        function = {"name": "f", "strict": True}
+        function["parameters"] = {"type": "object", "properties": {"a": parameters}}
         return {"type": "function", "function": function}
 
     def form(schema: dict[str, object]) -> dict[str, object]:
-        return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
 
+    of_tool = "tools[0].function.parameters.properties.a.pattern"
     cases: list[tuple[dict[str, object], str]] = [
-        ({"tools": [tool(bad)], "tool_choice": "required"}, "tools"),
-        ({"tools": [tool(bad)]}, "tools"),
+        ({"tools": [tool(bad)], "tool_choice": "required"}, of_tool),
+        ({"tools": [OTHER, tool(bad)]}, of_tool.replace("0", "1")),
         ({"response_format": form(bad)}, "response_format"),
         ({"tools": [tool(good)], "response_format": form(bad)}, "response_format"),
-        ({"tools": [tool(bad)], "response_format": form(good)}, "tools"),
+        ({"tools": [tool(bad)], "response_format": form(good)}, of_tool),
         ({"regex": "a("}, "regex"),
         ({"grammar": "nothing"}, "grammar"),
     ]
@@ -202,3 +208,26 @@ def test_of_what_cannot_be_compiled_the_field_is_named() -> None:
             }
             answer = httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (asked, answer.text)
+
+
+def test_a_choice_that_is_unknown_lists_those_that_are_known() -> None:
+    says = [{"role": "user", "content": "Hi"}]
+    cases: list[tuple[str, dict[str, object], str, set[str]]] = [
+        ("chat/completions", {"messages": [{"role": "robot"}]}, "messages[0].role", {"user", "tool"}),
+        ("chat/completions", {"messages": says, "tool_choice": "must"}, "tool_choice", {"auto", "none"}),
+        ("chat/completions", {"messages": says, "tools": [{"type": "x"}]}, "tools[0].type", {"function"}),
+        (
+            "responses",
+            {"input": "Hi", "text": {"format": {"type": "xml"}}},
+            "text.format.type",
+            {"json_object"},
+        ),
+        ("responses", {"input": [{"role": "robot", "content": ""}]}, "input[0].role", {"developer"}),
+        ("messages", {"messages": says, "max_tokens": 1, "tool_choice": {"type": "x"}}, "", {"any", "tool"}),
+    ]
+    with api_server(constraints=False) as server:
+        for path, asked, param, values in cases:
+            answer = httpx2.post(f"{server.url}/v1/{path}", json={"model": MODEL, **asked}, timeout=60)
+            error = answer.json()["error"]
+            assert (answer.status_code, error.get("param", "")) == (400, param)
+            assert values <= set(re.findall(r"'(\w+)'", error["message"])), error["message"]

@@ -70,7 +70,12 @@ def test_files_are_compressed_where_the_browser_reads_it(server: ApiServer) -> N
 def test_browsers_are_led_to_the_page_and_programs_are_not(server: ApiServer) -> None:
     answer = get(server, "/", **HTML)
     assert (answer.status_code, answer.headers["location"]) == (303, "/ui/")
-    assert get(server, "/", accept="application/json").status_code == 200
+    answer = get(server, "/", accept="application/json")
+    assert answer.status_code == 200
+    assert {"POST /v1/chat/completions", "WebSocket /v1/session"} < set(answer.json()["endpoints"])
+    answer = get(server, "/v1/chat")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    assert "POST /v1/chat/completions" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def an_image(server: ApiServer, api: Api) -> Response:
 def constrained(api: Api, schema: dict[str, Any]) -> dict[str, Any]:
     """A request whose answer has a schema."""
     if api is OPENAI:
-        named = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        named = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
         return request_fields(response_format=named)
     return request_fields(output_config={"format": {"type": "json_schema", "schema": schema}})
 

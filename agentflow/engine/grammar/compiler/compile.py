@@ -20,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
+from msgspec.structs import replace
 
 from agentflow.engine.grammar.compiler.lark import (
     TagBody,
@@ -31,8 +32,15 @@ from agentflow.engine.grammar.compiler.lark import (
     tag_grammar,
     text_apart,
 )
-from agentflow.engine.grammar.compiler.messages import CompiledConstraint
-from agentflow.engine.grammar.compiler.schema_check import Schema, for_llguidance, read_schema
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint, PartedConstraint, Relaxed
+from agentflow.engine.grammar.compiler.relax import check_kept, compile_parts
+from agentflow.engine.grammar.compiler.schema_check import (
+    Schema,
+    check_schema,
+    explicit,
+    for_llguidance,
+    parse_schema,
+)
 from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.grammar import is_allowed
 from agentflow.engine.grammar.json_schema import FREE_WHITESPACE_CHARS, schema_to_regex
@@ -83,6 +91,31 @@ def compile_constraint(constraint: Constraint) -> CompiledConstraint:
     >>> compile_constraint(Constraint("choices", choices=("yes", "no"))).form
     'dfa'
     """
+    if not isinstance(constraint, PartedConstraint):
+        return _compiled(constraint)
+    key = _key(constraint)
+    relaxed: list[Relaxed] = []
+    if constraint.instead is not None and constraint.instead.parts:
+        with faults_of("instead"):
+            other, found = _compiled_parts(constraint.instead)
+        constraint = replace(constraint, instead=other)
+        relaxed += found.relaxed
+    if constraint.parts:
+        _, found = _compiled_parts(constraint)
+        relaxed += found.relaxed
+    else:
+        found = _compiled(constraint)
+    return replace(found, key=key, relaxed=tuple(relaxed))
+
+
+def _compiled_parts(constraint: PartedConstraint) -> tuple[PartedConstraint, CompiledConstraint]:
+    alone = Constraint("schema", whitespace=constraint.whitespace)
+    return compile_parts(
+        constraint, _compiled, lambda schema: _compiled(replace(alone, source=json.dumps(schema)))
+    )
+
+
+def _compiled(constraint: Constraint) -> CompiledConstraint:
     compiled = _regex_or_grammar(constraint)
     if isinstance(compiled, str):
         payload = _checked(compiled, constraint.kind).encode()
@@ -102,6 +135,8 @@ def _key(constraint: Constraint) -> str:
         said += [constraint.between, constraint.max_tags]
     if constraint.instead is not None:
         said += ["instead", _key(constraint.instead), constraint.apart]
+    if isinstance(constraint, PartedConstraint) and constraint.parts:
+        said += [[part.path, part.name, part.is_strict] for part in constraint.parts]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
@@ -195,8 +230,16 @@ def _lark_of_pattern(pattern: str) -> str:
     return f"start: /{pattern}/\n{ALL_TOKENS_ALLOWED}"
 
 
+def _read_schema(source: str) -> Schema:
+    """The explicit schema. ``BadArgument``, which names the place, for what cannot be kept."""
+    schema = parse_schema(source)
+    check_schema(schema)
+    check_kept(schema)
+    return explicit(schema)
+
+
 def _of_schema(source: str, whitespace: Whitespace) -> Regex | str:
-    schema = read_schema(source)
+    schema = _read_schema(source)
     regex = schema_to_regex(schema, whitespace)
     return _lark_of_schema(schema, whitespace) if regex is None else regex
 
@@ -249,11 +292,11 @@ def _as_grammar(constraint: Constraint, compiled: Regex | str) -> str:
     if isinstance(compiled, str):
         return compiled
     if constraint.kind == "schema":
-        return _lark_of_schema(read_schema(constraint.source), constraint.whitespace)
+        return _lark_of_schema(_read_schema(constraint.source), constraint.whitespace)
     if constraint.kind == "tags":
         tags = constraint.tags()
         bodies = [
-            _lark_of_schema(read_schema(tag.source), constraint.whitespace)
+            _lark_of_schema(_read_schema(tag.source), constraint.whitespace)
             if tag.kind == "schema"
             else _tag_body(tag, constraint.whitespace)
             for tag in tags

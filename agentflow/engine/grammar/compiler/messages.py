@@ -23,18 +23,72 @@ class Lengths(msgspec.Struct, frozen=True, array_like=True):
     list_items: int | None = None
 
 
+class SchemaPart(msgspec.Struct, frozen=True, array_like=True):
+    """A client's schema within the schema of a constraint. ``path``: the keys that lead to it. ``name``: of
+    the tool whose arguments it describes; ``param``: of its errors. Both are empty for the form of an answer.
+    A part that is not strict may be relaxed."""
+
+    path: tuple[str | int, ...]
+    name: str
+    param: str
+    is_strict: bool = True
+
+
+class PartedConstraint(Constraint, frozen=True, omit_defaults=True):
+    """A JSON schema, or a single tag of one, in which the server put schemas of a client. Clients of sessions
+    cannot send it: what was relaxed is reported over HTTP only."""
+
+    parts: tuple[SchemaPart, ...] = ()
+    instead: PartedConstraint | None = None
+
+    @classmethod
+    def of(cls, constraint: Constraint, *parts: SchemaPart) -> PartedConstraint:
+        """The constraint with these parts."""
+        fields = {name: getattr(constraint, name) for name in constraint.__struct_fields__}
+        if constraint.instead is not None:
+            fields["instead"] = cls.of(constraint.instead)
+        if isinstance(constraint, PartedConstraint):
+            parts = (*constraint.parts, *parts)
+        return cls(**{**fields, "parts": parts})
+
+    @classmethod
+    def relaxable(cls, constraint: Constraint) -> PartedConstraint:
+        """The constraint of a schema all of which may be relaxed."""
+        return cls.of(constraint, SchemaPart((), "", "", is_strict=False))
+
+    def schema_source(self) -> str:
+        """The text of the schema."""
+        return self.tags()[0].source if self.kind == "tags" else self.source
+
+    def with_schema(self, source: str) -> PartedConstraint:
+        """The same with another schema."""
+        if self.kind == "tags":
+            rule = msgspec.structs.replace(self.tags()[0], source=source)
+            source = msgspec.json.encode([rule]).decode()
+        return msgspec.structs.replace(self, source=source)
+
+
+class Relaxed(msgspec.Struct, frozen=True, array_like=True):
+    """A keyword of a client's schema that the grammar does not keep. ``name``: as in ``SchemaPart``.
+    ``path``: the keys that lead to the keyword; empty if all of the schema was relaxed."""
+
+    name: str
+    path: tuple[str, ...]
+
+
 class CompiledConstraint(msgspec.Struct, frozen=True, array_like=True):
     """A constraint as the engine takes it.
 
     ``key``: equal for equal constraints of a tenant. ``payload``: a ``Dfa`` as ``Dfa.to_bytes`` writes it, or
     a grammar for llguidance (UTF-8). Empty if the engine already has it under the key. ``lengths``: of a JSON
-    value, for ``LengthMatcher``.
+    value, for ``LengthMatcher``. ``relaxed``: what it does not keep.
     """
 
     key: str
     form: Literal["dfa", "llguidance"]
     payload: bytes
     lengths: Lengths | None = None
+    relaxed: tuple[Relaxed, ...] = ()
 
     def limited(self, constraint: Constraint) -> CompiledConstraint:
         """The same with the lengths of ``constraint``, from which it was compiled."""
@@ -97,7 +151,7 @@ class CompileEnd(msgspec.Struct, frozen=True):
 
 start_decoder = msgspec.msgpack.Decoder(StartCompiling)
 ready_decoder = msgspec.msgpack.Decoder(Ready)
-constraint_decoder = msgspec.msgpack.Decoder(Constraint)
+constraint_decoder = msgspec.msgpack.Decoder(PartedConstraint)
 end_decoder = msgspec.msgpack.Decoder(CompileEnd)
 
 

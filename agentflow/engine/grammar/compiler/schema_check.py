@@ -8,24 +8,28 @@ are bounded there too. A recursive schema must have a finite value.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Iterable, Iterator, Set
 from typing import Any, Final
 
 from agentflow.engine.grammar.json_scalars import MOST_INTEGER, MOST_NUMBER
-from agentflow.engine.grammar.json_schema import IN_PLACE
+from agentflow.engine.grammar.json_schema import IN_PLACE, has_type
 from agentflow.errors import BadArgument
-from agentflow.protocol.json_formats import PATTERN_OF_FORMAT
+from agentflow.protocol.json_formats import FORMATS, PATTERN_OF_FORMAT
 from agentflow.protocol.schema_walk import (
     ANNOTATIONS,
     HOLD_A_LIST,
     HOLD_A_SCHEMA,
     HOLD_NAMED,
-    inner_schemas,
+    TYPES,
     resolved,
 )
 
 Schema = dict[str, Any]
+Path = tuple[str, ...]
+"""The keys that lead to a part of a schema."""
 
 ANY_VALUE: Final = "agentflow:any-value"
 """The definition's name and absolute URI: no ``$id`` around a reference changes its target."""
@@ -135,9 +139,8 @@ def _is_finite(schema: Any, endless: Set[str]) -> bool:
 MOST_DEPTH: Final = 60
 
 
-def read_schema(source: str) -> Schema:
-    """The explicit schema of a JSON text. ``BadArgument``, which names the part, if it is no schema or has
-    unsupported keywords."""
+def parse_schema(source: str) -> Schema:
+    """The schema of a JSON text. ``BadArgument`` if it is not the text of a schema."""
     try:
         schema = json.loads(source, parse_constant=_no_constant)
         source.encode()
@@ -151,25 +154,40 @@ def read_schema(source: str) -> Schema:
     if not isinstance(schema, dict):
         raise BadArgument(f"schema: must be an object that some value satisfies, not {source[:40]}")
     schema.pop("x-guidance", None)  # the library's options are not for users to set
-    subschemas = list(_subschemas(schema, 0))
-    for sub in subschemas:
-        _refuse_what_is_no_schema(sub)
+    return schema
+
+
+def check_schema(schema: Schema, place: Path = ()) -> None:
+    """Drops keywords that say nothing. ``BadArgument``, which names the place, if it is no schema. ``place``:
+    that of ``schema``."""
+    for where, sub in placed_subschemas(schema, place):
+        _refuse_what_is_no_schema(sub, ".".join(where))
+        _drop_what_says_nothing(sub)
+
+
+def explicit(schema: Schema) -> Schema:
+    """The explicit schema, made from one that has passed ``check_schema`` and has no keywords that cannot be
+    kept. ``BadArgument`` if no finite value satisfies it."""
+    subschemas = [sub for _, sub in placed_subschemas(schema)]
     if not has_finite_value(schema):
         raise BadArgument(
             "schema: no finite value satisfies it: each would contain another one like it; let the recursive "
             "member be null, or do not require it"
         )
+    for sub in subschemas:
+        if sub.get("uniqueItems") is True and (lists := unique_lists(sub, schema)) is not None:
+            kept = {key: value for key, value in sub.items() if key in ANNOTATIONS}
+            sub.clear()
+            sub |= {**kept, "enum": lists}
     is_flat = not any(_applies_in_place(sub) for sub in subschemas)
     for sub in subschemas:
-        _drop_what_says_nothing(sub)
-        _refuse(sub)
         _bound_numbers(sub)
         if is_flat:
             _close(sub)
     if is_flat:
         define_any_value(schema, subschemas)
     for sub in subschemas:
-        if "oneOf" in sub and "anyOf" not in sub and _exclude_each_other(sub["oneOf"], schema):
+        if "oneOf" in sub and "anyOf" not in sub and exclude_each_other(sub["oneOf"], schema):
             sub["anyOf"] = sub.pop("oneOf")
     return schema
 
@@ -178,7 +196,7 @@ def for_llguidance(schema: Schema) -> Schema:
     """The schema as llguidance enforces it: patterns replace the formats in ``PATTERN_OF_FORMAT``, and narrow
     ranges do not begin at an open limit."""
     narrower: Schema = json.loads(json.dumps(schema))
-    for sub in _subschemas(narrower, 0):
+    for _, sub in placed_subschemas(narrower):
         name = sub.get("format")
         if isinstance(name, str) and name in PATTERN_OF_FORMAT and "pattern" not in sub:
             del sub["format"]
@@ -210,15 +228,24 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _subschemas(schema: Any, depth: int) -> Iterator[Schema]:
-    """The schema and all schemas inside it."""
+def placed_subschemas(schema: Any, place: Path = (), depth: int = 0) -> Iterator[tuple[Path, Schema]]:
+    """The schema, which is at ``place``, and all schemas inside it, each with its place. ``BadArgument`` if
+    they nest too deep."""
     if not isinstance(schema, dict):
         return
     if depth > MOST_DEPTH:
         raise BadArgument(f"schema: nests deeper than {MOST_DEPTH}")
-    yield schema
-    for one in inner_schemas(schema):
-        yield from _subschemas(one, depth + 1)
+    yield place, schema
+    for key in HOLD_A_SCHEMA:
+        yield from placed_subschemas(schema.get(key), (*place, key), depth + 1)
+    for key in HOLD_A_LIST:
+        if isinstance(listed := schema.get(key), list):
+            for number, one in enumerate(listed):
+                yield from placed_subschemas(one, (*place, key, str(number)), depth + 1)
+    for key in HOLD_NAMED:
+        if isinstance(named := schema.get(key), dict):
+            for name, one in named.items():
+                yield from placed_subschemas(one, (*place, key, name), depth + 1)
 
 
 def _applies_in_place(schema: Schema) -> bool:
@@ -232,6 +259,10 @@ def _drop_what_says_nothing(schema: Schema) -> None:
     for key, value in (("uniqueItems", False), ("unevaluatedProperties", True), ("unevaluatedItems", True)):
         if schema.get(key) is value:
             del schema[key]
+    if schema.get("propertyNames") in ({}, {"type": "string"}, True):
+        del schema["propertyNames"]
+    if isinstance(name := schema.get("format"), str) and name not in FORMATS:
+        del schema["format"]  # an annotation, as in JSON schema
     if "contains" not in schema:
         schema.pop("minContains", None)
         schema.pop("maxContains", None)
@@ -250,32 +281,87 @@ def _drop_what_says_nothing(schema: Schema) -> None:
             schema[key] = int(value)
 
 
-def _refuse_what_is_no_schema(schema: Schema) -> None:
+def _refuse_what_is_no_schema(schema: Schema, place: str) -> None:
+    def fault(key: str, what: str) -> BadArgument:
+        return BadArgument(f"schema: {f'{place}: ' if place else ''}{key} must be {what}")
+
     for key, value in schema.items():
         names = value if isinstance(value, list) else [value] if key == "type" else None
-        if key in ("type", "required") and not (names and all(isinstance(name, str) for name in names)):
-            if value != []:
-                raise BadArgument(f"schema: {key} must be a list of names")
-        elif key in HOLD_NAMED and not isinstance(value, dict):
-            raise BadArgument(f"schema: {key} must be an object of schemas")
-        elif key in ("anyOf", "oneOf", "allOf", "prefixItems", "enum") and not isinstance(value, list):
-            raise BadArgument(f"schema: {key} must be a list")
-        elif key == "$ref" and not isinstance(value, str):
-            raise BadArgument("schema: $ref must be a string")
+        if key in ("type", "required") and (
+            names is None or not all(isinstance(name, str) for name in names)
+        ):
+            raise fault(key, "a list of names")
+        if key == "type" and names is not None and not {*names} <= {*TYPES}:
+            wrong = next(name for name in names if name not in TYPES)
+            raise fault(key, f"one of {', '.join(TYPES)}, or a list of these, not {wrong[:100]!r}")
+        if key in HOLD_NAMED and not isinstance(value, dict):
+            raise fault(key, "an object of schemas")
+        if key in ("anyOf", "oneOf", "allOf", "prefixItems", "enum") and not isinstance(value, list):
+            raise fault(key, "a list")
+        if key == "$ref" and not isinstance(value, str):
+            raise fault(key, "a string")
 
 
-def _refuse(schema: Schema) -> None:
-    """Rejects keywords that the library accepts and does not enforce."""
-    for key in ("exclusiveMinimum", "exclusiveMaximum"):
-        if isinstance(schema.get(key), bool):
-            raise BadArgument(f"schema: {key} must be a number, as in draft 6 and later")
+def least_members(schema: Schema) -> int | None:
+    """The largest ``minProperties`` that can be kept, if the schema has a larger one. Two members may have
+    the same name, and a parser then keeps one of them."""
     least = schema.get("minProperties")
     is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
-    if isinstance(least, int) and least > max(1, len(set(schema.get("required", [])))) and not is_closed:
-        # Two members may have the same name, and a parser then keeps one of them.
-        raise BadArgument(
-            "schema: minProperties above 1 needs additionalProperties: false, or as many names in required"
-        )
+    most = max(1, len(set(schema.get("required", []))))
+    return most if isinstance(least, int) and least > most and not is_closed else None
+
+
+MOST_UNIQUE_LISTS: Final = 500
+_KEYS_OF_UNIQUE: Final = ANNOTATIONS | {"type", "items", "uniqueItems", "minItems", "maxItems"}
+_MOST_UNIQUE_VALUES: Final = 32
+
+
+def unique_lists(schema: Schema, root: Schema) -> list[Any] | None:
+    """All lists under a schema with ``uniqueItems``. None if there are too many, or they are not known.
+
+    >>> unique_lists({"type": "array", "items": {"type": "boolean"}, "uniqueItems": True}, {})
+    [[], [False], [True], [False, True], [True, False]]
+    """
+    if set(schema) - _KEYS_OF_UNIQUE or schema.get("type") != "array":
+        return None
+    values = _values_of(schema.get("items"), root)
+    least, most = schema.get("minItems", 0), schema.get("maxItems", _MOST_UNIQUE_VALUES)
+    if values is None or not isinstance(least, int) or not isinstance(most, int):
+        return None
+    most = min(most, len(values))
+    if sum([math.perm(len(values), length) for length in range(least, most + 1)]) > MOST_UNIQUE_LISTS:
+        return None
+    lengths = range(max(least, 0), most + 1)
+    return [[*some] for length in lengths for some in itertools.permutations(values, length)] or None
+
+
+def _values_of(schema: Any, root: Schema) -> list[Any] | None:
+    """The different values of a schema, if they are few."""
+    found = resolved(schema, root)
+    keywords = set(found) - ANNOTATIONS
+    if keywords <= {"const", "type"} and "const" in keywords:
+        values = [found["const"]]
+    elif keywords <= {"enum", "type"} and "enum" in keywords:
+        values = found["enum"]
+    elif keywords == {"type"} and found["type"] in ("boolean", "null"):
+        values = [False, True] if found["type"] == "boolean" else [None]
+    else:
+        return None
+    if "type" in keywords and not all(has_type(value, found["type"]) for value in values):
+        return None
+    # Equal numbers have one text: 1 and 1.0 are the same item, and 1 and true are not.
+    different: dict[str, Any] = {}
+    for value in values:
+        different.setdefault(json.dumps(_plain(value), sort_keys=True), value)
+    return [*different.values()] if len(different) <= _MOST_UNIQUE_VALUES else None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return {name: _plain(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def _bound_numbers(schema: Schema) -> None:
@@ -307,7 +393,7 @@ def _close(schema: Schema) -> None:
         schema["additionalProperties"] = False
 
 
-def _exclude_each_other(options: Any, root: Any) -> bool:
+def exclude_each_other(options: Any, root: Any) -> bool:
     """Whether no value is valid under two of the options, as far as their types, their literal values or the
     literal values of a member that both require can tell."""
     if not isinstance(options, list):

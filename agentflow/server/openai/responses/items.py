@@ -196,7 +196,7 @@ def _tool(raw: msgspec.Raw, place: str, scan: JsonScan) -> ToolSpec:
     tool, parameters = decoded(raw, FunctionTool, place), NO_PARAMETERS
     if tool.parameters is not None and is_given(tool.parameters):
         parameters = object_of(tool.parameters, f"{place}.parameters", scan)
-    return ToolSpec(tool.name, tool.description or "", parameters)
+    return ToolSpec(tool.name, tool.description or "", parameters, strict=bool(tool.strict))
 
 
 def tool_choice_of(given: Unread, *, has_tools: bool, parallel: bool | None) -> ToolChoice:

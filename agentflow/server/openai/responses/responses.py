@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.grammar.compiler.messages import PartedConstraint
 from agentflow.errors import PromptTooLong
 from agentflow.protocol.chat import Message
 from agentflow.protocol.constraint import Constraint
@@ -26,7 +27,7 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.server.completion.completion import completing, prompt_ids
 from agentflow.server.completion.request import CompletionRequest
-from agentflow.server.completion.streaming import stream_completion
+from agentflow.server.completion.streaming import announce, report, stream_completion
 from agentflow.server.http.call import ApiCall
 from agentflow.server.http.errors import ApiError, invalid_field, unsupported
 from agentflow.server.openai.request import (
@@ -83,12 +84,12 @@ async def create_response(call: ApiCall) -> None:
                 return
             turn.writer.write(await completion.rest())
     turn.store()
-    call.record.count(completion.usage)
+    report(call, completion)
     await call.reply(turn.writer.answer)
 
 
 def _naming_fields(generator: EngineGenerator) -> AbstractContextManager[None]:
-    return naming_field(generator, "input", "text.format.schema")
+    return naming_field(generator, "input", "text.format.schema", "parameters")
 
 
 async def _run_in_background(call: ApiCall, turn: _Turn, generator: EngineGenerator) -> None:
@@ -110,10 +111,12 @@ async def _run_in_background(call: ApiCall, turn: _Turn, generator: EngineGenera
             async with completing(generator, turn.request, trace=trace) as completion:
                 await completion.until_accepted()
                 run.num_prompt_tokens = completion.num_prompt_tokens
+                announce(call, completion)
                 run.write(writer.queue())
                 accept()
                 while deltas := await completion.next():
                     run.write(writer.write(deltas))
+                report(call, completion)
 
     def finish(failure: ApiError | None, is_cancelled: bool) -> None:
         if failure is not None:
@@ -263,8 +266,9 @@ def _form_of(body: ResponseRequest) -> Constraint | None:
     match body.text.format if body.text is not None else None:
         case ObjectFormat():
             return Constraint("schema", '{"type":"object"}')
-        case SchemaFormat(schema=schema):
-            return schema_constraint(schema, "text.format.schema")
+        case SchemaFormat(schema=schema, strict=is_strict):
+            constraint = schema_constraint(schema, "text.format.schema")
+            return constraint if is_strict else PartedConstraint.relaxable(constraint)
     return None
 
 

@@ -46,7 +46,7 @@ class FunctionTool(
     msgspec.Struct, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True
 ):
     """A tool that the model may call. ``parameters``: the JSON schema of an object; without it the tool has
-    none. ``strict`` has no effect: the arguments of a required call are always valid."""
+    none. If it is not ``strict``, what cannot be enforced is relaxed."""
 
     name: ToolName
     description: str | None = None
@@ -71,7 +71,8 @@ class ObjectFormat(msgspec.Struct, tag_field="type", tag="json_object", forbid_u
 class SchemaFormat(
     msgspec.Struct, tag_field="type", tag="json_schema", kw_only=True, forbid_unknown_fields=True
 ):
-    """A JSON value that conforms to this schema, with or without ``strict``."""
+    """A JSON value that conforms to this schema. If it is not ``strict``, what cannot be enforced is
+    relaxed."""
 
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
     schema: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]

@@ -10,16 +10,18 @@ from support.engine.schema_strategies import schemas, valid_value, written
 
 from agentflow.engine.grammar.compiler.compile import _lark_of_schema
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
-from agentflow.engine.grammar.compiler.schema_check import read_schema
+from agentflow.engine.grammar.compiler.schema_check import check_schema, explicit
 from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.json_schema import schema_to_regex
 from benchmarks.constrained.text_walks import takes, text_under, walk
 
 
 def both_forms(schema, whitespace):
-    explicit = read_schema(json.dumps(schema))
-    regex = schema_to_regex(explicit, whitespace)
-    forms = [CompiledConstraint("parser", "llguidance", _lark_of_schema(explicit, whitespace).encode())]
+    said = json.loads(json.dumps(schema))
+    check_schema(said)
+    said = explicit(said)
+    regex = schema_to_regex(said, whitespace)
+    forms = [CompiledConstraint("parser", "llguidance", _lark_of_schema(said, whitespace).encode())]
     if regex is not None:
         forms.append(CompiledConstraint("machine", "dfa", build_dfa(regex).to_bytes()))
     return forms

@@ -1,0 +1,337 @@
+"""Relaxes what a grammar cannot keep, in the schemas of clients that do not insist on it.
+
+OpenAI's API takes any schema for a tool that is not strict. ``relax`` drops from one what cannot be enforced,
+or replaces it by the nearest looser form, and returns where. Each step only allows more values, so that no
+valid value is lost; the server checks finished calls against the original. ``compile_parts`` does so for the
+parts of a constraint, in steps that go further only if the schema still does not compile. A strict part is
+rejected instead, with the place of the keyword.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from agentflow.engine.grammar.compiler.messages import (
+    CompiledConstraint,
+    PartedConstraint,
+    Relaxed,
+    SchemaPart,
+)
+from agentflow.engine.grammar.compiler.schema_check import (
+    MOST_UNIQUE_LISTS,
+    Path,
+    Schema,
+    check_schema,
+    exclude_each_other,
+    least_members,
+    parse_schema,
+    placed_subschemas,
+    unique_lists,
+)
+from agentflow.errors import AgentflowError, BadArgument, RequestRefused
+from agentflow.protocol.constraint import Constraint
+
+Compiles: TypeAlias = Callable[[Schema], bool]
+"""Whether a schema compiles."""
+
+_NEVER_KEPT: Final[tuple[str, ...]] = (
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "minContains",
+    "maxContains",
+    "propertyNames",
+    "dependencies",
+    "dependentRequired",
+    "dependentSchemas",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "$dynamicRef",
+)
+_WHY: Final = {
+    "uniqueItems": f"is supported for items of few values only (at most {MOST_UNIQUE_LISTS} lists)",
+    "pattern": "is supported without look-arounds only",
+    "minProperties": "above 1 needs additionalProperties: false, or as many names in required",
+    "exclusiveMinimum": "must be a number, as in draft 6 and later",
+    "exclusiveMaximum": "must be a number, as in draft 6 and later",
+}
+_WHY_NOT: Final = "is not supported: check it in the program"
+
+
+def relax(root: Schema, start: Schema | None = None, place: Path = ()) -> list[Path]:
+    """Relaxes ``start`` (``root``, by default), which is at ``place``, as far as its text shows what cannot
+    be kept. Returns the place of each keyword that was dropped or changed.
+
+    >>> schema = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    >>> relax(schema), schema
+    ([('uniqueItems',)], {'type': 'array', 'items': {'type': 'string'}})
+    """
+    found: list[Path] = []
+    has_ids = any("$id" in one or "id" in one for _, one in placed_subschemas(root))
+    for path, schema in list(placed_subschemas(root if start is None else start, place)):
+        for key in [key for key in _NEVER_KEPT if key in schema]:
+            del schema[key]
+            found.append((*path, key))
+        for key in _unkept(schema, root, has_ids=has_ids):
+            found.append((*path, key))
+    return found
+
+
+def _unkept(schema: Schema, root: Schema, *, has_ids: bool) -> Iterator[str]:
+    """Relaxes the keywords that are kept in some schemas only. Yields those that were."""
+    if schema.get("uniqueItems") is True and unique_lists(schema, root) is None:
+        del schema["uniqueItems"]
+        yield "uniqueItems"
+    for key in ("exclusiveMinimum", "exclusiveMaximum"):
+        # In draft 4 it is an open limit; without it, the limit is closed.
+        if isinstance(schema.get(key), bool) and schema.pop(key):
+            yield key
+    if (most := least_members(schema)) is not None:
+        schema["minProperties"] = most
+        yield "minProperties"
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str) and (looser := without_look_arounds(pattern)) != pattern:
+        schema["pattern"] = looser
+        yield "pattern"
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and not has_ids and not _is_inside(reference, root):
+        del schema["$ref"]
+        yield "$ref"
+
+
+def _is_inside(reference: str, root: Schema) -> bool:
+    """Whether the schema has what the reference names. True for the name of an anchor, which may exist."""
+    if not reference.startswith("#"):
+        return reference == ""
+    if not reference.startswith("#/"):
+        return True
+    target: Any = root
+    for step in reference[2:].split("/"):
+        name = step.replace("%25", "%").replace("~1", "/").replace("~0", "~")
+        if isinstance(target, list) and name.isdigit() and int(name) < len(target):
+            target = target[int(name)]
+        elif isinstance(target, dict) and name in target:
+            target = target[name]
+        else:
+            return "%" in reference  # the library decodes it
+    return isinstance(target, dict | bool)
+
+
+def without_look_arounds(pattern: str) -> str:
+    """The pattern with an empty group for each look-around. It matches whatever the pattern matches.
+
+    >>> without_look_arounds(r"^(?!^[-+.]*$)[+-]?0*\\d*\\.?\\d*$")
+    '^(?:)[+-]?0*\\\\d*\\\\.?\\\\d*$'
+    """
+    kept: list[str] = []
+    at, depth, dropped_from, in_set = 0, 0, 0, False
+    while at < len(pattern):
+        length = 2 if pattern[at] == "\\" else 1
+        char = pattern[at : at + length]
+        if in_set:
+            in_set = char != "]"
+        elif char == "[":
+            # A bracket that comes first is part of the set.
+            negation = 1 if pattern[at + 1 : at + 2] == "^" else 0
+            length += negation + (pattern[at + 1 + negation : at + 2 + negation] == "]")
+            in_set, char = True, pattern[at : at + length]
+        elif char == "(":
+            depth += 1
+            if not dropped_from and pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), at):
+                dropped_from = depth
+        elif char == ")":
+            if dropped_from and depth == dropped_from:
+                dropped_from, char = 0, "(?:)"
+            depth -= 1
+        if not dropped_from:
+            kept.append(char)
+        at += length
+    return pattern if dropped_from else "".join(kept)
+
+
+def check_kept(schema: Schema) -> None:
+    """``BadArgument``, which names the place, for a keyword that cannot be kept."""
+    for path in relax(copy.deepcopy(schema)):
+        raise BadArgument(f"schema: {'.'.join(path)} {_why(schema, path)}")
+
+
+def _why(schema: Schema, path: Path) -> str:
+    """Why the keyword at the end of the path cannot be kept."""
+    if path[-1] != "$ref":
+        return _WHY.get(path[-1], _WHY_NOT)
+    value: Any = schema
+    for key in path:
+        value = value[int(key) if isinstance(value, list) else key]
+    return f"names {value[:200]!r}, which is not in the schema and is not fetched: write it into $defs"
+
+
+class _Part:
+    """A part of a schema, with the definitions that are its own."""
+
+    def __init__(self, root: Schema, part: SchemaPart) -> None:
+        self.part = part
+        self._root = root
+        start: Any = root
+        for key in part.path:
+            start = start[key]
+        self._start: Schema = start
+        self._definitions = _some(root, "$defs", "definitions")
+        # ``hoisted`` puts the tool's name before the names of its definitions.
+        self._places: list[tuple[Path, Any]] = [((), self._start)]
+        if part.path:
+            own = root.get("$defs", {})
+            prefix = f"{part.name}."
+            self._places += [
+                (() if name == part.name else ("$defs", name.removeprefix(prefix)), own[name])
+                for name in own
+                if name == part.name or name.startswith(prefix)
+            ]
+
+    @property
+    def alone(self) -> Schema:
+        """The part as a schema of its own."""
+        return {**self._start, **self._definitions} if self.part.path else self._root
+
+    def check(self) -> None:
+        """As ``check_schema``; and ``BadArgument`` for a keyword that a strict part cannot keep."""
+        for place, one in self._places:
+            try:
+                check_schema(one, place)
+            except BadArgument as error:
+                raise self.error(error) from None
+        for place, one in self._places if self.part.is_strict else ():
+            for path in relax(self._root, copy.deepcopy(one), place):
+                text = f"{'.'.join(path)} {_why(one, path[len(place) :])}"
+                raise self.error(BadArgument(text), path)
+
+    def relax(self) -> list[Path]:
+        """Relaxes what the text shows."""
+        return [path for place, one in self._places for path in relax(self._root, one, place)]
+
+    def error(self, error: AgentflowError, path: Path = ()) -> AgentflowError:
+        """The error as one of this part, at a place in it."""
+        part, text = self.part, str(error).removeprefix("schema: ")
+        if not part.name:
+            return type(error)(str(error))
+        return type(error)(f"tool {part.name!r}: {text}", param=".".join((part.param, *path)))
+
+    def fault(self, compiles: Compiles, error: AgentflowError) -> AgentflowError:
+        """The error of compiling this part, at the first place that does not compile by itself."""
+        for found in self.relax_until(compiles):
+            if found and found[0]:
+                where = ".".join(found[0])
+                return self.error(type(error)(f"{where}: {str(error).removeprefix('schema: ')}"), found[0])
+        return self.error(error)
+
+    def relax_until(self, compiles: Compiles) -> Iterator[list[Path]]:
+        """Relaxes in steps, each of which goes further."""
+        yield self._relax_keywords(compiles)
+        yield self._relax_members(compiles)
+        yield self._allow_all()
+
+    def _relax_keywords(self, compiles: Compiles) -> list[Path]:
+        """Relaxes the keywords that do not compile by themselves."""
+        found: list[Path] = []
+        every = [pair for place, one in self._places for pair in placed_subschemas(one, place)]
+        for path, schema in every:
+            if "pattern" in schema and not compiles({"type": "string", "pattern": schema["pattern"]}):
+                del schema["pattern"]
+                found.append((*path, "pattern"))
+            if "patternProperties" in schema:
+                names = _some(schema, "properties", "patternProperties")
+                if not compiles({"type": "object", **names, **self._definitions}):
+                    del schema["patternProperties"]
+                    schema["additionalProperties"] = True
+                    found.append((*path, "patternProperties"))
+            for key in ("minProperties", "maxProperties"):
+                names = _some(schema, "properties", "required", "additionalProperties", key)
+                if key in schema and not compiles({"type": "object", **names, **self._definitions}):
+                    del schema[key]
+                    schema.setdefault("additionalProperties", True)
+                    found.append((*path, key))
+        for path, schema in every:
+            options = schema.get("oneOf")
+            if not isinstance(options, list) or exclude_each_other(options, self._root):
+                continue
+            if not compiles({"oneOf": options, **self._definitions}):
+                del schema["oneOf"]
+                if "anyOf" in schema:
+                    schema["allOf"] = [*schema.get("allOf", []), {"anyOf": options}]
+                else:
+                    schema["anyOf"] = options
+                found.append((*path, "oneOf"))
+        return found
+
+    def _relax_members(self, compiles: Compiles) -> list[Path]:
+        """Allows any value for each member whose schema does not compile by itself."""
+        found: list[Path] = []
+        for place, schema in self._places:
+            members = schema.get("properties")
+            for name, member in members.items() if isinstance(members, dict) else ():
+                if isinstance(member, dict) and not compiles({**member, **self._definitions}):
+                    members[name] = {}
+                    found.append((*place, "properties", name))
+        return found
+
+    def _allow_all(self) -> list[Path]:
+        """Allows any value; any object, for arguments."""
+        self._start.clear()
+        if self.part.name:
+            self._start["type"] = "object"
+        return [()]
+
+
+def _some(schema: Schema, *keys: str) -> Schema:
+    return {key: schema[key] for key in keys if key in schema}
+
+
+def compile_parts(
+    constraint: PartedConstraint,
+    compile_whole: Callable[[Constraint], CompiledConstraint],
+    compile_schema: Callable[[Schema], object],
+) -> tuple[PartedConstraint, CompiledConstraint]:
+    """Compiles a constraint with parts, relaxed where they cannot be kept and are not strict; returns the
+    relaxed constraint, too. ``BadArgument`` for a strict part that cannot be kept; its ``param`` is the
+    part's, with the place of the keyword."""
+    root = parse_schema(constraint.schema_source())
+    parts = [_Part(root, part) for part in constraint.parts]
+    relaxed: list[Relaxed] = []
+    for one in parts:
+        one.check()
+        if not one.part.is_strict:
+            relaxed += [Relaxed(one.part.name, path) for path in one.relax()]
+
+    def compiles(schema: Schema) -> bool:
+        try:
+            compile_schema(json.loads(json.dumps(schema)))
+        except (BadArgument, RequestRefused):
+            return False
+        return True
+
+    def compiled() -> tuple[PartedConstraint, CompiledConstraint]:
+        whole = constraint.with_schema(json.dumps(root, ensure_ascii=False)) if relaxed else constraint
+        return whole, msgspec.structs.replace(compile_whole(whole), relaxed=tuple(relaxed))
+
+    try:
+        return compiled()
+    except (BadArgument, RequestRefused) as error:
+        wrong = [one for one in parts if not compiles(one.alone)]
+        if error.param is not None or not wrong:
+            raise
+    for one in wrong:
+        if one.part.is_strict:
+            try:
+                compile_schema(json.loads(json.dumps(one.alone)))
+            except (BadArgument, RequestRefused) as error:
+                raise one.fault(compiles, error) from None
+        steps = one.relax_until(compiles)
+        while not compiles(one.alone):
+            relaxed += [Relaxed(one.part.name, path) for path in next(steps)]
+    return compiled()
