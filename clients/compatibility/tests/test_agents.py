@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
+from pathlib import Path
 from typing import Any
 
 import agents
@@ -92,6 +93,14 @@ class TestPydanticAi:
     def test_tools(self, model: Any) -> None:
         agent = pydantic_ai.Agent(model, tools=[weather])
         assert agent.run_sync("Hello there").output == ANSWER
+
+    def test_tools_of_any_schema(self, model: Any) -> None:
+        """The grammar keeps the nearest looser form of what it cannot express."""
+
+        def forecast(city: str, days: set[str], station: Path) -> str:
+            return weather(city)
+
+        assert pydantic_ai.Agent(model, tools=[forecast]).run_sync("Hello there").output == ANSWER
 
     def test_typed_answers(self, model: Any) -> None:
         agent = pydantic_ai.Agent(model, output_type=Person)
