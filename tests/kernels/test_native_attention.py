@@ -85,7 +85,7 @@ def test_attention_of_trees_equals_the_reference(
 @DTYPES
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),
-    [(9, 3, 64), (4, 4, 16), (12, 1, 32), (6, 2, 80), (2, 1, 128), (3, 3, 6)],
+    [(9, 3, 64), (4, 4, 16), (12, 1, 32), (6, 2, 80), (2, 1, 128), (8, 2, 128), (3, 3, 6)],
 )
 def test_all_shapes_of_heads(
     kernels: Kernels, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype

@@ -141,8 +141,7 @@ class TaskRun {
     bool has_few() const {
 #if defined(__AVX512BF16__)
         if (!std::is_same_v<S, bf16>) return false;
-        if (shape_.head_dim == 64) return per_head_ <= MOST_FEW_QUERIES<2>;
-        if (shape_.head_dim == 128) return per_head_ <= MOST_FEW_QUERIES<4>;
+        if (shape_.head_dim == 64 || shape_.head_dim == 128) return per_head_ <= MOST_FEW_QUERIES;
 #endif
         return false;
     }
@@ -150,29 +149,30 @@ class TaskRun {
     void take_few(int first, int num, int head) {
 #if defined(__AVX512BF16__)
         if constexpr (std::is_same_v<S, bf16>) {
-            const bool is_wide = shape_.head_dim == 128;
-            if (per_head_ == 1) return is_wide ? take_few<1, 4>(first, num, head) : take_few<1, 2>(first, num, head);
-            if (per_head_ == 2) return is_wide ? take_few<2, 4>(first, num, head) : take_few<2, 2>(first, num, head);
-            if (per_head_ == 3) return take_few<3, 2>(first, num, head);
-            return take_few<4, 2>(first, num, head);
+            if (per_head_ == 1) return take_few<1>(first, num, head);
+            if (per_head_ == 2) return take_few<2>(first, num, head);
+            if (per_head_ == 3) return take_few<3>(first, num, head);
+            return take_few<4>(first, num, head);
         }
 #endif
     }
 
 #if defined(__AVX512BF16__)
 
-    template <int QUERIES, int CHUNKS>
+    template <int QUERIES>
     void take_few(int first, int num, int head) {
         alignas(64) float scores[MAX_TILE_ROWS * KEY_BLOCK];
         alignas(64) bf16 weights[QUERIES * KEY_BLOCK];
         float decays[QUERIES];
         const int at = place(head, 0, 0);
+        const bf16* queries = s_.queries.data() + at * s_.depth;
         const int32_t* slots = task_.slots + first;
         for (int group = 0; group < num; group += LANES) {
             const bf16* keys[LANES];
             for (int i = 0; i < LANES; i++) keys[i] = kv_.key(slots[std::min(group + i, num - 1)], head);
             Vec found[QUERIES];
-            score_few<QUERIES, CHUNKS>(s_.queries.data() + at * s_.depth, s_.depth, keys, found);
+            if (shape_.head_dim == 64) score_few<QUERIES, 2>(queries, s_.depth, keys, found);
+            else score_few<QUERIES, 4>(queries, s_.depth, keys, found);
             float* to = scores + group / PANEL * MAX_TILE_ROWS * PANEL + group % PANEL;
             for (int i = 0; i < QUERIES; i++) store(to + i * PANEL, found[i]);
             ahead_.step();
@@ -182,9 +182,11 @@ class TaskRun {
             decays[i] = weigh<S>(scores + i * PANEL, int(visible), round_up(num, LANES), q_.scale * LOG2_E,
                                  s_.most[at + i], s_.total[at + i], weights + i * KEY_BLOCK);
         }
-        const auto value = [&](int key) { return kv_.value(slots[key], head); };
-        add_few<QUERIES, CHUNKS>(weights, KEY_BLOCK, num, value, decays, s_.sums.data() + at * s_.dims, s_.dims,
-                                 [&] { ahead_.step(); });
+        for (int64_t dim = 0; dim < shape_.head_dim; dim += 64) {
+            const auto value = [&](int key) { return kv_.value(slots[key], head) + dim; };
+            const auto step = [&] { if (dim == 0) ahead_.step(); };
+            add_few<QUERIES>(weights, KEY_BLOCK, num, value, decays, s_.sums.data() + at * s_.dims + dim, s_.dims, step);
+        }
     }
 #endif
 

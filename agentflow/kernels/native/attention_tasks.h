@@ -43,6 +43,7 @@ struct HeadShape {
 };
 
 constexpr int KEY_BLOCK = 128;      // keys that a task processes at once
+constexpr int BLOCK_VALUES = 1 << 16;  // of a block's keys and values: the cache holds this block and the next one
 constexpr int MAX_QUERIES = 192;    // of a task: query rows times query heads per KV head
 constexpr int FEW_ROWS = 16;        // requests with at most this many rows share prefixes
 constexpr int MIN_SPLIT_KEYS = 128;
@@ -176,13 +177,14 @@ class Plan {
         const int32_t num = int32_t(all_rows.size()), group = int32_t(shape_.group());
         const int32_t most = std::max(1, MAX_QUERIES / group), num_blocks = (num + most - 1) / most;
         const int32_t heads = int32_t(shape_.num_kv_heads);
+        const int32_t most_heads = std::max(1, BLOCK_VALUES / (KEY_BLOCK * 2 * int32_t(shape_.head_dim)));
         for (int32_t block = 0; block < num_blocks; block++) {
             const int32_t first = num * block / num_blocks, end = num * (block + 1) / num_blocks;
             const int32_t first_row = int32_t(rows.size());
             rows.insert(rows.end(), all_rows.begin() + first, all_rows.begin() + end);
             Task task{slots, num_keys, seen == ALL ? ALL : seen + first, end - first, first_row, 0, heads};
             if (seen != ALL) task.num_keys = std::min(num_keys, task.seen + task.num_rows - 1);
-            const int32_t step = (end - first) * group >= MAX_QUERIES / 8 ? 1 : heads;
+            const int32_t step = (end - first) * group >= MAX_QUERIES / 8 ? 1 : most_heads;
             for (task.first_head = 0; task.first_head < heads; task.first_head += step) {
                 task.end_head = std::min(heads, task.first_head + step);
                 tasks.push_back(task);

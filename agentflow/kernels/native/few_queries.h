@@ -43,11 +43,9 @@ ALWAYS_INLINE void turn(__m512i (&r)[16]) {
 
 #if defined(__AVX512BF16__)
 
-// The number of queries whose sums fit into registers, for heads of 32 * CHUNKS dimensions.
-template <int CHUNKS>
-constexpr int MOST_FEW_QUERIES = CHUNKS == 2 ? 4 : 2;
+constexpr int MOST_FEW_QUERIES = 4;  // whose sums over 64 dimensions fit into registers
 
-// scores[i] [16]: of query i with 16 keys. Queries are `stride` values apart.
+// scores[i] [16]: of query i with 16 keys, for heads of 32 * CHUNKS dimensions. Queries are `stride` values apart.
 template <int QUERIES, int CHUNKS>
 void score_few(const bf16* queries, int64_t stride, const bf16* const (&keys)[LANES], Vec (&scores)[QUERIES]) {
     __m512 sums[QUERIES][2];
@@ -72,22 +70,23 @@ void score_few(const bf16* queries, int64_t stride, const bf16* const (&keys)[LA
     for (int i = 0; i < QUERIES; i++) scores[i].v = _mm512_add_ps(sums[i][0], sums[i][1]);
 }
 
-// sums[i] [32 * CHUNKS] = decays[i] * sums[i] + the weighted sum of the values. The weight of a key for query i is
+// sums[i] [64] = decays[i] * sums[i] + the weighted sum of 64 dimensions of the values. The weight of a key for query i is
 // weights[i * weight_stride + key]; value(key) returns the key's value. Calls step() every LANES keys.
-template <int QUERIES, int CHUNKS, class Value, class Step>
+template <int QUERIES, class Value, class Step>
 void add_few(const bf16* weights, int64_t weight_stride, int num, const Value& value, const float* decays,
              float* sums, int64_t sums_stride, const Step& step) {
+    constexpr int CHUNKS = 2;  // of 32 dimensions
     __m512 parts[QUERIES][CHUNKS][2];
 #pragma GCC unroll 4
     for (int i = 0; i < QUERIES; i++) {
-#pragma GCC unroll 4
+#pragma GCC unroll 2
         for (int c = 0; c < CHUNKS; c++) parts[i][c][0] = parts[i][c][1] = _mm512_setzero_ps();
     }
     for (int key = 0; key < num; key += 2) {
         const bf16* a = value(key);
         const bf16* b = key + 1 < num ? value(key + 1) : a;  // an odd last key: b's weight is 0
         if (key % LANES == 0) step();
-#pragma GCC unroll 4
+#pragma GCC unroll 2
         for (int c = 0; c < CHUNKS; c++) {
             const __m512i x = _mm512_loadu_si512(a + 32 * c), y = _mm512_loadu_si512(b + 32 * c);
             const __m512bh low = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(x, y));
@@ -106,7 +105,7 @@ void add_few(const bf16* weights, int64_t weight_stride, int num, const Value& v
 #pragma GCC unroll 4
     for (int i = 0; i < QUERIES; i++) {
         const Vec decay = broadcast(decays[i]);
-#pragma GCC unroll 4
+#pragma GCC unroll 2
         for (int c = 0; c < CHUNKS; c++) {
             float* to = sums + i * sums_stride + 32 * c;
             const Vec x{_mm512_permutex2var_ps(parts[i][c][0], first, parts[i][c][1])};
