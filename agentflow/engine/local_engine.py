@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import asdict, replace
 
 from agentflow.engine.client import EngineClient, running_engine
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.engine.machine import fitting_kv_tokens, free_cuda_bytes, free_host_bytes, memory_need
 from agentflow.engine.options import EngineOptions

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import CompileCounts, ConstraintCompiler
 from agentflow.engine.process.ipc import Failed, Finished, FromEngine, Started, Submit
 from agentflow.engine.store.embedding_folder import EmbeddingFolder

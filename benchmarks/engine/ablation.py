@@ -23,7 +23,7 @@ from agentflow.engine.cache.liveness import Liveness
 from agentflow.engine.cache.radix_cache import PrefixMatch, RadixCache, TokenRun, token_run
 from agentflow.engine.client import running_engine
 from agentflow.engine.engine import Engine
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.local_engine import limit_spinning
 from agentflow.engine.request import Request
 from agentflow.engine.runner import AdapterInfo, ModelRunner, nothing

@@ -22,7 +22,7 @@ from agentflow.backends.local import interpreted
 from agentflow.engine import client as engine_client
 from agentflow.engine.client import running_engine
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.protocol.backend import Connection, Deliver, Lost
 

@@ -15,7 +15,7 @@ import agentflow as af
 from agentflow.backends.local import interpreted
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.client import EngineClient, running_engine
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.process.ipc import Origin
 from agentflow.engine.runner import nothing

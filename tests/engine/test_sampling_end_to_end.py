@@ -15,7 +15,7 @@ from support.plain_engine import PLAIN_IDS, Expected
 
 import agentflow as af
 from agentflow.backends.remote import Remote
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.protocol.backend import Backend
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.models import one_model

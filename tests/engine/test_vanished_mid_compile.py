@@ -14,7 +14,7 @@ from support.holds import Hold
 from support.plain_engine import plain_engine
 from support.session_peer import gen
 
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import Constraint

@@ -15,7 +15,7 @@ from support.holds import Hold
 from support.observed_backends import settle
 from support.process_engine import generate, kill, process_engine
 
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.process.ipc import (
     Answer,
     EngineSnapshot,

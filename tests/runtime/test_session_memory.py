@@ -14,7 +14,7 @@ from support.plain_engine import plain_engine
 
 from agentflow.backends.scripted import ScriptedGenerator
 from agentflow.engine.client import EngineClient
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.errors import Overloaded
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import Constraint

@@ -15,7 +15,7 @@ from support.fake_engine import TEMPLATE, FakeEngine
 from support.holds import until
 from support.sent_requests import SentRequests
 
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import LOADER, ConstraintCompiler, constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.process.ipc import EngineStats

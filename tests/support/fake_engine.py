@@ -15,7 +15,7 @@ from agentflow.backends.local import interpreted
 from agentflow.engine.batch import Batch
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.chat_template import ChatTemplate

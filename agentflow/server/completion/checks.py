@@ -31,7 +31,7 @@ from jsonschema import (
 from referencing import Registry
 from referencing.jsonschema import DRAFT4, DRAFT6, DRAFT7, DRAFT201909, DRAFT202012
 
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.process.ipc import Finished
 from agentflow.server.completion.request import Check, CompletionRequest
 

@@ -26,8 +26,8 @@ from typing import Any
 import anyio
 import msgspec
 
-from agentflow.engine.context import EngineContext, num_chars, texts_of
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.context import EngineContext, num_chars, texts_of
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint, Relaxed
 from agentflow.engine.process.ipc import Finished, Progress
 from agentflow.engine.text.thoughts import Thinking, ThoughtOutput, thinking_values, thought_marks

@@ -24,7 +24,7 @@ import msgspec.inspect
 from starlette.datastructures import Headers, QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import AgentflowError
 from agentflow.protocol.json_bounds import BODY_BOUNDS, JsonScan, TooMuchJson

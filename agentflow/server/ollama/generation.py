@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.server.completion.completion import completing
 from agentflow.server.completion.request import CompletionRequest
 from agentflow.server.completion.streaming import report, stream_completion

@@ -10,7 +10,7 @@ import hashlib
 from datetime import UTC, datetime
 from typing import Any
 
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.text.thoughts import thought_marks
 from agentflow.server.http.call import ApiCall
 from agentflow.server.http.errors import ApiError

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.text.thoughts import thought_marks
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.protocol.constraint import Constraint

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import msgspec
 
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.messages import PartedConstraint
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.json_bounds import schema_constraint

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.protocol.sampling import MAX_INT
 from agentflow.server.completion.completion import completing
 from agentflow.server.completion.request import (

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from agentflow.engine.embedding import EmbeddingInput
+from agentflow.engine.generator.embedding import EmbeddingInput
 from agentflow.engine.request import MAX_PRIORITY
 from agentflow.runtime.generator import EmbeddingOptions
 from agentflow.server.completion.request import TokenIds

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.completion.completion import COUNTED_CONTEXTS, prompt_ids
 from agentflow.server.completion.request import CompletionRequest

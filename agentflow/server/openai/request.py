@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.text.chat_template import RESERVED_VALUES
 from agentflow.errors import BadArgument, PromptTooLong, RequestRefused
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec

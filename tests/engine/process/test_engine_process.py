@@ -17,7 +17,7 @@ from support.plain_engine import plain_engine
 from support.process_engine import LENGTH, PLAIN, generate, kill, process_engine, text_after
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.process.ipc import Finished
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.app import create_app

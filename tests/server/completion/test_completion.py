@@ -16,7 +16,7 @@ from support.faults import has_param
 from support.holds import until
 
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.generator import MAX_INLINE_CHARS, EngineGenerator
+from agentflow.engine.generator.generator import MAX_INLINE_CHARS, EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.errors import BadArgument, NotSupported, PromptTooLong
 from agentflow.protocol.chat import Message

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.fake_engine import FakeEngine
 from support.thinking_models import DEEPSEEK_MODEL, MODELS, QWEN_MODEL, SPELLED_MODEL, ThinkingModel
 
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.engine.process.ipc import FromEngine, Submit
 from agentflow.engine.process.request_journal import RequestJournal

@@ -17,7 +17,7 @@ from support.holds import Hold
 from support.server.disconnecting_clients import PATHS, disconnect, post, prompt_fields
 
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.generator import MAX_INLINE_CHARS
+from agentflow.engine.generator.generator import MAX_INLINE_CHARS
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.constraint import Constraint

@@ -19,7 +19,7 @@ from support.fake_engine import FakeEngine
 from support.faulty_servers import KEY, tenants
 from support.server.exchanges import Exchange, exchange, service
 
-from agentflow.engine.generator import PIECE_CHARS
+from agentflow.engine.generator.generator import PIECE_CHARS
 from agentflow.engine.tenant import Tenant
 from agentflow.errors import Overloaded
 from agentflow.protocol.json_bounds import BODY_BOUNDS, OBJECT_BOUNDS, PIECE_BYTES
@@ -185,7 +185,7 @@ def test_large_bodies_are_decoded_beside_the_event_loop(
 def test_a_conversation_of_many_calls_is_laid_out_beside_the_event_loop(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from agentflow.engine import context
+    from agentflow.engine.generator import context
 
     threads: list[int] = []
     use = context.tool_use

@@ -22,7 +22,7 @@ from support.wire_server import open_generator
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.engine import StepTimes
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint, CompileLimits
 from agentflow.engine.grammar.dfa import build_dfa

@@ -11,7 +11,7 @@ from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import TOKENIZER
 from support.server.openai_peer import MAX_CONTEXT, MESSAGES, Sent, logit_engine_of_server, sync_client
 
-from agentflow.engine.generator import MAX_INLINE_CHARS
+from agentflow.engine.generator.generator import MAX_INLINE_CHARS
 
 TEXT = "The quick brown fox"
 

@@ -14,7 +14,7 @@ from support.process_engine import process_engine
 from support.session_peer import gen
 
 from agentflow.backends.local import interpreted
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.errors import RunFailed
 from agentflow.protocol import ops
 from agentflow.protocol.events import MAX_CAUSES, ErrorInfo, Event, Reached, StateFailed, VarFailed

@@ -16,7 +16,7 @@ from support.faulty_servers import KEY, changed, of_any_address, tenants
 from support.session_errors import ASK, HELLO, NO_CODE, OPEN, address, gen, refused_handshake, text
 from support.session_errors import session as session_on
 
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.runtime import interpreter
 from agentflow.runtime import observation as stats_answers
 from agentflow.server.config.limits import ServerLimits

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.messages import PartedConstraint
 from agentflow.errors import PromptTooLong
 from agentflow.protocol.chat import Message

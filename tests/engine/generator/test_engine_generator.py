@@ -19,8 +19,8 @@ from support.plain_engine import alone, fake_logprob, plain_engine, plain_token
 
 import agentflow as af
 from agentflow.engine.client import EngineClient
-from agentflow.engine.context import EngineContext
-from agentflow.engine.generator import MAX_INLINE_CHARS, EngineGenerator
+from agentflow.engine.generator.context import EngineContext
+from agentflow.engine.generator.generator import MAX_INLINE_CHARS, EngineGenerator
 from agentflow.engine.process.ipc import Submit
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.tenant import Tenant

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.context import EngineContext
+from agentflow.engine.generator.context import EngineContext
 from agentflow.engine.process.ipc import Finished
 from agentflow.engine.text.choices import EncodedChoices, scores_of
 

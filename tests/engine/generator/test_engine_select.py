@@ -14,8 +14,8 @@ from support.process_engine import Hold, kill, process_engine
 
 import agentflow as af
 from agentflow.engine.client import EngineClient
-from agentflow.engine.context import EngineContext
-from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.generator.context import EngineContext
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.process.ipc import Finished
 from agentflow.engine.runner import OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig

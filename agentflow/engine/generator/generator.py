@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentflow.engine.client import EngineClient, OnProgress, RequestObserver
-from agentflow.engine.context import (
+from agentflow.engine.engine import check_request, check_task
+from agentflow.engine.generator.context import (
     CHARS_PER_TOKEN,
     EngineContext,
     OutputTokenCache,
@@ -30,7 +31,7 @@ from agentflow.engine.context import (
     fill_cost,
     num_chars,
 )
-from agentflow.engine.embedding import (
+from agentflow.engine.generator.embedding import (
     EmbeddingInput,
     check_options,
     encoded,
@@ -38,13 +39,12 @@ from agentflow.engine.embedding import (
     run_embeddings,
     truncated,
 )
-from agentflow.engine.engine import check_request, check_task
-from agentflow.engine.generated import generated_of, usage_of
+from agentflow.engine.generator.generated import generated_of, usage_of
+from agentflow.engine.generator.select import select_scores
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.process.ipc import EngineStats, Finished, Origin, Progress
 from agentflow.engine.runner import RunnerInfo
-from agentflow.engine.select import select_scores
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.tenant import ANONYMOUS, AdmittedRequest, RequestGate, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate

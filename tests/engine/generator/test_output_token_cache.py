@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.engine.context import TOKENS_PER_ENTRY, OutputTokenCache, conversation_keys
+from agentflow.engine.generator.context import TOKENS_PER_ENTRY, OutputTokenCache, conversation_keys
 from agentflow.protocol.chat import CalledTool, Message
 
 CALL = CalledTool("call_1", "weather", '{"city": "Oslo"}')

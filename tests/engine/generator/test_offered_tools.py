@@ -9,7 +9,12 @@ import pytest
 from support.engine.tool_requests import ALL, AUTO, NOW, REGULAR, REQUIRED, UNSTABLE, WEATHER, calls_of
 from support.engine.tool_template_shapes import TEMPLATES, TOKENIZER, WITHOUT_TOOLS
 
-from agentflow.engine.context import EngineContext, OutputTokenCache, PromptLimits, fill_conversation
+from agentflow.engine.generator.context import (
+    EngineContext,
+    OutputTokenCache,
+    PromptLimits,
+    fill_conversation,
+)
 from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.process.ipc import Origin
 from agentflow.engine.runner import RunnerInfo
