@@ -5,10 +5,11 @@
     /v1/session     websocket, docs/reference/protocol.md
     /v1/…           OpenAI's and Anthropic's APIs, tickets of sessions, http/routes.py
     /api/…          Ollama's API, http/routes.py
+    /generate       SGLang's API, http/routes.py
     /ui/            the page, ui/pages.py
     /               leads browsers to the page, and has the endpoints as JSON, or Ollama's text
     /health/live    200 while the process answers
-    /health, /ping  the same status, without a body; /version
+    /health, /ping  the same status, without a body, as /health_generate; /version
     /health/ready   200 when requests are taken and all engines answer; 503 otherwise
     /metrics        for Prometheus, docs/reference/metrics.md
     /openapi.json   the requests and answers of the HTTP APIs
@@ -51,6 +52,7 @@ from agentflow.server.models import OpenModels
 from agentflow.server.ollama.models import MANAGEMENT, WHY_NOT_MANAGED
 from agentflow.server.openai.responses.background import open_background_runs
 from agentflow.server.service import Service
+from agentflow.server.sglang.models import FLUSH, WHY_NOT_FLUSHED
 from agentflow.server.tenants.keys import Tenants, key_of_headers
 from agentflow.server.tenants.limit_headers import (
     ANY_LIMITS,
@@ -202,7 +204,7 @@ def create_app(
         Route("/health/live", live),
         Route("/health/ready", ready),
         Route("/health", healthy),
-        Route("/ping", healthy, methods=["GET", "POST"]),
+        *[Route(path, healthy, methods=["GET", "POST"]) for path in ("/ping", "/health_generate")],
         Route("/version", show_version),
         Route("/metrics", _metrics),
         Route("/openapi.json", openapi),
@@ -310,6 +312,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
     else:
         is_managing = path in MANAGEMENT or path.startswith(tuple(f"{one}/" for one in MANAGEMENT))
         why = WHY_NOT_MANAGED if is_managing else f"the endpoints are {', '.join(ENDPOINTS)}"
+        why = WHY_NOT_FLUSHED if path == FLUSH else why
         failure = ApiError(404, "not_found", f"{shown} does not exist: {why}")
     return error_response(path, request.headers, failure, headers)
 

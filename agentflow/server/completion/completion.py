@@ -175,7 +175,15 @@ class Completion:
     def usage_so_far(self) -> Usage:
         """The prompts and what all answers have so far. The number of cached tokens is known at the end."""
         num_prompt_tokens = sum(run.num_prompt_tokens for run in self.runs)
-        return Usage(num_prompt_tokens, 0, sum(run.num_output_tokens for run in self.runs))
+        return Usage(num_prompt_tokens, 0, sum(sum(run.num_output_tokens) for run in self.runs))
+
+    def usage_of(self, index: int) -> Usage:
+        """Of one answer that has not ended, as ``usage_so_far``."""
+        for run in self.runs:
+            if index < run.num_answers:
+                break
+            index -= run.num_answers
+        return Usage(run.num_prompt_tokens, 0, run.num_output_tokens[index])
 
     async def until_accepted(self) -> None:
         """Waits until the engine's queue has all requests. Raises the error of one that is rejected."""
@@ -260,7 +268,7 @@ class _Run:
         self._context: EngineContext | None = None
         self._scored: Finished | None = None
         self.relaxed: tuple[Relaxed, ...] = ()
-        self.num_output_tokens = 0
+        self.num_output_tokens = [0] * request.n  # of each answer
         self.times = Times()
 
     @property
@@ -369,7 +377,7 @@ class _Run:
 
         def push(progress: Progress) -> None:
             times.first_token = times.first_token or time.perf_counter_ns()
-            self.num_output_tokens += len(progress.token_ids) - progress.num_dropped
+            self.num_output_tokens[number] += len(progress.token_ids) - progress.num_dropped
             reader.push(progress)
 
         if constraint is None and use is not None and use.callable_names:

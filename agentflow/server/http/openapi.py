@@ -68,7 +68,7 @@ def _encoded() -> bytes:
 
 def openapi_document(routes: Sequence[ApiRoute]) -> Schema:
     """The document of these routes, and of the health checks and metrics."""
-    kinds: dict[type[msgspec.Struct], None] = {}  # an ordered set
+    kinds: dict[type[Any], None] = {}  # an ordered set
     for route in routes:
         for kind in (route.request, *_responses(route), route.error_format.body_type):
             if kind is not None:
@@ -95,7 +95,7 @@ def openapi_document(routes: Sequence[ApiRoute]) -> Schema:
     }
 
 
-def _responses(route: ApiRoute) -> tuple[type[msgspec.Struct], ...]:
+def _responses(route: ApiRoute) -> tuple[type[Any], ...]:
     return route.response if isinstance(route.response, tuple) else (route.response,)
 
 
@@ -103,7 +103,7 @@ def _path(route: ApiRoute) -> str:
     return re.sub(r":path}", "}", route.path)
 
 
-def _operation(route: ApiRoute, schemas: dict[type[msgspec.Struct], Schema]) -> Schema:
+def _operation(route: ApiRoute, schemas: dict[type[Any], Schema]) -> Schema:
     names = re.findall(r"{(\w+)", route.path)
     operation: Schema = {
         "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{_path(route)}").strip("_"),
@@ -126,7 +126,7 @@ def _operation(route: ApiRoute, schemas: dict[type[msgspec.Struct], Schema]) -> 
     return operation
 
 
-def _answers(route: ApiRoute, schemas: dict[type[msgspec.Struct], Schema]) -> Schema:
+def _answers(route: ApiRoute, schemas: dict[type[Any], Schema]) -> Schema:
     error_format = route.error_format
     kinds = _responses(route)
     shape = schemas[kinds[0]] if len(kinds) == 1 else {"anyOf": [schemas[kind] for kind in kinds]}
@@ -136,7 +136,7 @@ def _answers(route: ApiRoute, schemas: dict[type[msgspec.Struct], Schema]) -> Sc
         media_type = error_format.stream_type.partition(";")[0]
         content[media_type] = {"schema": _EVENT if media_type == _EVENTS else _lines(shape, body)}
     own = [400, *_ANY_CALL] if route.method == "POST" or route.query is not None else [*_ANY_CALL]
-    if route.request is not None or "{" in route.path:
+    if route.request is not None or route.query is not None or "{" in route.path:
         own.append(404)
     answers: dict[int, Schema] = {200: _answer(200, content, _headers(error_format))}
     for status in own:
@@ -170,7 +170,7 @@ def _headers(error_format: ErrorFormat, status: int = 200) -> Schema:
     return headers
 
 
-def _operations_paths(schemas: dict[type[msgspec.Struct], Schema]) -> dict[str, dict[str, Schema]]:
+def _operations_paths(schemas: dict[type[Any], Schema]) -> dict[str, dict[str, Schema]]:
     """The operations beside the APIs: health checks, metrics, this document."""
     with_reason = {JSON: {"schema": _REASON}}
     outside = {JSON: {"schema": schemas[OPENAI.body_type]}}
@@ -193,7 +193,7 @@ def _operations_paths(schemas: dict[type[msgspec.Struct], Schema]) -> dict[str, 
         ),
         **{
             path: get(path[1:], "The same, by the status alone.", [(200, {}), (503, _TEXT)])
-            for path in ("/health", "/ping")
+            for path in ("/health", "/health_generate", "/ping")
         },
         "/version": get("version", "The version of the server.", [(200, {JSON: {"schema": _VERSION}})]),
         "/metrics": get(

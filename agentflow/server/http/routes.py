@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers
@@ -99,6 +100,15 @@ from agentflow.server.openai.responses.types import (
     ResponseRequest,
 )
 from agentflow.server.openai.types import ChatAnswer, ChatRequest
+from agentflow.server.sglang.generation import generate as generate_as_sglang
+from agentflow.server.sglang.models import show_model_info, show_server_info
+from agentflow.server.sglang.types import (
+    SglangAnswer,
+    SglangModelInfo,
+    SglangModelQuery,
+    SglangRequest,
+    SglangServerInfo,
+)
 from agentflow.server.tenants.keys import key_of_headers
 from agentflow.server.tenants.tickets import SessionTicket
 
@@ -122,7 +132,7 @@ class ApiRoute:
     path: str
     handler: Handler
     error_format: ErrorFormat
-    response: type[msgspec.Struct] | tuple[type[msgspec.Struct], ...]
+    response: type[Any] | tuple[type[Any], ...]
     request: type[msgspec.Struct] | None = None
     query: type[msgspec.Struct] | None = None
     streams: bool = False
@@ -313,6 +323,23 @@ ROUTES = (
     ApiRoute("GET", "/api/ps", list_running, OLLAMA, response=RunningModelList),
     ApiRoute("POST", "/api/show", show_model, OLLAMA, response=OllamaShowAnswer, request=OllamaShowRequest),
     ApiRoute("GET", "/api/version", show_version, OLLAMA, response=OllamaVersion),
+    ApiRoute(
+        "POST",
+        "/generate",
+        generate_as_sglang,
+        OPENAI,
+        response=(SglangAnswer, list[SglangAnswer]),
+        request=SglangRequest,
+        streams=True,
+    ),
+    *(
+        ApiRoute("GET", path, show_model_info, OPENAI, response=SglangModelInfo, query=SglangModelQuery)
+        for path in ("/get_model_info", "/model_info")
+    ),
+    *(
+        ApiRoute("GET", path, show_server_info, OPENAI, response=SglangServerInfo)
+        for path in ("/get_server_info", "/server_info")
+    ),
     ApiRoute("GET", "/tokenizer_info", get_tokenizer_info, OPENAI, response=TokenizerInfo),
     *(
         ApiRoute("POST", f"{prefix}/{name}", handler, OPENAI, response=response, request=request)

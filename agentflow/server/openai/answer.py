@@ -28,7 +28,7 @@ from agentflow.server.tenants.rate_limit import LimitState
 from agentflow.version import __version__
 
 encode_json = msgspec.json.Encoder().encode
-_DONE = event(b"[DONE]")
+DONE = event(b"[DONE]")
 # An unknown key or model is an invalid request in this API; the code has the cause.
 _ERROR_TYPES = {403: "permission_error", 429: "rate_limit_error"}
 
@@ -187,5 +187,5 @@ class ChunkWriter:
     def end(self, usage: Usage) -> bytes:
         """The chunk with the usage, if it was requested, and the end of the stream."""
         if not self._usage.at_end:
-            return _DONE
-        return self._head + b'],"usage":%b}' % encode_json(usage_body(usage)) + EVENT_END + _DONE
+            return DONE
+        return self._head + b'],"usage":%b}' % encode_json(usage_body(usage)) + EVENT_END + DONE

@@ -6,7 +6,7 @@ Each field that asks for a form becomes a constraint, and a request may have one
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -28,14 +28,19 @@ def constraint_of(
     found = [*_forms(request)]
     if response_format is not None:
         found.append(("response_format", response_format))
+    return only_form(found, "response_format")
+
+
+def only_form(found: Sequence[tuple[str, Constraint]], default: str) -> tuple[str, Constraint | None]:
+    """The only field that asks for a form, or ``default``. ``ApiError`` if there are several."""
     if len(found) > 1:
         raise invalid_field(found[-1][0], f"it excludes {found[0][0]}: give one of them")
-    return found[0] if found else ("response_format", None)
+    return found[0] if found else (default, None)
 
 
 def _forms(request: SharedFields) -> Iterator[tuple[str, Constraint]]:
-    yield from _given("", regex=request.regex, grammar=request.grammar, ebnf=request.ebnf)
-    yield from _given(
+    yield from forms_of("", regex=request.regex, grammar=request.grammar, ebnf=request.ebnf)
+    yield from forms_of(
         "guided_",
         json=request.guided_json,
         regex=request.guided_regex,
@@ -45,7 +50,7 @@ def _forms(request: SharedFields) -> Iterator[tuple[str, Constraint]]:
     if (asked := request.structured_outputs) is not None:
         prefix = "structured_outputs."
         found = [
-            *_given(prefix, json=asked.json, regex=asked.regex, choice=asked.choice, grammar=asked.grammar)
+            *forms_of(prefix, json=asked.json, regex=asked.regex, choice=asked.choice, grammar=asked.grammar)
         ]
         if asked.json_object:
             found.append((f"{prefix}json_object", ANY_OBJECT))
@@ -55,18 +60,20 @@ def _forms(request: SharedFields) -> Iterator[tuple[str, Constraint]]:
         yield from found
 
 
-def _given(
+def forms_of(
     prefix: str,
     *,
     json: msgspec.Raw | None = None,
+    json_schema: msgspec.Raw | None = None,
     regex: str | None = None,
     choice: list[str] | None = None,
     grammar: str | None = None,
     ebnf: str | None = None,
 ) -> Iterator[tuple[str, Constraint]]:
     """The constraint of each field that has a value, with the field's name, which begins with ``prefix``."""
-    if json is not None and is_given(json):
-        yield f"{prefix}json", _schema(json, f"{prefix}json")
+    for name, schema in (("json", json), ("json_schema", json_schema)):
+        if schema is not None and is_given(schema):
+            yield f"{prefix}{name}", _schema(schema, f"{prefix}{name}")
     if regex is not None:
         yield f"{prefix}regex", Constraint("regex", regex)
     if choice is not None:

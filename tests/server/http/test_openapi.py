@@ -83,7 +83,8 @@ def test_each_route_is_there_and_all_that_it_refers_to() -> None:
     document = openapi_document(ROUTES)
     reported = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
     served = {(route.method, re.sub(r":\w+}", "}", route.path)) for route in ROUTES}
-    probes = ("/health", "/health/live", "/health/ready", "/metrics", "/openapi.json", "/ping", "/version")
+    checks = ("/health", "/health/live", "/health/ready", "/health_generate", "/ping")
+    probes = (*checks, "/metrics", "/openapi.json", "/version")
     extra = {("GET", path) for path in probes}
     assert reported == served | extra
     names = [operation["operationId"] for path in document["paths"].values() for operation in path.values()]

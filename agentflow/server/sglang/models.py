@@ -1,0 +1,40 @@
+"""What SGLang's clients ask of a server: ``/get_model_info`` and ``/get_server_info``, and newer names.
+
+The cache cannot be flushed: it is shared by all tenants, and what is not used leaves it.
+"""
+
+from __future__ import annotations
+
+from agentflow.server.http.call import ApiCall
+from agentflow.server.sglang.types import SglangModelInfo, SglangModelQuery, SglangServerInfo
+from agentflow.version import __version__
+
+FLUSH = "/flush_cache"
+"""A path of SGLang that the server does not have."""
+WHY_NOT_FLUSHED = (
+    "all tenants share the cache, which evicts what was not used for longest; a request with an 'extra_key' "
+    "of its own finds nothing in it"
+)
+
+
+async def show_model_info(call: ApiCall) -> None:
+    """Describes the first model, or the one that the parameter ``model`` of the address names."""
+    generator = call.generator(call.read_query(SglangModelQuery).model, to_generate=False)
+    name = generator.capabilities.model
+    is_generation = not generator.info.embedding_size
+    await call.reply(SglangModelInfo(model_path=name, tokenizer_path=name, is_generation=is_generation))
+
+
+async def show_server_info(call: ApiCall) -> None:
+    """Describes the server and its first model."""
+    generator = call.generator(None, to_generate=False)
+    name = generator.capabilities.model
+    await call.reply(
+        SglangServerInfo(
+            version=__version__,
+            model_path=name,
+            tokenizer_path=name,
+            served_model_name=name,
+            context_length=generator.info.max_context,
+        )
+    )
