@@ -48,9 +48,9 @@ COMMAND = Command(
     name="pull",
     summary="fetch a model",
     description="""\
-Fetches a model or an adapter (LoRA), or what has changed of it, and verifies all
-its files. Those of the Hugging Face hub go into its cache, which other tools share; HF_TOKEN,
-HF_ENDPOINT and HF_HOME have their usual meaning.""",
+Fetches a model or an adapter (LoRA), or what has changed of it, and verifies
+all its files. Those of the Hugging Face hub go into its cache, which other
+tools share; HF_TOKEN, HF_ENDPOINT and HF_HOME have their usual meaning.""",
     examples="""\
 agentflow pull                      the default model
 agentflow pull qwen3-0.6b           another, by its short name
