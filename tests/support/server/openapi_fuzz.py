@@ -149,17 +149,24 @@ def _try_at_random(operation: APIOperation, num_cases: int, outcome: Outcome, *,
 
 def _of_this_server(document: dict[str, Any]) -> dict[str, Any]:
     """Nearly all names of models are unknown to the server; here half of them are the one that it has. Of an
-    empty prompt nothing else would be looked at. And a server that has keys asks for them."""
+    empty prompt nothing else would be looked at, nor of a text with token ids, which exclude each other. A
+    server that has keys asks for them."""
     document = copy.deepcopy(document)
     document["security"].remove({})
     schemas = document["components"]["schemas"]
     for name, schema in schemas.items():
         if name.endswith("Request") and "model" in schema["properties"]:
-            schema["properties"]["model"] = {"enum": [MODEL, "unknown"], "type": "string"}
+            kinds: list[Any] = [{"enum": [MODEL, "unknown"], "type": "string"}]
+            if "model" not in schema.get("required", ()):
+                kinds.append({"type": "null"})
+            schema["properties"]["model"] = {"anyOf": kinds}
     [prompt] = [
         kind for kind in schemas["TextRequest"]["properties"]["prompt"]["anyOf"] if "minItems" not in kind
     ]
     prompt["minLength"] = 1
+    native = schemas["SglangRequest"]
+    native["required"] = ["text"]
+    native["properties"] |= {"text": {"type": "string", "minLength": 1}, "input_ids": {"type": "null"}}
     return document
 
 
