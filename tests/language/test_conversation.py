@@ -66,6 +66,8 @@ def test_tools_are_functions_schemas_or_specs():
     spec = ToolSpec("c", "C.", {})
     tools = written(tools=[weather, as_function, spec]).tools
     assert tools[1:] == (ToolSpec("b", "B.", schema, strict=False), spec)
+    as_function["function"]["strict"] = True
+    assert written(tools=[as_function]).tools == (ToolSpec("b", "B.", schema),)
     assert (tools[0].name, tools[0].description) == ("weather", "The weather in a city.")
     assert tools[0].parameters["properties"] == {
         "city": {"type": "string"},

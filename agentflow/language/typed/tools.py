@@ -228,7 +228,8 @@ class Toolbox:
 @dataclass(frozen=True, slots=True)
 class DescribedTool:
     """A tool. ``parameters``: the schema of its arguments; ``read`` makes them of JSON. ``function``: None
-    for a tool that was given as a schema. ``timeout_s`` and ``max_calls``: as in ``tool``."""
+    for a tool that was given as a schema. ``timeout_s`` and ``max_calls``: as in ``tool``. ``is_strict``: a
+    schema that is enforced exactly, as OpenAI's ``"strict": true`` says."""
 
     name: str
     description: str
@@ -238,12 +239,14 @@ class DescribedTool:
     timeout_s: float | None = None
     max_calls: int | None = None
     is_typed: bool = False
+    is_strict: bool = False
 
     @property
     def spec(self) -> ToolSpec:
         """Its description for the model. A schema that was given may have keywords that cannot be enforced;
         one of a type has none."""
-        return ToolSpec(self.name, self.description, self.parameters, strict=self.is_typed)
+        strict = self.is_typed or self.is_strict
+        return ToolSpec(self.name, self.description, self.parameters, strict=strict)
 
     def placed(self, definitions: dict[str, Any]) -> dict[str, Any]:
         """The schema of its arguments as part of a larger one with these ``definitions``."""
@@ -263,7 +266,8 @@ def described_tool(tool: Tool) -> DescribedTool:
             raise BadArgument("a tool's schema needs a name, and parameters that are a JSON schema")
         description = inner.get("description")
         described = description if isinstance(description, str) else ""
-        return DescribedTool(given, described, dict(parameters), _read_object)
+        is_strict = inner.get("strict") is True
+        return DescribedTool(given, described, dict(parameters), _read_object, is_strict=is_strict)
     if not isinstance(tool, FunctionTool):
         if not callable(tool):
             raise BadArgument(f"a tool is a function or a schema, not {tool!r}")
