@@ -66,7 +66,9 @@ async def judge(s: af.State, essay: str) -> Report:
 
     # Nothing is awaited here: the engine inserts the judgments into the next turn.
     findings = [f"{name}: {branch['judgment']}\n" for name, branch in zip(DIMENSIONS, branches, strict=True)]
-    s += af.user("Four judges wrote:\n", *findings, "Sum up their judgments in two sentences.")
+    s += af.user(
+        "Four judges wrote:\n", *findings, "What do the judges say about the essay? Answer in two sentences."
+    )
     s += af.assistant(af.gen("summary", max_tokens=72, stop="\n"))
     s += af.user("Which grade does the essay deserve: A, B, C or D?")
     s += af.assistant("The essay deserves grade ", af.select("grade", ["A", "B", "C", "D"]))

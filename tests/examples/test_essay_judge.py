@@ -31,7 +31,8 @@ async def test_the_judgments_reach_the_summary_in_order():
     assert len(asked.prompts) == len(DIMENSIONS) + 3
     notes = "".join(f"{name}: On {name}: good.\n" for name in DIMENSIONS)
     assert asked.prompts[-2].endswith(
-        f"Four judges wrote:\n{notes}Sum up their judgments in two sentences.</user><assistant>"
+        f"Four judges wrote:\n{notes}"
+        "What do the judges say about the essay? Answer in two sentences.</user><assistant>"
     )
     judged = [prompt for prompt in asked.prompts if "Give your reason" in prompt]
     assert len(judged) == len(DIMENSIONS)
