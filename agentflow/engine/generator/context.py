@@ -2,15 +2,17 @@
 
 ``EngineContext`` is what the generator opens, fills and forks. ``fill_conversation`` writes a conversation
 that an HTTP client sent into an empty context, turn by turn. Such a client sends the whole conversation
-again with each turn, and earlier answers come back as text. Encoded again, an answer may become other tokens
-than the ones that were generated, and nothing after it would be found in the cache. ``OutputTokenCache``
-therefore keeps the generated tokens of recent answers, by the conversation that each one ends. Only an
-identical conversation matches, so what one conversation gets never depends on another.
+again with each turn, and earlier answers come back as text and tool calls. Encoded again, an answer may
+become other tokens than the ones that were generated, and its calls other text; nothing after it would be
+found in the cache. ``OutputTokenCache`` therefore keeps the generated tokens of recent answers, by the
+conversation that each one ends. Only an identical conversation matches, so what one conversation gets never
+depends on another.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from array import array
 from collections import OrderedDict
@@ -101,7 +103,7 @@ class EngineContext:
     engine was already asked to compute. ``has_run``: the engine knows the state. ``prefill_ahead``: id of
     the request that computes a shared prefix before its forks need it. ``deadline``: when the program wants
     the state done (``time.monotonic``). ``tools``: those of the conversation that it began with.
-    ``conversation_key``: key of that conversation if the model's answer comes next.
+    ``conversation_key``: key of that conversation if the model's answer to it comes next.
     """
 
     tokens: TokenState
@@ -204,28 +206,36 @@ def fill_conversation(
     use = context.tools = tool_use(template, conversation)
     context.tokens.tools(use.tools)
     context.num_unencoded_chars += _num_chars_of_tools(conversation)
-    start = repr((context.origin.cache_salt, use.tools, template.values)).encode("utf-8", "backslashreplace")
-    keys = conversation_keys(use.messages, start=start)
+    start = repr((context.origin.cache_salt, conversation.tools, template.values))
+    # Of the messages with their calls, which the plain notation writes into contents.
+    keys = conversation_keys(use.named, start=start.encode("utf-8", "backslashreplace"))
+    kept = iter([outputs.get(key) for one, key in zip(use.named, keys, strict=True) if _is_answer(one)])
     last = len(use.messages) - 1
-    for number, (message, key) in enumerate(zip(use.messages, keys, strict=True)):
+    for number, message in enumerate(use.messages):
         thoughts = shown_thoughts(message.reasoning, message.content, template.source)
-        is_last = number == last and message.role == "assistant"
-        if message.tool_calls or message.role == "tool" or (thoughts and not is_last):
+        answer = next(kept) if _is_answer(message) else None
+        text = message.content if answer is None else answer.text(message.content)
+        if message.tool_calls and not text.startswith(use.form.lead):
+            answer = None  # the template would write ``lead`` before it, which was not in the prompt
+        is_last = number == last and _is_answer(message)
+        has_calls = bool(message.tool_calls) or message.role == "tool"
+        if (has_calls and answer is None) or (thoughts and not is_last):
             context.tokens.turn(msgspec.structs.replace(message, reasoning=thoughts))
             context.num_unencoded_chars += _num_chars_of(message) + len(thoughts or "")
             continue
-        token_ids = outputs.get(key) if message.role == "assistant" else None
         context.begin_role(message.role)
-        if token_ids is None:
-            context.fill(message.content)
+        if answer is None:
+            context.fill(text)
         else:
-            context.tokens.generated(token_ids, message.content)
-        if is_last:
+            context.tokens.generated(answer.token_ids, text)
+        if message.tool_calls:
+            context.tokens.called(message)
+        elif is_last:
             return
         context.end_role()
     if opens_turn:
         context.begin_role("assistant")
-        context.conversation_key = keys[-1] if keys else b""
+        context.conversation_key = keys[-1] if keys else None
 
 
 def fill_cost(conversation: Conversation) -> int:
@@ -234,58 +244,80 @@ def fill_cost(conversation: Conversation) -> int:
     num_items += sum(1 + len(message.tool_calls) for message in conversation.messages)
     # Each character of a tool's parameters may be a value, which several functions walk through.
     num_walked = _num_chars_of_tools(conversation) // 4
+    calls = [call for message in conversation.messages for call in message.tool_calls]
+    num_walked += sum(len(call.arguments) for call in calls) // 4
     num_thoughts = sum(len(message.reasoning or "") for message in conversation.messages)
     num_filled = num_chars(conversation) + num_thoughts
     return CHARS_PER_TURN * num_items + num_walked + num_filled // FILLED_CHARS
 
 
+@dataclass(frozen=True, slots=True)
+class GeneratedAnswer:
+    """The tokens of an answer. ``calling``: of one with tool calls, the whole text, in UTF-8."""
+
+    token_ids: array[int]
+    calling: bytes = b""
+
+    def text(self, content: str) -> str:
+        """The text of the tokens. ``content``: that of the message."""
+        return self.calling.decode() or content
+
+    @property
+    def size(self) -> int:
+        """Its memory, counted in tokens of four bytes."""
+        return len(self.token_ids) + len(self.calling) // 4 + TOKENS_PER_ENTRY
+
+
 class OutputTokenCache:
     """The generated tokens of one tenant's recent answers from one model, by conversation.
 
-    Holds at most ``max_tokens`` tokens, each entry counting ``TOKENS_PER_ENTRY`` more than it has. The least
-    recently used entry goes first.
+    Holds at most ``max_tokens`` tokens, each entry counting ``TOKENS_PER_ENTRY`` more than it has, and a text
+    with tool calls a token for four bytes. The least recently used entry goes first.
     """
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
         self._num_tokens = 0
-        self._outputs: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._outputs: OrderedDict[bytes, GeneratedAnswer] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._outputs)
 
-    def put_answer(self, context: EngineContext, end: Finished) -> None:
-        """Stores what was generated for the context, if it holds a conversation."""
-        if context.conversation_key is not None:
-            [key] = conversation_keys([Message("assistant", end.text)], start=context.conversation_key)
-            self.put(key, end.token_ids)
-
-    def put(self, key: bytes, token_ids: Sequence[int]) -> None:
-        """Stores the tokens of the answer that ends the conversation ``key``. Ignores an empty answer."""
-        self._drop(key)
-        if not token_ids or _entry_size(token_ids) > self._max_tokens:
+    def put_answer(self, context: EngineContext, end: Finished, answer: Message) -> None:
+        """Stores what was generated for the context, if it holds a conversation. ``answer``: as the client
+        gets it. Not stored if it does not show what a client needs to continue it: a call that a limit
+        truncated."""
+        is_truncated = end.finish_reason == "length"
+        if answer.content != end.text and (is_truncated or not answer.tool_calls):
             return
-        self._outputs[key] = array("i", token_ids)
-        self._num_tokens += _entry_size(token_ids)
+        if context.conversation_key is not None:
+            [key] = conversation_keys([answer], start=context.conversation_key)
+            self.put(key, end.token_ids, end.text if answer.tool_calls else "")
+
+    def put(self, key: bytes, token_ids: Sequence[int], calling: str = "") -> None:
+        """Stores the answer that ends the conversation ``key``. ``calling``: its text if it calls tools.
+        Ignores an empty answer."""
+        self._drop(key)
+        answer = GeneratedAnswer(array("i", token_ids), calling.encode())
+        if not token_ids or answer.size > self._max_tokens:
+            return
+        self._outputs[key] = answer
+        self._num_tokens += answer.size
         while self._num_tokens > self._max_tokens:
             self._drop(next(iter(self._outputs)))
 
-    def get(self, key: bytes) -> Sequence[int] | None:
-        """The tokens of the answer that ends the conversation ``key``, or None. Safe in any thread."""
-        token_ids = self._outputs.get(key)
-        if token_ids is not None:
+    def get(self, key: bytes) -> GeneratedAnswer | None:
+        """The answer that ends the conversation ``key``, or None. Safe in any thread."""
+        answer = self._outputs.get(key)
+        if answer is not None:
             with suppress(KeyError):  # dropped by another thread in the meantime
                 self._outputs.move_to_end(key)
-        return token_ids
+        return answer
 
     def _drop(self, key: bytes) -> None:
         dropped = self._outputs.pop(key, None)
         if dropped is not None:
-            self._num_tokens -= _entry_size(dropped)
-
-
-def _entry_size(token_ids: Sequence[int]) -> int:
-    return len(token_ids) + TOKENS_PER_ENTRY
+            self._num_tokens -= dropped.size
 
 
 # Marks a field that is None, which differs from an empty one.
@@ -294,13 +326,14 @@ _NONE = b"\xff" * 8
 
 def conversation_keys(messages: Iterable[Message], start: bytes = b"") -> list[bytes]:
     """For each message, the key of the conversation up to and including it: a chained BLAKE2b hash of all
-    fields. ``start``: the key of what precedes them."""
+    fields, without the ids of calls. Arguments count as JSON values, as clients may write them anew.
+    ``start``: the key of what precedes them."""
     keys: list[bytes] = []
     key = start
     for message in messages:
         fields = [message.role, message.content, message.tool_call_id, message.name, message.reasoning]
         for call in message.tool_calls:
-            fields += [call.name, call.arguments]
+            fields += [call.name, _comparable(call.arguments)]
         digest = hashlib.blake2b(key, digest_size=16)
         for text in fields:
             data = b"" if text is None else text.encode("utf-8", "surrogatepass")
@@ -309,6 +342,25 @@ def conversation_keys(messages: Iterable[Message], start: bytes = b"") -> list[b
         key = digest.digest()
         keys.append(key)
     return keys
+
+
+def _comparable(arguments: str) -> str:
+    """The same text for arguments of the same JSON value; what is no JSON stays as it is."""
+    try:
+        value = json.loads(arguments, parse_float=_number)
+        return json.dumps(value, sort_keys=True, allow_nan=False)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _number(text: str) -> float:
+    """JavaScript writes 1.0 as 1."""
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number
+
+
+def _is_answer(message: Message) -> bool:
+    return message.role == "assistant"
 
 
 def num_chars(conversation: Conversation) -> int:

@@ -239,11 +239,12 @@ class EngineGenerator:
                 on_text(told)
 
         end = await self.complete(context, params, hear, text.constraint, thinking=thinking)
-        if not end.thought_tokens:
-            self.output_token_cache.put_answer(context, end)
         context.tokens.generated(end.token_ids, end.text)
         notation = text.finish(end.text, is_truncated=end.finish_reason == "length")
         reply = read_reply(notation)
+        if not end.thought_tokens:
+            self.output_token_cache.put_answer(context, end, reply.message())
+        context.conversation_key = None  # its next reply answers a longer conversation
         if reply.tool_calls:
             context.tokens.called(msgspec.structs.replace(reply.message(), reasoning=text.thoughts or None))
         return generated_of(end, params, self.tokenizer, notation, text.thoughts)

@@ -30,7 +30,8 @@ class ToolFormat:
 
     ``before``: the text between prose and the first ``begin``. ``between``: the text from one ``end`` to the
     next ``begin``; None if there is never a second call. ``whitespace``: of the JSON, as in ``Constraint``.
-    ``is_native``: the notation is the template's own.
+    ``lead``: white space that the template writes before an answer's content. ``is_native``: the notation is
+    the template's own.
     """
 
     begin: str
@@ -43,6 +44,7 @@ class ToolFormat:
     before: str = "\n"
     between: str | None = "\n"
     whitespace: Whitespace = "compact"
+    lead: str = ""
     is_native: bool = True
 
     @property
@@ -132,7 +134,9 @@ def _native(template: ChatTemplate) -> ToolFormat | None:
             return None
         between = between[len(tail) : len(between) - len(begin)]
     before = _before(template, call, prose, begin) if begin else ""
-    return ToolFormat(begin, tail, **form, is_list=is_list, before=before, between=between)
+    lead = plain.partition(prose)[0]
+    lead = "" if lead.strip() else lead
+    return ToolFormat(begin, tail, **form, is_list=is_list, before=before, between=between, lead=lead)
 
 
 def _after_prompt(template: ChatTemplate, *turns: Message) -> str | None:

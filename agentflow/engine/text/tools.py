@@ -39,11 +39,14 @@ from agentflow.protocol.schema_walk import resolved
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """``messages`` and ``tools``: for the ``TokenState``. ``callable_names``: tools that an answer may call.
-    ``calls``: the constraint of an answer that consists of calls; None if there may be none. Such an answer
-    begins with one of ``begins``. ``must_call``: every answer must consist of calls."""
+    """``messages`` and ``tools``: for the ``TokenState``. ``named``: the conversation as given, with the name
+    of the tool in each result; its assistant messages are those of ``messages``, in order.
+    ``callable_names``: tools that an answer may call. ``calls``: the constraint of an answer that consists of
+    calls; None if there may be none. Such an answer begins with one of ``begins``. ``must_call``: every
+    answer must consist of calls."""
 
     messages: tuple[Message, ...]
+    named: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
     form: ToolFormat
     callable_names: tuple[str, ...] = ()
@@ -103,20 +106,20 @@ def tool_use(template: ChatTemplate, conversation: Conversation) -> ToolUse:
     """
     choice, tools = conversation.choice, conversation.tools
     _check_bounds(conversation.check())
-    messages = _with_names(conversation.messages)
+    messages = named = _with_names(conversation.messages)
     form = tool_format(template.base)
     given = tools
     if not form.is_native:
         messages, given = as_plain_messages(messages, tools, template), ()
     if not tools or choice.mode == "none":
-        return ToolUse(messages, given, form)
+        return ToolUse(messages, named, given, form)
     if not template.has_template:
         raise NotSupported("this model has no chat template, so it cannot use tools")
     allowed = {number: tool for number, tool in enumerate(tools) if choice.name in (None, tool.name)}
     names = tuple([tool.name for tool in allowed.values()])
     calls = _calls(form, allowed, choice)
     begins = (form.mark,) if form.mark else tuple([_bare_begin(form, name) for name in names])
-    return ToolUse(messages, given, form, names, calls, begins, must_call=choice.mode == "required")
+    return ToolUse(messages, named, given, form, names, calls, begins, must_call=choice.mode == "required")
 
 
 def _bare_begin(form: ToolFormat, name: str) -> str:

@@ -36,6 +36,7 @@ from agentflow.errors import AgentflowError, BadArgument, faults_of
 from agentflow.protocol.chat import (
     Arguments,
     CallBegun,
+    CalledTool,
     Message,
     Piece,
     TextPiece,
@@ -404,12 +405,10 @@ class _Run:
             end = msgspec.structs.replace(end, cached_tokens=self._scored.cached_tokens)
         times.ended = time.perf_counter_ns()
         reader.finish(end)
-        checks: tuple[Check, ...] = ()
-        if unkept:
-            checks = await check_answer(self._generator, request, end, reader.outputs(), unkept)
+        checks = await check_answer(self._generator, request, end, reader.outputs(), unkept) if unkept else ()
         reader.end(end, checks)
         if not end.thought_tokens:
-            self._generator.output_token_cache.put_answer(context, end)
+            self._generator.output_token_cache.put_answer(context, end, reader.message())
 
 
 def _template_values(generator: EngineGenerator, request: CompletionRequest) -> dict[str, Any]:
@@ -544,6 +543,11 @@ class _AnswerReader:
     def outputs(self) -> list[tuple[str, str]]:
         """The calls, as the names of tools and arguments; or the text, without a name."""
         return [(name, "".join(parts)) for name, parts in self._calls or [("", self._texts)]]
+
+    def message(self) -> Message:
+        """The answer as the client gets it, without thoughts and the ids of calls."""
+        calls = [CalledTool("", *call) for call in self.outputs() if self._calls]
+        return Message("assistant", "".join(self._texts), tool_calls=tuple(calls))
 
     def _reason(self, end: Finished) -> FinishReason:
         if end.finish_reason == "length":

@@ -13,7 +13,7 @@ from agentflow.errors import NotSupported
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 
 HERMES_FORM = ToolFormat("<tool_call>\n", "\n</tool_call>")
-MISTRAL_FORM = ToolFormat("[TOOL_CALLS] ", "", is_list=True, before="", between=None)
+MISTRAL_FORM = ToolFormat("[TOOL_CALLS] ", "", is_list=True, before="", between=None, lead=" ")
 FORMS = {
     "hermes": (HERMES_FORM, ToolDialect("object")),
     "thinking_hermes": (HERMES_FORM, ToolDialect("text")),
