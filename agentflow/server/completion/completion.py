@@ -63,6 +63,7 @@ from agentflow.server.completion.request import (
     ToolArguments,
     ToolCallBegun,
     answers_of,
+    merged,
 )
 
 COUNTED_CONTEXTS = 4
@@ -70,7 +71,6 @@ COUNTED_CONTEXTS = 4
 _SEED_BITS = 62
 # An odd number near 2**63 divided by the golden ratio keeps the seeds of one request's answers far apart.
 _SEED_STEP = 5_700_357_409_661_598_991
-_MERGED = TextDelta | ThoughtDelta | ToolArguments
 # Some templates write a space before each answer, others remove it.
 _ANY_ANSWERS = ("x", " x")
 
@@ -201,7 +201,7 @@ class Completion:
         if not self._deltas and self._failure is not None:
             raise self._failure
         deltas, self._deltas = self._deltas, []
-        return _merged(deltas) if len(deltas) > 1 else deltas
+        return merged(deltas) if len(deltas) > 1 else deltas
 
     async def rest(self) -> list[CompletionDelta]:
         """All further deltas, at the end."""
@@ -582,27 +582,3 @@ class _AnswerReader:
                 case Arguments():
                     self._calls[-1][1].append(piece.text)
                     self._on_delta(ToolArguments(self._index, call, piece.text))
-
-
-def _merged(deltas: Sequence[CompletionDelta]) -> list[CompletionDelta]:
-    """The deltas, with consecutive ones of the same text as one."""
-    runs: list[list[CompletionDelta]] = []
-    last: dict[int, list[CompletionDelta]] = {}  # the last run of each answer
-    for delta in deltas:
-        run = last.get(delta.index)
-        if run is not None and type(run[0]) is type(delta) and isinstance(delta, _MERGED):
-            run.append(delta)
-        else:
-            last[delta.index] = run = [delta]
-            runs.append(run)
-    return [run[0] if len(run) == 1 else _one_of(run) for run in runs]
-
-
-def _one_of(run: Sequence[CompletionDelta]) -> CompletionDelta:
-    first = run[0]
-    text = "".join([delta.text for delta in run if isinstance(delta, _MERGED)])
-    if isinstance(first, ToolArguments):
-        return ToolArguments(first.index, first.call, text)
-    tokens = [token for delta in run if isinstance(delta, TextDelta | ThoughtDelta) for token in delta.tokens]
-    kind = ThoughtDelta if isinstance(first, ThoughtDelta) else TextDelta
-    return kind(first.index, text, tuple(tokens))

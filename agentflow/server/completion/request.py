@@ -208,6 +208,33 @@ class Times:
     ended: int = 0
 
 
+_MERGED = TextDelta | ThoughtDelta | ToolArguments
+
+
+def merged(deltas: Sequence[CompletionDelta]) -> list[CompletionDelta]:
+    """The deltas, with consecutive ones of the same text as one."""
+    runs: list[list[CompletionDelta]] = []
+    last: dict[int, list[CompletionDelta]] = {}  # the last run of each answer
+    for delta in deltas:
+        run = last.get(delta.index)
+        if run is not None and type(run[0]) is type(delta) and isinstance(delta, _MERGED):
+            run.append(delta)
+        else:
+            last[delta.index] = run = [delta]
+            runs.append(run)
+    return [run[0] if len(run) == 1 else _one_of(run) for run in runs]
+
+
+def _one_of(run: Sequence[CompletionDelta]) -> CompletionDelta:
+    first = run[0]
+    text = "".join([delta.text for delta in run if isinstance(delta, _MERGED)])
+    if isinstance(first, ToolArguments):
+        return ToolArguments(first.index, first.call, text)
+    tokens = [token for delta in run if isinstance(delta, TextDelta | ThoughtDelta) for token in delta.tokens]
+    kind = ThoughtDelta if isinstance(first, ThoughtDelta) else TextDelta
+    return kind(first.index, text, tuple(tokens))
+
+
 def answers_of(deltas: Sequence[CompletionDelta], num_answers: int) -> list[Answer]:
     """Assembles answers from all of their deltas."""
     by_index: list[list[CompletionDelta]] = [[] for _ in range(num_answers)]

@@ -23,7 +23,6 @@ from agentflow.protocol.chat import Message
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.completion import completion as completion_module
 from agentflow.server.completion.completion import completing
 from agentflow.server.completion.request import (
     AnswerEnded,
@@ -34,6 +33,7 @@ from agentflow.server.completion.request import (
     ToolArguments,
     ToolCallBegun,
     answers_of,
+    merged,
 )
 
 pytestmark = pytest.mark.anyio
@@ -334,7 +334,7 @@ async def test_deltas_put_together_are_the_same_answers(answers, order):
         left = [line for line in lines if line]
         turn = order[len(mixed)] if len(mixed) < len(order) else 0
         mixed.append(left[turn % len(left)].pop(0))
-    joined = completion_module._merged(mixed)
+    joined = merged(mixed)
     assert answers_of(joined, len(answers)) == answers_of(mixed, len(answers))
     assert len(joined) <= len(mixed)
 
@@ -347,7 +347,7 @@ async def test_deltas_are_put_together_once():
     deltas += [AnswerEnded(index, "stop", Usage()) for index in range(num_answers)]
     answers = answers_of(deltas, num_answers)
     assert {(answer.text, len(answer.tokens)) for answer in answers} == {("a" * num_deltas, num_deltas)}
-    [joined] = completion_module._merged([TextDelta(0, "a" * 50, (token,))] * 50_000)
+    [joined] = merged([TextDelta(0, "a" * 50, (token,))] * 50_000)
     assert (len(joined.text), len(joined.tokens)) == (2_500_000, 50_000)
-    [joined] = completion_module._merged([ToolArguments(0, 2, "a" * 50)] * 50_000)
+    [joined] = merged([ToolArguments(0, 2, "a" * 50)] * 50_000)
     assert (joined.call, len(joined.text)) == (2, 2_500_000)
