@@ -184,6 +184,10 @@ def _operations_paths(schemas: dict[type[Any], Schema]) -> dict[str, dict[str, S
         # An operation without 401 needs no key, even on a server with keys.
         return {"get": operation if 401 in found else operation | {"security": []}}
 
+    by_status: tuple[str, list[tuple[int, Schema]]] = (
+        "The same, by the status alone.",
+        [(200, {}), (503, _TEXT)],
+    )
     return {
         "/health/live": get("live", "Whether the process answers.", [(200, {JSON: {"schema": _LIVE}})]),
         "/health/ready": get(
@@ -191,9 +195,10 @@ def _operations_paths(schemas: dict[type[Any], Schema]) -> dict[str, dict[str, S
             "Whether the server accepts requests and all engines answer.",
             [(200, {JSON: {"schema": _READY}}), (503, with_reason | _TEXT)],
         ),
+        "/health": get("health", *by_status),
         **{
-            path: get(path[1:], "The same, by the status alone.", [(200, {}), (503, _TEXT)])
-            for path in ("/health", "/health_generate", "/ping")
+            path: get(path[1:], *by_status) | {"post": get(f"post_{path[1:]}", *by_status)["get"]}
+            for path in ("/health_generate", "/ping")
         },
         "/version": get("version", "The version of the server.", [(200, {JSON: {"schema": _VERSION}})]),
         "/metrics": get(
