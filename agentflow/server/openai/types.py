@@ -44,6 +44,10 @@ Count: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_INT)]
 ThoughtBudget: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_INT)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+Temperature: TypeAlias = Annotated[float, Meta(ge=0, le=100)]
+Probability: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+TopK: TypeAlias = Annotated[int, Meta(ge=-1, le=MAX_INT)]
+Repetition: TypeAlias = Annotated[float, Meta(ge=0.01, le=100)]
 Source: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_SOURCE_CHARS)]
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Stop: TypeAlias = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
@@ -102,13 +106,13 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool | None = None
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    top_k: TopK | None = None
+    min_p: Probability | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    repetition_penalty: Repetition | None = None
     logit_bias: Biases | None = None
     regex: Source | None = None
     grammar: Source | None = None

@@ -21,9 +21,13 @@ from agentflow.server.openai.types import (
     OnlyFalse,
     OnlyTrue,
     Penalty,
+    Probability,
+    Repetition,
     Source,
     Stop,
+    Temperature,
     TokenId,
+    TopK,
     Unsupported,
 )
 
@@ -44,13 +48,13 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     max_new_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     min_new_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    top_k: TopK | None = None
+    min_p: Probability | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    repetition_penalty: Repetition | None = None
     logit_bias: Biases | None = None
     sampling_seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     stop: Stop | None = None
