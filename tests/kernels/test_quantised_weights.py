@@ -21,15 +21,15 @@ TOLERANCE = dict.fromkeys(native_ops.BLOCK_TYPES, 1e-6) | dict.fromkeys(("Q4_K",
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
 
-def random_matrix(block_type: str, num_out: int, seed: int) -> BlockMatrix:
+def random_matrix(block_type: str, num_out: int, seed: int, num_in: int = IN) -> BlockMatrix:
     """Any bytes are valid blocks; only their float16 numbers must have a sensible size."""
     rng = np.random.default_rng(seed)
     per_block, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block_type]]
-    blocks = rng.integers(0, 256, (num_out, IN // per_block, num_bytes), dtype=np.uint8)
+    blocks = rng.integers(0, 256, (num_out, num_in // per_block, num_bytes), dtype=np.uint8)
     for at in HALVES.get(block_type, (0,)):
         numbers = rng.uniform(-1e-2, 1e-2, blocks.shape[:2]).astype(np.float16)
         blocks[..., at : at + 2] = numbers.view(np.uint8).reshape(*blocks.shape[:2], 2)
-    return BlockMatrix(block_type, blocks.reshape(num_out, -1), (num_out, IN))
+    return BlockMatrix(block_type, blocks.reshape(num_out, -1), (num_out, num_in))
 
 
 def dequantised(matrix: BlockMatrix) -> torch.Tensor:
@@ -95,6 +95,16 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kernels: NativeAt, block_ty
     together = kernels.exact_linear(x, weight)
     alone = torch.cat([kernels.exact_linear(row[None], weight) for row in x])
     assert torch.equal(together, alone)
+
+
+@NATIVE_KERNELS
+@pytest.mark.parametrize("block_type", ["Q4_1", "Q6_K"])
+def test_many_rows_of_a_deep_product_have_the_same_sums(kernels: NativeAt, block_type: str) -> None:
+    """Their depth is taken in slices; that of 26 rows is not."""
+    weight = kernels.pack_blocks([random_matrix(block_type, 40, seed=4, num_in=9728)], None)
+    x = torch.randn(156, 9728, generator=torch.Generator().manual_seed(4)).bfloat16()
+    together = kernels.exact_linear(x, weight)
+    assert torch.equal(together, torch.cat([kernels.exact_linear(rows, weight) for rows in x.split(26)]))
 
 
 @NATIVE_KERNELS

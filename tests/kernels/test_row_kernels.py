@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import QUICK_KERNELS
+from kernel_cases import NATIVE_KERNELS, QUICK_KERNELS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -138,6 +138,18 @@ def test_linear(
     logits = kernels.exact_linear(x, kernels.pack_linear(weight, bias, exact_output=True))
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, reference_ops.exact_linear(x, plain), **tolerance)
+
+
+@NATIVE_KERNELS
+@DTYPES
+def test_many_rows_of_a_deep_product_have_the_same_sums(kernels: Kernels, dtype: torch.dtype) -> None:
+    """Their depth is taken in slices; that of 26 rows is not."""
+    x, weight = random(156, 4900, seed=0, dtype=dtype), random(40, 4900, seed=1, dtype=dtype)
+    packed = kernels.pack_linear(weight, None)
+    together = kernels.exact_linear(x, packed)
+    assert torch.equal(together, torch.cat([kernels.exact_linear(rows, packed) for rows in x.split(26)]))
+    exact = (x.double() @ weight.double().t()).float()
+    torch.testing.assert_close(together, exact, rtol=1e-4, atol=1e-3)
 
 
 @DTYPES

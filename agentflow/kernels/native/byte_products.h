@@ -18,6 +18,17 @@ namespace agentflow {
 constexpr int MAX_BYTE_ROWS = 6;       // of a tile: 24 registers of sums, 2 of the panel
 constexpr int MIN_UNPACKED_ROWS = 13;  // for which codes that lie in two places are unpacked first
 
+// Some rows, from one of their groups on.
+struct ByteRowsAt {
+    const int8_t* values;
+    const float *scales, *sums;
+    int64_t depth, num_groups;  // of the whole rows
+
+    ByteRowsAt after(int64_t num) const {
+        return {values + num * depth, scales + num * num_groups, sums + num * num_groups * 3, depth, num_groups};
+    }
+};
+
 // Rows as signed bytes, with a scale for each group. `sums`: for each group, the scaled sums of its halves and of the
 // whole.
 struct ByteRows {
@@ -56,6 +67,11 @@ struct ByteRows {
             sums[place * 3 + 1] = scale * float(second_sum);
             sums[place * 3 + 2] = sums[place * 3] + sums[place * 3 + 1];
         }
+    }
+
+    ByteRowsAt at(int64_t row, int64_t group) const {
+        const ByteRowsAt all{values.data() + group * GROUP, scales.data() + group, sums.data() + group * 3, depth, num_groups};
+        return all.after(row);
     }
 };
 
@@ -129,17 +145,18 @@ UnpackedPanel<PARTS>& unpacked_panel() {
     return panel;
 }
 
-// out [ROWS][PANEL] = rows first to first + ROWS times a panel. Each value of a row is loaded once for both halves of the
-// columns: one load for each product would be as slow as the products themselves.
+// out [ROWS][PANEL] = rows times `num_groups` groups of a panel, added to what is there if `adds`. Each value of a row is
+// loaded once for both halves of the columns: one load for each product would be as slow as the products themselves.
 template <int ROWS, class Panel>
-void byte_tile(const ByteRows& rows, int64_t first, const Panel& panel, float* out) {
-    const int8_t* values = rows.values.data() + first * rows.depth;
-    const float* scales = rows.scales.data() + first * rows.num_groups;
-    const float* sums = rows.sums.data() + first * rows.num_groups * 3;
+void byte_tile(const ByteRowsAt& rows, const Panel& panel, int64_t num_groups, float* out, bool adds) {
     __m512 totals[ROWS][2];
 #pragma GCC unroll 6
-    for (int i = 0; i < ROWS; i++) totals[i][0] = totals[i][1] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < rows.num_groups; g++) {
+    for (int i = 0; i < ROWS; i++) {
+        for (int half = 0; half < 2; half++) {
+            totals[i][half] = adds ? _mm512_loadu_ps(out + i * PANEL + half * LANES) : _mm512_setzero_ps();
+        }
+    }
+    for (int64_t g = 0; g < num_groups; g++) {
         each_step<0, Panel::NUM_SCALES>([&](auto part) {
             constexpr int NUM = NUM_STEPS / Panel::NUM_SCALES, BEGIN = part * NUM;
             constexpr int SUM = Panel::NUM_SCALES == 1 ? 2 : part;
@@ -151,7 +168,7 @@ void byte_tile(const ByteRows& rows, int64_t first, const Panel& panel, float* o
 #pragma GCC unroll 6
                 for (int i = 0; i < ROWS; i++) {
                     int32_t bits;
-                    std::memcpy(&bits, values + i * rows.depth + g * GROUP + at * STEP, sizeof bits);
+                    std::memcpy(&bits, rows.values + i * rows.depth + g * GROUP + at * STEP, sizeof bits);
                     const __m512i value = _mm512_set1_epi32(bits);
                     for (int half = 0; half < 2; half++) {
                         dots[i][half] = _mm512_dpbusd_epi32(dots[i][half], columns[half], value);
@@ -162,8 +179,8 @@ void byte_tile(const ByteRows& rows, int64_t first, const Panel& panel, float* o
             const Vec mins[] = {panel.min(g, 0, part, column_scales[0]), panel.min(g, 1, part, column_scales[1])};
 #pragma GCC unroll 6
             for (int i = 0; i < ROWS; i++) {
-                const __m512 scale = _mm512_set1_ps(scales[i * rows.num_groups + g]);
-                const __m512 sum = _mm512_set1_ps(sums[(i * rows.num_groups + g) * 3 + SUM]);
+                const __m512 scale = _mm512_set1_ps(rows.scales[i * rows.num_groups + g]);
+                const __m512 sum = _mm512_set1_ps(rows.sums[(i * rows.num_groups + g) * 3 + SUM]);
                 for (int half = 0; half < 2; half++) {
                     const __m512 dot = _mm512_cvtepi32_ps(dots[i][half]);
                     totals[i][half] = _mm512_fmadd_ps(dot, _mm512_mul_ps(column_scales[half].v, scale), totals[i][half]);
@@ -178,29 +195,25 @@ void byte_tile(const ByteRows& rows, int64_t first, const Panel& panel, float* o
     }
 }
 
-// The same for any number of rows up to MAX_BYTE_ROWS.
-template <class Panel>
-void byte_tile_of(int num_rows, const ByteRows& rows, int64_t first, const Panel& panel, float* out) {
-    each_step<1, MAX_BYTE_ROWS + 1>([&](auto height) {
-        if (height == num_rows) byte_tile<height>(rows, first, panel, out);
-    });
-}
-
-// Calls put(first, num, sums [num][PANEL]) for each tile of rows `begin` to `begin` + `num_rows` times a panel.
-template <WeightFormat F, class Put>
-void multiply_panel(const ByteRows& rows, int64_t begin, int64_t num_rows, const uint8_t* codes, const Put& put) {
-    alignas(64) float sums[MAX_BYTE_ROWS * PANEL];
+// Multiplies rows with `num_groups` groups of a panel, whose codes begin at `codes`. The sums of row i are at
+// `sums` + i * `stride`, and are added to what is there if `adds`. Calls done(first, num, sums [num][PANEL]) after each tile.
+template <WeightFormat F, class Done>
+void multiply_panel(const ByteRowsAt& rows, int64_t num_rows, const uint8_t* codes, int64_t num_groups, float* sums,
+                    int64_t stride, bool adds, const Done& done) {
     const PackedPanel<F> packed{codes};
     const auto each = [&](const auto& panel) {
-        each_even_tile(num_rows, MAX_BYTE_ROWS, [&](int64_t at, int num) {
-            byte_tile_of(num, rows, begin + at, panel, sums);
-            put(begin + at, num, sums);
+        each_even_tile(num_rows, MAX_BYTE_ROWS, [&](int64_t first, int num) {
+            float* out = sums + first * stride;
+            each_step<1, MAX_BYTE_ROWS + 1>([&](auto height) {
+                if (height == num) byte_tile<height>(rows.after(first), panel, num_groups, out, adds);
+            });
+            done(first, num, out);
         });
     };
     constexpr bool IS_SLOW = Codes<F>::UPPER_BYTES > 0;  // to unpack, for each tile again
     if (!IS_SLOW || num_rows < MIN_UNPACKED_ROWS) return each(packed);
     auto& unpacked = unpacked_panel<Codes<F>::NUM_SCALES>();
-    unpacked.set(packed, rows.num_groups);
+    unpacked.set(packed, num_groups);
     each(unpacked);
 }
 

@@ -27,8 +27,6 @@ struct Weight {
     int64_t num_in, num_out;
 };
 
-constexpr int64_t ROW_BLOCK_BYTES = 448 * 1024;  // rows that fit a core's own cache beside the panels
-
 // The place of a row of a gated weight: the two halves are interleaved in groups of 16.
 constexpr int64_t gated_place(int64_t n, int64_t half) {
     const int64_t i = n % half;
@@ -54,17 +52,71 @@ PanelPlace panel_of(const Weight& weight, int64_t panel) {
     throw std::out_of_range("the weight has no such panel");
 }
 
+// Depths `begin` to `begin` + `depth` of a panel, in the form that products of type S read; `begin` is a multiple of GROUP.
 template <class S>
-const S* dense_panel(const PanelPlace& place, int64_t depth, std::vector<S>& buffer) {
-    if (place.format == DENSE) return static_cast<const S*>(place.start);
+const S* dense_panel(const PanelPlace& place, int64_t begin, int64_t depth, std::vector<S>& buffer) {
+    if (place.format == DENSE) return static_cast<const S*>(place.start) + begin * PANEL;
     grow(buffer, depth * PANEL);
     with_format(place.format, [&](auto format) {
-        widen_panel<S, decltype(format)::value>(static_cast<const uint8_t*>(place.start), depth / GROUP, buffer.data());
+        constexpr WeightFormat F = decltype(format)::value;
+        const uint8_t* groups = static_cast<const uint8_t*>(place.start) + begin / GROUP * Codes<F>::BYTES;
+        widen_panel<S, F>(groups, depth / GROUP, buffer.data());
     });
     return buffer.data();
 }
 
 inline bool is_quantised(const Weight& weight) { return weight.segments[0].format != DENSE; }
+
+// How a product is divided. A *unit*, which one thread computes, is a block of rows times one panel. Where a core's own
+// cache would hold only a few rows of a deep product, a unit has more of them and takes the depth in slices, so that a panel
+// is read from memory once for all of them (Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix
+// Multiplication", section 4). A product of a few rows reads each panel once anyhow.
+struct Division {
+    static constexpr int64_t ROW_BLOCK_BYTES = 448 * 1024;  // rows that fit a core's own cache beside the panels
+    static constexpr int64_t SLICED_ROWS = 192;             // of a unit that takes the depth in slices
+
+    int64_t num_rows, num_panels, depth;        // of the product
+    int64_t block_rows, num_blocks, slice_depth;
+
+    // `few`: rows that are worth reading a panel for; blocks have a multiple of a quarter of it.
+    Division(int64_t num_rows, int64_t num_panels, int64_t depth, int64_t value_bytes, int64_t few)
+        : num_rows(num_rows), num_panels(num_panels), depth(depth) {
+        const int64_t fitting = ROW_BLOCK_BYTES / (depth * value_bytes) / (few / 4) * (few / 4);
+        const bool is_whole = fitting >= few || num_rows <= few;
+        block_rows = is_whole ? std::max(fitting, few) : std::min(num_rows, SLICED_ROWS);
+        num_blocks = (num_rows + block_rows - 1) / block_rows;
+        const int64_t num_slices = is_whole ? 1 : block_rows * depth * value_bytes / ROW_BLOCK_BYTES + 1;
+        slice_depth = is_whole ? depth : round_up<int64_t>(depth / num_slices, GROUP);
+    }
+};
+
+// The rows of a unit and its panel, of a part of the depth. `sums`: of the rows, `stride` floats apart (0 if all tiles may
+// use the same place); they hold the sums of the slices before.
+struct Slice {
+    int64_t first_row, num_rows, panel, begin, depth;
+    float* sums;
+    int64_t stride;
+    bool is_first, is_last;
+};
+
+// Calls body for each slice of a product, on the team's threads. A thread has an InUse meanwhile.
+template <class InUse, class Body>
+void each_slice(const Division& by, const Body& body) {
+    team().loop(by.num_blocks * by.num_panels, 1, [&](int64_t first, int64_t end, int) {
+        static thread_local std::vector<float> sums;
+        const bool is_whole = by.slice_depth == by.depth;
+        grow(sums, ((is_whole ? 0 : by.block_rows) + MAX_TILE_ROWS) * PANEL);
+        const InUse in_use;
+        for (int64_t unit = first; unit < end; unit++) {
+            const int64_t row = unit / by.num_panels * by.block_rows, panel = unit % by.num_panels;
+            const int64_t num = std::min(by.block_rows, by.num_rows - row);
+            for (int64_t begin = 0; begin < by.depth; begin += by.slice_depth) {
+                const int64_t depth = std::min(by.slice_depth, by.depth - begin);
+                body(Slice{row, num, panel, begin, depth, sums.data(), is_whole ? 0 : PANEL, begin == 0, begin + depth == by.depth});
+            }
+        }
+    });
+}
 
 #if defined(__AVX512VNNI__)
 // The most rows that are multiplied as bytes: with AMX, bfloat16 tiles multiply more rows faster.
@@ -78,25 +130,26 @@ inline int64_t max_byte_rows() {
 // `multiply` for a quantised weight, on rows that are quantised too.
 template <class Row, class Put>
 void multiply_bytes(const Row* rows, int64_t stride, int64_t num_rows, const Weight& weight, const Put& put) {
+    struct Nothing {
+        Nothing() {}
+    };
     ByteRows& bytes = byte_rows();
     bytes.fit(num_rows, weight.num_in);
     team().loop(num_rows, 8, [&](int64_t first, int64_t end, int) {
         for (int64_t t = first; t < end; t++) bytes.set(t, rows + t * stride);
     });
     const int64_t num_panels = (weight.num_out + PANEL - 1) / PANEL;
-    const int64_t most = std::max<int64_t>(48, ROW_BLOCK_BYTES / weight.num_in);
-    const int64_t num_blocks = (num_rows + most - 1) / most;
-    team().loop(num_blocks * num_panels, 1, [&](int64_t first, int64_t end, int) {
-        for (int64_t unit = first; unit < end; unit++) {
-            const int64_t begin = unit / num_panels * most, panel = unit % num_panels;
-            const PanelPlace place = panel_of<bf16>(weight, panel);
-            with_format(place.format, [&](auto format) {
-                const uint8_t* codes = static_cast<const uint8_t*>(place.start);
-                multiply_panel<decltype(format)::value>(
-                    bytes, begin, std::min(num_rows - begin, most), codes,
-                    [&](int64_t row, int num, const float* sums) { put(row, num, panel, sums); });
-            });
-        }
+    each_slice<Nothing>(Division(num_rows, num_panels, weight.num_in, 1, 8 * MAX_BYTE_ROWS), [&](const Slice& slice) {
+        const PanelPlace place = panel_of<bf16>(weight, slice.panel);
+        with_format(place.format, [&](auto format) {
+            constexpr WeightFormat F = decltype(format)::value;
+            const int64_t group = slice.begin / GROUP;
+            const uint8_t* codes = static_cast<const uint8_t*>(place.start) + group * Codes<F>::BYTES;
+            multiply_panel<F>(bytes.at(slice.first_row, group), slice.num_rows, codes, slice.depth / GROUP, slice.sums, slice.stride,
+                              !slice.is_first, [&](int64_t row, int num, const float* sums) {
+                                  if (slice.is_last) put(slice.first_row + row, num, slice.panel, sums);
+                              });
+        });
     });
 }
 #endif
@@ -110,25 +163,17 @@ void multiply(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weig
         if (is_quantised(weight) && num_rows <= max_byte_rows()) return multiply_bytes(rows, stride, num_rows, weight, put);
     }
 #endif
-    const int64_t depth = padded_depth<S>(weight.num_in);
     const int64_t num_panels = (weight.num_out + PANEL - 1) / PANEL;
-    const int64_t fitting = ROW_BLOCK_BYTES / (depth * int64_t(sizeof(RowOf<S>)));
-    const int64_t most = std::max<int64_t>(4 * max_rows<S>(), fitting / max_rows<S>() * max_rows<S>());
-    const int64_t num_blocks = (num_rows + most - 1) / most;
-    team().loop(num_blocks * num_panels, 1, [&](int64_t first, int64_t end, int) {
-        alignas(64) float sums[MAX_TILE_ROWS * PANEL];
+    const Division by(num_rows, num_panels, padded_depth<S>(weight.num_in), sizeof(RowOf<S>), 4 * max_rows<S>());
+    each_slice<TilesInUse>(by, [&](const Slice& slice) {
         static thread_local std::vector<S> widened;
-        const TilesInUse tiles;
-        for (int64_t unit = first; unit < end; unit++) {
-            const int64_t block = unit / num_panels, panel = unit % num_panels;
-            const int64_t begin = block * most, stop = std::min(num_rows, begin + most);
-            const S* columns = dense_panel<S>(panel_of<S>(weight, panel), depth, widened);
-            each_tile<S>(stop - begin, [&](int64_t at, int num) {
-                const int64_t row = begin + at;
-                tile<S>(num, rows + row * stride, stride, columns, depth, sums);
-                put(row, num, panel, sums);
-            });
-        }
+        const S* columns = dense_panel<S>(panel_of<S>(weight, slice.panel), slice.begin, slice.depth, widened);
+        each_tile<S>(slice.num_rows, [&](int64_t at, int num) {
+            const int64_t row = slice.first_row + at;
+            float* sums = slice.sums + at * slice.stride;
+            tile<S>(num, rows + row * stride + slice.begin, stride, columns, slice.depth, sums, !slice.is_first);
+            if (slice.is_last) put(row, num, slice.panel, sums);
+        });
     });
 }
 

@@ -40,7 +40,7 @@ void few_rows(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weig
     static thread_local std::vector<S> widened;
     alignas(64) float sums[MAX_TILE_ROWS * PANEL];
     const int64_t depth = padded_depth<S>(weight.num_in);
-    const S* columns = dense_panel<S>(panel_of<S>(weight, panel), depth, widened);
+    const S* columns = dense_panel<S>(panel_of<S>(weight, panel), 0, depth, widened);
     each_tile<S>(num_rows, [&](int64_t at, int num) {
         tile<S>(num, rows + at * stride, stride, columns, depth, sums);
         for (int i = 0; i < num; i++) {

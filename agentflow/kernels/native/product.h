@@ -163,15 +163,16 @@ ALWAYS_INLINE void multiply_add(Vec (&sums)[ROWS][VECS], const bf16* row, int64_
 }
 #endif
 
-// out [ROWS][PANEL] = rows [ROWS][depth] times one panel. `depth` is padded, and rows are readable up to it.
+// out [ROWS][PANEL] = rows [ROWS][depth] times one panel, added to what is there if `adds`. `depth` is padded, and rows
+// are readable up to it.
 template <int ROWS, class S>
-void tile(const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, float* out) {
+void tile(const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, float* out, bool adds) {
     for (int first = 0; first < PANEL; first += TILE_VECS * LANES) {
         Vec sums[ROWS][TILE_VECS];
 #pragma GCC unroll 12
         for (int i = 0; i < ROWS; i++) {
 #pragma GCC unroll 2
-            for (int v = 0; v < TILE_VECS; v++) sums[i][v] = zero();
+            for (int v = 0; v < TILE_VECS; v++) sums[i][v] = adds ? load(out + i * PANEL + first + v * LANES) : zero();
         }
         const S* columns = panel + first * Format<S>::PAIR;
         for (int64_t k = 0; k < depth; k += Format<S>::PAIR) {
@@ -186,30 +187,31 @@ void tile(const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, f
 }
 
 template <class S, int ROWS>
-void tile_of(int num_rows, const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, float* out) {
+void tile_of(int num_rows, const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, float* out, bool adds) {
     if constexpr (ROWS > 1) {
-        if (num_rows < ROWS) return tile_of<S, ROWS - 1>(num_rows, rows, stride, panel, depth, out);
+        if (num_rows < ROWS) return tile_of<S, ROWS - 1>(num_rows, rows, stride, panel, depth, out, adds);
     }
-    tile<ROWS, S>(rows, stride, panel, depth, out);
+    tile<ROWS, S>(rows, stride, panel, depth, out, adds);
 }
 
 // The same for any number of rows up to max_rows. With AMX, this thread must hold a TilesInUse.
 template <class S>
-void tile(int num_rows, const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, float* out) {
+void tile(int num_rows, const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, float* out,
+          bool adds = false) {
 #if defined(AGENTFLOW_TILES)
     if constexpr (std::is_same_v<S, bf16>) {
         if (num_rows >= MIN_ROWS_FOR_TILES && allow_tiles()) {
-            if (num_rows > TILE_SIDE) return multiply_by_tiles<true>(rows, stride, panel, depth, out);
-            return multiply_by_tiles<false>(rows, stride, panel, depth, out);
+            if (num_rows > TILE_SIDE) return multiply_by_tiles<true>(rows, stride, panel, depth, out, adds);
+            return multiply_by_tiles<false>(rows, stride, panel, depth, out, adds);
         }
     }
 #endif
     for (; num_rows > MAX_VECTOR_ROWS; num_rows -= MAX_VECTOR_ROWS) {
-        tile<MAX_VECTOR_ROWS, S>(rows, stride, panel, depth, out);
+        tile<MAX_VECTOR_ROWS, S>(rows, stride, panel, depth, out, adds);
         rows += MAX_VECTOR_ROWS * stride;
         out += MAX_VECTOR_ROWS * PANEL;
     }
-    tile_of<S, MAX_VECTOR_ROWS>(num_rows, rows, stride, panel, depth, out);
+    tile_of<S, MAX_VECTOR_ROWS>(num_rows, rows, stride, panel, depth, out, adds);
 }
 
 // Divides rows 0 to num_rows into tiles of about equal height, at most `most`, and calls body(first, num) for each.

@@ -58,15 +58,25 @@ class TilesInUse {
     TilesInUse(const TilesInUse&) = delete;
 };
 
-// out [rows][32] = rows [16 or 32][depth] times one panel; `depth` is a multiple of TILE_DEPTH. Tiles 0 to 3 hold the
-// sums, 4 and 5 the rows, 6 and 7 the columns.
+// out [rows][32] = rows [16 or 32][depth] times one panel, added to what is there if `adds`; `depth` is a multiple of
+// TILE_DEPTH. Tiles 0 to 3 hold the sums, 4 and 5 the rows, 6 and 7 the columns.
 template <bool IS_TALL>
-ALWAYS_INLINE void multiply_by_tiles(const bf16* rows, int64_t stride, const bf16* panel, int64_t depth, float* out) {
+ALWAYS_INLINE void multiply_by_tiles(const bf16* rows, int64_t stride, const bf16* panel, int64_t depth, float* out, bool adds) {
     constexpr int64_t COLUMNS = 2 * TILE_SIDE, PAIR_BYTES = 2 * COLUMNS * int64_t(sizeof(bf16));
+    constexpr int64_t OUT_BYTES = COLUMNS * int64_t(sizeof(float));
     const int64_t row_bytes = stride * int64_t(sizeof(bf16));
-    zero_tile<0>();
-    zero_tile<1>();
-    if constexpr (IS_TALL) zero_tile<2>(), zero_tile<3>();
+    if (adds) {
+        load_tile<0>(out, OUT_BYTES);
+        load_tile<1>(out + TILE_SIDE, OUT_BYTES);
+        if constexpr (IS_TALL) {
+            load_tile<2>(out + TILE_SIDE * COLUMNS, OUT_BYTES);
+            load_tile<3>(out + TILE_SIDE * COLUMNS + TILE_SIDE, OUT_BYTES);
+        }
+    } else {
+        zero_tile<0>();
+        zero_tile<1>();
+        if constexpr (IS_TALL) zero_tile<2>(), zero_tile<3>();
+    }
     for (int64_t k = 0; k < depth; k += TILE_DEPTH) {
         load_tile<6>(panel + k * COLUMNS, PAIR_BYTES);
         load_tile<7>(panel + k * COLUMNS + 2 * TILE_SIDE, PAIR_BYTES);
@@ -79,7 +89,6 @@ ALWAYS_INLINE void multiply_by_tiles(const bf16* rows, int64_t stride, const bf1
             multiply_tiles<3, 5, 7>();
         }
     }
-    constexpr int64_t OUT_BYTES = COLUMNS * int64_t(sizeof(float));
     store_tile<0>(out, OUT_BYTES);
     store_tile<1>(out + TILE_SIDE, OUT_BYTES);
     if constexpr (IS_TALL) {
