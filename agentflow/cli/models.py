@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 from rich.console import Console
@@ -23,6 +23,9 @@ from agentflow.errors import BadModelFolder, EngineFailed, ProtocolError
 MODELS_PATH = "/v1/models"
 LOCAL_COLUMNS = ("model", "here", "size", "memory", "fits", "context", "chat", "tools", "licence")
 SERVER_COLUMNS = ("model", "owner", "context", "loaded")
+NUMBERS = ("size", "memory", "fits", "context")
+DISPENSABLE = ("tools", "chat")
+"""Columns that a narrow terminal does not show, in this order."""
 CONTEXT_NAMES = ("context_length", "max_model_len", "context_window")
 """Names of the field in the answers of servers. OpenAI's API has no such field."""
 
@@ -49,7 +52,7 @@ def local_models() -> list[tuple[str, ...]]:
             continue
         needs = room.describe(2 * model.parameters, 2 * model.kv_numbers_per_token, model.context)
         licence = f"{model.licence} (gated)" if model.is_gated else model.licence
-        rows.append((name, "no", f"{_size(model.disk_bytes)} to pull", *needs, "-", "-", licence))
+        rows.append((name, "no", _size(model.disk_bytes), *needs, "-", "-", licence))
     for name, path in cached.items():
         described = describe_model(path, room)
         if "damaged" not in described:  # or no language model: the cache has models of any kind
@@ -147,12 +150,18 @@ def show(columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console
         for row in [columns, *rows]:
             print("\t".join(row), file=console.file)  # rich would replace the tabs by spaces
         return
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    shown = list(range(len(columns)))
+    for name in DISPENSABLE:
+        if sum(widths[i] + 2 for i in shown) > console.width and name in columns:
+            shown.remove(columns.index(name))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    for column in columns:
-        is_number = column in ("size", "memory", "fits", "context")
-        table.add_column(column, justify="right" if is_number else "left", no_wrap=True, overflow="ellipsis")
+    for i in shown:
+        justify: Literal["left", "right"] = "right" if columns[i] in NUMBERS else "left"
+        least = None if columns[i] in ("model", "licence") else widths[i]
+        table.add_column(columns[i], justify=justify, no_wrap=True, overflow="ellipsis", min_width=least)
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(row[i]) for i in shown))
     console.print(table)
 
 
@@ -192,8 +201,9 @@ COMMAND = Command(
 Lists the models with short names and those in the cache of the Hugging Face
 hub, with the memory that they need with --dtype auto (weights, the KV of one
 whole context, and the work), whether that is free here (or for how many
-tokens), and whether they have a chat template and support tools. With --url:
-the models of a server. Without a terminal, tabs separate the columns.""",
+tokens), and whether they have a chat template and support tools. The size of
+a model that is not here is that of its files. With --url: the models of a
+server. Without a terminal, tabs separate the columns.""",
     examples="""\
 agentflow models
 agentflow models --url http://127.0.0.1:8410

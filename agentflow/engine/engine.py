@@ -421,9 +421,16 @@ def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int, adapt
     check_task(message.embeds, info)
     if not message.token_ids:
         raise EngineFailed("a request needs at least one token")
+    token_ids = np.array(message.token_ids, dtype=np.int32)
+    if (last := int(token_ids.max())) >= info.vocab_size:
+        raise BadArgument(
+            f"the prompt has the token {last}, which the tokenizer knows and the model does not: its ids are "
+            f"0 to {info.vocab_size - 1}",
+            param="prompt",
+        )
     request = Request.create(
         message.request_id,
-        np.array(message.token_ids, dtype=np.int32),
+        token_ids,
         _output_limit(message, max_total_tokens),
         params,
         seed=message.seed,

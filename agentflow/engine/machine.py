@@ -21,6 +21,7 @@ import os
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,8 @@ def memory_need(
     weight_bytes += sum(adapter_bytes(adapter, item_bytes) for adapter in adapters)
     if task == "embed" and not read_embedding_folder(folder).takes_last:  # no keys and values are kept
         return MemoryNeed(name, weight_bytes, ID_BYTES, kv_tokens)
-    return MemoryNeed(name, weight_bytes, kv_bytes_per_token(config, item_bytes), kv_tokens)
+    with _naming(folder):
+        return MemoryNeed(name, weight_bytes, kv_bytes_per_token(config, item_bytes), kv_tokens)
 
 
 def _panel_bytes(folder: Path, config: Mapping[str, Any]) -> int:
@@ -163,6 +165,15 @@ def _panel_bytes(folder: Path, config: Mapping[str, Any]) -> int:
     else:
         return 0
     return int(sum(part.stat().st_size for part in parts if part.exists()) * growth)
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Faults of the config name the folder."""
+    try:
+        yield
+    except BadModelFolder as error:
+        raise BadModelFolder(f"{folder}: {error}", param=error.param) from error.__cause__
 
 
 def _scheme_of(config: Mapping[str, Any]) -> Scheme | None:
@@ -184,28 +195,40 @@ def read_shape(folder: Path) -> tuple[Mapping[str, Any], int]:
     config = json_object(folder / "config.json")
     if config is None:
         raise BadModelFolder(f"{folder}: config.json is not a JSON object", param="config.json")
-    return config, _num_parameters(folder, _scheme_of(config))
+    with _naming(folder):
+        scheme = _scheme_of(config)
+    return config, _num_parameters(folder, scheme)
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], item_bytes: int) -> int:
     """Bytes of the keys and values of one token in all layers. ``config``: the model's config.json."""
     config = text_config(config)
-    try:
-        # GPT-2 and its relatives have the second names.
-        num_heads: int = config.get("num_attention_heads") or config["n_head"]
-        heads: int = config.get("num_key_value_heads") or num_heads
-        head_size: int = (
-            config.get("head_dim") or (config.get("hidden_size") or config["n_embd"]) // num_heads
+    # GPT-2 and its relatives have the second names.
+    layers = _size(config, "num_hidden_layers", "n_layer")
+    if config.get("kv_lora_rank"):  # the pool holds latents
+        return 2 * layers * item_bytes * (_size(config, "kv_lora_rank") + _size(config, "qk_rope_head_dim"))
+    num_heads = _size(config, "num_attention_heads", "n_head")
+    heads = (
+        _size(config, "num_key_value_heads") if config.get("num_key_value_heads") is not None else num_heads
+    )
+    if config.get("head_dim") is not None:
+        head_size = _size(config, "head_dim")
+    else:
+        head_size = _size(config, "hidden_size", "n_embd") // num_heads
+    return 2 * layers * heads * head_size * item_bytes
+
+
+def _size(config: Mapping[str, Any], *names: str) -> int:
+    """The value under the first of these names that the config has."""
+    name = next((name for name in names if config.get(name) is not None), names[0])
+    value = config.get(name)
+    if value is None:
+        raise BadModelFolder(f"config.json does not give {' or '.join(names)}", param=name)
+    if not isinstance(value, int) or value < 1:
+        raise BadModelFolder(
+            f"config.json gives {name} as {value!r}, and it is an integer of at least 1", param=name
         )
-        layers: int = config.get("num_hidden_layers") or config["n_layer"]
-        if rank := config.get("kv_lora_rank"):  # the pool holds latents
-            heads, head_size = 1, rank + config["qk_rope_head_dim"]
-        num_bytes = 2 * layers * heads * head_size * item_bytes
-    except KeyError as error:
-        raise BadModelFolder(f"config.json does not give {error}", param=str(error.args[0])) from None
-    except (TypeError, AttributeError, ZeroDivisionError) as error:
-        raise BadModelFolder(f"config.json has a wrong value: {error}", param="config.json") from None
-    return num_bytes
+    return value
 
 
 def fitting_kv_tokens(need: MemoryNeed, free_bytes: int) -> int:

@@ -158,7 +158,7 @@ def test_the_models_here(model_folder):
 def test_a_model_that_is_not_here_can_be_pulled(tmp_path, monkeypatch):
     monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
     result = call_cli("models")
-    assert result.stdout.splitlines()[1].split("\t")[:3] == ["smollm2-135m", "no", "90 MB to pull"]
+    assert result.stdout.splitlines()[1].split("\t")[:3] == ["smollm2-135m", "no", "90 MB"]
 
 
 def test_a_damaged_folder_is_said_to_be_one(tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -131,5 +133,25 @@ def test_the_pool_of_a_single_model_fits(needs, free_bytes):
 def test_a_config_with_the_names_of_gpt2_has_a_size():
     config = {"n_layer": 3, "n_head": 4, "n_embd": 64}
     assert kv_bytes_per_token(config, 2) == 2 * 3 * 64 * 2
-    with pytest.raises(BadModelFolder, check=has_param("n_layer")):
+    with pytest.raises(BadModelFolder, check=has_param("num_hidden_layers")):
         kv_bytes_per_token({"n_head": 4, "n_embd": 64}, 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "param"),
+    [
+        ({"hidden_size": None}, "hidden_size"),
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
+    ],
+)
+def test_a_config_without_a_size_is_rejected_with_its_folder(
+    changed: dict[str, Any], param: str, tmp_path: Path
+):
+    config = {"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 64} | changed
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadModelFolder, check=has_param(param)) as caught:
+        memory_need("", tmp_path, "auto", None)
+    assert str(tmp_path) in str(caught.value)

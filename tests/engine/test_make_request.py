@@ -6,6 +6,7 @@ import contextlib
 
 import msgspec
 import pytest
+from support.faults import has_param
 
 from agentflow.engine.engine import check_request, make_request
 from agentflow.engine.fake_runner import FakeRunner
@@ -57,3 +58,10 @@ def test_the_client_rejects_what_the_engine_would_reject(
     for check in (in_engine, lambda: check_request(num_prompt, params, info)):
         with pytest.raises(error) if error is not None else contextlib.nullcontext():
             check()
+
+
+def test_a_token_that_only_the_tokenizer_knows_is_rejected() -> None:
+    info = FakeRunner(vocab_size=16, num_slots=100, max_context=50).info
+    make_request(Submit(1, [1, 15], SamplingParams(max_tokens=4)), info, 50)
+    with pytest.raises(BadArgument, check=has_param("prompt")):
+        make_request(Submit(1, [1, 16], SamplingParams(max_tokens=4)), info, 50)

@@ -119,6 +119,12 @@ class TorchRunner:
             if embedding is not None:  # it has no head of its own, or it is not used
                 longest = min(config.max_context, embedding.max_tokens or config.max_context)
                 config = replace(config, tie_word_embeddings=True, max_context=longest)
+        elif quantize is not None:
+            raise BadArgument(
+                f"quantize needs a native architecture, and {folder.name} runs through transformers: leave "
+                "it out, or take another model",
+                param="quantize",
+            )
         else:
             config = load_transformers(folder, dtype=torch_dtype, device=torch_device, kernels=kernels)
         self._config, self._dtype, self._device = config, torch_dtype, torch_device

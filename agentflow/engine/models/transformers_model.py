@@ -15,7 +15,8 @@ import importlib.util
 import inspect
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -200,6 +201,46 @@ def _slides(config: Any) -> bool:
     return bool(getattr(config, "use_sliding_window", True))
 
 
+@contextmanager
+def _without_reports() -> Iterator[None]:
+    """What transformers reports while it loads a model is checked here, and raised."""
+    import transformers
+
+    reports: Any = transformers.utils.logging
+    level, has_bars = reports.get_verbosity(), reports.is_progress_bar_enabled()
+    reports.set_verbosity(logging.CRITICAL)
+    reports.disable_progress_bar()
+    try:
+        yield
+    finally:
+        reports.set_verbosity(level)
+        if has_bars:
+            reports.enable_progress_bar()
+
+
+def _check_loaded(folder: Path, loading: Mapping[str, Any]) -> None:
+    """``BadModelFolder`` unless the files have each tensor of the model: transformers makes up the others."""
+    if missing := sorted(loading["missing_keys"]):
+        raise BadModelFolder(
+            f"{folder} has no tensor {missing[0]}: its weights are incomplete, fetch the model again",
+            param=missing[0],
+        )
+    if misshapen := sorted(loading["mismatched_keys"]):
+        name, stored, expected = misshapen[0]
+        raise BadModelFolder(
+            f"{folder}: tensor {name} is {tuple(stored)}, but its config makes it {tuple(expected)}: take "
+            "the config and the weights of one model",
+            param=name,
+        )
+
+
+def _one_line(error: Exception) -> str:
+    """The first sentence of an error that may have paragraphs."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    shown = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
+    return shown or type(error).__name__
+
+
 def load_transformers(
     folder: Path, *, dtype: torch.dtype, device: torch.device, kernels: Kernels
 ) -> TransformersModel:
@@ -228,37 +269,50 @@ def load_transformers(
             "config.json), and that is never run: take a model whose architecture transformers has",
             param="auto_map",
         )
+    if not any(hasattr(transformers, str(name)) for name in architectures):
+        raise BadModelFolder(
+            f"{folder}: its architecture is {architecture}, which transformers {transformers.__version__} "
+            "does not have: upgrade transformers, or take another model",
+            param="architectures",
+        )
     AttentionInterface.register(NAME, paged_attention)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        if getattr(config, "is_encoder_decoder", False):
-            raise ValueError("it is no causal model")
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=NAME,
-            trust_remote_code=False,
-            local_files_only=True,
-            use_safetensors=True,
-        )
-        if type(model).__name__ not in architectures:
-            raise ValueError(f"transformers takes its model_type for {type(model).__name__}")
-        model = model.to(device).eval()
-        made = TransformersModel(model, kernels, raw, generation)
+        with _without_reports():
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            if getattr(config, "is_encoder_decoder", False):
+                raise ValueError("it is no causal model")
+            of_transformers: Any = AutoModelForCausalLM
+            model, loading = of_transformers.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=NAME,
+                trust_remote_code=False,
+                local_files_only=True,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # they are listed
+                output_loading_info=True,
+            )
+            if type(model).__name__ not in architectures:
+                raise ValueError(f"transformers takes its model_type for {type(model).__name__}")
+            made = TransformersModel(model.to(device).eval(), kernels, raw, generation)
     except BadModelFolder as error:
-        raise BadModelFolder(f"{folder}: {architecture}: {error}", param=error.param) from None
+        raise BadModelFolder(
+            f"{folder}: its architecture is {architecture}, which cannot be run: {error}; take another model",
+            param=error.param,
+        ) from None
     except KeyError as error:
         raise BadModelFolder(
             f"{folder}: its architecture is {architecture}, whose attention cannot be replaced "
             f"(transformers does not find {error})",
             param="architectures",
         ) from error
-    except (ValueError, OSError, RuntimeError, AttributeError, TypeError) as error:
+    except Exception as error:  # transformers has no error type of its own
         raise BadModelFolder(
-            f"{folder}: its architecture is {architecture}, which cannot be run: {error}",
+            f"{folder}: its architecture is {architecture}, which cannot be run: {_one_line(error)}",
             param="architectures",
         ) from error
+    _check_loaded(folder, loading)
     logger.warning(
         "%s runs through transformers, because it has no kernels of its own here: slower than the native "
         "architectures",

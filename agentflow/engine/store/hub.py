@@ -65,7 +65,7 @@ def pull_from_hub(name: HubName, listener: PullListener) -> Path:
         PullFailed: the hub, the network, the disk or the model does not allow it; says what to do.
     """
     try:
-        import huggingface_hub  # noqa: F401  also sets up its logger
+        import huggingface_hub.file_download  # noqa: F401  sets up its logger, which is replaced below
     except ImportError as error:
         raise PullFailed(
             f"pulling {name} needs the package {error.name!r}: run `pip install 'agentflow-lm[engine]'`"
@@ -387,14 +387,15 @@ class _Notes(logging.Handler):
         self._listener = listener
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._listener.note(" ".join(record.getMessage().split()))
+        self._listener.note("; ".join(filter(None, map(str.strip, record.getMessage().splitlines()))))
 
 
 @contextmanager
 def _notes_to(listener: PullListener) -> Iterator[None]:
     logger = logging.getLogger("huggingface_hub")
-    before, logger.handlers = logger.handlers, [_Notes(listener)]
+    before = logger.handlers, logger.propagate
+    logger.handlers, logger.propagate = [_Notes(listener)], False
     try:
         yield
     finally:
-        logger.handlers = before
+        logger.handlers, logger.propagate = before

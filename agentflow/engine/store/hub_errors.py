@@ -66,7 +66,8 @@ def _of_answer(error: Any, hub: str, name: HubName, file: str) -> tuple[str, str
     if isinstance(error, errors.RevisionNotFoundError):
         what = f"{repository} has no revision {name.revision}: give a branch, a tag or a commit's hash"
         return what, name.revision
-    if isinstance(error, errors.RemoteEntryNotFoundError):
+    is_of_file = file and status == 404 and not isinstance(error, errors.RepositoryNotFoundError)
+    if is_of_file or isinstance(error, errors.RemoteEntryNotFoundError):
         return f"{hub} does not have {file} of {name}, which it lists: pull again later", file
     if isinstance(error, errors.DisabledRepoError):
         return f"{repository} has been disabled by its owner or the hub: take another model", repository

@@ -50,6 +50,11 @@ def check_gguf(file: Path) -> None:
         try:
             with part.open("rb") as content:
                 magic = content.read(len(_GGUF_MAGIC))
+        except FileNotFoundError:
+            raise BadModelFolder(
+                f"{file.name} needs {part.name} beside it, which is missing: fetch all {len(parts)} files",
+                param=part.name,
+            ) from None
         except OSError as error:
             raise BadModelFolder(f"{part} cannot be read: {error}", param=part.name) from error
         if magic != _GGUF_MAGIC:

@@ -34,7 +34,6 @@ import anyio.to_thread
 from platformdirs import user_cache_dir
 from rich.console import Console
 
-from agentflow.engine.store.catalog import CATALOG
 from agentflow.engine.store.hub import pull_from_hub
 from agentflow.engine.store.hub_names import cached_model, hub_name
 from agentflow.engine.store.model_folder import check_model
@@ -116,10 +115,9 @@ def resolve_model(name: str) -> Path:
             f"{name} is not on this computer, neither as a path nor pulled: run `agentflow pull {name}`",
             param=name,
         )
-    known = ", ".join(dict.fromkeys((*KNOWN_MODELS, *CATALOG)))
     raise UnknownModel(
-        f"no model is named {name!r} and there is no such path: give a short name ({known}), OWNER/NAME on "
-        "the Hugging Face hub, a model folder or a .gguf file",
+        f"no model is named {name!r} and there is no such path: give OWNER/NAME on the Hugging Face hub, a "
+        "model folder, a .gguf file, or one of the short names that `agentflow models` lists",
         param=name,
     )
 
@@ -202,9 +200,13 @@ def pull_model(name: str, *, progress: bool = True) -> Path:
         with _shown(name, listener) as shown, _terminable():
             return pull_from_hub(hub, shown)
     if source is None:
-        known = ", ".join(dict.fromkeys((*KNOWN_MODELS, *CATALOG)))
+        if _local_path(name) is not None:
+            raise UnknownModel(
+                f"{name} is a local path, which is served as it is: nothing is to pull", param=name
+            )
         raise UnknownModel(
-            f"no model is named {name!r}: give a short name ({known}), or OWNER/NAME on the Hugging Face hub",
+            f"no model is named {name!r}: give OWNER/NAME on the Hugging Face hub, or one of the short names "
+            "that `agentflow models` lists",
             param=name,
         )
     if _is_pulled(source):

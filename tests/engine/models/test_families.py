@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from agentflow.engine.machine import memory_need
 from agentflow.engine.models.families.registry import FAMILIES
 from agentflow.engine.models.torch_runner import TorchRunner
-from agentflow.errors import BadModelFolder
+from agentflow.errors import BadArgument, BadModelFolder
 
 SIZES = {
     "vocab_size": 320,
@@ -237,6 +237,23 @@ def test_models_that_cannot_be_paged(kind: str, tmp_path: Path) -> None:
         TorchRunner(tmp_path, num_slots=4, device="cpu", dtype="float32")
     assert caught.value.param in ("architectures", "layer_types")
     assert type(model).__name__ in str(caught.value)
+
+
+@pytest.mark.parametrize("change", ["missing", "misshapen"])
+def test_weights_that_transformers_would_make_up_are_rejected(change: str, tmp_path: Path) -> None:
+    saved_model("gpt_neox", tmp_path)
+    file, name = tmp_path / "model.safetensors", "gpt_neox.layers.1.mlp.dense_h_to_4h.weight"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors | ({name: torch.zeros(3, 3)} if change == "misshapen" else {}), file, {"format": "pt"})
+    with pytest.raises(BadModelFolder, check=has_param(name)):
+        TorchRunner(tmp_path, num_slots=4, device="cpu", dtype="float32")
+
+
+def test_a_model_of_transformers_is_not_quantised(tmp_path: Path) -> None:
+    saved_model("gpt_neox", tmp_path)
+    with pytest.raises(BadArgument, check=has_param("quantize")):
+        TorchRunner(tmp_path, num_slots=4, device="cpu", quantize="int8")
 
 
 def test_code_of_a_model_folder_never_runs(tmp_path: Path) -> None:

@@ -152,6 +152,11 @@ def test_a_config_that_is_none(tmp_path: Path, content: str | None) -> None:
             "model.layers.0.self_attn.q_norm.weight",
             "",
         ),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(8, dtype=torch.int64)}),
+            "model.norm.weight",
+            "int64",
+        ),
     ],
 )
 def test_weights_that_do_not_fit(

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from support.engine import pull_in_child
 from support.engine.pull_in_child import TINY, Narrator
+from support.faults import has_param
 
 from agentflow.engine.store import model_store
 from agentflow.engine.store.model_store import ModelSource, Silent, pull_model, pull_source, resolve_model
@@ -55,10 +56,10 @@ def test_a_pulled_model_is_found_by_name(store: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "~no-such-user/model", "x" * 5000, "nul\0byte"])
-def test_an_unknown_name_is_refused_with_the_known_ones(store: Path, name: str) -> None:
-    with pytest.raises(UnknownModel, match=r"\btiny\b"):
+def test_an_unknown_name_is_refused(store: Path, name: str) -> None:
+    with pytest.raises(UnknownModel, check=has_param(name)):
         resolve_model(name)
-    with pytest.raises(UnknownModel, match=r"\btiny\b"):
+    with pytest.raises(UnknownModel, check=has_param(name)):
         pull_model(name)
 
 

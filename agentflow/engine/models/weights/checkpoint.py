@@ -66,8 +66,9 @@ class TensorSource(ABC):
         return self.take(name, *shape) if name in self.names else None
 
     def take_blocks(self, name: str, *shape: int) -> BlockMatrix | None:
-        """The matrix with that name as it is stored, if that is in blocks of quantised values that the file
-        holds row by row. Valid until ``release_blocks`` or until the files are closed; else None."""
+        """The matrix [out, in] with that name as it is stored, if that is in blocks of quantised values that
+        the file holds output by output; else None. Valid until ``release_blocks`` or until the files are
+        closed."""
         return None
 
     def take_stacked_blocks(self, name: str, *shape: int) -> list[BlockMatrix] | None:
@@ -84,19 +85,29 @@ class TensorSource(ABC):
         left = [name for name in left if not name.startswith(ignored_parts)]
         if left:
             raise BadModelFolder(
-                f"{self._path} has {len(left)} tensors that its architecture does not use "
-                f"({', '.join(left[:3])}{', …' if len(left) > 3 else ''}): it is another kind of model",
+                f"{self._path} has tensors that its config has no use for ({', '.join(left[:3])}"
+                f"{', …' if len(left) > 3 else ''}): take the config and the weights of one model",
                 param=left[0],
             )
 
     def _read(self, name: str, target: Tensor) -> None:
         if name not in self.names:
-            raise BadModelFolder(f"{self._path} has no tensor {name}: its weights are incomplete", param=name)
+            raise BadModelFolder(
+                f"{self._path} has no tensor {name}: its weights are incomplete, fetch the model again",
+                param=name,
+            )
         with self._stored(name) as stored:
             if stored.shape != target.shape:
                 raise BadModelFolder(
                     f"{self._path}: tensor {name} is {tuple(stored.shape)}, "
-                    f"but its config makes it {tuple(target.shape)}",
+                    f"but its config makes it {tuple(target.shape)}: take the config and the weights of one "
+                    "model",
+                    param=name,
+                )
+            if not stored.is_floating_point():
+                raise BadModelFolder(
+                    f"{self._path}: tensor {name} has integers ({stored.dtype}), and its config does not say "
+                    "how they are quantised: take another copy of the model",
                     param=name,
                 )
             self._taken.add(name)
@@ -179,8 +190,10 @@ class GgufCheckpoint(TensorSource):
 
     def take_blocks(self, name: str, *shape: int) -> BlockMatrix | None:
         tensor = self._tensors.get(name)
-        if not isinstance(tensor, GgufTensor) or not tensor.is_block_matrix or tensor.shape != shape:
+        if not isinstance(tensor, GgufTensor) or not tensor.is_block_matrix:
             return None
+        if (tensor.shape[::-1] if tensor.is_transposed else tensor.shape) != shape:
+            return None  # ``take`` says what is wrong
         self._taken.add(name)
         return BlockMatrix(tensor.type_name, tensor.raw, (shape[0], shape[1]))
 

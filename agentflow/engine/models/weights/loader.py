@@ -156,7 +156,13 @@ class _Loader:
         return self._kernels.pack_linear(self._vector(name, vocab_size, hidden_size), None, exact_output=True)
 
     def _quantised(
-        self, parts: Mapping[str, int], num_inputs: int, bias: Tensor | None, *, is_gated: bool = False
+        self,
+        parts: Mapping[str, int],
+        num_inputs: int,
+        bias: Tensor | None,
+        *,
+        is_gated: bool = False,
+        is_transposed: bool = False,
     ) -> LinearWeight | None:
         """A weight in blocks of quantised values, or None: it is to be dense. ``parts``: tensor to number of
         outputs."""
@@ -169,13 +175,14 @@ class _Loader:
             )
             if stored is None and self._weights.quantise and num_inputs % BLOCK_SIZE == 0:
                 self.is_as_stored = False
-                stored = quantised(self._checkpoint.take(name, size, num_inputs), self._weights.quantise)
+                dense = self._dense({name: size}, num_inputs, is_transposed=is_transposed)
+                stored = quantised(dense, self._weights.quantise)
             if stored is None:
                 return None
             blocks.append(stored)
         packed = self._kernels.pack_blocks(blocks, bias, gated=is_gated)
         if packed is None:  # of several types, or of one that the kernels do not multiply
-            dense = self._checkpoint.take_rows(list(parts), list(parts.values()), num_inputs)
+            dense = self._dense(parts, num_inputs, is_transposed=is_transposed)
             self.is_as_stored = False
             blocks = [quantised(dense, "Q8_0")]
             packed = self._kernels.pack_blocks(blocks, bias, gated=is_gated)
@@ -366,16 +373,19 @@ class _Loader:
             for part, read in zip(torch.split(bias, sizes), biases, strict=True):
                 if read is not None:
                     part.copy_(read)
-        if self._names.is_transposed:
-            (name,) = names
-            weight = self._checkpoint.take(name, num_inputs, sizes[0]).t().contiguous()
-        else:
-            outputs = dict(zip(names, sizes, strict=True))
-            packed = self._quantised(outputs, num_inputs, bias, is_gated=is_gated)
-            if packed is not None:
-                return packed
-            weight = self._checkpoint.take_rows(names, sizes, num_inputs)
+        outputs, is_transposed = dict(zip(names, sizes, strict=True)), self._names.is_transposed
+        packed = self._quantised(outputs, num_inputs, bias, is_gated=is_gated, is_transposed=is_transposed)
+        if packed is not None:
+            return packed
+        weight = self._dense(outputs, num_inputs, is_transposed=is_transposed)
         return self._kernels.pack_linear(weight, bias, gated=is_gated)
+
+    def _dense(self, parts: Mapping[str, int], num_inputs: int, *, is_transposed: bool) -> Tensor:
+        """The matrices [outputs, inputs] of ``parts``, stacked."""
+        if not is_transposed:
+            return self._checkpoint.take_rows(list(parts), list(parts.values()), num_inputs)
+        [(name, size)] = parts.items()
+        return self._checkpoint.take(name, num_inputs, size).t().contiguous()
 
 
 def _below(prefix: str, names: Sequence[str], size: int) -> dict[str, int]:

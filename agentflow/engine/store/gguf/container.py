@@ -173,9 +173,10 @@ class _Reader:
     def read(self) -> Container:
         version = self._u32()
         if version not in (2, 3):
-            kind = "big-endian" if version in (2 << 24, 3 << 24) else f"of version {version}"
+            is_swapped = version in (2 << 24, 3 << 24)
+            kind = "a big-endian GGUF file" if is_swapped else f"a GGUF file of version {version}"
             raise BadModelFolder(
-                f"{self._path.name} is a GGUF file {kind}: little-endian files of versions 2 and 3 are read",
+                f"{self._path.name} is {kind}: give a little-endian one of version 2 or 3",
                 param=self._path.name,
             )
         num_tensors, num_keys = self._count(24), self._count(13)

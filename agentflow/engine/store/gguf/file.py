@@ -78,7 +78,8 @@ class GgufFile:
             )
         if name not in ARCHITECTURES:
             raise BadModelFolder(
-                f"{self.path.name}: its architecture is {name!r}; only {', '.join(ARCHITECTURES)} are read",
+                f"{self.path.name}: its architecture is {name!r}, and GGUF files are read of "
+                f"{', '.join(ARCHITECTURES)} only: give the model's folder with safetensors",
                 param="general.architecture",
             )
         self._architecture = ARCHITECTURES[name]

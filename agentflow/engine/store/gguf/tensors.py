@@ -41,9 +41,9 @@ class GgufTensor:
 
     @property
     def is_block_matrix(self) -> bool:
-        """Whether ``raw`` has the rows of the model's matrix, in blocks of quantised values."""
+        """Whether ``raw`` has the outputs of one of the model's matrices, in blocks of quantised values."""
         is_plain = self.type_name in ("F32", "F16", "BF16", "F64")
-        return len(self.shape) == 2 and not (is_plain or self.is_transposed or self.shift)
+        return len(self.shape) == 2 and not (is_plain or self.shift)
 
     @property
     def raw(self) -> NDArray[np.uint8]:
