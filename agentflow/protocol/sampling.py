@@ -14,21 +14,17 @@ import functools
 import re
 import reprlib
 import warnings
+from re import _compiler  # type: ignore[attr-defined]
 
 import msgspec
 
 from agentflow.errors import BadArgument
+from agentflow.protocol.client_pattern import MAX_WRITTEN_OUT, is_verbose, written_out
 
 MAX_STOP_REGEX_CHARS = 512
-# Characters, classes and groups after all counted repeats are expanded. At this limit compiling takes a few
-# milliseconds and 4 MB.
-MAX_WRITTEN_OUT = 20_000
 
-_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d*),?(\d*)\}|.", re.DOTALL)
 # Braces that are text to ``re``, but approximate matching to ``regex``, as in ``(?:end){e<=1}``.
 _APPROXIMATE = re.compile(r"(?<!\\)(?:\\\\)*\{[\s\d<=]*[deis]\s*[<,}+:]")
-# The only flag under which the two interpret braces differently.
-_VERBOSE = re.compile(r"\(\?[a-zA-Z]*x[a-zA-Z]*[-:)]")
 
 
 def check_stop_regex(pattern: str) -> None:
@@ -59,36 +55,17 @@ long."""
 def _what_is_wrong(pattern: str) -> str:
     if _APPROXIMATE.search(pattern):
         return "must not have braces that ask for approximate matching (a literal brace is \\{)"
-    if _VERBOSE.search(pattern):
+    if is_verbose(pattern):  # the only flag under which the two interpret braces differently
         return "must not use the verbose flag x"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # a set whose meaning will change in a future Python
-            re.compile(pattern)
+            _compiler.compile(pattern)  # ``re.compile`` would keep it
     except (re.error, Warning, OverflowError, RecursionError) as error:
         return f"must be a regular expression that Python's re accepts ({error})"
-    if _written_out(pattern) > MAX_WRITTEN_OUT:
+    if written_out(pattern) > MAX_WRITTEN_OUT:
         return "must have smaller repeat counts (they are written out in memory)"
     return ""
-
-
-def _written_out(pattern: str) -> int:
-    """The size of a valid pattern after all counted repeats are expanded."""
-    sizes = [0]  # of the open groups, the outermost first
-    last = 0  # the size of what a repeat would repeat
-    for piece in _PIECE.finditer(pattern):
-        text = piece[0]
-        if text == "(":
-            sizes.append(1)
-            continue
-        if piece[1] or piece[2]:
-            times = max(1, int(piece[1] or 0), int(piece[2] or 0))
-            sizes[-1] += last * (times - 1)
-            last *= times
-            continue
-        last = sizes.pop() if text == ")" and len(sizes) > 1 else 1
-        sizes[-1] += last
-    return sum(sizes)
 
 
 def is_whole(value: object, low: float, high: float) -> bool:

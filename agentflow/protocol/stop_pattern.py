@@ -6,12 +6,12 @@ loop or step.
 
 from __future__ import annotations
 
-import functools
 import time
 
 import regex
 
 from agentflow.errors import RequestRefused
+from agentflow.protocol.client_pattern import InvalidPattern, compiled
 from agentflow.protocol.sampling import MATCHES_NOTHING, stop_regex_error
 
 # Processor time that one request may use for its searches: a burst, and more with each token. A search with a
@@ -31,11 +31,11 @@ class StopPattern:
 
     def __init__(self, source: str) -> None:
         try:
-            self._pattern = _compiled(source)
+            self._pattern = compiled(source)
             matches_nothing = self._pattern.search("", timeout=BURST_S) is not None
         except TimeoutError:
             raise _too_slow() from None
-        except (regex.error, OverflowError, RecursionError, MemoryError) as error:
+        except InvalidPattern as error:
             raise stop_regex_error(
                 f"must be a regular expression that the engine accepts ({error})", source
             ) from None
@@ -84,11 +84,6 @@ class StopPattern:
                 raise _too_slow()
             if is_done:
                 return found
-
-
-@functools.lru_cache(maxsize=32)  # bounded here: the cache of ``regex`` is large, and patterns may be too
-def _compiled(source: str) -> regex.Pattern[str]:
-    return regex.compile(source, cache_pattern=False)
 
 
 def _too_slow() -> RequestRefused:

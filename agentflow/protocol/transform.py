@@ -13,6 +13,8 @@ import anyio.to_thread
 import msgspec
 
 from agentflow.errors import BadArgument, RunFailed
+from agentflow.protocol import client_pattern
+from agentflow.protocol.client_pattern import InvalidPattern
 
 if TYPE_CHECKING:
     import regex
@@ -61,15 +63,11 @@ def compiled(pattern: str) -> regex.Pattern[str]:
             f"a pattern must be a string of 1 to {MAX_PATTERN_CHARS} characters, not {pattern!r:.60}",
             param="pattern",
         )
-    import regex  # slow to load, and few programs need it
-
     try:
-        return regex.compile(pattern)
-    except regex.error as error:
-        raise BadArgument(f"{pattern!r} is not a regular expression: {error}", param="pattern") from None
-    except RecursionError:
-        message = f"{pattern!r:.60}… is nested too deeply for a regular expression"
-        raise BadArgument(message, param="pattern") from None
+        return client_pattern.compiled(pattern)
+    except InvalidPattern as error:
+        shown = f"{pattern!r:.60}"
+        raise BadArgument(f"{shown} is not a regular expression: {error}", param="pattern") from None
 
 
 def apply_transforms(text: str, transforms: tuple[Transform, ...]) -> str:

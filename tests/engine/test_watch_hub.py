@@ -3,6 +3,7 @@ engine."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,11 +11,13 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 import pytest
-from support.fake_engine import TEMPLATE, FakeEngine
+from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine
 from support.holds import Hold
 from support.observed_backends import settle
 from support.process_engine import generate, kill, process_engine
 
+from agentflow.engine.cache.radix_cache import Node
+from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.process.ipc import (
     Answer,
@@ -194,3 +197,21 @@ async def test_skipped_steps_are_counted_for_a_slow_reader(monkeypatch: pytest.M
         assert num_skipped + len(numbers) == num_steps
         assert numbers == sorted(set(numbers))
         group.cancel_scope.cancel()
+
+
+async def test_nodes_that_left_the_cache_are_not_kept() -> None:
+    runner = FakeRunner(vocab_size=TOKENIZER.vocab_size, num_slots=64, max_context=64)
+    engine = FakeEngine(runner=runner)
+    num_before = num_nodes()
+    async with engine.open_client() as client:
+        for number in range(100):
+            await client.compute([number, *[7] * 30])
+            snapshot = await client.watches.snapshot(None, 100, 0)
+            assert snapshot.nodes
+        await engine.assert_idle()
+        assert num_nodes() - num_before < 20
+
+
+def num_nodes() -> int:
+    gc.collect()
+    return sum(isinstance(one, Node) for one in gc.get_objects())

@@ -75,6 +75,7 @@ class Node:
     """
 
     __slots__ = (
+        "__weakref__",
         "account",
         "children",
         "extra_key",

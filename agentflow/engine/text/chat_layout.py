@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import secrets
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -380,11 +379,18 @@ class _Asked:
             for number, message in enumerate(self.messages)
         )
         try:
-            # Split by a pattern with a group, a text becomes: markup, number, markup, …, number, markup.
-            first, *rest = re.split(f"{nonce}([0-9]{{{_TURN_DIGITS}}})", self.render(marked))
+            first, *rest = self.render(marked).split(nonce)
         except NotSupported:
             return None
-        return Marks(first, tuple((int(n), after) for n, after in zip(rest[::2], rest[1::2], strict=True)))
+        texts, numbers = [first], list[int]()
+        for part in rest:
+            number = part[:_TURN_DIGITS]
+            if len(number) == _TURN_DIGITS and number.isascii() and number.isdecimal():
+                numbers.append(int(number))
+                texts.append(part[_TURN_DIGITS:])
+            else:  # the template truncates contents
+                texts[-1] += nonce + part
+        return Marks(texts[0], tuple(zip(numbers, texts[1:], strict=True)))
 
 
 def _one_by_one(text: str, asked: _Asked, marks: Marks | None, previous: Layout | None) -> list[Shown]:

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from itertools import chain, islice
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -37,8 +38,6 @@ MAX_STEPS = 512
 MAX_REQUESTS = 200
 """Requests that a snapshot has."""
 MAX_PEEK_TOKENS = 500
-MAX_SHOWN = 20_000
-"""Nodes that can be peeked at: those of the latest snapshots."""
 TIMES_EVERY_S = 0.1
 MAX_TIMES = 8192
 
@@ -74,7 +73,8 @@ class EngineWatch:
         self._epoch = secrets.randbits(53)
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
         self._times = UseTimes()
-        self._shown: list[dict[int, Node]] = [{}, {}]  # the nodes of earlier snapshots, newer and older
+        # The nodes of earlier snapshots that are still in the cache.
+        self._shown: WeakValueDictionary[int, Node] = WeakValueDictionary()
 
     def stepped(self, num_tokens: int, num_waiting: int, took_s: float) -> None:
         """A batch of so many scheduled tokens has run."""
@@ -102,7 +102,7 @@ class EngineWatch:
         cache = self._scheduler.memory.cache
         self._times.note(cache.clock, now_s, every_s=0.0)
         nodes = recent_nodes(cache, asked.max_nodes, asked.tenant) if asked.max_nodes else []
-        self._show(nodes)
+        self._shown.update([(node.number, node) for node in nodes])
         tenants: dict[str, int] = {}
         time_of = self._times.of
         rows: list[TreeRow] = []
@@ -139,7 +139,7 @@ class EngineWatch:
 
     def peek(self, asked: PeekRequest) -> NodeTokens | Failed:
         """The tokens of a node of an earlier snapshot."""
-        node = self._shown[0].get(asked.node) or self._shown[1].get(asked.node)
+        node = self._shown.get(asked.node)
         if node is None or node.parent is None:
             return Failed(asked.ticket, BadArgument.code, "the node is no longer in the cache")
         if node.account.owner != asked.tenant:
@@ -150,11 +150,6 @@ class EngineWatch:
     def _steps_after(self, number: int) -> list[StepRecord]:
         """The recorded steps after this one. Only for those who see every tenant: steps are common to all."""
         return [step for step in self._steps if step.number > number]
-
-    def _show(self, nodes: list[Node]) -> None:
-        if len(self._shown[0]) > MAX_SHOWN // 2:
-            self._shown = [{}, self._shown[0]]
-        self._shown[0].update([(node.number, node) for node in nodes])
 
     def _rows(self, tenant: str | None, requests: Iterable[Request], now_s: float) -> list[RequestRow]:
         """The running requests first, each kind in the order of arrival."""

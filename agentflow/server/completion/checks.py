@@ -18,7 +18,6 @@ from typing import Any, Final, TypeAlias
 from urllib.parse import quote
 
 import anyio.to_thread
-import regex
 from jsonschema import (
     Draft4Validator,
     Draft6Validator,
@@ -33,6 +32,7 @@ from referencing.jsonschema import DRAFT4, DRAFT6, DRAFT7, DRAFT201909, DRAFT202
 
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.process.ipc import Finished
+from agentflow.protocol.client_pattern import compiled
 from agentflow.server.completion.request import Check, CompletionRequest
 
 Path: TypeAlias = tuple[str, ...]
@@ -114,7 +114,7 @@ class _Work:
         if self.pattern_s <= 0:
             raise _CannotCheck
         began_s = time.perf_counter()
-        found = regex.search(pattern, text, timeout=self.pattern_s, concurrent=True)
+        found = compiled(pattern).search(text, timeout=self.pattern_s, concurrent=True)
         self.pattern_s -= time.perf_counter() - began_s
         return found is not None
 

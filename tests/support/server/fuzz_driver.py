@@ -43,7 +43,10 @@ FOREVER_S = 1e6
 # The neighbour's turns of the event loop between two questions: most of the time is for the fuzzed ones.
 QUIET_TURNS = 200
 
+MAX_CONTEXT = 512
+
 CheckIdle = Callable[[], Awaitable[None]]
+EmptyCaches = Callable[[], Awaitable[None]]
 
 
 class BoundedGenerator(HangingGenerator):
@@ -68,21 +71,21 @@ def _few_words(prompt: str) -> str:
 
 
 @asynccontextmanager
-async def scripted_target() -> AsyncIterator[tuple[Any, CheckIdle]]:
-    """A generator that counts what is open, and the check that nothing is."""
+async def scripted_target() -> AsyncIterator[tuple[Any, CheckIdle, EmptyCaches]]:
+    """A generator that counts what is open, the check that nothing is, and what empties its caches."""
     generator = BoundedGenerator()
 
     async def check_idle() -> None:
         assert (generator.num_open, generator.num_running) == (0, 0)
         generator.calls.clear()  # a script keeps its latest calls
 
-    yield generator, check_idle
+    yield generator, check_idle, anyio.lowlevel.checkpoint
 
 
 @asynccontextmanager
-async def engine_target() -> AsyncIterator[tuple[Any, CheckIdle]]:
+async def engine_target() -> AsyncIterator[tuple[Any, CheckIdle, EmptyCaches]]:
     """The whole engine, without a model, and the process that compiles constraints."""
-    runner = FakeRunner(vocab_size=TOKENIZER.vocab_size, num_slots=1024, max_context=512)
+    runner = FakeRunner(vocab_size=TOKENIZER.vocab_size, num_slots=2 * MAX_CONTEXT, max_context=MAX_CONTEXT)
     engine = FakeEngine(runner=runner)
     # A cache that is soon full. The process has the lowest priority, and may take long.
     limits = CompileLimits(cache_bytes=20_000, wall_s=1000)
@@ -96,7 +99,12 @@ async def engine_target() -> AsyncIterator[tuple[Any, CheckIdle]]:
             await compiler.compile(Constraint("regex", f"number {next(numbers)}"), tenant="last")
             await engine.assert_idle()
 
-        yield model.generator(ANONYMOUS), check_idle
+        async def empty_caches() -> None:
+            # What is older leaves the pool.
+            for token in (1, 2):
+                await client.compute([token] * (MAX_CONTEXT - 1))
+
+        yield model.generator(ANONYMOUS), check_idle, empty_caches
 
 
 class Fuzzer:
