@@ -69,22 +69,24 @@ class Capabilities(msgspec.Struct, frozen=True):
                     f"(supported: {', '.join(self.constraints) or 'none'})"
                 )
 
-    def require_embeddings(self, model: str = "") -> None:
-        """Raises ``NotSupported`` if the backend makes no embeddings, ``UnknownModel`` if not with this model
-        (empty: the default one)."""
+    def require_embeddings(self, model: str = "", param: str = "model") -> None:
+        """Raises ``NotSupported`` if the backend makes no embeddings, ``UnknownModel`` about ``param`` if not
+        with this model (empty: the default one)."""
         if not self.embedding_models:
             raise NotSupported(
                 f"{self.model} makes no embeddings: give the session an embed_model, or serve one beside it"
             )
         if model and model not in self.embedding_models:
             known = ", ".join(self.embedding_models)
-            raise UnknownModel(f"no model {model[:200]!r} makes embeddings here (there are: {known})")
+            raise UnknownModel(
+                f"no model {model[:200]!r} makes embeddings here (there are: {known})", param=param
+            )
 
     def embedding_with(self, model: str | None) -> Capabilities:
         """These, with ``model`` as the default one for embeddings. Errors as ``require_embeddings``."""
         if model is None:
             return self
-        self.require_embeddings(model)
+        self.require_embeddings(model, "embed_model")
         names = dict.fromkeys((model, *self.embedding_models))
         return msgspec.structs.replace(self, embedding_models=tuple(names))
 

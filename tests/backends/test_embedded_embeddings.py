@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.engine.embedding_models import expected_embeddings, expected_ids, write_embedding_model
 from support.engine.random_model import write_random_model
+from support.faults import has_param
 
 import agentflow as af
 
@@ -44,6 +45,8 @@ async def test_a_session_may_only_embed(tmp_path: Path) -> None:
     async with af.session(backend=backend) as flow, flow.state() as s:
         assert flow.capabilities.embedding_models == (flow.capabilities.model,)
         assert len(await flow.embed("a dog")) == 32
+        with pytest.raises(af.PromptTooLong, check=has_param("texts")):
+            await flow.embed("a dog " * 5_000)
         s += "Once" + af.gen("tale", max_tokens=4)
         with pytest.raises(af.BadArgument):
             await s["tale"]

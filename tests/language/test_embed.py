@@ -51,7 +51,7 @@ class Waiting:
         self.begun.release()
         try:
             if self._fails_at in texts:
-                raise af.PromptTooLong("it is too long", param="input")
+                raise af.PromptTooLong("it is too long", param="texts")
             await self.allowed.wait()
             return await self._embed(texts, options)
         finally:
@@ -174,6 +174,7 @@ async def test_a_recording_replays_them(tmp_path: Path):
     [
         ([""], {}, "texts"),
         (["a", ""], {}, "texts"),
+        (["a"] * 600 + [""], {}, "texts"),
         ([3], {}, "texts"),
         ([["a"]], {}, "texts"),
         (["a"], {"dimensions": 0}, "dimensions"),
@@ -205,7 +206,7 @@ async def test_a_model_that_makes_none_is_not_asked():
                 await flow.embed(texts)
         assert observed.ops == []
     async with af.session(backend=af.Scripted("")) as flow:
-        with pytest.raises(af.UnknownModel, match="scripted"):
+        with pytest.raises(af.UnknownModel, match="scripted", check=has_param("model")):
             await flow.embed("a", model="other")
 
 

@@ -44,33 +44,37 @@ def check_options(options: EmbeddingOptions, client: EngineClient) -> None:
 
 
 def encoded(
-    client: EngineClient, inputs: Sequence[EmbeddingInput], prefix: str, folder: EmbeddingFolder | None
+    client: EngineClient,
+    inputs: Sequence[EmbeddingInput],
+    prefix: str,
+    folder: EmbeddingFolder | None,
+    param: str,
 ) -> list[list[int]]:
-    """The ids of each input. ``BadArgument``, ``PromptTooLong``; both name ``input``."""
+    """The ids of each input. ``BadArgument``, ``PromptTooLong``; both name ``param``."""
     most = min(client.info.max_context, client.info.num_slots)
     texts = [prefix + text for text in inputs if isinstance(text, str)]
     for text in texts:
         if len(text) > MAX_CHARS_PER_TOKEN * most:
-            raise _too_long(f"{len(text):,} characters", most)
+            raise _too_long(param, f"{len(text):,} characters", most)
     if (folder or _PLAIN).lowercases:
         texts = [text.lower() for text in texts]
     of_texts = iter(client.tokenizer.encode_whole(texts) if texts else [])
     found = [next(of_texts) if isinstance(one, str) else list(one) for one in inputs]
     for one in found:
         if not one:
-            raise BadArgument("input: an input has no tokens", param="input")
+            raise BadArgument(f"{param}: an input has no tokens", param=param)
         if len(one) > most:
-            raise _too_long(f"{len(one):,} tokens", most)
+            raise _too_long(param, f"{len(one):,} tokens", most)
         if min(one) < 0 or max(one) >= client.info.vocab_size:
             raise BadArgument(
-                f"input: the ids of this model's tokens are 0 to {client.info.vocab_size - 1}", param="input"
+                f"{param}: the ids of this model's tokens are 0 to {client.info.vocab_size - 1}", param=param
             )
     return found
 
 
-def _too_long(size: str, most: int) -> PromptTooLong:
+def _too_long(param: str, size: str, most: int) -> PromptTooLong:
     return PromptTooLong(
-        f"input: an input has {size}; the model takes at most {most:,} tokens: split it", param="input"
+        f"{param}: an input has {size}; the model takes at most {most:,} tokens: split it", param=param
     )
 
 

@@ -382,7 +382,7 @@ class EngineGenerator:
 
     async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embedded:
         """The embeddings of texts, as one request of the tenant."""
-        vectors, usage = await self.embed_inputs(texts, options)
+        vectors, usage = await self.embed_inputs(texts, options, param="texts")
         return Embedded([vector.tobytes() for vector in vectors], usage)
 
     async def embed_inputs(
@@ -390,26 +390,28 @@ class EngineGenerator:
         inputs: Sequence[EmbeddingInput],
         options: EmbeddingOptions,
         *,
+        param: str = "input",
         priority: int = 0,
         patience_s: float | None = None,
         trace: str = "",
         max_tokens: int | None = None,
     ) -> tuple[list[NDArray[np.float32]], Usage]:
         """The embeddings of texts and of token ids. ``priority``, ``patience_s``, ``trace``: as for ``open``.
-        ``max_tokens``: of all inputs together. ``BadArgument`` and ``PromptTooLong`` name the field."""
+        ``max_tokens``: of all inputs together. ``param``: the caller's name of the inputs, for errors.
+        ``BadArgument``, ``PromptTooLong``."""
         client = self._client
         check_options(options, client)
         prefix = prefix_of(options, self._embedding)
         amount = sum(map(len, inputs)) + len(prefix) * len(inputs)
         with self._admit(amount // CHARS_PER_TOKEN) as admitted:
             admitted.prompt_tokens = 0
-            ids = await self.encode_beside(amount, encoded, client, inputs, prefix, self._embedding)
+            ids = await self.encode_beside(amount, encoded, client, inputs, prefix, self._embedding, param)
             num_tokens = sum(map(len, ids))
             if max_tokens is not None and num_tokens > max_tokens:
                 raise PromptTooLong(
-                    f"input: the inputs have {num_tokens:,} tokens together; this server takes at most "
+                    f"{param}: the inputs have {num_tokens:,} tokens together; this server takes at most "
                     f"{max_tokens:,} in one request: send fewer",
-                    param="input",
+                    param=param,
                 )
             client.check_room(self.tenant.name)
             admitted.prompt_tokens = num_tokens

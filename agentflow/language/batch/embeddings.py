@@ -40,6 +40,8 @@ async def embed_texts(link: Link, texts: Sequence[str], wanted: ops.Embed, show:
             raise BadArgument(
                 f"embed: text {number} is {text!r:.200}, not a string (await a variable first)", param="texts"
             )
+        if not text:
+            raise BadArgument(f"embed: text {number} is empty: leave it out", param="texts")
     MARKERS.reject(texts, "embed: a text")
     if not texts:
         return []

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.protocol.events import Usage
 from agentflow.runtime.generator import EmbeddingOptions
 from agentflow.server.http.call import ApiCall
@@ -71,16 +70,13 @@ async def _embedded(
             return [], Usage()
     if "" in texts:
         raise invalid_field(f"{param}[{texts.index('')}]", "an empty text has no embedding")
-    try:
-        vectors, usage = await generator.embed_inputs(
-            texts,
-            EmbeddingOptions(None, None, dimensions),
-            patience_s=generator.patience_s,
-            trace=call.trace,
-            max_tokens=call.service.http_limits.max_embedding_tokens,
-        )
-    except (BadArgument, PromptTooLong) as error:
-        error.param = param if error.param == "input" else error.param
-        raise
+    vectors, usage = await generator.embed_inputs(
+        texts,
+        EmbeddingOptions(None, None, dimensions),
+        param=param,
+        patience_s=generator.patience_s,
+        trace=call.trace,
+        max_tokens=call.service.http_limits.max_embedding_tokens,
+    )
     call.record.count(usage)
     return vectors, usage

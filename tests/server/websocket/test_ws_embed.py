@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.api_server import EMBEDDER, MODEL, ApiServer, api_server
 from support.fake_engine import TOKENIZER, FakeEngine
+from support.faults import has_param
 from support.server.openai_peer import sync_client
 
 import agentflow as af
@@ -78,25 +79,26 @@ async def test_a_session_of_the_embedding_model_embeds_too(server: ApiServer) ->
 
 
 @pytest.mark.parametrize(
-    ("texts", "options", "error"),
+    ("texts", "options", "error", "param"),
     [
-        ("word " * 200, {}, af.PromptTooLong),
-        ("a", {"dimensions": SIZE + 1}, af.BadArgument),
-        ("a", {"prompt_name": "passage"}, af.BadArgument),
-        ("a", {"model": MODEL}, af.UnknownModel),
+        ("word " * 200, {}, af.PromptTooLong, "texts"),
+        ("word " * 10_000, {}, af.PromptTooLong, "texts"),
+        ("a", {"dimensions": SIZE + 1}, af.BadArgument, "dimensions"),
+        ("a", {"prompt_name": "passage"}, af.BadArgument, "prompt_name"),
+        ("a", {"model": MODEL}, af.UnknownModel, "model"),
     ],
 )
 async def test_what_is_wrong_fails_the_call_alone(
-    server: ApiServer, texts: str, options: dict[str, Any], error: type[Exception]
+    server: ApiServer, texts: str, options: dict[str, Any], error: type[Exception], param: str
 ) -> None:
     async with af.session(server.url) as flow:
-        with pytest.raises(error):
+        with pytest.raises(error, check=has_param(param)):
             await flow.embed(texts, **options)
         assert len(await flow.embed("a dog")) == SIZE
 
 
 async def test_an_unknown_model_is_refused_when_the_session_opens(server: ApiServer) -> None:
-    with pytest.raises(af.UnknownModel, match=EMBEDDER):
+    with pytest.raises(af.UnknownModel, match=EMBEDDER, check=has_param("embed_model")):
         async with af.session(server.url, embed_model="other"):
             pytest.fail("it opened")
 
