@@ -3,12 +3,14 @@
 A model that thinks writes its thoughts first. Neither the grammar nor stops apply to them: any token may
 come, except, under a grammar, one that ends the generation. The grammar begins with the answer, before which
 the model may write one line break. Thoughts that reach their budget are ended by a jump, which appends the
-mark after them.
+mark after them. A model that writes in channels begins each part of its answer with a head
+(``engine.text.channels``): ``ChannelRequest`` lets it write those alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -17,9 +19,20 @@ from agentflow.engine.grammar.grammar_cache import GrammarCache
 from agentflow.engine.grammar.jump_forward import ConstrainedText, Encode, Jump
 from agentflow.engine.process.ipc import Submit
 from agentflow.engine.request import Request
-from agentflow.engine.text.thoughts import ThoughtTokens
+from agentflow.engine.text.channel_output import ChannelTokens
+from agentflow.engine.text.channels import CHANNEL_TOKENS
+from agentflow.engine.text.thoughts import Thinking, ThoughtTokens
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import RequestRefused
+
+
+def constrained_request(
+    request: Request, message: Submit, grammars: GrammarCache, tokenizer: Tokenizer
+) -> ConstrainedRequest:
+    """What follows a request that has a constraint or may think."""
+    has_channels = message.thinking is not None and message.thinking.has_channels
+    kind = ChannelRequest if has_channels else ConstrainedRequest
+    return kind(request, message, grammars, tokenizer)
 
 
 class ConstrainedRequest:
@@ -39,8 +52,7 @@ class ConstrainedRequest:
         if message.constraint is None:
             return
         vocabulary = self._vocabulary = grammars.vocabulary
-        encode: Encode | None = tokenizer.encode_written if message.jump_forward else None
-        self._text = ConstrainedText(grammars.matcher(message.constraint), vocabulary, encode)
+        self._text = _text_of(message, grammars, tokenizer)
         self._end_words = vocabulary.only(request.end_ids)
         if message.thinking is not None:
             self._begin_words = vocabulary.exactly(message.thinking.begin.encode())
@@ -184,3 +196,119 @@ class ConstrainedRequest:
             found = vocabulary.only(np.arange(vocabulary.vocab_size)) & ~(self._end_words | longer)
             self._thought_words[rest] = found
         return found
+
+
+class ChannelRequest(ConstrainedRequest):
+    """A request of a model that writes in channels. Under a constraint, the head of an answer in text is
+    followed by text under the grammar. The head of a call is part of the grammar's text, which therefore
+    reads the tokens of a head until it is complete."""
+
+    def __init__(
+        self, request: Request, message: Submit, grammars: GrammarCache, tokenizer: Tokenizer
+    ) -> None:
+        super().__init__(request, message, grammars, tokenizer)
+        assert message.thinking is not None
+        self._thinking: Thinking = message.thinking
+        self._channels = ChannelTokens(
+            is_open=self._thinking.is_open,
+            has_answer=bool(self._thinking.answer),
+            has_calls=bool(self._thinking.calls),
+        )
+        self._new_text = partial(_text_of, message, grammars, tokenizer)
+        self._is_read = True  # the grammar has read the tokens of the head so far
+        if self._text is not None:
+            marks = [i for token in CHANNEL_TOKENS if (i := tokenizer.id_of(token)) is not None]
+            self._mark_words = self._vocabulary.only(marks) & ~self._end_words
+            self._end_of_thoughts = self._vocabulary.exactly(b"<|end|>")
+            self._rest_words: dict[bytes, TokenWords] = {}
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """Tokens of thoughts, marks and the head of an answer in text included."""
+        return self._channels.num_tokens
+
+    def is_free(self, token_id: int) -> bool:
+        """Whether this token, which comes next, is none of the answer's, so that no stop begins in it."""
+        return self._channels.is_free(self._tokenizer.token_bytes(token_id))
+
+    def read(self, token_id: int) -> None:
+        """Appends a token that a dead engine generated."""
+        channels, text = self._channels, self._text
+        if text is not None and not channels.is_thinking:
+            self._is_read = self._is_read and is_allowed(text.mask(), token_id)
+            if self._is_read or channels.is_over:
+                text.take(token_id)
+        num_before = channels.num_tokens
+        channels.take(self._tokenizer.token_bytes(token_id))
+        if channels.num_tokens > num_before and text is not None:
+            self._text, self._is_read = self._new_text(), True
+        self._num_before = channels.num_tokens
+
+    @property
+    def _is_answer(self) -> bool:
+        return self._channels.is_over
+
+    @property
+    def _data_before(self) -> bytes | bytearray:
+        return self._channels.data
+
+    @property
+    def _is_spent(self) -> bool:
+        return self._budget is not None and self._channels.num_inside >= self._budget
+
+    def _update(self) -> Jump | None:
+        channels, text, jump = self._channels, self._text, None
+        # With tools, the model decides what follows its thoughts.
+        answer = "" if self._thinking.calls else self._thinking.answer
+        if self._is_spent and channels.is_thinking:
+            jump = self._append(channels.rest_of_end().decode() + answer)
+        elif self._is_spent and channels.may_begin and answer and not channels.num_held:
+            jump = self._append(answer)
+        elif text is not None and self._is_answer:
+            jump = self._jump(text)
+        if self._text is not None:
+            self._request.token_mask = self._mask(self._text)
+        return jump
+
+    def _append(self, text: str) -> Jump | None:
+        """Appends what ends thoughts, if the output has room for it."""
+        num_kept = self._num_before
+        token_ids = self._tokenizer.encode_written(text)
+        if num_kept + len(token_ids) > self._request.max_new_tokens:
+            return None
+        for token_id in token_ids:
+            self.read(token_id)
+        return Jump(num_kept, token_ids, (0, 0))
+
+    def _mask(self, text: ConstrainedText) -> TokenWords:
+        channels = self._channels
+        if channels.is_ending:
+            return self._words_of(channels.rest_of_end())
+        if channels.is_thinking:
+            return self._thought_mask(channels.rest_of_end()) & ~self._mark_words | self._end_of_thoughts
+        if channels.may_begin:
+            words = self._vocabulary.only([])
+            for rest in channels.rests_of_heads(thinks=not self._is_spent):
+                words = words | self._words_of(rest)
+            return words
+        words = self._answer_mask(text)
+        if channels.has_head and not self._thinking.calls:
+            words = words & ~self._mark_words
+        return words
+
+    def _words_of(self, rest: bytes) -> TokenWords:
+        """The tokens that write ``rest``, or its beginning, and nothing else."""
+        words = self._rest_words.get(rest)
+        if words is None:
+            words = self._vocabulary.only([])
+            for end in range(1, len(rest) + 1):
+                words = words | self._vocabulary.exactly(rest[:end])
+            self._rest_words[rest] = words
+        return words
+
+
+def _text_of(message: Submit, grammars: GrammarCache, tokenizer: Tokenizer) -> ConstrainedText | None:
+    if message.constraint is None:
+        return None
+    encode: Encode | None = tokenizer.encode_written if message.jump_forward else None
+    return ConstrainedText(grammars.matcher(message.constraint), grammars.vocabulary, encode)

@@ -26,7 +26,7 @@ import numpy as np
 
 from agentflow.engine.adapters import Adapters
 from agentflow.engine.batch import Batch
-from agentflow.engine.constrained_request import ConstrainedRequest
+from agentflow.engine.constrained_request import ConstrainedRequest, constrained_request
 from agentflow.engine.grammar.grammar_cache import GrammarCache
 from agentflow.engine.grammar.jump_forward import Jump
 from agentflow.engine.process.ipc import (
@@ -249,7 +249,7 @@ class Engine:
         under its grammar and the budget of its thoughts, and appends what these force first."""
         constrained = None
         if message.constraint is not None or message.thinking is not None:
-            constrained = ConstrainedRequest(request, message, self._grammars, self._tokenizer)
+            constrained = constrained_request(request, message, self._grammars, self._tokenizer)
             self._constrained[request.id] = constrained
         for token_id in message.generated_ids:
             text.push(token_id, is_free=constrained is not None and constrained.is_free(token_id))

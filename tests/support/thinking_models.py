@@ -1,8 +1,11 @@
 """Reasoning models: chat templates of the shapes that they come with, and a model that writes what the last
-message of the user says: ``<think>``, thoughts, ``</think>`` and an answer."""
+message of the user says: ``<think>``, thoughts, ``</think>`` and an answer; or an answer in channels, whose
+tokens ``«end»`` and so on stand for in the message."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,6 +73,50 @@ DEEPSEEK = """{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|><think>\n' }}{% endif %}
 """
+# Answers in channels. Past thoughts stand before calls that no answer in text follows, and in a last answer.
+CHANNELS = """{%- set ns = namespace(name='') %}
+{{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 'medium') + '<|end|>' }}
+{%- if tools %}
+    {{- '<|start|>developer<|message|># Tools\n' }}
+    {%- for tool in tools %}
+        {{- '// ' + tool.function.description + '\ntype ' + tool.function.name + ' = (_: ' }}
+        {{- tool.function.parameters | tojson + ') => any;\n' }}
+    {%- endfor %}
+    {{- '<|end|>' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.content and '<|channel|>' in message.content and message.role == 'assistant' %}
+        {{- raise_exception('channels belong into thinking and content') }}
+    {%- endif %}
+    {%- if message.role == 'tool' %}
+        {{- '<|start|>functions.' + ns.name + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- message.content | tojson + '<|end|>' }}
+    {%- elif message.role == 'assistant' and message.tool_calls %}
+        {%- set call = message.tool_calls[0].function %}{% set ns.name = call.name %}
+        {%- set ns.done = false %}
+        {%- for later in messages[loop.index:] %}
+            {%- if later.role == 'assistant' and not later.tool_calls %}{% set ns.done = true %}{% endif %}
+        {%- endfor %}
+        {%- if message.content and message.thinking %}
+            {{- raise_exception('give either content or thinking beside calls') }}
+        {%- elif (message.content or message.thinking) and not ns.done %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' }}
+            {{- (message.content or message.thinking) + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+        {{- call.arguments | tojson + '<|call|>' }}
+    {%- elif message.role == 'assistant' %}
+        {%- if loop.last and not add_generation_prompt and message.thinking %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content }}
+        {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
+    {%- else %}
+        {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}
+"""
 
 
 @dataclass(frozen=True)
@@ -97,6 +144,37 @@ class ThinkingModel:
             written = written.rpartition("</think>")[2].lstrip()
         rest = script.removeprefix(written)
         return self.tokenizer.encode_written(rest)[0] if rest else 0
+
+
+@dataclass(frozen=True)
+class ChannelModel(ThinkingModel):
+    """Also writes what the result of a tool says. The first three ids are end tokens."""
+
+    def runner(self, **options) -> FakeRunner:
+        return super().runner(**({"end_token_ids": (0, 1, 2)} | options))
+
+    def next_token(self, tokens: Sequence[int]) -> int:
+        text = self.tokenizer.decode(tokens, skip_special=False, continues=True)
+        found = re.findall(r"<\|start\|>(user|functions)[^<]*(?:<\|channel\|>commentary)?<\|message\|>", text)
+        _, _, said = text.rpartition(f"<|start|>{found[-1]}")
+        script, _, written = said.partition("<|message|>")[2].partition("<|end|><|start|>assistant")
+        if found[-1] == "functions":
+            script = json.loads(script)
+        script = in_channels(script)
+        begun = written.split("<|end|><|start|>assistant")
+        messages = script.split("<|end|><|start|>assistant")[len(begun) - 1 :]
+        if messages and messages[0].startswith(begun[-1]):  # a budget may have ended an earlier one
+            script, written = "<|end|><|start|>assistant".join(messages), begun[-1]
+        if not script.startswith(written):
+            script = script.rpartition("<|message|>")[2]
+            written = written.rpartition("<|message|>")[2]
+        rest = script.removeprefix(written)
+        return self.tokenizer.encode_written(rest)[0] if rest else 0
+
+
+def in_channels(script: str) -> str:
+    """What the model writes for this script."""
+    return script.replace("«", "<|").replace("»", "|>")
 
 
 def _tokenizer(special: Sequence[str], marks: Sequence[str], source: str) -> Tokenizer:
@@ -133,5 +211,13 @@ SPELLED_MODEL = ThinkingModel(
     "<|im_start|>user\n",
     "<|im_end|>",
     "<|im_start|>assistant\n",
+)
+CHANNEL_TOKENS = ("<|return|>", "<|call|>", "<|endoftext|>", "<|start|>", "<|end|>", "<|message|>")
+CHANNEL_MODEL = ChannelModel(
+    ChatTemplate(CHANNELS),
+    _tokenizer((*CHANNEL_TOKENS, "<|channel|>", "<|constrain|>"), (), CHANNELS),
+    "<|start|>user<|message|>",
+    "<|end|>",
+    "<|start|>assistant",
 )
 MODELS = {"qwen": QWEN_MODEL, "deepseek": DEEPSEEK_MODEL, "spelled": SPELLED_MODEL}

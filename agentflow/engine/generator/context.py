@@ -24,6 +24,7 @@ import msgspec
 
 from agentflow.engine.process.ipc import Finished, Origin
 from agentflow.engine.runner import RunnerInfo
+from agentflow.engine.text.channels import has_channels
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.thoughts import Thinking, shown_thoughts, thinking_after, thought_marks
 from agentflow.engine.text.token_state import TokenState
@@ -158,13 +159,18 @@ class EngineContext:
         """Its tokens, by an estimate of those that are not encoded."""
         return self.tokens.num_settled + self.num_unencoded_chars // CHARS_PER_TOKEN
 
-    def thinking(self, budget: int | None = None) -> Thinking | None:
-        """How the output may begin with thoughts; None if it has none. What was appended must be encoded."""
+    def thinking(self, budget: int | None = None, *, replies: bool = True) -> Thinking | None:
+        """How the output may begin with thoughts; None if it has none. What was appended must be encoded.
+        ``replies``: it may call tools."""
         marks = thought_marks(self.tokens.template.source)
         opening = None if marks is None else self.tokens.opening()
         if marks is None or opening is None:
             return None
-        return thinking_after(marks, *opening, budget=budget)
+        thinking = thinking_after(marks, *opening, budget=budget)
+        use = self.tools if replies else None
+        if thinking is None or use is None:
+            return thinking
+        return thinking.for_answer(has_calls=bool(use.callable_names), must_call=use.must_call)
 
     def mark_encoded(self) -> None:
         """Everything appended so far is encoded."""
@@ -253,7 +259,8 @@ def fill_cost(conversation: Conversation) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedAnswer:
-    """The tokens of an answer. ``calling``: of one with tool calls, the whole text, in UTF-8."""
+    """The tokens of an answer. ``calling``: of one with tool calls, or in channels, the whole text, in
+    UTF-8."""
 
     token_ids: array[int]
     calling: bytes = b""
@@ -286,13 +293,17 @@ class OutputTokenCache:
     def put_answer(self, context: EngineContext, end: Finished, answer: Message) -> None:
         """Stores what was generated for the context, if it holds a conversation. ``answer``: as the client
         gets it. Not stored if it does not show what a client needs to continue it: a call that a limit
-        truncated."""
+        truncated; nor with thoughts, unless its template takes them back from the text (channels)."""
         is_truncated = end.finish_reason == "length"
-        if answer.content != end.text and (is_truncated or not answer.tool_calls):
+        in_channels = has_channels(context.tokens.template.source) and answer.content != end.text
+        is_whole = answer.content == end.text or bool(answer.tool_calls) or in_channels
+        if (end.thought_tokens and not in_channels) or not is_whole:
+            return
+        if is_truncated and answer.content != end.text:
             return
         if context.conversation_key is not None:
             [key] = conversation_keys([answer], start=context.conversation_key)
-            self.put(key, end.token_ids, end.text if answer.tool_calls else "")
+            self.put(key, end.token_ids, end.text if answer.tool_calls or in_channels else "")
 
     def put(self, key: bytes, token_ids: Sequence[int], calling: str = "") -> None:
         """Stores the answer that ends the conversation ``key``. ``calling``: its text if it calls tools.

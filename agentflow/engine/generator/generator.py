@@ -231,7 +231,7 @@ class EngineGenerator:
     ) -> Generated:
         """Generates what the assistant says, which may call the conversation's tools: the text is that of
         a reply, the context goes on with what was generated."""
-        thinking = await self._thinking(context, constraint)
+        thinking = await self._thinking(context, constraint, replies=True)
         text = ReplyText(context.tools, constraint, thinking)
 
         def hear(progress: Progress) -> None:
@@ -242,8 +242,7 @@ class EngineGenerator:
         context.tokens.generated(end.token_ids, end.text)
         notation = text.finish(end.text, is_truncated=end.finish_reason == "length")
         reply = read_reply(notation)
-        if not end.thought_tokens:
-            self.output_token_cache.put_answer(context, end, reply.message())
+        self.output_token_cache.put_answer(context, end, reply.message())
         context.conversation_key = None  # its next reply answers a longer conversation
         if reply.tool_calls:
             context.tokens.called(msgspec.structs.replace(reply.message(), reasoning=text.thoughts or None))
@@ -273,12 +272,14 @@ class EngineGenerator:
         forced = tuple([(first - start, length) for first, length in end.forced if first >= start])
         return msgspec.structs.replace(generated, forced=forced) if forced else generated
 
-    async def _thinking(self, context: EngineContext, constraint: Constraint | None) -> Thinking | None:
+    async def _thinking(
+        self, context: EngineContext, constraint: Constraint | None, *, replies: bool = False
+    ) -> Thinking | None:
         """How what a program generates may begin with thoughts."""
         if thought_marks(self.template.source) is None:
             return None
         await self._encode(context)
-        return context.thinking(budget=None if constraint is None else 0)
+        return context.thinking(budget=None if constraint is None else 0, replies=replies)
 
     async def complete(
         self,

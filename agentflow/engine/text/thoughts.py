@@ -5,6 +5,8 @@ the prompt, or close them empty so that the model does not think; ``thinking_aft
 prompt. ``ThoughtOutput`` separates thoughts and answer while they are generated, and ``ThoughtTokens``
 follows the same text by its tokens, in the engine.
 
+Models that write in channels (``channels``) have an end of thoughts and heads of answers instead of one mark.
+
 The text of both begins and ends without white space: models are trained to write line breaks around marks.
 Only the thoughts at the beginning of an answer are separated; marks after them are text.
 """
@@ -18,6 +20,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from agentflow.engine.text.channel_output import ChannelOutput
+from agentflow.engine.text.channels import (
+    ANSWER_HEAD,
+    CALL_MARK,
+    NEXT_MESSAGE,
+    THOUGHTS_HEAD,
+    has_channels,
+)
 from agentflow.engine.text.tool_output import ToolOutput, overlap
 from agentflow.protocol.chat import Piece, TextPiece, ThoughtPiece
 
@@ -26,10 +36,12 @@ _SPACES = WHITE_SPACE.encode()
 
 
 class ThoughtMarks(NamedTuple):
-    """The marks before and after thoughts."""
+    """The marks before and after thoughts. ``answer``: the head of an answer in text, of a model that writes
+    in channels."""
 
     begin: str
     end: str
+    answer: str = ""
 
 
 KNOWN_MARKS = (
@@ -43,14 +55,18 @@ KNOWN_MARKS = (
 """The marks of published models."""
 # Variables of templates that turn thinking on and off.
 _SWITCHES = ("enable_thinking", "thinking")
+# The member of a message that some templates read thoughts from.
+_THOUGHTS_OF_MESSAGE = r"\.thinking\b|\[['\"]thinking['\"]\]"
 
 
 def thought_marks(source: str) -> ThoughtMarks | None:
     """The marks that the chat template ``source`` has; None if its model does not think.
 
     >>> thought_marks("{{ message.content.split('</think>')[-1] }}")
-    ThoughtMarks(begin='<think>', end='</think>')
+    ThoughtMarks(begin='<think>', end='</think>', answer='')
     """
+    if has_channels(source):
+        return ThoughtMarks(THOUGHTS_HEAD, NEXT_MESSAGE, ANSWER_HEAD)
     return next((marks for marks in KNOWN_MARKS if marks.end in source), None)
 
 
@@ -76,12 +92,27 @@ def _has_variable(source: str, name: str) -> bool:
 class Thinking(msgspec.Struct, frozen=True, array_like=True):
     """How one output may begin with thoughts. ``is_open``: the prompt began them, so the output begins
     inside. Otherwise the output begins with thoughts if it begins with the mark. ``budget``: the most tokens
-    of thoughts; None is no limit."""
+    of thoughts; None is no limit. ``answer``, ``calls``: of a model that writes in channels, the head of an
+    answer in text, and the beginning of the head of a call; empty if there may be none."""
 
     begin: str
     end: str
     is_open: bool
     budget: int | None = None
+    answer: str = ""
+    calls: str = ""
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether the model writes in channels."""
+        return bool(self.answer or self.calls)
+
+    def for_answer(self, *, has_calls: bool, must_call: bool) -> Thinking:
+        """The same before an answer that may, or must, call tools."""
+        if not self.has_channels:
+            return self
+        calls = CALL_MARK if has_calls else ""
+        return msgspec.structs.replace(self, answer="" if must_call else self.answer, calls=calls)
 
 
 def thinking_after(
@@ -89,12 +120,14 @@ def thinking_after(
 ) -> Thinking | None:
     """How an answer may begin. ``opening``: the markup before it; ``written``: the part of it that the prompt
     already has. None if it has no thoughts: the prompt ended them, or began the answer."""
-    begun, ended = (opening + written).rfind(marks.begin), (opening + written).rfind(marks.end)
+    begin, end, answer = marks
+    text = opening + written
+    begun, ended = text.rfind(begin), text.rfind(end)
     if begun > ended:
-        return Thinking(*marks, is_open=True, budget=budget)
-    if written or opening.rstrip(WHITE_SPACE).endswith(marks.end):
+        return Thinking(begin, end, True, budget, answer)
+    if written or (not answer and opening.rstrip(WHITE_SPACE).endswith(end)):
         return None
-    return Thinking(*marks, is_open=False, budget=budget)
+    return Thinking(begin, end, False, budget, answer)
 
 
 class _State(Enum):
@@ -199,7 +232,11 @@ class AnswerText:
     """The answer in one output, without the thoughts before it. ``thinking``: None if it has none."""
 
     def __init__(self, thinking: Thinking | None) -> None:
-        self._output = None if thinking is None else ThoughtOutput(thinking)
+        self._output: ThoughtOutput | ChannelOutput | None = None
+        if thinking is not None and thinking.has_channels:
+            self._output = ChannelOutput((), is_open=thinking.is_open)
+        elif thinking is not None:
+            self._output = ThoughtOutput(thinking)
         self._thoughts: list[str] = []
         self._answer: list[str] = []
         self._num_chars = 0
@@ -321,4 +358,5 @@ def shown_thoughts(reasoning: str | None, content: str, source: str) -> str | No
     show them twice because it finds others in the content."""
     marks = thought_marks(source)
     is_written = marks is not None and marks.end in content
-    return None if is_written or "reasoning_content" not in source else reasoning or None
+    is_shown = "reasoning_content" in source or re.search(_THOUGHTS_OF_MESSAGE, source) is not None
+    return None if is_written or not is_shown else reasoning or None

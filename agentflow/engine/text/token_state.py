@@ -15,6 +15,8 @@ from functools import lru_cache
 from msgspec import structs
 
 from agentflow.engine.cache.radix_cache import num_common_ids
+from agentflow.engine.text.channel_output import read_channels
+from agentflow.engine.text.channels import ANSWER_HEAD, has_channels
 from agentflow.engine.text.chat_layout import Layout, closed_untrusted_spans, lay_out
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.choices import EncodedChoices, encode_choices
@@ -55,9 +57,11 @@ class Part:
     def is_generated(self) -> bool:
         return any(run.ids is not None for run in self.runs)
 
-    def message(self, *, writes_calls: bool = False) -> Message:
+    def message(self, *, writes_calls: bool = False, in_channels: bool = False) -> Message:
         """The turn as the template receives it. ``writes_calls``: a reply's tool calls as such, and not as
-        the text that was generated."""
+        the text that was generated. ``in_channels``: so is the rest of what was generated."""
+        if in_channels and self.is_generated and self.role == "assistant":
+            return read_channels(self.text, self.called)
         if writes_calls and self.called is not None:
             return self.called
         if self.given is not None:
@@ -413,6 +417,8 @@ class TokenState:
         """The ids of the state with each of ``choices`` as its next text; the pending run is encoded anew
         with each. ``choose`` then appends one. Raises as ``ids`` does."""
         pending, self._pending = self._pending, []
+        if self._has_channels and self._open_role == "assistant" and not self._parts[-1].runs:
+            self.generated(self._tokenizer.encode_markup(ANSWER_HEAD, continues=True), ANSWER_HEAD)
         try:
             self._settle()
         finally:
@@ -465,7 +471,9 @@ class TokenState:
     def messages(self) -> list[dict[str, str]]:
         """The turns so far, the open one included, as ``{"role": …, "content": …}``."""
         return [
-            {"role": part.role, "content": part.text} for part in self._all_parts() if part.role is not None
+            {"role": part.role, "content": part.message(in_channels=self._has_channels).content}
+            for part in self._all_parts()
+            if part.role is not None
         ]
 
     @property
@@ -477,6 +485,10 @@ class TokenState:
     def continues(self) -> bool:
         """Whether a generation that begins now follows other text (see ``Tokenizer.encode``)."""
         return bool(self._parts or self._pending)
+
+    @property
+    def _has_channels(self) -> bool:
+        return has_channels(self.template.source)
 
     @property
     def _open_role(self) -> str | None:
@@ -515,7 +527,11 @@ class TokenState:
     def _laid_out(self, turns: Sequence[Part], *, writes_calls: bool = False) -> Layout:
         return lay_out(
             self.template,
-            [part.message(writes_calls=writes_calls) for part in turns if not part.is_open],
+            [
+                part.message(writes_calls=writes_calls, in_channels=self._has_channels)
+                for part in turns
+                if not part.is_open
+            ],
             turns[-1].role if turns[-1].is_open else None,
             tools=self._tools,
             now=self._now,
@@ -526,6 +542,9 @@ class TokenState:
     def _spans(self, layout: Layout | None) -> list[Span]:
         parts = self._shown(self._all_parts())
         spans = spans_of(parts, layout, self._tokenizer, self.template, self._now)
+        runs = parts[-1].runs if parts and parts[-1].is_open and parts[-1].role == "assistant" else ()
+        if self._has_channels and runs and runs[0].ids is None:  # the prompt begins the answer
+            spans.insert(len(spans) - len(runs), Span(ANSWER_HEAD, is_markup=True))
         return spans if self._has_prefix else spans[1:]
 
     def _segments_now(self) -> list[Segment]:

@@ -27,6 +27,7 @@ from typing import Any, Literal
 import msgspec
 import tokenizers
 
+from agentflow.engine.text.channels import CHANNEL_TOKENS, has_channels
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.thoughts import thought_marks
 from agentflow.engine.text.tokenizer_files import named_special_tokens, read_tokenizer
@@ -186,6 +187,8 @@ class Tokenizer:
         named = set(self.named_tokens.values())
         is_special = {t["content"]: bool(t["special"]) or t["content"] in named for t in self._added}
         thoughts = is_special.keys() & set(thought_marks(template_source) or ())
+        if has_channels(template_source):
+            thoughts |= is_special.keys() & CHANNEL_TOKENS - named
         turns = {text for text in is_special if text.strip() and text in turn_markup} - thoughts
         marks = {text for text in is_special if text.strip() and text in tool_markup} - turns - named
         named_in_template = {text for text in is_special if text.strip() and text in template_source} - turns

@@ -16,6 +16,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from agentflow.engine.text.channels import CALL_MARK, has_channels
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
@@ -31,7 +32,8 @@ class ToolFormat:
     ``before``: the text between prose and the first ``begin``. ``between``: the text from one ``end`` to the
     next ``begin``; None if there is never a second call. ``whitespace``: of the JSON, as in ``Constraint``.
     ``lead``: white space that the template writes before an answer's content. ``is_native``: the notation is
-    the template's own.
+    the template's own. ``has_channels``: a call is a message of its own (``channels``), whose head has the
+    name; ``begin`` is the beginning of the head.
     """
 
     begin: str
@@ -46,6 +48,7 @@ class ToolFormat:
     whitespace: Whitespace = "compact"
     lead: str = ""
     is_native: bool = True
+    has_channels: bool = False
 
     @property
     def mark(self) -> str:
@@ -61,6 +64,8 @@ class ToolFormat:
 
 FALLBACK = ToolFormat("<tool_call>", "</tool_call>", is_native=False)
 """For templates that do not support tools."""
+IN_CHANNELS = ToolFormat(CALL_MARK, "", before="", between=None, whitespace="free", has_channels=True)
+"""For templates that write answers in channels."""
 
 RESULT_BEGIN = "<tool_response>\n"
 RESULT_END = "\n</tool_response>"
@@ -72,6 +77,8 @@ def tool_format(template: ChatTemplate) -> ToolFormat:
     """The template's notation, or ``FALLBACK``. Found with about ten renderings, once for each template."""
     if not template.has_template or not _knows_tools(template):
         return FALLBACK
+    if has_channels(template.source):
+        return IN_CHANNELS
     return _native(template) or FALLBACK
 
 

@@ -69,7 +69,7 @@ class ToolOutput:
         self._pieces: list[Piece] = []
         self._is_truncated = False
         self._space = ""  # white space before the mark of the call that is read
-        self._extent = _JsonExtent()
+        self._extent = JsonExtent()
         self._num_read = 0  # characters of the held text that the extent has read
         self._checked_at = 0  # length at which the held text was last checked to be JSON
         self._marks = _openings(form) if names else ()
@@ -193,7 +193,7 @@ class ToolOutput:
     def _begin_call(self, num_before: int = 0) -> None:
         """The held text begins with ``num_before`` characters of white space and the mark of a call."""
         self._space, self._held = self._held[:num_before], self._held[num_before:]
-        self._extent, self._num_read, self._checked_at = _JsonExtent(), 0, 0
+        self._extent, self._num_read, self._checked_at = JsonExtent(), 0, 0
         self._state = _State.WHOLE_CALL if self._heads is None else _State.CALL_HEAD
 
     def _reject_call(self) -> bool:
@@ -218,12 +218,12 @@ class ToolOutput:
                 return self._drop_call()
         name = None if found is None or found.partial else _name_of(found)
         if found is None or name is None or name not in self._names:
-            self._extent, self._num_read = _JsonExtent(), 0
+            self._extent, self._num_read = JsonExtent(), 0
             self._state = _State.WHOLE_CALL
             return True
         self._emit_call(name)
         self._held = self._held[found.end() :]
-        self._extent = _JsonExtent()
+        self._extent = JsonExtent()
         self._state = _State.ARGUMENTS
         return True
 
@@ -382,7 +382,7 @@ _NEXT = re.compile(r'[][{}"]')
 _IN_STRING = re.compile(r'["\\]')
 
 
-class _JsonExtent:
+class JsonExtent:
     """Finds the end of a JSON object or list in text that arrives in parts. Reads each character once and
     does not check what is inside."""
 

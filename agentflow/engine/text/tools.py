@@ -10,15 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
 
 from agentflow.engine.grammar.compiler.messages import PartedConstraint, SchemaPart
+from agentflow.engine.text.channel_output import ChannelOutput
+from agentflow.engine.text.channels import call_head
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.thoughts import Thinking, ThoughtOutput
-from agentflow.engine.text.tool_format import ToolFormat, as_plain_messages, tool_format
+from agentflow.engine.text.tool_format import IN_CHANNELS, ToolFormat, as_plain_messages, tool_format
 from agentflow.engine.text.tool_output import ToolOutput
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.protocol.chat import (
@@ -79,6 +81,22 @@ class ToolUse:
             is_constrained=self.constraint(otherwise) is not None,
             begins=self.begins if otherwise is not None else (),
         )
+
+
+AnswerOutput: TypeAlias = ToolOutput | ThoughtOutput | ChannelOutput
+"""Reads an answer that has more than text."""
+
+
+def answer_output(
+    use: ToolUse | None, otherwise: Constraint | None, thinking: Thinking | None
+) -> AnswerOutput | None:
+    """The reader of an answer under ``use.constraint(otherwise)``; None if it is text and nothing else."""
+    can_call = use is not None and bool(use.callable_names)
+    if thinking is not None and thinking.has_channels:
+        names = use.callable_names if use is not None and use.form.has_channels else ()
+        return ChannelOutput(names, is_open=thinking.is_open, is_constrained=can_call)
+    tools = use.output(otherwise) if use is not None and can_call and not use.form.has_channels else None
+    return tools if thinking is None else ThoughtOutput(thinking, tools)
 
 
 def tool_use(template: ChatTemplate, conversation: Conversation) -> ToolUse:
@@ -168,8 +186,28 @@ def _count(scan: JsonScan, text: bytes) -> None:
         scan.push(piece)
 
 
+def _calls_in_channels(tools: Mapping[int, ToolSpec]) -> PartedConstraint:
+    """A call is the last message of its answer. ``tools``: as for ``_calls``."""
+    rules: list[dict[str, str]] = []
+    parts: list[SchemaPart] = []
+    for place, (number, tool) in enumerate(tools.items()):
+        definitions: dict[str, Any] = {}
+        schema = hoisted(tool.name, _of_object(tool.parameters), definitions)
+        schema = {**schema, "$defs": definitions} if definitions else schema
+        source = json.dumps(schema, ensure_ascii=False)
+        rules.append({"begin": call_head(tool.name), "kind": "schema", "source": source, "end": ""})
+        path = ("anyOf", place) if len(tools) > 1 else ()
+        parts.append(SchemaPart(path, tool.name, f"tools[{number}]", tool.strict))
+    source = json.dumps(rules, ensure_ascii=False)
+    return PartedConstraint(
+        "tags", source, whitespace=IN_CHANNELS.whitespace, between="", max_tags=1, parts=tuple(parts)
+    )
+
+
 def _calls(form: ToolFormat, tools: Mapping[int, ToolSpec], choice: ToolChoice) -> PartedConstraint:
     """``tools``: by their numbers in the conversation."""
+    if form.has_channels:
+        return _calls_in_channels(tools)
     is_single = not choice.parallel or choice.name is not None or not form.allows_several
     schema = call_schema(form, [*tools.values()])
     definitions = schema.pop("$defs", None)
@@ -237,8 +275,7 @@ class ReplyText:
         self, use: ToolUse | None, constraint: Constraint | None = None, thinking: Thinking | None = None
     ) -> None:
         self.constraint = constraint if use is None else use.constraint(constraint)
-        tools = use.output(constraint) if use is not None and use.callable_names else None
-        self._output = tools if thinking is None else ThoughtOutput(thinking, tools)
+        self._output = answer_output(use, constraint, thinking)
         self._thoughts: list[str] = []
         self._writer = ReplyWriter()
         self._written: list[str] = []

@@ -30,8 +30,10 @@ from agentflow.engine.generator.context import EngineContext, num_chars, texts_o
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint, Relaxed
 from agentflow.engine.process.ipc import Finished, Progress
-from agentflow.engine.text.thoughts import Thinking, ThoughtOutput, thinking_values, thought_marks
+from agentflow.engine.text.channel_output import ChannelOutput
+from agentflow.engine.text.thoughts import Thinking, thinking_values, thought_marks
 from agentflow.engine.text.tool_output import ToolOutput
+from agentflow.engine.text.tools import AnswerOutput, answer_output
 from agentflow.errors import AgentflowError, BadArgument, faults_of
 from agentflow.protocol.chat import (
     Arguments,
@@ -361,8 +363,7 @@ class _Run:
         if params.wants_logprobs:
             has_jumps = constraint is not None or (thinking is not None and thinking.budget is not None)
             logprobs = LogprobReader(self._generator.tokenizer, params, has_jumps=has_jumps)
-        tools = use.output(request.constraint) if use is not None and use.callable_names else None
-        output = tools if thinking is None else ThoughtOutput(thinking, tools)
+        output = answer_output(use, request.constraint, thinking)
         reader = _AnswerReader(self._first_index + number, self._on_delta, logprobs=logprobs, output=output)
         unkept: set[str] = set()
 
@@ -407,8 +408,7 @@ class _Run:
         reader.finish(end)
         checks = await check_answer(self._generator, request, end, reader.outputs(), unkept) if unkept else ()
         reader.end(end, checks)
-        if not end.thought_tokens:
-            self._generator.output_token_cache.put_answer(context, end, reader.message())
+        self._generator.output_token_cache.put_answer(context, end, reader.message())
 
 
 def _template_values(generator: EngineGenerator, request: CompletionRequest) -> dict[str, Any]:
@@ -490,7 +490,7 @@ class _AnswerReader:
         on_delta: Callable[[CompletionDelta], None],
         *,
         logprobs: LogprobReader | None = None,
-        output: ToolOutput | ThoughtOutput | None = None,
+        output: AnswerOutput | None = None,
     ) -> None:
         self._index = index
         self._on_delta = on_delta
@@ -511,15 +511,18 @@ class _AnswerReader:
         elif progress.text or tokens:
             self._read(self._output, progress.text, tokens)
 
-    def _read(self, output: ToolOutput | ThoughtOutput, text: str, tokens: list[TokenLogprob]) -> None:
-        thoughts = output if isinstance(output, ThoughtOutput) else None
+    def _read(self, output: AnswerOutput, text: str, tokens: list[TokenLogprob]) -> None:
+        thoughts = None if isinstance(output, ToolOutput) else output
         are_thoughts = thoughts is not None and thoughts.is_thinking
+        was_head = isinstance(output, ChannelOutput) and output.may_begin
         pieces = output.push(text)
         tokens, self._undecided = [*self._undecided, *tokens], []
         if thoughts is not None and thoughts.may_begin:
             self._undecided = tokens
             return
         are_thoughts = are_thoughts or (thoughts is not None and thoughts.is_thinking)
+        if isinstance(output, ChannelOutput) and was_head and output.is_text and not pieces:
+            are_thoughts = True  # the head of an answer in text, which is none of its text
         self._emit_pieces(pieces, tokens, are_thoughts=are_thoughts)
 
     def finish(self, end: Finished) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.engine.text.tool_format import FALLBACK, ToolFormat
-from agentflow.engine.text.tool_output import ToolOutput, _JsonExtent
+from agentflow.engine.text.tool_output import JsonExtent, ToolOutput
 from agentflow.protocol.chat import Arguments, CallBegun, Piece
 
 HERMES = ToolFormat("<tool_call>\n", "\n</tool_call>")
@@ -313,7 +313,7 @@ def test_white_space_around_calls_is_dropped():
 )
 def test_the_extent_of_a_value(value, after, data):
     text = json.dumps(value)
-    extent, at = _JsonExtent(), 0
+    extent, at = JsonExtent(), 0
     for part in cut(text + after, data):
         end = extent.read(part)
         if end is not None:

@@ -187,7 +187,7 @@ def test_a_request_that_is_resumed_goes_on_where_it_was(num_tokens, budget, is_c
 
     async def main() -> None:
         async with generator_of(QWEN_MODEL) as generator:
-            journal = _Journal()
+            journal = Journal()
             generator.observe(journal)
             whole = await ask(generator, asking(script, constraint=constraint, thought_budget=budget))
             resumed = journal.after(num_tokens)
@@ -201,7 +201,7 @@ def test_a_request_that_is_resumed_goes_on_where_it_was(num_tokens, budget, is_c
     anyio.run(main)
 
 
-class _Journal:
+class Journal:
     """Keeps a request as a supervisor does. ``num_left``: None stops that."""
 
     def __init__(self) -> None:

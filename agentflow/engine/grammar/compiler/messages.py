@@ -6,7 +6,8 @@ receives a ``CompileEnd`` for each.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Protocol
+import json
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -35,7 +36,7 @@ class SchemaPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PartedConstraint(Constraint, frozen=True, omit_defaults=True):
-    """A JSON schema, or a single tag of one, in which the server put schemas of a client. Clients of sessions
+    """A JSON schema, or tags of one each, in which the server put schemas of a client. Clients of sessions
     cannot send it: what was relaxed is reported over HTTP only."""
 
     parts: tuple[SchemaPart, ...] = ()
@@ -57,14 +58,31 @@ class PartedConstraint(Constraint, frozen=True, omit_defaults=True):
         return cls.of(constraint, SchemaPart((), "", "", is_strict=False))
 
     def schema_source(self) -> str:
-        """The text of the schema."""
-        return self.tags()[0].source if self.kind == "tags" else self.source
+        """The text of the schema. Those of several tags are the alternatives of one schema."""
+        if self.kind != "tags":
+            return self.source
+        sources = [tag.source for tag in self.tags()]
+        if len(sources) == 1:
+            return sources[0]
+        definitions: dict[str, Any] = {}
+        options: list[dict[str, Any]] = []
+        for source in sources:
+            schema = json.loads(source)
+            definitions |= schema.pop("$defs", {})
+            options.append(schema)
+        return json.dumps({"anyOf": options, "$defs": definitions}, ensure_ascii=False)
 
     def with_schema(self, source: str) -> PartedConstraint:
         """The same with another schema."""
         if self.kind == "tags":
-            rule = msgspec.structs.replace(self.tags()[0], source=source)
-            source = msgspec.json.encode([rule]).decode()
+            tags = self.tags()
+            sources = [source]
+            if len(tags) > 1:
+                schema = json.loads(source)
+                shared = {"$defs": schema["$defs"]} if schema.get("$defs") else {}
+                sources = [json.dumps({**one, **shared}, ensure_ascii=False) for one in schema["anyOf"]]
+            rules = [msgspec.structs.replace(tag, source=one) for tag, one in zip(tags, sources, strict=True)]
+            source = msgspec.json.encode(rules).decode()
         return msgspec.structs.replace(self, source=source)
 
 

@@ -1,0 +1,358 @@
+"""Readers of answers in channels (``channels``).
+
+``ChannelOutput`` separates thoughts, text and calls while they are generated, and ``ChannelTokens`` follows
+the same output by its tokens, in the engine. ``read_channels`` reads a whole answer.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection
+from enum import Enum, auto
+
+import msgspec
+import regex
+
+from agentflow.engine.text.channels import (
+    ANSWER_HEAD,
+    CALL_MARK,
+    NEXT_MESSAGE,
+    THOUGHTS_HEAD,
+    call_head,
+)
+from agentflow.engine.text.tool_output import JsonExtent, overlap
+from agentflow.protocol.chat import Arguments, CallBegun, CalledTool, Message, Piece, TextPiece, ThoughtPiece
+
+_NEXT = NEXT_MESSAGE.encode()
+_BETWEEN = "\n\n"
+"""Between the texts of two messages, which are one text to clients."""
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_MOST_HEAD_CHARS = 400
+_TO = r"(?:\ ?to=(?P<to>[^\s<]+))?"
+_HEAD = regex.compile(
+    rf"(?:<\|start\|>assistant)?{_TO}(?:<\|channel\|>(?P<channel>[a-z]+))?{_TO}"
+    r"\ ?(?:(?:<\|constrain\|>)?[a-z]+)?\ ?<\|message\|>"
+)
+
+
+class _State(Enum):
+    HEAD = auto()
+    THOUGHTS = auto()
+    TEXT = auto()
+    ARGUMENTS = auto()
+    """Of a call whose arguments a constraint keeps valid: reported as they grow."""
+    WHOLE_CALL = auto()
+    """Arguments of which nothing is reported before they are complete."""
+    AFTER_CALL = auto()
+
+
+class ChannelOutput:
+    r"""Reads one answer. ``names``: the tools that may be called; None is any. ``is_open``: the prompt began
+    thoughts. ``is_constrained``: a constraint guarantees valid arguments after ``call_head``.
+
+    >>> output = ChannelOutput(())
+    >>> output.push("<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>fin")
+    [ThoughtPiece(text='Easy.')]
+    >>> output.push("al<|message|>Hello")
+    [TextPiece(text='Hello')]
+
+    How the text is split into pushes affects only where adjacent pieces of one kind are split. A text without
+    a head is the answer. Texts of several messages are separated by an empty line.
+    """
+
+    def __init__(
+        self, names: Collection[str] | None, *, is_open: bool = False, is_constrained: bool = False
+    ) -> None:
+        self._names = None if names is None else frozenset(names)
+        self._is_constrained = is_constrained
+        self._state = _State.THOUGHTS if is_open else _State.HEAD
+        self._held = ""
+        self._pieces: list[Piece] = []
+        self._name = ""
+        self._head = ""
+        self._extent = JsonExtent()
+        self._num_read = 0  # characters of the held text that the extent has read
+        self._begun: set[type[Piece]] = set()
+        self._is_new = False  # nothing of this message's text was reported yet
+        self._num_plain = 0  # characters of the held text that are text, whatever they are
+        self._is_truncated = False
+        self.num_calls = 0
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether the output is within a head, which shows what comes next."""
+        return self._state is _State.HEAD
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether thoughts have begun and not ended."""
+        return self._state is _State.THOUGHTS
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the output is within the text of the answer."""
+        return self._state is _State.TEXT
+
+    def push(self, text: str) -> list[Piece]:
+        """Reads more text. Returns the pieces that are now certain."""
+        self._held += text
+        return self._go_on(is_over=False)
+
+    def finish(self, rest: str = "", *, is_truncated: bool = False) -> list[Piece]:
+        """Reads ``rest`` and ends the output. Returns all remaining pieces. ``is_truncated``: a limit ended
+        it, so that a call which is incomplete was meant as one."""
+        self._held += rest
+        self._is_truncated = is_truncated
+        return self._go_on(is_over=True)
+
+    def _go_on(self, *, is_over: bool) -> list[Piece]:
+        while self._step(is_over):
+            continue
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def _step(self, is_over: bool) -> bool:
+        """Reads from the front of the held text and sets the next state. False if more text is needed."""
+        match self._state:
+            case _State.HEAD:
+                return self._read_head(is_over)
+            case _State.THOUGHTS:
+                return self._read_text(ThoughtPiece, is_over)
+            case _State.TEXT:
+                return self._read_text(TextPiece, is_over)
+            case _State.ARGUMENTS:
+                return self._read_arguments()
+            case _State.WHOLE_CALL:
+                return self._read_whole_call(is_over)
+            case _State.AFTER_CALL:
+                return self._read_after_call(is_over)
+
+    def _read_head(self, is_over: bool) -> bool:
+        if not self._held:
+            return False
+        found = _HEAD.match(self._held, partial=True)
+        if found is not None and found.partial and len(self._held) <= _MOST_HEAD_CHARS:
+            if is_over and (self._held.startswith("<|") or self._is_truncated):
+                self._held = ""  # truncated within a head
+            elif is_over:
+                self._begin(_State.TEXT)
+            return is_over and bool(self._held)
+        if found is None or found.partial or found.end() > _MOST_HEAD_CHARS:
+            self._begin(_State.TEXT)
+            self._num_plain = 1  # it may begin like a head, which ends a text
+            return True
+        self._head, self._held = found[0], self._held[found.end() :]
+        recipient = found["to"] or ""
+        self._name = recipient.removeprefix("functions.")
+        if recipient != self._name and (self._names is None or self._name in self._names):
+            is_valid = self._is_constrained and self._head.endswith(call_head(self._name))
+            if is_valid:
+                self._emit_call()
+            self._begin(_State.ARGUMENTS if is_valid else _State.WHOLE_CALL)
+        elif found["channel"] == "analysis" and not recipient:
+            self._begin(_State.THOUGHTS)
+        else:
+            self._begin(_State.TEXT)
+        return True
+
+    def _begin(self, state: _State) -> None:
+        self._state = state
+        self._is_new = True
+        self._extent, self._num_read = JsonExtent(), 0
+
+    def _read_text(self, kind: type[TextPiece] | type[ThoughtPiece], is_over: bool) -> bool:
+        start = self._num_plain
+        at = min([place for end in _ENDS if (place := self._held.find(end, start)) >= 0], default=-1)
+        is_ended = at >= 0
+        if not is_ended:
+            unsure = 0 if is_over else max(overlap(self._held, end) for end in _ENDS)
+            at = len(self._held) - unsure
+        text, self._held = self._held[:at], self._held[at:]
+        if text:
+            if self._is_new and kind in self._begun:
+                text = _BETWEEN + text
+            self._begun.add(kind)
+            self._is_new = False
+            self._num_plain = 0
+            self._pieces.append(kind(text))
+        if is_ended:
+            self._end_message()
+        return is_ended
+
+    def _end_message(self) -> None:
+        """The held text begins with what ends a message; the beginning of the next one belongs to that."""
+        end = next(end for end in _ENDS if self._held.startswith(end))
+        if end != "<|start|>":
+            self._held = self._held[len(end) :]
+        self._state = _State.HEAD
+
+    def _read_arguments(self) -> bool:
+        if not self._held:
+            return False
+        end = self._extent.read(self._held)
+        length = len(self._held) if end is None else end
+        self._pieces.append(Arguments(self._held[:length]))
+        self._held = self._held[length:]
+        if end is not None:
+            self._state = _State.AFTER_CALL
+        return end is not None
+
+    def _read_whole_call(self, is_over: bool) -> bool:
+        bare = self._held.lstrip()
+        if not bare:
+            if is_over:
+                self._held = ""
+            return False
+        end = None
+        if bare[0] == "{":
+            at = max(len(self._held) - len(bare), self._num_read)
+            end = self._extent.read(self._held[at:])
+            self._num_read = len(self._held)
+            if end is None and not is_over:
+                return False
+            length = len(self._held) if end is None else at + end
+            arguments = self._held[len(self._held) - len(bare) : length]
+            if _is_object(arguments) or (end is None and self._is_truncated):
+                self._emit_call()
+                self._pieces.append(Arguments(arguments))
+                self._held = self._held[length:]
+                self._state = _State.AFTER_CALL
+                return True
+        self._begin(_State.TEXT)  # no call of ours: nothing that the model wrote is lost
+        return True
+
+    def _read_after_call(self, is_over: bool) -> bool:
+        """White space and the end of the message are dropped."""
+        self._held = self._held.lstrip()
+        if self._held.startswith(_ENDS):
+            self._end_message()
+            return True
+        if not self._held or (not is_over and any(end.startswith(self._held) for end in _ENDS)):
+            return False
+        if is_over and any(end.startswith(self._held) for end in _ENDS):
+            self._held = ""  # truncated within the end of the message
+            return False
+        self._state = _State.HEAD
+        return True
+
+    def _emit_call(self) -> None:
+        self._pieces.append(CallBegun(f"call_{secrets.token_hex(12)}", self._name))
+        self.num_calls += 1
+
+
+class ChannelTokens:
+    """Follows the thoughts of one output by its tokens, as ``ThoughtTokens`` does. ``has_answer``,
+    ``has_calls``: what may follow them; both if the model decides.
+
+    ``data``: the bytes of the tokens before the answer: thoughts, their marks, and the head of an answer in
+    text. The head of a call belongs to the answer. ``num_tokens``: those tokens; ``num_inside``: those of
+    thoughts, without heads. ``num_held``: the tokens of a head that is not complete.
+    """
+
+    def __init__(self, *, is_open: bool, has_answer: bool, has_calls: bool) -> None:
+        heads = [THOUGHTS_HEAD] + [ANSWER_HEAD] * has_answer + [CALL_MARK] * has_calls
+        self._heads = [head.encode() for head in heads]
+        self._state = _State.THOUGHTS if is_open else _State.HEAD
+        self._tail = b""  # of thoughts: what may be part of their end
+        self._head = b""
+        self.data = bytearray()
+        self.num_tokens = self.num_inside = self.num_held = 0
+        self.has_head = False
+        """Whether the answer is text, after its head."""
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether the next token belongs to a head."""
+        return self._state is _State.HEAD
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether thoughts have begun and not ended."""
+        return self._state is _State.THOUGHTS
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer has begun."""
+        return self._state is _State.TEXT
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the end of thoughts is written in part, so that only the rest of it may follow."""
+        return self.is_thinking and len(_NEXT) - len(self.rest_of_end()) >= len(_ENDS[0])
+
+    def is_free(self, token: bytes) -> bool:
+        """Whether this token, which comes next, is none of the answer's."""
+        head = self._head + token
+        return self.is_thinking or (self.may_begin and any(one.startswith(head) for one in self._heads))
+
+    def rests_of_heads(self, *, thinks: bool) -> list[bytes]:
+        """What may complete the head. ``thinks``: that of thoughts may."""
+        heads = self._heads if thinks else self._heads[1:]
+        return [head[len(self._head) :] for head in heads if head.startswith(self._head)]
+
+    def take(self, token: bytes) -> None:
+        """Reads one more token."""
+        if self.is_thinking:
+            self.num_tokens += 1
+            self.num_inside += 1
+            self.data += token
+            self._find_end(token)
+        elif self.may_begin:
+            self._take_of_head(token)
+
+    def rest_of_end(self) -> bytes:
+        """The part of the end of thoughts that is not written yet."""
+        longest = min(len(self._tail), len(_NEXT) - 1)
+        written = next((n for n in range(longest, 0, -1) if self._tail.endswith(_NEXT[:n])), 0)
+        return _NEXT[written:]
+
+    def _take_of_head(self, token: bytes) -> None:
+        self._head += token
+        self.num_held += 1
+        head = next((head for head in self._heads if self._head.startswith(head)), None)
+        if head is None and any(one.startswith(self._head) for one in self._heads):
+            return
+        is_thoughts = head == self._heads[0]
+        self.has_head = head == ANSWER_HEAD.encode()
+        if is_thoughts or self.has_head:
+            self.data += self._head
+            self.num_tokens += self.num_held
+        self._state = _State.THOUGHTS if is_thoughts else _State.TEXT
+        self._head, self.num_held = b"", 0
+
+    def _find_end(self, token: bytes) -> None:
+        read = self._tail + token
+        if _NEXT in read:
+            self._tail, self._state = b"", _State.HEAD
+        else:
+            self._tail = read[-len(_NEXT) :]
+
+
+def _is_object(text: str) -> bool:
+    try:
+        msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return False
+    return True
+
+
+def read_channels(text: str, known: Message | None = None) -> Message:
+    """A whole answer as a message. ``known``: the same answer, whose calls have ids."""
+    output = ChannelOutput(None)
+    pieces = [*output.push(text), *output.finish(is_truncated=True)]
+    calls: list[CalledTool] = []
+    for piece in pieces:
+        if isinstance(piece, CallBegun):
+            calls.append(CalledTool(f"call_{len(calls)}", piece.name, ""))
+        elif isinstance(piece, Arguments):
+            last = calls[-1]
+            calls[-1] = msgspec.structs.replace(last, arguments=last.arguments + piece.text)
+    if known is not None and len(known.tool_calls) == len(calls):
+        calls = [*known.tool_calls]
+    return Message(
+        "assistant",
+        "".join([piece.text for piece in pieces if isinstance(piece, TextPiece)]),
+        generated=True,
+        tool_calls=tuple(calls),
+        reasoning="".join([piece.text for piece in pieces if isinstance(piece, ThoughtPiece)]) or None,
+    )
