@@ -23,14 +23,14 @@ from agentflow.engine.runner import ModelRunner
 from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.store.adapter_folder import missing_adapters, named_adapters, resolve_adapter
-from agentflow.engine.store.embedding_folder import read_embedding_folder
+from agentflow.engine.store.embedding_folder import check_generates, read_embedding_folder
 from agentflow.engine.store.gguf.file import find_gguf
 from agentflow.engine.store.hub_names import served_name
 from agentflow.engine.store.model_folder import gguf_parts, weight_files
 from agentflow.engine.store.model_store import fetch_model_async, resolve_model
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
-from agentflow.errors import UnknownModel
+from agentflow.errors import BadArgument, UnknownModel
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,8 @@ async def open_engine(
     """Loads the model and runs its engine within the scope. ``shutdown``: limits the time to end its
     process."""
     folder = resolve_model(options.model)
+    if options.task == "generate":
+        check_generates(folder)
     adapters = adapter_folders(options)
     if options.own_process:
         # Sized once, here: after a restart the pool must have the same size.
@@ -130,6 +132,12 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
     if embedding is not None and not (embedding.takes_last and is_native(folder)):
         from agentflow.engine.models.embedding.encoder_runner import EncoderRunner
 
+        if options.quantize is not None:
+            raise BadArgument(
+                f"quantize needs a native architecture, and {folder.name} runs through transformers: leave "
+                "it out, or take another model",
+                param="quantize",
+            )
         encoder = EncoderRunner(
             folder,
             embedding,

@@ -202,8 +202,8 @@ def _slides(config: Any) -> bool:
 
 
 @contextmanager
-def _without_reports() -> Iterator[None]:
-    """What transformers reports while it loads a model is checked here, and raised."""
+def without_reports() -> Iterator[None]:
+    """No progress bars and reports of transformers: what is wrong with a model is raised."""
     import transformers
 
     reports: Any = transformers.utils.logging
@@ -234,7 +234,7 @@ def _check_loaded(folder: Path, loading: Mapping[str, Any]) -> None:
         )
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """The first sentence of an error that may have paragraphs."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     shown = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
@@ -277,7 +277,7 @@ def load_transformers(
         )
     AttentionInterface.register(NAME, paged_attention)
     try:
-        with _without_reports():
+        with without_reports():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
             if getattr(config, "is_encoder_decoder", False):
                 raise ValueError("it is no causal model")
@@ -309,7 +309,7 @@ def load_transformers(
         ) from error
     except Exception as error:  # transformers has no error type of its own
         raise BadModelFolder(
-            f"{folder}: its architecture is {architecture}, which cannot be run: {_one_line(error)}",
+            f"{folder}: its architecture is {architecture}, which cannot be run: {one_line(error)}",
             param="architectures",
         ) from error
     _check_loaded(folder, loading)

@@ -113,6 +113,19 @@ def read_embedding_folder(folder: Path) -> EmbeddingFolder:
         ) from error
 
 
+def check_generates(folder: Path) -> None:
+    """``BadModelFolder`` for an embedding model that cannot generate text: an encoder, or a part of one."""
+    config = json_object(folder / "config.json") or {}
+    names = [str(name) for name in _architectures(config)]
+    encodes = any(name.endswith(("Model", "ForMaskedLM")) and name not in DECODERS for name in names)
+    if encodes and not _is_causal(config):
+        raise BadModelFolder(
+            f"{folder}: its architecture is {', '.join(names)}, which makes embeddings and generates no "
+            "text: serve it with --task embed",
+            param="task",
+        )
+
+
 def module_files(folder: Path) -> list[str]:
     """The paths of the files of the modules after the model, below the folder."""
     found = []
@@ -126,12 +139,16 @@ def module_files(folder: Path) -> list[str]:
 
 
 def _is_causal(config: Mapping[str, Any]) -> bool:
-    names = config.get("architectures") or []
-    names = [names] if isinstance(names, str) else names
+    names = _architectures(config)
     is_decoder = any("ForCausalLM" in str(name) or "LMHead" in str(name) for name in names)
     is_decoder |= any(name in DECODERS for name in names)
     sees_all = config.get("use_bidirectional_attention") or config.get("is_causal") is False
     return is_decoder and not sees_all
+
+
+def _architectures(config: Mapping[str, Any]) -> list[Any]:
+    names = config.get("architectures") or []
+    return names if isinstance(names, list) else [names]
 
 
 DECODERS: Final = frozenset({"Qwen2Model", "Qwen3Model", "MistralModel", "LlamaModel"})

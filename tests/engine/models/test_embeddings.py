@@ -232,6 +232,14 @@ async def test_an_encoder_and_decoder_is_rejected(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.parametrize("options", [{"task": "generate"}, {"quantize": "int8"}])
+async def test_an_encoder_neither_generates_nor_is_quantised(tmp_path: Path, options: dict[str, str]) -> None:
+    folder = write_embedding_model(tmp_path, "bert", pooling="mean_tokens")
+    with pytest.raises((BadModelFolder, BadArgument), check=has_param(next(iter(options)))):
+        async with embedding_engine(folder, **options):
+            pass
+
+
 @given(st.lists(st.integers(1, 600), max_size=60))
 def test_groups_hold_every_text_once_with_little_padding(lens: list[int]) -> None:
     groups = list(groups_of_similar_length(lens))
