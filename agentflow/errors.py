@@ -256,7 +256,8 @@ class ScriptMismatch(RunFailed):
 
 
 class LimitExceeded(AgentflowError):
-    """A limit that the program set was exceeded."""
+    """A limit that the program set was exceeded. All later ops of a state that exceeded its own limit, or its
+    session's, fail with this error too."""
 
     code = "limit_exceeded"
 

@@ -252,7 +252,7 @@ class Interpreter(Generic[ContextT]):
             raise op.error if ends else ProtocolError(str(op.error))
         for child in op.children:
             if self._states.get(child) is None and ops.may_be_number(child):
-                error = derived_error("the fork did not happen", op.error)
+                error = derived_error("the fork did not happen", op.error, state)
                 self._states.add_failed(child, state, error, self._memory_of_rejected)
         for number, name in op.names.items():
             if number not in self._variables and ops.may_be_number(number):
@@ -353,11 +353,11 @@ class Interpreter(Generic[ContextT]):
             case _ if isinstance(op, ops.Declaring):
                 variable = self._variables.get(op.var)  # None: its state is closed already
                 if variable is not None and not variable.done.is_set():
-                    variable.fail(derived_error(f"{op.name!r} was not {spec_of(op).outcome}", error))
+                    variable.fail(derived_error(f"{op.name!r} was not {spec_of(op).outcome}", error, state))
             case ops.Fork():
                 for child in pending.children:
                     if self._states.waits_for_fork(child):
-                        self._states.stop(child, derived_error("the fork did not happen", error))
+                        self._states.stop(child, derived_error("the fork did not happen", error, child))
             case ops.Seal():
                 self._states.free(state)
             case ops.Close():

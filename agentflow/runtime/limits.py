@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import anyio
 import msgspec
 
-from agentflow.errors import BadArgument, BudgetExceeded, DeadlineExceeded, Overloaded
+from agentflow.errors import BadArgument, BudgetExceeded, DeadlineExceeded, LimitExceeded, Overloaded
 from agentflow.protocol import ops
 from agentflow.protocol.events import Value
 from agentflow.protocol.op_table import NUMBER_BYTES, texts_bytes
@@ -182,6 +182,15 @@ def check_time(budgets: Sequence[Budget]) -> None:
 def deadline_exceeded() -> DeadlineExceeded:
     """The error of an op after its deadline."""
     return DeadlineExceeded("the deadline has passed")
+
+
+def exceeded_with(error: BaseException, text: str, budgets: Sequence[Budget]) -> LimitExceeded | None:
+    """An error like ``error`` with another text, if that is of a limit which these budgets exceed too."""
+    if isinstance(error, DeadlineExceeded) and deadline_of(budgets) <= anyio.current_time():
+        return DeadlineExceeded(text)
+    if isinstance(error, BudgetExceeded) and any(budget.tokens_left < 1 for budget in budgets):
+        return BudgetExceeded(text)
+    return None
 
 
 def clipped(params: SamplingParams, budgets: Sequence[Budget]) -> SamplingParams:

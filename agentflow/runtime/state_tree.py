@@ -19,7 +19,7 @@ from typing import Generic, Literal, Protocol
 import anyio
 import msgspec
 
-from agentflow.errors import AgentflowError, Cancelled, Overloaded, ProtocolError, RunFailed
+from agentflow.errors import AgentflowError, Cancelled, LimitExceeded, Overloaded, ProtocolError, RunFailed
 from agentflow.protocol import ops
 from agentflow.protocol.chat import read_reply
 from agentflow.protocol.events import (
@@ -41,6 +41,7 @@ from agentflow.runtime.limits import (
     MemoryBudget,
     Reservation,
     error_bytes,
+    exceeded_with,
     text_bytes,
     value_bytes,
 )
@@ -420,7 +421,8 @@ class StateTree(Generic[ContextT]):
             cancelled.__cause__ = cause
             for sibling in state.siblings:
                 self.cancel(sibling, cancelled)
-            state, error = state.parent, derived_error(f"branch {index} of a fork failed", error)
+            state = state.parent
+            error = derived_error(f"branch {index} of a fork failed", error, state)
 
     def cancel(self, state: StateRecord[ContextT], error: Cancelled) -> None:
         """Stops the state and all its forks."""
@@ -503,22 +505,24 @@ class StateTree(Generic[ContextT]):
 def _fail_expected(state: StateRecord[ContextT], error: AgentflowError) -> None:
     """Fails the variables of the state that the client has not provided, so that no op waits for them."""
     for variable in state.expected:
-        variable.fail(derived_error(f"{variable.name!r} was not provided", error))
+        variable.fail(derived_error(f"{variable.name!r} was not provided", error, state))
     state.expected.clear()
 
 
-def derived_error(message: str, cause: AgentflowError) -> AgentflowError:
-    """An error that follows from ``cause``: ``Cancelled`` after a cancellation, otherwise ``RunFailed``."""
-    text = f"{message}: {cause}"
-    error: AgentflowError = Cancelled(text) if isinstance(cause, Cancelled) else RunFailed(text)
-    error.__cause__ = root_cause(cause)
+def derived_error(message: str, cause: AgentflowError, state: StateRecord[ContextT]) -> AgentflowError:
+    """The error of what belongs to ``state`` and depends on what failed with ``cause``: ``Cancelled`` after a
+    cancellation, the error of a limit that the state exceeds too, otherwise ``RunFailed``."""
+    text, root = f"{message}: {cause}", root_cause(cause)
+    kind: type[AgentflowError] = Cancelled if isinstance(cause, Cancelled) else RunFailed
+    error = exceeded_with(root, text, state.budgets) or kind(text)
+    error.__cause__ = root
     return error
 
 
 def root_cause(error: AgentflowError) -> BaseException:
     """The root cause of ``error``. Derived errors name it directly, because a chain through many wired
     variables would grow without bound."""
-    is_derived = isinstance(error, RunFailed | Cancelled) and error.__cause__ is not None
+    is_derived = isinstance(error, RunFailed | Cancelled | LimitExceeded) and error.__cause__ is not None
     return (error.__cause__ or error) if is_derived else error
 
 

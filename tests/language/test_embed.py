@@ -146,8 +146,9 @@ async def test_a_failure_ends_the_rest_and_not_the_session():
 
 async def test_limits_of_the_session_apply():
     async with af.session(backend=af.Scripted(""), deadline_s=0) as flow:
-        with pytest.raises(af.DeadlineExceeded):
-            await flow.embed("a")
+        for texts in ("a", ["a"] * 2000):
+            with pytest.raises(af.DeadlineExceeded):
+                await flow.embed(texts)
     backend = Waiting()
     async with af.session(backend=backend) as flow:
         flow.limit(deadline_s=0.01)

@@ -30,13 +30,10 @@ async def test_a_state_runs_nothing_after_its_deadline(unbatched):
         branch += af.gen("z")
         with pytest.raises(af.DeadlineExceeded):
             await s
-        for variable in (s["y"], s["q"], branch["z"]):
-            with pytest.raises(af.RunFailed) as failure:
-                await variable
+        for late in (s["y"], s["q"], branch["z"], branch):
+            with pytest.raises(af.DeadlineExceeded) as failure:
+                await late
             assert isinstance(failure.value.__cause__, af.DeadlineExceeded)
-        with pytest.raises(af.RunFailed) as failure:
-            await branch
-        assert isinstance(failure.value.__cause__, af.DeadlineExceeded)
         assert await s["x"] == "yes"
     assert_idle(backend)
 
@@ -163,6 +160,33 @@ async def test_a_deadline_of_the_session_applies_to_existing_and_later_states():
     assert_idle(backend)
     with pytest.raises(af.StateClosed):
         flow.limit(deadline_s=1)
+
+
+async def test_only_what_exceeds_a_limit_itself_has_its_error():
+    backend = af.Scripted(lambda prompt: "one two")
+    async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as other:
+        s.limit(output_tokens=1)
+        s += "a" + af.gen("x") + af.gen("y")
+        branches = s.fork(2)
+        other += s["y"] + af.gen("z")
+        other_end = (other, other["z"])
+        for variable in (s["x"], s["y"], branches[0]):
+            with pytest.raises(af.BudgetExceeded):
+                await variable
+        for dependent in other_end:
+            with pytest.raises(
+                af.RunFailed, check=lambda error: isinstance(error.__cause__, af.BudgetExceeded)
+            ):
+                await dependent
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += "a" + af.gen("x", timeout_s=1e-9) + af.gen("y")
+        with pytest.raises(af.DeadlineExceeded):
+            await s["x"]
+        with pytest.raises(
+            af.RunFailed, check=lambda error: isinstance(error.__cause__, af.DeadlineExceeded)
+        ):
+            await s["y"]
+    assert_idle(backend)
 
 
 # Over the wire, and what is no limit

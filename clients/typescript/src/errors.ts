@@ -83,7 +83,10 @@ export class ScriptMismatch extends RunFailed {
   static override readonly code: string = "script_mismatch";
 }
 
-/** A limit that the program set was exceeded. */
+/**
+ * A limit that the program set was exceeded. All later ops of a state that exceeded its own limit, or
+ * its session's, fail with this error too.
+ */
 export class LimitExceeded extends AgentflowError {
   static override readonly code: string = "limit_exceeded";
 }
