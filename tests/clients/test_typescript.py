@@ -13,10 +13,14 @@ from typing import Any
 import anyio
 import pytest
 from support.api_server import ApiServer, api_server
+from support.fake_engine import TOKENIZER, FakeEngine
 from support.faulty_servers import KEY, tenants
 from support.session_peer import HANG, count_words
 from support.wire_server import Budget, ThreadServer, proxied
 
+import agentflow as af
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.version import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -167,6 +171,50 @@ async def test_forced_text_and_tokens(scenarios: Path) -> None:
     assert forced
     assert found["usage"]["forced_tokens"] > 0
     assert all(text[at : at + length] in "forced text " for at, length in forced)
+
+
+@pytest.fixture(scope="module")
+def embedding_server() -> Iterator[ApiServer]:
+    """A server with a model that makes embeddings beside the one that generates."""
+    embedder = FakeEngine()
+    embedder.runner = FakeRunner(vocab_size=TOKENIZER.vocab_size, max_context=64, embedding_size=24)
+    folder = EmbeddingFolder(("lasttoken",), (None,), prompts={"query": "Question: "})
+    with api_server(constraints=False, embedding=folder, embedder=embedder) as running:
+        yield running
+        running.assert_idle()
+        running.call(embedder.assert_idle)
+
+
+@pytest.mark.parametrize("options", [{}, {"dimensions": 5}, {"prompt_name": "query"}, {"prompt": "Q 😀 "}])
+async def test_embeddings_are_those_of_sessions_in_python(
+    scenarios: Path, embedding_server: ApiServer, options: dict[str, Any]
+) -> None:
+    texts = ["The quick brown fox", "a dog 😀", *[f"text {number}" for number in range(1500)]]
+    async with af.session(embedding_server.url) as flow:
+        expected = await flow.embed(texts, **options)
+    given = {"promptName" if name == "prompt_name" else name: value for name, value in options.items()}
+    found = await result(scenarios, "embed", embedding_server.url, prompts=texts, embed=given)
+    assert found["vectors"] == expected
+    assert (found["one"], found["none"]) == (expected[0], [])
+
+
+async def test_errors_of_embeddings(scenarios: Path, embedding_server: ApiServer) -> None:
+    found = await result(scenarios, "embedErrors", embedding_server.url)
+    assert found["found"] == [
+        ["bad_argument", "texts"],
+        ["prompt_too_long", "texts"],
+        ["bad_argument", "dimensions"],
+        ["unknown_model", "model"],
+        ["bad_argument", "promptName"],
+        ["before", None],
+        ["meanwhile", None],
+    ]
+    assert found["dimensions"] == 24
+
+
+async def test_a_server_that_makes_no_embeddings(scenarios: Path, keyed_server: ApiServer) -> None:
+    printed = await outcome(scenarios, "embed", keyed_server.url, key=KEY, prompts=["a"])
+    assert printed["error"]["code"] == "not_supported"
 
 
 async def test_a_watch_sees_steps_and_nodes(scenarios: Path) -> None:

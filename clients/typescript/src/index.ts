@@ -4,6 +4,7 @@
 export { AgentflowError } from "./agentflow_error.js";
 export { countCodePoints, utf16Spans } from "./code_points.js";
 export type { Status } from "./connection.js";
+export type { EmbedOptions } from "./embeddings.js";
 export * from "./errors.js";
 export type { GenOptions, SamplingOptions } from "./gen_options.js";
 export { Graph, type Run, type StateOptions, type SubmitOptions } from "./graph.js";

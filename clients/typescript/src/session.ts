@@ -3,6 +3,7 @@
 import type { AgentflowError } from "./agentflow_error.js";
 import { guarded } from "./changes.js";
 import { Connection, type Status } from "./connection.js";
+import { embedFields, embedTexts, type EmbedOptions } from "./embeddings.js";
 import { EngineDown, ForeignState, StateClosed } from "./errors.js";
 import { Graph, openOp, Run, type RunLink, type StateOptions, type SubmitOptions } from "./graph.js";
 import {
@@ -154,6 +155,22 @@ export class Session {
     // It is delayed until the run has ended and all outputs have arrived.
     this.#link.send({ op: "close", state: base });
     return run;
+  }
+
+  /**
+   * The embedding of a text, or those of several texts in their order. Many texts are sent in parts, so that they
+   * take bounded memory and leave room for others' requests. Rejects with `NotSupported` where no model makes
+   * embeddings, `UnknownModel` for another one, `PromptTooLong` for a text that is longer than the model takes,
+   * `BadArgument` for an empty one.
+   */
+  embed(text: string, options?: EmbedOptions): Promise<Float32Array>;
+  embed(texts: readonly string[], options?: EmbedOptions): Promise<Float32Array[]>;
+  async embed(texts: string | readonly string[], options: EmbedOptions = {}): Promise<Float32Array | Float32Array[]> {
+    const fields = embedFields(this.capabilities, options);
+    const isOne = typeof texts === "string";
+    const open = (): State => this.state({ program: "embed" });
+    const vectors = await embedTexts(open, isOne ? [texts] : texts, fields, options.signal);
+    return isOne ? vectors[0]! : vectors;
   }
 
   /** The counters of the server. */

@@ -2,6 +2,7 @@
 
 import type { AgentflowError } from "./agentflow_error.js";
 import { splitText } from "./code_points.js";
+import type { EmbedFields } from "./embeddings.js";
 import { BadArgument, ForeignState, StateClosed } from "./errors.js";
 import { genFields, type GenOptions } from "./gen_options.js";
 import type {
@@ -216,6 +217,11 @@ export class State {
   /** Reads the content at this point: its text with the template's markup, or its tokens as a JSON list. */
   read(name: string, what: ReadOp["what"]): Variable {
     return this.#declare(name, (number) => ({ op: "read", state: this.number, var: number, name, what }));
+  }
+
+  /** @internal */
+  embed(name: string, texts: string[], fields: EmbedFields): Variable {
+    return this.#declare(name, (number) => ({ op: "embed", state: this.number, var: number, name, texts, ...fields }));
   }
 
   /** Creates branches, which continue from here independently. */

@@ -8,11 +8,12 @@ import {
   Graph,
   TreeView,
   type ConnectOptions,
+  type EmbedOptions,
   type Session,
   type Watched,
 } from "../src/index.js";
 
-type Options = ConnectOptions & { prompts: string[] };
+type Options = ConnectOptions & { prompts: string[]; embed?: EmbedOptions };
 
 const scenarios: Record<string, (options: Options) => Promise<unknown>> = {
   /** The first prompt is shared; each other one is that of a branch. */
@@ -99,6 +100,39 @@ const scenarios: Record<string, (options: Options) => Promise<unknown>> = {
     });
   },
 
+  /** The embeddings of the prompts, at once and one alone. */
+  async embed(options) {
+    return withSession(options, async (session) => {
+      const vectors = await session.embed(options.prompts, options.embed);
+      const one = await session.embed(options.prompts[0]!, options.embed);
+      return { vectors: vectors.map((vector) => [...vector]), one: [...one], none: await session.embed([]) };
+    });
+  },
+
+  /** The errors of calls that cannot be, and of one that is aborted; the session goes on after each. */
+  async embedErrors(options) {
+    return withSession(options, async (session) => {
+      const aborting = new AbortController();
+      const many = Array.from({ length: 3000 }, (_, index) => `text ${index}`);
+      const calls: [string | string[], EmbedOptions][] = [
+        [["a", ""], {}],
+        [[...many, "word ".repeat(200)], {}],
+        ["a", { dimensions: 1000 }],
+        ["a", { model: "unknown" }],
+        ["a", { prompt: "Q: ", promptName: "query" }],
+        [many, { signal: AbortSignal.abort(new Error("before")) }],
+        [many, { signal: aborting.signal }],
+      ];
+      const found: unknown[] = [];
+      for (const [texts, given] of calls) {
+        const call = session.embed(texts as string[], given);
+        if (given.signal === aborting.signal) aborting.abort(new Error("meanwhile")); // its first ops are sent
+        found.push(await call.then(() => "done", (error: AgentflowError) => [error.code ?? error.message, error.param]));
+      }
+      return { found, dimensions: (await session.embed("a dog")).length };
+    });
+  },
+
   /** A constrained value and what was forced in it; the tokens of the state. */
   async forced(options) {
     return withSession(options, async (session) => {
@@ -111,7 +145,7 @@ const scenarios: Record<string, (options: Options) => Promise<unknown>> = {
 };
 
 async function withSession<T>(options: Options, work: (session: Session) => Promise<T>): Promise<T> {
-  const { prompts: _prompts, ...connecting } = options;
+  const { prompts: _prompts, embed: _embed, ...connecting } = options;
   const session = await connect({ WebSocket: globalThis.WebSocket ?? WebSocket, ...connecting });
   try {
     return await work(session);
