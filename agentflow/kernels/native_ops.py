@@ -102,16 +102,18 @@ def pack_linear(
     num_out, num_in = weight.shape
     team, weight = _team(), weight.contiguous()
     size = team.af_panel_size(_is_bf16(weight), num_out, num_in, gated)
-    panels = _zeros(size, weight.dtype)
+    num_panels = -(-num_out // 2 // LANES) if gated else -(-num_out // PANEL)
+    panels = _zeroed_panels(torch.empty(size, dtype=weight.dtype), 0, num_panels, num_panels)
     team.af_pack(_is_bf16(weight), weight.data_ptr(), num_out, num_in, gated, panels.data_ptr())
     return LinearWeight(None, panels, bias, (num_out, num_in))
 
 
-def _zeros(size: int, dtype: torch.dtype) -> Tensor:
-    """Memory for panels, on large pages where the system has them: each decode step reads all of it."""
-    memory = torch.empty(size, dtype=dtype)
+def _zeroed_panels(memory: Tensor, first: int, num: int, num_in_weight: int) -> Tensor:
+    """Returns ``memory``, on large pages where the system has them, since each decode step reads all of it.
+    It has ``num`` panels, from ``first`` on, of a weight that has ``num_in_weight``."""
     advise_huge_pages(memory)
-    return memory.zero_()
+    _team().af_zero_panels(memory.data_ptr(), first, num, num_in_weight, memory.nbytes // num)
+    return memory
 
 
 def pack_blocks(
@@ -122,15 +124,16 @@ def pack_blocks(
     num_out, num_in = sum(part.shape[0] for part in parts), parts[0].shape[1]
     if gated:
         num_panels = -(-num_out // 2 // LANES)
-        panels = _empty_panels(parts[0].type, num_panels, num_in)
+        panels = _empty_panels(parts[0].type, num_in, 0, num_panels, num_panels)
         first = 0
         for part in parts:
             _pack_part(part, first, num_out // 2, panels)
             first += part.shape[0]
         return LinearWeight(None, None, bias, (num_out, num_in), (panels,))
-    made = []
+    made: list[QuantisedPanels] = []
     for part in parts:
-        made.append(_empty_panels(part.type, -(-part.shape[0] // PANEL), num_in))
+        first, num = sum(one.num_panels for one in made), -(-part.shape[0] // PANEL)
+        made.append(_empty_panels(part.type, num_in, first, num, -(-num_out // PANEL)))
         _pack_part(part, 0, 0, made[-1])
     return LinearWeight(None, None, bias, (num_out, num_in), tuple(made))
 
@@ -144,10 +147,11 @@ def _are_packable(parts: Sequence[BlockMatrix], gated: bool) -> bool:
     return all(part.shape[0] % PANEL == 0 for part in parts[:-1])
 
 
-def _empty_panels(block_type: str, num_panels: int, num_in: int) -> QuantisedPanels:
+def _empty_panels(block_type: str, num_in: int, first: int, num: int, num_in_weight: int) -> QuantisedPanels:
     team, number = _team(), BLOCK_TYPES.index(block_type)
-    panels = _zeros(num_panels * team.af_block_panel_bytes(number, num_in), torch.uint8)
-    return QuantisedPanels(PANEL_FORMATS[team.af_block_format(number)], panels, num_panels)
+    memory = torch.empty(num * team.af_block_panel_bytes(number, num_in), dtype=torch.uint8)
+    panels = _zeroed_panels(memory, first, num, num_in_weight)
+    return QuantisedPanels(PANEL_FORMATS[team.af_block_format(number)], panels, num)
 
 
 def _pack_part(part: BlockMatrix, first: int, gated_half: int, to: QuantisedPanels) -> None:

@@ -166,6 +166,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "af_set_num_threads": (c_int, [c_int]),
     "af_panel_size": (c_int64, [c_int, c_int64, c_int64, c_int]),
     "af_pack": (Status, [c_int, c_void_p, c_int64, c_int64, c_int, c_void_p]),
+    "af_zero_panels": (Status, [c_void_p, *4 * [c_int64]]),
     "af_block_panel_bytes": (c_int64, [c_int64, c_int64]),
     "af_block_format": (c_int64, [c_int64]),
     "af_pack_blocks": (Status, [c_int64, c_void_p, *4 * [c_int64], c_void_p]),

@@ -86,6 +86,10 @@ EXPORT int af_pack(int is_bf16, const void* matrix, int64_t num_out, int64_t num
     });
 }
 
+EXPORT int af_zero_panels(void* panels, int64_t first, int64_t num, int64_t num_in_weight, int64_t panel_bytes) {
+    return with_team(false, [&](auto) { zero_panels(static_cast<uint8_t*>(panels), first, num, num_in_weight, panel_bytes); });
+}
+
 // The bytes of a panel of blocks of one type.
 EXPORT int64_t af_block_panel_bytes(int64_t type, int64_t num_in) {
     return num_in / GROUP * group_bytes(block_shape(type).format);

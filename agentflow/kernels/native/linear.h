@@ -102,13 +102,13 @@ struct Slice {
 // Calls body for each slice of a product, on the team's threads. A thread has an InUse meanwhile.
 template <class InUse, class Body>
 void each_slice(const Division& by, const Body& body) {
-    team().loop(by.num_blocks * by.num_panels, 1, [&](int64_t first, int64_t end, int) {
+    team().loop_at_homes(by.num_blocks, by.num_panels, [&](Team::Units units) {
         static thread_local std::vector<float> sums;
         const bool is_whole = by.slice_depth == by.depth;
         grow(sums, ((is_whole ? 0 : by.block_rows) + MAX_TILE_ROWS) * PANEL);
         const InUse in_use;
-        for (int64_t unit = first; unit < end; unit++) {
-            const int64_t row = unit / by.num_panels * by.block_rows, panel = unit % by.num_panels;
+        while (units()) {
+            const int64_t row = units.round() * by.block_rows, panel = units.item();
             const int64_t num = std::min(by.block_rows, by.num_rows - row);
             for (int64_t begin = 0; begin < by.depth; begin += by.slice_depth) {
                 const int64_t depth = std::min(by.slice_depth, by.depth - begin);
@@ -279,6 +279,17 @@ void row_of(const Weight& weight, int64_t n, S* out) {
         widen_column<decltype(format)::value>(static_cast<const uint8_t*>(place.start), weight.num_in / GROUP, column, row.data());
     });
     for (int64_t k = 0; k < weight.num_in; k += LANES) store_first(out + k, load(row.data() + k), int(std::min<int64_t>(LANES, weight.num_in - k)));
+}
+
+// Zeroes panels of a weight that has `num_in_weight`, from `first` on; each is touched first on the node of the threads that
+// will multiply with it.
+inline void zero_panels(uint8_t* panels, int64_t first, int64_t num, int64_t num_in_weight, int64_t panel_bytes) {
+    team().loop_at_homes(1, num_in_weight, [&](Team::Units units) {
+        while (units()) {
+            const int64_t panel = units.item() - first;
+            if (panel >= 0 && panel < num) std::memset(panels + panel * panel_bytes, 0, panel_bytes);
+        }
+    });
 }
 
 // Writes W [num_out, num_in] to `panels`, which must be zeroed. `gated`: the two halves of W's rows are interleaved in

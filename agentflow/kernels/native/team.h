@@ -3,6 +3,11 @@
 // A loop waits only for threads that have a piece: if the system runs another process on a core, the other threads take
 // the remaining pieces. Between loops the threads spin; after SPIN_PAUSES without work they sleep until the next loop.
 //
+// On a machine with several NUMA nodes, a loop over weights divides them among the nodes, in proportion to their threads and
+// the same way each time; a thread takes the pieces of its own node first, then those that are left of others. So memory
+// that such a loop touches first is on the node of the threads that read it later. The team's own threads stay on their
+// node; the caller, whose other work is not the team's concern, runs where the system puts it.
+//
 // A job is a sequence of loops that one of these threads runs, so that the caller can do other work before it joins the
 // team.
 //
@@ -26,11 +31,16 @@
 #include <mutex>
 #include <thread>
 #include <utility>
+#include <vector>
+
+#include "nodes.h"
 
 namespace agentflow {
 
 class Team {
   public:
+    explicit Team(std::vector<cpu_set_t> nodes = usable_nodes()) : nodes_(std::move(nodes)) {}
+
     static constexpr int MAX_THREADS = 64;
     static constexpr int64_t ONE_BY_ONE = 0;
 
@@ -47,34 +57,38 @@ class Team {
     // of a body. The caller must hold `in_use`.
     template <class Body>
     void loop(int64_t num, int64_t least, const Body& body) {
-        if (num <= 0) return;
-        if (num_threads_ == 1 || num <= std::max<int64_t>(least, 1)) {
-            body(0, num, 0);
-            return;
-        }
-        start_workers();
-        const uint32_t epoch = epoch_ + 1;
-        epoch_ = epoch;
-        Loop& made = loops_[epoch % 2];
-        made.call.store([](const void* b, int64_t first, int64_t end, int thread) {
-            (*static_cast<const Body*>(b))(first, end, thread);
-        }, std::memory_order_relaxed);
-        made.body.store(&body, std::memory_order_relaxed);
-        made.num.store(num, std::memory_order_relaxed);
-        made.least.store(least, std::memory_order_relaxed);
-        num_done_.store(0, std::memory_order_relaxed);
-        next_.store(uint64_t(epoch) << 32);
-        if (num_asleep_.load() > 0) wake();
-        work(epoch, 0);
-        for (int pauses = 0; num_done_.load(std::memory_order_acquire) < num; pauses++) {
-            if (pauses < YIELD_PAUSES) _mm_pause();
-            else sched_yield();
-        }
-        if (has_failed_.load(std::memory_order_relaxed)) {
-            has_failed_.store(false, std::memory_order_relaxed);
-            std::rethrow_exception(std::exchange(failure_, nullptr));
-        }
+        int64_t ends[MAX_NODES];
+        std::fill_n(ends, num_queues(), num);
+        run(num, ends, least, body);
     }
+
+    // Calls body(units) for sequences of units that together are each of `num` items in each of `num_rounds` rounds: units()
+    // is false at the end, and moves to the next unit otherwise. Each item has a home, the same in every call for `num` items.
+    template <class Body>
+    void loop_at_homes(int64_t num_rounds, int64_t num, const Body& body) {
+        int64_t ends[MAX_NODES];  // of the items of each node
+        divide(num, ends);
+        int64_t unit_ends[MAX_NODES];
+        for (int i = 0; i < num_queues(); i++) unit_ends[i] = num_rounds * ends[i];
+        run(num_rounds * num, unit_ends, 1, [&](int64_t first, int64_t end, int) {
+            int node = 0;
+            while (unit_ends[node] <= first) node++;
+            const int64_t begin = node > 0 ? ends[node - 1] : 0;
+            body(Units(first - num_rounds * begin, end - num_rounds * begin, begin, ends[node] - begin));
+        });
+    }
+
+    class Units {
+      public:
+        // Units `at` to `end` of those of one node, whose `num` items begin at `begin`.
+        Units(int64_t at, int64_t end, int64_t begin, int64_t num) : at_(at - 1), end_(end), begin_(begin), num_(num) {}
+        bool operator()() { return ++at_ < end_; }
+        int64_t round() const { return at_ / num_; }
+        int64_t item() const { return begin_ + at_ % num_; }
+
+      private:
+        int64_t at_, end_, begin_, num_;
+    };
 
     // Starts `job`, which may call `loop`, on another thread; without another thread, `finish` runs it. The caller must
     // hold `in_use` and call `finish`.
@@ -115,41 +129,124 @@ class Team {
     struct Loop {
         std::atomic<void (*)(const void*, int64_t, int64_t, int)> call;
         std::atomic<const void*> body;
-        std::atomic<int64_t> num, least;
+        std::atomic<int64_t> least;
+        std::atomic<int64_t> ends[MAX_NODES];  // of the pieces of each queue
     };
 
-    // Runs pieces of loop `epoch` until none is left. `next_` holds the epoch and the next index in one word, so that
-    // a late thread cannot take a piece of a later loop by mistake.
+    // A queue of pieces for each node. `next` holds the loop's epoch and the next index in one word, so that a late thread
+    // cannot take a piece of a later loop by mistake.
+    struct alignas(64) Queue {
+        std::atomic<uint64_t> next{0};
+    };
+
+    int num_queues() const { return std::max(int(nodes_.size()), 1); }
+
+    // Queue i gets the pieces from the end of queue i - 1 to ends[i].
+    template <class Body>
+    void run(int64_t num, const int64_t* ends, int64_t least, const Body& body) {
+        if (num <= 0) return;
+        if (num_threads_ == 1 || num <= std::max<int64_t>(least, 1)) return run_alone(ends, body);
+        start_workers();
+        const uint32_t epoch = epoch_ + 1;
+        epoch_ = epoch;
+        Loop& made = loops_[epoch % 2];
+        made.call.store([](const void* b, int64_t first, int64_t end, int thread) {
+            (*static_cast<const Body*>(b))(first, end, thread);
+        }, std::memory_order_relaxed);
+        made.body.store(&body, std::memory_order_relaxed);
+        made.least.store(least, std::memory_order_relaxed);
+        for (int i = 0; i < num_queues(); i++) made.ends[i].store(ends[i], std::memory_order_relaxed);
+        num_done_.store(0, std::memory_order_relaxed);
+        // The threads look at the first queue for a new loop, so it is the last to be set. All are set in each loop: none
+        // has the epoch of the loop before the last one, whose Loop this one has taken.
+        for (int i = num_queues() - 1; i >= 0; i--) queues_[i].next.store(uint64_t(epoch) << 32 | uint64_t(i ? ends[i - 1] : 0));
+        if (num_asleep_.load() > 0) wake();
+        work(epoch, 0);
+        for (int pauses = 0; num_done_.load(std::memory_order_acquire) < num; pauses++) {
+            if (pauses < YIELD_PAUSES) _mm_pause();
+            else sched_yield();
+        }
+        if (has_failed_.load(std::memory_order_relaxed)) {
+            has_failed_.store(false, std::memory_order_relaxed);
+            std::rethrow_exception(std::exchange(failure_, nullptr));
+        }
+    }
+
+    template <class Body>
+    void run_alone(const int64_t* ends, const Body& body) {
+        for (int i = 0; i < num_queues(); i++) {
+            const int64_t begin = i ? ends[i - 1] : 0;
+            if (begin < ends[i]) body(begin, ends[i], 0);
+        }
+    }
+
+    // Sets ends[i] to the end of node i's items.
+    void divide(int64_t num, int64_t* ends) {
+        if (num_divided_ != num_threads_) {
+            num_divided_ = num_threads_;
+            std::fill_n(num_up_to_, num_queues(), 0);
+            for (int thread = 0; thread < num_divided_; thread++) num_up_to_[node_of(thread, num_divided_)]++;
+            for (int i = 1; i < num_queues(); i++) num_up_to_[i] += num_up_to_[i - 1];
+        }
+        for (int i = 0; i < num_queues(); i++) ends[i] = num * num_up_to_[i] / num_divided_;
+    }
+
+    // The node of a thread of `num`: they are spread over all usable processors.
+    int node_of(int thread, int num) const {
+        if (nodes_.size() <= 1) return 0;
+        int num_processors = 0;
+        for (const cpu_set_t& node : nodes_) num_processors += CPU_COUNT(&node);
+        int at = int(int64_t(thread) * num_processors / num), node = 0;
+        while (at >= CPU_COUNT(&nodes_[node])) at -= CPU_COUNT(&nodes_[node++]);
+        return node;
+    }
+
+    // The node of the processor that runs this thread.
+    int node_here() const {
+        const int processor = nodes_.size() > 1 ? sched_getcpu() : -1;
+        for (int i = 0; processor >= 0 && i < int(nodes_.size()); i++) {
+            if (CPU_ISSET(processor, &nodes_[i])) return i;
+        }
+        return 0;
+    }
+
+    // Runs pieces of loop `epoch` until none is left, those of this thread's node first.
     void work(uint32_t epoch, int thread) {
+        const int home = node_here();
+        for (int i = 0; i < num_queues(); i++) take_pieces(epoch, thread, (home + i) % num_queues());
+    }
+
+    void take_pieces(uint32_t epoch, int thread, int queue) {
         const Loop& taken = loops_[epoch % 2];
-        uint64_t seen = next_.load();
+        std::atomic<uint64_t>& next = queues_[queue].next;
+        uint64_t seen = next.load();
         while (uint32_t(seen >> 32) == epoch) {
             const int64_t first = uint32_t(seen);
-            const int64_t num = taken.num.load(std::memory_order_relaxed);
+            const int64_t stop = taken.ends[queue].load(std::memory_order_relaxed);
             const int64_t least = taken.least.load(std::memory_order_relaxed);
-            if (first >= num) return;
+            if (first >= stop) return;
             const auto call = taken.call.load(std::memory_order_relaxed);
             const void* body = taken.body.load(std::memory_order_relaxed);
-            const int64_t share = least == ONE_BY_ONE ? 1 : (num - first) / (2 * num_threads_);
+            const int64_t share = least == ONE_BY_ONE ? 1 : (stop - first) / (2 * num_threads_);
             const int64_t size = std::max<int64_t>(least, share);
-            const int64_t end = std::min(num, first + size);
-            if (!next_.compare_exchange_weak(seen, uint64_t(epoch) << 32 | uint64_t(end))) continue;
+            const int64_t end = std::min(stop, first + size);
+            if (!next.compare_exchange_weak(seen, uint64_t(epoch) << 32 | uint64_t(end))) continue;
             try {
                 call(body, first, end, thread);
             } catch (...) {
                 if (!has_failed_.exchange(true)) failure_ = std::current_exception();
             }
             num_done_.fetch_add(end - first, std::memory_order_release);
-            seen = next_.load();
+            seen = next.load();
         }
     }
 
     // Runs pieces of loops as `thread` until is_over().
     template <class IsOver>
     void serve(int thread, const IsOver& is_over) {
-        uint32_t done = uint32_t(next_.load() >> 32) - 1;
+        uint32_t done = uint32_t(queues_[0].next.load() >> 32) - 1;
         for (int pauses = 0; !is_over();) {
-            const uint32_t epoch = uint32_t(next_.load(std::memory_order_acquire) >> 32);
+            const uint32_t epoch = uint32_t(queues_[0].next.load(std::memory_order_acquire) >> 32);
             if (epoch != done) {
                 if (thread < num_threads_) work(epoch, thread);
                 done = epoch;
@@ -167,12 +264,15 @@ class Team {
     void sleep(uint32_t epoch, const IsOver& is_over) {
         const uint32_t ticket = wakes_.load();
         num_asleep_.fetch_add(1);
-        if (uint32_t(next_.load() >> 32) == epoch && !is_over()) futex(FUTEX_WAIT_PRIVATE, ticket);
+        if (uint32_t(queues_[0].next.load() >> 32) == epoch && !is_over()) futex(FUTEX_WAIT_PRIVATE, ticket);
         num_asleep_.fetch_sub(1);
     }
 
     // The main function of a worker. Worker 1 also runs jobs; `finish` then runs its pieces on the caller's thread.
     void live(int thread) {
+        if (nodes_.size() > 1) {  // without permission it runs anywhere, only slower
+            sched_setaffinity(0, sizeof(cpu_set_t), &nodes_[node_of(thread, num_threads_)]);
+        }
         for (;;) {
             serve(thread, [&] { return thread == 1 && is_started_.load(); });
             is_started_.store(false);
@@ -206,7 +306,9 @@ class Team {
         }
     }
 
-    alignas(64) std::atomic<uint64_t> next_{0};
+    const std::vector<cpu_set_t> nodes_;
+    Queue queues_[MAX_NODES];
+    int num_divided_ = 0, num_up_to_[MAX_NODES] = {};  // threads, by node
     alignas(64) std::atomic<int64_t> num_done_{0};
     alignas(64) std::atomic<uint32_t> wakes_{0};
     std::atomic<int> num_asleep_{0};
