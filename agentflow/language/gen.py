@@ -46,6 +46,7 @@ class SamplingOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     stop_regex: str | None
     top_logprobs: int
+    max_reasoning_tokens: int | None
     timeout_s: float | None
     jump_forward: bool
 
@@ -116,6 +117,7 @@ def gen(
     ignore_eos: bool = False,
     logprobs: bool = False,
     top_logprobs: int = 0,
+    max_reasoning_tokens: int | None = None,
     timeout_s: float | None = None,
     regex: str | None = None,
     schema: Any = None,
@@ -145,6 +147,11 @@ def gen(
     ``logprobs``: the variable gets ``logprobs``. ``top_logprobs`` (0 to 20): it also gets this many most
     likely tokens at each position. ``SamplingParams`` defines the order in which all of these apply.
     ``BadArgument`` names an invalid argument; ``NotSupported`` an option that the backend does not have.
+
+    ``max_reasoning_tokens``: the most tokens that a reasoning model thinks with before the text; it then
+    writes the text with what it has. 0: it does not think. None (the default): it thinks as long as it wants
+    to, and not at all before a text that is constrained. Thoughts count for ``max_tokens``. Other models
+    ignore it.
 
     At most one of these constrains the text and determines its value (without one, the text is the value):
     ``regex`` (all of the text matches it), ``choices`` (one of these strings), ``grammar`` (Lark's notation),
@@ -210,6 +217,7 @@ def gen(
         ignore_eos=ignore_eos,
         logprobs=logprobs,
         top_logprobs=top_logprobs,
+        max_reasoning_tokens=max_reasoning_tokens,
     )
     kinds = {"regex": regex, "schema": schema, "choices": choices, "type": type, "tools": tools}
     wanted = _type_of({**kinds, "grammar": grammar}, tags).decoded(whitespace, jump_forward)

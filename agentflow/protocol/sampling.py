@@ -98,7 +98,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     ``re``) that ends the text before its match, as soon as the text so far has one; ``$``, ``\\b`` and
     look-aheads see the text as if it ended there, so write ``END\\n`` rather than ``END$``. It must not match
     the empty text. ``stop_token_ids``: tokens that end the text. ``ignore_eos``: the model's own end token
-    does not end it.
+    does not end it. ``max_reasoning_tokens``: the most tokens of thoughts that a reasoning model writes
+    before the text, which count for ``max_tokens`` too; 0: it writes none. None is no limit, and 0 under a
+    constraint.
 
     **Choice of tokens.** The logits are changed in this order:
 
@@ -138,6 +140,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     ignore_eos: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
+    max_reasoning_tokens: int | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -162,12 +165,14 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
     def _checks_of_length(self) -> tuple[_Check, ...]:
         most = self.max_tokens if isinstance(self.max_tokens, int) else MAX_INT
+        budget = self.max_reasoning_tokens
         return (
             ("max_tokens", is_whole(self.max_tokens, 1, MAX_INT), "a whole number, at least 1"),
             ("min_tokens", is_whole(self.min_tokens, 0, most), "a whole number from 0 to max_tokens"),
             ("stop", _are_stops(self.stop), f"at most {MAX_STOPS} strings, of 1 to {MAX_STOP_CHARS} chars"),
             ("stop_token_ids", _are_ids(self.stop_token_ids), f"at most {MAX_BIASES} token ids, 0 or more"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
+            ("max_reasoning_tokens", budget is None or is_whole(budget, 0, MAX_INT), "0 or more, or None"),
         )
 
     def _checks_of_choice(self) -> tuple[_Check, ...]:

@@ -197,6 +197,12 @@ class EngineContext:
         )
 
 
+def group_of_program(program: str) -> int:
+    """A number for all its states, in whichever session, that no other task group has: those count from 1."""
+    digest = hashlib.blake2b(program.encode("utf-8", "backslashreplace"), digest_size=7).digest()
+    return 2**60 + int.from_bytes(digest, "big")
+
+
 def fill_conversation(
     context: EngineContext,
     conversation: Conversation,

@@ -7,7 +7,6 @@ endpoints use it too, for one tenant each.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from agentflow.engine.generator.context import (
     PromptLimits,
     fill_conversation,
     fill_cost,
+    group_of_program,
     num_chars,
 )
 from agentflow.engine.generator.embedding import (
@@ -163,7 +163,7 @@ class EngineGenerator:
             self.tenant.name,
             cache_salt,
             state=self._new_number(),
-            task_group=_group_of(program) if program and self._use_hints else 0,
+            task_group=group_of_program(program) if program and self._use_hints else 0,
             weight=self.tenant.weight,
             priority=priority,
             patience_s=patience_s,
@@ -231,7 +231,7 @@ class EngineGenerator:
     ) -> Generated:
         """Generates what the assistant says, which may call the conversation's tools: the text is that of
         a reply, the context goes on with what was generated."""
-        thinking = await self._thinking(context, constraint, replies=True)
+        thinking = await self._thinking(context, params, constraint, replies=True)
         text = ReplyText(context.tools, constraint, thinking)
 
         def hear(progress: Progress) -> None:
@@ -255,9 +255,8 @@ class EngineGenerator:
         on_text: OnText,
         constraint: Constraint | None = None,
     ) -> Generated:
-        """Generates, and appends the ids as they were generated. A model that thinks does so only without a
-        constraint, so that its thoughts take no tokens of a short form; they are not part of the text."""
-        thinking = await self._thinking(context, constraint)
+        """Generates, and appends the ids as they were generated. Thoughts are not part of the text."""
+        thinking = await self._thinking(context, params, constraint, replies=False)
         text = AnswerText(thinking)
 
         def hear(progress: Progress) -> None:
@@ -273,13 +272,16 @@ class EngineGenerator:
         return msgspec.structs.replace(generated, forced=forced) if forced else generated
 
     async def _thinking(
-        self, context: EngineContext, constraint: Constraint | None, *, replies: bool = False
+        self, context: EngineContext, params: SamplingParams, constraint: Constraint | None, *, replies: bool
     ) -> Thinking | None:
-        """How what a program generates may begin with thoughts."""
+        """How what a program generates may begin with thoughts. By default a model does not think before a
+        constraint, so that its thoughts take no tokens of a short form."""
         if thought_marks(self.template.source) is None:
             return None
         await self._encode(context)
-        return context.thinking(budget=None if constraint is None else 0, replies=replies)
+        default = None if constraint is None else 0
+        budget = default if params.max_reasoning_tokens is None else params.max_reasoning_tokens
+        return context.thinking(budget, replies=replies)
 
     async def complete(
         self,
@@ -594,9 +596,3 @@ class EngineGenerator:
         if amount > MAX_INLINE_CHARS:
             return await anyio.to_thread.run_sync(encode, *arguments, limiter=self.encoding_threads)
         return encode(*arguments)
-
-
-def _group_of(program: str) -> int:
-    """A number for all its states, in whichever session, that no other task group has: those count from 1."""
-    digest = hashlib.blake2b(program.encode("utf-8", "backslashreplace"), digest_size=7).digest()
-    return 2**60 + int.from_bytes(digest, "big")

@@ -349,6 +349,11 @@ export interface SamplingParams {
   logprobs?: boolean;
   /** 0 to 20: also return this many likeliest tokens at each position; implies `logprobs`; by default `0`. */
   top_logprobs?: number;
+  /**
+   * The most tokens of thoughts before the text, of a reasoning model: 0 is none; without it there is no
+   * limit, and no thoughts before a constrained text.
+   */
+  max_reasoning_tokens?: number | null;
 }
 
 /** Part of `gen`. Rejected if `capabilities.constraints` does not name its kind. */

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from support.fake_engine import ConstrainedEngine
 from support.thinking_models import DEEPSEEK_MODEL, QWEN_MODEL, ThinkingModel
@@ -83,6 +86,64 @@ async def test_a_constrained_gen_does_not_think(model: ThinkingModel) -> None:
         assert (await s["number"]).isdigit()
         assert "It may be" not in (await s.text()).rpartition("42 or more")[2]
         assert s["number"].reasoning is None
+
+
+@EACH
+async def test_a_program_sets_the_budget_of_thoughts(model: ThinkingModel) -> None:
+    @af.program
+    async def asked(s: af.State, budget: int | None) -> str:
+        s += af.user(SCRIPT) + af.assistant(af.gen("answer", max_reasoning_tokens=budget))
+        return await s["answer"]
+
+    async with af.session(backend=engine_of(model)) as flow:
+        free = await flow.run(asked, None)
+        assert free == ANSWER
+        graph = asked.trace(2)
+        for budget in (0, 2):
+            async with flow.state() as s:
+                s += af.user(SCRIPT) + af.assistant(af.gen("answer", max_reasoning_tokens=budget))
+                assert await s["answer"] == ANSWER
+                assert THOUGHTS.startswith(s["answer"].reasoning or "")
+                assert bool(s["answer"].reasoning) == (budget > 0)
+                num_thoughts = s["answer"].usage.thought_tokens
+            assert num_thoughts <= budget + 20
+            # Thoughts of a reply, and before a constrained text.
+            async with flow.state() as s:
+                s += af.conversation([{"role": "user", "content": SCRIPT}])
+                s += af.reply("reply", max_reasoning_tokens=budget)
+                assert (await s["reply"]).text == ANSWER
+                assert s["reply"].usage.thought_tokens == num_thoughts
+                script = SCRIPT.replace(ANSWER, "42")
+                s += af.user(script)
+                s += af.assistant(af.gen("number", regex="[0-9]{2}", max_reasoning_tokens=budget))
+                assert (await s["number"]).isdigit()
+                assert bool(s["number"].reasoning) == (budget > 0)
+        assert await flow.submit(graph) == ANSWER
+
+
+async def test_a_budget_is_recorded_and_replayed(tmp_path: Path) -> None:
+    async def asked(s: af.State, budget: int | None) -> str:
+        s += af.user(SCRIPT) + af.assistant(af.gen("answer", max_reasoning_tokens=budget))
+        assert await s["answer"] == ANSWER
+        return s["answer"].reasoning or ""
+
+    path = tmp_path / "run.jsonl"
+    async with af.session(backend=engine_of(QWEN_MODEL), record=path) as flow:
+        reasoning = await flow.run(asked, 2)
+    assert reasoning
+    assert '"max_reasoning_tokens":2' in path.read_text().replace(" ", "")
+    async with af.session(backend=af.Replay(path)) as flow:
+        assert await flow.run(asked, 2) == reasoning
+    with pytest.raises(af.ReplayDiffers):
+        async with af.session(backend=af.Replay(path)) as flow:
+            await flow.run(asked, 3)
+
+
+@pytest.mark.parametrize("budget", [-1, True, 1.5, "2"])
+def test_a_budget_is_a_whole_number(budget: Any) -> None:
+    with pytest.raises(af.BadArgument) as caught:
+        af.gen("answer", max_reasoning_tokens=budget)
+    assert caught.value.param == "max_reasoning_tokens"
 
 
 @EACH
