@@ -10,15 +10,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from agentflow.engine.models.weights.packed.matrices import gguf_mxfp4_blocks
 from agentflow.engine.store.gguf.file import open_gguf
 from agentflow.engine.store.gguf.tensors import GgufTensor
 from agentflow.engine.store.model_folder import weight_files
@@ -195,7 +198,24 @@ class GgufCheckpoint(TensorSource):
         if (tensor.shape[::-1] if tensor.is_transposed else tensor.shape) != shape:
             return None  # ``take`` says what is wrong
         self._taken.add(name)
-        return BlockMatrix(tensor.type_name, tensor.raw, (shape[0], shape[1]))
+        return _block_matrix(tensor.type_name, tensor.raw, (shape[0], shape[1]))
+
+    def take_stacked_blocks(self, name: str, *shape: int) -> list[BlockMatrix] | None:
+        tensor = self._tensors.get(name)
+        if tensor is None or tensor.shape != shape:
+            return None  # ``take`` says what is wrong
+        parts = (tensor,) if isinstance(tensor, GgufTensor) else tensor.parts
+        kinds = {part.type_name for part in parts if part.is_transposed and part.is_quantised}
+        if len(kinds) != 1 or {part.type_name for part in parts} != kinds:
+            return None
+        self._taken.add(name)
+        count, num_in, num_out = shape
+        matrices = []
+        for i in range(count):
+            rows = [replace(part, first=i, count=1).raw for part in parts]
+            in_turn = rows[0] if len(rows) == 1 else np.stack(rows, axis=1).reshape(num_out, -1)
+            matrices.append(_block_matrix(parts[0].type_name, in_turn, (num_out, num_in)))
+        return matrices
 
     def release_blocks(self, names: Collection[str]) -> None:
         for tensor in map(self._tensors.__getitem__, names):
@@ -208,3 +228,8 @@ class GgufCheckpoint(TensorSource):
         # Torch takes writable arrays only.
         yield torch.from_numpy(np.require(self._tensors[name].dequantised(), requirements="W"))
         self.release_blocks([name])
+
+
+def _block_matrix(type_name: str, rows: NDArray[np.uint8], shape: tuple[int, int]) -> BlockMatrix:
+    """MXFP4 as blocks of 5 bits with the same values, which the kernels multiply."""
+    return gguf_mxfp4_blocks(rows) if type_name == "MXFP4" else BlockMatrix(type_name, rows, shape)

@@ -327,6 +327,9 @@ class _Loader:
         blocks = None
         if self._weights.keeps_blocks and self._kernels.BLOCK_TYPES:
             blocks = checkpoint.take_stacked_blocks(name, count, num_in, num_out)
+        quantise = self._weights.quantise
+        if blocks is not None and blocks[0].type not in self._kernels.BLOCK_TYPES:
+            blocks, quantise = None, "Q8_0"
         if blocks is not None:
             matrices: list[BlockMatrix | Tensor] = [
                 BlockMatrix(block.type, block.rows[order.numpy()], block.shape) for block in blocks
@@ -334,13 +337,15 @@ class _Loader:
         else:
             stack = checkpoint.take(name, count, num_in, num_out)
             matrices = [matrix.t().index_select(0, order) for matrix in stack]
-        return [
-            self._expert(matrix, bias.index_select(0, order))
+        packed = [
+            self._expert(matrix, bias.index_select(0, order), quantise)
             for matrix, bias in zip(matrices, biases, strict=True)
         ]
+        checkpoint.release_blocks([name])
+        return packed
 
-    def _expert(self, matrix: BlockMatrix | Tensor, bias: Tensor) -> LinearWeight:
-        kernels, quantise = self._kernels, self._weights.quantise
+    def _expert(self, matrix: BlockMatrix | Tensor, bias: Tensor, quantise: str | None) -> LinearWeight:
+        kernels = self._kernels
         if isinstance(matrix, Tensor) and quantise and kernels.BLOCK_TYPES:
             self.is_as_stored = False
             matrix = quantised(matrix, quantise) if matrix.shape[1] % BLOCK_SIZE == 0 else matrix

@@ -42,8 +42,12 @@ class GgufTensor:
     @property
     def is_block_matrix(self) -> bool:
         """Whether ``raw`` has the outputs of one of the model's matrices, in blocks of quantised values."""
-        is_plain = self.type_name in ("F32", "F16", "BF16", "F64")
-        return len(self.shape) == 2 and not (is_plain or self.shift)
+        return len(self.shape) == 2 and self.is_quantised and not self.shift
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether its values are stored in blocks."""
+        return self.type_name not in ("F32", "F16", "BF16", "F64")
 
     @property
     def raw(self) -> NDArray[np.uint8]:

@@ -122,7 +122,9 @@ def test_a_gguf_file_computes_what_its_folder_does(name: str, kind: str, tmp_pat
         assert getattr(from_file.info, field) == getattr(from_folder.info, field)
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "llama_biased", "qwen3_moe", "gemma3", "phi3", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["llama_tied", "llama_biased", "qwen3_moe", "gemma3", "phi3", "gpt2", "gpt_oss"]
+)
 @pytest.mark.parametrize("source", ["gguf", "safetensors"])
 def test_quantised_weights_are_multiplied_as_they_are(name: str, source: str, tmp_path: Path) -> None:
     """Errors are compared with those of bfloat16: what they grow to differs between random models."""
@@ -140,6 +142,18 @@ def test_quantised_weights_are_multiplied_as_they_are(name: str, source: str, tm
     assert "Q8_0" in kept.info.weights
     assert ("as in its file" in kept.info.weights) == (source == "gguf")
     assert dense.info.weights == "bfloat16 weights"
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral"])
+def test_experts_in_mxfp4_become_5_bits_with_the_same_values(name: str, tmp_path: Path) -> None:
+    save_model(name, tmp_path)
+    write_gguf(tmp_path, file := tmp_path / "model.gguf", "MXFP4")
+    exact, _ = logprobs(file)
+    rounded, dense = logprobs(file, "bfloat16")
+    found, kept = logprobs(file, "auto")
+    assert np.abs(found - exact).mean() < 3 * np.abs(rounded - exact).mean()
+    assert kept.info.weight_bytes < 0.4 * dense.info.weight_bytes
+    assert kept.info.weights == "5-bit weights (Q5_0), as in its file"
 
 
 def test_float16_runs_as_float32_on_a_cpu(tmp_path: Path) -> None:

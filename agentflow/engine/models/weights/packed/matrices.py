@@ -203,7 +203,18 @@ def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
 def mxfp4_blocks(blocks: Tensor, scales: Tensor) -> BlockMatrix:
     """The same of a matrix, blocks [out, groups, 16] and scales [out, groups], in blocks of 5 bits. They are
     exact for scales of at least 2 ** -23."""
-    codes = torch.stack((blocks & 0x0F, blocks >> 4), dim=-1).flatten(-2)
+    return _mxfp4(torch.stack((blocks & 0x0F, blocks >> 4), dim=-1).flatten(-2), scales)
+
+
+def gguf_mxfp4_blocks(rows: NDArray[np.uint8]) -> BlockMatrix:
+    """The same of the rows of a GGUF file: in each block the scale, then 16 bytes with the codes of the first
+    half in their lower bits."""
+    stored = torch.from_numpy(rows.copy()).view(len(rows), -1, 1 + BLOCK_SIZE // 2)
+    return _mxfp4(torch.cat((stored[..., 1:] & 0x0F, stored[..., 1:] >> 4), dim=-1), stored[..., 0])
+
+
+def _mxfp4(codes: Tensor, scales: Tensor) -> BlockMatrix:
+    """``codes`` [out, groups, 32], ``scales`` [out, groups]."""
     codes = (torch.tensor(_E2M1_DOUBLED) + 16).to(torch.uint8)[codes.int()]
     half = BLOCK_SIZE // 2
     nibbles = (codes[..., :half] & 0x0F) | (codes[..., half:] & 0x0F) << 4
