@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
 from support.api_server import MODEL, ApiServer, api_server
 from support.engine.tool_template_shapes import LLAMA
-from support.fake_engine import TOKENIZER, FakeEngine
+from support.fake_engine import FakeEngine
 from support.logit_runner import logit_runner
+from support.server.scripted_model import scripted_server
 
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.text.chat_template import ChatTemplate
 
-END = 1
 TAGS = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
 SCHEMA = {"type": "object", "properties": {"tags": TAGS}, "required": ["tags"], "additionalProperties": False}
 PLACE = "find#/properties/tags/uniqueItems"
@@ -49,23 +48,15 @@ def post(server: ApiServer, api: str, body: dict[str, Any]) -> httpx2.Response:
     return httpx2.post(f"{server.url}{PATHS[api]}", json={"model": MODEL, **body}, timeout=60)
 
 
-def scripted(tokens: Sequence[int]) -> int:
+def scripted(before: str) -> str:
     """Calls the tool with what the request says."""
-    text = TOKENIZER.decode(tokens, skip_special=False, continues=True)
-    before, _, written = text.rpartition("<|im_start|>assistant\n")
-    wanted = CALL % ('["a", "a"]' if "invalid" in before else '["a", "b"]')
-    rest = wanted.removeprefix(written)
-    return TOKENIZER.encode(rest, continues=True)[0] if rest else END
+    return CALL % ('["a", "a"]' if "invalid" in before else '["a", "b"]')
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ApiServer]:
-    runner = FakeRunner(
-        vocab_size=TOKENIZER.vocab_size, max_context=2048, end_token_ids=(END,), next_token=scripted
-    )
-    with api_server(FakeEngine(runner=runner)) as running:
+    with scripted_server(scripted) as running:
         yield running
-        running.assert_idle()
 
 
 @pytest.fixture(scope="module")
@@ -143,16 +134,8 @@ def test_the_form_of_an_answer_is_relaxed_unless_it_is_strict(any_text: ApiServe
 def test_where_nothing_is_enforced_calls_are_checked() -> None:
     """A call without a mark, which the model may make."""
     call = '{"name": "find", "parameters": {"tags": ["a", "a"]}}'
-
-    def bare(tokens: Sequence[int]) -> int:
-        text = TOKENIZER.decode(tokens, skip_special=False, continues=True)
-        rest = call.removeprefix(text.rpartition("<|end_header_id|>\n\n")[2])
-        return TOKENIZER.encode(rest, continues=True)[0] if rest else END
-
-    runner = FakeRunner(
-        vocab_size=TOKENIZER.vocab_size, max_context=2048, end_token_ids=(END,), next_token=bare
-    )
-    with api_server(FakeEngine(runner=runner), template=ChatTemplate(LLAMA)) as running:
+    llama = ChatTemplate(LLAMA)
+    with scripted_server(lambda _: call, opening="<|end_header_id|>\n\n", template=llama) as running:
         answer = post(running, "chat", {**body_of("chat", SCHEMA, strict=True), "tool_choice": "auto"})
     assert answer.json()["choices"][0]["finish_reason"] == "tool_calls"
     assert answer.headers["x-agentflow-relaxed"] == "find#"

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine.models.weights.test_gguf_models import save_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.adapters import merged_logits, write_adapter, write_plain_adapter
+from support.engine.family_models import IN_BLOCKS, saved_model
 from support.engine.gguf_models import round_weights, write_gguf
 from support.engine.runner_driver import Driver, Walker
 from support.faults import has_param
-from test_families import saved_model
 
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.errors import BadArgument, BadModelFolder
@@ -133,7 +132,7 @@ def test_every_token_is_as_likely_as_with_merged_weights(
 def test_beside_quantised_weights(kind: str, quantize: str, tmp_path: Path) -> None:
     """Against PEFT on the dequantised weights. Where rows are rounded, too, errors are compared with those of
     bfloat16: what they grow to differs between random models."""
-    save_model("llama_tied", tmp_path / "model")
+    saved_model("llama_tied", tmp_path / "model", **IN_BLOCKS)
     round_weights(tmp_path / "model", kind)
     write_gguf(tmp_path / "model", gguf := tmp_path / "model.gguf", kind)
     adapters = [

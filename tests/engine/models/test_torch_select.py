@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine.models.test_families import saved_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from support.engine.family_models import saved_model
 from transformers import PreTrainedModel
 
 from agentflow.engine.models.torch_runner import TorchRunner

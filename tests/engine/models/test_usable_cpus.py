@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.models.test_families import saved_model
 from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.cgroups import write_membership
+from support.engine.family_models import saved_model
 
 from agentflow.engine.machine import usable_cpus
 from agentflow.engine.models import torch_runner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -14,6 +14,7 @@ from support.fake_engine import TOKENIZER, FakeEngine
 from support.faulty_servers import failing_engine, tenants
 from support.server.ollama_peer import ASKED, SAME, answer, error, lines, post, read_lines
 from support.server.openai_peer import logit_server, sync_client
+from support.server.scripted_model import scripted_server
 from support.thinking_models import QWEN_MODEL
 
 from agentflow.engine.fake_runner import FakeRunner
@@ -21,7 +22,6 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.config.limits import HttpLimits
 
 pytestmark = pytest.mark.timeout(60)
-END = 1
 WEATHER = {
     "type": "function",
     "function": {
@@ -40,24 +40,16 @@ DURATIONS = ("load_duration", "prompt_eval_duration", "eval_duration")
 server = pytest.fixture(logit_server, scope="module")
 
 
-def scripted(tokens: Sequence[int]) -> int:
+def scripted(before: str) -> str:
     """Calls the weather tool twice, and reports when it has a result."""
-    text = TOKENIZER.decode(tokens, skip_special=False, continues=True)
-    before, _, written = text.rpartition("<|im_start|>assistant\n")
-    wanted = REPORT if "sunny" in before else CALLS
-    rest = wanted.removeprefix(written)
-    return TOKENIZER.encode(rest, continues=True)[0] if rest else END
+    return REPORT if "sunny" in before else CALLS
 
 
 @pytest.fixture(scope="module")
 def agent() -> Iterator[ApiServer]:
     """Its model follows the script."""
-    runner = FakeRunner(
-        vocab_size=TOKENIZER.vocab_size, max_context=2048, end_token_ids=(END,), next_token=scripted
-    )
-    with api_server(FakeEngine(runner=runner)) as running:
+    with scripted_server(scripted) as running:
         yield running
-        running.assert_idle()
 
 
 @pytest.mark.parametrize("name", [MODEL, f"{MODEL}:latest"])

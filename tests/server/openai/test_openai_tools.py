@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal
 
@@ -16,10 +16,8 @@ from support.fake_engine import TOKENIZER, FakeEngine
 from support.logit_runner import logit_runner
 from support.server.http_clients import CLIENTS, ClientKind, only_asyncio
 from support.server.openai_peer import async_client, called, sync_client
+from support.server.scripted_model import scripted_server
 
-from agentflow.engine.fake_runner import FakeRunner
-
-END = 1
 ASKED: list[Any] = [{"role": "user", "content": "How is the weather?"}]
 WEATHER: Any = {
     "type": "function",
@@ -56,13 +54,9 @@ class Report(pydantic.BaseModel):
     is_sunny: bool
 
 
-def scripted(tokens: Sequence[int]) -> int:
+def scripted(before: str) -> str:
     """Calls the weather tool, and repeats its result."""
-    text = TOKENIZER.decode(tokens, skip_special=False, continues=True)
-    before, _, written = text.rpartition("<|im_start|>assistant\n")
-    wanted = REPORT if "sunny" in before else CALLS
-    rest = wanted.removeprefix(written)
-    return TOKENIZER.encode(rest, continues=True)[0] if rest else END
+    return REPORT if "sunny" in before else CALLS
 
 
 anyio_backend = pytest.fixture(only_asyncio)
@@ -71,12 +65,8 @@ anyio_backend = pytest.fixture(only_asyncio)
 @pytest.fixture(scope="module")
 def server() -> Iterator[ApiServer]:
     """Its model follows the script."""
-    runner = FakeRunner(
-        vocab_size=TOKENIZER.vocab_size, max_context=2048, end_token_ids=(END,), next_token=scripted
-    )
-    with api_server(FakeEngine(runner=runner)) as running:
+    with scripted_server(scripted) as running:
         yield running
-        running.assert_idle()
 
 
 @pytest.fixture(scope="module")

@@ -7,34 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
+from support.engine.family_models import IN_BLOCKS, YARN, saved_model
 from support.engine.gguf_models import round_weights, write_gguf
 from support.engine.runner_driver import Driver
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentflow.engine.models.torch_runner import TorchRunner
 
-SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "eos_token_id": [7, 9],
-    "pad_token_id": 0,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 500.0,
@@ -43,55 +22,35 @@ LONGROPE = {
     "original_max_position_embeddings": 128,
     "partial_rotary_factor": 0.75,
 }
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama_tied": ("llama", {"tie_word_embeddings": True}),
-    "llama_biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama_wide_heads": ("llama", {"head_dim": 32}),
-    "llama_llama3": ("llama", {"rope_parameters": LLAMA3}),
-    "llama_linear": (
-        "llama",
-        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}},
-    ),
-    "llama_yarn": ("llama", {"rope_parameters": YARN | {"beta_fast": 8.0}}),
-    "mistral": ("mistral", {"sliding_window": 16}),
-    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen2": ("qwen2", {}),
-    "qwen2_yarn": ("qwen2", {"rope_parameters": YARN}),
-    "qwen3": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
-    "qwen3_moe": (
-        "qwen3_moe",
-        {
-            "head_dim": 32,
-            "num_experts": 12,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32,
-            "norm_topk_prob": True,
-        },
-    ),
-    "smollm3": ("smollm3", {"num_hidden_layers": 5}),
-    "olmo2": ("olmo2", {}),
-    "phi3": ("phi3", {"sliding_window": None}),
-    "phi3_longrope": ("phi3", {"sliding_window": 16, "rope_parameters": LONGROPE}),
-    "gemma2": ("gemma2", {"head_dim": 32, "sliding_window": 16, "query_pre_attn_scalar": 32}),
-    "gemma3": ("gemma3_text", {"head_dim": 32, "sliding_window": 16, "query_pre_attn_scalar": 32}),
-    "gpt_oss": (
-        "gpt_oss",
-        {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
-    ),
-    "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}),
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32}
+# What a file cannot say is as llama.cpp assumes it.
+CHANGED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama_tied": {},
+    "llama_biased": {},
+    "llama_wide_heads": {"head_dim": 32},
+    "llama_llama3": {},
+    "llama_linear": {},
+    "llama_yarn": {"rope_parameters": YARN | {"beta_fast": 8.0}},
+    "mistral_window": {},
+    "mixtral": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
+    "qwen3_moe": {"head_dim": 32, "num_experts": 12, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 5},
+    "olmo2": {},
+    "phi3": {},
+    "phi3_longrope": {"sliding_window": 16, "rope_parameters": LONGROPE, "max_position_embeddings": 256},
+    "gemma2": GEMMA,
+    "gemma3": GEMMA | {"_sliding_window_pattern": 6, "layer_types": None},
+    "gpt_oss": {"head_dim": 32},
+    "gpt2": {"n_embd": 64, "n_head": 4},
 }
+"""Names of ``family_models``, and how their configs differ here."""
 
 
 def save_model(name: str, folder: Path) -> None:
-    """A model with random weights, biases and norms."""
-    kind, changed = MODELS[name]
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SIZES | changed)))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(folder)
+    saved_model(name, folder, **(IN_BLOCKS | CHANGED[name]))
 
 
 def logprobs(
@@ -109,7 +68,7 @@ def logprobs(
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CHANGED)
 def test_a_gguf_file_computes_what_its_folder_does(name: str, kind: str, tmp_path: Path) -> None:
     save_model(name, tmp_path)
     write_gguf(tmp_path, tmp_path / "model.gguf", kind)

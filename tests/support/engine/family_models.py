@@ -1,0 +1,166 @@
+"""Small models of each architecture, with random weights, made by transformers' own classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": [7, 9],
+    "pad_token_id": 0,
+}
+IN_BLOCKS = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+"""Sizes whose rows are whole blocks of 32 values."""
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama_tied": ("llama", {"tie_word_embeddings": True}),
+    "llama_biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama_all_heads": ("llama", {"num_key_value_heads": 6}),
+    "llama_wide_heads": ("llama", {"head_dim": 16}),
+    "llama_linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}},
+    ),
+    "llama_llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MSCALE = {"mscale": 0.8, "mscale_all_dim": 0.6}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+# What the fused forward pass of the Llama shape cannot run.
+COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama_yarn": ("llama", {"rope_parameters": YARN}),
+    "llama_yarn_exact": ("llama", {"rope_parameters": YARN | {"truncate": False, "beta_fast": 8.0}}),
+    "llama_gelu": ("llama", {"hidden_act": "gelu_new"}),
+    "mistral_window": ("mistral", {"sliding_window": 16}),
+    "qwen2_window": ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+    "qwen3_window": (
+        "qwen3",
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    ),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral_window": ("mixtral", {"num_local_experts": 4, "sliding_window": 16}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    ),
+    "qwen3_moe_normalised": (
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        | {"head_dim": 16, "mlp_only_layers": [1]},
+    ),
+    "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24}),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24, "_sliding_window_pattern": 2}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "gemma3_images": (
+        "gemma3",
+        {
+            "text_config": SIZES | {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24},
+            "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+            | {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14},
+        },
+    ),
+    "phi3": ("phi3", {}),
+    "phi3_window": ("phi3", {"sliding_window": 16}),
+    "phi3_partial": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+    ),
+    "phi3_longrope": (
+        "phi3",
+        {
+            "max_position_embeddings": 1024,
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 500.0,
+                "short_factor": [1.0, 1.1, 1.3, 1.7],
+                "long_factor": [1.0, 2.0, 3.0, 4.0],
+                "original_max_position_embeddings": 256,
+            },
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "gpt_oss": (
+        "gpt_oss",
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        LATENT | {"q_lora_rank": None, "n_routed_experts": 6, "rope_parameters": YARN | MSCALE},
+    ),
+    "deepseek_v2_groups": (
+        "deepseek_v2",
+        LATENT
+        | {"q_lora_rank": 24, "n_routed_experts": 8, "routed_scaling_factor": 2.0}
+        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "starcoder2": ("starcoder2", {"sliding_window": None, "tie_word_embeddings": False}),
+    "starcoder2_window": ("starcoder2", {"sliding_window": 16}),
+    "gpt2": (
+        "gpt2",
+        {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256, "num_key_value_heads": None},
+    ),
+    "opt": ("opt", {"ffn_dim": 80, "word_embed_proj_dim": 48, "num_key_value_heads": None}),
+}
+# Those that run through transformers.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_neox": ("gpt_neox", {}),
+    "stablelm": ("stablelm", {}),
+    "granite": ("granite", {"attention_multiplier": 0.2, "logits_scaling": 3.0}),
+    "cohere2": ("cohere2", {"sliding_window": 16}),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "exaone4": ("exaone4", {"sliding_window": 16}),
+}
+
+
+def saved_model(name: str, folder: Path, **changed: Any) -> PreTrainedModel:
+    """A model with random weights, biases and norms, saved to ``folder``. ``changed``: in its config."""
+    kind, own = (MODELS | COMPOSED | OTHERS)[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SIZES | own | changed)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Large enough that the tokens of a sequence differ and near-ties are rare.
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    return model.eval()

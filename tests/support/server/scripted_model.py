@@ -1,0 +1,35 @@
+"""A server whose model writes what a function makes of the conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from support.api_server import ApiServer, api_server
+from support.fake_engine import TOKENIZER, FakeEngine
+
+from agentflow.engine.fake_runner import FakeRunner
+
+END = 1
+
+
+@contextmanager
+def scripted_server(
+    answer: Callable[[str], str], *, opening: str = "<|im_start|>assistant\n", **options: Any
+) -> Iterator[ApiServer]:
+    """``answer`` gets the text before the model's turn, which begins with ``opening``. ``options``: of
+    ``api_server``."""
+
+    def next_token(tokens: Sequence[int]) -> int:
+        text = TOKENIZER.decode(tokens, skip_special=False, continues=True)
+        before, _, written = text.rpartition(opening)
+        rest = answer(before).removeprefix(written)
+        return TOKENIZER.encode(rest, continues=True)[0] if rest else END
+
+    runner = FakeRunner(
+        vocab_size=TOKENIZER.vocab_size, max_context=2048, end_token_ids=(END,), next_token=next_token
+    )
+    with api_server(FakeEngine(runner=runner), **options) as running:
+        yield running
+        running.assert_idle()
