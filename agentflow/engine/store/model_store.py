@@ -117,7 +117,7 @@ def resolve_model(name: str) -> Path:
         )
     raise UnknownModel(
         f"no model is named {name!r} and there is no such path: give OWNER/NAME on the Hugging Face hub, a "
-        "model folder, a .gguf file, or one of the short names that `agentflow models` lists",
+        f"model folder, a .gguf file, or a short name that `agentflow models` lists, such as {DEFAULT_MODEL}",
         param=name,
     )
 
@@ -205,8 +205,8 @@ def pull_model(name: str, *, progress: bool = True) -> Path:
                 f"{name} is a local path, which is served as it is: nothing is to pull", param=name
             )
         raise UnknownModel(
-            f"no model is named {name!r}: give OWNER/NAME on the Hugging Face hub, or one of the short names "
-            "that `agentflow models` lists",
+            f"no model is named {name!r}: give OWNER/NAME on the Hugging Face hub, or a short name that "
+            f"`agentflow models` lists, such as {DEFAULT_MODEL}",
             param=name,
         )
     if _is_pulled(source):
