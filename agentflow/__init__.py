@@ -58,7 +58,7 @@ from agentflow.language.expressions import (
     user,
 )
 from agentflow.language.gen import gen, reply
-from agentflow.language.graph import Graph
+from agentflow.language.graphs.graph import Graph
 from agentflow.language.host import OpenSession
 from agentflow.language.program import Program, ProgramStream, program
 from agentflow.language.program_events import ProgramEvent, RunDone, TextDelta, VariableDone

@@ -3,8 +3,7 @@
 Reading order: ``expressions`` and ``gen`` are what a program appends, ``typed`` the types of what is
 generated, ``markers`` what stands for both in strings. ``op_log`` keeps what was appended to a state.
 ``link`` connects to the backend, and ``observing`` watches it. ``states`` are what a program sees, with the
-tree behind them. ``program``, ``batch``, ``race``, ``agents``, and ``graph`` with ``trace`` are the ways to
-run something; ``session`` offers them, and ``host`` keeps one open without a block. ``display`` draws states,
-runs and graphs. ``frames``, ``mistakes`` and ``cancellation`` say in errors where they come from and what to
-write.
+tree behind them. ``program``, ``batch``, ``race``, ``agents`` and ``graphs`` are the ways to run something;
+``session`` offers them, and ``host`` keeps one open without a block. ``display`` draws states, runs and
+graphs. ``frames``, ``mistakes`` and ``cancellation`` say in errors where they come from and what to write.
 """

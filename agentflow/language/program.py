@@ -18,7 +18,8 @@ import anyio
 
 from agentflow.errors import BadArgument, Cancelled, short_repr
 from agentflow.language.cancellation import left_by
-from agentflow.language.graph import Graph
+from agentflow.language.graphs.graph import Graph
+from agentflow.language.graphs.trace import called, trace
 from agentflow.language.link import Link
 from agentflow.language.markers import MARKERS
 from agentflow.language.mistakes import AsyncOnly, explain, needs_async_for
@@ -26,7 +27,6 @@ from agentflow.language.program_events import ProgramEvent, RunDone
 from agentflow.language.states.run import Run
 from agentflow.language.states.state import State
 from agentflow.language.states.variable import text_of_marked
-from agentflow.language.trace import called, trace
 from agentflow.runtime.task_group import loop_caller
 
 P = ParamSpec("P")

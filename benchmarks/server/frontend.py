@@ -21,7 +21,7 @@ import anyio.lowlevel
 from rich.console import Console
 
 import agentflow as af
-from agentflow.language.graph import Graph
+from agentflow.language.graphs.graph import Graph
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.events import Event

@@ -17,7 +17,7 @@ from support.hub_server import HubServer, hub_on_loopback, read_folder
 
 from agentflow.cli import models
 from agentflow.cli.models import LOCAL_COLUMNS, local_models
-from agentflow.cli.serve import pull_missing
+from agentflow.cli.operating.serve import pull_missing
 from agentflow.engine import machine
 from agentflow.engine.machine import PROCESS_BYTES, FreeMemory
 from agentflow.engine.store.adapter_folder import resolve_adapter

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agentflow.cli.top import (
+from agentflow.cli.operating.top import (
     ModelFigures,
     Quantiles,
     Scrape,

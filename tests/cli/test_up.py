@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from agentflow.cli.serve import pull_missing
-from agentflow.cli.up import has_screen, quiet
+from agentflow.cli.operating.serve import pull_missing
+from agentflow.cli.operating.up import has_screen, quiet
 from agentflow.engine.store import model_store
 from agentflow.server.config.config import Effective, Flags, load_config
 

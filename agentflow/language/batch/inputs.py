@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, Final, Protocol, TypeAlias, TypeVar, get_origin, get_type_hints
 
 from agentflow.errors import BadArgument, short_repr
-from agentflow.language.graph import Graph
+from agentflow.language.graphs.graph import Graph
 
 ItemT = TypeVar("ItemT")
 

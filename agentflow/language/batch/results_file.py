@@ -24,7 +24,7 @@ import msgspec
 
 from agentflow.errors import AgentflowError, BadArgument, short_repr
 from agentflow.language.batch.inputs import Key, KeyOf, function_of
-from agentflow.language.graph import Graph
+from agentflow.language.graphs.graph import Graph
 from agentflow.language.typed.json_types import json_type, shown_type
 from agentflow.protocol.events import Usage
 from agentflow.version import __version__

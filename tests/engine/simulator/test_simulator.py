@@ -12,7 +12,7 @@ from rich.console import Console
 from support.faults import has_param
 
 from agentflow.cli import main as cli
-from agentflow.cli.simulate import POLICY_NAMES
+from agentflow.cli.operating.simulate import POLICY_NAMES
 from agentflow.engine.scheduling.policies import POLICIES
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, fit_cost

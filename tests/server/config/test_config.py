@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect, structs
 
-from agentflow.cli.serve import _known_names
+from agentflow.cli.operating.serve import _known_names
 from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.options import POLICY_NAMES, EngineOptions
 from agentflow.engine.scheduling.policies import POLICIES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.clocks import ClockNs
 
-from agentflow.cli.serve import _warn_of_open_keys
+from agentflow.cli.operating.serve import _warn_of_open_keys
 from agentflow.errors import NotAuthorized, RateLimited
 from agentflow.server.config.schema import NetworkConfig
 from agentflow.server.tenants import keys as failed_keys

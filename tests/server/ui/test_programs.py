@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import agentflow as af
-from agentflow.language.graph import Graph, Output
+from agentflow.language.graphs.graph import Graph, Output
 from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio

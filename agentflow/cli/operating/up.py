@@ -13,7 +13,7 @@ import anyio.to_thread
 from msgspec.structs import replace
 
 from agentflow.cli.command import Command
-from agentflow.cli.serve import pull_missing, run_serve
+from agentflow.cli.operating.serve import pull_missing, run_serve
 from agentflow.engine.process.child import lower_priority
 from agentflow.server.config.config import Effective, add_config_flags, read_flags
 from agentflow.server.config.schema import ServeConfig

@@ -19,7 +19,7 @@ import msgspec
 from agentflow.errors import BadArgument, DataDependent, short_repr
 from agentflow.language.cancellation import left_by
 from agentflow.language.frames import ProgramLine, calling_line
-from agentflow.language.graph import Graph, Output
+from agentflow.language.graphs.graph import Graph, Output
 from agentflow.language.link import TRACE, Link
 from agentflow.language.markers import MARKERS
 from agentflow.language.mistakes import defined_at
