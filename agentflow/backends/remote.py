@@ -567,7 +567,7 @@ class Cursors:
             )
         new = event.text[at - event.at :]
         variable.num_chars += len(new)
-        if not new and isinstance(event, Delta):
+        if not new and isinstance(event, Delta) and not event.reasoning:
             return None
         return event if event.at == at else msgspec.structs.replace(event, at=at, text=new)
 

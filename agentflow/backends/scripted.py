@@ -215,10 +215,11 @@ class ScriptedGenerator:
         params: SamplingParams,
         on_text: OnText,
         constraint: Constraint | None = None,
+        on_reasoning: OnText | None = None,
     ) -> Generated:
         """The script's answer, truncated by the parameters. ``ScriptMismatch`` if the answer before
         ``max_tokens`` violates the constraint (of a schema, only that it is JSON is checked; of a grammar,
-        nothing)."""
+        nothing). A script has no thoughts."""
         call = self._call(context, "gen", params, constraint)
         return await self._stream(
             context, text_of(self._answer(call)), call.name, params, on_text, constraint
@@ -252,6 +253,7 @@ class ScriptedGenerator:
         params: SamplingParams,
         on_text: OnText,
         constraint: Constraint | None = None,
+        on_reasoning: OnText | None = None,
     ) -> Generated:
         """As ``generate``, but the script may also answer with a ``Reply`` or with tool calls."""
         call = self._call(context, "reply", params, constraint)

@@ -87,16 +87,22 @@ class Conversation:
         if system_text is not None:
             self._state.add(system(system_text))
 
-    async def ask(self, question: str, show: Callable[[str], None]) -> Answered:
-        """Returns the answer. ``show`` gets its text as it arrives. An error, or ``stop`` before the first
-        text, leaves the conversation unchanged."""
+    async def ask(
+        self, question: str, show: Callable[[str], None], show_thoughts: Callable[[str], None] | None = None
+    ) -> Answered:
+        """Returns the answer. ``show`` gets its text as it arrives, ``show_thoughts`` what a reasoning model
+        thinks before it. An error, or ``stop`` before the first text, leaves the conversation unchanged."""
         began_s = time.monotonic()
         first_s: float | None = None
         turn = self._state.copy()
-        turn.add(user(question) + assistant(gen("answer", **self._sampling)))
+        streams = show_thoughts is not None
+        turn.add(user(question) + assistant(gen("answer", stream_reasoning=streams, **self._sampling)))
         variable = turn["answer"]
         self._asked = turn
         try:
+            if show_thoughts is not None:
+                async for thoughts in variable.reasoning_deltas():
+                    show_thoughts(thoughts)
             async for text in variable:
                 first_s = first_s or time.monotonic()
                 show(text)
@@ -145,9 +151,16 @@ Ctrl-C stops an answer. To send a line that begins with a slash, begin it with t
 
 
 def run_chat(
-    session: Session, *, read: Callable[[], str], console: Console, system: str | None, **sampling: Any
+    session: Session,
+    *,
+    read: Callable[[], str],
+    console: Console,
+    system: str | None,
+    thoughts: bool = True,
+    **sampling: Any,
 ) -> None:
-    """Runs a conversation until ``read`` raises EOFError. ``console``: for everything but the answers."""
+    """Runs a conversation until ``read`` raises EOFError. ``console``: for everything but the answers.
+    ``thoughts``: it shows those of a reasoning model."""
     with start_blocking_portal("asyncio") as portal:
         with console.status("loading the model…") if console.is_terminal else contextlib.nullcontext():
             opening = portal.wrap_async_context_manager(session)
@@ -156,15 +169,19 @@ def run_chat(
             stack.push(opening)
             conversation = portal.call(lambda: Conversation(flow, system_text=system, **sampling))
             console.print(Text(f"{flow.capabilities.model}: /help lists the commands"), style="dim")
-            _Terminal(portal, conversation, console).talk(read)
+            _Terminal(portal, conversation, console, shows_thoughts=thoughts).talk(read)
 
 
 class _Terminal:
-    def __init__(self, portal: BlockingPortal, conversation: Conversation, console: Console) -> None:
+    def __init__(
+        self, portal: BlockingPortal, conversation: Conversation, console: Console, *, shows_thoughts: bool
+    ) -> None:
         self._portal = portal
         self._conversation = conversation
         self._console = console
         self._shows_controls = not sys.stdout.isatty()
+        self._shows_thoughts = shows_thoughts
+        self._is_thinking = False
 
     def talk(self, read: Callable[[], str]) -> None:
         while True:
@@ -197,7 +214,8 @@ class _Terminal:
                     self._ask(line[1:] if line.startswith("//") else line)
 
     def _ask(self, question: str) -> None:
-        future = self._portal.start_task_soon(self._conversation.ask, question, self._show)
+        show_thoughts = self._show_thoughts if self._shows_thoughts else None
+        future = self._portal.start_task_soon(self._conversation.ask, question, self._show, show_thoughts)
         try:
             try:
                 answered = future.result()
@@ -205,17 +223,31 @@ class _Terminal:
                 self._portal.call(self._conversation.stop)
                 answered = future.result()
         except AgentflowError as error:
+            self._end_thoughts()
             print(flush=True)
             self._say(f"agentflow: {error}", style="red")
             self._portal.call(self._conversation.check_alive)
             return
+        self._end_thoughts()
         print(flush=True)
         self._say(stats_line(answered))
 
     def _show(self, text: str) -> None:
-        if not self._shows_controls:  # control characters in a model's text must not reach the terminal
-            text = "".join(char for char in text if char.isprintable() or char in "\n\t")
+        self._end_thoughts()
+        if not self._shows_controls:
+            text = _without_controls(text)
         print(text, end="", flush=True)
+
+    def _show_thoughts(self, text: str) -> None:
+        if not self._is_thinking:
+            self._is_thinking = True
+            self._say("thinking…", style="dim italic")
+        self._console.print(Text(_without_controls(text)), style="dim", end="", soft_wrap=True)
+
+    def _end_thoughts(self) -> None:
+        if self._is_thinking:
+            self._is_thinking = False
+            self._say("\n")
 
     def _system(self, text: str) -> None:
         if text:
@@ -231,12 +263,19 @@ class _Terminal:
         self._console.print(Text(text), style=style, soft_wrap=True)
 
 
+def _without_controls(text: str) -> str:
+    """Control characters in a model's text must not reach the terminal."""
+    return "".join(char for char in text if char.isprintable() or char in "\n\t")
+
+
 def stats_line(answered: Answered) -> str:
     """The tokens and times of an answer in one line."""
     usage = answered.usage
     if usage is None:
         return f"(stopped after {answered.took_s:.1f} s)"
     parts = [f"{usage.output_tokens:,} token{'s' * (usage.output_tokens != 1)}"]
+    if usage.thought_tokens:
+        parts.append(f"{usage.thought_tokens:,} of thoughts")
     if answered.tokens_per_s is not None:
         parts.append(f"{answered.tokens_per_s:.1f} tokens/s")
     parts.append(f"first after {answered.ttft_s * 1000:,.0f} ms")
@@ -290,6 +329,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="sample only from the most likely tokens, up to this probability (%(default)s)",
     )
     add("--max-tokens", type=count, default=512, metavar="N", help="limit of one answer (%(default)s)")
+    add("--no-thoughts", action="store_true", help="do not show what a reasoning model thinks")
     add("--seed", type=int, metavar="N", help="with the same seed, the same lines get the same answers")
 
 
@@ -306,6 +346,7 @@ def _run(options: argparse.Namespace) -> int:
         read=_read_line,
         console=Console(stderr=True),
         system=options.system,
+        thoughts=not options.no_thoughts,
         temperature=options.temperature,
         top_p=options.top_p,
         max_tokens=options.max_tokens,

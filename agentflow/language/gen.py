@@ -47,6 +47,7 @@ class SamplingOptions(TypedDict, total=False):
     stop_regex: str | None
     top_logprobs: int
     max_reasoning_tokens: int | None
+    stream_reasoning: bool
     timeout_s: float | None
     jump_forward: bool
 
@@ -118,6 +119,7 @@ def gen(
     logprobs: bool = False,
     top_logprobs: int = 0,
     max_reasoning_tokens: int | None = None,
+    stream_reasoning: bool = False,
     timeout_s: float | None = None,
     regex: str | None = None,
     schema: Any = None,
@@ -151,7 +153,7 @@ def gen(
     ``max_reasoning_tokens``: the most tokens that a reasoning model thinks with before the text; it then
     writes the text with what it has. 0: it does not think. None (the default): it thinks as long as it wants
     to, and not at all before a text that is constrained. Thoughts count for ``max_tokens``. Other models
-    ignore it.
+    ignore it. ``stream_reasoning``: ``s[name].reasoning_deltas()`` gives thoughts as they come.
 
     At most one of these constrains the text and determines its value (without one, the text is the value):
     ``regex`` (all of the text matches it), ``choices`` (one of these strings), ``grammar`` (Lark's notation),
@@ -218,6 +220,7 @@ def gen(
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         max_reasoning_tokens=max_reasoning_tokens,
+        stream_reasoning=stream_reasoning,
     )
     kinds = {"regex": regex, "schema": schema, "choices": choices, "type": type, "tools": tools}
     wanted = _type_of({**kinds, "grammar": grammar}, tags).decoded(whitespace, jump_forward)

@@ -67,6 +67,9 @@ class VariableEvents(Protocol):
     def extend(self, at: int, text: str) -> None:
         """The text continues with ``text`` at character ``at``."""
 
+    def think(self, at: int, text: str) -> None:
+        """The thoughts continue with ``text`` at character ``at``."""
+
     def complete(self, value: Value) -> None:
         """The variable is complete."""
 
@@ -234,6 +237,7 @@ class Link:
             match event:
                 case Delta():
                     if (variable := self.variables.get(event.var)) is not None:
+                        variable.think(event.reasoning_at, event.reasoning)
                         variable.extend(event.at, event.text)
                 case Value():
                     if (variable := self.variables.get(event.var)) is not None:

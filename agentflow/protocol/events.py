@@ -255,11 +255,15 @@ class _Event(msgspec.Struct, frozen=True, tag_field="event", tag=str.lower, omit
 
 
 class Delta(_Event, frozen=True):
-    """Variable ``var`` continues with ``text`` at character ``at``."""
+    """Variable ``var`` continues with ``text`` at character ``at``, and what a reasoning model thinks before
+    the text with ``reasoning`` at character ``reasoning_at``. Thoughts may be sent again, from their start,
+    after a connection broke."""
 
     var: int
     at: int
     text: str
+    reasoning: str = ""
+    reasoning_at: int = 0
 
 
 class Value(_Event, frozen=True):

@@ -119,6 +119,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     many most likely tokens at each position; implies ``logprobs``. Both are of the logits before all of the
     above.
 
+    **Thoughts.** ``stream_reasoning``: those of a reasoning model are sent as they come, and not only whole
+    with the value.
+
     >>> SamplingParams(temperature=0.8, top_p=0.9, logit_bias=((42, -100.0),)).check().top_p
     0.9
     """
@@ -141,6 +144,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     logprobs: bool = False
     top_logprobs: int = 0
     max_reasoning_tokens: int | None = None
+    stream_reasoning: bool = False
 
     @property
     def has_penalties(self) -> bool:
@@ -190,6 +194,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
             ("logit_bias", _are_biases(self.logit_bias), f"{biases}, each with a number from -100 to 100"),
             ("seed", self.seed is None or is_whole(self.seed, 0, 2**63 - 1), "a whole number below 2**63"),
             ("logprobs", isinstance(self.logprobs, bool), "True or False"),
+            ("stream_reasoning", isinstance(self.stream_reasoning, bool), "True or False"),
             ("top_logprobs", is_whole(self.top_logprobs, 0, MAX_TOP_LOGPROBS), top),
         )
 

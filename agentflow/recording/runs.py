@@ -293,7 +293,8 @@ class RecordedRuns:
         variable.state.end_s = max(variable.state.end_s, at_s)
         if isinstance(event, Delta | Value):
             variable.text = variable.text[: event.at] + event.text
-            variable.first_s = at_s if variable.first_s is None else variable.first_s
+            if variable.first_s is None and (event.text or isinstance(event, Value)):
+                variable.first_s = at_s
         if isinstance(event, Value | VarFailed):
             variable.end, variable.end_s = event, at_s
         if not variable.state.is_cancelled:

@@ -171,6 +171,7 @@ class Generator(Embedder, Protocol[ContextT]):
         params: SamplingParams,
         on_text: OnText,
         constraint: Constraint | None = None,
+        on_reasoning: OnText | None = None,
     ) -> Generated:
         """As ``generate``, but the text is the notation of a reply (``protocol.chat``), which may call the
         tools of ``converse`` or ``offer_tools``. The constraint applies to replies without calls."""
@@ -181,9 +182,11 @@ class Generator(Embedder, Protocol[ContextT]):
         params: SamplingParams,
         on_text: OnText,
         constraint: Constraint | None = None,
+        on_reasoning: OnText | None = None,
     ) -> Generated:
         """Generates a continuation under the constraint and appends it. ``on_text`` receives each delta. The
-        constraint is of a kind that ``capabilities`` names."""
+        constraint is of a kind that ``capabilities`` names. ``on_reasoning`` receives each delta of thoughts;
+        it is given only if ``params.stream_reasoning``."""
 
     async def score(self, context: ContextT, choices: Sequence[str], method: str) -> Scored:
         """Appends the choice with the highest score after the context."""

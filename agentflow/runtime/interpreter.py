@@ -545,11 +545,11 @@ class _OpExecution(Generic[ContextT]):
         variable.complete(Value(op.var, 0, text, "embedded", made.usage))
 
     async def _generate(self, state: StateRecord[ContextT], context: ContextT, op: ops.Gen) -> None:
-        params = clipped(op.params, state.budgets)
-        variable = self._variables[op.var]
+        params, variable = clipped(op.params, state.budgets), self._variables[op.var]
         with anyio.move_on_after(op.timeout_s) as scope:
             generate = self._generator.reply if op.reply else self._generator.generate
-            end = await generate(context, params, variable.extend, op.constraint)
+            streamed = (variable.extend_reasoning,) if params.stream_reasoning else ()
+            end = await generate(context, params, variable.extend, op.constraint, *streamed)
         if scope.cancelled_caught:
             raise DeadlineExceeded(f"{op.name!r} exceeded its timeout of {op.timeout_s} s")
         was_truncated = end.finish_reason == "length" and params.max_tokens < op.params.max_tokens

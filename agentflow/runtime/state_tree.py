@@ -108,13 +108,14 @@ class VariableRecord:
         self.is_expected = is_expected
         self._is_reply = is_reply
         self.text = ""
+        self.reasoning = ""
         self.value: Value | None = None
         self.error: AgentflowError | None = None
         self.done = anyio.Event()
         self._events = events
         self._reservation = reservation
         self.reports: Literal["all", "end", "nothing"] = "all"
-        self._num_sent = 0
+        self._num_sent = self._num_reasoning_sent = 0
         self._has_sent_end = False
 
     @property
@@ -125,6 +126,12 @@ class VariableRecord:
     def extend(self, delta: str) -> None:
         """Appends text."""
         self.text += delta
+        if self.reports == "all":
+            self._events.mark(self)
+
+    def extend_reasoning(self, delta: str) -> None:
+        """Appends thoughts, which the value will have too."""
+        self.reasoning += delta
         if self.reports == "all":
             self._events.mark(self)
 
@@ -147,7 +154,8 @@ class VariableRecord:
             self._events.mark(self)
 
     def rewind(self, num_chars: int) -> None:
-        """The reader has received ``num_chars`` characters, and not the end."""
+        """The reader has received ``num_chars`` characters, and not the end. Thoughts are sent again."""
+        self._num_reasoning_sent = 0
         self._num_sent, self._has_sent_end = max(0, min(num_chars, len(self.text))), False
         self._events.mark(self)
 
@@ -156,14 +164,18 @@ class VariableRecord:
             return []
         at, self._num_sent = self._num_sent, len(self.text)
         rest = self.text[at:]
+        thought_at, self._num_reasoning_sent = self._num_reasoning_sent, len(self.reasoning)
+        thoughts = self.reasoning[thought_at:]
+        deltas: list[Event] = []
+        if rest or thoughts:
+            deltas = [Delta(self.id, at, rest, thoughts, thought_at if thoughts else 0)]
         if self.error is not None:
             self._has_sent_end = True
-            events: list[Event] = [Delta(self.id, at, rest)] if rest else []
-            return [*events, VarFailed(self.id, ErrorInfo.of(self.error))]
+            return [*deltas, VarFailed(self.id, ErrorInfo.of(self.error))]
         if self.value is not None:
             self._has_sent_end = True
             return [msgspec.structs.replace(self.value, at=at, text=rest)]
-        return [Delta(self.id, at, rest)] if rest else []
+        return deltas
 
 
 @dataclass(slots=True)

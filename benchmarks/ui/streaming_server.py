@@ -47,6 +47,7 @@ class SteadyGenerator(ScriptedGenerator):
         params: SamplingParams,
         on_text: OnText,
         constraint: Constraint | None = None,
+        on_reasoning: OnText | None = None,
     ) -> Generated:
         """``max_tokens`` words, one in each step."""
         pieces: list[str] = []

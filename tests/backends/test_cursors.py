@@ -28,7 +28,7 @@ from agentflow.runtime.state_tree import EventCursor, StateRecord, VariableRecor
 FAILURE = ErrorInfo("run_failed", "why")
 steps = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(["extend 2", "extend 3"]), st.text(max_size=5)),
+        st.tuples(st.sampled_from(["extend 2", "extend 3", "think 2"]), st.text(max_size=5)),
         st.tuples(
             st.sampled_from(["complete 2", "fail 3", "reach", "fail state", "deliver", "lose", "resume"]),
             st.just(""),
@@ -58,8 +58,11 @@ def test_each_event_is_delivered_once_across_broken_connections(recorded: list[t
         name, _, which = action.partition(" ")
         if name == "extend" and not variables[int(which)].done.is_set():
             variables[int(which)].extend(text)
+        elif name == "think" and not variables[2].done.is_set():
+            variables[2].extend_reasoning(text)
         elif action == "complete 2" and not variables[2].done.is_set():
-            variables[2].complete(Value(2, 0, variables[2].text, "eos", Usage()))
+            thoughts = variables[2].reasoning or None
+            variables[2].complete(Value(2, 0, variables[2].text, "eos", Usage(), reasoning=thoughts))
         elif action == "fail 3":
             variables[3].fail(Cancelled("enough"))
         elif action == "reach" and state.error is None:
@@ -76,6 +79,7 @@ def test_each_event_is_delivered_once_across_broken_connections(recorded: list[t
             resume()
     resume()
     listener.deliver(cursors.receive(events.drain()))
+    assert listener.thoughts.get(2, "") == variables[2].reasoning
     for var, variable in variables.items():
         assert listener.texts.get(var, "") == variable.text
         assert (var in listener.ends) == variable.done.is_set()

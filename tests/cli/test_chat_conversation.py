@@ -1,17 +1,20 @@
 """A conversation: turns on one state, and an answer that is stopped."""
 
+import io
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import anyio
 import pytest
+from rich.console import Console
 
 import agentflow as af
 from agentflow.backends.local import interpreted
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
-from agentflow.cli.chat import Answered, Conversation
+from agentflow.cli.chat import Answered, Conversation, run_chat
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.events import Capabilities, Usage
+from agentflow.runtime.generator import Generated
 from agentflow.runtime.task_group import open_task_group
 
 pytestmark = pytest.mark.anyio
@@ -23,17 +26,34 @@ class Talkative:
 
     def __init__(self) -> None:
         self.has_hung = anyio.Event()
+        self.goes_on = anyio.Event()
         outer = self
 
         class Generator(ScriptedGenerator):
-            async def generate(self, context: ScriptedContext, params, on_text, constraint=None):
+            async def generate(
+                self, context: ScriptedContext, params, on_text, constraint=None, on_reasoning=None
+            ):
                 question = context.text.rpartition("<user>")[2].partition("</user>")[0]
+                if question.startswith("think"):
+                    return await self._think(context, question, on_text, on_reasoning)
                 if question in ("hang", "silence"):
                     if question == "hang":
                         on_text("begun ")
                     outer.has_hung.set()
                     await anyio.sleep_forever()
                 return await super().generate(context, params, on_text, constraint)
+
+            async def _think(self, context: ScriptedContext, question, on_text, on_reasoning):
+                if on_reasoning is not None:
+                    for piece in ("It is\x1b[2J ", "hard."):
+                        on_reasoning(piece)
+                        if question == "think and wait":
+                            await outer.goes_on.wait()
+                context.text += "Yes."
+                on_text("Yes.")
+                return Generated(
+                    "Yes.", "eos", Usage(4, 0, 7, thought_tokens=3), reasoning="It is\x1b[2J hard."
+                )
 
         def answer(prompt: str) -> str | Exception:
             return af.PromptTooLong("too long") if prompt.endswith("refuse</user><assistant>") else prompt
@@ -60,6 +80,41 @@ async def test_turns_follow_each_other_on_one_state():
         assert 0 <= first.ttft_s <= first.took_s
         second = await conversation.ask("And?", shown.append)
         assert second.text == f"{prompt}{first.text}</assistant><user>And?</user><assistant>"
+
+
+async def test_thoughts_are_shown_as_they_come_and_are_no_part_of_the_answer():
+    backend = Talkative()
+    shown: list[str] = []
+
+    def show_thoughts(text: str) -> None:
+        shown.append(text)
+        backend.goes_on.set()  # not before
+
+    async with af.session(backend=backend) as flow:
+        conversation = Conversation(flow)
+        answered = await conversation.ask("think and wait", shown.append, show_thoughts)
+        assert shown == ["It is\x1b[2J ", "hard.", "Yes."]
+        assert answered.text == "Yes."
+        assert (await conversation.ask("And?", print)).text.count("hard") == 0
+
+
+@pytest.mark.parametrize("thoughts", [True, False])
+def test_the_terminal_shows_thoughts_before_the_answer(capsys: pytest.CaptureFixture[str], thoughts: bool):
+    lines = iter(["think", "/exit"])
+    console = Console(file=io.StringIO(), width=200)
+    run_chat(
+        af.session(backend=Talkative()),
+        read=lambda: next(lines),
+        console=console,
+        system=None,
+        thoughts=thoughts,
+    )
+    assert capsys.readouterr().out == "Yes.\n"  # answers alone are on standard output
+    said = console.file.getvalue()
+    assert ("thinking…\nIt is[2J hard.\n" in said) == thoughts
+    assert ("hard" in said) == thoughts
+    assert "\x1b" not in said
+    assert "3 of thoughts" in said
 
 
 async def test_after_a_stop_what_was_said_stays():

@@ -74,6 +74,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.texts: dict[int, str] = {}
+        self.thoughts: dict[int, str] = {}
         self.ends: dict[int, Value | VarFailed] = {}
         self.reached: dict[int, int] = {}
         self.failed: dict[int, StateFailed] = {}
@@ -119,10 +120,15 @@ class Listener:
                 so_far = self.texts.get(event.var, "")
                 assert event.at == len(so_far), f"{event!r} after {len(so_far)} characters"
                 assert event.var not in self.ends, f"{event!r} after the end"
-                assert event.text or isinstance(event, Value), "an empty delta"
                 self.texts[event.var] = so_far + event.text
                 if isinstance(event, Value):
                     self.ends[event.var] = event
+                    self.thoughts[event.var] = event.reasoning or ""
+                else:
+                    assert event.text or event.reasoning, "an empty delta"
+                    known = self.thoughts.get(event.var, "")
+                    assert event.reasoning_at <= len(known)
+                    self.thoughts[event.var] = known[: event.reasoning_at] + event.reasoning
             case VarFailed():
                 assert event.var not in self.ends, f"{event!r} after the end"
                 self.ends[event.var] = event

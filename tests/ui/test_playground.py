@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from playwright.sync_api import Locator, expect
+from support.ui.accessibility import axe_violations
 from support.ui.proxy import BreakingProxy
 from support.ui.screen import Screen
 from support.ui.stage import Stage
@@ -51,6 +52,39 @@ def test_branches_stream_side_by_side_and_flow_into_the_join(stage: Stage, visit
     stage.end()
     wait_end(screen, "done")
     expect(screen.view("playground")).to_contain_text("A fine essay.")
+
+
+def test_an_edited_program_that_another_replaced_comes_back(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url)
+    screen.open("playground")
+    screen.wait_status("open")
+    choice, replaced = screen.at("example"), screen.at("replaced")
+    others = choice.locator("option").evaluate_all("all => all.map(one => one.value)")
+    # Nothing was edited, so nothing is asked.
+    choice.select_option(others[1])
+    expect(replaced).to_have_count(0)
+    choice.select_option("essay_judge")
+    field = screen.view("playground").locator("textarea:visible").first
+    field.fill("My own words.")
+    choice.focus()
+    choice.select_option(others[1])
+    choice.select_option(others[2])
+    expect(field).not_to_have_value("My own words.")
+    expect(replaced).to_be_visible()
+    assert axe_violations(screen) == []
+    choice.focus()
+    screen.page.keyboard.press("Tab")
+    expect(replaced.get_by_role("button", name="Undo")).to_be_focused()
+    screen.page.keyboard.press("Enter")
+    expect(field).to_have_value("My own words.")
+    expect(choice).to_have_value("essay_judge")
+    expect(choice).to_be_focused()
+    expect(replaced).to_have_count(0)
+    # What was chosen instead stays once it is edited.
+    choice.select_option(others[1])
+    expect(replaced).to_be_visible()
+    field.fill("Other words.")
+    expect(replaced).to_have_count(0)
 
 
 def test_stop_cancels_at_once_and_keeps_what_was_streamed(stage: Stage, visit: Visit) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentflow.engine.process.ipc import Finished
+from agentflow.engine.client import OnProgress
+from agentflow.engine.process.ipc import Finished, Progress
 from agentflow.engine.request import TopTokens
+from agentflow.engine.text.thoughts import AnswerText
 from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.engine.text.tools import ReplyText
 from agentflow.protocol.events import TokenLogprob, TopLogprobs, Usage
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.runtime.generator import Generated
+from agentflow.runtime.generator import Generated, OnText
 
 
 def generated_of(
@@ -22,6 +25,19 @@ def generated_of(
     return Generated(
         text, end.finish_reason, usage_of(end), logprobs, top_logprobs, reasoning=thoughts or None
     )
+
+
+def hearing(text: AnswerText | ReplyText, on_text: OnText, on_reasoning: OnText | None) -> OnProgress:
+    """Reads the progress of a generation, and reports new text and new thoughts."""
+
+    def hear(progress: Progress) -> None:
+        told = text.push(progress.text)
+        if on_reasoning is not None and (thoughts := text.new_thoughts()):
+            on_reasoning(thoughts)
+        if told:
+            on_text(told)
+
+    return hear
 
 
 def usage_of(end: Finished) -> Usage:

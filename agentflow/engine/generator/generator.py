@@ -39,7 +39,7 @@ from agentflow.engine.generator.embedding import (
     run_embeddings,
     truncated,
 )
-from agentflow.engine.generator.generated import generated_of, usage_of
+from agentflow.engine.generator.generated import generated_of, hearing, usage_of
 from agentflow.engine.generator.select import select_scores
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
@@ -228,16 +228,13 @@ class EngineGenerator:
         params: SamplingParams,
         on_text: OnText,
         constraint: Constraint | None = None,
+        on_reasoning: OnText | None = None,
     ) -> Generated:
         """Generates what the assistant says, which may call the conversation's tools: the text is that of
         a reply, the context goes on with what was generated."""
         thinking = await self._thinking(context, params, constraint, replies=True)
         text = ReplyText(context.tools, constraint, thinking)
-
-        def hear(progress: Progress) -> None:
-            if told := text.push(progress.text):
-                on_text(told)
-
+        hear = hearing(text, on_text, on_reasoning)
         end = await self.complete(context, params, hear, text.constraint, thinking=thinking)
         context.tokens.generated(end.token_ids, end.text)
         notation = text.finish(end.text, is_truncated=end.finish_reason == "length")
@@ -254,15 +251,12 @@ class EngineGenerator:
         params: SamplingParams,
         on_text: OnText,
         constraint: Constraint | None = None,
+        on_reasoning: OnText | None = None,
     ) -> Generated:
         """Generates, and appends the ids as they were generated. Thoughts are not part of the text."""
         thinking = await self._thinking(context, params, constraint, replies=False)
         text = AnswerText(thinking)
-
-        def hear(progress: Progress) -> None:
-            if told := text.push(progress.text):
-                on_text(told)
-
+        hear = hearing(text, on_text, on_reasoning)
         end = await self.complete(context, params, hear, constraint, thinking=thinking)
         context.tokens.generated(end.token_ids, end.text)
         answer = text.finish(end.text)

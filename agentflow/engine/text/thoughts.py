@@ -238,6 +238,7 @@ class AnswerText:
         elif thinking is not None:
             self._output = ThoughtOutput(thinking)
         self._thoughts: list[str] = []
+        self._num_taken = 0  # of these
         self._answer: list[str] = []
         self._num_chars = 0
 
@@ -245,6 +246,11 @@ class AnswerText:
     def thoughts(self) -> str:
         """The thoughts so far."""
         return "".join(self._thoughts)
+
+    def new_thoughts(self) -> str:
+        """The thoughts since the last call."""
+        start, self._num_taken = self._num_taken, len(self._thoughts)
+        return "".join(self._thoughts[start:])
 
     def push(self, text: str) -> str:
         """Reads more text. Returns what of it belongs to the answer."""

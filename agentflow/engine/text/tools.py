@@ -277,6 +277,7 @@ class ReplyText:
         self.constraint = constraint if use is None else use.constraint(constraint)
         self._output = answer_output(use, constraint, thinking)
         self._thoughts: list[str] = []
+        self._num_taken = 0  # of these
         self._writer = ReplyWriter()
         self._written: list[str] = []
         self._num_chars = 0
@@ -285,6 +286,11 @@ class ReplyText:
     def thoughts(self) -> str:
         """The thoughts so far."""
         return "".join(self._thoughts)
+
+    def new_thoughts(self) -> str:
+        """The thoughts since the last call."""
+        start, self._num_taken = self._num_taken, len(self._thoughts)
+        return "".join(self._thoughts[start:])
 
     def push(self, text: str) -> str:
         """Reads more of the answer. Returns the new text of the reply."""

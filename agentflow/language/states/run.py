@@ -388,7 +388,8 @@ class VariableNode:
 
     ``is_shown``: whether the variable is the program's own, so that streams report it. ``is_generated``:
     whether it is appended where it is declared, as the value of a gen or select. ``notation``: the text
-    as it was received; that of a reply includes its tool calls. ``end_number``: its place in the order in
+    as it was received; that of a reply includes its tool calls. ``reasoning``: the thoughts so far, if they
+    are streamed. ``end_number``: its place in the order in
     which the run's variables ended. ``line``: the line of the program that declared it. ``outcome``: of a
     text that the client provides, how it was generated. ``front``: the ``Variable`` that programs use. The
     node keeps it, so that its markers stay valid for as long as the state exists; ``kept`` does so for what
@@ -409,6 +410,7 @@ class VariableNode:
         "name",
         "notation",
         "outcome",
+        "reasoning",
         "span",
         "state",
         "value_type",
@@ -429,6 +431,7 @@ class VariableNode:
         self.value_type = value_type
         self.is_shown = is_shown
         self.notation = ""
+        self.reasoning = ""
         self.error: ErrorInfo | None = None
         self.end_number = 0
         self.line: ProgramLine | None = None
@@ -504,14 +507,23 @@ class VariableNode:
 
     def extend(self, at: int, text: str) -> None:
         """The text continues with ``text`` at character ``at``."""
+        if not text:
+            return
         before = self.notation if at == len(self.notation) else self.notation[:at]
         self.notation = before + text
         self._wake()
         self.state.run.touch(self)
 
+    def think(self, at: int, text: str) -> None:
+        """The thoughts continue with ``text`` at character ``at``."""
+        if text:
+            self.reasoning = (self.reasoning if at == len(self.reasoning) else self.reasoning[:at]) + text
+            self._wake()
+
     def complete(self, value: Value) -> None:
         """The variable is complete."""
         self.state.link.variables.pop(self.id, None)
+        self.reasoning = value.reasoning or ""
         self.notation = self.notation[: value.at] + value.text
         self._value = self.outcome or value
         self._wake()

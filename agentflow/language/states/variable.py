@@ -21,6 +21,7 @@ from agentflow.language.frames import calling_line, raised_at, without_internals
 from agentflow.language.markers import MARKERS
 from agentflow.language.mistakes import defined_at
 from agentflow.language.states.partial_value import NothingYet, partial_value
+from agentflow.language.states.readers import ReasoningReader, TextReader
 from agentflow.language.states.run import FIRST_MAPPED, Path, VariableNode
 from agentflow.language.typed.replies import Reply, reply_of
 from agentflow.language.typed.tags import Tagged
@@ -398,6 +399,19 @@ class Variable(Reference[ValueT_co]):
         """
         return self._node.end.reasoning
 
+    def reasoning_deltas(self) -> AsyncIterator[str]:
+        """The thoughts that come before the text, as they come with ``gen(..., stream_reasoning=True)``, and
+        otherwise whole when the variable is done. Ends where the text begins. A failure is raised by whatever
+        reads the text.
+
+        >>> s += af.user("Why?") + af.assistant(af.gen("why", stream_reasoning=True))
+        >>> async for delta in s["why"].reasoning_deltas():
+        ...     print(delta, end="")
+        >>> await s["why"]
+        'Plants turn light into sugar.'
+        """
+        return ReasoningReader(self._node)
+
     @property
     def logprobs(self) -> tuple[float | None, ...] | None:
         """The log-probability of each token, with ``gen(..., logprobs=True)``; None for a token at the end of
@@ -498,7 +512,7 @@ class Variable(Reference[ValueT_co]):
     @overload
     def __aiter__(self) -> AsyncIterator[Any]: ...
     def __aiter__(self) -> AsyncIterator[Any]:
-        return _PartialReader(self) if self._node.value_type.comes_in_parts else _TextReader(self._node)
+        return _PartialReader(self) if self._node.value_type.comes_in_parts else TextReader(self._node)
 
     @overload
     def partials(self: Variable[Reply]) -> AsyncIterator[Reply]: ...
@@ -557,27 +571,6 @@ async def _provide(variable: VariableNode, reference: Reference[Any], function: 
 
 
 _NOTHING = object()
-
-
-class _TextReader(AsyncIterator[str]):
-    """Iterates over the text, delta by delta, from the start. No generator, so that it may be dropped
-    anywhere."""
-
-    def __init__(self, node: VariableNode) -> None:
-        self._node = node
-        self._num_read = 0
-
-    async def __anext__(self) -> str:
-        node = self._node
-        while len(node.text) <= self._num_read:
-            if node.is_done:
-                await node.settled()
-                node.raise_failure()
-                raise StopAsyncIteration
-            await node.change()
-        delta = node.text[self._num_read :]
-        self._num_read += len(delta)
-        return delta
 
 
 class _PartialReader(AsyncIterator[Any]):

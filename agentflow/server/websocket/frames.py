@@ -105,6 +105,12 @@ def event_frames(ack: int, events: Sequence[Event], *, frame_bytes: int, binary:
 def _halves(event: Event, frame_bytes: int) -> list[Sequence[Event]]:
     """Splits an event that is larger than a frame."""
     match event:
+        case Delta() if len(event.reasoning) > 1:
+            middle = len(event.reasoning) // 2
+            front = Delta(event.var, event.at, "", event.reasoning[:middle], event.reasoning_at)
+            at = event.reasoning_at + middle
+            later = msgspec.structs.replace(event, reasoning=event.reasoning[middle:], reasoning_at=at)
+            return [[front], [later]]
         case Delta() | Value() if len(event.text) > 1:
             middle = len(event.text) // 2
             front = Delta(event.var, event.at, event.text[:middle])

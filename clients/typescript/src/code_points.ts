@@ -18,6 +18,11 @@ export function dropCodePoints(text: string, count: number): string {
   return text.slice(unitsOf(text, 0, count));
 }
 
+/** The first `count` code points of the text. */
+export function takeCodePoints(text: string, count: number): string {
+  return text.slice(0, unitsOf(text, 0, count));
+}
+
 /** The index of the code unit that is `count` code points after the one at `start`. */
 function unitsOf(text: string, start: number, count: number): number {
   let index = start;

@@ -150,7 +150,7 @@ export class Cursors {
     }
     const text = event.at === at ? event.text : dropCodePoints(event.text, at - event.at);
     variable.numCodePoints += countCodePoints(text);
-    if (!text && event.event === "delta") return undefined;
+    if (!text && event.event === "delta" && !event.reasoning) return undefined;
     return event.at === at ? event : { ...event, at, text };
   }
 

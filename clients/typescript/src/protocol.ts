@@ -354,6 +354,11 @@ export interface SamplingParams {
    * limit, and no thoughts before a constrained text.
    */
   max_reasoning_tokens?: number | null;
+  /**
+   * `delta`s have the thoughts of a reasoning model as they come; a `value` has them in any case; by
+   * default `false`.
+   */
+  stream_reasoning?: boolean;
 }
 
 /** Part of `gen`. Rejected if `capabilities.constraints` does not name its kind. */
@@ -637,13 +642,20 @@ export interface PeekOp {
   node: number;
 }
 
-/** More text of a variable. */
+/** More text of a variable, or more thoughts before it. */
 export interface DeltaEvent {
   event: "delta";
   var: number;
   /** The position of `text` in the variable's text, in code points. */
   at: number;
   text: string;
+  /** More thoughts, with `stream_reasoning`; by default `""`. */
+  reasoning?: string;
+  /**
+   * The position of `reasoning` in the thoughts, in code points; after a connection broke, thoughts are
+   * sent again from their start; by default `0`.
+   */
+  reasoning_at?: number;
 }
 
 /** A variable is complete. */

@@ -319,7 +319,7 @@ class SessionLink implements RunLink {
   receive(event: ServerEvent): void {
     switch (event.event) {
       case "delta":
-        this.#variables.get(event.var)?.receive(event.text);
+        this.#variables.get(event.var)?.receive(event.text, event.reasoning, event.reasoning_at);
         break;
       case "value":
         this.#variables.get(event.var)?.finish(event);

@@ -2,6 +2,7 @@
 
 import type { AgentflowError } from "./agentflow_error.js";
 import { announce, forget, type Due } from "./changes.js";
+import { countCodePoints, takeCodePoints } from "./code_points.js";
 import { DataDependent } from "./errors.js";
 import type { Transform, Usage, ValueEvent } from "./protocol.js";
 import { ReplySoFar, type Reply } from "./reply.js";
@@ -72,6 +73,8 @@ export class Variable extends Reference implements PromiseLike<string>, AsyncIte
   readonly number: number;
   #pieces: string[] = [];
   #joined = "";
+  #reasoning = "";
+  #numReasoning = 0; // in code points
   #numJoined = 0;
   #value: ValueEvent | undefined;
   #error: AgentflowError | undefined;
@@ -126,6 +129,14 @@ export class Variable extends Reference implements PromiseLike<string>, AsyncIte
   /** The log-probability of each token, if the op requested them. */
   get logprobs(): NonNullable<ValueEvent["logprobs"]> | undefined {
     return this.#value?.logprobs ?? undefined;
+  }
+
+  /**
+   * What a reasoning model thought before the text: so far with `streamReasoning`, otherwise when it is done.
+   * Empty if it did not.
+   */
+  get reasoning(): string {
+    return this.#value ? (this.#value.reasoning ?? "") : this.#reasoning;
   }
 
   /** For each token the likeliest ones at its position, if the op requested them. */
@@ -189,7 +200,7 @@ export class Variable extends Reference implements PromiseLike<string>, AsyncIte
   onChange(listener: ChangeListener): () => void {
     const one = new Listener(this, listener);
     this.#listeners.add(one);
-    if (this.#pieces.length || this.done) announce(one);
+    if (this.#pieces.length || this.#reasoning || this.done) announce(one);
     return () => {
       this.#listeners.delete(one);
       forget(one);
@@ -202,10 +213,14 @@ export class Variable extends Reference implements PromiseLike<string>, AsyncIte
   }
 
   /** @internal */
-  receive(text: string): void {
-    if (!text) return;
-    this.#pieces.push(text);
-    this.#changed();
+  receive(text: string, reasoning = "", reasoningAt = 0): void {
+    if (reasoning) {
+      if (reasoningAt !== this.#numReasoning) this.#reasoning = takeCodePoints(this.#reasoning, reasoningAt);
+      this.#reasoning += reasoning;
+      this.#numReasoning = reasoningAt + countCodePoints(reasoning);
+    }
+    if (text) this.#pieces.push(text);
+    if (text || reasoning) this.#changed();
   }
 
   /** @internal */

@@ -83,6 +83,31 @@ test("pieces come from the start, also for a loop that begins late, and a slow l
   await stage.close();
 });
 
+test("thoughts grow before the text, and come again from their start after a connection broke", async () => {
+  const stage = await new Stage("abc").open();
+  const [variable] = (await stage.gens(1)) as [Variable];
+  const think = async (reasoning: string, reasoning_at: number): Promise<void> => {
+    stage.server.send({ event: "delta", var: variable.number, at: 0, text: "", reasoning, reasoning_at });
+    await settle(stage.server);
+  };
+  let numChanges = 0;
+  const leave = variable.onChange(() => numChanges++);
+  await think("It is 🐻", 0);
+  await think("?", 7);
+  assert.equal(variable.reasoning, "It is 🐻?");
+  await think("It is 🐻? Yes.", 0);
+  assert.equal(variable.reasoning, "It is 🐻? Yes.");
+  await think(" No.", 7);
+  assert.equal(variable.reasoning, "It is 🐻 No.");
+  assert.equal(showFrame(), 1);
+  assert.equal(numChanges, 1);
+  leave();
+  await stage.progress(9, variable);
+  assert.equal(await variable, "abc");
+  assert.equal(variable.reasoning, ""); // the value is the server's last word
+  await stage.close();
+});
+
 async function collected(pieces: AsyncIterable<string>): Promise<string[]> {
   const found: string[] = [];
   for await (const piece of pieces) found.push(piece);

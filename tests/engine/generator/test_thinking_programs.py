@@ -139,6 +139,40 @@ async def test_a_budget_is_recorded_and_replayed(tmp_path: Path) -> None:
             await flow.run(asked, 3)
 
 
+@EACH
+@pytest.mark.parametrize("is_reply", [False, True])
+async def test_thoughts_are_streamed_before_the_text(model: ThinkingModel, is_reply: bool) -> None:
+    async with af.session(backend=engine_of(model)) as flow, flow.state() as s:
+        if is_reply:
+            s += af.conversation([{"role": "user", "content": SCRIPT}])
+            s += af.reply("answer", stream_reasoning=True)
+        else:
+            s += af.user(SCRIPT) + af.assistant(af.gen("answer", stream_reasoning=True))
+        deltas = [delta async for delta in s["answer"].reasoning_deltas()]
+        assert "".join(deltas) == THOUGHTS
+        await s["answer"]
+        assert s["answer"].text == ANSWER
+        assert s["answer"].reasoning == THOUGHTS
+        # Without the option they come whole, with the value.
+        s += af.user(SCRIPT) + af.gen("whole")
+        await s["whole"]
+        assert [delta async for delta in s["whole"].reasoning_deltas()] == [THOUGHTS]
+
+
+async def test_streamed_thoughts_are_replayed(tmp_path: Path) -> None:
+    async def asked(s: af.State) -> str:
+        s += af.user(SCRIPT) + af.assistant(af.gen("answer", stream_reasoning=True))
+        thoughts = "".join([delta async for delta in s["answer"].reasoning_deltas()])
+        assert await s["answer"] == ANSWER
+        return thoughts
+
+    path = tmp_path / "run.jsonl"
+    async with af.session(backend=engine_of(QWEN_MODEL), record=path) as flow:
+        assert await flow.run(asked) == THOUGHTS
+    async with af.session(backend=af.Replay(path)) as flow:
+        assert await flow.run(asked) == THOUGHTS
+
+
 @pytest.mark.parametrize("budget", [-1, True, 1.5, "2"])
 def test_a_budget_is_a_whole_number(budget: Any) -> None:
     with pytest.raises(af.BadArgument) as caught:

@@ -13,6 +13,7 @@ LIMIT = 4096
 texts = st.text(max_size=40).flatmap(lambda text: st.integers(0, 250).map(lambda times: text * times))
 events = st.one_of(
     st.builds(Delta, st.integers(1, 3), st.integers(0, 9), texts),
+    st.builds(Delta, st.integers(1, 3), st.integers(0, 9), texts, texts, st.integers(0, 9)),
     st.builds(Value, st.integers(1, 3), st.integers(0, 9), texts, st.just("eos"), st.just(Usage(1, 2, 3))),
     st.builds(Reached, st.integers(1, 3), st.integers(1, 9)),
     st.builds(StateFailed, st.integers(1, 3), st.builds(ErrorInfo, st.just("run_failed"), texts)),
@@ -21,14 +22,22 @@ events = st.one_of(
 
 def _pieces(received: list[Event]) -> list[tuple[int, int, str]]:
     """Texts by variable and position, with what follows on directly put together."""
+    found = [(event.var, event.at, event.text) for event in received if isinstance(event, Delta | Value)]
+    return _merged([piece for piece in found if piece[2]])
+
+
+def _thoughts(received: list[Event]) -> list[tuple[int, int, str]]:
+    deltas = [event for event in received if isinstance(event, Delta)]
+    return _merged([(one.var, one.reasoning_at, one.reasoning) for one in deltas if one.reasoning])
+
+
+def _merged(pieces: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
     merged: list[tuple[int, int, str]] = []
-    for event in received:
-        if isinstance(event, Delta | Value):
-            var, at, text = event.var, event.at, event.text
-            if merged and merged[-1][0] == var and merged[-1][1] + len(merged[-1][2]) == at and at:
-                merged[-1] = (var, merged[-1][1], merged[-1][2] + text)
-            else:
-                merged.append((var, at, text))
+    for var, at, text in pieces:
+        if merged and merged[-1][0] == var and merged[-1][1] + len(merged[-1][2]) == at and at:
+            merged[-1] = (var, merged[-1][1], merged[-1][2] + text)
+        else:
+            merged.append((var, at, text))
     return merged
 
 
@@ -42,6 +51,7 @@ def test_frames_carry_all_events_in_order_within_the_limit(given_events: list[Ev
         assert frame.ack == 7
         received += frame.events
     assert _pieces(received) == _pieces(given_events)
+    assert _thoughts(received) == _thoughts(given_events)
     # A cut Value becomes deltas and then itself; everything else stays one event.
     ends = [event for event in received if not isinstance(event, Delta)]
     expected = [event for event in given_events if not isinstance(event, Delta)]

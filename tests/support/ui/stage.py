@@ -25,6 +25,17 @@ ResultT = TypeVar("ResultT")
 DONE = None
 
 
+class _Thoughts(str):
+    """A piece that the model thinks."""
+
+
+def _usage(context: ScriptedContext, text: str, thoughts: str) -> Usage:
+    """A word is a token."""
+    num_thoughts = len(thoughts.split())
+    num_output = len(text.split()) + num_thoughts
+    return Usage(len(context.text.split()), 0, num_output, thought_tokens=num_thoughts)
+
+
 @dataclass(eq=False)
 class _Line:
     """A generation that waits for its text."""
@@ -50,9 +61,10 @@ class StagedGenerator(ScriptedGenerator):
         params: SamplingParams,
         on_text: OnText,
         constraint: Constraint | None = None,
+        on_reasoning: OnText | None = None,
     ) -> Generated:
-        text = await self._staged(context, on_text)
-        return Generated(text, "stop", Usage(len(context.text.split()), 0, len(text.split())))
+        text, thoughts = await self._staged(context, on_text, on_reasoning)
+        return Generated(text, "stop", _usage(context, text, thoughts), reasoning=thoughts or None)
 
     async def reply(
         self,
@@ -60,6 +72,7 @@ class StagedGenerator(ScriptedGenerator):
         params: SamplingParams,
         on_text: OnText,
         constraint: Constraint | None = None,
+        on_reasoning: OnText | None = None,
     ) -> Generated:
         writer = ReplyWriter()
         written: list[str] = []
@@ -68,9 +81,9 @@ class StagedGenerator(ScriptedGenerator):
             written.append(writer.push([TextPiece(delta)]))
             on_text(written[-1])
 
-        text = await self._staged(context, write)
-        usage = Usage(len(context.text.split()), 0, len(text.split()))
-        return Generated("".join(written) + writer.finish(), "stop", usage)
+        text, thoughts = await self._staged(context, write, on_reasoning)
+        notation = "".join(written) + writer.finish()
+        return Generated(notation, "stop", _usage(context, text, thoughts), reasoning=thoughts or None)
 
     async def score(self, context: ScriptedContext, choices: Sequence[str], method: str) -> Scored:
         """The first choice, at once."""
@@ -79,25 +92,32 @@ class StagedGenerator(ScriptedGenerator):
         scores = tuple(-1.0 - index for index in range(len(choices)))
         return Scored(0, scores, Usage(len(context.text.split()), 0, 0))
 
-    async def _staged(self, context: ScriptedContext, on_text: OnText) -> str:
+    async def _staged(
+        self, context: ScriptedContext, on_text: OnText, on_reasoning: OnText | None
+    ) -> tuple[str, str]:
         keys = [key for key in self.texts if key in context.text]
         if keys:
             known = self.texts[max(keys, key=context.text.rfind)]  # the latest turn of a conversation
             await anyio.lowlevel.checkpoint()
             context.text += known
             on_text(known)
-            return known
+            return known, ""
         send, receive = anyio.create_memory_object_stream[str | None](1000)
         line = _Line(context.text, send)
         self.lines.append(line)
         self.num_running += 1
         self._change()
-        said = ""
+        said = thoughts = ""
         try:
             with send, receive:
                 async for piece in receive:
                     if piece is DONE:
                         break
+                    if isinstance(piece, _Thoughts):
+                        thoughts += piece
+                        if on_reasoning is not None:
+                            on_reasoning(piece)
+                        continue
                     said += piece
                     context.text += piece
                     on_text(piece)
@@ -105,7 +125,7 @@ class StagedGenerator(ScriptedGenerator):
             self.lines.remove(line)
             self.num_running -= 1
             self._change()
-        return said
+        return said, thoughts
 
     def _change(self) -> None:
         self.changed.set()
@@ -133,6 +153,10 @@ class Stage:
     def say(self, text: str, to: str = "") -> None:
         """Streams a piece of text. Some generation must wait for it."""
         self._send(text, to)
+
+    def think(self, text: str, to: str = "") -> None:
+        """As ``say``, of what the model thinks before it answers."""
+        self._send(_Thoughts(text), to)
 
     def end(self, to: str = "") -> None:
         """Ends generations, successfully."""

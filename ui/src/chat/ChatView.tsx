@@ -28,6 +28,7 @@ import {
 } from "./chats";
 import { openCalls, pathOf, siblingsOf, type Turn } from "./conversation";
 import { MarkdownText } from "./MarkdownText";
+import { StreamingThoughts, Thoughts } from "./Thoughts";
 import "./chat.css";
 
 const draft = signal("");
@@ -119,7 +120,10 @@ function TurnView({ turn }: { turn: Turn }) {
         streaming ? (
           <Streaming key="live" variable={streaming.variable} isReply={streaming.isReply} />
         ) : (
-          <Finished turn={turn} />
+          <>
+            <Thoughts text={turn.thoughts ?? ""} numTokens={usage?.thought_tokens} />
+            <Finished turn={turn} />
+          </>
         )
       ) : (
         <p class="model-text" dir="auto">
@@ -173,6 +177,7 @@ function Streaming({ variable, isReply }: { variable: Variable; isReply: boolean
   );
   return (
     <div class="is-streaming">
+      <StreamingThoughts variable={variable} hasText={() => text() !== "" || callsOf(variable).length > 0} />
       <MarkdownText text={text} subscribe={subscribe} />
       {calls.value.length > 0 && (
         <ul class="tool-calls">

@@ -137,7 +137,12 @@ function ask(chat: number, parent: number): void {
       state.converse(messages, SPECS, { mode });
     } else if (isReply) state.converse(messages);
     else withTurns(state, messages);
-    variable = state.gen("reply", { maxTokens, reply: isReply, ...(temperature > 0 ? { temperature, topP } : {}) });
+    variable = state.gen("reply", {
+      maxTokens,
+      reply: isReply,
+      streamReasoning: true,
+      ...(temperature > 0 ? { temperature, topP } : {}),
+    });
   } catch (error) {
     finish({ problem: sentenceOf(error) });
     return;
@@ -158,6 +163,7 @@ function ask(chat: number, parent: number): void {
     if (variable.usage) usages.value = new Map(usages.peek()).set(key, variable.usage);
     finish({
       content: now,
+      ...(variable.reasoning ? { thoughts: variable.reasoning } : {}),
       toolCalls: calls.get(true) ?? [],
       truncatedCalls: calls.get(false) ?? [],
       ...(variable.error ? { problem: problemOf(variable.error) } : {}),

@@ -1,5 +1,6 @@
 // The playground: a program as a form on one side, its run on the other.
 import { signal, useComputed, useSignal } from "@preact/signals";
+import { useRef } from "preact/hooks";
 import { Dialog } from "../app/Dialog";
 import { announce } from "../app/announce";
 import { session } from "../app/session";
@@ -18,26 +19,51 @@ import "./playground.css";
 const program = signal<Program>(structuredClone(EXAMPLES["essay_judge"]!));
 const example = signal("essay_judge");
 const run = signal<ProgramRun | null>(null);
+/** What choosing a ready program replaced, if it had been edited: it can be taken back until the next edit or run. */
+const replaced = signal<{ program: Program; example: string; run: ProgramRun | null } | null>(null);
 
 function start(): void {
   const open = session.peek();
   if (!open) return;
   run.peek()?.stop();
+  replaced.value = null;
   announce("Running.");
   run.value = new ProgramRun(program.peek(), open);
 }
 
 function choose(name: string): void {
+  const before = { program: program.peek(), example: example.peek(), run: run.peek() };
+  // Of several choices in a row, as with the arrow keys, the first replaced something.
+  if (JSON.stringify(before.program) !== JSON.stringify(EXAMPLES[before.example])) {
+    replaced.value = before;
+    announce(`${sentenceOfReplaced(before.example)} Undo is after the choice.`);
+  }
   example.value = name;
   program.value = structuredClone(EXAMPLES[name]!);
   run.value = null;
+}
+
+const sentenceOfReplaced = (name: string) => `Your changes to “${EXAMPLES[name]!.title}” were replaced.`;
+
+function undo(): void {
+  const before = replaced.peek();
+  if (!before) return;
+  example.value = before.example;
+  program.value = before.program;
+  run.value = before.run;
+  replaced.value = null;
+  announce("Your changes are back.");
 }
 
 export default function PlaygroundView() {
   const drawer = useSignal<"sampling" | "python" | null>(null);
   const mistakes = useComputed(() => mistakesOf(program.value));
   const isRunning = run.value?.status.value === "running";
-  const edit = (changed: Program) => (program.value = changed);
+  const choice = useRef<HTMLSelectElement>(null);
+  const edit = (changed: Program) => {
+    replaced.value = null;
+    program.value = changed;
+  };
   return (
     <View
       name="playground"
@@ -46,6 +72,7 @@ export default function PlaygroundView() {
       actions={
         <>
           <select
+            ref={choice}
             aria-label="Ready program"
             value={example.value}
             disabled={isRunning}
@@ -58,6 +85,20 @@ export default function PlaygroundView() {
               </option>
             ))}
           </select>
+          {replaced.value && !isRunning && (
+            <span class="replaced" data-testid="replaced">
+              {sentenceOfReplaced(replaced.value.example)}
+              <button
+                type="button"
+                onClick={() => {
+                  undo();
+                  choice.current?.focus();
+                }}
+              >
+                Undo
+              </button>
+            </span>
+          )}
           <button type="button" data-testid="sampling" onClick={() => (drawer.value = "sampling")}>
             Sampling
           </button>

@@ -1,0 +1,37 @@
+// What a reasoning model thought before a reply: open while it thinks, closed once the reply begins.
+import type { Variable } from "agentflow-client";
+import { useSignal, useSignalEffect } from "@preact/signals";
+
+/** Of a reply that streams. `hasText` tells whether the reply has begun. */
+export function StreamingThoughts({ variable, hasText }: { variable: Variable; hasText: () => boolean }) {
+  const text = useSignal("");
+  const isThinking = useSignal(true);
+  useSignalEffect(() =>
+    variable.onChange(() => {
+      text.value = variable.reasoning;
+      isThinking.value = !hasText() && !variable.done;
+    }),
+  );
+  return <Thoughts text={text.value} isThinking={isThinking.value} />;
+}
+
+/** `numTokens`: none if they are not known yet. */
+export function Thoughts(props: { text: string; isThinking?: boolean; numTokens?: number | undefined }) {
+  const { text, isThinking, numTokens } = props;
+  if (!text) return null;
+  return (
+    // Mounted anew when thinking ends, so that it closes once and then stays as the reader leaves it.
+    <details key={String(isThinking === true)} class="thoughts" open={isThinking === true} data-testid="thoughts">
+      <summary>
+        {isThinking
+          ? "Thinking…"
+          : numTokens
+            ? `Thought for ${numTokens.toLocaleString("en")} ${numTokens === 1 ? "token" : "tokens"}`
+            : "Thoughts"}
+      </summary>
+      <p class="model-text" dir="auto" tabIndex={0} role="region" aria-label="Thoughts">
+        {text}
+      </p>
+    </details>
+  );
+}
