@@ -9,6 +9,7 @@
 
 #if defined(__AVX512VNNI__)
 
+#include <bit>
 #include <vector>
 
 #include "quantised.h"
@@ -18,30 +19,31 @@ namespace agentflow {
 constexpr int MAX_BYTE_ROWS = 6;       // of a tile: 24 registers of sums, 2 of the panel
 constexpr int MIN_UNPACKED_ROWS = 13;  // for which codes that lie in two places are unpacked first
 
+// A group of a row: value k is about scale * q[k].
+struct RowGroup {
+    float scale, sum;  // `sum`: of the values
+    int32_t negative_sums[3];  // less the sums of the q of each half, and of all
+};
+
 // Some rows, from one of their groups on.
 struct ByteRowsAt {
     const int8_t* values;
-    const float *scales, *sums;
+    const RowGroup* groups;
     int64_t depth, num_groups;  // of the whole rows
 
-    ByteRowsAt after(int64_t num) const {
-        return {values + num * depth, scales + num * num_groups, sums + num * num_groups * 3, depth, num_groups};
-    }
+    ByteRowsAt after(int64_t num) const { return {values + num * depth, groups + num * num_groups, depth, num_groups}; }
 };
 
-// Rows as signed bytes, with a scale for each group. `sums`: for each group, the scaled sums of its halves and of the
-// whole.
+// Rows as signed bytes.
 struct ByteRows {
-    std::vector<int8_t> values;  // [rows][depth]
-    std::vector<float> scales;   // [rows][num_groups]
-    std::vector<float> sums;     // [rows][num_groups][3]
+    std::vector<int8_t> values;    // [rows][depth]
+    std::vector<RowGroup> groups;  // [rows][num_groups]
     int64_t depth = 0, num_groups = 0;
 
     void fit(int64_t num_rows, int64_t new_depth) {
         depth = new_depth, num_groups = depth / GROUP;
         grow(values, num_rows * depth);
-        grow(scales, num_rows * num_groups);
-        grow(sums, num_rows * num_groups * 3);
+        grow(groups, num_rows * num_groups);
     }
 
     // Rounds each value of a row to the nearest of 255.
@@ -59,19 +61,15 @@ struct ByteRows {
             const __m256i flipped = _mm256_xor_si256(both, _mm256_set1_epi8(char(0x80)));
             const __m256i eights = _mm256_sad_epu8(flipped, _mm256_setzero_si256());
             const __m256i halves = _mm256_add_epi64(eights, _mm256_unpackhi_epi64(eights, eights));
-            const int first_sum = _mm256_extract_epi32(halves, 0) - 128 * GROUP / 2;
-            const int second_sum = _mm256_extract_epi32(halves, 4) - 128 * GROUP / 2;
-            const int64_t place = row * num_groups + g;
-            scales[place] = scale;
-            sums[place * 3] = scale * float(first_sum);
-            sums[place * 3 + 1] = scale * float(second_sum);
-            sums[place * 3 + 2] = sums[place * 3] + sums[place * 3 + 1];
+            const int first_sum = 128 * GROUP / 2 - _mm256_extract_epi32(halves, 0);
+            const int second_sum = 128 * GROUP / 2 - _mm256_extract_epi32(halves, 4);
+            const int sum = first_sum + second_sum;
+            groups[row * num_groups + g] = {scale, -scale * float(sum), {first_sum, second_sum, sum}};
         }
     }
 
     ByteRowsAt at(int64_t row, int64_t group) const {
-        const ByteRowsAt all{values.data() + group * GROUP, scales.data() + group, sums.data() + group * 3, depth, num_groups};
-        return all.after(row);
+        return ByteRowsAt{values.data() + group * GROUP, groups.data() + group, depth, num_groups}.after(row);
     }
 };
 
@@ -81,74 +79,53 @@ inline ByteRows& byte_rows() {
     return rows;
 }
 
-// A panel's codes as they are stored.
+// A panel's groups as they are stored.
 template <WeightFormat F>
 struct PackedPanel {
-    static constexpr int NUM_SCALES = Codes<F>::NUM_SCALES;
+    using C = Codes<F>;
     const uint8_t* groups;
 
     template <int AT>
     ALWAYS_INLINE __m512i step(int64_t g, int half) const {
-        return Codes<F>::template step<AT>(groups + g * Codes<F>::BYTES, half).v;
+        return C::template step<AT>(groups + g * C::BYTES, half).v;
     }
-    ALWAYS_INLINE Vec scale(int64_t g, int half, int part) const {
-        return Codes<F>::scale_of(groups + g * Codes<F>::BYTES, half, part);
-    }
-    ALWAYS_INLINE Vec min(int64_t g, int half, int, Vec scale) const {
-        return Codes<F>::min_of(groups + g * Codes<F>::BYTES, half, scale);
-    }
+    ALWAYS_INLINE Vec scale(int64_t g, int half, int part) const { return C::scale_of(groups + g * C::BYTES, half, part); }
+    ALWAYS_INLINE Vec min(int64_t g, int half) const { return C::min_of(groups + g * C::BYTES, half, zero()); }
 };
 
-// A panel's codes as bytes, unpacked once for many rows: pays where codes lie in two places.
-template <int PARTS>
-struct UnpackedPanel {
-    static constexpr int NUM_SCALES = PARTS;
-    std::vector<uint8_t> codes;       // [groups][NUM_STEPS][PANEL][STEP]
-    std::vector<float> scales, mins;  // [groups][PARTS][PANEL]
+// A panel whose codes are unpacked once for many rows: pays where codes lie in two places.
+template <WeightFormat F>
+struct UnpackedPanel : PackedPanel<F> {
+    const uint8_t* codes;  // [groups][NUM_STEPS][PANEL][STEP]
 
-    template <WeightFormat F>
-    void set(const PackedPanel<F>& from, int64_t num_groups) {
+    // The codes lie in this thread's memory, those of one panel at a time.
+    static UnpackedPanel of(const PackedPanel<F>& packed, int64_t num_groups) {
+        static thread_local std::vector<uint8_t> codes;
         grow(codes, num_groups * GROUP * PANEL);
-        grow(scales, num_groups * PARTS * PANEL);
-        grow(mins, num_groups * PARTS * PANEL);
         for (int64_t g = 0; g < num_groups; g++) {
             for (int half = 0; half < 2; half++) {
                 each_step<0, NUM_STEPS>([&](auto at) {
                     uint8_t* to = codes.data() + (g * NUM_STEPS + at) * PANEL * STEP + half * LANES * STEP;
-                    _mm512_storeu_si512(to, from.template step<at>(g, half));
+                    _mm512_storeu_si512(to, packed.template step<at>(g, half));
                 });
-                for (int part = 0; part < PARTS; part++) {
-                    const Vec scale = from.scale(g, half, part);
-                    store(scales.data() + (g * PARTS + part) * PANEL + half * LANES, scale);
-                    store(mins.data() + (g * PARTS + part) * PANEL + half * LANES, from.min(g, half, part, scale));
-                }
             }
         }
+        return {packed, codes.data()};
     }
 
     template <int AT>
     ALWAYS_INLINE __m512i step(int64_t g, int half) const {
-        return _mm512_loadu_si512(codes.data() + (g * NUM_STEPS + AT) * PANEL * STEP + half * LANES * STEP);
-    }
-    ALWAYS_INLINE Vec scale(int64_t g, int half, int part) const {
-        return load(scales.data() + (g * PARTS + part) * PANEL + half * LANES);
-    }
-    ALWAYS_INLINE Vec min(int64_t g, int half, int part, Vec) const {
-        return load(mins.data() + (g * PARTS + part) * PANEL + half * LANES);
+        return _mm512_loadu_si512(codes + (g * NUM_STEPS + AT) * PANEL * STEP + half * LANES * STEP);
     }
 };
 
-// This thread's panel.
-template <int PARTS>
-UnpackedPanel<PARTS>& unpacked_panel() {
-    static thread_local UnpackedPanel<PARTS> panel;
-    return panel;
-}
-
 // out [ROWS][PANEL] = rows times `num_groups` groups of a panel, added to what is there if `adds`. Each value of a row is
-// loaded once for both halves of the columns: one load for each product would be as slow as the products themselves.
-template <int ROWS, class Panel>
-void byte_tile(const ByteRowsAt& rows, const Panel& panel, int64_t num_groups, float* out, bool adds) {
+// loaded once for both halves of the columns: one load for each product would be as slow as the products themselves. `is_new`:
+// the panel is not in the cache yet.
+template <WeightFormat F, int ROWS, class Panel>
+void byte_tile(const ByteRowsAt& rows, const Panel& panel, int64_t num_groups, float* out, bool adds, bool is_new) {
+    using C = Codes<F>;
+    constexpr int OFFSET_BITS = std::countr_zero(unsigned(C::OFFSET));
     __m512 totals[ROWS][2];
 #pragma GCC unroll 6
     for (int i = 0; i < ROWS; i++) {
@@ -157,12 +134,17 @@ void byte_tile(const ByteRowsAt& rows, const Panel& panel, int64_t num_groups, f
         }
     }
     for (int64_t g = 0; g < num_groups; g++) {
-        each_step<0, Panel::NUM_SCALES>([&](auto part) {
-            constexpr int NUM = NUM_STEPS / Panel::NUM_SCALES, BEGIN = part * NUM;
-            constexpr int SUM = Panel::NUM_SCALES == 1 ? 2 : part;
+        if (is_new) prefetch_ahead<C::BYTES>(panel.groups + g * C::BYTES);
+        each_step<0, C::NUM_SCALES>([&](auto part) {
+            constexpr int NUM = NUM_STEPS / C::NUM_SCALES, BEGIN = part * NUM;
+            constexpr int SUM = C::NUM_SCALES == 1 ? 2 : part;
             __m512i dots[ROWS][2];
 #pragma GCC unroll 6
-            for (int i = 0; i < ROWS; i++) dots[i][0] = dots[i][1] = _mm512_setzero_si512();
+            for (int i = 0; i < ROWS; i++) {
+                // Without minimums, codes are less by an offset: by its product with the row's sum, to begin with.
+                const __m512i less = _mm512_set1_epi32(rows.groups[i * rows.num_groups + g].negative_sums[SUM]);
+                dots[i][0] = dots[i][1] = C::HAS_MINS ? _mm512_setzero_si512() : _mm512_slli_epi32(less, OFFSET_BITS);
+            }
             each_step<BEGIN, BEGIN + NUM>([&](auto at) {
                 const __m512i columns[] = {panel.template step<at>(g, 0), panel.template step<at>(g, 1)};
 #pragma GCC unroll 6
@@ -176,15 +158,15 @@ void byte_tile(const ByteRowsAt& rows, const Panel& panel, int64_t num_groups, f
                 }
             });
             const Vec column_scales[] = {panel.scale(g, 0, part), panel.scale(g, 1, part)};
-            const Vec mins[] = {panel.min(g, 0, part, column_scales[0]), panel.min(g, 1, part, column_scales[1])};
+            const Vec mins[] = {panel.min(g, 0), panel.min(g, 1)};
 #pragma GCC unroll 6
             for (int i = 0; i < ROWS; i++) {
-                const __m512 scale = _mm512_set1_ps(rows.scales[i * rows.num_groups + g]);
-                const __m512 sum = _mm512_set1_ps(rows.sums[(i * rows.num_groups + g) * 3 + SUM]);
+                const RowGroup& row = rows.groups[i * rows.num_groups + g];
+                const __m512 scale = _mm512_set1_ps(row.scale), sum = _mm512_set1_ps(row.sum);
                 for (int half = 0; half < 2; half++) {
                     const __m512 dot = _mm512_cvtepi32_ps(dots[i][half]);
                     totals[i][half] = _mm512_fmadd_ps(dot, _mm512_mul_ps(column_scales[half].v, scale), totals[i][half]);
-                    totals[i][half] = _mm512_fmadd_ps(mins[half].v, sum, totals[i][half]);
+                    if (C::HAS_MINS) totals[i][half] = _mm512_fmadd_ps(mins[half].v, sum, totals[i][half]);
                 }
             }
         });
@@ -205,16 +187,14 @@ void multiply_panel(const ByteRowsAt& rows, int64_t num_rows, const uint8_t* cod
         each_even_tile(num_rows, MAX_BYTE_ROWS, [&](int64_t first, int num) {
             float* out = sums + first * stride;
             each_step<1, MAX_BYTE_ROWS + 1>([&](auto height) {
-                if (height == num) byte_tile<height>(rows.after(first), panel, num_groups, out, adds);
+                if (height == num) byte_tile<F, height>(rows.after(first), panel, num_groups, out, adds, first == 0);
             });
             done(first, num, out);
         });
     };
     constexpr bool IS_SLOW = Codes<F>::UPPER_BYTES > 0;  // to unpack, for each tile again
     if (!IS_SLOW || num_rows < MIN_UNPACKED_ROWS) return each(packed);
-    auto& unpacked = unpacked_panel<Codes<F>::NUM_SCALES>();
-    unpacked.set(packed, num_groups);
-    each(unpacked);
+    each(UnpackedPanel<F>::of(packed, num_groups));
 }
 
 }  // namespace agentflow

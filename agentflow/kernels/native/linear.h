@@ -165,13 +165,15 @@ void multiply(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weig
 #endif
     const int64_t num_panels = (weight.num_out + PANEL - 1) / PANEL;
     const Division by(num_rows, num_panels, padded_depth<S>(weight.num_in), sizeof(RowOf<S>), 4 * max_rows<S>());
+    const bool is_streamed = !is_quantised(weight);  // else `columns` are in the cache already
     each_slice<TilesInUse>(by, [&](const Slice& slice) {
         static thread_local std::vector<S> widened;
         const S* columns = dense_panel<S>(panel_of<S>(weight, slice.panel), slice.begin, slice.depth, widened);
         each_tile<S>(slice.num_rows, [&](int64_t at, int num) {
             const int64_t row = slice.first_row + at;
             float* sums = slice.sums + at * slice.stride;
-            tile<S>(num, rows + row * stride + slice.begin, stride, columns, slice.depth, sums, !slice.is_first);
+            tile<S>(num, rows + row * stride + slice.begin, stride, columns, slice.depth, sums, !slice.is_first,
+                    is_streamed && at == 0);
             if (slice.is_last) put(row, num, slice.panel, sums);
         });
     });

@@ -111,6 +111,15 @@ ALWAYS_INLINE __m512bh pair_of(const bf16* row) {
 }
 #endif
 
+// Prefetches the BYTES of a panel that are some way behind p. Panels are read in order, but while a core multiplies them
+// with a few rows, its own prefetching falls behind: a batch of 4 to 16 rows took up to twice as long.
+template <int BYTES>
+ALWAYS_INLINE void prefetch_ahead(const void* p) {
+    constexpr int64_t DISTANCE = 16 * 1024;
+#pragma GCC unroll 20
+    for (int at = 0; at < BYTES; at += 64) _mm_prefetch(static_cast<const char*>(p) + DISTANCE + at, _MM_HINT_T1);
+}
+
 // Adds the products at depth k (for pairs, also at k + 1) to the sums of ROWS rows.
 template <int ROWS, int VECS>
 ALWAYS_INLINE void multiply_add(Vec (&sums)[ROWS][VECS], const float* row, int64_t stride, int64_t k,
@@ -164,9 +173,9 @@ ALWAYS_INLINE void multiply_add(Vec (&sums)[ROWS][VECS], const bf16* row, int64_
 #endif
 
 // out [ROWS][PANEL] = rows [ROWS][depth] times one panel, added to what is there if `adds`. `depth` is padded, and rows
-// are readable up to it.
+// are readable up to it. `is_new`: the panel is not in the cache yet.
 template <int ROWS, class S>
-void tile(const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, float* out, bool adds) {
+void tile(const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, float* out, bool adds, bool is_new) {
     for (int first = 0; first < PANEL; first += TILE_VECS * LANES) {
         Vec sums[ROWS][TILE_VECS];
 #pragma GCC unroll 12
@@ -176,6 +185,7 @@ void tile(const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, f
         }
         const S* columns = panel + first * Format<S>::PAIR;
         for (int64_t k = 0; k < depth; k += Format<S>::PAIR) {
+            if (is_new) prefetch_ahead<TILE_VECS * LANES * Format<S>::PAIR * int(sizeof(S))>(columns + k * PANEL);
             multiply_add<ROWS, TILE_VECS>(sums, rows, stride, k, columns);
         }
 #pragma GCC unroll 12
@@ -187,17 +197,17 @@ void tile(const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, f
 }
 
 template <class S, int ROWS>
-void tile_of(int num_rows, const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, float* out, bool adds) {
+void tile_of(int num_rows, const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, float* out, bool adds, bool is_new) {
     if constexpr (ROWS > 1) {
-        if (num_rows < ROWS) return tile_of<S, ROWS - 1>(num_rows, rows, stride, panel, depth, out, adds);
+        if (num_rows < ROWS) return tile_of<S, ROWS - 1>(num_rows, rows, stride, panel, depth, out, adds, is_new);
     }
-    tile<ROWS, S>(rows, stride, panel, depth, out, adds);
+    tile<ROWS, S>(rows, stride, panel, depth, out, adds, is_new);
 }
 
 // The same for any number of rows up to max_rows. With AMX, this thread must hold a TilesInUse.
 template <class S>
 void tile(int num_rows, const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, float* out,
-          bool adds = false) {
+          bool adds = false, bool is_new = false) {
 #if defined(AGENTFLOW_TILES)
     if constexpr (std::is_same_v<S, bf16>) {
         if (num_rows >= MIN_ROWS_FOR_TILES && allow_tiles()) {
@@ -207,11 +217,11 @@ void tile(int num_rows, const RowOf<S>* rows, int64_t stride, const S* panel, in
     }
 #endif
     for (; num_rows > MAX_VECTOR_ROWS; num_rows -= MAX_VECTOR_ROWS) {
-        tile<MAX_VECTOR_ROWS, S>(rows, stride, panel, depth, out, adds);
+        tile<MAX_VECTOR_ROWS, S>(rows, stride, panel, depth, out, adds, is_new);
         rows += MAX_VECTOR_ROWS * stride;
         out += MAX_VECTOR_ROWS * PANEL;
     }
-    tile_of<S, MAX_VECTOR_ROWS>(num_rows, rows, stride, panel, depth, out, adds);
+    tile_of<S, MAX_VECTOR_ROWS>(num_rows, rows, stride, panel, depth, out, adds, is_new);
 }
 
 // Divides rows 0 to num_rows into tiles of about equal height, at most `most`, and calls body(first, num) for each.
