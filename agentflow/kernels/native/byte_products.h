@@ -9,7 +9,6 @@
 
 #if defined(__AVX512VNNI__)
 
-#include <bit>
 #include <vector>
 
 #include "quantised.h"
@@ -125,7 +124,7 @@ struct UnpackedPanel : PackedPanel<F> {
 template <WeightFormat F, int ROWS, class Panel>
 void byte_tile(const ByteRowsAt& rows, const Panel& panel, int64_t num_groups, float* out, bool adds, bool is_new) {
     using C = Codes<F>;
-    constexpr int OFFSET_BITS = std::countr_zero(unsigned(C::OFFSET));
+    constexpr int OFFSET_BITS = __builtin_ctz(C::OFFSET);
     __m512 totals[ROWS][2];
 #pragma GCC unroll 6
     for (int i = 0; i < ROWS; i++) {
