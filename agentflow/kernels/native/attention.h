@@ -167,15 +167,15 @@ class TaskRun {
         const int at = place(head, 0, 0);
         const bf16* queries = s_.queries.data() + at * s_.depth;
         const int32_t* slots = task_.slots + first;
+        const auto step = [&] { ahead_.step(); };
         for (int group = 0; group < num; group += LANES) {
             const bf16* keys[LANES];
             for (int i = 0; i < LANES; i++) keys[i] = kv_.key(slots[std::min(group + i, num - 1)], head);
             Vec found[QUERIES];
-            if (shape_.head_dim == 64) score_few<QUERIES, 2>(queries, s_.depth, keys, found);
-            else score_few<QUERIES, 4>(queries, s_.depth, keys, found);
+            if (shape_.head_dim == 64) score_few<QUERIES, 2>(queries, s_.depth, keys, found, step);
+            else score_few<QUERIES, 4>(queries, s_.depth, keys, found, step);
             float* to = scores + group / PANEL * MAX_TILE_ROWS * PANEL + group % PANEL;
             for (int i = 0; i < QUERIES; i++) store(to + i * PANEL, found[i]);
-            ahead_.step();
         }
         for (int i = 0; i < QUERIES; i++) {
             const int64_t visible = std::clamp<int64_t>(seen(i / group_) - first, 0, num);
@@ -184,7 +184,6 @@ class TaskRun {
         }
         for (int64_t dim = 0; dim < shape_.head_dim; dim += 64) {
             const auto value = [&](int key) { return kv_.value(slots[key], head) + dim; };
-            const auto step = [&] { if (dim == 0) ahead_.step(); };
             add_few<QUERIES>(weights, KEY_BLOCK, num, value, decays, s_.sums.data() + at * s_.dims + dim, s_.dims, step);
         }
     }
@@ -193,7 +192,7 @@ class TaskRun {
     // The number of calls of ahead_.step() for a block of `num` keys.
     int num_steps(int num) const {
         const int num_heads = task_.end_head - task_.first_head;
-        if (has_few()) return num_heads * 2 * round_up(num, LANES) / LANES;
+        if (has_few()) return num_heads * int(shape_.head_dim) / 64 * num;  // half of them for keys
         const int num_tiles = (per_head_ + max_rows<S>() - 1) / max_rows<S>();
         return num_heads * num_tiles * (round_up(num, PANEL) + int(s_.dims)) / PANEL;
     }

@@ -46,8 +46,9 @@ ALWAYS_INLINE void turn(__m512i (&r)[16]) {
 constexpr int MOST_FEW_QUERIES = 4;  // whose sums over 64 dimensions fit into registers
 
 // scores[i] [16]: of query i with 16 keys, for heads of 32 * CHUNKS dimensions. Queries are `stride` values apart.
-template <int QUERIES, int CHUNKS>
-void score_few(const bf16* queries, int64_t stride, const bf16* const (&keys)[LANES], Vec (&scores)[QUERIES]) {
+// Calls step() after every 4 loads, as add_few does.
+template <int QUERIES, int CHUNKS, class Step>
+void score_few(const bf16* queries, int64_t stride, const bf16* const (&keys)[LANES], Vec (&scores)[QUERIES], const Step& step) {
     __m512 sums[QUERIES][2];
 #pragma GCC unroll 4
     for (int i = 0; i < QUERIES; i++) sums[i][0] = sums[i][1] = _mm512_setzero_ps();
@@ -55,7 +56,10 @@ void score_few(const bf16* queries, int64_t stride, const bf16* const (&keys)[LA
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
         __m512i words[LANES];
 #pragma GCC unroll 16
-        for (int j = 0; j < LANES; j++) words[j] = _mm512_loadu_si512(keys[j] + chunk * 32);
+        for (int j = 0; j < LANES; j++) {
+            if (j % 4 == 0) step();
+            words[j] = _mm512_loadu_si512(keys[j] + chunk * 32);
+        }
         turn(words);
 #pragma GCC unroll 16
         for (int j = 0; j < LANES; j++) {
@@ -71,7 +75,7 @@ void score_few(const bf16* queries, int64_t stride, const bf16* const (&keys)[LA
 }
 
 // sums[i] [64] = decays[i] * sums[i] + the weighted sum of 64 dimensions of the values. The weight of a key for query i is
-// weights[i * weight_stride + key]; value(key) returns the key's value. Calls step() every LANES keys.
+// weights[i * weight_stride + key]; value(key) returns the key's value.
 template <int QUERIES, class Value, class Step>
 void add_few(const bf16* weights, int64_t weight_stride, int num, const Value& value, const float* decays,
              float* sums, int64_t sums_stride, const Step& step) {
@@ -85,7 +89,7 @@ void add_few(const bf16* weights, int64_t weight_stride, int num, const Value& v
     for (int key = 0; key < num; key += 2) {
         const bf16* a = value(key);
         const bf16* b = key + 1 < num ? value(key + 1) : a;  // an odd last key: b's weight is 0
-        if (key % LANES == 0) step();
+        step();
 #pragma GCC unroll 2
         for (int c = 0; c < CHUNKS; c++) {
             const __m512i x = _mm512_loadu_si512(a + 32 * c), y = _mm512_loadu_si512(b + 32 * c);

@@ -103,8 +103,9 @@ void pack_values(const KvLayer<S>& kv, const int32_t* slots, int num, int64_t he
     }
 }
 
-// Prefetches the keys and values of a block, a few at a time, while another block is processed. Prefetching all at once
-// would fill the core's queues, and the core would stall as if it read them.
+// Prefetches the keys and values of a block while another one is processed: a few lines at a time, in the order of the
+// memory, at an even rate. So the processor's own prefetching joins in, and its queues, which ordinary loads need too, do
+// not fill up.
 template <class S>
 class FetchAhead {
   public:
@@ -113,27 +114,43 @@ class FetchAhead {
     // Begins at key `first` of a task, to be done in about `num_steps` calls of step(). Null: nothing to prefetch.
     void begin(const Task* task, int first, int num_steps) {
         task_ = task;
-        at_ = first;
-        end_ = task ? std::min(task->num_keys, first + KEY_BLOCK) : first;
-        step_ = (end_ - at_ + num_steps - 1) / num_steps;
+        is_value_ = true;
+        key_ = first - 1;
+        last_key_ = task ? std::min(task->num_keys, first + KEY_BLOCK) - 1 : key_;
+        size_ = task ? (task->end_head - task->first_head) * kv_.head_dim * int64_t(sizeof(S)) : 0;
+        at_ = end_ = nullptr;
+        const int64_t num_lines = (last_key_ - key_) * 2 * ((size_ + LINE - 1) / LINE);
+        num_at_once_ = int((num_lines + num_steps - 1) / num_steps);
     }
 
-    void step() {
-        const int end = std::min(end_, at_ + step_);
-        for (; at_ < end; at_++) {
-            const S* key = kv_.key(task_->slots[at_], task_->first_head);
-            const S* value = kv_.value(task_->slots[at_], task_->first_head);
-            for (int64_t i = 0; i < (task_->end_head - task_->first_head) * kv_.head_dim; i += 64 / int(sizeof(S))) {
-                _mm_prefetch(reinterpret_cast<const char*>(key + i), _MM_HINT_T1);
-                _mm_prefetch(reinterpret_cast<const char*>(value + i), _MM_HINT_T1);
-            }
+    ALWAYS_INLINE void step() {
+        for (int i = 0; i < num_at_once_; i++) {
+            if (at_ >= end_ && !advance()) return;
+            _mm_prefetch(at_, _MM_HINT_T1);
+            at_ += LINE;
         }
     }
 
   private:
+    static constexpr int64_t LINE = 64;  // bytes
+
+    // Goes from a key to its value, or to the next key. Returns false at the end.
+    ALWAYS_INLINE bool advance() {
+        if (is_value_ && key_ == last_key_) return false;
+        key_ += is_value_;
+        is_value_ = !is_value_;
+        const int32_t slot = task_->slots[key_];
+        at_ = reinterpret_cast<const char*>(is_value_ ? kv_.value(slot, task_->first_head) : kv_.key(slot, task_->first_head));
+        end_ = at_ + size_;
+        return true;
+    }
+
     const KvLayer<S>& kv_;
     const Task* task_ = nullptr;
-    int at_ = 0, end_ = 0, step_ = 0;
+    int key_ = 0, last_key_ = 0, num_at_once_ = 0;
+    bool is_value_ = true;  // what at_ is in
+    int64_t size_ = 0;
+    const char *at_ = nullptr, *end_ = nullptr;
 };
 
 }  // namespace agentflow
