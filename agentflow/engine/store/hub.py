@@ -11,6 +11,7 @@ files that are still missing.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import logging
 import os
 import shutil
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from agentflow.engine.models.weights.packed.scheme import read_scheme
 from agentflow.engine.store.adapter_folder import CONFIG, WEIGHTS, check_adapter
 from agentflow.engine.store.embedding_folder import EMBEDDING_FILES, module_files
 from agentflow.engine.store.hub_errors import explained
@@ -183,7 +185,8 @@ class _Pull:
             ggufs = sorted(path for path in files if path.endswith(".gguf"))
             pickles = pickles_in(files)
             if ggufs:
-                reason = f"GGUF files only: name one, as in {name.repository}:{ggufs[0]}"
+                usual = next((path for path in ggufs if "q4_k_m" in path.lower()), ggufs[0])
+                reason = f"GGUF files only: name one, as in {name.repository}:{usual}"
             elif pickles:
                 reason = (
                     f"weights only as pickles ({pickles[0]}), which can run code when they are read: take a "
@@ -201,22 +204,29 @@ class _Pull:
         return [files["model.safetensors"]] if "model.safetensors" in files else tensors
 
     def _check_config(self) -> None:
-        """Rejects, before the weights are fetched, a model that only its own code could run."""
+        """Rejects, before the weights are fetched, a model that cannot be run here."""
         config = json_object(self._snapshot / "config.json")
         if config is None:
             raise PullFailed(f"config.json of {self._name} is not a JSON object", param="config.json")
-        if "auto_map" not in config:
+        try:
+            read_scheme(config)
+        except (BadModelFolder, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise PullFailed(f"{self._name} cannot be used: {error}", param="quantization_config") from error
+        names = config.get("architectures") or []
+        names = names if isinstance(names, list) else [names]
+        if not names or _is_known(names):
             return
-        from agentflow.engine.models.config import architectures_of
-        from agentflow.engine.models.families.registry import FAMILIES
-
-        names = architectures_of(config)
-        if not any(name in FAMILIES or _in_transformers(name) for name in names):
+        if "auto_map" in config:
             raise PullFailed(
                 f"{self._name} needs code of its own (auto_map in config.json), which is never run: take a "
                 "model whose architecture transformers has",
                 param="auto_map",
             )
+        raise PullFailed(
+            f"the architecture of {self._name} is {', '.join(map(str, names))}, which transformers does not "
+            "have: install a newer version, or take another model",
+            param="architectures",
+        )
 
     def _fetch(self, files: Sequence[HubFile]) -> None:
         """Fetches those that the cache does not have."""
@@ -371,12 +381,16 @@ def _hub_file(entry: Any) -> HubFile:
     return HubFile(path, num_bytes, git_sha1=entry.blob_id or "")
 
 
-def _in_transformers(architecture: object) -> bool:
-    try:
+def _is_known(architectures: Sequence[object]) -> bool:
+    """Whether one of them is in transformers, or runs natively. Loads torch only for those that are not."""
+    if importlib.util.find_spec("transformers") is not None:
         import transformers
-    except ImportError:
-        return False
-    return hasattr(transformers, str(architecture))
+
+        if not {*dir(transformers)}.isdisjoint(map(str, architectures)):
+            return True
+    from agentflow.engine.models.families.registry import FAMILIES
+
+    return not FAMILIES.keys().isdisjoint(map(str, architectures))
 
 
 class _Notes(logging.Handler):

@@ -74,7 +74,7 @@ def _of_answer(error: Any, hub: str, name: HubName, file: str) -> tuple[str, str
     if status == 401 and has_token and not isinstance(error, errors.RepositoryNotFoundError):
         return f"{hub} rejects the token: correct HF_TOKEN or run `hf auth login`", "HF_TOKEN"
     if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
-        what = f"{hub} has no model {repository}, or not for everyone: check the name"
+        what = f"{hub} has no public model {repository}: check the name"
         token = "your token must be allowed to read it" if has_token else log_in
         return f"{what}; if it is private, {token}", repository
     if status == 403:

@@ -158,6 +158,22 @@ def test_the_listener_gets_the_bytes(tiny: HubServer) -> None:
         ),
         (
             {
+                "model.safetensors": b"x",
+                "config.json": b'{"architectures": ["MyModel"]}',
+                "tokenizer.json": b"{}",
+            },
+            "architectures",
+        ),
+        (
+            {
+                "model.safetensors": b"x",
+                "config.json": b'{"quantization_config": {"quant_method": "hqq"}}',
+                "tokenizer.json": b"{}",
+            },
+            "quantization_config",
+        ),
+        (
+            {
                 "model-1.safetensors": b"x",
                 "config.json": b"{}",
                 "tokenizer.json": b"{}",
