@@ -55,7 +55,7 @@ from __future__ import annotations
 import logging
 import reprlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -463,6 +463,17 @@ def _tree(root: type[AgentflowError]) -> dict[str, type[AgentflowError]]:
 
 
 _BY_CODE = _tree(AgentflowError)
+
+
+def listed(names: Iterable[str], most: int = 10) -> str:
+    """The names, at most so many, for a message that says what there is.
+
+    >>> listed(["a", "b", "c"], most=2), listed([])
+    ('a, b and 1 more', 'none')
+    """
+    every = [*names]
+    more = f" and {len(every) - most:,} more" if len(every) > most else ""
+    return (", ".join(every[:most]) or "none") + more
 
 
 def from_code(code: str, message: str, param: str | None = None) -> AgentflowError:

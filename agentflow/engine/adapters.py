@@ -7,7 +7,7 @@ from pathlib import Path
 
 from agentflow.engine.process.ipc import AdapterLoaded, LoadAdapter
 from agentflow.engine.runner import ModelRunner
-from agentflow.errors import BadModelFolder, UnknownModel
+from agentflow.errors import BadModelFolder, UnknownModel, listed
 
 
 class Adapters:
@@ -42,7 +42,7 @@ class Adapters:
             return ""
         identity = self._identities.get(name)
         if identity is None:
-            known = ", ".join(sorted(self._identities)) or "none"
+            known = listed(sorted(self._identities))
             raise UnknownModel(f"the adapter {name!r} is not loaded (there are: {known})")
         self._num_uses[identity] += 1
         return identity

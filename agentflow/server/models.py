@@ -24,7 +24,7 @@ from agentflow.engine.process.ipc import Failed, Finished, FromEngine, Started, 
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.errors import Overloaded, UnknownModel
+from agentflow.errors import Overloaded, UnknownModel, listed
 from agentflow.runtime.generator import Embedder, Generator
 from agentflow.server.metrics.request_spans import request_spans
 from agentflow.server.tenants.rate_limit import TenantGate
@@ -345,7 +345,7 @@ class Models:
         for model in seen:
             if model.name == name:
                 return model
-        known = ", ".join(model.name for model in seen) or "none"
+        known = listed(model.name for model in seen)
         raise UnknownModel(f"there is no model {name[:200]!r} here (there are: {known})")
 
     def find_embedder(self, name: str | None, tenant: Tenant) -> Model | None:

@@ -40,7 +40,10 @@ def check_options(options: EmbeddingOptions, client: EngineClient) -> None:
     check_task(True, client.info)
     size = client.info.embedding_size
     if options.dimensions is not None and not 1 <= options.dimensions <= size:
-        raise BadArgument(f"dimensions: 1 to {size}, not {options.dimensions}", param="dimensions")
+        raise BadArgument(
+            f"dimensions: this model's embeddings have 1 to {size}, not {options.dimensions:,}",
+            param="dimensions",
+        )
 
 
 def encoded(
@@ -55,7 +58,7 @@ def encoded(
     texts = [prefix + text for text in inputs if isinstance(text, str)]
     for text in texts:
         if len(text) > MAX_CHARS_PER_TOKEN * most:
-            raise _too_long(param, f"{len(text):,} characters", most)
+            raise _too_long(param, f"{len(text):,} characters", most, prefix)
     if (folder or _PLAIN).lowercases:
         texts = [text.lower() for text in texts]
     of_texts = iter(client.tokenizer.encode_whole(texts) if texts else [])
@@ -64,7 +67,7 @@ def encoded(
         if not one:
             raise BadArgument(f"{param}: an input has no tokens", param=param)
         if len(one) > most:
-            raise _too_long(param, f"{len(one):,} tokens", most)
+            raise _too_long(param, f"{len(one):,} tokens", most, prefix)
         if min(one) < 0 or max(one) >= client.info.vocab_size:
             raise BadArgument(
                 f"{param}: the ids of this model's tokens are 0 to {client.info.vocab_size - 1}", param=param
@@ -72,7 +75,9 @@ def encoded(
     return found
 
 
-def _too_long(param: str, size: str, most: int) -> PromptTooLong:
+def _too_long(param: str, size: str, most: int, prefix: str) -> PromptTooLong:
+    if prefix:
+        size += " with its prompt"
     return PromptTooLong(
         f"{param}: an input has {size}; the model takes at most {most:,} tokens: split it", param=param
     )

@@ -133,7 +133,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
         content = json.loads(file.read_text("utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadModelFolder(f"{file} cannot be read: {error}", param=file.name) from error
     if not isinstance(content, dict):
         raise BadModelFolder(f"{file} must hold a JSON object", param=file.name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,12 @@ from agentflow.engine.store.adapter_folder import CONFIG, WEIGHTS
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.inputs import Adapter, LayerAdapter, LowRank, LowRankPart
 from agentflow.kernels.ops import Kernels
+from agentflow.protocol.client_pattern import InvalidPattern, compiled
+from agentflow.protocol.sampling import is_number, is_whole
 
+MAX_RANK = 100_000
+MAX_ALPHA = 1e6
+PATTERNS_S = 1.0
 # Settings of PEFT that change more than the products, or change them in another way.
 _UNSUPPORTED = (
     "modules_to_save",
@@ -65,6 +71,7 @@ def read_adapter(
     ``BadModelFolder`` if it is for another base model, or changes what cannot be changed here."""
     settings = read_json(folder / CONFIG) or {}
     _check_settings(folder, settings)
+    patterns = _Patterns(folder, settings)
     known = dict(_projections(config))
     tensors = _read_tensors(folder)
     parts: dict[tuple[int, Place], list[tuple[_Projection, Tensor, Tensor]]] = {}
@@ -72,8 +79,11 @@ def read_adapter(
         projection = known.get(module)
         if projection is None:
             raise _unknown_module(folder, module, known, config)
-        down, up = _checked(folder, module, tensors[module], projection, settings)
-        scale = _scale(folder, module, settings)
+        rank = patterns.value("rank_pattern", module, settings.get("r"))
+        down, up = _checked(folder, module, tensors[module], projection, rank, settings)
+        scale = _scale(
+            folder, rank, patterns.value("alpha_pattern", module, settings.get("lora_alpha")), settings
+        )
         changed = (projection, down.to(dtype), (up.float() * scale).to(dtype))
         parts.setdefault((projection.layer, projection.place), []).append(changed)
 
@@ -160,9 +170,13 @@ def _checked(
     module: str,
     pair: Mapping[str, Tensor],
     projection: _Projection,
+    rank: Any,
     settings: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    rank = _pattern(settings.get("rank_pattern"), module, settings.get("r"))
+    if not is_whole(rank, 1, MAX_RANK):
+        raise BadModelFolder(
+            f"{folder}: {CONFIG}: the rank of {module} is {rank!r:.40}, not a whole number", param="r"
+        )
     for kind, needed in (("A", (rank, projection.num_in)), ("B", (projection.num_out, rank))):
         name = f"{module}.lora_{kind}.weight"
         if kind not in pair:
@@ -174,26 +188,48 @@ def _checked(
                 f"{needed}: the adapter is for {base}",
                 param=name,
             )
+        if not torch.isfinite(pair[kind]).all():
+            raise BadModelFolder(f"{folder}: tensor {name} has values that are not finite", param=name)
     return pair["A"], pair["B"]
 
 
-def _scale(folder: Path, module: str, settings: Mapping[str, Any]) -> float:
-    rank = _pattern(settings.get("rank_pattern"), module, settings.get("r"))
-    alpha = _pattern(settings.get("alpha_pattern"), module, settings.get("lora_alpha"))
-    if not isinstance(alpha, int | float):
-        raise BadModelFolder(f"{folder}: {CONFIG}: lora_alpha is not a number", param="lora_alpha")
+def _scale(folder: Path, rank: int, alpha: Any, settings: Mapping[str, Any]) -> float:
+    if not is_number(alpha, -MAX_ALPHA, MAX_ALPHA):
+        raise BadModelFolder(
+            f"{folder}: {CONFIG}: lora_alpha is {alpha!r:.40}, not a number", param="lora_alpha"
+        )
     return float(alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank))
 
 
-def _pattern(patterns: Any, module: str, default: Any) -> Any:
-    """The value of the first pattern that the module's name ends with, as PEFT finds it."""
-    for pattern, value in (patterns or {}).items():
-        try:
-            if re.fullmatch(rf"(.*\.)?({pattern})", module):
+class _Patterns:
+    """The settings of single modules, by patterns of their names. An adapter's patterns have ``PATTERNS_S``
+    seconds together, as the engine does nothing else meanwhile. ``BadModelFolder``."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._left_s = PATTERNS_S
+
+    def value(self, name: str, module: str, default: Any) -> Any:
+        """The value of the first pattern that the module's name ends with, as PEFT finds it."""
+        patterns = self._settings.get(name) or {}
+        if not isinstance(patterns, dict):
+            raise self._refused(name, "it is not an object")
+        for pattern, value in patterns.items():
+            began_s = time.perf_counter()
+            try:
+                found = compiled(rf"(.*\.)?({pattern})").fullmatch(module, timeout=max(self._left_s, 1e-6))
+            except InvalidPattern as error:
+                raise self._refused(name, f"{pattern!r:.100} is not a pattern: {error}") from None
+            except TimeoutError:
+                raise self._refused(name, "its patterns take too long") from None
+            self._left_s -= time.perf_counter() - began_s
+            if found is not None:
                 return value
-        except re.error as error:
-            raise BadModelFolder(f"{CONFIG}: {pattern!r} is not a pattern: {error}", param=pattern) from None
-    return default
+        return default
+
+    def _refused(self, name: str, why: str) -> BadModelFolder:
+        return BadModelFolder(f"{self._folder}: {CONFIG}: {name}: {why}", param=name)
 
 
 def _unknown_module(

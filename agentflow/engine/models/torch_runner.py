@@ -194,7 +194,7 @@ class TorchRunner:
         if isinstance(config, TransformersModel):
             raise BadArgument(
                 f"{self.info.model} runs through transformers, and adapters need a native architecture",
-                param="lora",
+                param="model",
             )
         identity = adapter_identity(folder)
         if identity not in self._adapters:

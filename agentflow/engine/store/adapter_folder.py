@@ -12,10 +12,13 @@ from typing import Final
 from agentflow.engine.store.hub_names import cached_snapshot, hub_name
 from agentflow.engine.store.model_folder import json_object, pickles_in, safetensors_fault
 from agentflow.errors import BadArgument, BadModelFolder, UnknownModel
+from agentflow.protocol.sampling import is_whole
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
 
+MAX_CONFIG_BYTES: Final = 1_000_000
+_MAX_DIMENSION: Final = 2**31
 _PADDING = 32
 
 
@@ -54,11 +57,21 @@ def missing_adapters(loras: Iterable[str]) -> list[str]:
 
 def _found(path: str) -> Path | None:
     """The folder; None for an adapter of the hub that is not here."""
-    folder = Path(path).expanduser()
-    if folder.is_dir() or (name := hub_name(path)) is None:
+    try:
+        folder = Path(path).expanduser()
+    except RuntimeError:  # the home of an unknown user
+        folder = Path(path)
+    if _is_folder(folder) or (name := hub_name(path)) is None:
         return folder
     pulled = cached_snapshot(name)
     return pulled if pulled is not None and (pulled / CONFIG).is_file() else None
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long, or a folder that may not be read
+        return False
 
 
 def resolve_adapter(path: str) -> Path:
@@ -67,20 +80,30 @@ def resolve_adapter(path: str) -> Path:
     folder = _found(path)
     if folder is None:
         raise UnknownModel(
-            f"there is no folder {path}, and no adapter of that name was pulled: run `agentflow pull {path}`",
+            f"there is no folder {path!r}, and no adapter of that name was pulled: "
+            f"run `agentflow pull {path}`",
             param="lora",
         )
-    if not folder.is_dir():
-        raise UnknownModel(f"there is no adapter folder {path}: give a folder that holds {CONFIG}")
+    if not _is_folder(folder):
+        raise UnknownModel(f"there is no adapter folder {path!r}: give a folder that holds {CONFIG}")
     check_adapter(folder)
     return folder.resolve()
 
 
 def check_adapter(folder: Path) -> None:
     """``BadModelFolder`` unless the folder has a config and whole weights in safetensors."""
+    try:
+        _check_files(folder)
+    except OSError as error:
+        raise BadModelFolder(f"{folder} cannot be read: {error.strerror}") from error
+
+
+def _check_files(folder: Path) -> None:
     config = folder / CONFIG
     if not config.is_file():
         raise BadModelFolder(f"{folder} has no {CONFIG}: it is not an adapter in PEFT's format", param=CONFIG)
+    if config.stat().st_size > MAX_CONFIG_BYTES:
+        raise BadModelFolder(f"{config} is larger than {MAX_CONFIG_BYTES:,} bytes", param=CONFIG)
     if json_object(config) is None:
         raise BadModelFolder(f"{config} is not a JSON object", param=CONFIG)
     if not (folder / WEIGHTS).is_file() and (pickles := pickles_in(f.name for f in folder.iterdir())):
@@ -95,11 +118,14 @@ def check_adapter(folder: Path) -> None:
 
 def adapter_bytes(folder: Path, item_bytes: int) -> int:
     """The memory of an adapter that ``check_adapter`` accepts, with ``item_bytes`` for each weight. At most:
-    kernels pad ranks to multiples of 32."""
+    kernels pad ranks to multiples of 32. ``BadModelFolder`` if a shape is none."""
     with (folder / WEIGHTS).open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
-    shapes: list[list[int]] = [one["shape"] for name, one in header.items() if name != "__metadata__"]
+    shapes: list[list[int]] = [one.get("shape") for name, one in header.items() if name != "__metadata__"]
+    for shape in shapes:
+        if not isinstance(shape, list) or not all(is_whole(size, 0, _MAX_DIMENSION) for size in shape):
+            raise BadModelFolder(f"{folder}: {WEIGHTS} is damaged: a shape is {shape!r:.100}", param=WEIGHTS)
     return item_bytes * sum(max(shape) * (-(-min(shape) // _PADDING) * _PADDING) for shape in shapes if shape)
 
 

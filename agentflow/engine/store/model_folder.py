@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +18,8 @@ from agentflow.errors import BadModelFolder
 INDEX: Final = "model.safetensors.index.json"
 PICKLE_ENDINGS: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
+MAX_HEADER_BYTES: Final = 100_000_000
+"""Of a safetensors file, as its format says."""
 _GGUF_MAGIC: Final = b"GGUF"
 _GGUF_PART: Final = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 
@@ -130,13 +133,17 @@ def safetensors_fault(file: Path) -> str | None:
     """Compares the file's size with its header, to find incomplete downloads and Git LFS pointers, which
     would later cause bus errors or obscure messages."""
     try:
-        size = file.stat().st_size
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return f"{file.name} is not a file"
+        size = status.st_size
         with file.open("rb") as content:
             header_bytes = int.from_bytes(content.read(8), "little")
-            header = json.loads(content.read(header_bytes)) if 8 + header_bytes <= size else None
+            is_whole = header_bytes <= min(size - 8, MAX_HEADER_BYTES)
+            header = json.loads(content.read(header_bytes)) if is_whole else None
     except FileNotFoundError:
         return f"{file.name} is missing"
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         header = None
     if not isinstance(header, dict):
         return f"{file.name} is not a safetensors file (a Git LFS pointer? then run `git lfs pull`)"
@@ -152,6 +159,6 @@ def json_object(file: Path) -> dict[str, Any] | None:
     """The object in a JSON file; None if there is none."""
     try:
         content = json.loads(file.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

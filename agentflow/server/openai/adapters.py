@@ -13,11 +13,14 @@ import msgspec
 from msgspec import Meta
 
 from agentflow.engine.store.adapter_folder import check_name, resolve_adapter
-from agentflow.errors import BadArgument, BadModelFolder, UnknownModel
+from agentflow.errors import BadArgument, BadModelFolder, UnknownModel, listed
 from agentflow.server.http.call import ApiCall
 from agentflow.server.http.errors import ApiError, invalid_field
 from agentflow.server.models import EngineModel
 from agentflow.server.openai.models import card_of
+
+MAX_ADAPTERS = 1_000
+"""Of a model: each takes a place in every list of models."""
 
 _Name = Annotated[str, Meta(min_length=1, max_length=500)]
 
@@ -56,10 +59,16 @@ async def load_adapter(call: ApiCall) -> None:
             raise invalid_field(
                 "lora_name", f"{model.name}:{body.lora_name} is loaded: unload it, or set load_inplace"
             )
+        if body.lora_name not in model.client.adapters and len(model.client.adapters) >= MAX_ADAPTERS:
+            raise invalid_field("lora_name", f"{model.name} has {MAX_ADAPTERS:,} adapters: unload one first")
         folder = await anyio.to_thread.run_sync(resolve_adapter, body.lora_path)
         await model.client.load_adapter(body.lora_name, folder)
     except (BadModelFolder, UnknownModel) as error:
         raise invalid_field("lora_path", str(error)) from error
+    except BadArgument as error:
+        if error.param == "lora":  # its name among an engine's options
+            error.param = "lora_path"
+        raise
     name = f"{model.name}:{body.lora_name}"
     await call.reply(next(card_of(call, one) for one in model.adapted() if one.name == name))
 
@@ -69,8 +78,11 @@ async def unload_adapter(call: ApiCall) -> None:
     body = call.read(UnloadAdapterRequest)
     model = _managed_model(call, body.model)
     if body.lora_name not in model.client.adapters:
-        known = ", ".join(model.client.adapters) or "none"
-        raise UnknownModel(f"{model.name} has no adapter {body.lora_name!r} (there are: {known})")
+        known = listed(model.client.adapters)
+        raise UnknownModel(
+            f"{model.name} has no adapter {body.lora_name[:100]!r} (there are: {known})",
+            param="lora_name",
+        )
     model.unload_adapter(body.lora_name)
     await call.reply(AdapterUnloaded(f"{model.name}:{body.lora_name}"))
 

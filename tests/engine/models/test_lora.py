@@ -3,6 +3,8 @@ and the model itself in each batch."""
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from support.engine.gguf_models import round_weights, write_gguf
 from support.engine.runner_driver import Driver, Walker
 from support.faults import has_param
 
+from agentflow.engine.models import lora
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.errors import BadArgument, BadModelFolder
 
@@ -162,6 +165,12 @@ def test_an_adapter_is_the_same_under_any_path_and_another_with_other_weights(tm
 
 HIDDEN, Q = 48, "model.layers.0.self_attn.q_proj"
 GOOD = {f"{Q}.lora_A": torch.ones(4, HIDDEN), f"{Q}.lora_B": torch.ones(HIDDEN, 4)}
+SLOW = "(?:.|..|...)+(?<=!)"
+
+
+def with_header(header: bytes) -> bytes:
+    """A file of safetensors without tensors."""
+    return len(header).to_bytes(8, "little") + header
 
 
 @pytest.fixture(scope="module")
@@ -183,9 +192,12 @@ def test_a_plain_adapter_is_accepted(runner: TorchRunner, tmp_path: Path) -> Non
         (GOOD, {"modules_to_save": ["lm_head"]}, "modules_to_save"),
         (GOOD, {"bias": "all"}, "bias"),
         (GOOD, {"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
-        (GOOD, {"lora_alpha": None}, "lora_alpha"),
+        *[(GOOD, {"lora_alpha": bad}, "lora_alpha") for bad in (None, True, math.nan, math.inf, 10**400)],
+        (GOOD, {"alpha_pattern": {"q_proj": [1]}}, "lora_alpha"),
         (GOOD, {"r": 8}, f"{Q}.lora_A.weight"),
-        (GOOD, {"rank_pattern": {"(": 4}}, "("),
+        *[(GOOD, {"r": bad}, "r") for bad in (0, -4, None, "4")],
+        *[(GOOD, {"rank_pattern": bad}, "rank_pattern") for bad in ({"(": 4}, {SLOW: 4}, [4], "q_proj")],
+        (GOOD | {f"{Q}.lora_A": torch.full((4, HIDDEN), math.nan)}, {}, f"{Q}.lora_A.weight"),
         ({}, {}, "adapter_model.safetensors"),
         ({f"{Q}.lora_A": torch.ones(4, HIDDEN)}, {}, f"{Q}.lora_B.weight"),
         (GOOD | {f"{Q}.lora_A": torch.ones(4, HIDDEN + 1)}, {}, f"{Q}.lora_A.weight"),
@@ -209,8 +221,14 @@ def test_a_plain_adapter_is_accepted(runner: TorchRunner, tmp_path: Path) -> Non
     ],
 )
 def test_what_cannot_be_applied_is_rejected(
-    runner: TorchRunner, tensors: dict[str, torch.Tensor], changed: dict[str, Any], param: str, tmp_path: Path
+    runner: TorchRunner,
+    tensors: dict[str, torch.Tensor],
+    changed: dict[str, Any],
+    param: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(lora, "PATTERNS_S", 0.05)
     with pytest.raises(BadModelFolder, check=has_param(param)):
         runner.load_adapter(write_plain_adapter(tmp_path, tensors, **changed))
 
@@ -232,10 +250,37 @@ def test_damaged_files_are_rejected(runner: TorchRunner, tmp_path: Path) -> None
         runner.load_adapter(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("adapter_config.json", b"[" * 100_000),
+        ("adapter_config.json", b'{"a": "' + b"x" * 1_000_000 + b'"}'),
+        ("adapter_model.safetensors", with_header(b"[" * 100_000)),
+        ("adapter_model.safetensors", with_header(b'{"a": {"shape": ["x"], "data_offsets": [0, 0]}}')),
+        (
+            "adapter_model.safetensors",
+            with_header(b'{"a": {"shape": [1%s], "data_offsets": [0, 0]}}' % (b"0" * 400)),
+        ),
+        ("adapter_model.safetensors", None),
+    ],
+)
+def test_files_that_are_no_adapter(
+    runner: TorchRunner, tmp_path: Path, name: str, content: bytes | None
+) -> None:
+    folder = write_plain_adapter(tmp_path / "adapter", GOOD)
+    if content is None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)  # opening it would wait for a writer
+    else:
+        (folder / name).write_bytes(content)
+    with pytest.raises(BadModelFolder, check=has_param(name)):
+        runner.load_adapter(folder)
+
+
 def test_a_model_that_runs_through_transformers_has_no_adapters(tmp_path: Path) -> None:
     saved_model("stablelm", tmp_path / "model")
     runner = TorchRunner(tmp_path / "model", num_slots=10, device="cpu", dtype="float32")
-    with pytest.raises(BadArgument, check=has_param("lora")):
+    with pytest.raises(BadArgument, check=has_param("model")):
         runner.load_adapter(write_plain_adapter(tmp_path / "adapter", GOOD))
 
 

@@ -17,6 +17,7 @@ from support.faulty_servers import BEARER, KEY, tenants
 from support.server.openai_peer import sync_client
 
 import agentflow as af
+from agentflow.server.openai import adapters
 
 POLITE = f"{MODEL}:polite"
 
@@ -97,7 +98,14 @@ async def test_sessions_and_anthropics_api_take_its_name(server: ApiServer, fold
         ("load_lora_adapter", {"lora_name": "", "lora_path": "x"}, 400, "lora_name"),
         ("load_lora_adapter", {"lora_name": "other", "lora_path": "/nowhere"}, 400, "lora_path"),
         ("load_lora_adapter", {"lora_name": "other"}, 400, "lora_path"),
-        ("unload_lora_adapter", {"lora_name": "other"}, 404, None),
+        (
+            "load_lora_adapter",
+            {"lora_name": "other", "lora_path": "~nobody-has-this-name/x"},
+            400,
+            "lora_path",
+        ),
+        ("load_lora_adapter", {"lora_name": "other", "lora_path": "/tmp/" + 400 * "x"}, 400, "lora_path"),
+        ("unload_lora_adapter", {"lora_name": "other"}, 404, "lora_name"),
         ("unload_lora_adapter", {"lora_name": "other", "model": "nothing"}, 404, None),
     ],
 )
@@ -106,6 +114,20 @@ def test_what_cannot_be_loaded_is_refused(
 ) -> None:
     answer = post(server, path, **body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+def test_a_model_has_a_bounded_number_of_adapters(
+    server: ApiServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "MAX_ADAPTERS", 2)
+    for name in ("one", "two"):
+        assert post(server, "load_lora_adapter", lora_name=name, lora_path=str(folder)).status_code == 200
+    refused = load(server, folder)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_name")
+    again = post(server, "load_lora_adapter", lora_name="two", lora_path=str(folder), load_inplace=True)
+    assert again.status_code == 200
+    post(server, "unload_lora_adapter", lora_name="one")
+    assert load(server, folder).status_code == 200
 
 
 def test_a_loaded_name_is_replaced_only_on_request(server: ApiServer, folder: Path, tmp_path: Path) -> None:

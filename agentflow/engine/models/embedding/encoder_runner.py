@@ -99,7 +99,7 @@ class EncoderRunner:
             raise failure from error
 
     def load_adapter(self, folder: Path) -> AdapterInfo:
-        raise BadArgument("an encoder has no adapters: they need a native architecture", param="lora")
+        raise BadArgument("an encoder has no adapters: they need a native architecture", param="model")
 
     def drop_adapter(self, identity: str) -> None:
         """Never called: none can be loaded."""
