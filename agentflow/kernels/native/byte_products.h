@@ -1,10 +1,10 @@
 // Products of quantised rows with quantised panels, on the processor's products of bytes (AVX-512 VNNI).
 //
 // A row is quantised to 8 bits by groups, and multiplied with a panel's codes themselves: no weight is rounded again,
-// and a row's result does not depend on the rows beside it. A group costs 8 products and 3 other operations of the same
-// units, so 8/11 of the processor's rate is the limit (of 1,050 GOP/s of a Zen 5 core a tile reaches 760, where bfloat16
-// reaches 525). Scales for more than GROUP values would cost less, but the error of the logits grew with them: 0.020 for
-// groups of 32, 0.025 for 64, 0.035 for 128 on the default model.
+// and a row's result does not depend on the rows beside it. With minimums, a group costs 8 products and 3 other operations
+// of the same units, so 8/11 of the processor's rate is the limit (of 1,050 GOP/s of a Zen 5 core a tile reaches 760, where
+// bfloat16 reaches 525); without them, 8 products and 2. Scales for more than GROUP values would cost less, but the error of
+// the logits grew with them: 0.020 for groups of 32, 0.025 for 64, 0.035 for 128 on the default model.
 #pragma once
 
 #if defined(__AVX512VNNI__)
