@@ -44,6 +44,7 @@ class HangingGenerator(ScriptedGenerator):
         params: SamplingParams,
         on_text: OnText,
         constraint: Constraint | None = None,
+        on_reasoning: OnText | None = None,
     ) -> Generated:
         if self.generate_fault is not None:
             raise self.generate_fault

@@ -141,7 +141,7 @@ async def test_full_sockets_block_neither_end():
     try:
         assert await child.receive()
         params = SamplingParams(max_tokens=40, ignore_eos=True)
-        frames = [to_frame(Submit(number, [5000] * 900, params)) for number in range(400)]
+        frames = [to_frame(Submit(number, [200] * 900, params)) for number in range(400)]
         for frame in frames:
             await child.send(frame)
         ended: set[int] = set()
