@@ -191,9 +191,15 @@ def rules(stack: Stack) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_reader_who_leaves_cancels_the_program_on_the_server(stack: Stack) -> None:
-    with stack.app.stream("GET", "/discuss", params={"question": "Tell a long story."}) as response:
-        next(response.iter_lines())
+def test_readers_who_leave_cancel_their_programs_on_the_server(stack: Stack) -> None:
+    """So many that the server is busy until they leave."""
+    lines = []  # an iterator that nothing holds is closed, and its response with it
+    with ExitStack() as readers:
+        for number in range(12):
+            question = {"question": f"Tell story number {number}, a long one."}
+            response = readers.enter_context(stack.app.stream("GET", "/discuss", params=question))
+            lines.append(response.iter_lines())
+            next(lines[-1])
         wait_for(lambda: num_running(stack) > 0, stack.recording)
     wait_for(lambda: num_running(stack) == 0, stack.recording)
 
