@@ -133,22 +133,21 @@ class ConstrainedRequest:
         thoughts, text, jump = self._thoughts, self._text, None
         is_spent = self._budget is not None and thoughts is not None and thoughts.num_inside >= self._budget
         if thoughts is not None and thoughts.is_thinking and is_spent:
-            jump = self._end_thoughts(thoughts)
+            jump = self._append(thoughts.end_mark)
         elif text is not None and self._is_answer:
             jump = self._jump(text)
         if text is not None:
             self._request.token_mask = self._mask(text)
         return jump
 
-    def _end_thoughts(self, thoughts: ThoughtTokens) -> Jump | None:
-        """Appends the mark after thoughts, if the output has room for it."""
+    def _append(self, text: str) -> Jump | None:
+        """Appends what ends thoughts, if the output has room for it."""
         num_kept = self._num_before
-        token_ids = self._tokenizer.encode_written(thoughts.end_mark)
+        token_ids = self._tokenizer.encode_written(text)
         if num_kept + len(token_ids) > self._request.max_new_tokens:
             return None
         for token_id in token_ids:
-            thoughts.take(self._tokenizer.token_bytes(token_id))
-        self._num_before += len(token_ids)
+            self.read(token_id)
         return Jump(num_kept, token_ids, (0, 0))
 
     def _jump(self, text: ConstrainedText) -> Jump | None:
@@ -269,16 +268,6 @@ class ChannelRequest(ConstrainedRequest):
         if self._text is not None:
             self._request.token_mask = self._mask(self._text)
         return jump
-
-    def _append(self, text: str) -> Jump | None:
-        """Appends what ends thoughts, if the output has room for it."""
-        num_kept = self._num_before
-        token_ids = self._tokenizer.encode_written(text)
-        if num_kept + len(token_ids) > self._request.max_new_tokens:
-            return None
-        for token_id in token_ids:
-            self.read(token_id)
-        return Jump(num_kept, token_ids, (0, 0))
 
     def _mask(self, text: ConstrainedText) -> TokenWords:
         channels = self._channels

@@ -24,7 +24,6 @@ import msgspec
 
 from agentflow.engine.process.ipc import Finished, Origin
 from agentflow.engine.runner import RunnerInfo
-from agentflow.engine.text.channels import has_channels
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.thoughts import Thinking, shown_thoughts, thinking_after, thought_marks
 from agentflow.engine.text.token_state import TokenState
@@ -301,7 +300,7 @@ class OutputTokenCache:
         gets it. Not stored if it does not show what a client needs to continue it: a call that a limit
         truncated; nor with thoughts, unless its template takes them back from the text (channels)."""
         is_truncated = end.finish_reason == "length"
-        in_channels = has_channels(context.tokens.template.source) and answer.content != end.text
+        in_channels = context.tokens.template.has_channels and answer.content != end.text
         is_whole = answer.content == end.text or bool(answer.tool_calls) or in_channels
         if (end.thought_tokens and not in_channels) or not is_whole:
             return

@@ -27,17 +27,17 @@ def generated_of(
     )
 
 
-def hearing(text: AnswerText | ReplyText, on_text: OnText, on_reasoning: OnText | None) -> OnProgress:
+def reporting(text: AnswerText | ReplyText, on_text: OnText, on_reasoning: OnText | None) -> OnProgress:
     """Reads the progress of a generation, and reports new text and new thoughts."""
 
-    def hear(progress: Progress) -> None:
-        told = text.push(progress.text)
-        if on_reasoning is not None and (thoughts := text.new_thoughts()):
+    def on_progress(progress: Progress) -> None:
+        new = text.push(progress.text)
+        if on_reasoning is not None and (thoughts := text.thoughts.new()):
             on_reasoning(thoughts)
-        if told:
-            on_text(told)
+        if new:
+            on_text(new)
 
-    return hear
+    return on_progress
 
 
 def usage_of(end: Finished) -> Usage:

@@ -39,7 +39,7 @@ from agentflow.engine.generator.embedding import (
     run_embeddings,
     truncated,
 )
-from agentflow.engine.generator.generated import generated_of, hearing, usage_of
+from agentflow.engine.generator.generated import generated_of, reporting, usage_of
 from agentflow.engine.generator.select import select_scores
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
@@ -234,16 +234,17 @@ class EngineGenerator:
         a reply, the context goes on with what was generated."""
         thinking = await self._thinking(context, params, constraint, replies=True)
         text = ReplyText(context.tools, constraint, thinking)
-        hear = hearing(text, on_text, on_reasoning)
-        end = await self.complete(context, params, hear, text.constraint, thinking=thinking)
+        on_progress = reporting(text, on_text, on_reasoning)
+        end = await self.complete(context, params, on_progress, text.constraint, thinking=thinking)
         context.tokens.generated(end.token_ids, end.text)
         notation = text.finish(end.text, is_truncated=end.finish_reason == "length")
         reply = read_reply(notation)
         self.output_token_cache.put_answer(context, end, reply.message())
         context.conversation_key = None  # its next reply answers a longer conversation
+        thoughts = str(text.thoughts)
         if reply.tool_calls:
-            context.tokens.called(msgspec.structs.replace(reply.message(), reasoning=text.thoughts or None))
-        return generated_of(end, params, self.tokenizer, notation, text.thoughts)
+            context.tokens.called(msgspec.structs.replace(reply.message(), reasoning=thoughts or None))
+        return generated_of(end, params, self.tokenizer, notation, thoughts)
 
     async def generate(
         self,
@@ -256,11 +257,11 @@ class EngineGenerator:
         """Generates, and appends the ids as they were generated. Thoughts are not part of the text."""
         thinking = await self._thinking(context, params, constraint, replies=False)
         text = AnswerText(thinking)
-        hear = hearing(text, on_text, on_reasoning)
-        end = await self.complete(context, params, hear, constraint, thinking=thinking)
+        on_progress = reporting(text, on_text, on_reasoning)
+        end = await self.complete(context, params, on_progress, constraint, thinking=thinking)
         context.tokens.generated(end.token_ids, end.text)
         answer = text.finish(end.text)
-        generated = generated_of(end, params, self.tokenizer, answer, text.thoughts)
+        generated = generated_of(end, params, self.tokenizer, answer, str(text.thoughts))
         start = len(end.text) - len(answer)
         forced = tuple([(first - start, length) for first, length in end.forced if first >= start])
         return msgspec.structs.replace(generated, forced=forced) if forced else generated

@@ -15,7 +15,7 @@ import importlib.util
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,13 +218,44 @@ def without_reports() -> Iterator[None]:
             reports.enable_progress_bar()
 
 
-def _check_loaded(folder: Path, loading: Mapping[str, Any]) -> None:
-    """``BadModelFolder`` unless the files have each tensor of the model: transformers makes up the others."""
-    if missing := sorted(loading["missing_keys"]):
+def pretrained(kind: Any, folder: Path, config: Any, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
+    """A model from its safetensors, by the class of transformers that ``kind`` is, and what transformers says
+    of its tensors. No code of the folder's own is run. Errors of transformers."""
+    loaded: tuple[Any, Any] = kind.from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype,
+        trust_remote_code=False,
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+        **options,
+    )
+    return loaded
+
+
+def pretrained_config(folder: Path, wrong: str) -> Any:
+    """The config of a model that has no encoder beside a decoder; ``ValueError(wrong)`` for one that has."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(wrong)
+    return config
+
+
+def check_complete(folder: Path, missing: Iterable[str]) -> None:
+    """``BadModelFolder`` if tensors are missing: transformers makes them up."""
+    name = min(missing, default=None)
+    if name is not None:
         raise BadModelFolder(
-            f"{folder} has no tensor {missing[0]}: its weights are incomplete, fetch the model again",
-            param=missing[0],
+            f"{folder} has no tensor {name}: its weights are incomplete, fetch the model again", param=name
         )
+
+
+def _check_loaded(folder: Path, loading: Mapping[str, Any]) -> None:
+    """``BadModelFolder`` unless the files have each tensor of the model."""
+    check_complete(folder, loading["missing_keys"])
     if misshapen := sorted(loading["mismatched_keys"]):
         name, stored, expected = misshapen[0]
         raise BadModelFolder(
@@ -261,15 +292,15 @@ def load_transformers(
             param="architectures",
         )
     import transformers
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoModelForCausalLM
 
-    if "auto_map" in raw and not any(hasattr(transformers, str(name)) for name in architectures):
-        raise BadModelFolder(
-            f"{folder}: its architecture is {architecture}, which needs the folder's own code (auto_map in "
-            "config.json), and that is never run: take a model whose architecture transformers has",
-            param="auto_map",
-        )
     if not any(hasattr(transformers, str(name)) for name in architectures):
+        if "auto_map" in raw:
+            raise BadModelFolder(
+                f"{folder}: its architecture is {architecture}, which needs the folder's own code (auto_map in "
+                "config.json), and that is never run: take a model whose architecture transformers has",
+                param="auto_map",
+            )
         raise BadModelFolder(
             f"{folder}: its architecture is {architecture}, which transformers {transformers.__version__} "
             "does not have: upgrade transformers, or take another model",
@@ -278,20 +309,14 @@ def load_transformers(
     AttentionInterface.register(NAME, paged_attention)
     try:
         with without_reports():
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            if getattr(config, "is_encoder_decoder", False):
-                raise ValueError("it is no causal model")
-            of_transformers: Any = AutoModelForCausalLM
-            model, loading = of_transformers.from_pretrained(
+            config = pretrained_config(folder, "it is no causal model")
+            model, loading = pretrained(
+                AutoModelForCausalLM,
                 folder,
-                config=config,
-                dtype=dtype,
+                config,
+                dtype,
                 attn_implementation=NAME,
-                trust_remote_code=False,
-                local_files_only=True,
-                use_safetensors=True,
                 ignore_mismatched_sizes=True,  # they are listed
-                output_loading_info=True,
             )
             if type(model).__name__ not in architectures:
                 raise ValueError(f"transformers takes its model_type for {type(model).__name__}")

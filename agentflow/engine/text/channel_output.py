@@ -6,7 +6,6 @@ the same output by its tokens, in the engine. ``read_channels`` reads a whole an
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Collection
 from enum import Enum, auto
 
@@ -20,7 +19,7 @@ from agentflow.engine.text.channels import (
     THOUGHTS_HEAD,
     call_head,
 )
-from agentflow.engine.text.tool_output import JsonExtent, overlap
+from agentflow.engine.text.tool_output import JsonExtent, PieceReader, overlap
 from agentflow.protocol.chat import Arguments, CallBegun, CalledTool, Message, Piece, TextPiece, ThoughtPiece
 
 _NEXT = NEXT_MESSAGE.encode()
@@ -46,7 +45,7 @@ class _State(Enum):
     AFTER_CALL = auto()
 
 
-class ChannelOutput:
+class ChannelOutput(PieceReader):
     r"""Reads one answer. ``names``: the tools that may be called; None is any. ``is_open``: the prompt began
     thoughts. ``is_constrained``: a constraint guarantees valid arguments after ``call_head``.
 
@@ -63,20 +62,15 @@ class ChannelOutput:
     def __init__(
         self, names: Collection[str] | None, *, is_open: bool = False, is_constrained: bool = False
     ) -> None:
+        super().__init__()
         self._names = None if names is None else frozenset(names)
         self._is_constrained = is_constrained
         self._state = _State.THOUGHTS if is_open else _State.HEAD
-        self._held = ""
-        self._pieces: list[Piece] = []
         self._name = ""
         self._head = ""
-        self._extent = JsonExtent()
-        self._num_read = 0  # characters of the held text that the extent has read
         self._begun: set[type[Piece]] = set()
         self._is_new = False  # nothing of this message's text was reported yet
         self._num_plain = 0  # characters of the held text that are text, whatever they are
-        self._is_truncated = False
-        self.num_calls = 0
 
     @property
     def may_begin(self) -> bool:
@@ -93,26 +87,7 @@ class ChannelOutput:
         """Whether the output is within the text of the answer."""
         return self._state is _State.TEXT
 
-    def push(self, text: str) -> list[Piece]:
-        """Reads more text. Returns the pieces that are now certain."""
-        self._held += text
-        return self._go_on(is_over=False)
-
-    def finish(self, rest: str = "", *, is_truncated: bool = False) -> list[Piece]:
-        """Reads ``rest`` and ends the output. Returns all remaining pieces. ``is_truncated``: a limit ended
-        it, so that a call which is incomplete was meant as one."""
-        self._held += rest
-        self._is_truncated = is_truncated
-        return self._go_on(is_over=True)
-
-    def _go_on(self, *, is_over: bool) -> list[Piece]:
-        while self._step(is_over):
-            continue
-        pieces, self._pieces = self._pieces, []
-        return pieces
-
     def _step(self, is_over: bool) -> bool:
-        """Reads from the front of the held text and sets the next state. False if more text is needed."""
         match self._state:
             case _State.HEAD:
                 return self._read_head(is_over)
@@ -147,7 +122,7 @@ class ChannelOutput:
         if recipient != self._name and (self._names is None or self._name in self._names):
             is_valid = self._is_constrained and self._head.endswith(call_head(self._name))
             if is_valid:
-                self._emit_call()
+                self._emit_call(self._name)
             self._begin(_State.ARGUMENTS if is_valid else _State.WHOLE_CALL)
         elif found["channel"] == "analysis" and not recipient:
             self._begin(_State.THOUGHTS)
@@ -187,15 +162,10 @@ class ChannelOutput:
         self._state = _State.HEAD
 
     def _read_arguments(self) -> bool:
-        if not self._held:
-            return False
-        end = self._extent.read(self._held)
-        length = len(self._held) if end is None else end
-        self._pieces.append(Arguments(self._held[:length]))
-        self._held = self._held[length:]
-        if end is not None:
+        is_whole = self._emit_arguments()
+        if is_whole:
             self._state = _State.AFTER_CALL
-        return end is not None
+        return is_whole
 
     def _read_whole_call(self, is_over: bool) -> bool:
         bare = self._held.lstrip()
@@ -213,7 +183,7 @@ class ChannelOutput:
             length = len(self._held) if end is None else at + end
             arguments = self._held[len(self._held) - len(bare) : length]
             if _is_object(arguments) or (end is None and self._is_truncated):
-                self._emit_call()
+                self._emit_call(self._name)
                 self._pieces.append(Arguments(arguments))
                 self._held = self._held[length:]
                 self._state = _State.AFTER_CALL
@@ -234,10 +204,6 @@ class ChannelOutput:
             return False
         self._state = _State.HEAD
         return True
-
-    def _emit_call(self) -> None:
-        self._pieces.append(CallBegun(f"call_{secrets.token_hex(12)}", self._name))
-        self.num_calls += 1
 
 
 class ChannelTokens:

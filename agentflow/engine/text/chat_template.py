@@ -26,6 +26,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from agentflow.engine.text.channels import has_channels
 from agentflow.engine.text.tokenizer_files import chat_template_source, named_special_tokens
 from agentflow.errors import BadModelFolder, NotSupported
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
@@ -265,6 +266,11 @@ class ChatTemplate:
     def has_template(self) -> bool:
         """Whether the model supports conversations in roles."""
         return self._template is not None
+
+    @cached_property
+    def has_channels(self) -> bool:
+        """Whether it writes answers in channels."""
+        return has_channels(self.source)
 
     @cached_property
     def dialect(self) -> ToolDialect:

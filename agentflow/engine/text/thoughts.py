@@ -228,8 +228,28 @@ class ThoughtOutput:
             self._state = _State.GAP
 
 
+class ThoughtText:
+    """The thoughts of one output, from the pieces that its reader returns."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._num_taken = 0  # of these
+
+    def __str__(self) -> str:
+        return "".join(self._texts)
+
+    def take(self, pieces: Sequence[Piece]) -> None:
+        """Appends what of the pieces is thoughts."""
+        self._texts += [piece.text for piece in pieces if isinstance(piece, ThoughtPiece)]
+
+    def new(self) -> str:
+        """The thoughts since the last call."""
+        start, self._num_taken = self._num_taken, len(self._texts)
+        return "".join(self._texts[start:])
+
+
 class AnswerText:
-    """The answer in one output, without the thoughts before it. ``thinking``: None if it has none."""
+    """The answer in one output, without the ``thoughts`` before it. ``thinking``: None if it has none."""
 
     def __init__(self, thinking: Thinking | None) -> None:
         self._output: ThoughtOutput | ChannelOutput | None = None
@@ -237,20 +257,9 @@ class AnswerText:
             self._output = ChannelOutput((), is_open=thinking.is_open)
         elif thinking is not None:
             self._output = ThoughtOutput(thinking)
-        self._thoughts: list[str] = []
-        self._num_taken = 0  # of these
+        self.thoughts = ThoughtText()
         self._answer: list[str] = []
         self._num_chars = 0
-
-    @property
-    def thoughts(self) -> str:
-        """The thoughts so far."""
-        return "".join(self._thoughts)
-
-    def new_thoughts(self) -> str:
-        """The thoughts since the last call."""
-        start, self._num_taken = self._num_taken, len(self._thoughts)
-        return "".join(self._thoughts[start:])
 
     def push(self, text: str) -> str:
         """Reads more text. Returns what of it belongs to the answer."""
@@ -265,7 +274,7 @@ class AnswerText:
         return "".join(self._answer)
 
     def _take(self, pieces: Sequence[Piece]) -> str:
-        self._thoughts += [piece.text for piece in pieces if isinstance(piece, ThoughtPiece)]
+        self.thoughts.take(pieces)
         answer = "".join([piece.text for piece in pieces if isinstance(piece, TextPiece)])
         self._answer.append(answer)
         return answer

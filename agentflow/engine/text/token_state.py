@@ -16,7 +16,7 @@ from msgspec import structs
 
 from agentflow.engine.cache.radix_cache import num_common_ids
 from agentflow.engine.text.channel_output import read_channels
-from agentflow.engine.text.channels import ANSWER_HEAD, has_channels
+from agentflow.engine.text.channels import ANSWER_HEAD
 from agentflow.engine.text.chat_layout import Layout, closed_untrusted_spans, lay_out
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.choices import EncodedChoices, encode_choices
@@ -417,7 +417,7 @@ class TokenState:
         """The ids of the state with each of ``choices`` as its next text; the pending run is encoded anew
         with each. ``choose`` then appends one. Raises as ``ids`` does."""
         pending, self._pending = self._pending, []
-        if self._has_channels and self._open_role == "assistant" and not self._parts[-1].runs:
+        if self.template.has_channels and self._open_role == "assistant" and not self._parts[-1].runs:
             self.generated(self._tokenizer.encode_markup(ANSWER_HEAD, continues=True), ANSWER_HEAD)
         try:
             self._settle()
@@ -471,7 +471,7 @@ class TokenState:
     def messages(self) -> list[dict[str, str]]:
         """The turns so far, the open one included, as ``{"role": …, "content": …}``."""
         return [
-            {"role": part.role, "content": part.message(in_channels=self._has_channels).content}
+            {"role": part.role, "content": part.message(in_channels=self.template.has_channels).content}
             for part in self._all_parts()
             if part.role is not None
         ]
@@ -485,10 +485,6 @@ class TokenState:
     def continues(self) -> bool:
         """Whether a generation that begins now follows other text (see ``Tokenizer.encode``)."""
         return bool(self._parts or self._pending)
-
-    @property
-    def _has_channels(self) -> bool:
-        return has_channels(self.template.source)
 
     @property
     def _open_role(self) -> str | None:
@@ -528,7 +524,7 @@ class TokenState:
         return lay_out(
             self.template,
             [
-                part.message(writes_calls=writes_calls, in_channels=self._has_channels)
+                part.message(writes_calls=writes_calls, in_channels=self.template.has_channels)
                 for part in turns
                 if not part.is_open
             ],
@@ -543,7 +539,7 @@ class TokenState:
         parts = self._shown(self._all_parts())
         spans = spans_of(parts, layout, self._tokenizer, self.template, self._now)
         runs = parts[-1].runs if parts and parts[-1].is_open and parts[-1].role == "assistant" else ()
-        if self._has_channels and runs and runs[0].ids is None:  # the prompt begins the answer
+        if self.template.has_channels and runs and runs[0].ids is None:  # the prompt begins the answer
             spans.insert(len(spans) - len(runs), Span(ANSWER_HEAD, is_markup=True))
         return spans if self._has_prefix else spans[1:]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from agentflow.engine.text.channels import CALL_MARK, has_channels
+from agentflow.engine.text.channels import CALL_MARK
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
@@ -77,7 +77,7 @@ def tool_format(template: ChatTemplate) -> ToolFormat:
     """The template's notation, or ``FALLBACK``. Found with about ten renderings, once for each template."""
     if not template.has_template or not _knows_tools(template):
         return FALLBACK
-    if has_channels(template.source):
+    if template.has_channels:
         return IN_CHANNELS
     return _native(template) or FALLBACK
 

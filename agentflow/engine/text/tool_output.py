@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from enum import Enum, auto
 
@@ -43,37 +44,16 @@ class _State(Enum):
     """White space after a call."""
 
 
-class ToolOutput:
-    r"""Reads one answer. ``names``: the tools that may be called; if empty, nothing is read as a call.
-    ``is_constrained``: a constraint guarantees valid calls. ``begins``: if given, an answer that begins with
-    none of these has no calls. ``num_calls``: calls reported so far.
+class PieceReader(ABC):
+    """Reads one answer, as it is generated, into pieces. ``num_calls``: calls reported so far."""
 
-    >>> output = ToolOutput(tool_format(template), ["weather"], is_constrained=True)
-    >>> pieces = output.push('I look.\\n<tool_call>\\n{"name": "weather", "arguments": {"ci')
-    [TextPiece('I look.'), CallBegun('call_…', 'weather'), Arguments('{"ci')]
-    >>> pieces += output.push('ty": "Oslo"}}\\n</tool_call>') + output.finish()
-
-    How the text is split into pushes affects only where adjacent pieces of one kind are split. Prose is held
-    back only while it may belong to the mark of a call or separate two calls.
-    """
-
-    def __init__(
-        self, form: ToolFormat, names: Collection[str], *, is_constrained: bool, begins: Collection[str] = ()
-    ) -> None:
-        self._form = form
-        self._names = frozenset(names)
-        self._begins = tuple(begins)
+    def __init__(self) -> None:
         self.num_calls = 0
-        self._state = _State.START if names else _State.PROSE
         self._held = ""
         self._pieces: list[Piece] = []
         self._is_truncated = False
-        self._space = ""  # white space before the mark of the call that is read
         self._extent = JsonExtent()
         self._num_read = 0  # characters of the held text that the extent has read
-        self._checked_at = 0  # length at which the held text was last checked to be JSON
-        self._marks = _openings(form) if names else ()
-        self._heads = _CallHeads(form) if is_constrained and form.name_first else None
 
     def push(self, text: str) -> list[Piece]:
         """Reads more text. Returns the pieces that are now certain."""
@@ -93,8 +73,53 @@ class ToolOutput:
         pieces, self._pieces = self._pieces, []
         return pieces
 
+    @abstractmethod
     def _step(self, is_over: bool) -> bool:
         """Reads from the front of the held text and sets the next state. False if more text is needed."""
+
+    def _emit_call(self, name: str) -> None:
+        self._pieces.append(CallBegun(f"call_{secrets.token_hex(12)}", name))
+        self.num_calls += 1
+
+    def _emit_arguments(self) -> bool:
+        """Reports arguments as they grow. Whether the held text has their end."""
+        if not self._held:
+            return False
+        end = self._extent.read(self._held)
+        length = len(self._held) if end is None else end
+        self._pieces.append(Arguments(self._held[:length]))
+        self._held = self._held[length:]
+        return end is not None
+
+
+class ToolOutput(PieceReader):
+    r"""Reads one answer. ``names``: the tools that may be called; if empty, nothing is read as a call.
+    ``is_constrained``: a constraint guarantees valid calls. ``begins``: if given, an answer that begins with
+    none of these has no calls.
+
+    >>> output = ToolOutput(tool_format(template), ["weather"], is_constrained=True)
+    >>> pieces = output.push('I look.\\n<tool_call>\\n{"name": "weather", "arguments": {"ci')
+    [TextPiece('I look.'), CallBegun('call_…', 'weather'), Arguments('{"ci')]
+    >>> pieces += output.push('ty": "Oslo"}}\\n</tool_call>') + output.finish()
+
+    How the text is split into pushes affects only where adjacent pieces of one kind are split. Prose is held
+    back only while it may belong to the mark of a call or separate two calls.
+    """
+
+    def __init__(
+        self, form: ToolFormat, names: Collection[str], *, is_constrained: bool, begins: Collection[str] = ()
+    ) -> None:
+        super().__init__()
+        self._form = form
+        self._names = frozenset(names)
+        self._begins = tuple(begins)
+        self._state = _State.START if names else _State.PROSE
+        self._space = ""  # white space before the mark of the call that is read
+        self._checked_at = 0  # length at which the held text was last checked to be JSON
+        self._marks = _openings(form) if names else ()
+        self._heads = _CallHeads(form) if is_constrained and form.name_first else None
+
+    def _step(self, is_over: bool) -> bool:
         match self._state:
             case _State.START:
                 return self._read_start(is_over)
@@ -228,16 +253,10 @@ class ToolOutput:
         return True
 
     def _read_arguments(self) -> bool:
-        if not self._held:
-            return False
-        end = self._extent.read(self._held)
-        length = len(self._held) if end is None else end
-        self._pieces.append(Arguments(self._held[:length]))
-        self._held = self._held[length:]
-        if end is None:
-            return False
-        self._state = _State.AFTER_ARGUMENTS
-        return True
+        is_whole = self._emit_arguments()
+        if is_whole:
+            self._state = _State.AFTER_ARGUMENTS
+        return is_whole
 
     def _read_after_arguments(self, is_over: bool) -> bool:
         assert self._heads is not None
@@ -301,10 +320,6 @@ class ToolOutput:
             return False
         self._checked_at = len(begun)
         return not _could_be_json(begun)
-
-    def _emit_call(self, name: str) -> None:
-        self._pieces.append(CallBegun(f"call_{secrets.token_hex(12)}", name))
-        self.num_calls += 1
 
 
 def _openings(form: ToolFormat) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from agentflow.engine.grammar.compiler.messages import PartedConstraint, SchemaP
 from agentflow.engine.text.channel_output import ChannelOutput
 from agentflow.engine.text.channels import call_head
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.thoughts import Thinking, ThoughtOutput
+from agentflow.engine.text.thoughts import Thinking, ThoughtOutput, ThoughtText
 from agentflow.engine.text.tool_format import IN_CHANNELS, ToolFormat, as_plain_messages, tool_format
 from agentflow.engine.text.tool_output import ToolOutput
 from agentflow.errors import BadArgument, NotSupported
@@ -276,21 +276,10 @@ class ReplyText:
     ) -> None:
         self.constraint = constraint if use is None else use.constraint(constraint)
         self._output = answer_output(use, constraint, thinking)
-        self._thoughts: list[str] = []
-        self._num_taken = 0  # of these
+        self.thoughts = ThoughtText()
         self._writer = ReplyWriter()
         self._written: list[str] = []
         self._num_chars = 0
-
-    @property
-    def thoughts(self) -> str:
-        """The thoughts so far."""
-        return "".join(self._thoughts)
-
-    def new_thoughts(self) -> str:
-        """The thoughts since the last call."""
-        start, self._num_taken = self._num_taken, len(self._thoughts)
-        return "".join(self._thoughts[start:])
 
     def push(self, text: str) -> str:
         """Reads more of the answer. Returns the new text of the reply."""
@@ -312,7 +301,7 @@ class ReplyText:
         return [TextPiece(text)] if text else []
 
     def _write(self, pieces: list[Piece]) -> str:
-        self._thoughts += [piece.text for piece in pieces if isinstance(piece, ThoughtPiece)]
+        self.thoughts.take(pieces)
         written = self._writer.push(piece for piece in pieces if not isinstance(piece, ThoughtPiece))
         self._written.append(written)
         return written

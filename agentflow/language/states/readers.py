@@ -8,12 +8,14 @@ from collections.abc import AsyncIterator
 from agentflow.language.states.run import VariableNode
 
 
-class TextReader(AsyncIterator[str]):
-    """Iterates over the text, delta by delta. Raises the variable's failure."""
-
+class _Reader(AsyncIterator[str]):
     def __init__(self, node: VariableNode) -> None:
         self._node = node
-        self._num_read = 0
+        self._num_read = 0  # characters
+
+
+class TextReader(_Reader):
+    """Iterates over the text, delta by delta. Raises the variable's failure."""
 
     async def __anext__(self) -> str:
         node = self._node
@@ -28,12 +30,8 @@ class TextReader(AsyncIterator[str]):
         return delta
 
 
-class ReasoningReader(AsyncIterator[str]):
+class ReasoningReader(_Reader):
     """Iterates over the thoughts before the text. Ends where that begins, or with the variable."""
-
-    def __init__(self, node: VariableNode) -> None:
-        self._node = node
-        self._num_read = 0
 
     async def __anext__(self) -> str:
         node = self._node

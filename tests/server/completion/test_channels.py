@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.fake_engine import ConstrainedEngine
 from support.server.http_clients import only_asyncio
 from support.thinking_models import CHANNEL_MODEL, in_channels
-from test_thinking import JSON, Journal, ask, asking, deltas_of, generator_of
+from test_thinking import JSON, ask, asking, check_resumed, deltas_of, generator_of
 
 import agentflow as af
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
@@ -173,16 +173,7 @@ def test_a_request_that_is_resumed_goes_on_where_it_was(num_tokens, budget, kind
 
     async def main() -> None:
         async with generator_of(CHANNEL_MODEL) as generator:
-            journal = Journal()
-            generator.observe(journal)
-            whole = await ask(generator, asking(script, thought_budget=budget, **fields))
-            resumed = journal.after(num_tokens)
-            if resumed is None:
-                return
-            journal.num_left = None
-            end = await generator._client._call(resumed, None)
-            assert end.token_ids == [*whole.token_ids]
-            assert end.thought_tokens == whole.usage.thought_tokens
+            await check_resumed(generator, asking(script, thought_budget=budget, **fields), num_tokens)
 
     anyio.run(main)
 

@@ -187,18 +187,24 @@ def test_a_request_that_is_resumed_goes_on_where_it_was(num_tokens, budget, is_c
 
     async def main() -> None:
         async with generator_of(QWEN_MODEL) as generator:
-            journal = Journal()
-            generator.observe(journal)
-            whole = await ask(generator, asking(script, constraint=constraint, thought_budget=budget))
-            resumed = journal.after(num_tokens)
-            if resumed is None:
-                return
-            journal.num_left = None
-            end = await generator._client._call(resumed, None)
-            assert end.token_ids == [*whole.token_ids]
-            assert end.thought_tokens == whole.usage.thought_tokens
+            request = asking(script, constraint=constraint, thought_budget=budget)
+            await check_resumed(generator, request, num_tokens)
 
     anyio.run(main)
+
+
+async def check_resumed(generator, request, num_tokens) -> None:
+    """The request has the same output when it is resumed after ``num_tokens``."""
+    journal = Journal()
+    generator.observe(journal)
+    whole = await ask(generator, request)
+    resumed = journal.after(num_tokens)
+    if resumed is None:
+        return
+    journal.num_left = None
+    end = await generator._client._call(resumed, None)
+    assert end.token_ids == [*whole.token_ids]
+    assert end.thought_tokens == whole.usage.thought_tokens
 
 
 class Journal:

@@ -100,7 +100,7 @@ async def test_sessions_and_anthropics_api_take_its_name(server: ApiServer, fold
         ("load_lora_adapter", {"lora_name": "other"}, 400, "lora_path"),
         (
             "load_lora_adapter",
-            {"lora_name": "other", "lora_path": "~nobody-has-this-name/x"},
+            {"lora_name": "other", "lora_path": "~no-such-user/x"},
             400,
             "lora_path",
         ),

@@ -31,7 +31,13 @@ from agentflow.engine.models.torch_runner import (
     use_threads,
     weights_in,
 )
-from agentflow.engine.models.transformers_model import one_line, without_reports
+from agentflow.engine.models.transformers_model import (
+    check_complete,
+    one_line,
+    pretrained,
+    pretrained_config,
+    without_reports,
+)
 from agentflow.engine.runner import AdapterInfo, RunnerInfo, nothing
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.errors import BadArgument, BadModelFolder
@@ -164,34 +170,18 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
             f"{where}, which needs transformers: pip install 'agentflow-lm[transformers]'",
             param="architectures",
         )
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoModel
 
     try:
         with without_reports():
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            if getattr(config, "is_encoder_decoder", False):
-                raise ValueError("it has an encoder and a decoder")
+            config = pretrained_config(folder, "it has an encoder and a decoder")
             kind: Any = AutoModel._model_mapping[type(config)]
             has_pooler = "add_pooling_layer" in inspect.signature(kind.__init__).parameters
-            model: Any
-            model, report = AutoModel.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                trust_remote_code=False,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-                **({"add_pooling_layer": False} if has_pooler else {}),
-            )
+            options = {"add_pooling_layer": False} if has_pooler else {}
+            model, report = pretrained(AutoModel, folder, config, dtype, **options)
     except Exception as error:  # transformers has no error type of its own
         raise BadModelFolder(
             f"{where}, which cannot make embeddings: {one_line(error)}", param="architectures"
         ) from error
-    missing = sorted(name for name in report["missing_keys"] if not name.startswith("pooler."))
-    if missing:
-        raise BadModelFolder(
-            f"{folder} has no tensor {missing[0]}: its weights are incomplete, fetch the model again",
-            param=missing[0],
-        )
+    check_complete(folder, [name for name in report["missing_keys"] if not name.startswith("pooler.")])
     return model.to(device).eval()
