@@ -297,8 +297,8 @@ def load_transformers(
     if not any(hasattr(transformers, str(name)) for name in architectures):
         if "auto_map" in raw:
             raise BadModelFolder(
-                f"{folder}: its architecture is {architecture}, which needs the folder's own code (auto_map in "
-                "config.json), and that is never run: take a model whose architecture transformers has",
+                f"{folder}: its architecture is {architecture}, which needs the folder's own code (auto_map "
+                "in config.json), and that is never run: take a model whose architecture transformers has",
                 param="auto_map",
             )
         raise BadModelFolder(
