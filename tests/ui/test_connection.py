@@ -134,16 +134,17 @@ def test_a_model_that_loads(visit: Visit) -> None:
 
 @contextmanager
 def loading_server() -> Iterator[tuple[str, Callable[[], None]]]:
-    """A server whose model loads until the function is called."""
+    """A server that listens, and whose model loads until the function is called."""
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
 
     with start_blocking_portal("asyncio") as portal:
-        loaded = portal.call(anyio.Event)
+        loading, loaded = portal.call(anyio.Event), portal.call(anyio.Event)
         generator = portal.call(StagedGenerator)
 
         @asynccontextmanager
         async def open_generator() -> AsyncIterator[Generator[Any]]:
+            loading.set()  # the server listens before it opens its models
             await loaded.wait()
             yield generator
 
@@ -153,6 +154,7 @@ def loading_server() -> Iterator[tuple[str, Callable[[], None]]]:
 
         task = portal.start_task_soon(serve)
         try:
+            portal.call(loading.wait)
             yield f"http://127.0.0.1:{port}", lambda: portal.call(loaded.set)
         finally:
             task.cancel()
