@@ -61,8 +61,8 @@ from agentflow.language.gen import gen, reply
 from agentflow.language.graphs.graph import Graph
 from agentflow.language.host import OpenSession
 from agentflow.language.program import Program, ProgramStream, program
-from agentflow.language.program_events import ProgramEvent, RunDone, TextDelta, VariableDone
 from agentflow.language.session import Session
+from agentflow.language.states.event_stream import ProgramEvent, RunDone, TextDelta, VariableDone
 from agentflow.language.states.state import Branches, State
 from agentflow.language.states.variable import Transformed, Variable
 from agentflow.language.typed.replies import Message, Reply

@@ -26,7 +26,7 @@ import anyio
 from agentflow.errors import AgentflowError, BadArgument, ProgramError
 from agentflow.language.batch.inputs import Inputs, ItemT, ManyOf, Table
 from agentflow.language.batch.map import MapOptions
-from agentflow.language.frames import without_internals
+from agentflow.language.failures.frames import without_internals
 from agentflow.language.host import OpenSession, SessionHost
 from agentflow.language.program import check_program
 from agentflow.language.session import Session

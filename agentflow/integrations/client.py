@@ -33,8 +33,8 @@ from agentflow.errors import (
 from agentflow.integrations.background_loop import BackgroundLoop
 from agentflow.language.batch.retries import pause_s
 from agentflow.language.expressions import ConversationExpression, GenExpression
-from agentflow.language.program_events import TextDelta
 from agentflow.language.session import Session
+from agentflow.language.states.event_stream import TextDelta
 from agentflow.language.states.run import VariableNode
 from agentflow.language.states.state import RootState, State, state_node
 from agentflow.language.states.variable import target_of

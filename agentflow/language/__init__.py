@@ -5,5 +5,5 @@ generated, ``markers`` what stands for both in strings. ``op_log`` keeps what wa
 ``link`` connects to the backend, and ``observing`` watches it. ``states`` are what a program sees, with the
 tree behind them. ``program``, ``batch``, ``race``, ``agents`` and ``graphs`` are the ways to run something;
 ``session`` offers them, and ``host`` keeps one open without a block. ``display`` draws states, runs and
-graphs. ``frames``, ``mistakes`` and ``cancellation`` say in errors where they come from and what to write.
+graphs. ``failures`` are errors as programs see them: where they come from, and what to write instead.
 """

@@ -18,7 +18,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, EngineFailed, ServerLost, StateClosed
-from agentflow.language.frames import ProgramLine
+from agentflow.language.failures.frames import ProgramLine
 from agentflow.language.observing.blocking import LoopWatch, threshold_s
 from agentflow.language.observing.runs import Runs
 from agentflow.language.observing.spans import SessionSpan, spans_of_session

@@ -22,7 +22,7 @@ import anyio
 
 from agentflow.errors import BacklogFull, BadArgument, ConcurrentAppend
 from agentflow.language.expressions import Expression, Offer
-from agentflow.language.frames import ProgramLine
+from agentflow.language.failures.frames import ProgramLine
 from agentflow.language.typed.tools import ToolCall
 
 MAX_IN_FLIGHT = 10_000

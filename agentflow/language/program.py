@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec
 import anyio
 
 from agentflow.errors import BadArgument, Cancelled, short_repr
-from agentflow.language.cancellation import left_by
+from agentflow.language.failures.mistakes import AsyncOnly, explain, needs_async_for
+from agentflow.language.failures.reported import left_by
 from agentflow.language.graphs.graph import Graph
 from agentflow.language.graphs.trace import called, trace
 from agentflow.language.link import Link
 from agentflow.language.markers import MARKERS
-from agentflow.language.mistakes import AsyncOnly, explain, needs_async_for
-from agentflow.language.program_events import ProgramEvent, RunDone
+from agentflow.language.states.event_stream import ProgramEvent, RunDone
 from agentflow.language.states.run import Run
 from agentflow.language.states.state import State
 from agentflow.language.states.variable import text_of_marked

@@ -23,10 +23,10 @@ from agentflow.language.batch.map import (
     ProgramMap,
     Show,
 )
+from agentflow.language.failures.mistakes import AsyncOnly
 from agentflow.language.graphs.graph import Graph
 from agentflow.language.graphs.trace import GraphRun
 from agentflow.language.link import Link
-from agentflow.language.mistakes import AsyncOnly
 from agentflow.language.observing.runs import Runs
 from agentflow.language.program import ProgramStream, check_program, execute, name_of
 from agentflow.language.states.run import Run

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.observed_backends import Stepped, unconstrained
 
 import agentflow as af
-from agentflow.language.states.partial_value import NothingYet, partial_value
+from agentflow.language.typed.json_types import NothingYet, partial_value
 
 pytestmark = pytest.mark.anyio
 

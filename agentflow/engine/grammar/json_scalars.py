@@ -22,7 +22,7 @@ from agentflow.engine.grammar.regex import (
     literal,
     parse_regex,
 )
-from agentflow.protocol.json_formats import PATTERN_OF_FORMAT
+from agentflow.protocol.schema_walk import PATTERN_OF_FORMAT
 
 MOST_INTEGER: Final = 10**18 - 1
 """18 digits: fits 64 bits."""

@@ -27,12 +27,12 @@ import msgspec
 
 from agentflow.errors import AgentflowError, BadArgument, InvalidValue, LimitExceeded
 from agentflow.language.expressions import GenExpression, RoleExpression, Sequence_
-from agentflow.language.frames import STARTED_AT, calling_line
+from agentflow.language.failures.frames import STARTED_AT, calling_line
 from agentflow.language.gen import JsonOptions, reply
 from agentflow.language.markers import MARKERS
 from agentflow.language.observing.spans import StateSpan
 from agentflow.language.program import StreamWork
-from agentflow.language.program_events import TextDelta
+from agentflow.language.states.event_stream import TextDelta
 from agentflow.language.states.state import State, state_node
 from agentflow.language.states.variable import Variable
 from agentflow.language.typed.json_types import json_text

@@ -26,10 +26,10 @@ from msgspec import Struct
 from agentflow.errors import BadArgument, Cancelled, short_repr
 from agentflow.language.batch.inputs import END, Inputs, Key, KeyOf, MapInputs, Parameters, Row
 from agentflow.language.batch.retries import pause_s
+from agentflow.language.failures.mistakes import AsyncOnly, needs_async_for, unfit_arguments
 from agentflow.language.graphs.graph import Graph
 from agentflow.language.graphs.trace import GraphRun
 from agentflow.language.link import Link
-from agentflow.language.mistakes import AsyncOnly, needs_async_for, unfit_arguments
 from agentflow.language.program import check_program, execute, name_of
 from agentflow.language.states.run import Run
 from agentflow.protocol.events import Usage

@@ -1,5 +1,5 @@
-"""Events of several variables, for ``flow.stream`` and ``async for event in s``: ``TextDelta`` and
-``VariableDone``.
+"""The events of a running program, and the streams of them that ``flow.stream`` and ``async for event in s``
+iterate over.
 """
 
 from __future__ import annotations
@@ -8,10 +8,59 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import anyio
+import msgspec
 
-from agentflow.language.program_events import TextDelta, VariableDone
 from agentflow.language.typed.tools import ToolCall
-from agentflow.protocol.events import Value
+from agentflow.protocol.events import Usage, Value
+
+
+class TextDelta(msgspec.Struct, frozen=True):
+    """More text of variable ``name`` in the state at ``path`` of the fork tree; of a reply, more prose.
+
+    >>> async for event in flow.stream(judge, essay):
+    ...     if isinstance(event, af.TextDelta) and event.path == ():  # of the root, not of its branches
+    ...         print(event.name, event.text)
+    grade A
+    """
+
+    path: tuple[int, ...]
+    name: str
+    text: str
+
+
+class VariableDone(msgspec.Struct, frozen=True):
+    """Variable ``name`` of the state at ``path`` is complete. ``value``: its text; of a reply, the prose.
+    ``finish_reason``, ``usage`` (in tokens) and ``tool_calls`` are as in ``Variable``.
+
+    >>> async for event in flow.stream(judge, essay):
+    ...     if isinstance(event, af.VariableDone):
+    ...         print(event.name, event.finish_reason)
+    judgment eos
+    judgment eos
+    grade choice
+    """
+
+    path: tuple[int, ...]
+    name: str
+    value: str
+    finish_reason: str
+    usage: Usage
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+class RunDone(msgspec.Struct, frozen=True):
+    """The program returned ``result``.
+
+    >>> async for event in flow.stream(judge, essay):
+    ...     if isinstance(event, af.RunDone):
+    ...         print(event.result)
+    A
+    """
+
+    result: Any
+
+
+ProgramEvent = TextDelta | VariableDone | RunDone
 
 
 class StreamedVariable(Protocol):

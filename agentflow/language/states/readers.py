@@ -1,11 +1,49 @@
-"""Readers of one variable's text and thoughts, from the start. No generators, so that they may be dropped
-anywhere."""
+"""The value of a variable, and iterators over its text, its thoughts, and the value so far, from the start.
+
+The iterators have no queue, so slow readers get fewer and larger steps, and they are no generators, so that
+they may be dropped anywhere.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
+from typing import Any
 
+from agentflow.errors import InvalidValue
 from agentflow.language.states.run import VariableNode
+from agentflow.language.typed.json_types import NothingYet, partial_value
+from agentflow.language.typed.replies import Reply, reply_of
+from agentflow.language.typed.values import warn_of_length
+from agentflow.protocol.events import Value
+
+
+def value_of(node: VariableNode) -> Any:
+    """The complete value of a variable; raises its failure. ``InvalidValue`` if its text has none."""
+    end = node.end
+    if end.finish_reason == "length" and not node.value_type.may_be_truncated:
+        raise _invalid(node, end, "")
+    try:
+        value = node.value_type.read(node.notation)
+        warn_of_length(node.name, node.notation, node.value_type.constraint)
+    except (ValueError, RecursionError) as error:
+        raise _invalid(node, end, f" ({error})") from error
+    return value
+
+
+def _invalid(node: VariableNode, end: Value, why: str) -> InvalidValue:
+    text, shown = node.notation, node.value_type.shown
+    quoted = repr(text if len(text) <= 200 else f"{text[:199]}…")
+    if end.finish_reason == "length":
+        num = end.usage.output_tokens
+        tokens = f"{num} token{'s' * (num != 1)}"
+        what = f"was truncated after {tokens} and is not a complete {shown}, raise max_tokens"
+    else:
+        what = f"ended ({end.finish_reason}) with a text that is not a valid {shown}"
+    error = InvalidValue(f"{node.name!r} {what}: {quoted}{why}")
+    if node.line is not None:
+        error.add_note(f"what failed was appended at {node.line}")
+    return error
 
 
 class _Reader(AsyncIterator[str]):
@@ -42,3 +80,53 @@ class ReasoningReader(_Reader):
         delta = node.reasoning[self._num_read :]
         self._num_read += len(delta)
         return delta
+
+
+_NOTHING = object()
+
+
+class PartialReader(AsyncIterator[Any]):
+    """Iterates over the value so far, each time longer than before; the last is the complete value."""
+
+    def __init__(self, node: VariableNode) -> None:
+        self._node = node
+        self._num_read = 0
+        self._shown: Any = _NOTHING
+        self._is_over = False
+
+    async def __anext__(self) -> Any:
+        node = self._node
+        while not self._is_over:
+            if len(node.notation) > self._num_read:
+                self._num_read = len(node.notation)
+                try:
+                    partial = self._so_far()
+                except NothingYet:
+                    continue
+                if self._is_new(partial):
+                    return partial
+            elif not node.is_done:
+                await node.change()
+            else:
+                self._is_over = True
+                await node.settled()
+                value_of(node)  # raises for a truncated or invalid text
+                if self._is_new(self._so_far(is_whole=True)):
+                    return self._shown
+        raise StopAsyncIteration
+
+    def _so_far(self, *, is_whole: bool = False) -> Any:
+        """The value so far; ``NothingYet`` if there is none."""
+        node = self._node
+        if node.value_type.comes_in_parts:
+            return json.loads(node.notation) if is_whole else partial_value(node.notation)
+        if node.reply is None:
+            return node.notation
+        if (reply := reply_of(node.reply.now())) == Reply("") and not is_whole:
+            raise NothingYet("the reply is empty so far")
+        return reply
+
+    def _is_new(self, value: Any) -> bool:
+        is_new = self._shown is _NOTHING or bool(value != self._shown)
+        self._shown = value
+        return is_new

@@ -13,14 +13,13 @@ from typing import Any, TypeVar
 import anyio
 
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, StateClosed
-from agentflow.language.cancellation import CauseFirst, cancelled
-from agentflow.language.frames import ProgramLine, calling_line
+from agentflow.language.failures.frames import ProgramLine, calling_line
+from agentflow.language.failures.reported import CauseFirst, cancelled, located
 from agentflow.language.link import Link
 from agentflow.language.observing.runs import RunRecord
 from agentflow.language.observing.spans import GenSpan, StateSpan
 from agentflow.language.op_log import InFlight, LineTable, SingleWriter, Transcript
 from agentflow.language.states.event_stream import EventStream, StateStream
-from agentflow.language.states.failures import located
 from agentflow.language.typed.replies import calls_of
 from agentflow.language.typed.tools import ToolCall
 from agentflow.language.typed.values import TEXT, ValueType

@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, get_args, overload
 
 from agentflow.errors import BadArgument, Cancelled, ForeignState, NotSupported, UnknownVariable
-from agentflow.language.cancellation import left_by
 from agentflow.language.display.live import ShownState
 from agentflow.language.expressions import (
     Appendable,
@@ -24,8 +23,9 @@ from agentflow.language.expressions import (
     SelectExpression,
     Sequence_,
 )
-from agentflow.language.frames import ProgramLine, calling_line
-from agentflow.language.mistakes import AsyncOnly, explain, needs_async_for, unknown_variable
+from agentflow.language.failures.frames import ProgramLine, calling_line
+from agentflow.language.failures.mistakes import AsyncOnly, explain, needs_async_for, unknown_variable
+from agentflow.language.failures.reported import left_by
 from agentflow.language.op_log import Content, TurnContent
 from agentflow.language.states.contest import Contest
 from agentflow.language.states.event_stream import EventStream

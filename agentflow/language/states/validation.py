@@ -15,9 +15,10 @@ import msgspec
 
 from agentflow.errors import AgentflowError, InvalidValue, RunFailed
 from agentflow.language.expressions import GenExpression
+from agentflow.language.states.readers import value_of
 from agentflow.language.states.run import FIRST_MAPPED, StateNode, VariableNode
 from agentflow.language.states.traced import traced
-from agentflow.language.states.variable import Variable, value_of
+from agentflow.language.states.variable import Variable
 from agentflow.protocol import ops
 from agentflow.protocol.events import ErrorInfo, Usage
 from agentflow.protocol.ops import derived_seed

@@ -2,33 +2,28 @@
 
 ``Reference`` stands for such a value and is passed on without waiting: it can be appended, formatted into an
 f-string, transformed, and awaited. ``Variable`` is the value of one op, ``Transformed`` its text after some
-transforms. ``_TextReader`` and ``_PartialReader`` iterate over a variable as it grows: over its text, or over
-the part of its value that is certain. All readers share one ``VariableNode`` and have no
-queue, so slow readers get fewer and larger steps.
+transforms. All of one op share one ``VariableNode``, as do the ``readers`` that iterate over it as it grows.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar, overload
 
-from agentflow.errors import AgentflowError, BadArgument, InvalidValue, RunFailed, StateClosed
+from agentflow.errors import AgentflowError, BadArgument, RunFailed, StateClosed
 from agentflow.language.expressions import Appendable, Expression, Sequence_
-from agentflow.language.frames import calling_line, raised_at, without_internals
+from agentflow.language.failures.frames import calling_line, raised_at, without_internals
+from agentflow.language.failures.mistakes import defined_at
 from agentflow.language.markers import MARKERS
-from agentflow.language.mistakes import defined_at
-from agentflow.language.states.partial_value import NothingYet, partial_value
-from agentflow.language.states.readers import ReasoningReader, TextReader
+from agentflow.language.states.readers import PartialReader, ReasoningReader, TextReader, value_of
 from agentflow.language.states.run import FIRST_MAPPED, Path, VariableNode
-from agentflow.language.typed.replies import Reply, reply_of
+from agentflow.language.typed.replies import Reply
 from agentflow.language.typed.tags import Tagged
 from agentflow.language.typed.tools import ToolCall
-from agentflow.language.typed.values import warn_of_length
 from agentflow.protocol import ops
-from agentflow.protocol.events import ErrorInfo, TopLogprobs, Usage, Value
+from agentflow.protocol.events import ErrorInfo, TopLogprobs, Usage
 from agentflow.protocol.transform import Transform, TransformName, apply_in_turn, check_transforms
 
 ValueT_co = TypeVar("ValueT_co", covariant=True)
@@ -228,11 +223,6 @@ class Target(NamedTuple):
 def target_of(reference: Reference[Any]) -> Target:
     """The inner side of a reference."""
     return Target(reference._node, reference._transforms, reference._label)
-
-
-def value_of(node: VariableNode) -> Any:
-    """The complete value of a variable. ``InvalidValue`` if its text has none."""
-    return node.front._value()
 
 
 async def text_of(reference: Reference[Any]) -> str:
@@ -461,34 +451,8 @@ class Variable(Reference[ValueT_co]):
         if stand_in is not None:
             return stand_in  # type: ignore[no-any-return]
         await self._node.settled()
-        return self._value()
-
-    def _value(self) -> ValueT_co:
-        """The complete value; raises its failure."""
-        node, end = self._node, self._node.end
-        if end.finish_reason == "length" and not node.value_type.may_be_truncated:
-            raise self._invalid(end, "")
-        try:
-            value: ValueT_co = node.value_type.read(node.notation)
-            warn_of_length(node.name, node.notation, node.value_type.constraint)
-        except (ValueError, RecursionError) as error:
-            raise self._invalid(end, f" ({error})") from error
+        value: ValueT_co = value_of(self._node)
         return value
-
-    def _invalid(self, end: Value, why: str) -> InvalidValue:
-        node = self._node
-        text, shown = node.notation, node.value_type.shown
-        quoted = repr(text if len(text) <= 200 else f"{text[:199]}…")
-        if end.finish_reason == "length":
-            num = end.usage.output_tokens
-            tokens = f"{num} token{'s' * (num != 1)}"
-            what = f"was truncated after {tokens} and is not a complete {shown}, raise max_tokens"
-        else:
-            what = f"ended ({end.finish_reason}) with a text that is not a valid {shown}"
-        error = InvalidValue(f"{node.name!r} {what}: {quoted}{why}")
-        if node.line is not None:
-            error.add_note(f"what failed was appended at {node.line}")
-        return error
 
     async def whole_text(self) -> str:
         """Waits for the complete text, whatever the type of the value; of a reply, the prose. Raises its
@@ -512,7 +476,7 @@ class Variable(Reference[ValueT_co]):
     @overload
     def __aiter__(self) -> AsyncIterator[Any]: ...
     def __aiter__(self) -> AsyncIterator[Any]:
-        return _PartialReader(self) if self._node.value_type.comes_in_parts else TextReader(self._node)
+        return PartialReader(self._node) if self._node.value_type.comes_in_parts else TextReader(self._node)
 
     @overload
     def partials(self: Variable[Reply]) -> AsyncIterator[Reply]: ...
@@ -531,18 +495,7 @@ class Variable(Reference[ValueT_co]):
         >>> latest.text, latest.tool_calls
         ('Plants turn light into sugar.', ())
         """
-        return _PartialReader(self)
-
-    def _so_far(self, *, is_whole: bool = False) -> Any:
-        """The value so far; ``NothingYet`` if there is none."""
-        node = self._node
-        if node.value_type.comes_in_parts:
-            return json.loads(node.notation) if is_whole else partial_value(node.notation)
-        if node.reply is None:
-            return node.notation
-        if (reply := reply_of(node.reply.now())) == Reply("") and not is_whole:
-            raise NothingYet("the reply is empty so far")
-        return reply
+        return PartialReader(self._node)
 
 
 async def _provide(variable: VariableNode, reference: Reference[Any], function: Callable[[Any], str]) -> None:
@@ -568,42 +521,3 @@ async def _provide(variable: VariableNode, reference: Reference[Any], function: 
         # With a place of its own, so that two failures with equal messages are two.
         info = ErrorInfo.of(failure).at(variable.state.id, FIRST_MAPPED + variable.id)
         link.send([ops.Provide(variable.id, error=info)], quiet=True)
-
-
-_NOTHING = object()
-
-
-class _PartialReader(AsyncIterator[Any]):
-    """Iterates over the value so far, each time longer than before; the last is the complete value."""
-
-    def __init__(self, variable: Variable[Any]) -> None:
-        self._variable = variable
-        self._num_read = 0
-        self._shown: Any = _NOTHING
-        self._is_over = False
-
-    async def __anext__(self) -> Any:
-        variable, node = self._variable, self._variable._node
-        while not self._is_over:
-            if len(node.notation) > self._num_read:
-                self._num_read = len(node.notation)
-                try:
-                    partial = variable._so_far()
-                except NothingYet:
-                    continue
-                if self._is_new(partial):
-                    return partial
-            elif not node.is_done:
-                await node.change()
-            else:
-                self._is_over = True
-                await node.settled()
-                variable._value()  # raises for a truncated or invalid text
-                if self._is_new(variable._so_far(is_whole=True)):
-                    return self._shown
-        raise StopAsyncIteration
-
-    def _is_new(self, value: Any) -> bool:
-        is_new = self._shown is _NOTHING or bool(value != self._shown)
-        self._shown = value
-        return is_new

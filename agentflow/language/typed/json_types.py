@@ -4,7 +4,7 @@
 it anywhere (a model, a ``Field``, a validator), and those for which msgspec has no form; msgspec describes
 all others. No constraint is dropped: what a grammar cannot enforce is validated when the value is read.
 
-pydantic is imported only for types that need it.
+pydantic is imported only for types that need it. ``partial_value`` reads JSON that is still generated.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ import importlib.util
 import inspect
 import json
 import operator
+import re
 import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Final, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
+import jiter
 import msgspec
 
 from agentflow.errors import BadArgument
-from agentflow.language.mistakes import defined_at
+from agentflow.language.failures.mistakes import defined_at
 from agentflow.protocol.chat import hoisted
-from agentflow.protocol.json_formats import FORMATS, PATTERN_OF_FORMAT
-from agentflow.protocol.schema_walk import resolved, subschemas
+from agentflow.protocol.schema_walk import FORMATS, PATTERN_OF_FORMAT, resolved, subschemas
 
 JsonSchema: TypeAlias = dict[str, Any]
 Reader: TypeAlias = Callable[[str | bytes], Any]
@@ -428,3 +429,38 @@ def _fit_discriminator(schema: JsonSchema, root: JsonSchema) -> None:
         target = resolved(option, root)
         if name in target.get("properties", {}) and name not in target.get("required", []):
             target["required"] = [*target.get("required", []), name]
+
+
+_NUMBER_CHARS = "0123456789+-.eE"
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+("?)', re.DOTALL)
+"""A string, and its closing quote if it has one."""
+
+
+class NothingYet(ValueError):
+    """No part of the value is certain yet."""
+
+
+def partial_value(text: str) -> Any:
+    """The part of a JSON value that ``text``, a prefix of it, determines. ``NothingYet`` if there is none, or
+    if ``text`` is not a prefix of JSON.
+
+    What it returns never changes as the text grows: strings and lists become longer and records get more
+    fields. What may still become something else (``12`` of ``123``, ``tr`` of ``true``) is left out.
+
+    >>> partial_value('{"title": "Leav')
+    {'title': 'Leav'}
+    """
+    try:
+        # A lone surrogate cannot be encoded; no engine writes one.
+        data = _without_open_number(text).encode()
+        return jiter.from_json(data, partial_mode="trailing-strings", allow_inf_nan=False)
+    except ValueError as error:
+        raise NothingYet(str(error)) from None
+
+
+def _without_open_number(text: str) -> str:
+    """``text`` without a number at its end that may get more digits."""
+    before = text.rstrip(_NUMBER_CHARS)
+    has_digits = any(char.isdigit() for char in text[len(before) :])
+    is_in_string = "" in _STRING.findall(before)
+    return before if has_digits and not is_in_string else text

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from agentflow.errors import BadArgument
-from agentflow.language.states.partial_value import NothingYet, partial_value
+from agentflow.language.typed.json_types import NothingYet, partial_value
 from agentflow.language.typed.tools import DescribedTool, ToolCall
 from agentflow.protocol import chat
 

@@ -17,12 +17,13 @@ from typing import Any, Final
 from agentflow.engine.grammar.json_scalars import MOST_INTEGER, MOST_NUMBER
 from agentflow.engine.grammar.json_schema import IN_PLACE, has_type
 from agentflow.errors import BadArgument
-from agentflow.protocol.json_formats import FORMATS, PATTERN_OF_FORMAT
 from agentflow.protocol.schema_walk import (
     ANNOTATIONS,
+    FORMATS,
     HOLD_A_LIST,
     HOLD_A_SCHEMA,
     HOLD_NAMED,
+    PATTERN_OF_FORMAT,
     TYPES,
     resolved,
 )

@@ -18,7 +18,7 @@ from agentflow.errors import AgentflowError
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
-PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+PACKAGE = os.path.abspath(__file__).removesuffix(os.path.join("language", "failures", "frames.py"))
 """The beginning of the paths of this package's files."""
 
 

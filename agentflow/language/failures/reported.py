@@ -1,4 +1,4 @@
-"""Cancelled states, as the tasks that wait for them see it.
+"""Failures that the backend reports, as the tasks that wait for their states and variables raise them.
 
 A task that waits for a state or a variable that is cancelled raises ``Cancelled``, which names the state and
 the reason (``cancelled``, ``left_by``). If several tasks wait, one error must end their task group, not a
@@ -7,11 +7,29 @@ group of consequences of one cause: ``CauseFirst`` orders them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import anyio
 import anyio.lowlevel
 
-from agentflow.errors import Cancelled
+from agentflow.errors import AgentflowError, Cancelled
+from agentflow.language.link import StateEvents
 from agentflow.protocol.events import ErrorInfo
+
+
+def located(error: ErrorInfo, states: Mapping[int, StateEvents]) -> AgentflowError:
+    """The exception, with a note that names the program's line whose op failed. If a function of the program
+    raised an error, that error is the end of the chain of causes."""
+    exception = error.to_exception()
+    if error.place is None or (state := states.get(error.place[0])) is None:
+        return exception
+    if (line := state.line_of(error.place[1])) is not None:
+        exception.add_note(f"what failed was appended at {line}")
+    last: BaseException = exception
+    while last.__cause__ is not None:
+        last = last.__cause__
+    last.__cause__ = state.origin_of(error.place[1])
+    return exception
 
 
 def cancelled(error: Cancelled, path: tuple[int, ...], name: str | None) -> Cancelled:

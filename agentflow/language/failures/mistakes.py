@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from agentflow.errors import BadArgument, UnknownVariable, short_repr
-from agentflow.language.frames import ProgramLine
+from agentflow.language.failures.frames import ProgramLine
 
 
 class AsyncOnly:

@@ -1,0 +1,5 @@
+"""What a program sees of failures.
+
+Reading order: ``frames`` finds the program's own lines, ``mistakes`` says what to write instead, and
+``reported`` makes the exceptions for failures that the backend reports.
+"""
