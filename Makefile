@@ -69,7 +69,8 @@ MARKS := -m 'not full and not ui and not stack'
 
 ADAPTER_MARKS := -m 'not full'
 
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 20
+# A worker that ends in the middle of a test is not replaced: the next one would run the same test.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations 20
 
 test: $(VENV)/.installed-dev ## run the tests, and print the 20 slowest
 	@$(PYTEST) $(MARKS) $(ARGS)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import faulthandler
+import functools
 import gc
+import math
 import os
 import signal
-from collections.abc import Iterator
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import anyio
 import pytest
 from hypothesis import settings
 
@@ -50,6 +58,98 @@ def pytest_collection_finish() -> None:
     """Excludes the imported modules from garbage collections, which many tests run."""
     gc.collect()
     gc.freeze()
+
+
+# A test that hangs
+
+GRACE_S = 60.0
+"""What a test has after its time-out to end what it began."""
+
+
+class _Limits:
+    """What ends the running test besides pytest-timeout. A debugger lifts it."""
+
+    def __init__(self, item: pytest.Item) -> None:
+        option, marker = item.config.getoption("timeout"), item.get_closest_marker("timeout")
+        timeout_s = float(
+            marker.args[0] if marker else item.config.getini("timeout") if option is None else option
+        )
+        self.cancels_at = time.monotonic() + (0.9 * timeout_s or math.inf)
+        self.scope: anyio.CancelScope | None = None
+        self.timer = threading.Timer(timeout_s + GRACE_S, _end_process, (item,))
+        self.timer.daemon = True
+        if timeout_s:
+            self.timer.start()
+
+    def lift(self) -> None:
+        self.timer.cancel()
+        self.cancels_at = math.inf
+        if self.scope is not None:
+            self.scope.deadline = math.inf
+
+
+_limits: _Limits
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Ends the process if a test runs on for long after its time-out, at which pytest-timeout raises."""
+    global _limits
+    _limits = _Limits(item)
+    try:
+        return (yield)
+    finally:
+        _limits.timer.cancel()
+
+
+def pytest_enter_pdb() -> None:
+    """Somebody looks at the test."""
+    _limits.lift()
+
+
+def _end_process(item: pytest.Item) -> None:
+    """pytest-xdist then reports the test as failed."""
+    import psutil
+    from pytest_timeout import is_debugging
+
+    if is_debugging():
+        return
+    item.config.pluginmanager.getplugin("capturemanager").suspend_global_capture()
+    print(f"\n{item.nodeid} runs on after its time-out", file=sys.stderr)
+    faulthandler.dump_traceback()
+    for child in psutil.Process().children(recursive=True):  # such as the servers of fixtures
+        child.kill()
+    os._exit(1)
+
+
+@pytest.hookimpl(tryfirst=True)  # before anyio runs it
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
+    """Cancels an asynchronous test shortly before its time-out. What pytest-timeout raises comes out of the
+    event loop and not out of the test; on trio, anyio would then wait for the end of the test for ever."""
+    test = pyfuncitem.obj
+    if hasattr(test, "hypothesis"):
+        inner = test.hypothesis.inner_test
+        inner = getattr(inner, "_anyio_original_func", inner)  # the function has run on the other event loop
+        if iscoroutinefunction(inner) and not hasattr(inner, "is_cancelled_in_time"):
+            test.hypothesis.inner_test = _cancelled_in_time(inner)
+    elif iscoroutinefunction(test):
+        pyfuncitem.obj = _cancelled_in_time(test)
+
+
+def _cancelled_in_time(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    @functools.wraps(test)
+    async def run(**arguments: object) -> None:
+        with anyio.fail_after(_limits.cancels_at - time.monotonic()) as scope:
+            _limits.scope = scope
+            try:
+                await test(**arguments)
+            except anyio.get_cancelled_exc_class() as end:
+                if scope.cancel_called:
+                    raise TimeoutError("the test was cancelled shortly before its time-out") from end
+                raise
+
+    run.is_cancelled_in_time = True  # type: ignore[attr-defined]
+    return run
 
 
 @pytest.fixture(params=["asyncio", "trio"])

@@ -125,10 +125,8 @@ async def test_what_waits_without_blocking_has_no_frames():
     await anyio.to_thread.run_sync(look)
     look()  # this thread's own stack, in the loop: this test runs
     assert found[0] == []
-    assert [frame.f_code.co_name for frame in found[1]] == [
-        "look",
-        "test_what_waits_without_blocking_has_no_frames",
-    ]
+    names = [frame.f_code.co_name for frame in found[1]]
+    assert names[:2] == ["look", "test_what_waits_without_blocking_has_no_frames"]  # then what runs tests
 
 
 def outside() -> list[str]:
@@ -152,7 +150,8 @@ async def test_libraries_imports_and_this_package_are_not_blamed(monkeypatch, tm
     names: list[list[str]] = []
     Counter("ab").most_common()
     __import__("heapq").nsmallest(1, [Key(1), Key(2)])  # through the standard library
-    assert names[0] == ["outside", "__lt__", "test_libraries_imports_and_this_package_are_not_blamed"]
+    test = "test_libraries_imports_and_this_package_are_not_blamed"
+    assert names[0][:3] == ["outside", "__lt__", test]  # then what runs tests
     (tmp_path / "slow_to_import.py").write_text("import sys\nfound = sys.modules['probe'].outside()\n")
     monkeypatch.setitem(sys.modules, "probe", sys.modules[__name__])
     monkeypatch.syspath_prepend(str(tmp_path))

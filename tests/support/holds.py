@@ -26,7 +26,8 @@ class Hold:
 
     async def reached(self) -> None:
         """Waits until a process has stopped here; no other will. Call ``release`` then."""
-        self._pipe = await anyio.to_thread.run_sync(os.open, self.path, os.O_WRONLY)
+        # Left behind where no process comes, so that the test ends.
+        self._pipe = await anyio.to_thread.run_sync(os.open, self.path, os.O_WRONLY, abandon_on_cancel=True)
         os.unlink(self.path)
 
     def release(self) -> None:
