@@ -64,8 +64,9 @@ examples: $(VENV)/.installed-examples ## run every example on the default model 
 	  $(BIN)/python examples/$$name.py $(ARGS) || { echo "make: examples/$$name.py failed"; exit 1; }; \
 	done
 
-# Tests marked as slow and broad run in test-full only, those in a browser in test-ui.
-MARKS := -m 'not full and not ui and not stack'
+# Tests marked as slow and broad run in test-full only, those in a browser in test-ui, those on Node.js in
+# test-clients, those of the stack in compose-check.
+MARKS := -m 'not full and not ui and not clients and not stack'
 
 ADAPTER_MARKS := -m 'not full'
 
@@ -75,7 +76,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 --dist loadf
 test: $(VENV)/.installed-dev ## run the tests, and print the 20 slowest
 	@$(PYTEST) $(MARKS) $(ARGS)
 
-test-full: MARKS := -m 'not ui and not stack'
+test-full: MARKS := -m 'not ui and not clients and not stack'
 test-full: ADAPTER_MARKS :=
 test-full: export HYPOTHESIS_PROFILE := full
 test-full: export FULL_KERNELS := 1

@@ -28,13 +28,7 @@ CLIENT = ROOT / "clients" / "typescript"
 ADDRESS = "ws://127.0.0.1:8410"
 TIMEOUT_S = 60
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js"),
-    pytest.mark.skipif(
-        not (CLIENT / "node_modules").is_dir(), reason="needs the client's packages: make test-clients"
-    ),
-    pytest.mark.anyio,
-]
+pytestmark = [pytest.mark.clients, pytest.mark.anyio]
 
 
 @pytest.fixture
@@ -276,7 +270,6 @@ async def test_the_blocks_of_the_pages_run(
         server.assert_idle()
 
 
-@pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm")
 def test_the_package_contains_what_users_need(package: Path) -> None:
     command = ["npm", "pack", "--dry-run", "--json", "--ignore-scripts"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S, cwd=package)

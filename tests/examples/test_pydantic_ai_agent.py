@@ -6,11 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("pydantic_ai", reason="pydantic-ai-slim is not installed")
-
 import openai
+import pytest
 from pydantic_ai import Agent, ModelSettings, NativeOutput, Tool
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider

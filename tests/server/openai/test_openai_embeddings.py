@@ -84,9 +84,8 @@ def test_openai_s_client_gets_the_embedding_of_each_text(server: ApiServer, enco
 
 
 @pytest.mark.anyio
-async def test_the_asynchronous_client_too(server: ApiServer, anyio_backend_name: str) -> None:
-    if anyio_backend_name != "asyncio":
-        pytest.skip("OpenAI's client runs on asyncio")
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the client needs it
+async def test_the_asynchronous_client_too(server: ApiServer, anyio_backend: str) -> None:
     async with async_client(server) as client:
         answer = await client.embeddings.create(model=MODEL, input="a dog", dimensions=5)
     assert np.abs(np.array(answer.data[0].embedding) - of_text("a dog", 5)).max() < 1e-6
