@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.commands import engines_of
 from support.server.http_clients import only_asyncio
 from support.small_tokenizers import byte_level, write_folder
 
@@ -82,12 +82,6 @@ def fix_free(monkeypatch: pytest.MonkeyPatch, free: FreeMemory) -> None:
     monkeypatch.setattr(open_models_module, "free_memory", reported)
 
 
-def engine_processes() -> list[psutil.Process]:
-    return [
-        child for child in psutil.Process().children() if "agentflow.engine.process.worker" in child.cmdline()
-    ]
-
-
 @pytest.mark.anyio
 async def test_models_are_opened_in_the_memory_there_is_and_warmed_up(
     monkeypatch: pytest.MonkeyPatch, folder: Path
@@ -99,7 +93,7 @@ async def test_models_are_opened_in_the_memory_there_is_and_warmed_up(
     both = {"shared": options(folder), "given": options(folder, kv_tokens=3000)}
     async with open_models(both, memory_share=0.5) as models:
         assert [model.name for model in models] == ["shared", "given"]
-        assert len(engine_processes()) == 2
+        assert len(engines_of()) == 2
         for model, num_slots in zip(models, (5000, 3000), strict=True):
             assert isinstance(model, EngineModel)
             stats = await model.client.stats()
@@ -110,7 +104,7 @@ async def test_models_are_opened_in_the_memory_there_is_and_warmed_up(
             assert model.generator(ANONYMOUS).capabilities.model == model.name
             end = await model.client.generate([5, 6], SamplingParams(max_tokens=3, ignore_eos=True), seed=0)
             assert end.output_tokens == 3
-    assert engine_processes() == []
+    assert engines_of() == []
 
 
 @pytest.mark.anyio
@@ -118,7 +112,7 @@ async def test_what_does_not_fit_is_refused_before_anything_is_loaded(folder: Pa
     with pytest.raises(BadArgument, match=r"0\.00 GB.*\bone\b"):
         async with open_models({"one": options(folder)}, memory_share=1e-9):
             pytest.fail("it opened")
-    assert engine_processes() == []
+    assert engines_of() == []
 
 
 @pytest.mark.anyio
@@ -129,7 +123,7 @@ async def test_a_model_that_exceeds_gpu_memory_is_rejected_although_main_memory_
     with pytest.raises(BadArgument, match=r"0\.50 GB.*\bone\b"):
         async with open_models({"one": options(folder, device=None)}, memory_share=0.5):
             pytest.fail("it opened")
-    assert engine_processes() == []
+    assert engines_of() == []
 
 
 def test_models_on_the_gpu_share_its_memory_and_others_share_main_memory(folder: Path) -> None:

@@ -19,20 +19,29 @@ from support.session_peer import HANG, Listener, gen
 from agentflow.backends.remote import Remote
 from agentflow.errors import ServerLost
 from agentflow.protocol import ops
-from agentflow.server.serve import listen
 
 TESTS = Path(__file__).parent.parent
 TIMEOUT_S = 30
 
-# The models load until a line is read, and with the argument "closes slowly" close when another one is.
+# It prints its port. The models load until a line is read, and with the argument "closes slowly" close when
+# another one is.
 CHILD = """
 import logging
 import sys
 from contextlib import asynccontextmanager
 import anyio
 from support.session_peer import HangingGenerator
+from agentflow.server import serve as serve_module
 from agentflow.server.models import one_model
-from agentflow.server.serve import serve
+
+listen = serve_module.listen
+
+def noted(host, port):
+    listener = listen(host, port)
+    print(listener.getsockname()[1], flush=True)
+    return listener
+
+serve_module.listen = noted
 
 async def read_line():
     await anyio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True)
@@ -44,16 +53,16 @@ async def open_generator():
         await read_line()
         yield HangingGenerator()
     finally:
-        if sys.argv[2:] == ["closes slowly"]:
+        if sys.argv[1:] == ["closes slowly"]:
             print("closing", flush=True)
             with anyio.CancelScope(shield=True):
                 await read_line()
         print("closed", flush=True)
 
-if sys.argv[2:]:
+if sys.argv[1:]:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
-serve(one_model(open_generator), port=int(sys.argv[1]))
+serve_module.serve(one_model(open_generator), port=0)
 print("returned", flush=True)
 """
 
@@ -61,9 +70,10 @@ print("returned", flush=True)
 class Server:
     """The process. It has printed "loading"."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
-        self.port = port
+        self.port = int(self.line())
+        assert self.line() == "loading\n"
 
     def line(self) -> str:
         """The next line of its output."""
@@ -93,20 +103,16 @@ class Server:
 
 @contextmanager
 def loading_server(*arguments: str) -> Iterator[Server]:
-    with listen("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
     with subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", CHILD, str(port), *arguments],
+        [sys.executable, "-W", "error", "-c", CHILD, *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        server = Server(process, port)
         try:
-            assert server.line() == "loading\n"
-            yield server
+            yield Server(process)
         except BaseException:
             process.kill()
             raise

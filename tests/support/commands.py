@@ -57,9 +57,14 @@ def served(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
 
 def engine_of(server: subprocess.Popen[str]) -> psutil.Process | None:
     """The one engine process that the server has started; None between two."""
-    engines = [child for child in psutil.Process(server.pid).children() if _is_engine(child)]
+    engines = engines_of(server.pid)
     assert len(engines) <= 1
     return engines[0] if engines else None
+
+
+def engines_of(pid: int | None = None) -> list[psutil.Process]:
+    """The engine processes that a process has started; by default this one."""
+    return [child for child in psutil.Process(pid).children() if _is_engine(child)]
 
 
 def _is_engine(process: psutil.Process) -> bool:

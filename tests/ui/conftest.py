@@ -87,15 +87,28 @@ def shared_stage() -> Iterator[Stage]:
 
     from agentflow.server.config.limits import ServerLimits
 
-    with open_stage(ServerLimits(resume_grace_s=3.0)) as stage:
+    with open_stage(ServerLimits(resume_grace_s=60.0)) as stage:
         yield stage
 
 
 @pytest.fixture
 def stage(shared_stage: Stage) -> Iterator[Stage]:
-    """A server that generates what the test says. When the test ends, no generation may be left."""
+    """A server that generates what the test says, and keeps sessions for longer than any test needs to resume
+    one. When the test ends, no generation may be left."""
     yield shared_stage
     shared_stage.wait_running(0)
+
+
+@pytest.fixture
+def forgetful_stage() -> Iterator[Stage]:
+    """The same, but it soon ends a session that has lost its connection."""
+    from support.ui.stage import open_stage
+
+    from agentflow.server.config.limits import ServerLimits
+
+    with open_stage(ServerLimits(resume_grace_s=0.5)) as stage:
+        yield stage
+        stage.wait_running(0)
 
 
 @pytest.fixture
@@ -104,4 +117,13 @@ def proxy(stage: Stage) -> Iterator[BreakingProxy]:
     from support.ui.proxy import breaking_proxy
 
     with breaking_proxy(stage.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def forgetful_proxy(forgetful_stage: Stage) -> Iterator[BreakingProxy]:
+    """A proxy before the forgetful stage."""
+    from support.ui.proxy import breaking_proxy
+
+    with breaking_proxy(forgetful_stage.port) as proxy:
         yield proxy

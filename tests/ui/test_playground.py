@@ -144,10 +144,11 @@ def test_a_dropped_connection_loses_no_text(stage: Stage, proxy: BreakingProxy, 
 
 
 def test_a_run_whose_server_stayed_away_goes_on_in_a_new_session(
-    stage: Stage, proxy: BreakingProxy, visit: Visit
+    forgetful_stage: Stage, forgetful_proxy: BreakingProxy, visit: Visit
 ) -> None:
     """Complete texts are not generated again, and what was streamed of the others stays until it is replaced.
     While the server is away, every view can be shown."""
+    stage, proxy = forgetful_stage, forgetful_proxy
     screen = visit(proxy.url)
     screen.expect_problem(r"net::ERR_|WebSocket connection to|Failed to load")
     run_judge(screen)
@@ -178,8 +179,10 @@ def test_a_run_whose_server_stayed_away_goes_on_in_a_new_session(
     stage.wait_running(0)
 
 
-def test_a_reload_in_mid_stream_frees_the_server_and_the_page_runs_again(stage: Stage, visit: Visit) -> None:
-    screen = visit(stage.url)
+def test_a_reload_in_mid_stream_frees_the_server_and_the_page_runs_again(
+    forgetful_stage: Stage, visit: Visit
+) -> None:
+    stage, screen = forgetful_stage, visit(forgetful_stage.url)
     run_judge(screen)
     stage.wait_running(4)
     stage.say("Lost on purpose. ")

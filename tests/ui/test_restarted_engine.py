@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 
-import psutil
 from playwright.sync_api import expect
+from support.commands import engine_of
 from support.ui.http import complete
 from support.ui.screen import Screen
 
@@ -15,11 +15,8 @@ Visit = Callable[..., Screen]
 
 def kill_engine(server: subprocess.Popen[str]) -> None:
     """Kills the engine's process; the server starts another one."""
-    [engine] = [
-        child
-        for child in psutil.Process(server.pid).children()
-        if "agentflow.engine.process.worker" in child.cmdline()
-    ]
+    engine = engine_of(server)
+    assert engine is not None
     engine.kill()
 
 

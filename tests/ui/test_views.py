@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 from playwright.sync_api import expect
@@ -69,21 +72,34 @@ def test_a_program_and_a_chat_on_the_model_and_axe_on_what_every_view_shows_of_t
     looked_at("tree")
     go_to(screen, "scheduler")
     expect(screen.page.locator(".view-scheduler .value").first).to_be_visible()
-    with ThreadPoolExecutor(max_workers=4) as clients:
-        # The first half is what the charts show, the second half still runs.
-        writing = [
-            clients.submit(complete, model_url, f"{SHARED} {topic}", max_tokens=80, ignore_eos=True)
-            for topic in TOPICS
-        ]
-        wait(writing[: len(TOPICS) // 2])
+    with working(model_url):
         expect(screen.page.get_by_role("table").get_by_role("button").first).to_be_visible()
         expect(screen.page.locator(".view-scheduler .charts path").first).to_be_attached()
         looked_at("scheduler")
-        for each in writing:
-            each.result()
     go_to(screen, "runs")
     expect(screen.at("timeline")).to_be_visible()
     looked_at("runs")
+
+
+@contextmanager
+def working(url: str) -> Iterator[None]:
+    """The server has requests that run, and others that have ended, for as long as the block takes."""
+    is_over = threading.Event()
+
+    def write(topics: Sequence[str]) -> None:
+        for topic in itertools.cycle(topics):
+            complete(url, f"{SHARED} {topic}", max_tokens=80, ignore_eos=True)
+            if is_over.is_set():
+                return
+
+    with ThreadPoolExecutor(max_workers=4) as clients:
+        writing = [clients.submit(write, TOPICS[number::4]) for number in range(4)]
+        try:
+            yield
+        finally:
+            is_over.set()
+        for each in writing:
+            each.result()
 
 
 def go_to(screen: Screen, view: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import anyio
 import anyio.lowlevel
 import psutil
 import pytest
+from support.commands import engines_of
 from support.engine_loaders import POISON, SLOW_POISON, start
 from support.holds import Hold
 from support.process_engine import PLAIN, Ticks, generate, process_engine, text_after
@@ -57,17 +57,10 @@ async def test_killed_while_it_loads_it_is_started_again(tmp_path):
     async with anyio.create_task_group() as group:
         group.start_soon(run)
         await hold.reached()
-        [child] = children(os.getpid())
-        os.kill(child, signal.SIGKILL)
+        [child] = engines_of()
+        child.kill()
         hold.release()
     assert [end.text for end, _ in ends] == [PLAIN.text]
-
-
-def children(pid: int) -> list[int]:
-    """Engine processes below a process."""
-    import psutil
-
-    return [p.pid for p in psutil.Process(pid).children() if "agentflow.engine.process.worker" in p.cmdline()]
 
 
 async def test_killed_at_each_load_the_server_does_not_start():

@@ -208,6 +208,7 @@ def test_a_failure_is_the_end_of_the_response(stream: bool) -> None:
                 failed = client.responses.retrieve(created.id)
             assert failed.status == "failed"
             assert failed.error.code == "server_error"
+        server.call(server.service.calls.until_none)  # a body is released after the answer
         assert server.service.bodies.num_bytes == 0
 
 

@@ -7,9 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, Request, WebSocket
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    ConsoleMessage,
+    Locator,
+    Page,
+    Request,
+    WebSocket,
+    expect,
+)
 
 TIMEOUT_MS = 15_000
+expect.set_options(timeout=TIMEOUT_MS)  # its own is 5 s, and the CI runs other checks beside these tests
 _STORED = """() => JSON.stringify([
   {...localStorage}, {...sessionStorage}, document.cookie, location.href, history.state, window.name
 ])"""
