@@ -10,7 +10,7 @@ import signal
 import anyio
 import psutil
 import pytest
-from engine.process.test_engine_process_faults import children
+from support.commands import engines_of
 from support.engine_loaders import POISON
 from support.holds import Hold, until
 from support.process_engine import PLAIN, Ticks, generate, kill, process_engine, text_after
@@ -94,8 +94,8 @@ async def test_a_load_that_exceeds_its_deadline_is_killed(tmp_path, caplog):
     async with anyio.create_task_group() as group:
         group.start_soon(run)
         await hold.reached()
-        [hung] = children(os.getpid())
-        await ticks.until(lambda: has_ended(hung))
+        [hung] = engines_of()
+        await ticks.until(lambda: has_ended(hung.pid))
     hold.release()
     assert [end.text for end, _ in ends] == [PLAIN.text]
     [line] = errors_of(caplog)
