@@ -60,18 +60,18 @@ function keyOf(node: PrefixNode): string {
 
 /** The text of the node that is pointed at or focused, after a short while; null until then. */
 export function usePeek(texts: Texts, node: PrefixNode | null): Peek | null {
-  const peek = useSignal<Peek | null>(null);
+  const found = useSignal<{ readonly key: string; readonly peek: Peek } | null>(null);
   const key = node === null ? "" : keyOf(node);
   useEffect(() => {
     const known = node === null ? undefined : texts.find(node);
-    peek.value = known ?? null;
+    found.value = known === undefined ? null : { key, peek: known };
     if (node === null || known !== undefined || node.goneS !== null) return;
     let isLeft = false;
     const timer = setTimeout(() => {
       const from = session.peek();
       if (from === null) return;
-      void texts.ask(from, node).then((found) => {
-        if (!isLeft) peek.value = found;
+      void texts.ask(from, node).then((peek) => {
+        if (!isLeft) found.value = { key, peek };
       });
     }, DELAY_MS);
     return () => {
@@ -79,7 +79,8 @@ export function usePeek(texts: Texts, node: PrefixNode | null): Peek | null {
       clearTimeout(timer);
     };
   }, [key]);
-  return peek.value;
+  // Another node's text would stand here until the effect has run.
+  return found.value?.key === key ? found.value.peek : null;
 }
 
 /** Asks for the texts of these nodes one after the other, and calls `changed` after each. */
