@@ -199,7 +199,7 @@ async def test_counters_go_on_when_the_application_starts_again():
 async def test_what_compilers_did_adds_up():
     @asynccontextmanager
     async def open_models() -> AsyncIterator[Models]:
-        limits = CompileLimits(cpu_s=0.1)
+        limits = CompileLimits(cpu_s=0.1, cpu_share=1.0, wall_s=100.0)  # however busy the processors are
         opening = constraint_compiler(limits, loader=LOADER)
         async with plain_engine() as client, opening as compiler:
             for source in ("pid", "pid", "abort", "spin"):

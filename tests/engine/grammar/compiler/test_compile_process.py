@@ -117,7 +117,7 @@ async def test_a_fault_in_native_code_ends_the_process_and_is_cached(source, mes
 
 async def test_a_process_that_ignores_sigxcpu_is_killed_for_its_processor_time(monkeypatch):
     monkeypatch.setattr(compiler_module, "KILL_GRACE_S", 0.1)
-    async with opened(CompileLimits(cpu_s=0.1, cpu_share=1.0)) as compiler:
+    async with opened(CompileLimits(cpu_s=0.1, cpu_share=1.0, wall_s=100.0)) as compiler:
         before = await process_of(compiler)
         for _ in range(2):
             failure = await refusal(compiler, "hang")
