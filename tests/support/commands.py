@@ -35,7 +35,12 @@ def served(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     command = [sys.executable, "-m", "agentflow", "serve", "--port", "0", *options]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     server = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        pipesize=2**20,  # its log is read at its end: in a common pipe, about 500 requests find room
     )
     try:
         assert server.stdout is not None
