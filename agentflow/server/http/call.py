@@ -220,7 +220,7 @@ class ApiCall:
             own.append((shown.processing_header, b"%d" % took_ms))
         own += self._limit_headers().items()
         own += [(name.encode(), value.encode()) for name, value in self.reply_headers.items()]
-        await self._send(
+        await self._send_message(
             {"type": "http.response.start", "status": status, "headers": [*own, *headers.items()]}
         )
 
@@ -237,7 +237,14 @@ class ApiCall:
         if self.record.asked is not None:
             self.record.answered = self.record.answered or LoggedBody()
             self.record.answered.add(data)
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        await self._send_message({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def _send_message(self, message: Message) -> None:
+        """``ClientGone`` if the connection fails. Any other ``OSError`` of a request is the server's own."""
+        try:
+            await self._send(message)
+        except OSError as error:
+            raise ClientGone from error
 
     async def read_body(self) -> None:
         """Reads the body within the limits of size, content and time. ``RateLimited`` if the tenant may not
@@ -357,7 +364,7 @@ class ApiEndpoint:
         try:
             try:
                 await self._answer(call)
-            except (ClientGone, OSError):
+            except ClientGone:
                 call.record.error = "client_gone"
             except Exception as error:
                 await self._fail(call, error)
@@ -394,7 +401,7 @@ class ApiEndpoint:
             return
         try:
             await call.fail(shown)
-        except OSError:
+        except ClientGone:
             call.record.error = "client_gone"
 
 

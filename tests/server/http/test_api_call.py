@@ -205,14 +205,51 @@ async def test_the_time_after_which_to_try_again_is_rounded_up():
     assert client.answer_headers[b"retry-after"] == b"3"
 
 
-async def test_an_internal_error_is_logged_and_not_shown_to_the_client(caplog):
+@pytest.mark.parametrize(
+    "fault", [ZeroDivisionError("a secret"), OSError(28, "a secret"), BrokenPipeError("a secret")]
+)
+async def test_an_internal_error_is_logged_and_not_shown_to_the_client(fault, caplog):
     async def fail(call: ApiCall) -> None:
-        raise ZeroDivisionError("a secret")
+        raise fault
 
-    client = await exchange(fail, Exchange(b"{}"))
+    answers: Counter[tuple[str, int]] = Counter()
+    client = await exchange(fail, Exchange(b"{}"), answers=answers)
     assert (client.status, client.error["code"]) == (500, "internal_error")
     assert "secret" not in client.error["message"]
     assert "a secret" in caplog.text
+    assert "Traceback" in caplog.text
+    assert answers == {("", 500): 1}
+
+
+async def test_an_os_error_in_a_stream_is_its_last_event():
+    async def fail(call: ApiCall) -> None:
+        async with call.streaming() as stream:
+            await stream.send(b"data: 1\n\n")
+            raise OSError(28, "a secret")
+
+    client = await exchange(fail, Exchange(b"{}"))
+    last = client.body.split(b"\n\n")[1]
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "internal_error"
+    assert client.sent[-1]["more_body"] is False
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_an_error_of_the_connection_is_a_client_that_left(is_streamed, caplog):
+    class Lost(Exchange):
+        async def send(self, message: Message) -> None:
+            raise ConnectionResetError
+
+    async def answer(call: ApiCall) -> None:
+        if not is_streamed:
+            await call.reply({})
+            return
+        async with call.streaming() as stream:
+            await stream.send(b"data: 1\n\n")
+
+    answers: Counter[tuple[str, int]] = Counter()
+    await exchange(answer, Lost(b"{}"), answers=answers)
+    assert "Traceback" not in caplog.text
+    assert [number for _, number in answers] == [0]
 
 
 async def test_an_error_in_a_stream_is_its_last_event():
