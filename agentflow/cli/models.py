@@ -166,6 +166,8 @@ def show(columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console
 
 
 def _size(num_bytes: int) -> str:
+    if num_bytes < 5e5:
+        return f"{num_bytes / 1e3:,.0f} kB"
     return f"{num_bytes / 1e6:,.0f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:,.1f} GB"
 
 

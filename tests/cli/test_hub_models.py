@@ -101,6 +101,8 @@ def test_a_pulled_model_is_listed_with_what_it_needs(hub: HubServer, files: dict
     pull_model(NAME, progress=False)
     row = rows()[NAME]
     assert (row["here"], row["context"], row["chat"]) == ("yes", "256", "yes")
+    assert row["size"].endswith(" kB")
+    assert row["size"] != "0 kB"
     assert row["memory"] == "500 MB"  # next to nothing beside the process
 
 
