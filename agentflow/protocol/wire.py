@@ -13,7 +13,6 @@ malformed frame ends the session.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, TypeVar
@@ -22,6 +21,7 @@ import msgspec
 
 from agentflow.errors import BadArgument, ProtocolError
 from agentflow.protocol.events import Capabilities, ErrorInfo, Event
+from agentflow.protocol.json_bounds import HALF_PAIR, json_fault
 from agentflow.protocol.ops import Op, Rejected
 
 VERSION = 1
@@ -142,7 +142,6 @@ class _Declared(msgspec.Struct):
 
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
-_HALF_PAIR = re.compile(r"\\ud[89ab]..(?!\\ud[c-f])|(?<!\\ud[89ab]..)\\ud[c-f]", re.IGNORECASE)
 
 
 def op_reader(*, binary: bool) -> Callable[[msgspec.Raw], Op | Rejected]:
@@ -157,7 +156,7 @@ def op_reader(*, binary: bool) -> Callable[[msgspec.Raw], Op | Rejected]:
         try:
             return read_op(data)
         except _UNREADABLE as error:
-            wrong = str(error)
+            wrong = str(error) if binary else json_fault(bytes(data), error)
         try:
             head = read_head(data)
         except _UNREADABLE:
@@ -185,9 +184,10 @@ class FrameDecoder(Generic[ReceivedT]):
         try:
             return self._json.decode(data) if isinstance(data, str) else self._msgpack.decode(data)
         except _UNREADABLE as error:
-            # For the escape of a first half, msgspec reports truncated data.
-            is_half = isinstance(data, str) and (isinstance(error, UnicodeError) or _HALF_PAIR.search(data))
-            why = "a text in it has half a surrogate pair" if is_half else error
+            why = str(error)
+            if isinstance(data, str):
+                # The text itself may have the half, rather than its escape.
+                why = HALF_PAIR if isinstance(error, UnicodeError) else json_fault(data.encode(), error)
             raise ProtocolError(f"a frame cannot be read: {why}") from None
 
 

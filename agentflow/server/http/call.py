@@ -7,6 +7,7 @@ and answer it. If the client disconnects, the handler is cancelled at once.
 from __future__ import annotations
 
 import codecs
+import json
 import logging
 import re
 import secrets
@@ -27,7 +28,7 @@ from starlette.types import Message, Receive, Scope, Send
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import AgentflowError
-from agentflow.protocol.json_bounds import BODY_BOUNDS, JsonScan, TooMuchJson
+from agentflow.protocol.json_bounds import BODY_BOUNDS, HALF_PAIR, JsonScan, TooMuchJson, json_fault
 from agentflow.protocol.ops import MAX_TRACE_CHARS
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.runtime.task_group import open_task_group
@@ -328,7 +329,8 @@ def decoded(data: bytes | bytearray | msgspec.Raw, kind: type[T], place: str = "
         message, param = _shown_fault(error, kind, place)
         raise ApiError(400, "invalid_request", message, param=param) from None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise _not_json(error) from None
+        fault = json_fault(bytes(data), error)
+        raise _not_json(fault, _half_pair_place(data, place) if fault == HALF_PAIR else None) from None
 
 
 def address_of(scope: Scope) -> str | None:
@@ -419,8 +421,37 @@ def _drop_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _not_json(error: Exception) -> ApiError:
-    return ApiError(400, "invalid_json", f"the body is not valid JSON: {error}")
+def _not_json(fault: object, param: str | None = None) -> ApiError:
+    at = f" in {param}" if param else ""
+    return ApiError(400, "invalid_json", f"the body is not valid JSON: {fault}{at}", param=param)
+
+
+def _half_pair_place(data: bytes | bytearray | msgspec.Raw, place: str) -> str | None:
+    """The field of the first text with half a surrogate pair. None in a large body."""
+    if len(memoryview(data)) > SMALL_BODY_BYTES:
+        return None
+    try:
+        left = [(place, json.loads(bytes(data)))]  # takes halves
+    except (ValueError, RecursionError):
+        return None
+    while left:
+        at, value = left.pop()
+        match value:
+            case str() if not _is_unicode(value):
+                return at or None
+            case list():
+                left += [(f"{at}[{i}]", value[i]) for i in reversed(range(len(value)))]
+            case dict():
+                if not all(map(_is_unicode, value)):
+                    return at or None
+                left += [(f"{at}.{name}".lstrip("."), inner) for name, inner in reversed(value.items())]
+            case _:
+                pass
+    return None
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _too_large(limit: int) -> ApiError:
