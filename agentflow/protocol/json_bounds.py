@@ -29,8 +29,8 @@ _HALF_PAIR_BYTES: Final = 16
 
 
 def json_fault(data: bytes | bytearray, error: Exception) -> str:
-    """Why msgspec cannot decode this text. For the escape of a first half of a surrogate pair close to the end,
-    msgspec itself reports truncated data.
+    """Why msgspec cannot decode this text. For the escape of a first half of a surrogate pair close to the
+    end, msgspec itself reports truncated data.
 
     >>> json_fault(b'{"a": "\\\\ud800"}', msgspec.DecodeError("Input data was truncated"))
     'a text in it has half a surrogate pair'
