@@ -298,11 +298,16 @@ def _num_parameters(folder: Path, scheme: Scheme | None) -> int:
                 header: dict[str, Any] = json.loads(stream.read(length))
             except (struct.error, ValueError) as error:
                 raise BadModelFolder(f"{file} is not a safetensors file: {error}", param=file.name) from None
-        total += sum(
-            math.prod(entry["shape"]) * _values_in_each(name, scheme)
-            for name, entry in header.items()
-            if name != "__metadata__"
-        )
+        try:
+            total += sum(
+                math.prod(entry["shape"]) * _values_in_each(name, scheme)
+                for name, entry in header.items()
+                if name != "__metadata__"
+            )
+        except (AttributeError, KeyError, TypeError) as error:
+            raise BadModelFolder(
+                f"{file} has tensors without a shape: its header is damaged, fetch it again", param=file.name
+            ) from error
     return total
 
 

@@ -234,20 +234,25 @@ class Tokenizer:
     def from_folder(cls, folder: Path, *, embeds: bool = False) -> Tokenizer:
         """Reads ``tokenizer.json`` and the files beside it, or a GGUF file. ``embeds``: of an embedding
         model. ``BadModelFolder``."""
-        spec = read_tokenizer(folder)
-        added = spec.get("added_tokens") or []
-        all_special = all(token.get("special") for token in added)
+        spec, where = read_tokenizer(folder), f"the tokenizer in {folder}"
         template = ChatTemplate.from_folder(folder)
         calls = tool_format(template)
-        return cls(
-            spec,
-            named_tokens=named_special_tokens(folder),
-            turn_markup="" if all_special else template.turn_markup(),
-            tool_markup=calls.begin + calls.end,
-            template_source=template.source,
-            embeds=embeds,
-            where=f"the tokenizer in {folder}",
-        )
+        try:
+            all_special = all(token["special"] for token in spec.get("added_tokens") or [])
+            return cls(
+                spec,
+                named_tokens=named_special_tokens(folder),
+                turn_markup="" if all_special else template.turn_markup(),
+                tool_markup=calls.begin + calls.end,
+                template_source=template.source,
+                embeds=embeds,
+                where=where,
+            )
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise BadModelFolder(
+                f"{where} is damaged ({type(error).__name__}: {error}): fetch it again",
+                param="tokenizer.json",
+            ) from error
 
     @property
     def bos(self) -> str | None:
@@ -474,7 +479,10 @@ def _encoded(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
 def _load(spec: Mapping[str, Any], where: str) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(spec))
-    except Exception as error:  # the library raises bare Exception
+    except BaseException as error:
+        # The library raises bare Exception, and BaseException where its own code fails.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise BadModelFolder(f"{where} cannot be used: {error}", param="tokenizer.json") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ DEEPSEEK = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_
     "qk_rope_head_dim": 2,
     "v_head_dim": 4,
 }
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 2}
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 
 
@@ -99,6 +101,16 @@ def test_windows_that_are_never_reached_are_fine(tmp_path: Path, changed: dict[s
         ({"num_attention_heads": 0}, "config.json", ""),
         ({"quantization_config": 4}, "config.json", ""),
         ({"num_key_value_heads": 3}, "config.json", "3"),
+        ({"num_key_value_heads": -2}, "config.json", "num_kv_heads is -2"),
+        ({"vocab_size": 10**20}, "model.embed_tokens.weight", "(20, 8)"),
+        ({"intermediate_size": 2**60}, "model.layers.0.mlp.gate_proj.weight", "(12, 8)"),
+        ({"hidden_size": -8, "head_dim": 4}, "config.json", "hidden_size is -8"),
+        ({"max_position_embeddings": 0}, "config.json", "max_context is 0"),
+        ({"rms_norm_eps": math.nan}, "config.json", "norm_eps is nan"),
+        ({"rope_theta": math.nan}, "rope_parameters", ""),
+        ({"rope_theta": -2.0}, "rope_parameters", ""),
+        (MIXTRAL | {"num_experts_per_tok": 3}, "config.json", "3 of 2"),
+        (MIXTRAL | {"num_experts_per_tok": 0}, "config.json", "experts of a token is 0"),
         ({"hidden_act": "tanh"}, "hidden_act", "tanh"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config", "hqq"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type", "dynamic"),

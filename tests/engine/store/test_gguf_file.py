@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,16 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 16
 RANDOM = np.random.default_rng(0)
 
 
+def unchanged(writer: GGUFWriter) -> None:
+    pass
+
+
 def write(
-    file: Path, tensors: dict[str, NDArray[np.float32]], kind: str = "Q8_0", architecture: str = "llama"
+    file: Path,
+    tensors: dict[str, NDArray[np.float32]],
+    kind: str = "Q8_0",
+    architecture: str = "llama",
+    change: Callable[[GGUFWriter], None] = unchanged,
 ) -> Path:
     writer = GGUFWriter(file, architecture)
     writer.add_context_length(128)
@@ -33,6 +43,7 @@ def write(
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_token_list(["a", "b"])
+    change(writer)
     for name, values in tensors.items():
         stored = GGMLQuantizationType[kind] if values.ndim > 1 else GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quantize(values, stored), raw_dtype=stored)
@@ -125,6 +136,39 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     rejects(write(tmp_path / "b.gguf", {}, architecture="bert"), "general.architecture")
     with pytest.raises(UnknownModel):
         open_gguf(tmp_path / "none.gguf")
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        (lambda writer: writer.add_head_count(0), "llama.attention.head_count"),
+        (lambda writer: writer.add_block_count(2**31), "llama.block_count"),
+        (lambda writer: writer.add_string("general.alignment", "wide"), "m.gguf"),
+        (lambda writer: writer.add_array("general.alignment", [1, 2]), "m.gguf"),
+        (lambda writer: writer.add_tensor("blk.0.attn_v.weight", np.zeros((0, 64), np.float32)), "m.gguf"),
+    ],
+)
+def test_metadata_that_no_model_has(tmp_path: Path, change: Callable[[GGUFWriter], None], param: str) -> None:
+    file = write(tmp_path / "m.gguf", {"token_embd.weight": values(2, HIDDEN)}, change=change)
+    with pytest.raises(BadModelFolder, check=has_param(param)):
+        assert open_gguf(file).config
+
+
+def test_numbers_of_another_type_are_rejected_where_they_are_read(tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", {}, change=lambda writer: writer.add_head_count(0))
+    with pytest.raises(BadModelFolder, check=has_param("m.gguf")):
+        assert open_gguf(file).tensors
+    file = write(tmp_path / "s.gguf", {}, change=lambda writer: writer.add_string("split.count", "two"))
+    assert open_gguf(file).tensors == {}
+
+
+def test_lists_in_lists_have_a_depth(tmp_path: Path) -> None:
+    """Each level is read by a call of its own."""
+    key = b"a.key"
+    entry = struct.pack("<Q", len(key)) + key + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry + bytes(12))
+    with pytest.raises(BadModelFolder, check=has_param("m.gguf")):
+        open_gguf(tmp_path / "m.gguf")
 
 
 def test_the_only_file_of_a_folder_is_its_model(tmp_path: Path) -> None:

@@ -350,6 +350,13 @@ class TestDefaultModel:
         ("{}", "decoder"),
         ('{"decoder": {"type": "WordPiece"}}', "decoder"),
         ('{"decoder": {"type": "ByteLevel"}}', "tokenizer.json"),
+        ('{"decoder": 3}', "tokenizer.json"),
+        ('{"added_tokens": [{"id": 1}]}', "tokenizer.json"),
+        ('{"added_tokens": [7]}', "tokenizer.json"),
+        (
+            '{"decoder": {"type": "ByteLevel"}, "added_tokens": [{"content": [], "special": true}]}',
+            "tokenizer.json",
+        ),
     ],
 )
 def test_bad_folders(tmp_path: Path, content: str | None, param: str) -> None:
@@ -358,6 +365,14 @@ def test_bad_folders(tmp_path: Path, content: str | None, param: str) -> None:
     with pytest.raises(BadModelFolder, check=has_param(param)) as caught:
         Tokenizer.from_folder(tmp_path)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_a_vocabulary_at_which_the_library_itself_fails(tmp_path: Path) -> None:
+    spec = copy.deepcopy(FAMILIES["byte_level"])
+    spec["model"]["continuing_subword_prefix"] = "longer than any token"
+    small_tokenizers.write_folder(tmp_path, spec)
+    with pytest.raises(BadModelFolder, check=has_param("tokenizer.json")):
+        Tokenizer.from_folder(tmp_path)
 
 
 def test_bad_config(tmp_path: Path) -> None:

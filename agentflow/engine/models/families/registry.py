@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +49,7 @@ def read_config(folder: Path) -> DecoderConfig:
         family = _family_of(raw)
         read_scheme(raw)  # rejects formats that are not read
         shape = family.read(raw)
-        inverse_frequencies(shape.rope, shape.rotated_dim)  # its factors must fit the heads
+        _check(shape)
         ends = end_token_ids({**text_config(raw), **raw}, generation)
         return replace(shape, architecture=family.architecture, end_token_ids=ends)
     except BadModelFolder as error:
@@ -60,6 +61,44 @@ def read_config(folder: Path) -> DecoderConfig:
     except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:
         message = f"{folder}: config.json holds a value of the wrong kind: {error}"
         raise BadModelFolder(message, param="config.json") from error
+
+
+def _check(shape: DecoderConfig) -> None:
+    """Rejects numbers that no model has. They would end in errors of the kernels, or in texts of nothing."""
+    sizes = {
+        name: getattr(shape, name)
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "max_context",
+        )
+    }
+    sizes |= {"num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
+    if (latent := shape.latent) is not None:
+        sizes |= {
+            name: getattr(latent, name) for name in ("kv_rank", "plain_dim", "rotated_dim", "value_dim")
+        }
+    if (experts := shape.experts) is not None:
+        sizes |= {"num_experts": experts.num_experts, "experts of a token": experts.num_used}
+        sizes |= {"the size of an expert": experts.intermediate_size, "groups": experts.num_groups}
+        used, groups = experts.num_used, experts.num_groups
+        if used > experts.num_experts or experts.num_experts % max(groups, 1):
+            raise ValueError(f"{used} of {experts.num_experts} experts in {groups} groups")
+        if not 0 < experts.num_used_groups <= groups:
+            raise ValueError(f"{experts.num_used_groups} of {groups} groups of experts")
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}")
+    for name in ("norm_eps", "attention_scale", "attention_cap", "logit_cap", "embedding_scale"):
+        if not math.isfinite(value := getattr(shape, name)):
+            raise ValueError(f"{name} is {value}")
+    for rope in filter(None, (shape.rope, shape.local_rope)):
+        frequencies = inverse_frequencies(rope, shape.rotated_dim)  # its factors must fit the heads
+        if not (bool(frequencies.isfinite().all()) and math.isfinite(rope.amplitude)):
+            raise BadModelFolder("its rotary frequencies are not finite", param="rope_parameters")
 
 
 def is_native(folder: Path) -> bool:

@@ -53,15 +53,20 @@ class TensorSource(ABC):
 
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor with that name, which must have that shape."""
-        taken = torch.empty(shape, dtype=self._dtype, device=self._device)
-        self._read(name, taken)
-        return taken
+        with self._fitting(name, shape) as stored:
+            return torch.empty(shape, dtype=self._dtype, device=self._device).copy_(stored)
 
     def take_rows(self, names: Sequence[str], sizes: Sequence[int], width: int) -> Tensor:
         """Matrices of ``sizes`` rows each, stacked."""
-        taken = torch.empty(sum(sizes), width, dtype=self._dtype, device=self._device)
-        for name, part in zip(names, torch.split(taken, list(sizes)), strict=True):
-            self._read(name, part)
+        taken: Tensor | None = None
+        begin = 0
+        for name, size in zip(names, sizes, strict=True):
+            with self._fitting(name, (size, width)) as stored:
+                if taken is None:
+                    taken = torch.empty(sum(sizes), width, dtype=self._dtype, device=self._device)
+                taken[begin : begin + size].copy_(stored)
+            begin += size
+        assert taken is not None
         return taken
 
     def take_if_there(self, name: str, *shape: int) -> Tensor | None:
@@ -93,17 +98,20 @@ class TensorSource(ABC):
                 param=left[0],
             )
 
-    def _read(self, name: str, target: Tensor) -> None:
+    @contextmanager
+    def _fitting(self, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
+        """The tensor as it is stored. Its shape is compared before memory is allocated for ``shape``: a
+        damaged config may name any size."""
         if name not in self.names:
             raise BadModelFolder(
                 f"{self._path} has no tensor {name}: its weights are incomplete, fetch the model again",
                 param=name,
             )
         with self._stored(name) as stored:
-            if stored.shape != target.shape:
+            if stored.shape != shape:
                 raise BadModelFolder(
                     f"{self._path}: tensor {name} is {tuple(stored.shape)}, "
-                    f"but its config makes it {tuple(target.shape)}: take the config and the weights of one "
+                    f"but its config makes it {shape}: take the config and the weights of one "
                     "model",
                     param=name,
                 )
@@ -114,7 +122,7 @@ class TensorSource(ABC):
                     param=name,
                 )
             self._taken.add(name)
-            target.copy_(stored)
+            yield stored
 
 
 class Checkpoint(TensorSource):

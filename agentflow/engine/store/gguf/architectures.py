@@ -21,6 +21,7 @@ Config = dict[str, Any]
 
 ROPE_TENSORS: Final = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors that belong to the config."""
+_MAX_LAYERS: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ def _common(data: Metadata, stored: Stored, architecture: str, model_type: str) 
         "model_type": model_type,
         "vocab_size": _vocab_size(data, stored),
         "max_position_embeddings": data.whole(".context_length"),
-        "num_hidden_layers": data.whole(".block_count"),
+        "num_hidden_layers": _num_layers(data),
         "hidden_size": hidden_size,
         "intermediate_size": data.whole(".feed_forward_length"),
         "num_attention_heads": num_heads,
@@ -74,6 +75,14 @@ def _common(data: Metadata, stored: Stored, architecture: str, model_type: str) 
         "mlp_bias": "blk.0.ffn_up.bias" in stored,
         "tie_word_embeddings": "output.weight" not in stored,
     }
+
+
+def _num_layers(data: Metadata) -> int:
+    """At most ``_MAX_LAYERS``: lists of that length follow from it."""
+    count = data.whole(".block_count")
+    if not 0 < count <= _MAX_LAYERS:
+        raise data.reject(".block_count", f"is {count}: a model has 1 to {_MAX_LAYERS:,} layers")
+    return count
 
 
 def _vocab_size(data: Metadata, stored: Stored) -> int:
@@ -135,7 +144,7 @@ def _values(tensor: StoredTensor) -> list[float]:
 
 def _layer_types(data: Metadata, pattern: int) -> list[str]:
     """Which layers have a window: those that the file lists, or all but every ``pattern``-th."""
-    slides, num_layers = data.numbers(".attention.sliding_window_pattern"), data.whole(".block_count")
+    slides, num_layers = data.numbers(".attention.sliding_window_pattern"), _num_layers(data)
     if len(slides) != num_layers:
         pattern = int(slides[0]) if len(slides) == 1 else pattern
         slides = [bool((i + 1) % pattern) for i in range(num_layers)]
@@ -253,7 +262,7 @@ def _gpt2(data: Metadata, stored: Stored) -> Config:
         "vocab_size": _vocab_size(data, stored),
         "n_positions": data.whole(".context_length"),
         "n_embd": data.whole(".embedding_length"),
-        "n_layer": data.whole(".block_count"),
+        "n_layer": _num_layers(data),
         "n_head": data.whole(".attention.head_count"),
         "n_inner": data.whole(".feed_forward_length"),
         "layer_norm_epsilon": data.number(".attention.layer_norm_epsilon"),

@@ -66,6 +66,7 @@ _SCALARS: Final = {
     12: "<d",
 }
 _STRING, _ARRAY = 8, 9
+_MAX_DEPTH = 8
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -118,8 +119,8 @@ def read_container(path: Path) -> Container:
         BadModelFolder: not a GGUF file, another version, truncated, or a type of tensors that is unknown.
     """
     first = _read_file(path)
-    count = int(first.metadata.get("split.count") or 1)
-    if count <= 1:
+    count = first.metadata.get("split.count")
+    if not isinstance(count, int) or count <= 1:
         return first
     name = _SHARD.fullmatch(path.name)
     if name is None or int(name[2]) != 1:
@@ -185,8 +186,8 @@ class _Reader:
             key = self._text()
             metadata[key] = self._value(self._u32())
         infos = [self._tensor_info() for _ in range(num_tensors)]
-        alignment = int(metadata.get("general.alignment", 32))
-        if alignment < 1:
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"general.alignment is {alignment}")
         begin = -(-self._place // alignment) * alignment
         data = np.frombuffer(self._data, np.uint8)
@@ -197,6 +198,8 @@ class _Reader:
         if not 1 <= num_axes <= 4:
             raise ValueError(f"the tensor {name} has {num_axes} axes")
         shape = tuple(self._u64() for _ in range(num_axes))[::-1]  # the file lists the fastest axis first
+        if 0 in shape:
+            raise ValueError(f"the tensor {name} is empty")
         return name, shape, self._u32(), self._u64()
 
     def _tensor(
@@ -220,7 +223,7 @@ class _Reader:
             raise ValueError(f"{name} ends at byte {end:,} of {len(data):,}")
         return StoredTensor(name, type_name, shape, data[begin:end].reshape(num_rows, row_bytes))
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, depth: int = 0) -> Any:
         if (scalar := _SCALARS.get(kind)) is not None:
             (value,) = struct.unpack_from(scalar, self._data, self._place)
             self._place += struct.calcsize(scalar)
@@ -229,6 +232,8 @@ class _Reader:
             return self._text()
         if kind != _ARRAY:
             raise ValueError(f"metadata of the unknown type {kind}")
+        if depth == _MAX_DEPTH:
+            raise ValueError(f"lists of more than {_MAX_DEPTH} levels")
         kind = self._u32()
         if (scalar := _SCALARS.get(kind)) is not None:
             values = np.frombuffer(
@@ -241,7 +246,7 @@ class _Reader:
             texts = Texts(self._data, self._place, count)
             self._skip_texts(count)
             return texts
-        return [self._value(kind) for _ in range(count)]
+        return [self._value(kind, depth + 1) for _ in range(count)]
 
     def _skip_texts(self, count: int) -> None:
         data, place, size_at = self._data, self._place, _U64.unpack_from

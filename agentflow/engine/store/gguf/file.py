@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -88,11 +89,12 @@ class GgufFile:
     def config(self) -> dict[str, Any]:
         """``config.json`` as transformers would write it, with all tokens that end a text in
         ``eos_token_id``."""
-        config = self._architecture.read(self._metadata, self._stored)
-        words = self.vocabulary
-        ids = {"bos_token_id": words.bos_id, "pad_token_id": words.pad_id}
-        config |= {name: token for name, token in ids.items() if token is not None}
-        return config | {"eos_token_id": list(words.end_ids)}
+        with self._rejecting_misfits():
+            config = self._architecture.read(self._metadata, self._stored)
+            words = self.vocabulary
+            ids = {"bos_token_id": words.bos_id, "pad_token_id": words.pad_id}
+            config |= {name: token for name, token in ids.items() if token is not None}
+            return config | {"eos_token_id": list(words.end_ids)}
 
     @property
     def pools_last(self) -> bool:
@@ -102,11 +104,24 @@ class GgufFile:
     @cached_property
     def tensors(self) -> Mapping[str, ModelTensor]:
         found: dict[str, ModelTensor] = {}
-        names = _Names(self._architecture, self._metadata)
-        for stored in self._stored.values():
-            if stored.name not in ROPE_TENSORS:
-                found.update(names.tensors_of(stored))
-        return _interleaved(found) if self._architecture.has_stacks else found
+        with self._rejecting_misfits():
+            names = _Names(self._architecture, self._metadata)
+            for stored in self._stored.values():
+                if stored.name not in ROPE_TENSORS:
+                    found.update(names.tensors_of(stored))
+            return _interleaved(found) if self._architecture.has_stacks else found
+
+    @contextmanager
+    def _rejecting_misfits(self) -> Iterator[None]:
+        """Metadata and tensors are read together, and a damaged file may have any values in them."""
+        try:
+            yield
+        except (ArithmeticError, IndexError, TypeError, ValueError) as error:
+            raise BadModelFolder(
+                f"{self.path.name} has metadata that do not fit its tensors ({error}): fetch it again, or "
+                "another conversion of the model",
+                param=self.path.name,
+            ) from error
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
