@@ -45,7 +45,8 @@ class ConstrainedRequest:
         self._request = request
         self._tokenizer = tokenizer
         self._budget = None if message.thinking is None else message.thinking.budget
-        self._thoughts = None if message.thinking is None else ThoughtTokens(message.thinking)
+        thinking = message.thinking
+        self._thoughts = None if thinking is None or thinking.has_channels else ThoughtTokens(thinking)
         self._num_before = 0  # tokens before the answer
         self._is_stuck = False
         self._text: ConstrainedText | None = None
@@ -148,7 +149,7 @@ class ConstrainedRequest:
             return None
         for token_id in token_ids:
             self.read(token_id)
-        return Jump(num_kept, token_ids, (0, 0))
+        return Jump(num_kept, token_ids, (0, 0), is_free=True)
 
     def _jump(self, text: ConstrainedText) -> Jump | None:
         jump = text.jump(self._request.max_new_tokens - self._num_before)

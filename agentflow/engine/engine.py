@@ -317,7 +317,7 @@ class Engine:
         """Appends the tokens that the grammar, or the budget of thoughts, forces."""
         num_dropped = request.num_generated - jump.num_kept
         self.scheduler.replace_output(request, jump.num_kept, jump.token_ids)
-        delta = text.replace(jump.num_kept, jump.token_ids)
+        delta = text.replace(jump.num_kept, jump.token_ids, is_free=jump.is_free)
         self._outbox.append(Progress(request.id, delta, jump.token_ids, (), (), num_dropped, jump.forced))
 
     def _finish_if_complete(self, request: Request, text: TextEnd) -> None:

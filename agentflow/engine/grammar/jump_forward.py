@@ -35,11 +35,12 @@ Span = tuple[int, int]
 
 class Jump(NamedTuple):
     """The first ``num_kept`` ids of the generation stay; ``token_ids`` replace the rest. ``forced``: what
-    ``mark_forced`` receives."""
+    ``mark_forced`` receives. ``is_free``: the tokens are none of the answer's, so no stop begins in them."""
 
     num_kept: int
     token_ids: list[int]
     forced: Span
+    is_free: bool = False
 
 
 def mark_forced(spans: list[Span], added: Span) -> None:

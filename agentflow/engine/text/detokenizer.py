@@ -169,6 +169,10 @@ class TextEnd:
         self._num_read += len(new)
         if is_free and self._pattern is not None:
             self._pattern.skip(new)
+        if is_free and self._held:  # a stop that began before does not end in it
+            new, self._held = self._held + new, ""
+            for stop in self._stops:
+                stop.num_matched = 0
         if is_free or (self._pattern is None and not self._held and self._beginnings.isdisjoint(new)):
             self._num_delivered += len(new)
             return new
@@ -178,13 +182,14 @@ class TextEnd:
         self._num_delivered += delta_length
         return delta
 
-    def replace(self, num_kept: int, token_ids: Iterable[int]) -> str:
+    def replace(self, num_kept: int, token_ids: Iterable[int], *, is_free: bool = False) -> str:
         """Keeps the first ``num_kept`` ids and appends ``token_ids``, which continue with the same text in
-        other tokens; its end may still have to be pushed. Returns the text that may be delivered now."""
+        other tokens; its end may still have to be pushed. ``is_free`` is as for ``push``. Returns the text
+        that may be delivered now."""
         if self.stopped:
             return ""
         self._detokenizer.rewind(num_kept)
-        return "".join([self.push(token_id) for token_id in token_ids])
+        return "".join([self.push(token_id, is_free=is_free) for token_id in token_ids])
 
     def finish(self) -> Ending:
         """Ends the generation. Text held back is in ``rest``; bytes of an incomplete last character are

@@ -318,7 +318,10 @@ class ThoughtTokens:
         return self._state is _State.ANSWER
 
     def is_free(self, token: bytes) -> bool:
-        """Whether this token, which comes next, is none of the answer's."""
+        """Whether this token, which comes next, is none of the answer's. Of a first mark that is spelled in
+        several tokens, only the last is known to be none."""
+        if self.may_begin:
+            return (self._tail + token).lstrip(_SPACES).startswith(self._begin)
         return self.is_thinking or (self.is_gap and not token.strip(_SPACES))
 
     def begin_answer(self) -> None:

@@ -65,6 +65,9 @@ async def test_a_budget_ends_thoughts_with_the_head_of_the_answer() -> None:
             assert answer.text == ANSWER
             assert THOUGHTS.startswith(answer.thoughts)
             assert answer.usage.thought_tokens == begin + min(budget, num_thoughts) + end
+        for stop in ("final", "assistant", "message"):  # in the head that the budget appends
+            answer = await ask(generator, asking(SCRIPT, thought_budget=2, params={"stop": (stop,)}))
+            assert (answer.text, answer.finish_reason) == (ANSWER, "stop")
         for off in ({"thought_budget": 0}, {"thinks": False}):
             answer = await ask(generator, asking(SCRIPT, **off))
             assert (answer.thoughts, answer.text) == ("", ANSWER)

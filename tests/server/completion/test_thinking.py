@@ -94,6 +94,10 @@ async def test_a_budget_ends_thoughts_at_once_and_the_answer_follows(model: Thin
             assert THOUGHTS.startswith(answer.thoughts)
             assert answer.usage.thought_tokens == begin + min(budget, inside) + len(end)
             assert (answer.thoughts == THOUGHTS) == (budget >= inside - 1)
+        # In the mark that the budget appends, and in one token before thoughts.
+        for stop in ("/think", "</", *(["think", ">"] if model is not SPELLED_MODEL else [])):
+            answer = await ask(generator, asking(SCRIPT, thought_budget=1, params={"stop": (stop,)}))
+            assert (answer.text, answer.finish_reason) == (ANSWER, "stop")
         # Without room for the mark, the limit of the output ends it.
         assert (
             await ask(generator, asking(SCRIPT, max_tokens=1, thought_budget=0))
