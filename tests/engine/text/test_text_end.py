@@ -171,6 +171,19 @@ def test_a_regex_and_a_least_length_like_brute_force(
     assert TINY.decode(ending.ids, continues=True) == ending.text
 
 
+@given(tokens, stops, st.integers(0, 14))
+@example(ids=[one("ab"), one("ba"), one("ba")], stop=["abbaba", "bba"], free=1)
+def test_no_stop_reaches_into_a_free_token(ids: list[int], stop: list[str], free: int) -> None:
+    end = TextEnd(TINY, stop)
+    delivered = "".join([end.push(token, is_free=n == free) for n, token in enumerate(ids)])
+    whole = certain(TINY, ids)
+    cut = search(certain(TINY, ids[:free]), stop)
+    if cut is None and free < len(ids):
+        cut = search(whole, stop, first=len(certain(TINY, ids[: free + 1])))
+    ending = end.finish()
+    assert delivered + ending.rest == ending.text == whole[:cut]
+
+
 def test_text_that_cannot_match_is_delivered_at_once() -> None:
     end = TextEnd(TINY, stop_regex="a(bb|é)")
     ids = [one("b"), one("a"), one("b"), one("a"), one("b"), one("b")]
