@@ -40,8 +40,10 @@ def assert_equal_to_transformers(model: PreTrainedModel, folder: Path) -> None:
 
 
 def test_every_family_is_tested() -> None:
+    """As far as the installed transformers has them: an older one lacks the newest."""
     kinds = {kind for kind, _ in (MODELS | COMPOSED).values()}
-    assert {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind in kinds} == set(FAMILIES)
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    assert {known[kind] for kind in kinds if kind in known} == set(FAMILIES).intersection(known.values())
 
 
 @pytest.mark.parametrize("name", COMPOSED | OTHERS)
