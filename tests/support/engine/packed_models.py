@@ -267,15 +267,19 @@ KINDS: dict[str, tuple[Mapping[str, Any], Callable[[Tensor], Packed]]] = {
 }
 
 
-def quantise_folder(folder: Path, to: Path, kind: str) -> None:
+def quantise_folder(
+    folder: Path, to: Path, kind: str, *, endings: tuple[str, ...] = ("_proj",), is_transposed: bool = False
+) -> None:
     """Writes the model of ``folder`` to ``to`` with the matrices of its layers in that format, and leaves in
-    ``folder`` the values that these stand for."""
+    ``folder`` the values that these stand for. ``endings``: of their names; ``is_transposed``: they are
+    [in, out]."""
     config, pack = KINDS[kind]
     tensors, exact = load_file(folder / "model.safetensors"), {}
     stored: Parts = {}
     for name, tensor in tensors.items():
-        if name.endswith("_proj.weight"):
-            parts, exact[name] = pack(tensor.float())
+        if name.endswith(tuple(f"{ending}.weight" for ending in endings)):
+            parts, values = pack(tensor.float().t().contiguous() if is_transposed else tensor.float())
+            exact[name] = values.t().contiguous() if is_transposed else values
             stem = name.removesuffix("weight")
             stored |= {stem + part: value.contiguous() for part, value in parts.items()}
             stored[stem + "input_scale"] = torch.ones(1)

@@ -83,6 +83,10 @@ class TensorSource(ABC):
         """As ``take_blocks``, the matrices [out, in] of a stack that has the shape [count, in, out]."""
         return None
 
+    def is_output_first(self, name: str) -> bool:
+        """Whether the matrix with that name is [out, in] also where its architecture has [in, out]."""
+        return False
+
     def release_blocks(self, names: Collection[str]) -> None:
         """Releases the memory of what ``take_blocks`` returned."""
         return

@@ -387,7 +387,7 @@ class _Loader:
 
     def _dense(self, parts: Mapping[str, int], num_inputs: int, *, is_transposed: bool) -> Tensor:
         """The matrices [outputs, inputs] of ``parts``, stacked."""
-        if not is_transposed:
+        if not is_transposed or all(map(self._checkpoint.is_output_first, parts)):
             return self._checkpoint.take_rows(list(parts), list(parts.values()), num_inputs)
         [(name, size)] = parts.items()
         return self._checkpoint.take(name, num_inputs, size).t().contiguous()

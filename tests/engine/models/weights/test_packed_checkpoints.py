@@ -92,6 +92,24 @@ def test_a_packed_folder_computes_what_its_values_do(kind: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("kind", ["gptq", "gptq_act_order", "gptq_8_bits_zeros"])
+def test_gpt2_in_gptq(kind: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plain matrices are [in, out], one of them square, and those of GPTQ are [out, in]."""
+    monkeypatch.setenv("AGENTFLOW_KERNELS", kernels)
+    save_model("gpt2", tmp_path / "values")
+    endings = ("c_attn", "c_proj", "c_fc")
+    quantise_folder(tmp_path / "values", tmp_path / "packed", kind, endings=endings, is_transposed=True)
+    expected, _ = run(tmp_path / "values", "float32")
+    found, _ = run(tmp_path / "packed", "float32")
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    assert np.ptp(expected) > 1
+    _, dense_bytes = run(tmp_path / "values", "bfloat16")
+    kept, num_bytes = run(tmp_path / "packed", "auto")
+    assert (num_bytes < 0.85 * dense_bytes) == (kernels == "native")
+    assert np.abs(kept - expected).mean() < 2e-2 * np.abs(expected).mean()
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_experts_in_mxfp4(kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTFLOW_KERNELS", kernels)
     save_model("gpt_oss", tmp_path / "values", **GPT_OSS)

@@ -84,6 +84,9 @@ class PackedCheckpoint(Checkpoint):
         self._taken.add(name)
         return matrix.blocks(is_symmetric=self._scheme.is_symmetric)
 
+    def is_output_first(self, name: str) -> bool:
+        return f"{name.removesuffix('.weight')}.qweight" in self._files
+
     def take_stacked_blocks(self, name: str, *shape: int) -> list[BlockMatrix] | None:
         if name not in self._stacks:
             return None
