@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import NoReturn
 
 import msgspec
 import pytest
@@ -271,6 +272,23 @@ async def test_a_client_that_breaks_the_websocket_rules_ends_its_session() -> No
         await peer.greet()
         peer.hang_up(code=1009)
         await server.is_idle()
+
+
+async def test_an_os_error_of_the_server_is_logged_and_no_client_that_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bench() as server:
+
+        def find(model: str | None) -> NoReturn:
+            raise OSError(28, "a secret")
+
+        monkeypatch.setattr(server, "find", find)
+        async with connected(server) as [peer]:
+            peer.put(Hello(VERSION))
+            refused, code = await peer.refusal()
+    assert (refused.error.code, code) == ("engine_failed", 1011)
+    assert "secret" not in refused.error.message
+    assert "a secret" in caplog.text
 
 
 async def test_the_error_of_a_rejected_op_names_its_argument() -> None:
