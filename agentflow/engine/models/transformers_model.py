@@ -121,6 +121,10 @@ class TransformersModel:
         self.num_kv_heads, self.head_dim = calls[0].num_kv_heads, calls[0].head_dim
         self.vocab_size = int(logits.shape[-1])
         self.max_context = int(getattr(config, "max_position_embeddings", 0) or DEFAULT_CONTEXT)
+        if self.max_context < 1:
+            raise BadModelFolder(
+                f"its max_position_embeddings is {self.max_context}", param="max_position_embeddings"
+            )
         self.end_token_ids = end_token_ids(raw, generation)
 
     def forward(self, given: ForwardInput, meanwhile: Callable[[], None] = nothing) -> Tensor:

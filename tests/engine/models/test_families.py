@@ -97,6 +97,14 @@ def test_weights_that_transformers_would_make_up_are_rejected(change: str, tmp_p
         TorchRunner(tmp_path, num_slots=4, device="cpu", dtype="float32")
 
 
+def test_a_context_of_transformers_that_no_model_has(tmp_path: Path) -> None:
+    saved_model("gpt_neox", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": -128}))
+    with pytest.raises(BadModelFolder, check=has_param("max_position_embeddings")):
+        TorchRunner(tmp_path, num_slots=4, device="cpu", dtype="float32")
+
+
 def test_a_model_of_transformers_is_not_quantised(tmp_path: Path) -> None:
     saved_model("gpt_neox", tmp_path)
     with pytest.raises(BadArgument, check=has_param("quantize")):
