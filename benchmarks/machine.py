@@ -49,9 +49,17 @@ class OthersLoad:
         self._start = time.monotonic()
         self._busy = _busy_s()
         self._own = _own_s()
+        self._ended: float | None = None
+
+    def end(self) -> None:
+        """Measures only until now, while this benchmark's processes run: the time of one that ends without
+        its parent waiting for it would count as that of another process."""
+        self._ended = self.cores()
 
     def cores(self) -> float:
         """Returns the mean number of cores that other processes kept busy."""
+        if self._ended is not None:
+            return self._ended
         elapsed = max(1e-9, time.monotonic() - self._start)
         others = (_busy_s() - self._busy) - (_own_s() - self._own)
         return max(0.0, others / elapsed)

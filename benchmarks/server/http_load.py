@@ -17,26 +17,31 @@ from typing import Any
 
 WORDS = ["river", "stone", "light", "window", "paper", "garden", "seven", "morning", "bridge", "copper"]
 DONE = b"data: [DONE]"
+ENDED = b'"finish_reason":"stop"'
 # Clients time out after this; a request without an answer by then counts as hanging.
 GIVE_UP_S = 120.0
 
 
 @dataclass
 class Outcome:
-    """The outcome of one request. ``status`` 0: the connection broke; -1: no answer within ``GIVE_UP_S``."""
+    """The outcome of one request. ``status`` 0: the connection broke; -1: no answer within ``GIVE_UP_S``.
+    ``ended``: whether the model ended its answer, rather than the limit of tokens."""
 
     began_s: float
     status: int = 0
     ttft_s: float = 0.0
     took_s: float = 0.0
     num_tokens: int = 0
+    ended: bool = False
 
 
 @dataclass
 class Load:
     """A closed loop: ``streams`` clients, each of which sends ``requests`` requests in sequence, for at most
     ``duration_s``. Or, with ``rate_per_s``, an open loop: requests arrive at random times for ``duration_s``.
-    A prompt has ``prompt_words`` random words and generates ``max_tokens``, plus or minus ``spread``."""
+    A prompt has ``prompt_words`` random words and generates ``max_tokens``, plus or minus ``spread``. Before
+    them come ``shared_words``, the same in all prompts. With ``schema``, answers are JSON by that schema, of
+    at most ``max_tokens`` tokens; their number is not known."""
 
     port: int
     streams: int = 1
@@ -47,6 +52,8 @@ class Load:
     max_tokens: int = 64
     spread: int = 0
     seed: int = 0
+    shared_words: int = 0
+    schema: dict[str, Any] | None = None
     outcomes: list[Outcome] = field(default_factory=list)
 
     async def put(self) -> dict[str, Any]:
@@ -92,17 +99,22 @@ class Load:
         outcome.took_s = time.perf_counter() - outcome.began_s
 
     def _body(self, rng: random.Random, max_tokens: int) -> bytes:
-        words = " ".join([rng.choice(WORDS) for _ in range(self.prompt_words)])
-        return json.dumps(
-            {
-                "model": "smollm2-135m",
-                "messages": [{"role": "user", "content": words}],
-                "max_tokens": max_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-            }
-        ).encode()
+        shared = random.Random(self.seed)
+        words = [shared.choice(WORDS) for _ in range(self.shared_words)]
+        words += [rng.choice(WORDS) for _ in range(self.prompt_words)]
+        body = {
+            "model": "smollm2-135m",
+            "messages": [{"role": "user", "content": " ".join(words)}],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+        }
+        if self.schema is None:
+            body["ignore_eos"] = True
+        else:
+            form = {"name": "record", "strict": True, "schema": self.schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": form}
+        return json.dumps(body).encode()
 
     async def _exchange(self, outcome: Outcome, body: bytes, max_tokens: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -118,9 +130,10 @@ class Load:
                 num_deltas = data.count(b'"content":"') - data.count(b'"content":""')
                 if num_deltas and not outcome.ttft_s:
                     outcome.ttft_s = time.perf_counter() - outcome.began_s
-                tail = (tail + data)[-200:]
-            if outcome.status == 200:
-                outcome.num_tokens = max_tokens if DONE in tail else 0
+                tail = (tail + data)[-2_000:]
+            if outcome.status == 200 and DONE in tail:
+                outcome.num_tokens = max_tokens if self.schema is None else 0
+                outcome.ended = ENDED in tail
         finally:
             writer.close()
 

