@@ -11,7 +11,6 @@ through which other code recurses."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,21 +22,6 @@ from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
 
 MOST_NESTING: Final = 200
-HALF_PAIR: Final = "a text in it has half a surrogate pair"
-_HALF_PAIR: Final = re.compile(rb"\\ud[89ab]..(?!\\ud[c-f])", re.IGNORECASE | re.DOTALL)
-_HALF_PAIR_BYTES: Final = 16
-
-
-def json_fault(data: bytes | bytearray, error: Exception) -> str:
-    """Why msgspec cannot decode this text. For the escape of a first half of a surrogate pair close to the
-    end, msgspec itself reports truncated data.
-
-    >>> json_fault(b'{"a": "\\\\ud800"}', msgspec.DecodeError("Input data was truncated"))
-    'a text in it has half a surrogate pair'
-    """
-    text = str(error)
-    is_half = "surrogate" in text or ("truncated" in text and _HALF_PAIR.search(data[-_HALF_PAIR_BYTES:]))
-    return HALF_PAIR if is_half else text
 
 
 def nests_deeper(value: Any, most: int) -> bool:

@@ -13,15 +13,15 @@ malformed frame ends the session.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
 from agentflow.errors import BadArgument, ProtocolError
 from agentflow.protocol.events import Capabilities, ErrorInfo, Event
-from agentflow.protocol.json_bounds import HALF_PAIR, json_fault
 from agentflow.protocol.ops import Op, Rejected
 
 VERSION = 1
@@ -34,6 +34,9 @@ SESSION_PATH = "/v1/session"
 SUBPROTOCOL = "agentflow.v1"
 # A private close code (RFC 6455, section 7.4.2): another connection has taken the session over.
 TAKEN_OVER = 4001
+HALF_PAIR: Final = "a text in it has half a surrogate pair"
+_HALF_PAIR: Final = re.compile(rb"\\ud[89ab]..(?!\\ud[c-f])", re.IGNORECASE | re.DOTALL)
+_HALF_PAIR_BYTES: Final = 16
 
 
 class _Frame(msgspec.Struct, frozen=True, tag_field="frame", tag=str.lower, omit_defaults=True):
@@ -199,3 +202,15 @@ def client_frames() -> FrameDecoder[ReceivedFrame]:
 def server_frames() -> FrameDecoder[ServerFrame]:
     """The decoder of a server's frames."""
     return FrameDecoder(ServerFrame)  # type: ignore[arg-type]
+
+
+def json_fault(data: bytes | bytearray, error: Exception) -> str:
+    """Why msgspec cannot decode this text. For the escape of a first half of a surrogate pair close to the
+    end, msgspec itself reports truncated data.
+
+    >>> json_fault(b'{"a": "\\\\ud800"}', msgspec.DecodeError("Input data was truncated"))
+    'a text in it has half a surrogate pair'
+    """
+    text = str(error)
+    is_half = "surrogate" in text or ("truncated" in text and _HALF_PAIR.search(data[-_HALF_PAIR_BYTES:]))
+    return HALF_PAIR if is_half else text

@@ -28,8 +28,9 @@ from starlette.types import Message, Receive, Scope, Send
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import AgentflowError
-from agentflow.protocol.json_bounds import BODY_BOUNDS, HALF_PAIR, JsonScan, TooMuchJson, json_fault
+from agentflow.protocol.json_bounds import BODY_BOUNDS, JsonScan, TooMuchJson
 from agentflow.protocol.ops import MAX_TRACE_CHARS
+from agentflow.protocol.wire import HALF_PAIR, json_fault
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.http import events
