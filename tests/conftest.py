@@ -103,7 +103,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_enter_pdb() -> None:
-    """Somebody looks at the test."""
+    """A debugger holds the test, which has no limit from then on."""
     _limits.lift()
 
 

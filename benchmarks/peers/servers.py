@@ -34,6 +34,7 @@ from agentflow.engine.store.model_store import resolve_model
 from benchmarks import machine
 from benchmarks.report import Report, median_of
 from benchmarks.server.load_process import LoadProcess, load_process
+from benchmarks.soak.server import server_process
 
 VARIABLE = "VLLM"
 MODEL = "smollm2-135m"
@@ -42,7 +43,7 @@ DTYPES = {"bf16": "bfloat16", "4bit": "auto"}
 SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 """vLLM's: 2 GiB of KV, 90,000 tokens."""
 COMPACT_JSON = {"backend": "xgrammar", "disable_any_whitespace": True}
-START_S, END_S = 300.0, 30.0
+START_S = 300.0
 RECORD = {
     "title": {"type": "string", "maxLength": 30},
     "category": {"enum": ["book", "record", "film", "board game", "instrument"]},
@@ -186,24 +187,14 @@ def _serving(command: list[str]) -> Iterator[int]:
     """Runs a server while the scope is open. Yields its port when it is ready."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    environment = {**os.environ, **SETTINGS}
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log,
-        subprocess.Popen(
-            [*command, "--port", str(port)], stdout=log, stderr=subprocess.STDOUT, env=environment
-        ) as process,
+        server_process([*command, "--port", str(port)], log, SETTINGS) as process,
     ):
-        try:
-            if not _is_ready(process, port):
-                log.seek(0)
-                raise SystemExit(f"{' '.join(command)} did not start:\n{log.read()[-3_000:]}")
-            yield port
-        finally:
-            process.terminate()
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        if not _is_ready(process, port):
+            log.seek(0)
+            raise SystemExit(f"{' '.join(command)} did not start:\n{log.read()[-3_000:]}")
+        yield port
 
 
 def _is_ready(process: subprocess.Popen[bytes], port: int) -> bool:

@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 from urllib.parse import urlsplit
 
 import psutil
@@ -120,14 +121,24 @@ def soak_server(log: Path) -> Iterator[SoakServer]:
     options += ["--dtype", "bfloat16"]
     options += ["--resume-grace", f"{RESUME_GRACE_S}"]
     command = [sys.executable, "-m", "agentflow", "serve", *options]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with (
         log.open("w", encoding="utf-8") as output,
-        subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process,
+        server_process(command, output, {"PYTHONUNBUFFERED": "1"}) as process,
     ):
+        url = _url_when_ready(process, log)
+        yield SoakServer(psutil.Process(process.pid), url, log)
+
+
+@contextmanager
+def server_process(
+    command: list[str], output: IO[str], settings: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs a server, which has ``END_S`` to end when the scope does. ``settings``: more environment
+    variables."""
+    environment = {**os.environ, **settings}
+    with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process:
         try:
-            url = _url_when_ready(process, log)
-            yield SoakServer(psutil.Process(process.pid), url, log)
+            yield process
         finally:
             process.terminate()
             try:
