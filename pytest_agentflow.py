@@ -11,6 +11,7 @@ package, whose import takes longer, and imports agentflow only in the fixtures. 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -89,29 +90,39 @@ def agentflow_backend() -> Backend | None:
 def agentflow_replay(request: pytest.FixtureRequest, agentflow_backend: Backend | None) -> Iterator[Path]:
     """Answers the sessions of this test from recordings, or with ``--agentflow-record`` makes them. The
     recording of the first session is ``cassettes/MODULE/TEST.jsonl`` beside the test's file, and the value of
-    the fixture; that of the second is ``TEST-2.jsonl``."""
+    the fixture; that of the second is ``TEST-2.jsonl``. Where the name of the test has characters that a file
+    name cannot have, or capitals in its parameters, ``~`` and a digest follow it."""
     from agentflow.backends.open_session import substituted
 
     first = _cassette_of(request.node)
-    if request.config.getoption("--agentflow-record"):
-        substitute = _recording(first, agentflow_backend)
+    used: list[Path] = []
+    is_recording = request.config.getoption("--agentflow-record")
+    if is_recording:
+        substitute = _recording(first, agentflow_backend, used)
     else:
         request.node.stash[_CASSETTE] = first
         substitute = _replaying(first, request.node)
     with substituted(substitute):
         yield first
+    if is_recording and not request.node.stash.get(_HAS_FAILED, True):
+        _remove_unused(first, used)
 
 
-def _recording(first: Path, backend: Backend | None) -> Substitute:
+def _recording(first: Path, backend: Backend | None, used: list[Path]) -> Substitute:
     first.parent.mkdir(parents=True, exist_ok=True)
-    for old in [first, *first.parent.glob(f"{_literal(first.stem)}-[0-9]*.jsonl")]:
-        old.unlink(missing_ok=True)
     paths = _numbered(first)
 
     def substitute(chosen: Callable[[], Backend]) -> tuple[Backend, Path]:
-        return backend or chosen(), next(paths)
+        used.append(next(paths))
+        return backend or chosen(), used[-1]
 
     return substitute
+
+
+def _remove_unused(first: Path, used: list[Path]) -> None:
+    for path in [first, *first.parent.glob(f"{_literal(first.stem)}-[0-9]*.jsonl")]:
+        if path not in used:
+            path.unlink(missing_ok=True)
 
 
 def _replaying(first: Path, item: pytest.Item) -> Substitute:
@@ -133,8 +144,19 @@ def _advice(item: pytest.Item) -> str:
     return f"Record it on a model with:\n    pytest --agentflow-record '{item.nodeid}'"
 
 
+_MAX_NAME_CHARS = 120
+
+
 def _cassette_of(item: pytest.Item) -> Path:
-    name = re.sub(r"[^\w.\[\]-]+", "-", item.nodeid.partition("::")[2].replace("::", "."))
+    """The path of a test's first recording. A name that has to change, or that differs from another one only
+    in its case, ends with a digest of the test's id, so that no two tests share a recording."""
+    test = item.nodeid.partition("::")[2]
+    function, bracket, parameters = test.partition("[")
+    function = function.replace("::", ".")
+    name = re.sub(r"[^A-Za-z0-9_.\[\]-]+", "-", function + bracket + parameters)
+    if len(name) > _MAX_NAME_CHARS or name != function + bracket + parameters.lower():
+        digest = hashlib.blake2b(test.encode(errors="surrogatepass"), digest_size=4).hexdigest()
+        name = f"{name[:_MAX_NAME_CHARS]}~{digest}"
     return item.path.parent / "cassettes" / item.path.stem / f"{name}.jsonl"
 
 

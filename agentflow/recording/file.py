@@ -10,14 +10,15 @@ A recording contains prompts and answers in plain text.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from os import PathLike
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import msgspec
 
@@ -25,12 +26,12 @@ from agentflow.errors import BadArgument, BadRecording
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.events import Capabilities, ErrorInfo, Event
 from agentflow.protocol.ops import Op
+from agentflow.runtime.locked_file import is_locked, open_locked, unlock, write_all
 from agentflow.version import __version__
 
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-_BUFFER_BYTES = 64 * 1024
 
 Ending = Literal["complete", "failed", "cancelled"]
 """How the session's block ended: normally, by an exception, or by a cancellation or an interrupt."""
@@ -83,9 +84,10 @@ class Recording:
 class Recorded:
     """Wraps a backend, and writes its ops and events to the file ``path``.
 
-    The file is created when the session opens, and replaces an existing one. Lines are buffered, and flushed
-    when the session ends. The file of a killed process can be read up to its last complete line. If the disk
-    fails, the recording ends with an error in the log, and the program continues. ``clock``: in seconds."""
+    Until the backend is connected, the lines go to ``PATH.part``, and an earlier recording stays. Then the
+    file is renamed, and what is sent or delivered together is written together, so a process that is killed
+    loses only its last line. If the disk fails, the recording ends with an error in the log, and the program
+    continues. ``clock``: in seconds."""
 
     def __init__(
         self,
@@ -113,12 +115,11 @@ class Recorded:
 
             def receive(events: Iterable[Event]) -> None:
                 received, at_s = list(events), writer.now_s()  # one time, because they are delivered together
-                for event in received:
-                    writer.write(Entry(at_s, received=event))
+                writer.write([Entry(at_s, received=event) for event in received])
                 deliver(received)
 
             def lose(error: Exception) -> None:
-                writer.write(Entry(writer.now_s(), lost=ErrorInfo.of(error)))
+                writer.write([Entry(writer.now_s(), lost=ErrorInfo.of(error))])
                 lost(error)
 
             async with self._backend.connect(receive, lose) as connection:
@@ -127,7 +128,7 @@ class Recorded:
                 try:
                     yield recorded
                 finally:
-                    writer.write(Entry(writer.now_s(), ending=recorded.ending))
+                    writer.write([Entry(writer.now_s(), ending=recorded.ending)])
         finally:
             writer.close()
 
@@ -150,7 +151,7 @@ class _RecordedConnection:
         try:
             self._connection.send(ops)
         except Exception as error:
-            self._writer.write(Entry(at_s, refused=ErrorInfo.of(error), ops=tuple(ops)))
+            self._writer.write([Entry(at_s, refused=ErrorInfo.of(error), ops=tuple(ops))])
             raise
         self._writer.write_lines(lines)
 
@@ -163,50 +164,105 @@ class _RecordedConnection:
 
 
 class _Writer:
-    """The open file. Only opening it raises."""
+    """The open file. Only opening it raises. A forked child writes nothing."""
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        self._path = path
+        self._clock = clock
+        self._started_s = clock()
+        self._size = 0
+        self._has_failed = False
+        self._pid = os.getpid()
+        self._is_locked = False
+        self._part: str | None = None  # the file until the backend is connected
         try:
-            self._file: BinaryIO = path.open("wb", buffering=_BUFFER_BYTES)
+            self._target = os.path.realpath(path)  # a link stays a link
+            if os.path.exists(self._target) and not os.path.isfile(self._target):
+                self._file = os.open(path, os.O_WRONLY)  # a device or a pipe, which others may use, too
+            else:
+                self._part = f"{self._target}.part"
+                self._file = open_locked(self._part)
+                self._is_locked = True
+        except BlockingIOError:
+            raise self._is_in_use() from None
         except (OSError, ValueError) as error:  # ValueError: a path that no file can have
             raise BadArgument(
                 f"cannot record to {str(path)!r}: {getattr(error, 'strerror', None) or error}"
             ) from error
-        self._path = path
-        self._clock = clock
-        self._started_s = clock()
-        self._has_failed = False
+        if self._part is not None and is_locked(self._target):
+            self.close()
+            raise self._is_in_use()
+
+    def _is_in_use(self) -> BadArgument:
+        return BadArgument(
+            f"cannot record to {str(self._path)!r}: another session is recording to it: give each session "
+            "its own file"
+        )
 
     def now_s(self) -> float:
         """Seconds since the start."""
         return round(self._clock() - self._started_s, 6)
 
     def begin(self, seed: int, capabilities: Capabilities) -> None:
-        """Writes the header, and starts the clock."""
+        """Writes the header, gives the file its name, and starts the clock."""
         self._started_s = self._clock()
         started = datetime.now(UTC).isoformat(timespec="seconds")
         header = Header(VERSION, __version__, started, seed, capabilities)
-        self.write_lines([_encode(header)])
-
-    def write(self, entry: Entry) -> None:
         try:
-            self.write_lines([_encode(entry)])
-        except UnicodeEncodeError as error:  # a script may answer with half a surrogate pair
+            if self._part is not None:
+                os.ftruncate(self._file, 0)  # the rest of a process that was killed
+        except OSError as error:
             self._give_up(error)
-
-    def write_lines(self, lines: Iterable[bytes]) -> None:
-        if not self._has_failed:
+        self.write_lines([_encode(header)])
+        if self._part is not None and not self._has_failed:
             try:
-                self._file.writelines(lines)
+                with suppress(FileNotFoundError):
+                    os.fchmod(self._file, os.stat(self._target).st_mode & 0o7777)
+                os.replace(self._part, self._target)
+                self._part = None
             except OSError as error:
                 self._give_up(error)
 
-    def close(self) -> None:
-        """Flushes and closes the file."""
+    def write(self, entries: Iterable[Entry]) -> None:
+        """Writes entries together."""
+        lines = []
+        error: UnicodeEncodeError | None = None
+        for entry in entries:
+            try:
+                lines.append(_encode(entry))
+            except UnicodeEncodeError as found:  # a script may answer with half a surrogate pair
+                error = found
+                break
+        self.write_lines(lines)
+        if error is not None:
+            self._give_up(error)
+
+    def write_lines(self, lines: Iterable[bytes]) -> None:
+        """Writes lines together."""
+        data = b"".join(lines)
+        if self._has_failed or os.getpid() != self._pid:
+            return
         try:
-            self._file.close()  # closed even if it raises
+            write_all(self._file, data)
+            self._size += len(data)
+        except OSError as error:
+            with suppress(OSError):  # the file ends with a whole line
+                os.ftruncate(self._file, self._size)
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Closes the file. Removes it if it did not get its name."""
+        try:
+            if os.getpid() == self._pid:
+                if self._part is not None:
+                    with suppress(FileNotFoundError):
+                        os.unlink(self._part)
+                if self._is_locked:
+                    unlock(self._file)  # a forked child may have a copy of the descriptor
         except OSError as error:
             self._give_up(error)
+        finally:
+            os.close(self._file)
 
     def _give_up(self, error: Exception) -> None:
         if not self._has_failed:

@@ -2,4 +2,4 @@
 
 ``generator`` is the interface that the interpreter needs. ``state_tree`` holds the records of states and
 variables, and spreads failures. ``limits`` counts time, tokens and memory. ``interpreter`` runs the op
-streams of a session. ``task_group`` has additions to anyio."""
+streams of a session. ``task_group`` has additions to anyio, ``locked_file`` files with one writer."""

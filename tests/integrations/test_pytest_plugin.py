@@ -104,7 +104,7 @@ REPLAYED = """
     class TestMore:
         @pytest.mark.parametrize("essay", ["Leaves / light?"])
         def test_one(self, agentflow_replay, essay):
-            assert agentflow_replay.name == "TestMore.test_one[Leaves-light-].jsonl"
+            assert agentflow_replay.name.startswith("TestMore.test_one[Leaves-light-]~")
             assert judged(essay) == "yes"
 """
 
@@ -112,8 +112,8 @@ REPLAYED = """
 def test_tests_are_recorded_and_replayed(run, pytester: pytest.Pytester):
     run(RECORD, test_judge=REPLAYED).assert_outcomes(passed=2)
     folder = pytester.path / "cassettes" / "test_judge"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "TestMore.test_one[Leaves-light-].jsonl",
+    assert sorted(path.name.split("~")[0] for path in folder.iterdir()) == [
+        "TestMore.test_one[Leaves-light-]",
         "test_two_sessions-2.jsonl",
         "test_two_sessions.jsonl",
     ]
@@ -125,8 +125,32 @@ def test_recording_again_removes_what_is_not_used_any_more(run, pytester: pytest
     run(RECORD, test_judge=REPLAYED)
     fewer = REPLAYED.replace('judged("Soup.")]', '"no"]')
     run(RECORD, test_judge=fewer).assert_outcomes(passed=2)
-    names = {path.name for path in (pytester.path / "cassettes" / "test_judge").iterdir()}
-    assert names == {"TestMore.test_one[Leaves-light-].jsonl", "test_two_sessions.jsonl"}
+    names = {path.name.split("~")[0] for path in (pytester.path / "cassettes" / "test_judge").iterdir()}
+    assert names == {"TestMore.test_one[Leaves-light-]", "test_two_sessions.jsonl"}
+
+
+def test_f22b_recordings_of_different_parameters_never_share_a_file(run, pytester: pytest.Pytester):
+    essays = ["Leaves/1", "Leaves 1", "Leaves::1", "Leaves.1", "leaves-1", "Leaves-1", "é" * 90, "x" * 300]
+    test = f"""
+        import pytest
+        from judging import judged
+
+        @pytest.mark.parametrize("essay", {essays})
+        def test_one(agentflow_replay, essay):
+            assert judged(essay) == ("yes" if "Leaves" in essay else "no")
+    """
+    run(RECORD, test_judge=test).assert_outcomes(passed=len(essays))
+    names = [path.name for path in (pytester.path / "cassettes" / "test_judge").iterdir()]
+    assert len({name.lower() for name in names}) == len(essays)
+    pytester.makeconftest("")
+    run().assert_outcomes(passed=len(essays))
+
+
+def test_f22c_a_recording_stays_where_recording_again_finds_no_backend(run, pytester: pytest.Pytester):
+    run(RECORD, test_judge=REPLAYED).assert_outcomes(passed=2)
+    pytester.makeconftest("")  # AGENTFLOW_URL has no server
+    run(RECORD).assert_outcomes(failed=2)
+    run().assert_outcomes(passed=2)
 
 
 def test_a_missing_recording_says_what_to_run(run):

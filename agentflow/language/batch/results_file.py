@@ -27,6 +27,7 @@ from agentflow.language.batch.inputs import Key, KeyOf, function_of
 from agentflow.language.graphs.graph import Graph
 from agentflow.language.typed.json_types import json_type, shown_type
 from agentflow.protocol.events import Usage
+from agentflow.runtime.locked_file import open_locked, write_all
 from agentflow.version import __version__
 
 FORMAT: Final = 1
@@ -185,7 +186,7 @@ class ResultsFile:
 
     def _write(self, data: bytes) -> None:
         try:
-            _write_all(self._file, data)
+            write_all(self._file, data)
         except OSError:
             with suppress(OSError):  # a part of a line must not precede other lines
                 os.ftruncate(self._file, self._size)
@@ -235,31 +236,15 @@ class ResultsFile:
 
 def _locked(path: str) -> int:
     """The open file, which no one else writes to."""
-    import fcntl  # POSIX alone has it
-
-    while True:
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        except OSError as error:
-            raise BadArgument(f"resume: {path} cannot be opened: {error.strerror}", param="resume") from None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                return descriptor
-        except BlockingIOError:
-            os.close(descriptor)
-            raise BadArgument(
-                f"resume: {path}: another map is writing to it: wait for its end, or give another file",
-                param="resume",
-            ) from None
-        except FileNotFoundError:
-            pass
-        os.close(descriptor)  # another map has just replaced the file
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
+    try:
+        return open_locked(path)
+    except BlockingIOError:
+        raise BadArgument(
+            f"resume: {path}: another map is writing to it: wait for its end, or give another file",
+            param="resume",
+        ) from None
+    except OSError as error:
+        raise BadArgument(f"resume: {path} cannot be opened: {error.strerror}", param="resume") from None
 
 
 def _raw(item: Any) -> msgspec.Raw | msgspec.UnsetType:

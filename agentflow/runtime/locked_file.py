@@ -1,0 +1,64 @@
+"""Files that one process at a time writes to."""
+
+from __future__ import annotations
+
+import os
+
+
+def open_locked(path: str | os.PathLike[str]) -> int:
+    """Opens a file for reading and appending, and creates it if it is missing.
+
+    Args:
+        path: The file.
+
+    Returns:
+        A file descriptor. The lock ends when it and its copies in forked processes are closed.
+
+    Raises:
+        BlockingIOError: Somebody else has the lock.
+        OSError: The file cannot be opened.
+    """
+    import fcntl  # POSIX alone has it
+
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # somebody has just replaced or renamed the file
+
+
+def is_locked(path: str | os.PathLike[str]) -> bool:
+    """Whether somebody has the lock of the file. False if there is no such file."""
+    import fcntl
+
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def unlock(descriptor: int) -> None:
+    """Releases the lock, also where a forked process still has a copy of the descriptor."""
+    import fcntl
+
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Appends ``data``, however many writes it takes."""
+    while data:
+        data = data[os.write(descriptor, data) :]
