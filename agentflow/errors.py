@@ -55,7 +55,7 @@ from __future__ import annotations
 import logging
 import reprlib
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -500,6 +500,19 @@ def incident(logger: logging.Logger, what: str, fault: BaseException) -> EngineF
     number = secrets.token_hex(4)
     logger.error("%s failed (incident %s)", what, number, exc_info=fault)
     return EngineFailed(f"{what} failed: the server's log explains it under incident {number}")
+
+
+def shown_error(error: BaseException, show: Callable[[object], str] = repr) -> str:
+    """The repr of an exception, or its ``str`` with ``show=str``; its class if that raises: exceptions of
+    the user may have no text.
+
+    >>> shown_error(OSError("no space")), shown_error(OSError("no space"), str)
+    ("OSError('no space')", 'no space')
+    """
+    try:
+        return show(error)
+    except Exception:
+        return type(error).__name__
 
 
 MAX_REPR = 120

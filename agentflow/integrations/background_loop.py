@@ -23,7 +23,8 @@ from typing import Any, Final, Generic, TypeVar
 import anyio
 from anyio.abc import TaskGroup
 
-from agentflow.errors import Cancelled
+from agentflow.errors import Cancelled, ProgramError
+from agentflow.language.failures.user_code import UserCode
 from agentflow.runtime.task_group import first_of, loop_caller
 
 ItemT = TypeVar("ItemT")
@@ -57,9 +58,14 @@ class BackgroundLoop:
     def stream(self, source: Source[ResultT]) -> Generator[ResultT, None, None]:
         """Yields the items of an asynchronous generator that runs in the loop; blocks between them.
 
-        Raises the generator's error, or ``Cancelled`` if the loop is closed meanwhile. Closing this
-        generator cancels the task.
+        Raises the generator's error, ``Cancelled`` if the loop is closed meanwhile, or ``ProgramError`` in
+        the loop's own thread, which would wait for itself. Closing this generator cancels the task.
         """
+        if self._thread is not None and self._thread.is_current:
+            raise ProgramError(
+                f"a blocking call in the thread of {self._name!r} would wait for itself: await the "
+                "asynchronous one there, or make the call in another thread"
+            )
         ready = threading.Event()
         call = self._start(source, ready.set)
         try:
@@ -144,6 +150,11 @@ class _LoopThread:
         """False also in a forked process, which has none of its parent's threads."""
         return not self._has_ended and self._process == os.getpid()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs in this thread."""
+        return self.is_running and threading.current_thread() is self._thread
+
     def start_call(self, call: _Call[Any]) -> None:
         """Starts the task of a call; if the loop has ended, the call ends with ``Cancelled``."""
         with self._lock:
@@ -207,9 +218,10 @@ class _Call(Generic[ResultT]):
             with anyio.CancelScope() as self._scope:
                 if self._is_cancelled:
                     self._scope.cancel()
-                async with aclosing(self._source()) as items:
-                    async for item in items:
-                        self.mailbox.put(item)
+                with UserCode("the call"):
+                    async with aclosing(self._source()) as items:
+                        async for item in items:
+                            self.mailbox.put(item)
                 error = None
         except Exception as failure:
             error = first_of(failure)

@@ -17,7 +17,15 @@ from typing import Any, Protocol
 import anyio
 from anyio.abc import TaskGroup
 
-from agentflow.errors import AgentflowError, BadArgument, Cancelled, EngineFailed, ServerLost, StateClosed
+from agentflow.errors import (
+    AgentflowError,
+    BadArgument,
+    Cancelled,
+    EngineFailed,
+    ServerLost,
+    StateClosed,
+    shown_error,
+)
 from agentflow.language.failures.frames import ProgramLine
 from agentflow.language.observing.blocking import LoopWatch, threshold_s
 from agentflow.language.observing.runs import Runs
@@ -260,7 +268,7 @@ class Link:
 
     def _lose(self, error: Exception) -> None:
         is_known = isinstance(error, AgentflowError)
-        self._failure = error if is_known else ServerLost(f"the backend is gone: {error!r}")
+        self._failure = error if is_known else ServerLost(f"the backend is gone: {shown_error(error)}")
         self._end_all(ErrorInfo.of(self._failure))
 
     def _end_all(self, error: ErrorInfo) -> None:

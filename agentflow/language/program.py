@@ -19,6 +19,7 @@ import anyio
 from agentflow.errors import BadArgument, Cancelled, short_repr
 from agentflow.language.failures.mistakes import AsyncOnly, explain, needs_async_for
 from agentflow.language.failures.reported import left_by
+from agentflow.language.failures.user_code import UserCode
 from agentflow.language.graphs.graph import Graph
 from agentflow.language.graphs.trace import called, trace
 from agentflow.language.link import Link
@@ -59,10 +60,11 @@ async def execute(
 ) -> ResultT:
     """Calls the program on the run's root state, waits for everything it started, and ends the run."""
     try:
-        with run.record.current():
-            result = await called(program, State(run.root), *args, **kwargs)
-        await run.settle()
-        result = await MARKERS.resolved(result, text_of_marked)
+        with UserCode(f"program {name_of(program)!r}"):
+            with run.record.current():
+                result = await called(program, State(run.root), *args, **kwargs)
+            await run.settle()
+            result = await MARKERS.resolved(result, text_of_marked)
     except BaseException as error:
         explain(error)
         run.root.cancel(f"its program ended {left_by(error)}")

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, overload
 import anyio
 
 from agentflow.errors import BadArgument, short_repr
+from agentflow.language.failures.user_code import UserCode
 from agentflow.language.link import TRACE
 from agentflow.language.op_log import WRITTEN
 from agentflow.language.states.run import StateNode
@@ -89,7 +90,8 @@ class _Race:
         WRITTEN.set((*WRITTEN.get(), self._written[index]))
         contender = self._contenders[index]
         try:
-            result = await contender
+            with UserCode("a contender of the race"):
+                result = await contender
             self._results[index] = contender if isinstance(contender, State) else result
         except Exception as error:
             self._failures.append(error)

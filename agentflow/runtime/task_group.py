@@ -40,16 +40,16 @@ async def open_task_group() -> AsyncIterator[TaskGroup]:
             except anyio.get_cancelled_exc_class():
                 raise
             except BaseException as error:
-                before, failure = _cancel_requests(), error
+                before, failure = cancel_requests(), error
                 raise
-            before = _cancel_requests()
+            before = cancel_requests()
         return
     except BaseExceptionGroup as error:
         lone = error
         while isinstance(lone, BaseExceptionGroup) and len(lone.exceptions) == 1:
             lone = lone.exceptions[0]
     except anyio.get_cancelled_exc_class():
-        if before is None or _cancel_requests() != before:
+        if before is None or cancel_requests() != before:
             raise
         # Nothing else cancelled this task while the group ended, so this is the group's own cancellation.
         # anyio takes it for another's: up to Python 3.12 a failed asyncio.TaskGroup in the block leaves
@@ -60,7 +60,7 @@ async def open_task_group() -> AsyncIterator[TaskGroup]:
     raise lone from lone.__cause__
 
 
-def _cancel_requests() -> int | None:
+def cancel_requests() -> int | None:
     """The cancellations that this task has received and that are not taken back. None outside asyncio."""
     try:
         task = asyncio.current_task()

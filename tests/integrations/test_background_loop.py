@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import AsyncGenerator, Iterator
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.errors import BadArgument, Cancelled
+from agentflow.errors import BadArgument, Cancelled, ProgramError, RunFailed
 from agentflow.integrations.background_loop import BackgroundLoop, Mailbox
 
 
@@ -207,3 +208,28 @@ def test_the_error_of_a_loop_that_cannot_be_created_is_raised_and_the_next_call_
             with pytest.raises(OSError, match="too many open files"):
                 thread.run(name_of_thread)
     assert thread.run(name_of_thread) == "loop under test"
+
+
+def test_f12d_a_blocking_call_in_the_thread_of_the_loop_raises(thread):
+    async def blocks() -> None:
+        thread.run(nothing)
+
+    async def nothing() -> None:
+        pass
+
+    with pytest.raises(ProgramError):
+        thread.run(blocks)
+    thread.run(nothing)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
+def test_f12d_the_loop_survives_a_function_that_ends_oddly(thread, error):
+    async def ends() -> None:
+        raise error
+
+    async def number() -> int:
+        return 1
+
+    with pytest.raises(RunFailed):
+        thread.run(ends)
+    assert thread.run(number) == 1

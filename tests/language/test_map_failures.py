@@ -119,7 +119,7 @@ async def test_the_note_on_an_input_is_one_short_line():
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # on trio, a program cannot raise a cancellation
-async def test_a_program_that_is_cancelled_from_within_ends_the_map(anyio_backend):
+async def test_f12_a_program_that_is_cancelled_from_within_fails_its_input_alone(anyio_backend):
     """A task of another library was cancelled, and the program waited for it."""
 
     async def cancelled(s: af.State, i: int) -> int:
@@ -128,11 +128,11 @@ async def test_a_program_that_is_cancelled_from_within_ends_the_map(anyio_backen
         return i
 
     async with af.session(backend=af.Scripted(echo)) as flow:
-        for on_error in ("raise", "return"):
-            results = flow.map(cancelled, range(5), on_error=on_error, concurrency=1)
-            assert [await anext(results), await anext(results)] == [0, 1]
-            with pytest.raises(af.Cancelled, match="left or cancelled"):
-                await anext(results)
+        results = [r async for r in flow.map(cancelled, range(5), on_error="return", concurrency=1)]
+        assert [r for r in results if isinstance(r, int)] == [0, 1, 3, 4]
+        assert isinstance(results[2], af.RunFailed)
+        with pytest.raises(af.RunFailed):
+            _ = [r async for r in flow.map(cancelled, range(5), concurrency=1)]
 
 
 @given(

@@ -10,7 +10,6 @@ replay takes it from there: neither the tools nor the approval hook run again.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import warnings
 import weakref
@@ -22,12 +21,13 @@ from types import TracebackType
 from typing import Any, Generic, TypeAlias, TypeVar, Unpack, overload
 
 import anyio
-import anyio.to_thread
 import msgspec
 
-from agentflow.errors import AgentflowError, BadArgument, InvalidValue, LimitExceeded
+from agentflow.errors import AgentflowError, BadArgument, InvalidValue, LimitExceeded, shown_error
 from agentflow.language.expressions import GenExpression, RoleExpression, Sequence_
+from agentflow.language.failures import user_code
 from agentflow.language.failures.frames import STARTED_AT, calling_line
+from agentflow.language.failures.user_code import UserCode
 from agentflow.language.gen import JsonOptions, reply
 from agentflow.language.markers import MARKERS
 from agentflow.language.observing.spans import StateSpan
@@ -387,10 +387,13 @@ class _Loop:
         if variable.finish_reason == "length":
             raise InvalidValue(f"{variable.name!r} was truncated, raise max_tokens: {answer.text[-200:]!r}")
         try:
-            return self._read(answer.text)
+            with UserCode(f"the validation of {variable.name!r}"):
+                return self._read(answer.text)
         except (ValueError, RecursionError) as error:
             shown = repr(answer.text[:200])
-            raise InvalidValue(f"{variable.name!r} is not a valid result ({error}): {shown}") from error
+            raise InvalidValue(
+                f"{variable.name!r} is not a valid result ({shown_error(error, str)}): {shown}"
+            ) from error
 
 
 def _ignore(event: ActEvent) -> None:
@@ -499,15 +502,16 @@ class _Calls:
         except ValueError as error:
             return received, None, str(error)
         try:
-            arguments = tool.read(received.text)
-        except (ValueError, RecursionError) as error:
+            with UserCode(f"the validation of the arguments of {tool.name!r}"):
+                arguments = tool.read(received.text)
+        except Exception as error:
             return received, None, f"the arguments are invalid: {_shown(error)}"
         call = ToolCall(tool.name, arguments, received.id, received.text, tool.function)
         if self._max_calls is not None and self._num_runs.total() >= self._max_calls:
             return call, None, f"not run: the limit of {self._max_calls} calls is reached"
         if tool.max_calls is not None and self._num_runs[tool.name] >= tool.max_calls:
             return call, None, f"not run: the limit of {tool.max_calls} calls of {tool.name!r} is reached"
-        verdict = True if self._approve is None else await self._called(self._approve, call)
+        verdict = True if self._approve is None else await self._called("approve", self._approve, call)
         if not isinstance(verdict, bool | str):
             raise BadArgument(
                 f"act: approve returned {verdict!r:.80}: return True, False, or why the call is denied",
@@ -529,7 +533,9 @@ class _Calls:
             with anyio.move_on_after(timeout_s):
                 try:
                     assert tool.function is not None
-                    text = _result_text(await self._called(tool.function, **call.arguments))
+                    result = await self._called(f"tool {tool.name!r}", tool.function, **call.arguments)
+                    with UserCode(f"the result of tool {tool.name!r}"):
+                        text = _result_text(result)
                     failure = None
                 except Exception as error:
                     logger.info("tool %r failed", tool.name, exc_info=True)
@@ -538,16 +544,10 @@ class _Calls:
                 span.complete(text, failure)
         end(text)
 
-    async def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls the function: an async one here, a plain one in a thread."""
-        if _is_async(function):
-            return await function(*args, **kwargs)
+    async def _called(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._threads is None:
             self._threads = anyio.CapacityLimiter(MAX_THREADS)
-        result = await anyio.to_thread.run_sync(
-            partial(function, *args, **kwargs), abandon_on_cancel=True, limiter=self._threads
-        )
-        return await result if inspect.isawaitable(result) else result
+        return await user_code.call(what, self._threads, function, *args, **kwargs)
 
 
 async def _cancel_after(wait: Callable[[], Awaitable[None]], scope: anyio.CancelScope) -> None:
@@ -558,14 +558,6 @@ async def _cancel_after(wait: Callable[[], Awaitable[None]], scope: anyio.Cancel
 def _end(results: _Results, index: int, call: ToolCall, emit: Emit, text: str) -> None:
     results.give(index, text)
     emit(ToolDone(call, text, text.startswith(ERROR)))
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    while isinstance(function, partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004  # of an object with an async __call__
-    )
 
 
 def _result_text(result: Any) -> str:
@@ -581,5 +573,6 @@ def _shown(error: BaseException) -> str:
     """The error for the model. Text that could not be sent is escaped."""
     lone = first_of(error) if isinstance(error, Exception) else error
     name = "" if type(lone) is ValueError else f"{type(lone).__name__}: "
-    text = f"{name}{lone}" if str(lone) else type(lone).__name__
+    shown = shown_error(lone, str)
+    text = f"{name}{shown}" if shown else type(lone).__name__
     return text.encode("utf-8", "backslashreplace").decode()

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from agentflow.errors import BadArgument, UnknownVariable, short_repr
+from agentflow.errors import BadArgument, UnknownVariable, short_repr, shown_error
 from agentflow.language.failures.frames import ProgramLine
 
 
@@ -61,7 +61,7 @@ _REFERENCE = re.compile(r"\b(Variable|Transformed)\b")
 def explain(error: BaseException) -> None:
     """Adds a note to a ``TypeError`` of Python itself that a variable in place of its value has caused, as in
     ``json.dumps(s["x"])``."""
-    if isinstance(error, TypeError) and _REFERENCE.search(str(error)):
+    if isinstance(error, TypeError) and _REFERENCE.search(shown_error(error, str)):
         error.add_note(
             "a Variable is a reference, not its value: await it first, as in `value = await s['answer']`"
         )
@@ -77,7 +77,7 @@ def defined_at(function: Callable[..., Any]) -> str:
 
 def unfit_arguments(error: BaseException, item: object) -> str | None:
     """What to write if the program did not accept ``item``, an input of ``flow.map``, as its arguments."""
-    if not isinstance(error, TypeError) or not re.search(r"argument", str(error)):
+    if not isinstance(error, TypeError) or "argument" not in shown_error(error, str):
         return None
     if isinstance(item, tuple):
         return (

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
 from agentflow.errors import AgentflowError, BadArgument, Cancelled
+from agentflow.language.failures.user_code import UserCode
 from agentflow.language.states.event_stream import EventStream, StreamedVariable
 from agentflow.language.states.run import StateNode, VariableNode
 from agentflow.protocol.sampling import is_whole
@@ -57,7 +58,10 @@ class Contest:
                 values[index] = value
         if not values:
             raise self._no_value()
-        found = max(sorted(values), key=lambda index: values[index] if key is None else key(values[index]))
+        with UserCode("best: the key"):
+            found = max(
+                sorted(values), key=lambda index: values[index] if key is None else key(values[index])
+            )
         self._cancel_all_but(found, "best")
         return found
 
@@ -71,7 +75,8 @@ class Contest:
         while not poll.is_decided:
             _, value = await self._next()
             num_values += value is not _NO_VALUE
-            poll.add(None if value is _NO_VALUE else value if key is None else key(value))
+            with UserCode("vote: the key"):
+                poll.add(None if value is _NO_VALUE else value if key is None else key(value))
         if not num_values:
             raise self._no_value()
         for index in self._waiting:

@@ -10,7 +10,8 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from agentflow.errors import InvalidValue
+from agentflow.errors import InvalidValue, shown_error
+from agentflow.language.failures.user_code import UserCode
 from agentflow.language.states.run import VariableNode
 from agentflow.language.typed.json_types import NothingYet, partial_value
 from agentflow.language.typed.replies import Reply, reply_of
@@ -24,10 +25,11 @@ def value_of(node: VariableNode) -> Any:
     if end.finish_reason == "length" and not node.value_type.may_be_truncated:
         raise _invalid(node, end, "")
     try:
-        value = node.value_type.read(node.notation)
+        with UserCode(f"the validation of {node.name!r}"):
+            value = node.value_type.read(node.notation)
         warn_of_length(node.name, node.notation, node.value_type.constraint)
     except (ValueError, RecursionError) as error:
-        raise _invalid(node, end, f" ({error})") from error
+        raise _invalid(node, end, f" ({shown_error(error, str)})") from error
     return value
 
 

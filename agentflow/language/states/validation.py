@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from agentflow.errors import AgentflowError, InvalidValue, RunFailed
+from agentflow.errors import AgentflowError, InvalidValue, RunFailed, shown_error
 from agentflow.language.expressions import GenExpression
 from agentflow.language.states.readers import value_of
 from agentflow.language.states.run import FIRST_MAPPED, StateNode, VariableNode
@@ -76,7 +76,7 @@ class Attempts:
             link.send([await self._outcome()], quiet=True)
         except Exception as error:
             is_known = isinstance(error, AgentflowError)
-            failure = error if is_known else RunFailed(f"validation failed: {error!r}")
+            failure = error if is_known else RunFailed(f"validation failed: {shown_error(error)}")
             failure.__cause__ = None if failure is error else error
             # With a place of its own, so that two failures with equal messages are two.
             info = ErrorInfo.of(failure).at(variable.state.id, FIRST_MAPPED + variable.id)

@@ -12,10 +12,11 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar, overload
 
-from agentflow.errors import AgentflowError, BadArgument, RunFailed, StateClosed
+from agentflow.errors import AgentflowError, BadArgument, RunFailed, StateClosed, shown_error
 from agentflow.language.expressions import Appendable, Expression, Sequence_
 from agentflow.language.failures.frames import calling_line, raised_at, without_internals
 from agentflow.language.failures.mistakes import defined_at
+from agentflow.language.failures.user_code import UserCode
 from agentflow.language.markers import MARKERS
 from agentflow.language.states.readers import PartialReader, ReasoningReader, TextReader, value_of
 from agentflow.language.states.run import FIRST_MAPPED, Path, VariableNode
@@ -506,7 +507,9 @@ async def _provide(variable: VariableNode, reference: Reference[Any], function: 
         link.send([ops.Provide(variable.id, error=source.error)], quiet=True)
         return
     try:
-        value = function(await reference)
+        given = await reference
+        with UserCode("map: the function"):
+            value = function(given)
         if not isinstance(value, str):
             raise BadArgument(
                 f"map: the function must return a string, not {value!r}: {defined_at(function)}"
@@ -516,7 +519,7 @@ async def _provide(variable: VariableNode, reference: Reference[Any], function: 
     except Exception as error:
         failure: Exception = error
         if not isinstance(error, AgentflowError):
-            failure = RunFailed(f"map failed: {error!r}, raised at {raised_at(error)}")
+            failure = RunFailed(f"map failed: {shown_error(error)}, raised at {raised_at(error)}")
             variable.state.mapped_errors[variable.id] = without_internals(error)
         # With a place of its own, so that two failures with equal messages are two.
         info = ErrorInfo.of(failure).at(variable.state.id, FIRST_MAPPED + variable.id)

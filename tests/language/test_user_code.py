@@ -1,0 +1,258 @@
+"""Code of the user that ends oddly: its call fails with a defined error, and nothing else does."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import nullcontext
+from typing import Annotated, Any
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import AfterValidator
+
+import agentflow as af
+from agentflow.language.failures.user_code import UserCode
+
+pytestmark = pytest.mark.anyio
+
+
+class Unshowable(Exception):
+    """An exception that has no text."""
+
+    def __str__(self) -> str:
+        raise OSError("no text")
+
+    __repr__ = __str__
+
+
+class UnshowableValue(ValueError):
+    """As above, of the kind that validators raise."""
+
+    __str__ = __repr__ = Unshowable.__str__
+
+
+ENDINGS: list[Callable[[], BaseException]] = [
+    asyncio.CancelledError,
+    functools.partial(SystemExit, 3),
+    KeyboardInterrupt,
+    GeneratorExit,
+    StopIteration,
+    StopAsyncIteration,
+    Unshowable,
+    UnshowableValue,
+    functools.partial(BaseExceptionGroup, "two", [asyncio.CancelledError(), SystemExit(1)]),
+    functools.partial(ExceptionGroup, "one", [ValueError("x")]),
+]
+
+
+# Python makes a RuntimeError of a StopIteration that leaves a coroutine.
+DEFINED = (af.AgentflowError, Unshowable, UnshowableValue, ExceptionGroup, RuntimeError)
+
+
+def ends(make: Callable[[], BaseException], *args: Any) -> Any:
+    raise make()
+
+
+async def ends_later(make: Callable[[], BaseException], *args: Any) -> Any:
+    await anyio.lowlevel.checkpoint()
+    raise make()
+
+
+def tools_of(make: Callable[[], BaseException], *, is_async: bool) -> Any:
+    async def later() -> str:
+        return await ends_later(make)
+
+    def soon() -> str:
+        return ends(make)
+
+    return af.tool(later if is_async else soon, name="odd")
+
+
+async def in_tool(flow: af.Session, make: Any, *, is_async: bool) -> None:
+    async with flow.state() as s:
+        s += af.user("?")
+        assert await af.act(s, tools=[tools_of(make, is_async=is_async)], name="calls") == "done"
+        [result] = [m["content"] for m in await s.messages() if m["role"] == "tool"]
+        assert result.startswith("error: ")
+
+
+async def in_approve(flow: af.Session, make: Any, *, is_async: bool) -> None:
+    async with flow.state() as s:
+        s += af.user("?")
+        hook = functools.partial(ends_later if is_async else ends, make)
+        await af.act(s, tools=[af.tool(lambda: "", name="odd")], name="calls", approve=hook)
+
+
+async def in_contender(flow: af.Session, make: Any, *, is_async: bool) -> None:
+    async with flow.state() as s:
+        s += af.gen("answer")
+        assert await af.race(ends_later(make), s["answer"]) == "done"
+    await af.race(ends_later(make), ends_later(make))
+
+
+async def in_run(flow: af.Session, make: Any, *, is_async: bool) -> None:
+    await flow.run(functools.partial(ends_later, make))
+
+
+async def in_stream(flow: af.Session, make: Any, *, is_async: bool) -> None:
+    async for _ in flow.stream(functools.partial(ends_later, make)):
+        pass
+    pytest.fail("the stream ends without an error")
+
+
+async def in_map(flow: af.Session, make: Any, *, is_async: bool) -> None:
+    async def program(s: af.State, number: int) -> int:
+        return await ends_later(make) if number == 1 else number
+
+    results = await flow.map(program, range(3), on_error="return")
+    assert (results[0], results[2]) == (0, 2)
+    raise results[1]
+
+
+async def in_mapped_variable(flow: af.Session, make: Any, *, is_async: bool) -> None:
+    async with flow.state() as s:
+        s += af.gen("answer")
+        await s["answer"].map(functools.partial(ends, make))
+
+
+async def in_key(flow: af.Session, make: Any, *, is_async: bool) -> None:
+    async with flow.state() as s:
+        branches = s.fork(2)
+        for branch in branches:
+            branch += af.gen("answer")
+        key = functools.partial(ends, make)
+        await (branches.best("answer", key=key) if is_async else branches.vote("answer", key=key))
+
+
+async def in_validator(flow: af.Session, make: Any, *, is_async: bool) -> None:
+    async with flow.state() as s:
+        kind = Annotated[int, AfterValidator(functools.partial(ends, make))]
+        s += af.gen("number", schema=kind, on_invalid="retry" if is_async else "raise")
+        await s["number"]
+
+
+PLACES: list[Callable[..., Awaitable[None]]] = [
+    in_tool, in_approve, in_contender, in_run, in_stream, in_map, in_mapped_variable, in_key, in_validator
+]  # fmt: skip
+
+
+@given(place=st.sampled_from(PLACES), make=st.sampled_from(ENDINGS), is_async=st.booleans())
+async def test_f12a_code_that_ends_oddly_fails_its_call_alone(place, make, is_async):
+    script = {"calls": [[af.ToolCall("odd", {})], "done"], "answer": "done", "number": ["1"] * 9}
+    async with af.session(backend=af.Scripted(script), seed=1) as flow:
+        with nullcontext() if place is in_tool else pytest.raises(DEFINED), anyio.fail_after(10):
+            await place(flow, make, is_async=is_async)
+        async with flow.state() as s:
+            s += af.gen("answer")
+            assert await s["answer"] == "done"
+
+
+async def test_f12b_a_cancellation_of_the_own_task_passes():
+    with anyio.CancelScope() as scope:
+        with UserCode("the block"):
+            scope.cancel()
+            await anyio.sleep_forever()
+        pytest.fail("the cancellation was lost")
+    assert scope.cancelled_caught
+
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        with UserCode("the block"):
+            await anyio.lowlevel.checkpoint()
+        pytest.fail("the cancellation was lost")
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_f12b_a_cancellation_by_asyncio_passes(anyio_backend):
+    async def cancelled() -> None:
+        with UserCode("the block"):
+            await asyncio.sleep(60)  # noqa: TID251  # of the user
+
+    task = asyncio.create_task(cancelled())  # noqa: TID251  # of the user
+    await anyio.lowlevel.checkpoint()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    job = asyncio.create_task(anyio.sleep_forever())  # noqa: TID251  # of the user
+    await anyio.lowlevel.checkpoint()
+    job.cancel()
+    with pytest.raises(af.RunFailed) as caught, UserCode("the block"):
+        await job
+    assert isinstance(caught.value.__cause__, asyncio.CancelledError)
+
+
+async def test_f12b_a_coroutine_that_is_closed_ends_as_one():
+    @types.coroutine
+    def suspended() -> Generator[None, None, None]:
+        yield
+
+    async def running() -> None:
+        with UserCode("the block"):
+            await suspended()
+
+    coroutine = running()
+    coroutine.send(None)
+    async with anyio.create_task_group() as group:
+
+        async def close() -> None:
+            coroutine.close()  # raises unless the coroutine ends with GeneratorExit
+
+        group.start_soon(close)
+
+
+SCRIPT = """
+    import signal, sys, threading, time
+    import agentflow as af
+
+    def stuck() -> str:
+        print("begun", flush=True)
+        threading.Event().wait()
+
+    async def main(s: af.State) -> None:
+        s += af.user("?")
+        await af.act(s, tools=[stuck])
+
+    backend = af.Scripted([[af.ToolCall("stuck", {})], "done"])
+    af.run(main, session=af.session(backend=backend))
+"""
+
+
+def test_f12c_ctrl_c_does_not_wait_for_the_thread_of_a_tool():
+    import signal
+
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"begun\n"
+            child.send_signal(signal.SIGINT)
+            _, stderr = child.communicate(timeout=30)
+        finally:
+            child.kill()
+    assert b"KeyboardInterrupt" in stderr
+
+
+async def test_f12c_a_plain_tool_may_call_back_into_the_loop():
+    def asks() -> str:
+        assert threading.current_thread() is not threading.main_thread()
+        return anyio.from_thread.run(later)
+
+    async def later() -> str:
+        await anyio.lowlevel.checkpoint()
+        return "from the loop"
+
+    backend = af.Scripted({"answer": [[af.ToolCall("asks", {})], "done"]})
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += af.user("?")
+        await af.act(s, tools=[asks])
+        assert (await s.messages())[2]["content"] == "from the loop"
