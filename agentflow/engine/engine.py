@@ -18,7 +18,7 @@ import resource
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import NoReturn
 
@@ -55,7 +55,7 @@ from agentflow.engine.process.ipc import (
 from agentflow.engine.request import Request, Status, TopTokens
 from agentflow.engine.runner import AcceleratorFault, ModelRunner, OutOfMemory, RunnerInfo
 from agentflow.engine.scheduling.in_flight import StepResult
-from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.scheduling.scheduler import RequestFault, Scheduler, SchedulerConfig
 from agentflow.engine.text.detokenizer import TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.token_tree import token_tree
@@ -147,7 +147,13 @@ class Engine:
     def step(self) -> bool:
         """Runs one forward pass. Returns False if there was nothing to run."""
         began = time.perf_counter()
-        batch = self.scheduler.schedule()
+        try:
+            batch = self.scheduler.schedule()
+        except RequestFault as fault:
+            if not fault.requests:
+                raise
+            self._fail_all(fault.requests, _logged("cannot schedule the request"))
+            return True
         if batch is None:
             return False
         self.times.count(_SCHEDULE, time.perf_counter() - began)
@@ -164,13 +170,21 @@ class Engine:
             raise self._delivery_error
         has_run = time.perf_counter()
         self.times.count(_RUN, has_run - began)
-        for result in self.scheduler.complete(output, has_run - began):
+        try:
+            results = self.scheduler.complete(output, has_run - began)
+        except Exception:
+            failed = self.scheduler.discard()
+            if not failed:  # the next step would end in the same way
+                raise
+            self._fail_all(failed, _logged("cannot read the forward pass's output"))
+            return True
+        for result in results:
             try:
                 self._advance(result)
             except AgentflowError as error:
                 self._fail(result.request.id, error)
             except Exception:
-                self._fail(result.request.id, _logged("cannot process the request's output"))
+                self._fail_all([result.request], _logged("cannot process the request's output"))
         self._watch.stepped(len(batch.token_ids), num_waiting, has_run - began)
         self.times.count(_COMPLETE, time.perf_counter() - has_run)
         return True
@@ -286,6 +300,8 @@ class Engine:
         request = result.request
         if request.status is Status.FINISHED:
             return
+        if result.error is not None:
+            raise result.error
         params = request.params
         if params.wants_logprobs or request.score_from:  # a batch has them for all requests or for none
             request.logprobs += result.logprobs
@@ -375,6 +391,13 @@ class Engine:
         self._outbox.append(Failed(request_id, error.code, str(error), error.param))
         self._drop(request_id)
 
+    def _fail_all(self, requests: Sequence[Request], failure: EngineFailed) -> None:
+        """Fails requests after a fault of the engine. It is not known what they were about to change, so the
+        cache gets nothing more of them."""
+        for request in requests:
+            self.scheduler.release(request, keeps=False)
+            self._fail(request.id, failure)
+
     def _drop(self, request_id: int) -> None:
         request = self._requests.pop(request_id, None)
         self._texts.pop(request_id, None)
@@ -405,8 +428,7 @@ class Engine:
             self._break(failure)
         if not isinstance(error, OutOfMemory):
             failed = self.scheduler.retry_smaller(one_by_one=True)
-        for request in failed:
-            self._fail(request.id, failure)
+        self._fail_all(failed, failure)
 
     def _break(self, failure: EngineFailed) -> NoReturn:
         self._deliver_outbox()  # includes which requests were running

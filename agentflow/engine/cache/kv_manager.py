@@ -153,8 +153,7 @@ class KVMemory:
         request.num_computed = count
 
     def detach(self, request: Request) -> None:
-        """The request no longer runs. What it computed stays cached; its other slots become free."""
-        self.commit(request)
+        """The request no longer runs. What it committed stays cached; its other slots become free."""
         self.release_nodes(request)
         assert request.committed is not None
         if request.state is not None and self._use_cache:

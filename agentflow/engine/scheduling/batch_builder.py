@@ -1,4 +1,4 @@
-"""Builds a ``Batch`` from what was scheduled: so many tokens of each request, then so many nodes of selects.
+"""Builds a ``Batch`` from the scheduled rows: some tokens of each request, then some nodes of selects.
 
 The number of numpy calls does not depend on the number of requests; per request only Python lists grow.
 """
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from agentflow.engine.batch import (
     Batch,
     BatchAdapters,
-    BatchOutput,
     IntArray,
     SampledRows,
     ScoredTokens,
@@ -28,9 +27,33 @@ Work = tuple[Request, int]
 """A request, and how many of its tokens (or of its tree's nodes) a step computes, from the first uncomputed
 one on."""
 
+Targets = Sequence[tuple[int, int]]
+"""The tokens of a row whose logits are needed, in order: pairs of index in the row and target (-1: sample).
+"""
+_ONE_SAMPLED: Targets = ((0, -1),)
+
+
+class Row(NamedTuple):
+    """One request's tokens in a batch. The record is made when the row is scheduled and read when the batch
+    completes, so both agree on its ``targets``."""
+
+    request: Request
+    num_tokens: int
+    targets: Targets
+
+    @property
+    def scores(self) -> bool:
+        """Whether any token has a target, so that the row needs more than one sampled token at its end."""
+        return len(self.targets) > 1 or (len(self.targets) == 1 and self.targets[0][1] >= 0)
+
+
+def scheduled_rows(work: Sequence[Work]) -> list[Row]:
+    """The rows of the requests' next tokens."""
+    return [Row(request, num_tokens, _targets(request, num_tokens)) for request, num_tokens in work]
+
 
 def build_batch(
-    work: Sequence[Work],
+    work: Sequence[Row],
     slots: NDArray[np.int32],
     req_to_token: NDArray[np.int32],
     sampling: SamplingTable,
@@ -39,10 +62,10 @@ def build_batch(
     """The batch of ``work``, in its order (requests with one token come first), then of the nodes of
     ``trees``. ``slots`` [T]: for all of these in that order. Writes them to ``req_to_token``, or for nodes to
     their requests."""
-    num_single = [num_tokens for _, num_tokens in work].count(1)
-    starts = np.array([request.num_computed for request, _ in work], dtype=np.int64)
-    req_rows = np.array([request.req_row for request, _ in work], dtype=np.int64)
-    query_lens = np.array([num_tokens for _, num_tokens in work], dtype=np.int64)
+    num_single = [row.num_tokens for row in work].count(1)
+    starts = np.array([row.request.num_computed for row in work], dtype=np.int64)
+    req_rows = np.array([row.request.req_row for row in work], dtype=np.int64)
+    query_lens = np.array([row.num_tokens for row in work], dtype=np.int64)
     token_ids = _next_tokens(work, num_single)
     positions, rows_of_tokens = starts, req_rows
     if num_single < len(work):
@@ -73,31 +96,31 @@ def build_batch(
     )
 
 
-def _adapters_of(work: Sequence[Work], trees: Sequence[Work]) -> BatchAdapters | None:
+def _adapters_of(work: Sequence[Row], trees: Sequence[Work]) -> BatchAdapters | None:
     """The adapters of the scheduled tokens; None if none has one."""
     places: dict[str, int] = {}
     of_requests: list[int] = []
-    for request, _ in (*work, *trees):
+    counted = [*((row.request, row.num_tokens) for row in work), *trees]
+    for request, _ in counted:
         of_requests.append(places.setdefault(request.adapter, len(places)) if request.adapter else -1)
     if not places:
         return None
-    counts = np.array([count for _, count in (*work, *trees)], dtype=np.int64)
+    counts = np.array([count for _, count in counted], dtype=np.int64)
     return BatchAdapters(tuple(places), np.repeat(np.array(of_requests, dtype=np.int64), counts))
 
 
-def _next_tokens(work: Sequence[Work], num_single: int) -> IntArray:
+def _next_tokens(work: Sequence[Row], num_single: int) -> IntArray:
     """The scheduled tokens in order; the first ``num_single`` requests have one each."""
-    token_ids = np.array([r.tokens[r.num_computed] for r, _ in work[:num_single]], dtype=np.int64)
+    token_ids = np.array([r.tokens[r.num_computed] for r, _, _ in work[:num_single]], dtype=np.int64)
     if num_single == len(work):
         return token_ids
-    prefilled = [r.tokens[r.num_computed : r.num_computed + count] for r, count in work[num_single:]]
+    prefilled = [r.tokens[r.num_computed : r.num_computed + count] for r, count, _ in work[num_single:]]
     return np.concatenate((token_ids, *prefilled), dtype=np.int64)
 
 
-def targets_of(request: Request, num_tokens: int) -> Sequence[tuple[int, int]]:
-    """Which of the request's next ``num_tokens`` tokens need logits: pairs of index (0 is the first
-    uncomputed token) and target (-1 to sample). If several targets of a select follow one token, the first of
-    them. An embedding has the target 0 after its last token."""
+def _targets(request: Request, num_tokens: int) -> Targets:
+    """The targets of the request's next ``num_tokens`` tokens. If several targets of a select follow one
+    token, the first of them. An embedding has the target 0 after its last token."""
     start, end = request.num_computed, request.num_computed + num_tokens
     if request.embeds:
         return ((num_tokens - 1, 0),) if end == request.num_tokens else ()
@@ -105,7 +128,9 @@ def targets_of(request: Request, num_tokens: int) -> Sequence[tuple[int, int]]:
         return ((num_tokens - 1, int(request.tree.targets[0])),)
     first_unscored = request.first_unscored
     if first_unscored == request.num_tokens:  # as in most steps
-        return ((num_tokens - 1, -1),) if request.max_new_tokens and end == request.num_tokens else ()
+        if not request.max_new_tokens or end < request.num_tokens:
+            return ()
+        return _ONE_SAMPLED if num_tokens == 1 else ((num_tokens - 1, -1),)
     scored = range(max(start, first_unscored - 1), min(end, request.num_tokens - 1))
     targets = [(p - start, int(request.tokens[p + 1])) for p in scored]
     if request.max_new_tokens and not request.is_complete and end == request.num_tokens:
@@ -114,27 +139,25 @@ def targets_of(request: Request, num_tokens: int) -> Sequence[tuple[int, int]]:
 
 
 def _sampled_rows(
-    work: Sequence[Work],
+    work: Sequence[Row],
     req_rows: IntArray,
     query_lens: IntArray,
     kv_lens: IntArray,
     sampling: SamplingTable,
     trees: Sequence[Work],
 ) -> SampledRows:
-    """``targets_of`` all requests. In most steps each request samples after its last token."""
-    if sampling.num_scoring:
+    """The targets of all rows. In most steps each row samples after its last token."""
+    if trees or any(row.targets is not _ONE_SAMPLED and row.scores for row in work):
         return _scored_and_sampled_rows(work, trees, sampling)
     rows: IntArray = query_lens.cumsum() - 1
-    at_end = [request.num_tokens - request.num_computed == num_tokens for request, num_tokens in work]
-    if sampling.num_silent or not all(at_end):
-        sampled = [index for index, is_last in enumerate(at_end) if is_last and work[index][0].max_new_tokens]
-        chosen = np.array(sampled, dtype=np.int64)
+    if not all(row.targets for row in work):
+        chosen = np.array([index for index, row in enumerate(work) if row.targets], dtype=np.int64)
         rows, req_rows, kv_lens = rows[chosen], req_rows[chosen], kv_lens[chosen]
     return sampling.sampled_rows(rows, req_rows, kv_lens)
 
 
 def _scored_and_sampled_rows(
-    work: Sequence[Work], trees: Sequence[Work], sampling: SamplingTable
+    work: Sequence[Row], trees: Sequence[Work], sampling: SamplingTable
 ) -> SampledRows:
     """The same if some tokens are scored, with the first target of each node."""
     rows: list[int] = []
@@ -143,8 +166,8 @@ def _scored_and_sampled_rows(
     positions: list[int] = []
     first_rows: list[int] = []  # of each of ``scored_nodes``
     first_token = 0
-    for request, num_tokens in work:
-        for index, target in targets_of(request, num_tokens):
+    for request, num_tokens, row_targets in work:
+        for index, target in row_targets:
             if request.tree is not None:
                 first_rows.append(len(rows))
             rows.append(first_token + index)
@@ -223,13 +246,9 @@ class ScoredNodes(NamedTuple):
         return slice(int(tree.first_targets[self.first]), int(tree.first_targets[self.end]))
 
 
-def scored_nodes(work: Sequence[Work], trees: Sequence[Work]) -> list[ScoredNodes]:
+def scored_nodes(work: Sequence[Row], trees: Sequence[Work]) -> list[ScoredNodes]:
     """The rows of trees in a step, in the order in which their targets are scored."""
-    rows = [
-        ScoredNodes(request, 0, 1)
-        for request, num_tokens in work
-        if request.tree is not None and request.num_computed + num_tokens == request.num_tokens
-    ]
+    rows = [ScoredNodes(row.request, 0, 1) for row in work if row.request.tree is not None and row.targets]
     for request, num_nodes in trees:
         first = 1 + request.num_nodes_computed
         rows.append(ScoredNodes(request, first, first + num_nodes))
@@ -247,16 +266,3 @@ def _scored_tokens(nodes: Sequence[ScoredNodes], first_rows: Sequence[int]) -> S
         rows.append(np.repeat(np.arange(first_row, first_row + end - first), np.diff(bounds)))
         token_ids.append(tree.targets[bounds[0] : bounds[-1]])
     return ScoredTokens(np.concatenate(rows), np.concatenate(token_ids))
-
-
-def store_scores(nodes: Sequence[ScoredNodes], output: BatchOutput) -> None:
-    """Stores the scores of the targets of ``nodes`` in their requests. A tree's rows come in order from its
-    first row on, some perhaps more than once."""
-    assert output.scored_logprobs is not None
-    scores: list[float] = output.scored_logprobs.tolist()
-    num_taken = 0
-    for node in nodes:
-        targets = node.targets
-        end = num_taken + targets.stop - targets.start
-        node.request.target_logprobs[targets] = scores[num_taken:end]
-        num_taken = end

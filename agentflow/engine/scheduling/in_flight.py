@@ -9,7 +9,7 @@ from typing import NamedTuple
 from agentflow.engine.batch import BatchOutput
 from agentflow.engine.cache.kv_manager import KVMemory
 from agentflow.engine.request import Request, TopTokens
-from agentflow.engine.scheduling.batch_builder import ScoredNodes, Work, store_scores, targets_of
+from agentflow.engine.scheduling.batch_builder import Row, ScoredNodes, Work
 from agentflow.engine.scheduling.in_progress_prefixes import InProgressPrefixes
 
 
@@ -43,21 +43,23 @@ class Counters:
 class StepResult(NamedTuple):
     """What one step gave a request: the sampled token (None while it prefills or scores), the
     log-probabilities of its sampled or scored tokens if its batch has them, for each of these tokens the
-    likeliest tokens in its place, as many as the request asked for, and its embedding (float32)."""
+    likeliest tokens in its place, as many as the request asked for, and its embedding (float32). ``error``:
+    the fault of this row; the rest of the batch is not affected."""
 
     request: Request
     token_id: int | None
     logprobs: list[float]
     tops: list[TopTokens]
     embedding: bytes = b""
+    error: Exception | None = None
 
 
 class InFlight:
-    """``work`` and ``trees``: the scheduled tokens of requests and nodes of trees, in the order of the batch.
-    ``scored``: which of them have tokens to score. All are empty if nothing runs."""
+    """``rows`` and ``trees``: the scheduled tokens of requests and nodes of trees, in the order of the batch.
+    ``scored``: the rows and nodes of trees that have tokens to score. All are empty if nothing runs."""
 
     def __init__(self, memory: KVMemory, prefills: InProgressPrefixes, counters: Counters) -> None:
-        self.work: list[Work] = []
+        self.rows: list[Row] = []
         self.trees: list[Work] = []
         self.scored: list[ScoredNodes] = []
         self._memory = memory
@@ -65,70 +67,91 @@ class InFlight:
         self._counters = counters
 
     def complete(self, output: BatchOutput) -> list[StepResult]:
-        """The batch has run: appends new tokens to their requests and returns what each request got."""
+        """The batch has run: appends new tokens to their requests and returns what each request got. A fault
+        in one row is that row's result. If this raises, nothing has changed: ``discard`` the batch."""
         token_ids = output.token_ids.tolist()
-        all_logprobs = None if output.logprobs is None else output.logprobs.tolist()
-        results: list[StepResult] = []
-        next_output = 0
-        for request, num_tokens in self.work:
-            targets = targets_of(request, num_tokens)
-            end = next_output + len(targets)
-            in_prompt = request.num_computed < request.num_prompt
-            request.num_computed += num_tokens
-            self._memory.num_computed += num_tokens
-            if in_prompt:
-                self._memory.commit(request)
-            self._prefills.advanced(request)
-            token_id = None
-            if targets and targets[-1][1] < 0:
-                token_id = token_ids[end - 1]
-                request.tokens[request.num_tokens] = token_id
-                request.num_tokens += 1
-                self._counters.generated(1)
-            logprobs = (
-                [] if all_logprobs is None or request.tree is not None else all_logprobs[next_output:end]
-            )
-            tops: list[TopTokens] = []
-            if request.params.top_logprobs:
-                tops = [output.top_of(i, request.params.top_logprobs) for i in range(next_output, end)]
-            embedding = b""
-            if targets and output.embeddings is not None:
-                embedding = output.embeddings[end - 1].tobytes()
-            results.append(StepResult(request, token_id, logprobs, tops, embedding))
-            next_output = end
-        if self.scored:
-            self._complete_trees(output, results)
+        logprobs = None if output.logprobs is None else output.logprobs.tolist()
+        scores = None if output.scored_logprobs is None else output.scored_logprobs.tolist()
+        rows, trees, scored = self.rows, self.trees, self.scored
+        assert scores is not None or not scored
         self._clear()
-        return results
-
-    def _complete_trees(self, output: BatchOutput, results: list[StepResult]) -> None:
-        """Stores the scores, and marks the batch's nodes as computed."""
-        store_scores(self.scored, output)
-        have_result = {result.request.id for result in results}
-        for request, num_nodes in self.trees:
+        results: dict[int, StepResult] = {}
+        next_output = 0
+        for row in rows:
+            request, first = row.request, next_output
+            next_output += len(row.targets)
+            in_prompt = request.num_computed < request.num_prompt
+            request.num_computed += row.num_tokens
+            self._memory.num_computed += row.num_tokens
+            try:
+                if in_prompt:
+                    self._memory.commit(request)
+                self._prefills.advanced(request)
+                results[request.id] = self._result(row, output, token_ids, logprobs, first)
+            except Exception as error:
+                results[request.id] = StepResult(request, None, [], [], error=error)
+        for request, num_nodes in trees:
             request.num_nodes_computed += num_nodes
             self._memory.num_computed += num_nodes
-            self._prefills.advanced(request)
-            if not request.num_nodes_left:
-                self._memory.release_nodes(request)
-            if request.id not in have_result:
-                results.append(StepResult(request, None, [], []))
+            result = results.setdefault(request.id, StepResult(request, None, [], []))
+            try:
+                self._prefills.advanced(request)
+                if not request.num_nodes_left:
+                    self._memory.release_nodes(request)
+            except Exception as error:
+                results[request.id] = result._replace(error=error)
+        num_taken = 0
+        for request, targets in [(nodes.request, nodes.targets) for nodes in scored]:
+            # A tree's rows come in order from its first row on, some perhaps more than once.
+            end = num_taken + targets.stop - targets.start
+            assert scores is not None
+            request.target_logprobs[targets] = scores[num_taken:end]
+            num_taken = end
+        return [*results.values()]
+
+    def _result(
+        self,
+        row: Row,
+        output: BatchOutput,
+        token_ids: list[int],
+        all_logprobs: list[float] | None,
+        first: int,
+    ) -> StepResult:
+        """The result of one row, whose outputs begin at ``first``. Appends its sampled token."""
+        request, targets = row.request, row.targets
+        end = first + len(targets)
+        token_id = None
+        if targets and targets[-1][1] < 0:
+            token_id = token_ids[end - 1]
+            request.tokens[request.num_tokens] = token_id
+            request.num_tokens += 1
+            self._counters.generated(1)
+        logprobs = [] if all_logprobs is None or request.tree is not None else all_logprobs[first:end]
+        tops: list[TopTokens] = []
+        if request.params.top_logprobs:
+            tops = [output.top_of(i, request.params.top_logprobs) for i in range(first, end)]
+        embedding = b""
+        if targets and output.embeddings is not None:
+            embedding = output.embeddings[end - 1].tobytes()
+        return StepResult(request, token_id, logprobs, tops, embedding)
 
     def discard(self) -> list[Request]:
         """The batch failed: frees its slots and returns its requests."""
-        for request, num_tokens in self.work:
-            self._memory.give_back(request, num_tokens)
+        for row in self.rows:
+            self._memory.give_back(row.request, row.num_tokens)
         for request, num_nodes in self.trees:
             self._memory.give_back_nodes(request, num_nodes)
-        failed = list(dict.fromkeys([request for request, _ in (*self.work, *self.trees)]))
+        failed = list(dict.fromkeys([*(row.request for row in self.rows), *(one for one, _ in self.trees)]))
         self._clear()
         return failed
 
     def by_request(self) -> list[list[Work]]:
         """The batch as one part for each request, with all its tokens and nodes."""
         num_tokens: Counter[Request] = Counter()
-        for request, num in (*self.work, *self.trees):
-            num_tokens[request] += num
+        for row in self.rows:
+            num_tokens[row.request] += row.num_tokens
+        for request, num_nodes in self.trees:
+            num_tokens[request] += num_nodes
         return [[item] for item in num_tokens.items()]
 
     def halves(self) -> list[list[Work]]:
@@ -147,4 +170,4 @@ class InFlight:
         return [part for part in (first, second) if part]
 
     def _clear(self) -> None:
-        self.work, self.trees, self.scored = [], [], []
+        self.rows, self.trees, self.scored = [], [], []

@@ -18,17 +18,14 @@ _MASK_64 = 2**64 - 1
 
 
 class SamplingTable:
-    """Parameters of at most ``max_running`` requests. ``num_scoring``: running requests that may have rows
-    with a target, because they score, want log-probabilities of tokens that a grammar forces, or embed.
-    ``num_silent``: running requests that do not generate. ``num_adapted``: those that use an adapter.
+    """Parameters of at most ``max_running`` requests. ``num_adapted``: running requests that use an adapter.
 
     Parameters that are gathered together are stored together: the time depends on the number of numpy calls.
     """
 
     def __init__(self, max_running: int) -> None:
-        self.num_scoring = 0
-        self.num_silent = 0
         self.num_adapted = 0
+        self._attached: set[int] = set()
         self._num_logprobs = 0
         self._floats: FloatArray = np.zeros((3, max_running), dtype=np.float32)
         self._temperatures, self._top_ps, self._min_ps = self._floats
@@ -42,22 +39,25 @@ class SamplingTable:
     def attach(self, request: Request) -> None:
         """The request starts to run, in its row of ``req_to_token``."""
         row, params = request.req_row, request.params
-        self._count(request, 1)
+        if params.has_penalties or params.logit_bias or params.min_tokens or params.top_logprobs:
+            self._special[row] = _Special(request)
+        if request.token_mask is not None:
+            self._constrained[row] = request
         self._temperatures[row] = params.temperature
         self._top_ps[row] = params.top_p
         self._top_ks[row] = params.top_k
         self._min_ps[row] = params.min_p
         self._seeds[row] = request.seed & _MASK_64
-        if params.has_penalties or params.logit_bias or params.min_tokens or params.top_logprobs:
-            self._special[row] = _Special(request)
-        if request.token_mask is not None:
-            self._constrained[row] = request
+        self._count(request, 1)
+        self._attached.add(row)
 
     def detach(self, request: Request) -> None:
-        """The request no longer runs, and is about to lose its row."""
-        self._count(request, -1)
+        """The request no longer runs, and is about to lose its row. It need not be attached."""
         self._special.pop(request.req_row, None)
         self._constrained.pop(request.req_row, None)
+        if request.req_row in self._attached:
+            self._attached.discard(request.req_row)
+            self._count(request, -1)
 
     def keep_output(self, request: Request, num_kept: int) -> None:
         """Only the first ``num_kept`` generated tokens of the request are unchanged."""
@@ -66,12 +66,6 @@ class SamplingTable:
             special.keep_output(num_kept)
 
     def _count(self, request: Request, change: int) -> None:
-        is_scoring = request.score_from > 0 or request.tree is not None or request.embeds
-        is_jumping = request.token_mask is not None and request.params.wants_logprobs
-        if is_scoring or is_jumping:
-            self.num_scoring += change
-        if is_scoring or not request.max_new_tokens:
-            self.num_silent += change
         if request.adapter:
             self.num_adapted += change
         if request.params.wants_logprobs:

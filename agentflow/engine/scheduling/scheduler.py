@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from agentflow.engine.batch import Batch, BatchOutput
@@ -25,7 +25,7 @@ from agentflow.engine.cache.kv_manager import KVMemory
 from agentflow.engine.cache.radix_cache import TokenRun
 from agentflow.engine.request import CacheIdentity, Request, Status
 from agentflow.engine.scheduling.admission import OutputReserve
-from agentflow.engine.scheduling.batch_builder import Work, build_batch, scored_nodes
+from agentflow.engine.scheduling.batch_builder import Work, build_batch, scheduled_rows, scored_nodes
 from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, DEFAULT_POLICY, MAX_RUNNING
 from agentflow.engine.scheduling.in_flight import Counters, InFlight, StepResult
 from agentflow.engine.scheduling.in_progress_prefixes import InProgressPrefixes
@@ -63,6 +63,15 @@ class SchedulerConfig:
     whole_prompts: bool = False
 
 
+class RequestFault(Exception):
+    """A step could not be scheduled. ``requests``: those at fault, or whose step it was; the caller must
+    release them."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        super().__init__(f"requests {', '.join([str(request.id) for request in requests])}")
+        self.requests = requests
+
+
 class Scheduler:
     """Owns the KV memory of one model and decides who runs on it. Not thread-safe.
 
@@ -92,6 +101,7 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._in_flight = InFlight(self.memory, self._prefills, self._counters)
         self._features: Features | None = None  # of the batch in flight
+        self._planned: Request | None = None  # what a fault of the planning concerns, if it is one request
         self._retries: deque[list[Work]] = deque()  # parts of failed batches, to run before anything else
 
     @property
@@ -110,24 +120,54 @@ class Scheduler:
         self.waiting.add(request)
 
     def schedule(self) -> Batch | None:
-        """The next batch, with slots for all its tokens, or None if there is nothing to run."""
-        draft = self._next_retry()
-        while draft is None:
-            draft = self._decode()
-            self._prefill(draft)
-            if not draft.num_tokens:
+        """The next batch, with slots for all its tokens, or None if there is nothing to run. ``RequestFault``
+        after a fault. If a batch cannot be built, its requests run alone, which finds the one at fault."""
+        while True:
+            draft = self._next_retry() or self._plan()
+            if draft is None:
+                return None
+            try:
+                return self._build(draft)
+            except Exception as error:
+                if len(draft.tokens) == 1:
+                    raise RequestFault([*draft.tokens]) from error
+                self._retries.extendleft([[item] for item in reversed(draft.tokens.items())])
+
+    def _plan(self) -> Draft | None:
+        """The next step, or None if there is nothing to run."""
+        if not self.running and not len(self.waiting):
+            return None
+        try:
+            while True:
+                self._planned = None
+                draft = self._decode()
+                self._prefill(draft)
+                if draft.num_tokens:
+                    return draft
                 if not self.running:
                     return None
                 self._retract_one(1)  # unfinished prefills use all slots together
-                draft = None
-        self.num_decode_tokens = draft.num_decode
+        except Exception as error:
+            if self._planned is not None:
+                raise RequestFault([self._planned]) from error
+            raise RequestFault([*self.running.values()] or [*self.waiting]) from error
+
+    def _build(self, draft: Draft) -> Batch:
+        """The batch of a planned step, which is then in flight. If this raises, nothing has changed."""
         work, trees = draft.parts()
-        self._in_flight.work, self._in_flight.trees = work, trees
-        if self._sampling.num_scoring:
-            self._in_flight.scored = scored_nodes(work, trees)
+        rows = scheduled_rows(work)
+        scored = scored_nodes(rows, trees)
         slots = self.memory.allocate(draft.num_tokens)
-        batch = build_batch(work, slots, self.memory.req_to_token, self._sampling, trees)
-        self._features = batch_features(batch)
+        try:
+            batch = build_batch(rows, slots, self.memory.req_to_token, self._sampling, trees)
+            self._features = batch_features(batch)
+        except Exception:
+            self.memory.slots.release(slots)
+            for request, _ in trees:
+                request.node_slots = request.node_slots[: request.num_nodes_computed]
+            raise
+        self.num_decode_tokens = draft.num_decode
+        self._in_flight.rows, self._in_flight.trees, self._in_flight.scored = rows, trees, scored
         return batch
 
     def _decode(self) -> Draft:
@@ -138,16 +178,19 @@ class Scheduler:
             # However many requests decode, a prompt gets at least one token.
             limit = max(self.config.token_budget, len(decoding) + 1)
             draft = Draft(limit, dict.fromkeys(decoding, 1), len(decoding))
-            for request in decoding:
-                if request.num_to_compute > 1:
-                    draft.add(request, min(request.num_to_compute - 1, draft.num_free - 1))
+            for self._planned in decoding:
+                if self._planned.num_to_compute > 1:
+                    draft.add(self._planned, min(self._planned.num_to_compute - 1, draft.num_free - 1))
+            self._planned = None
             missing = draft.num_tokens - self.memory.num_available
             if missing <= 0:
                 break
             self._retract_one(missing)
         draft.num_decode = draft.num_tokens
         for request, num_tokens in draft.tokens.items():
+            self._planned = request
             self._charge(request, request.num_computed + num_tokens, num_tokens)
+        self._planned = None
         return draft
 
     def _prefill(self, draft: Draft) -> None:
@@ -162,9 +205,11 @@ class Scheduler:
         promised: int | None = None
         self.waiting.start_step(prompts)
         while draft.num_free > 0:
+            self._planned = None
             request = self.waiting.next(prompts, self._is_blocked if may_admit else None)
             if request is None:
                 return
+            self._planned = request
             if request.status is Status.WAITING:
                 if promised is None:
                     promised = sum(map(self._reserve.need, self.running.values()))
@@ -189,19 +234,14 @@ class Scheduler:
         these still need if all of them run to their end together, a bound that is cheap and often enough."""
         match = self.memory.match(request)
         request.num_computed = request.num_shared = match.num_tokens
-        available = self.memory.num_available
-        if not self.running:
-            fits = request.num_to_compute <= available
-        elif self._reserve.need(request) + promised <= available:
-            fits = True
-        else:
-            fits = self._reserve.need_at_peak([*self.running.values(), request]) <= available
-        if fits and 2 * len(self.running) > self.config.max_running:
-            # The batch is well filled: cached tokens that open states need next are worth a short wait.
-            fits = request.num_to_compute + self.memory.num_expected <= available
+        fits = False
+        try:
+            fits = self._fits(request, promised)
+        finally:
+            if not fits:
+                request.num_computed = 0
+                self.memory.cache.unlock(match)
         if not fits:
-            request.num_computed = 0
-            self.memory.cache.unlock(match)
             return False
         self.waiting.admit(request)
         self.running[request.id] = request
@@ -218,16 +258,30 @@ class Scheduler:
             self._counters.cached_output_tokens += min(match.num_output, request.num_cached)
         return True
 
+    def _fits(self, request: Request, promised: int) -> bool:
+        available = self.memory.num_available
+        if not self.running:
+            fits = request.num_to_compute <= available
+        elif self._reserve.need(request) + promised <= available:
+            fits = True
+        else:
+            fits = self._reserve.need_at_peak([*self.running.values(), request]) <= available
+        if fits and 2 * len(self.running) > self.config.max_running:
+            # The batch is well filled: cached tokens that open states need next are worth a short wait.
+            fits = request.num_to_compute + self.memory.num_expected <= available
+        return fits
+
     def complete(self, output: BatchOutput, took_s: float = 0.0) -> list[StepResult]:
         """The batch of the last ``schedule`` has run. Appends new tokens to their requests and returns what
         each request got. ``took_s``: the duration of the pass, from which later steps are planned (0:
-        unknown)."""
+        unknown). If this raises, the batch did not count: ``discard`` it."""
         if took_s > 0 and self._features is not None:
             self.cost.observe(self._features, took_s)
+        results = self._in_flight.complete(output)
         self._counters.steps += 1
         self.memory.num_steps += 1
         self._reserve.stepped()
-        return self._in_flight.complete(output)
+        return results
 
     def discard(self) -> list[Request]:
         """The batch of the last ``schedule`` failed: frees its slots. Returns its requests, which the caller
@@ -257,12 +311,12 @@ class Scheduler:
                 return draft
         return None
 
-    def release(self, request: Request) -> None:
-        """Removes a request in any state; may be repeated. What it computed stays in the cache, unlocked.
-        Requests leave the scheduler in no other way."""
+    def release(self, request: Request, *, keeps: bool = True) -> None:
+        """Removes a request in any state; may be repeated. What it computed stays in the cache, unlocked
+        (without ``keeps``: only what is there). Requests leave the scheduler in no other way."""
         if request.status is Status.RUNNING:
+            self._stop_running(request, keeps=keeps)
             self._reserve.finished(request)
-            self._stop_running(request)
             self.waiting.finish(request)
         elif request in self.waiting:
             self.waiting.remove(request)
@@ -372,7 +426,10 @@ class Scheduler:
 
         self.retract(min(self.running.values(), key=cost))
 
-    def _stop_running(self, request: Request) -> None:
+    def _stop_running(self, request: Request, *, keeps: bool = True) -> None:
+        """Takes back everything that the request uses. If ``commit`` raises, nothing has changed."""
+        if keeps:
+            self.memory.commit(request)
         self._sampling.detach(request)
         self.memory.detach(request)
         del self.running[request.id]

@@ -1,0 +1,174 @@
+"""Faults inside the engine: each ends its own request, and every slot comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any
+from unittest.mock import patch
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.plain_engine import PLAIN_IDS, alone, fake_logprob, plain_engine
+
+from agentflow.engine.cache.kv_manager import KVMemory
+from agentflow.engine.client import EngineClient
+from agentflow.engine.request import Request
+from agentflow.engine.scheduling import batch_builder
+from agentflow.engine.scheduling.in_flight import InFlight
+from agentflow.engine.scheduling.in_progress_prefixes import InProgressPrefixes
+from agentflow.engine.scheduling.sampling_table import SamplingTable
+from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.text.thoughts import Thinking
+from agentflow.errors import EngineFailed
+from agentflow.protocol.sampling import SamplingParams
+
+pytestmark = pytest.mark.anyio
+
+THINKING = Thinking("<think>", "</think>", True, 2)
+
+
+@pytest.mark.parametrize("top_logprobs", [0, 3])
+async def test_f1_logprobs_of_thoughts_that_reach_their_budget(top_logprobs: int) -> None:
+    params = SamplingParams(max_tokens=30, ignore_eos=True, logprobs=True, top_logprobs=top_logprobs)
+    ends = []
+    async with plain_engine(SchedulerConfig(token_budget=4)) as client:
+
+        async def run() -> None:
+            ends.append(await client.generate([5, 6, 7], params, seed=0, thinking=THINKING))
+
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(run)
+        for end in ends:
+            assert end.thought_tokens > 2
+            assert end.logprobs == [
+                fake_logprob([5, 6, 7, *end.token_ids[:place]], token)
+                for place, token in enumerate(end.token_ids)
+            ]
+            assert len(end.top_logprobs) == (len(end.token_ids) if top_logprobs else 0)
+
+
+BAD = PLAIN_IDS[7]
+"""The first token of requests with a fault, and of no others."""
+
+
+class Fault(Exception):
+    """Raised in place of a step of one request."""
+
+
+# Of each place that works on one request: its owner, its name, and the request in its arguments.
+PLACES: list[tuple[object, str, Callable[..., Request]]] = [
+    (batch_builder, "_targets", lambda request, num_tokens: request),
+    (Scheduler, "_fits", lambda self, request, promised: request),
+    (Scheduler, "_chunk_size", lambda self, request, *rest: request),
+    (Scheduler, "_charge", lambda self, request, *rest: request),
+    (SamplingTable, "attach", lambda self, request: request),
+    (KVMemory, "commit", lambda self, request: request),
+    (InProgressPrefixes, "advanced", lambda self, request: request),
+    (InFlight, "_result", lambda self, row, *rest: row.request),
+]
+
+
+def failing(owner: object, name: str, request_of: Callable[..., Request], first: int) -> Any:
+    """A patch of a place that fails for requests that begin with ``BAD``, from its ``first`` such call on."""
+    real = getattr(owner, name)
+    count = 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        if request_of(*args, **kwargs).tokens[0] == BAD:
+            count += 1
+            if count >= first:
+                raise Fault(name)
+        return real(*args, **kwargs)
+
+    return patch.object(owner, name, call)
+
+
+kinds = st.sampled_from(["generate", "generate", "score", "select", "compute"])
+
+
+@pytest.mark.trio_in_full
+@settings(max_examples=100)
+@given(
+    jobs=st.lists(
+        st.tuples(kinds, st.booleans(), st.lists(st.integers(2, 4), min_size=2, max_size=20)),
+        min_size=1,
+        max_size=8,
+    ),
+    faults=st.lists(st.tuples(st.sampled_from(PLACES), st.integers(1, 5)), min_size=1, max_size=2),
+    max_running=st.integers(1, 6),
+    token_budget=st.integers(1, 40),
+)
+async def test_f1_a_fault_in_a_row_fails_its_request_only(jobs, faults, max_running, token_budget) -> None:
+    params = SamplingParams(max_tokens=8, logprobs=True)
+
+    async def ask(client: EngineClient, kind: str, prompt: list[int]) -> None:
+        match kind:
+            case "generate":
+                end = await client.generate(prompt, params, seed=0)
+                assert end.token_ids == alone(prompt, params).ids
+            case "score":
+                end = await client.score(prompt, 1)
+                assert end.logprobs == [fake_logprob(prompt[:n], prompt[n]) for n in range(1, len(prompt))]
+            case "select":
+                end = await client.score_choices(prompt, [[5, 6], [5, 7], [8]])
+                assert end.choice_logprobs[2] == [fake_logprob(prompt, 8)]
+            case _:
+                await client.compute(prompt)
+
+    async def run(client: EngineClient, kind: str, is_bad: bool, prompt: list[int]) -> None:
+        if not is_bad:
+            await ask(client, kind, prompt)
+            return
+        with suppress(EngineFailed):
+            await ask(client, kind, [BAD, *prompt])
+
+    config = SchedulerConfig(max_running=max_running, token_budget=token_budget)
+    async with plain_engine(config, num_slots=600) as client:
+        with ExitStack() as stack:
+            for place, first in faults:
+                stack.enter_context(failing(*place, first))
+            async with anyio.create_task_group() as group:
+                for job in jobs:
+                    group.start_soon(run, client, *job)
+        stats = await client.stats()
+        assert stats.free_slots + stats.cached_slots == stats.total_slots
+        await ask(client, "generate", [BAD, 5, 6])
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (Scheduler, "_decode"),
+        (Scheduler, "_prompt_seconds"),
+        (batch_builder, "_sampled_rows"),
+        (InFlight, "complete"),
+    ],
+)
+async def test_f1_a_fault_of_a_whole_step_ends_its_requests_and_not_the_engine(
+    owner: object, name: str
+) -> None:
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    errors: list[EngineFailed] = []
+    async with plain_engine(SchedulerConfig(max_running=2), num_slots=600) as client:
+
+        async def run(number: int) -> None:
+            try:
+                await client.generate([number] * 5, params, seed=0)
+            except EngineFailed as error:
+                errors.append(error)
+
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            raise Fault(name)
+
+        with patch.object(owner, name, fail):
+            async with anyio.create_task_group() as group:
+                for number in range(10, 15):
+                    group.start_soon(run, number)
+        assert len(errors) == 5
+        end = await client.generate([5, 6], params, seed=0)
+        assert end.text == alone([5, 6], params).text
