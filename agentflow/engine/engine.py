@@ -150,8 +150,6 @@ class Engine:
         try:
             batch = self.scheduler.schedule()
         except RequestFault as fault:
-            if not fault.requests:
-                raise
             self._fail_all(fault.requests, _logged("cannot schedule the request"))
             return True
         if batch is None:
@@ -184,7 +182,7 @@ class Engine:
             except AgentflowError as error:
                 self._fail(result.request.id, error)
             except Exception:
-                self._fail_all([result.request], _logged("cannot process the request's output"))
+                self._fail(result.request.id, _logged("cannot process the request's output"))
         self._watch.stepped(len(batch.token_ids), num_waiting, has_run - began)
         self.times.count(_COMPLETE, time.perf_counter() - has_run)
         return True
@@ -392,10 +390,7 @@ class Engine:
         self._drop(request_id)
 
     def _fail_all(self, requests: Sequence[Request], failure: EngineFailed) -> None:
-        """Fails requests after a fault of the engine. It is not known what they were about to change, so the
-        cache gets nothing more of them."""
         for request in requests:
-            self.scheduler.release(request, keeps=False)
             self._fail(request.id, failure)
 
     def _drop(self, request_id: int) -> None:

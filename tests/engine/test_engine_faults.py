@@ -68,7 +68,7 @@ PLACES: list[tuple[object, str, Callable[..., Request]]] = [
     (SamplingTable, "attach", lambda self, request: request),
     (KVMemory, "commit", lambda self, request: request),
     (InProgressPrefixes, "advanced", lambda self, request: request),
-    (InFlight, "_result", lambda self, row, *rest: row.request),
+    (InFlight, "_result", lambda self, request, *rest: request),
 ]
 
 
@@ -170,5 +170,18 @@ async def test_f1_a_fault_of_a_whole_step_ends_its_requests_and_not_the_engine(
                 for number in range(10, 15):
                     group.start_soon(run, number)
         assert len(errors) == 5
+        end = await client.generate([5, 6], params, seed=0)
+        assert end.text == alone([5, 6], params).text
+
+
+async def test_f1_a_request_that_cannot_be_cached_can_be_aborted() -> None:
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    async with plain_engine(SchedulerConfig(), num_slots=600) as client:
+        with failing(KVMemory, "commit", lambda self, request: request, first=2):
+            with anyio.CancelScope() as scope:
+                await client.generate([BAD, 5, 6], params, seed=0, on_text=lambda text: scope.cancel())
+            assert scope.cancelled_caught
+            stats = await client.stats()
+        assert stats.free_slots + stats.cached_slots == stats.total_slots
         end = await client.generate([5, 6], params, seed=0)
         assert end.text == alone([5, 6], params).text

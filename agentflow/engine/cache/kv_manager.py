@@ -7,6 +7,7 @@ locks the cached prefix that it builds on, and ``detach`` returns everything tha
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable
 
 import numpy as np
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from agentflow.engine.cache.liveness import Liveness
 from agentflow.engine.cache.radix_cache import PrefixMatch, RadixCache, SlotArray, TokenRun
 from agentflow.engine.request import CacheIdentity, Request
+
+logger = logging.getLogger(__name__)
 
 OnCached = Callable[[CacheIdentity, TokenRun], None]
 OnEvict = Callable[[CacheIdentity, Callable[[], TokenRun], int], None]
@@ -153,7 +156,11 @@ class KVMemory:
         request.num_computed = count
 
     def detach(self, request: Request) -> None:
-        """The request no longer runs. What it committed stays cached; its other slots become free."""
+        """The request no longer runs. What it computed stays cached; its other slots become free."""
+        try:
+            self.commit(request)
+        except Exception:  # a request must be able to leave; its tokens are then computed again
+            logger.exception("cannot cache the tokens of request %d", request.id)
         self.release_nodes(request)
         assert request.committed is not None
         if request.state is not None and self._use_cache:

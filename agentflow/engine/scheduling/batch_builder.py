@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from agentflow.engine.batch import (
     Batch,
     BatchAdapters,
+    BatchOutput,
     IntArray,
     SampledRows,
     ScoredTokens,
@@ -28,28 +29,23 @@ Work = tuple[Request, int]
 one on."""
 
 Targets = Sequence[tuple[int, int]]
-"""The tokens of a row whose logits are needed, in order: pairs of index in the row and target (-1: sample).
-"""
+"""The tokens of a row whose logits are needed, in order: index in the row, and target (-1: sample)."""
 _ONE_SAMPLED: Targets = ((0, -1),)
 
 
-class Row(NamedTuple):
-    """One request's tokens in a batch. The record is made when the row is scheduled and read when the batch
-    completes, so both agree on its ``targets``."""
-
-    request: Request
-    num_tokens: int
-    targets: Targets
-
-    @property
-    def scores(self) -> bool:
-        """Whether any token has a target, so that the row needs more than one sampled token at its end."""
-        return len(self.targets) > 1 or (len(self.targets) == 1 and self.targets[0][1] >= 0)
+Row = tuple[Request, int, Targets]
+"""One request's tokens in a batch: the request, how many of its tokens, and their targets. The record is made
+when the row is scheduled and read when the batch completes, so both agree on the targets."""
 
 
 def scheduled_rows(work: Sequence[Work]) -> list[Row]:
     """The rows of the requests' next tokens."""
-    return [Row(request, num_tokens, _targets(request, num_tokens)) for request, num_tokens in work]
+    return [(request, num_tokens, _targets(request, num_tokens)) for request, num_tokens in work]
+
+
+def all_sampled_once(rows: Sequence[Row]) -> bool:
+    """Whether each row is one token, after which one is sampled, as in most steps."""
+    return [targets for _, _, targets in rows].count(_ONE_SAMPLED) == len(rows)
 
 
 def build_batch(
@@ -62,10 +58,11 @@ def build_batch(
     """The batch of ``work``, in its order (requests with one token come first), then of the nodes of
     ``trees``. ``slots`` [T]: for all of these in that order. Writes them to ``req_to_token``, or for nodes to
     their requests."""
-    num_single = [row.num_tokens for row in work].count(1)
-    starts = np.array([row.request.num_computed for row in work], dtype=np.int64)
-    req_rows = np.array([row.request.req_row for row in work], dtype=np.int64)
-    query_lens = np.array([row.num_tokens for row in work], dtype=np.int64)
+    num_tokens = [count for _, count, _ in work]
+    num_single = num_tokens.count(1)
+    starts = np.array([request.num_computed for request, _, _ in work], dtype=np.int64)
+    req_rows = np.array([request.req_row for request, _, _ in work], dtype=np.int64)
+    query_lens = np.array(num_tokens, dtype=np.int64)
     token_ids = _next_tokens(work, num_single)
     positions, rows_of_tokens = starts, req_rows
     if num_single < len(work):
@@ -100,7 +97,7 @@ def _adapters_of(work: Sequence[Row], trees: Sequence[Work]) -> BatchAdapters | 
     """The adapters of the scheduled tokens; None if none has one."""
     places: dict[str, int] = {}
     of_requests: list[int] = []
-    counted = [*((row.request, row.num_tokens) for row in work), *trees]
+    counted = [*((request, num_tokens) for request, num_tokens, _ in work), *trees]
     for request, _ in counted:
         of_requests.append(places.setdefault(request.adapter, len(places)) if request.adapter else -1)
     if not places:
@@ -147,12 +144,13 @@ def _sampled_rows(
     trees: Sequence[Work],
 ) -> SampledRows:
     """The targets of all rows. In most steps each row samples after its last token."""
-    if trees or any(row.targets is not _ONE_SAMPLED and row.scores for row in work):
-        return _scored_and_sampled_rows(work, trees, sampling)
     rows: IntArray = query_lens.cumsum() - 1
-    if not all(row.targets for row in work):
-        chosen = np.array([index for index, row in enumerate(work) if row.targets], dtype=np.int64)
-        rows, req_rows, kv_lens = rows[chosen], req_rows[chosen], kv_lens[chosen]
+    if not trees and all_sampled_once(work):
+        return sampling.sampled_rows(rows, req_rows, kv_lens)
+    if trees or any(len(targets) > 1 or (targets and targets[0][1] >= 0) for _, _, targets in work):
+        return _scored_and_sampled_rows(work, trees, sampling)
+    chosen = np.array([index for index, (_, _, targets) in enumerate(work) if targets], dtype=np.int64)
+    rows, req_rows, kv_lens = rows[chosen], req_rows[chosen], kv_lens[chosen]
     return sampling.sampled_rows(rows, req_rows, kv_lens)
 
 
@@ -248,7 +246,11 @@ class ScoredNodes(NamedTuple):
 
 def scored_nodes(work: Sequence[Row], trees: Sequence[Work]) -> list[ScoredNodes]:
     """The rows of trees in a step, in the order in which their targets are scored."""
-    rows = [ScoredNodes(row.request, 0, 1) for row in work if row.request.tree is not None and row.targets]
+    if not trees and all_sampled_once(work):
+        return []
+    rows = [
+        ScoredNodes(request, 0, 1) for request, _, targets in work if request.tree is not None and targets
+    ]
     for request, num_nodes in trees:
         first = 1 + request.num_nodes_computed
         rows.append(ScoredNodes(request, first, first + num_nodes))
@@ -266,3 +268,16 @@ def _scored_tokens(nodes: Sequence[ScoredNodes], first_rows: Sequence[int]) -> S
         rows.append(np.repeat(np.arange(first_row, first_row + end - first), np.diff(bounds)))
         token_ids.append(tree.targets[bounds[0] : bounds[-1]])
     return ScoredTokens(np.concatenate(rows), np.concatenate(token_ids))
+
+
+def store_scores(nodes: Sequence[ScoredNodes], output: BatchOutput) -> None:
+    """Stores the scores of the targets of ``nodes`` in their requests. A tree's rows come in order from its
+    first row on, some perhaps more than once."""
+    assert output.scored_logprobs is not None
+    scores: list[float] = output.scored_logprobs.tolist()
+    num_taken = 0
+    for node in nodes:
+        targets = node.targets
+        end = num_taken + targets.stop - targets.start
+        node.request.target_logprobs[targets] = scores[num_taken:end]
+        num_taken = end

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from agentflow.engine.batch import BatchOutput
 from agentflow.engine.cache.kv_manager import KVMemory
 from agentflow.engine.request import Request, TopTokens
-from agentflow.engine.scheduling.batch_builder import Row, ScoredNodes, Work
+from agentflow.engine.scheduling.batch_builder import Row, ScoredNodes, Targets, Work, store_scores
 from agentflow.engine.scheduling.in_progress_prefixes import InProgressPrefixes
 
 
@@ -68,26 +68,26 @@ class InFlight:
 
     def complete(self, output: BatchOutput) -> list[StepResult]:
         """The batch has run: appends new tokens to their requests and returns what each request got. A fault
-        in one row is that row's result. If this raises, nothing has changed: ``discard`` the batch."""
+        in one row is that row's result. If this raises, the batch is still in flight: ``discard`` it."""
         token_ids = output.token_ids.tolist()
         logprobs = None if output.logprobs is None else output.logprobs.tolist()
-        scores = None if output.scored_logprobs is None else output.scored_logprobs.tolist()
-        rows, trees, scored = self.rows, self.trees, self.scored
-        assert scores is not None or not scored
+        if self.scored:
+            store_scores(self.scored, output)
+        rows, trees = self.rows, self.trees
         self._clear()
         results: dict[int, StepResult] = {}
         next_output = 0
-        for row in rows:
-            request, first = row.request, next_output
-            next_output += len(row.targets)
+        for request, num_tokens, targets in rows:
+            first = next_output
+            next_output += len(targets)
             in_prompt = request.num_computed < request.num_prompt
-            request.num_computed += row.num_tokens
-            self._memory.num_computed += row.num_tokens
+            request.num_computed += num_tokens
+            self._memory.num_computed += num_tokens
             try:
                 if in_prompt:
                     self._memory.commit(request)
                 self._prefills.advanced(request)
-                results[request.id] = self._result(row, output, token_ids, logprobs, first)
+                results[request.id] = self._result(request, targets, first, output, token_ids, logprobs)
             except Exception as error:
                 results[request.id] = StepResult(request, None, [], [], error=error)
         for request, num_nodes in trees:
@@ -100,25 +100,18 @@ class InFlight:
                     self._memory.release_nodes(request)
             except Exception as error:
                 results[request.id] = result._replace(error=error)
-        num_taken = 0
-        for request, targets in [(nodes.request, nodes.targets) for nodes in scored]:
-            # A tree's rows come in order from its first row on, some perhaps more than once.
-            end = num_taken + targets.stop - targets.start
-            assert scores is not None
-            request.target_logprobs[targets] = scores[num_taken:end]
-            num_taken = end
         return [*results.values()]
 
     def _result(
         self,
-        row: Row,
+        request: Request,
+        targets: Targets,
+        first: int,
         output: BatchOutput,
         token_ids: list[int],
         all_logprobs: list[float] | None,
-        first: int,
     ) -> StepResult:
         """The result of one row, whose outputs begin at ``first``. Appends its sampled token."""
-        request, targets = row.request, row.targets
         end = first + len(targets)
         token_id = None
         if targets and targets[-1][1] < 0:
@@ -137,21 +130,21 @@ class InFlight:
 
     def discard(self) -> list[Request]:
         """The batch failed: frees its slots and returns its requests."""
-        for row in self.rows:
-            self._memory.give_back(row.request, row.num_tokens)
+        for request, num_tokens, _ in self.rows:
+            self._memory.give_back(request, num_tokens)
         for request, num_nodes in self.trees:
             self._memory.give_back_nodes(request, num_nodes)
-        failed = list(dict.fromkeys([*(row.request for row in self.rows), *(one for one, _ in self.trees)]))
+        failed = list(dict.fromkeys([*(row[0] for row in self.rows), *(one for one, _ in self.trees)]))
         self._clear()
         return failed
 
     def by_request(self) -> list[list[Work]]:
         """The batch as one part for each request, with all its tokens and nodes."""
         num_tokens: Counter[Request] = Counter()
-        for row in self.rows:
-            num_tokens[row.request] += row.num_tokens
-        for request, num_nodes in self.trees:
-            num_tokens[request] += num_nodes
+        for request, num, _ in self.rows:
+            num_tokens[request] += num
+        for request, num in self.trees:
+            num_tokens[request] += num
         return [[item] for item in num_tokens.items()]
 
     def halves(self) -> list[list[Work]]:

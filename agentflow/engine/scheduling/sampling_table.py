@@ -25,7 +25,7 @@ class SamplingTable:
 
     def __init__(self, max_running: int) -> None:
         self.num_adapted = 0
-        self._attached: set[int] = set()
+        self._attached: set[int] = set()  # rows whose requests are counted
         self._num_logprobs = 0
         self._floats: FloatArray = np.zeros((3, max_running), dtype=np.float32)
         self._temperatures, self._top_ps, self._min_ps = self._floats
@@ -52,7 +52,7 @@ class SamplingTable:
         self._attached.add(row)
 
     def detach(self, request: Request) -> None:
-        """The request no longer runs, and is about to lose its row. It need not be attached."""
+        """The request no longer runs, and is about to lose its row. ``attach`` may have failed."""
         self._special.pop(request.req_row, None)
         self._constrained.pop(request.req_row, None)
         if request.req_row in self._attached:

@@ -64,8 +64,8 @@ class SchedulerConfig:
 
 
 class RequestFault(Exception):
-    """A step could not be scheduled. ``requests``: those at fault, or whose step it was; the caller must
-    release them."""
+    """A step could not be scheduled. ``requests``: the request at fault, or all requests of the step if no
+    single one is known. There is at least one; the caller must release them."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         super().__init__(f"requests {', '.join([str(request.id) for request in requests])}")
@@ -101,7 +101,7 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._in_flight = InFlight(self.memory, self._prefills, self._counters)
         self._features: Features | None = None  # of the batch in flight
-        self._planned: Request | None = None  # what a fault of the planning concerns, if it is one request
+        self._planned: Request | None = None  # whose turn it is while a step is planned
         self._retries: deque[list[Work]] = deque()  # parts of failed batches, to run before anything else
 
     @property
@@ -153,7 +153,7 @@ class Scheduler:
             raise RequestFault([*self.running.values()] or [*self.waiting]) from error
 
     def _build(self, draft: Draft) -> Batch:
-        """The batch of a planned step, which is then in flight. If this raises, nothing has changed."""
+        """The batch of a planned step, which is then in flight. If this raises, no slots are taken."""
         work, trees = draft.parts()
         rows = scheduled_rows(work)
         scored = scored_nodes(rows, trees)
@@ -178,10 +178,9 @@ class Scheduler:
             # However many requests decode, a prompt gets at least one token.
             limit = max(self.config.token_budget, len(decoding) + 1)
             draft = Draft(limit, dict.fromkeys(decoding, 1), len(decoding))
-            for self._planned in decoding:
-                if self._planned.num_to_compute > 1:
-                    draft.add(self._planned, min(self._planned.num_to_compute - 1, draft.num_free - 1))
-            self._planned = None
+            for request in decoding:
+                if request.num_to_compute > 1:
+                    draft.add(request, min(request.num_to_compute - 1, draft.num_free - 1))
             missing = draft.num_tokens - self.memory.num_available
             if missing <= 0:
                 break
@@ -311,12 +310,12 @@ class Scheduler:
                 return draft
         return None
 
-    def release(self, request: Request, *, keeps: bool = True) -> None:
-        """Removes a request in any state; may be repeated. What it computed stays in the cache, unlocked
-        (without ``keeps``: only what is there). Requests leave the scheduler in no other way."""
+    def release(self, request: Request) -> None:
+        """Removes a request in any state; may be repeated. What it computed stays in the cache, unlocked.
+        Requests leave the scheduler in no other way."""
         if request.status is Status.RUNNING:
-            self._stop_running(request, keeps=keeps)
             self._reserve.finished(request)
+            self._stop_running(request)
             self.waiting.finish(request)
         elif request in self.waiting:
             self.waiting.remove(request)
@@ -426,10 +425,7 @@ class Scheduler:
 
         self.retract(min(self.running.values(), key=cost))
 
-    def _stop_running(self, request: Request, *, keeps: bool = True) -> None:
-        """Takes back everything that the request uses. If ``commit`` raises, nothing has changed."""
-        if keeps:
-            self.memory.commit(request)
+    def _stop_running(self, request: Request) -> None:
         self._sampling.detach(request)
         self.memory.detach(request)
         del self.running[request.id]
