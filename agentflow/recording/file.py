@@ -85,9 +85,9 @@ class Recorded:
     """Wraps a backend, and writes its ops and events to the file ``path``.
 
     Until the backend is connected, the lines go to ``PATH.part``, and an earlier recording stays. Then the
-    file is renamed, and what is sent or delivered together is written together, so a process that is killed
-    loses only its last line. If the disk fails, the recording ends with an error in the log, and the program
-    continues. ``clock``: in seconds."""
+    file is renamed. Ops that are sent together, and events that are delivered together, are written together;
+    a process that is killed loses at most the lines of one write. If the disk fails, the recording ends with
+    an error in the log, and the program continues. ``clock``: in seconds."""
 
     def __init__(
         self,
@@ -184,16 +184,16 @@ class _Writer:
                 self._file = open_locked(self._part)
                 self._is_locked = True
         except BlockingIOError:
-            raise self._is_in_use() from None
+            raise self._in_use_error() from None
         except (OSError, ValueError) as error:  # ValueError: a path that no file can have
             raise BadArgument(
                 f"cannot record to {str(path)!r}: {getattr(error, 'strerror', None) or error}"
             ) from error
         if self._part is not None and is_locked(self._target):
             self.close()
-            raise self._is_in_use()
+            raise self._in_use_error()
 
-    def _is_in_use(self) -> BadArgument:
+    def _in_use_error(self) -> BadArgument:
         return BadArgument(
             f"cannot record to {str(self._path)!r}: another session is recording to it: give each session "
             "its own file"

@@ -15,7 +15,7 @@ def open_locked(path: str | os.PathLike[str]) -> int:
         A file descriptor. The lock ends when it and its copies in forked processes are closed.
 
     Raises:
-        BlockingIOError: Somebody else has the lock.
+        BlockingIOError: The file is locked.
         OSError: The file cannot be opened.
     """
     import fcntl  # POSIX alone has it
@@ -31,11 +31,11 @@ def open_locked(path: str | os.PathLike[str]) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # somebody has just replaced or renamed the file
+        os.close(descriptor)  # the path names another file by now
 
 
 def is_locked(path: str | os.PathLike[str]) -> bool:
-    """Whether somebody has the lock of the file. False if there is no such file."""
+    """Whether the file is locked. False if there is no such file."""
     import fcntl
 
     try:

@@ -78,7 +78,6 @@ async def test_f22a_a_killed_process_leaves_its_recording(path, number):
     assert os.listdir(path.parent) == [path.name]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 async def test_f22d_a_forked_child_adds_nothing_to_a_recording(path):
     run_child(path, "fork", signal.SIGKILL)
     assert b"in the child" not in path.read_bytes()

@@ -1,11 +1,11 @@
 """Code of the user, run so that however it ends, only its own call fails.
 
 Tools, approval hooks, programs, contenders, mapped functions, keys and validators are code of the user. An
-``Exception`` that leaves it is a failure that its caller handles. Anything else would end tasks that have
-nothing to do with it, or hang those that wait for it: a ``CancelledError`` of a job that somebody else
-cancelled, ``sys.exit()``, a ``StopIteration``. ``UserCode`` makes a ``RunFailed`` of these. It lets pass what
-concerns more than the call: the cancellation of its own task, an exception of a signal handler, such as
-Ctrl-C, and the closing of a coroutine.
+``Exception`` that leaves it is a failure that its caller handles. Other endings would cancel unrelated tasks,
+or hang the tasks that wait for the call: the ``CancelledError`` of a job that was cancelled elsewhere,
+``sys.exit()``, a ``StopIteration``. ``UserCode`` converts them to ``RunFailed``. Three endings concern more
+than the call, and pass: the cancellation of the call's own task, an exception of a signal handler (such as
+Ctrl-C), and the closing of a coroutine.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class UserCode:
             return
         if any(self._concerns_others(one) for one in _leaves(error)):
             return
-        raise failure_of(self._what, error) from error
+        raise _failure(self._what, error) from error
 
     def _concerns_others(self, error: BaseException) -> bool:
         if isinstance(error, GeneratorExit):  # thrown by close(), which another task or none calls
@@ -67,12 +67,12 @@ class UserCode:
         return cancel_requests() != self._num_cancelled or anyio.current_effective_deadline() == -math.inf
 
 
-def failure_of(what: str, error: BaseException) -> RunFailed:
+def _failure(what: str, error: BaseException) -> RunFailed:
     """The error of a call whose code ended with ``error``."""
     return RunFailed(f"{what} raised {shown_error(error)}")
 
 
-def is_async(function: Callable[..., Any]) -> bool:
+def _is_async(function: Callable[..., Any]) -> bool:
     """Whether calling it returns a coroutine: an async function, or an object with an async ``__call__``."""
     while isinstance(function, partial):
         function = function.func
@@ -100,7 +100,7 @@ async def call(
         Exception: The function's own; ``RunFailed`` for how else it ended.
     """
     with UserCode(what):
-        if is_async(function):
+        if _is_async(function):
             return await function(*args, **kwargs)
         result = await _in_thread(what, partial(function, *args, **kwargs), limiter)
         return await result if inspect.isawaitable(result) else result
@@ -154,7 +154,7 @@ async def _in_daemon_thread(work: Callable[[], None]) -> None:
 def _as_exception(what: str, error: BaseException) -> Exception:
     if isinstance(error, Exception) and not _is_odd(error):
         return error
-    failure = failure_of(what, error)
+    failure = _failure(what, error)
     failure.__cause__ = error
     return failure
 
