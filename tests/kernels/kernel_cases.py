@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -146,3 +147,92 @@ def make_case(
         q=fused[:, :num_heads],
         kv_layer=kv_layer,
     )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of trees: ``TreeAttention``."""
+
+    req_rows: NDArray[np.int64]
+    prefix_lens: NDArray[np.int64]
+    query_lens: NDArray[np.int64]
+    paths: NDArray[np.int64]
+    path_lens: NDArray[np.int64]
+
+
+def seen_by_all(case: Case, rows: Rows | None = None) -> list[list[int]]:
+    """The slots that each row of the batch sees."""
+    seen = []
+    for req_row, query_len, kv_len in zip(case.req_rows, case.query_lens, case.kv_lens, strict=True):
+        slots = case.req_to_token[req_row, :kv_len].tolist()
+        seen += [slots[: kv_len - query_len + i + 1] for i in range(query_len)]
+    if rows is None:
+        return seen
+    for tree, count in enumerate(rows.query_lens):
+        prefix = case.req_to_token[rows.req_rows[tree], : rows.prefix_lens[tree]].tolist()
+        first = int(rows.query_lens[:tree].sum())
+        seen += [prefix + rows.paths[b, : rows.path_lens[b]].tolist() for b in range(first, first + count)]
+    return seen
+
+
+SCALE = 0.3
+"""Of the scores in all cases."""
+EXP_ERROR = {torch.float32: 2e-7, torch.float16: 2e-7, torch.bfloat16: 5e-5}
+"""The relative error of a weight before it is rounded. Polynomials are shorter where bfloat16 follows."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Attention in float64, and the error that arithmetic in the case's dtype may have, both [T, heads *
+    head_dim]."""
+
+    out: torch.Tensor
+    bound: torch.Tensor
+
+    def excess(self, result: torch.Tensor) -> float:
+        """The largest error, in bounds; infinite if a result is not a number."""
+        excess = ((result.double() - self.out).abs() / self.bound).nan_to_num(nan=math.inf)
+        return float(excess.max())
+
+
+def exact_attention(case: Case, rows: Rows | None = None) -> Exact:
+    """Computes attention in float64, and bounds its error from lengths and head size.
+
+    A sum of n products in float32 has an error of at most ``gamma(n)`` times the sum of their absolute
+    values, with high probability (Higham and Mary 2019, SIAM J. Sci. Comput. 41(5), theorem 2.4). It moves a
+    score, and the weight relatively by as much. Weights and results are rounded to the dtype. To the first
+    order; a factor of 1.1 covers the rest.
+    """
+    unit = torch.finfo(case.q.dtype).eps / 2
+    narrow = 0.0 if case.q.dtype == torch.float32 else 2 * unit
+    outs, bounds = [], []
+    for q, slots in zip(case.q.double(), seen_by_all(case, rows), strict=True):
+        kv = case.kv_layer[slots].double().repeat_interleave(q.shape[0] // case.kv_layer.shape[2], dim=2)
+        scores = SCALE * torch.einsum("hd,shd->hs", q, kv[:, 0])
+        sizes = SCALE * torch.einsum("hd,shd->hs", q.abs(), kv[:, 0].abs())
+        # Of a score: its sum, and the roundings of products with it and of its distance from the maximum.
+        score_errors = gamma(q.shape[1]) * sizes + 4 * FLOAT32_UNIT * sizes.amax(-1, keepdim=True)
+        errors = score_errors + EXP_ERROR[case.q.dtype] + narrow
+        weights = scores.softmax(-1)
+        values, value_sizes = kv[:, 1], kv[:, 1].abs()
+        out = torch.einsum("hs,shd->hd", weights, values)
+        of_weights = torch.einsum("hs,shd->hd", weights * errors, value_sizes)
+        of_total = (weights * errors).sum(-1, keepdim=True) * out.abs()
+        of_sums = 2 * gamma(len(slots)) * torch.einsum("hs,shd->hd", weights, value_sizes)
+        outs.append(out.flatten())
+        bounds.append((1.1 * (of_weights + of_total + of_sums) + 2 * unit * out.abs()).flatten())
+    return Exact(torch.stack(outs), torch.stack(bounds) + torch.finfo(torch.float32).tiny)
+
+
+FLOAT32_UNIT = 2.0**-24
+
+
+def gamma(num: int) -> float:
+    """The relative error of a float32 sum of ``num`` products."""
+    return 6 * math.sqrt(num + 2) * FLOAT32_UNIT
+
+
+def assert_exact(result: torch.Tensor, case: Case, rows: Rows | None = None) -> None:
+    """The attention of a case is within its error's bound."""
+    assert result.dtype == case.q.dtype
+    assert exact_attention(case, rows).excess(result) <= 1

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import Shape, make_case
-from test_tree_attention import Tree, batches, seen_by_all, with_trees
+from kernel_cases import Shape, make_case, seen_by_all
+from test_tree_attention import Tree, batches, with_trees
 
 from agentflow.kernels.inputs import AttentionBatch
 from agentflow.kernels.masked_attention import AttentionRule, masked_attention, plan_masked
