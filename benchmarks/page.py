@@ -29,7 +29,10 @@ TITLES = {
     "ui": "The page of the server",
     "adapters": "Under LangChain and DSPy",
     "ablation": "Ablation",
+    "gpu": "On a GPU",
 }
+COMMANDS = {"gpu": "make gpu-check"}
+"""Where the command is not ``python -m benchmarks NAME``."""
 REMARKS = {
     "step": (
         "What a step must read and multiply, against the memory bandwidth and the matrix products of the "
@@ -84,6 +87,13 @@ REMARKS = {
         " prompt, DSPy requests them one after the other over the OpenAI API, while the adapter forks. "
         "Over the OpenAI route DSPy does not use schemas for this server's models: answers are free text,"
         " longer, and do not always parse."
+    ),
+    "gpu": (
+        "A random model with the shapes of Llama 3.1 8B in bfloat16. `of_limit`: the least time for a step's "
+        "bytes and operations on this GPU, whose limits are measured in the same run, over its time; "
+        "`over_torch`: the time of the step with torch's operations over its time. The last two compare the "
+        "attention of one layer over shared prefixes with attention that reads them for each request. "
+        "[Kernels](internals/kernels.md#how-a-forward-pass-runs-on-a-gpu) says what was tried."
     ),
     "ablation": (
         "The pool holds half of the working set. Hints raise the hit rate where branches come and go "
@@ -144,7 +154,8 @@ def write_page() -> None:
         files = sorted([*RESULTS.glob(f"*/{name}.json"), *RESULTS.glob(f"*/{name}-*.json")])
         if files:
             remark = f"{REMARKS[name]}\n" if name in REMARKS else ""
-            parts.append(f"## {title}\n\n```console\n$ python -m benchmarks {name}\n```\n\n{remark}")
+            command = COMMANDS.get(name, f"python -m benchmarks {name}")
+            parts.append(f"## {title}\n\n```console\n$ {command}\n```\n\n{remark}")
         for file in files:
             parts.append("\n".join(_table(json.loads(file.read_text(encoding="utf-8")))) + "\n")
         if name == "scheduler":
@@ -157,10 +168,12 @@ def _table(results: dict[str, Any]) -> Iterator[str]:
     machine = results["machine"]
     features = ", ".join(machine.get("cpu_features", []))
     disturbed = " **Disturbed.**" if machine["disturbed"] else ""
+    gpu = f"{results['gpu']}; " if "gpu" in results else ""
+    date = f"; {results['date']}" if "date" in results else ""
     yield (
-        f"{machine['cpu']}, {machine['cores']} cores ({features}), {machine['memory_gb']:.0f} GB; "
+        f"{gpu}{machine['cpu']}, {machine['cores']} cores ({features}), {machine['memory_gb']:.0f} GB; "
         f"Python {machine['python']}, torch {machine['torch']}; commit `{results['commit']}`, "
-        f"{results['scale']} scale.{disturbed}"
+        f"{results['scale']} scale{date}.{disturbed}"
     )
     yield ""
     yield "| figure | value | runs | note |"

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # other work runs on the same cores
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Without a GPU, Triton's interpreter runs the kernels that are for one.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # Tests compute in the event loop, and would be warned of it.
 os.environ.setdefault("AGENTFLOW_BLOCKING_MS", "0")
 

@@ -3,5 +3,5 @@
 Reading order: ``inputs`` (weights and batches as the kernels receive them), ``ops`` (the interface, and the
 choice of an implementation), ``reference_ops`` (written for clarity), ``torch_ops`` with ``attention_plan``
 (any device), ``native_ops`` with ``native_library`` and the C++ sources in ``native/`` (x86 CPUs),
-``page_advice`` (large pages).
+``triton_ops`` (GPUs), ``page_advice`` (large pages).
 """

@@ -1,7 +1,8 @@
 """The interface of the kernels that make up a forward pass, and the choice of an implementation.
 
-Each implementation is a module with the functions of ``Kernels``: ``reference_ops``, ``torch_ops`` and
-``native_ops``, all tested against the first. The environment variable ``AGENTFLOW_KERNELS`` forces one.
+Each implementation is a module with the functions of ``Kernels``: ``reference_ops``, ``torch_ops``,
+``native_ops`` and ``triton_ops``, all tested against the first. The environment variable
+``AGENTFLOW_KERNELS`` forces one.
 """
 
 from __future__ import annotations
@@ -40,6 +41,20 @@ class Forward(Protocol):
 
     def tokens(self, given: ForwardInput, choice: ChoiceRows, meanwhile: Callable[[], None]) -> IntArray:
         """Like ``hidden``, but returns the tokens that ``Kernels.choose`` chooses from their logits: [S]."""
+
+
+class StaticPlans(Protocol):
+    """The plans of one decode batch after another, at fixed addresses."""
+
+    def forms(self) -> Sequence[Any]:
+        """Returns all forms, the most frequent ones first."""
+
+    def update(self, plan: Any) -> Any:
+        """Writes a plan from ``plan_attention``. Returns the form of its launches, which is hashable and has
+        ``num_rows``; None if the batch does not fit."""
+
+    def capture_with(self, form: Any, plan: Any) -> Any:
+        """Returns the plan with which a graph of this form is captured."""
 
 
 class Kernels(Protocol):
@@ -113,6 +128,13 @@ class Kernels(Protocol):
         """Decides once for all layers how to compute the attention of a batch. ``dtype``: that of the
         queries."""
 
+    def static_plans(
+        self, num_rows: Sequence[int], num_slots: int, num_heads: int, num_kv_heads: int, device: torch.device
+    ) -> StaticPlans | None:
+        """Returns buffers for the plans of decode batches, which captured graphs read; None if this
+        implementation has none. ``num_rows``: the numbers of rows of the graphs, ascending. ``num_slots``: of
+        the KV pool."""
+
     def attention(self, q: Tensor, kv_layer: Tensor, plan: Any, scale: float) -> Tensor:
         """Computes paged causal attention for decode and prefill rows, over cached and newly written KV.
         ``q`` [T, heads, head_dim]; returns [T, heads * head_dim]. ``plan`` comes from the same
@@ -133,22 +155,41 @@ class Kernels(Protocol):
         functions above run one by one. ``head``: the weight with which ``exact_linear`` computes logits."""
 
 
+NAMES = ("native", "triton", "torch", "reference")
+
+
 def kernels_for(device: torch.device) -> Kernels:
-    """Returns the implementation for a device: the one that ``AGENTFLOW_KERNELS`` names; without it, on a CPU
-    the native one if available, else torch's. Raises ``ValueError`` if the named one is unknown or
-    unavailable."""
+    """Returns the implementation for a device: the one that ``AGENTFLOW_KERNELS`` names; without it, the
+    native one on a CPU and Triton's on a GPU if available, else torch's. Raises ``ValueError`` if the named
+    one is unknown or unavailable."""
     name = os.environ.get("AGENTFLOW_KERNELS", "")
+    if name not in ("", *NAMES):
+        raise ValueError(f"AGENTFLOW_KERNELS is {name!r}: it must be one of {', '.join(NAMES)}")
     if name == "reference":
         return reference_ops
+    if name == "triton" or (not name and device.type == "cuda"):
+        return _triton_kernels(device, is_required=name == "triton")
     if name == "torch" or (not name and device.type != "cpu"):
         return torch_ops
-    if name not in ("", "native"):
-        raise ValueError(
-            f"AGENTFLOW_KERNELS is {name!r} on {device}: it must be 'native', 'torch' or 'reference'"
-        )
     if device.type != "cpu":
         raise ValueError(f"AGENTFLOW_KERNELS is 'native', which is for CPUs, and the device is {device}")
     return _native_kernels(is_required=name == "native")
+
+
+def _triton_kernels(device: torch.device, is_required: bool) -> Kernels:
+    try:
+        from agentflow.kernels import triton_ops
+    except ImportError as error:
+        if is_required:
+            raise ValueError(f"AGENTFLOW_KERNELS is 'triton', but it cannot be imported: {error}") from error
+        logger.warning("using the slower torch kernels: triton cannot be imported: %s", error)
+        return torch_ops
+    if device.type != "cuda" and not triton_ops.IS_INTERPRETED:
+        raise ValueError(
+            f"AGENTFLOW_KERNELS is 'triton', which is for GPUs, and the device is {device} "
+            "(TRITON_INTERPRET=1 runs it on a CPU, for tests)"
+        )
+    return triton_ops
 
 
 def _native_kernels(is_required: bool) -> Kernels:

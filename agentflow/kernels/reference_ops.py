@@ -24,6 +24,7 @@ from agentflow.kernels.torch_ops import choose as choose
 from agentflow.kernels.torch_ops import embed as embed
 from agentflow.kernels.torch_ops import pack_blocks as pack_blocks
 from agentflow.kernels.torch_ops import pack_embedding as pack_embedding
+from agentflow.kernels.torch_ops import static_plans as static_plans
 
 
 def pack_linear(

@@ -212,6 +212,12 @@ def plan_attention(batch: AttentionBatch, dtype: torch.dtype, device: torch.devi
     )
 
 
+def static_plans(
+    num_rows: Sequence[int], num_slots: int, num_heads: int, num_kv_heads: int, device: torch.device
+) -> None:
+    return None
+
+
 def whole_forward(weights: DecoderWeights, head: LinearWeight) -> None:
     return None
 

@@ -9,12 +9,14 @@ tests the program itself.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import os
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="small sizes instead of those of Llama 3.1 8B")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="instead of benchmarks/results/GPU/DATE.json"
+        "--json", type=Path, metavar="FILE", help="instead of benchmarks/results/GPU/gpu.json"
     )
     options = parser.parse_args()
     try:
@@ -54,11 +56,16 @@ def _check(device_name: str, is_tiny: bool, file: Path | None) -> int:
     console.print(f"checking {name} with torch {torch.__version__} …")
     wrong = differing_tokens(device)
     console.print("greedy ids equal the CPU's" if not wrong else f"greedy ids differ from the CPU's: {wrong}")
-    measure(report, device, TINY if is_tiny else LLAMA_8B, 2_000 if is_tiny else 140_000)
+    measure(report, device, TINY if is_tiny else LLAMA_8B, 2_000 if is_tiny else 280_000)
     report.show(console)
     folder = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    file = file or RESULTS / folder / f"{datetime.date.today().isoformat()}.json"
-    report.extra = {"gpu": name, "greedy_ids_equal_cpu": not wrong, "differing": wrong}
+    file = file or RESULTS / folder / "gpu.json"
+    report.extra = {
+        "gpu": name,
+        "date": datetime.date.today().isoformat(),
+        "greedy_ids_equal_cpu": not wrong,
+        "differing": wrong,
+    }
     report.write(file)
     console.print(f"written to {file}")
     return 1 if wrong else 0
@@ -137,7 +144,8 @@ def _greedy_ids(runner: Any, num_tokens: int) -> list[list[int]]:
 
 
 def measure(report: Any, device: Any, config: Any, num_slots: int) -> None:
-    """Compares decode and prefill with this GPU's memory bandwidth and matrix throughput."""
+    """Compares steps with this GPU's memory bandwidth and matrix throughput, and with torch's kernels, and
+    attention over shared prefixes with attention that reads them for each request."""
     import torch
 
     from benchmarks.report import median_of
@@ -152,23 +160,101 @@ def measure(report: Any, device: Any, config: Any, num_slots: int) -> None:
     report.results.append(
         median_of("gpu.bf16_tflops", [multiply_flops / 1e12], "TFLOP/s", note="square product")
     )
-    runner = RandomRunner(config, num_slots, torch.bfloat16, device)
-    context = 100 if is_small else 1_000
-    for name, shape in (
-        ("decode1", Shape(1, context)),
-        ("decode32", Shape(32 if not is_small else 4, context)),
-        ("decode128", Shape(128 if not is_small else 8, context)),
-        ("prefill2048", Shape(1, 0, 256 if is_small else 2_048)),
-    ):
-        batch = batch_of(shape, num_slots, config.max_context)
-        took = _timed_ms(lambda batch=batch: runner.run(batch), device, 7)  # type: ignore[misc]
-        work = work_of(shape, config)
-        shares = [limits.ms(work) / ms for ms in took]
+    many, context, rows = (4, 100, 256) if is_small else (64, 2_000, 2_048)
+    shapes = {
+        "decode1": (Shape(1, context), ">= 0.85"),
+        "decode16": (Shape(many // 4, context), ""),
+        "decode64": (Shape(many, context), ">= 0.75"),
+        "decode256": (Shape(4 * many, context // 2), ""),
+        "shared64": (Shape(many, 3 * context + context // 10, 1, 3 * context), ""),
+        "prefill2048": (Shape(1, 0, rows), ">= 0.6"),
+        "prefill2048_after_6000": (Shape(1, 3 * context, rows), ">= 0.6"),
+    }
+    took: dict[tuple[str, str], list[float]] = {}
+    for kernels in ("", "torch"):
+        with _forced_kernels(kernels):
+            runner = RandomRunner(config, num_slots, torch.bfloat16, device)
+        for name, (shape, _) in shapes.items():
+            if kernels and name in ("decode256", "shared64"):  # torch's pad and gather: minutes, or no memory
+                continue
+            batch = batch_of(shape, num_slots, config.max_context)
+            took[name, kernels] = _timed_ms(lambda run=runner.run, batch=batch: run(batch), device, 7)  # type: ignore[misc]
+        del runner
+    for name, (shape, goal) in shapes.items():
+        work, ours = work_of(shape, config), took[name, ""]
         note = (
-            f"{shape}: {statistics.median(took):.2f} ms, {work.num_bytes / 1e9:.1f} GB and "
+            f"{shape}: {statistics.median(ours):.2f} ms, {work.num_bytes / 1e9:.1f} GB and "
             f"{work.flops / 1e12:.2f} TFLOP need {limits.ms(work):.2f}"
         )
-        report.results.append(median_of(f"gpu.{name}_of_limit", shares, "ratio", note=note))
+        shares = [limits.ms(work) / ms for ms in ours]
+        report.results.append(median_of(f"gpu.{name}_of_limit", shares, "ratio", note=note, goal=goal))
+        if theirs := took.get((name, "torch")):
+            gains = [torch_ms / ms for torch_ms, ms in zip(theirs, ours, strict=True)]
+            note = f"torch's kernels: {statistics.median(theirs):.2f} ms"
+            report.results.append(median_of(f"gpu.{name}_over_torch", gains, "ratio", note=note))
+    if device.type == "cuda":
+        _measure_sharing(report, device, config)
+
+
+def _measure_sharing(report: Any, device: Any, config: Any) -> None:
+    """Compares attention that reads shared prefixes once with attention that reads them for each request,
+    in graphs, so that only kernels count."""
+    import numpy as np
+    import torch
+
+    from agentflow.kernels import triton_ops
+    from agentflow.kernels.inputs import AttentionBatch
+    from agentflow.kernels.triton_ops import units
+    from benchmarks.report import median_of
+
+    def graph_ms(levels: tuple[tuple[int, int], ...], least_saving: int) -> list[float]:
+        """Of 64 requests; ``levels``: lengths of runs, and the number of requests that share each."""
+        length, num_slots = sum(length for length, _ in levels), 400_000
+        table = (
+            np.random.default_rng(0).permutation(num_slots).astype(np.int32)[: 64 * length].reshape(64, -1)
+        )
+        start = 0
+        for run, num_sharing in levels:
+            for first in range(0, 64, num_sharing):
+                table[first : first + num_sharing, start : start + run] = table[first, start : start + run]
+            start += run
+        batch = AttentionBatch(table, np.arange(64), np.ones(64, dtype=int), np.full(64, length), None)
+        kv_layer = torch.randn(num_slots, 2, config.num_kv_heads, config.head_dim, device=device).bfloat16()
+        q = torch.randn(64, config.num_heads, config.head_dim, device=device).bfloat16()
+        before, units.LEAST_SAVING = units.LEAST_SAVING, least_saving
+        plan = triton_ops.plan_attention(batch, q.dtype, device)
+        units.LEAST_SAVING = before
+
+        def attend() -> None:
+            triton_ops.attention(q, kv_layer, plan, config.head_dim**-0.5)
+
+        attend()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(20):
+                attend()
+        return [ms / 20 for ms in _timed_ms(graph.replay, device, 7)]
+
+    cases = {"shared64": ((6_000, 64), (200, 1)), "tree": ((2_000, 64), (2_000, 16), (400, 1))}
+    for name, levels in cases.items():
+        once, each = graph_ms(levels, units.LEAST_SAVING), graph_ms(levels, 1 << 40)
+        gains = [more / less for more, less in zip(each, once, strict=True)]
+        note = (
+            f"{levels}: {1e3 * statistics.median(once):.0f} us instead of {1e3 * statistics.median(each):.0f}"
+        )
+        report.results.append(
+            median_of(f"gpu.{name}_attention_gain", gains, "ratio", note=note, goal=">= 4.0")
+        )
+
+
+@contextlib.contextmanager
+def _forced_kernels(name: str) -> Iterator[None]:
+    before = os.environ.get("AGENTFLOW_KERNELS", "")
+    os.environ["AGENTFLOW_KERNELS"] = name or before
+    try:
+        yield
+    finally:
+        os.environ["AGENTFLOW_KERNELS"] = before
 
 
 def _read_bytes_s(device: Any, is_small: bool) -> float:

@@ -189,7 +189,6 @@ def test_requested_kernels_that_cannot_be_compiled_are_an_error(monkeypatch: pyt
 
 
 def test_native_kernels_are_not_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ops.kernels_for(torch.device("cuda")) is torch_ops
     monkeypatch.setenv("AGENTFLOW_KERNELS", "native")
     with pytest.raises(ValueError, match=r"AGENTFLOW_KERNELS.*'native'.*cuda"):
         ops.kernels_for(torch.device("cuda"))

@@ -17,6 +17,7 @@ from agentflow.engine.machine import free_cuda_bytes, free_host_bytes, usable_cp
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.embedding.pooling import EmbeddingHead
 from agentflow.engine.models.families.registry import is_native, read_config
+from agentflow.engine.models.forward.llama import LlamaModel
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.lora import read_adapter
 from agentflow.engine.models.sampler import choice_rows, choose_tokens, wants_only_tokens
@@ -143,6 +144,9 @@ class TorchRunner:
         else:
             loaded = load_model(folder, config, weights=weights, device=torch_device, kernels=kernels)
             self._model, described = loaded.model, _described(loaded, torch_dtype)
+            if isinstance(self._model, LlamaModel):
+                with torch.inference_mode():
+                    self._model.prepare(self._kv_pool.layers)
         self._embedding_head: EmbeddingHead | None = None
         if embedding is not None and isinstance(config, DecoderConfig):
             self._embedding_head = EmbeddingHead(embedding, config.hidden_size, torch_device)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.forward.adapted_products import Products
+from agentflow.engine.models.forward.decode_graphs import DecodeGraphs, DeviceInput, on_device
 from agentflow.engine.models.rope import rope_angles
 from agentflow.engine.runner import nothing
 from agentflow.kernels.inputs import (
@@ -44,6 +44,9 @@ class LlamaModel:
         self._decoder = decoder
         self._head = head
         self._whole_forward = kernels.whole_forward(decoder, head)
+        self._graphs: DecodeGraphs | None = None
+        if decoder.final_norm.device.type == "cuda":
+            self._graphs = DecodeGraphs(self._forward, kernels, config.num_heads, config.num_kv_heads)
 
     @property
     def nbytes(self) -> int:
@@ -52,16 +55,23 @@ class LlamaModel:
         nbytes = embedding_and_head_bytes(decoder.embedding, self._head) + decoder.final_norm.nbytes
         return nbytes + sum(layer.nbytes for layer in decoder.layers)
 
+    def prepare(self, kv_layers: tuple[Tensor, ...]) -> None:
+        """Captures the graphs of decode steps, on a GPU."""
+        if self._graphs is not None:
+            self._graphs.prepare(kv_layers)
+
     def forward(self, given: ForwardInput, meanwhile: Callable[[], None] = nothing) -> Tensor:
         """Computes T tokens and writes their KV. Returns the normed last hidden states of the rows in
         ``given.rows``: [S, hidden_size]. ``meanwhile`` is called once, as in ``ModelRunner.run``."""
         if self._whole_forward is not None:
             return self._whole_forward.hidden(given, meanwhile)
-        is_waited_for = self._decoder.final_norm.device.type == "cpu"
-        if is_waited_for:
+        device = self._decoder.final_norm.device
+        if device.type == "cpu":  # it is waited for
             meanwhile()
-        hidden = self._forward(given)
-        if not is_waited_for:  # all kernels are launched and running
+        hidden = None if self._graphs is None else self._graphs.run(given)
+        if hidden is None:
+            hidden = self._forward(on_device(given, device))
+        if device.type != "cpu":  # all kernels are launched and running
             meanwhile()
         return hidden
 
@@ -73,23 +83,19 @@ class LlamaModel:
             return self._whole_forward.tokens(given, choice, meanwhile)
         return self._kernels.choose(self.logits(self.forward(given, meanwhile)), choice)
 
-    def _forward(self, given: ForwardInput) -> Tensor:
+    def _forward(self, given: DeviceInput) -> Tensor:
         """The forward pass, kernel by kernel."""
-        device = self._decoder.final_norm.device
-        token_ids, positions, write_slots, rows = (
-            torch.from_numpy(array).to(device)
-            for array in (given.token_ids, given.positions, given.write_slots, given.rows)
-        )
+        token_ids, rows = given.token_ids, given.rows
         kernels, decoder, eps = self._kernels, self._decoder, self.config.norm_eps
         products = Products(kernels, given.adapters)
         residual = kernels.embed(token_ids, decoder.embedding, decoder.final_norm.dtype)
-        cos, sin = rope_angles(positions, decoder.frequencies, residual.dtype)
+        cos, sin = rope_angles(given.positions, decoder.frequencies, residual.dtype)
         normed = kernels.rms_norm(residual, decoder.layers[0].input_norm, eps)
         last = len(decoder.layers) - 1
         for i, layer in enumerate(decoder.layers):
             kv_layer = given.kv_layers[i]
             qkv = products.linear(normed, layer.qkv, i, "qkv")
-            queries = self._queries(layer, qkv, cos, sin, kv_layer, write_slots)
+            queries = self._queries(layer, qkv, cos, sin, kv_layer, given.write_slots)
             if i == last and not len(rows):
                 return normed[:0]  # a chunk of a prompt: only its KV is needed
             attended = kernels.attention(queries, kv_layer, given.plan, self.config.head_dim**-0.5)

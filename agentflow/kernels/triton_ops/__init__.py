@@ -1,0 +1,66 @@
+"""The kernels in Triton, for GPUs. They run on CPUs only under Triton's interpreter (``TRITON_INTERPRET=1``),
+for tests.
+
+``units`` divides the attention of a batch into units of work, ``device_plan`` holds them on the device, and
+``paged_attention`` computes them. ``row_ops`` has norms, rotary embeddings and the activation;
+``interpreted`` has the products and the rounding that all kernels share. Linear layers and the choice of
+tokens are torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from agentflow.kernels.inputs import AttentionBatch, DecoderWeights, LinearWeight
+from agentflow.kernels.torch_ops import BLOCK_TYPES as BLOCK_TYPES
+from agentflow.kernels.torch_ops import choose as choose
+from agentflow.kernels.torch_ops import embed as embed
+from agentflow.kernels.torch_ops import exact_linear as exact_linear
+from agentflow.kernels.torch_ops import linear as linear
+from agentflow.kernels.torch_ops import low_rank as low_rank
+from agentflow.kernels.torch_ops import pack_blocks as pack_blocks
+from agentflow.kernels.torch_ops import pack_embedding as pack_embedding
+from agentflow.kernels.torch_ops import pack_linear as pack_linear
+from agentflow.kernels.triton_ops.device_plan import StaticPlans, TritonPlan
+from agentflow.kernels.triton_ops.interpreted import IS_INTERPRETED as INTERPRETED
+from agentflow.kernels.triton_ops.paged_attention import attend
+from agentflow.kernels.triton_ops.row_ops import add_rms_norm as add_rms_norm
+from agentflow.kernels.triton_ops.row_ops import rms_norm as rms_norm
+from agentflow.kernels.triton_ops.row_ops import rope_and_write as rope_and_write
+from agentflow.kernels.triton_ops.row_ops import silu_and_multiply
+from agentflow.kernels.triton_ops.units import LEAST_SAVING, find_groups
+
+IS_INTERPRETED: bool = INTERPRETED.value
+"""Whether Triton's interpreter runs the kernels."""
+
+
+def gated_linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
+    return silu_and_multiply(linear(x, weight, added))
+
+
+def plan_attention(batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> TritonPlan:
+    groups = find_groups(batch)
+    return TritonPlan(
+        batch.req_to_token, batch.req_rows, batch.query_lens, batch.kv_lens, batch.trees, groups, device, {}
+    )
+
+
+def attention(q: Tensor, kv_layer: Tensor, plan: TritonPlan, scale: float) -> Tensor:
+    num_heads, num_kv_heads = q.shape[1], kv_layer.shape[2]
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    return attend(q, kv_layer, plan.units(num_heads, num_kv_heads), scale)
+
+
+def static_plans(
+    num_rows: Sequence[int], num_slots: int, num_heads: int, num_kv_heads: int, device: torch.device
+) -> StaticPlans:
+    most_keys = num_slots + num_rows[-1] * LEAST_SAVING  # longer runs that requests share are there once
+    return StaticPlans(num_rows, most_keys, num_heads, num_kv_heads, device)
+
+
+def whole_forward(weights: DecoderWeights, head: LinearWeight) -> None:
+    return None

@@ -1,0 +1,164 @@
+"""A batch's plan on the device: for one forward pass, or at fixed addresses for captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentflow.kernels.inputs import AttentionBatch
+from agentflow.kernels.triton_ops.units import UNIT_COLUMNS, Groups, Units, block_rows, cut
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUnits:
+    """The arrays of ``Units`` on a device."""
+
+    narrow: Tensor
+    wide: Tensor
+    rows: Tensor
+    at: Tensor
+    partial: Tensor
+    slots: Tensor
+    ends: Tensor
+    merged_rows: Tensor
+    merged_bounds: Tensor
+    num_partials: int
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan(AttentionBatch):
+    """A batch with its groups. ``cut_units``: the units on the device, by numbers of query and KV heads: all
+    layers share them, and the first one that attends cuts them."""
+
+    groups: Groups
+    device: torch.device
+    cut_units: dict[tuple[int, int], DeviceUnits]
+
+    def units(self, num_heads: int, num_kv_heads: int) -> DeviceUnits:
+        """The units for a layer with these numbers of heads."""
+        shape = (num_heads, num_kv_heads)
+        found = self.cut_units.get(shape)
+        if found is None:
+            units = cut(self.groups, num_heads // num_kv_heads, wanted_units(num_kv_heads, self.device))
+            found = self.cut_units[shape] = _upload(units, self.device)
+        return found
+
+
+PROGRAMS_PER_PROCESSOR = 2
+"""Programs of a launch for each multiprocessor: enough to hide latencies and even out lengths."""
+
+
+def wanted_units(num_kv_heads: int, device: torch.device) -> int:
+    """The units that occupy a device: those of one multiprocessor on the CPU, where only the interpreter
+    runs."""
+    processors = 1
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return -(-PROGRAMS_PER_PROCESSOR * processors // num_kv_heads)
+
+
+def _upload(units: Units, device: torch.device) -> DeviceUnits:
+    """Copies all arrays to the device in one transfer."""
+    names = [f.name for f in fields(units)]
+    arrays = [getattr(units, name) for name in names]
+    joined = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(device)
+    parts = torch.split(joined, [array.size for array in arrays])
+    tensors = {n: part.view(array.shape) for n, part, array in zip(names, parts, arrays, strict=True)}
+    return DeviceUnits(**tensors, num_partials=units.num_partials)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The launches of a captured graph: for ``num_rows`` rows, with wide tiles or without."""
+
+    num_rows: int
+    has_wide: bool
+
+
+class StaticPlans:
+    """The units of one decode batch after another, at the same addresses on a GPU, so that captured graphs
+    read them. Unused units and rows of a form are empty.
+
+    ``num_rows``: numbers of rows of the forms, ascending. ``num_slots``: the most keys of all groups.
+    """
+
+    def __init__(
+        self, num_rows: Sequence[int], num_slots: int, num_heads: int, num_kv_heads: int, device: torch.device
+    ) -> None:
+        self._shape = num_heads, num_kv_heads
+        self._num_rows, self._device = tuple(num_rows), device
+        self._queries_per_kv = num_heads // num_kv_heads
+        self._wanted = wanted_units(num_kv_heads, device)
+        most = self._num_rows[-1]
+        narrow, wide = self._capacity(most)
+        narrow_rows, wide_rows = (
+            max(1, size // self._queries_per_kv) for size in block_rows(self._queries_per_kv)
+        )
+        self._num_entries = narrow * narrow_rows + wide * wide_rows
+        sizes = {
+            "narrow": narrow * UNIT_COLUMNS,
+            "wide": wide * UNIT_COLUMNS,
+            "rows": self._num_entries,
+            "at": self._num_entries,
+            "partial": self._num_entries,
+            "ends": 1,
+            "merged_rows": most,
+            "merged_bounds": most + 1,
+            "slots": num_slots,  # last, because the rest of it need not be copied
+        }
+        total = sum(sizes.values())
+        self._staged = torch.zeros(total, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._buffer = torch.zeros(total, dtype=torch.int32, device=device)
+        firsts = np.cumsum([0, *sizes.values()]).tolist()
+        self._places = {
+            name: slice(first, first + size)
+            for (name, size), first in zip(sizes.items(), firsts, strict=False)
+        }
+        self._host = self._staged.numpy()
+
+    def _capacity(self, num_rows: int) -> tuple[int, int]:
+        """The narrow and wide units of a form with this number of rows."""
+        return num_rows + self._wanted, num_rows // 4 + self._wanted
+
+    def forms(self) -> list[Form]:
+        """All forms, the most frequent ones first."""
+        return [Form(num, has_wide) for has_wide in (False, True) for num in self._num_rows]
+
+    def update(self, plan: TritonPlan) -> Form | None:
+        """Writes the plan of a decode batch to the device. Returns its form; None if it does not fit. The
+        copy reads pinned memory that the next call writes: a step has to end before the next is planned."""
+        num_rows = len(plan.query_lens)
+        bucket = next((size for size in self._num_rows if size >= num_rows), None)
+        if bucket is None or plan.trees is not None or int(plan.query_lens.max()) > 1:
+            return None
+        units = cut(plan.groups, self._queries_per_kv, self._wanted)
+        narrow, wide = self._capacity(bucket)
+        if len(units.narrow) > narrow or len(units.wide) > wide or len(units.rows) > self._num_entries:
+            return None
+        if len(units.slots) > self._places["slots"].stop - self._places["slots"].start:
+            return None
+        host = self._host
+        for name in ("narrow", "wide", "rows", "at", "partial", "slots", "merged_rows", "merged_bounds"):
+            values, place = getattr(units, name).reshape(-1), self._places[name]
+            host[place.start : place.start + len(values)] = values
+            if name != "slots":
+                fill = values[-1] if name == "merged_bounds" else 0
+                host[place.start + len(values) : place.stop] = fill
+        used = self._places["slots"].start + len(units.slots)
+        self._buffer[:used].copy_(self._staged[:used], non_blocking=True)
+        return Form(bucket, len(units.wide) > 0)
+
+    def capture_with(self, form: Form, plan: TritonPlan) -> TritonPlan:
+        """A plan for the capture of a form's graph, whose units are the buffers."""
+        narrow, wide = self._capacity(form.num_rows)
+        tensors = {name: self._buffer[place] for name, place in self._places.items()}
+        tensors["narrow"] = tensors["narrow"].view(-1, UNIT_COLUMNS)[:narrow]
+        tensors["wide"] = tensors["wide"].view(-1, UNIT_COLUMNS)[: wide if form.has_wide else 0]
+        tensors["merged_rows"] = tensors["merged_rows"][: form.num_rows]
+        tensors["merged_bounds"] = tensors["merged_bounds"][: form.num_rows + 1]
+        units = DeviceUnits(**tensors, num_partials=self._num_entries)
+        return replace(plan, cut_units={self._shape: units})

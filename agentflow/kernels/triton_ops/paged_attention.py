@@ -1,0 +1,210 @@
+"""Attention over a paged KV pool by the units of a plan, and the merging of partial results.
+
+A program computes one unit for one KV head: the query heads that share it stand next to each other in the
+tile (GQA), so that keys and values are read once for all of them. The softmax is computed block by block of
+keys with a running maximum (FlashAttention-2, arXiv 2307.08691, algorithm 1), in powers of two.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from agentflow.kernels.triton_ops.device_plan import DeviceUnits
+from agentflow.kernels.triton_ops.interpreted import dot, rounded
+from agentflow.kernels.triton_ops.units import UNIT_COLUMNS, block_rows
+
+_COLUMNS = tl.constexpr(UNIT_COLUMNS)
+
+
+@triton.jit
+def _attend_block(
+    q, best, total, out, kv, slots, ends, first_end, at, start, end, kv_stride, value_offset, scale,
+    IS_MASKED: tl.constexpr, BLOCK_KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    keys = start + tl.arange(0, BLOCK_KEYS)
+    dims = tl.arange(0, BLOCK_DIM)
+    is_key = keys < end
+    if IS_MASKED:
+        slot = tl.load(slots + keys, mask=is_key, other=0).to(tl.int64)
+    else:
+        slot = tl.load(slots + keys).to(tl.int64)
+    place = kv + slot[:, None] * kv_stride + dims[None, :]
+    if IS_MASKED or HEAD_DIM != BLOCK_DIM:
+        is_read = is_key[:, None] & (dims < HEAD_DIM)[None, :]
+        k = tl.load(place, mask=is_read, other=0.0)
+        v = tl.load(place + value_offset, mask=is_read, other=0.0)
+    else:
+        k = tl.load(place)
+        v = tl.load(place + value_offset)
+    scores = dot(q, tl.trans(k))
+    if IS_MASKED:
+        # In a text (first_end < 0), no key has an end.
+        has_end = keys < tl.where(first_end >= 0, end, 0)
+        key_end = tl.load(ends + first_end + keys, mask=has_end, other=2147483647)
+        is_seen = is_key[None, :] & (keys[None, :] <= at[:, None]) & (at[:, None] < key_end[None, :])
+        scores = tl.where(is_seen, scores, float("-inf"))
+    new_best = tl.maximum(best, tl.max(scores, 1) * scale)
+    base = tl.where(new_best == float("-inf"), 0.0, new_best)  # a row may see no key of a block
+    weights = tl.exp2(scores * scale - base[:, None])
+    kept = tl.exp2(best - base)
+    out = out * kept[:, None] + dot(rounded(weights, v.dtype), v)
+    return new_best, total * kept + tl.sum(weights, 1), out
+
+
+@triton.jit
+def _attend_units(
+    units, rows, at, partial, slots, ends, q, kv, out, partial_out, partial_lse,
+    q_row_stride, q_head_stride, kv_stride, value_offset, num_heads, scale,
+    QUERIES_PER_KV: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    unit = units + tl.program_id(0) * _COLUMNS
+    kv_head = tl.program_id(1)
+    first_entry = tl.load(unit)
+    num_rows = tl.load(unit + 1)
+    if num_rows == 0:  # rounds up the units of a captured graph
+        return
+    first_slot = tl.load(unit + 2)
+    begin = tl.load(unit + 3)
+    end = tl.load(unit + 4)
+    full_end = tl.load(unit + 5)
+    first_end = tl.load(unit + 6)
+
+    pairs = tl.arange(0, BLOCK_ROWS)
+    entries = first_entry + pairs // QUERIES_PER_KV
+    heads = kv_head * QUERIES_PER_KV + pairs % QUERIES_PER_KV
+    is_pair = pairs < num_rows * QUERIES_PER_KV
+    row = tl.load(rows + entries, mask=is_pair, other=0).to(tl.int64)
+    place = tl.load(at + entries, mask=is_pair, other=2147483646)
+    part = tl.load(partial + entries, mask=is_pair, other=-1).to(tl.int64)
+    dims = tl.arange(0, BLOCK_DIM)
+    is_dim = dims < HEAD_DIM
+    tile = tl.load(
+        q + row[:, None] * q_row_stride + heads[:, None] * q_head_stride + dims[None, :],
+        mask=is_pair[:, None] & is_dim[None, :], other=0.0,
+    )  # fmt: skip
+
+    kv_of_head = kv + kv_head * HEAD_DIM
+    own_slots = slots + first_slot
+    best = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
+    attended = tl.zeros([BLOCK_ROWS, BLOCK_DIM], dtype=tl.float32)
+    for start in range(begin, full_end, BLOCK_KEYS):
+        best, total, attended = _attend_block(
+            tile, best, total, attended, kv_of_head, own_slots, ends, first_end, place, start, full_end,
+            kv_stride, value_offset, scale, False, BLOCK_KEYS, HEAD_DIM, BLOCK_DIM,
+        )  # fmt: skip
+    for start in range(full_end, end, BLOCK_KEYS):
+        best, total, attended = _attend_block(
+            tile, best, total, attended, kv_of_head, own_slots, ends, first_end, place, start, end,
+            kv_stride, value_offset, scale, True, BLOCK_KEYS, HEAD_DIM, BLOCK_DIM,
+        )  # fmt: skip
+
+    attended = attended / tl.where(total > 0, total, 1.0)[:, None]
+    is_whole = is_pair & (part < 0)
+    target = (row * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out + target, rounded(attended, out.dtype.element_ty), mask=is_whole[:, None] & is_dim[None, :])
+    is_part = is_pair & (part >= 0)
+    number = part * num_heads + heads
+    tl.store(
+        partial_out + number[:, None] * HEAD_DIM + dims[None, :], attended,
+        mask=is_part[:, None] & is_dim[None, :],
+    )  # fmt: skip
+    tl.store(partial_lse + number, best + tl.log2(tl.where(total > 0, total, 1.0)), mask=is_part)
+
+
+@triton.jit
+def _merge(
+    merged_rows, bounds, partial_out, partial_lse, out, num_heads,
+    BLOCK_PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.load(merged_rows + number).to(tl.int64)
+    first = tl.load(bounds + number)
+    end = tl.load(bounds + number + 1)
+    if first == end:  # rounds up the rows of a captured graph
+        return
+    dims = tl.arange(0, BLOCK_DIM)
+    is_dim = dims < HEAD_DIM
+    best = float("-inf")
+    total = 0.0
+    merged = tl.zeros([BLOCK_DIM], dtype=tl.float32)
+    for start in range(first, end, BLOCK_PARTS):
+        parts = start + tl.arange(0, BLOCK_PARTS)
+        is_part = parts < end
+        places = parts.to(tl.int64) * num_heads + head
+        lse = tl.load(partial_lse + places, mask=is_part, other=float("-inf"))
+        value = tl.load(
+            partial_out + places[:, None] * HEAD_DIM + dims[None, :],
+            mask=is_part[:, None] & is_dim[None, :], other=0.0,
+        )  # fmt: skip
+        new_best = tl.maximum(best, tl.max(lse, 0))
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weights = tl.exp2(lse - base)
+        kept = tl.exp2(best - base)
+        merged = merged * kept + tl.sum(weights[:, None] * value, 0)
+        total = total * kept + tl.sum(weights, 0)
+        best = new_best
+    place = out + (row * num_heads + head) * HEAD_DIM + dims
+    tl.store(place, rounded(merged / total, out.dtype.element_ty), mask=is_dim)
+
+
+def attend(q: Tensor, kv_layer: Tensor, units: DeviceUnits, scale: float) -> Tensor:
+    """Computes the attention of all rows. ``q`` [T, heads, head_dim], ``kv_layer`` [slots, 2, kv_heads,
+    head_dim]. Returns [T, heads * head_dim]."""
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = kv_layer.shape[2]
+    queries_per_kv = num_heads // num_kv_heads
+    out = torch.empty((num_rows, num_heads * head_dim), dtype=q.dtype, device=q.device)
+    partial_out = torch.empty((units.num_partials, num_heads, head_dim), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty((units.num_partials, num_heads), dtype=torch.float32, device=q.device)
+    block_dim = max(16, triton.next_power_of_2(head_dim))
+
+    def launch(tiles: Tensor, size: int) -> None:
+        _attend_units[(len(tiles), num_kv_heads)](
+            tiles, units.rows, units.at, units.partial, units.slots, units.ends, q, kv_layer, out,
+            partial_out, partial_lse, q.stride(0), q.stride(1), kv_layer.stride(0), kv_layer.stride(1),
+            num_heads, scale * math.log2(math.e),
+            QUERIES_PER_KV=queries_per_kv, BLOCK_ROWS=size, HEAD_DIM=head_dim, BLOCK_DIM=block_dim,
+            **_options(size, block_dim, q.dtype),
+        )  # fmt: skip
+
+    narrow_rows, wide_rows = block_rows(queries_per_kv)
+    if q.is_cuda and len(units.narrow) and len(units.wide):
+        # Neither fills the GPU until its end.
+        main, side = torch.cuda.current_stream(q.device), _side_stream(q.device)
+        side.wait_stream(main)
+        launch(units.wide, wide_rows)
+        with torch.cuda.stream(side):
+            launch(units.narrow, narrow_rows)
+        main.wait_stream(side)
+    else:
+        for tiles, size in ((units.narrow, narrow_rows), (units.wide, wide_rows)):
+            if len(tiles):
+                launch(tiles, size)
+    if units.num_partials:
+        _merge[(len(units.merged_rows), num_heads)](
+            units.merged_rows, units.merged_bounds, partial_out, partial_lse, out, num_heads,
+            BLOCK_PARTS=16, HEAD_DIM=head_dim, BLOCK_DIM=block_dim, num_warps=2,
+        )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _options(block_rows: int, block_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """The launch's block of keys, warps and pipeline stages, for what fits into shared memory."""
+    if dtype == torch.float32 or block_dim > 128:
+        return {"BLOCK_KEYS": 32, "num_warps": 4, "num_stages": 2}
+    return {"BLOCK_KEYS": 64, "num_warps": 4, "num_stages": 3}

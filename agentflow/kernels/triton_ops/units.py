@@ -1,0 +1,282 @@
+"""Plans the attention of a batch for the Triton kernels: tiles of rows over segments of keys.
+
+A *group* is a set of rows and the run of keys that they attend to: the tail of one request, a prefix that
+several requests share, the nodes of a tree. Groups are cut into *units*, one program of the kernel for each
+KV head: a tile of rows over a segment of keys. A row with a single unit gets its result directly; the partial
+results of a row with several units are merged by log-sum-exp. Prefixes that requests share are computed once
+for all of them, at every level of the tree (Hydragen, arXiv 2402.05099, has one level), and long contexts are
+split over the processors (Flash-Decoding).
+
+One rule decides what a row sees, in texts and in trees: row i stands at ``at[i]`` and sees the keys j with
+``j <= at[i] < ends[j]``. In a text, a key is visible to all later rows. The nodes of a tree are numbered
+depth first, and a key is visible to its subtree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentflow.kernels.attention_plan import find_shared_runs
+from agentflow.kernels.inputs import AttentionBatch, IntArray, TreeAttention
+
+Int32 = NDArray[np.int32]
+
+KEY_STEP = 64
+"""Segments of keys begin at multiples of this."""
+LEAST_SEGMENT = 128
+"""The fewest keys of a segment: to merge more partial results costs more than it saves."""
+LEAST_SAVING = 256
+"""A run of keys is shared if this saves at least this number of reads."""
+MAX_SHARED_ROWS = 16
+"""Longer chunks share no reads: arithmetic limits them, and merging would cost more."""
+EVERYWHERE = np.iinfo(np.int32).max
+"""The end of a key that all later rows see."""
+UNIT_COLUMNS = 8
+"""Of a unit: first entry, number of rows, first slot, begin and end of its keys in the group, end of the keys
+that all of its rows see, first element of ``ends`` (-1: a text), and an unused one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """``rows`` of the batch, each at its place ``at``, and the ``slots`` of their keys. ``ends``: for each
+    key, the place from which on rows do not see it; None: all later rows see it."""
+
+    rows: IntArray
+    at: IntArray
+    slots: Int32
+    ends: Int32 | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """All groups of a batch. ``single_rows``: rows that are a group alone, and see all of its keys, in
+    ``single_slots``."""
+
+    single_rows: IntArray
+    single_slots: Sequence[Int32]
+    others: Sequence[Group]
+
+
+def find_groups(batch: AttentionBatch) -> Groups:
+    """Finds the groups of a batch. Each pair of a row and a key that it sees is in exactly one of them."""
+    table, trees, num = batch.req_to_token, batch.trees, len(batch.req_rows)
+    req_rows, query_lens, cached = batch.req_rows, batch.query_lens, batch.kv_lens - batch.query_lens
+    if trees is not None:  # each tree is one more request, and all of its prefix is cached
+        req_rows = np.concatenate((req_rows, trees.req_rows))
+        query_lens = np.concatenate((query_lens, trees.query_lens))
+        cached = np.concatenate((cached, trees.prefix_lens))
+    is_tree = np.arange(len(req_rows)) >= num
+    limits = np.where((query_lens <= MAX_SHARED_ROWS) | is_tree, cached, 0)
+    runs, starts = find_shared_runs(table, req_rows, limits, LEAST_SAVING)
+    firsts = np.cumsum(query_lens) - query_lens
+    others = []
+    for run in runs:
+        rows = np.concatenate([np.arange(firsts[r], firsts[r] + query_lens[r]) for r in run.members])
+        slots = table[req_rows[run.members[0]], run.start : run.end]
+        others.append(Group(rows, np.full(len(rows), len(slots) - 1), slots))
+    is_single = (query_lens == 1) & ~is_tree
+    singles = np.flatnonzero(is_single)
+    single_slots = [table[req_rows[r], starts[r] : batch.kv_lens[r]] for r in singles.tolist()]
+    for r in np.flatnonzero(~is_single).tolist():
+        rows = np.arange(firsts[r], firsts[r] + query_lens[r])
+        slots = table[req_rows[r], starts[r] : cached[r] if is_tree[r] else batch.kv_lens[r]]
+        places = (
+            np.arange(len(rows)) + cached[r] - starts[r]
+            if not is_tree[r]
+            else np.full(len(rows), len(slots) - 1)
+        )
+        if len(slots):
+            others.append(Group(rows, places, slots))
+        if is_tree[r] and trees is not None:
+            others.append(_nodes(rows, trees, int(firsts[r] - firsts[num])))
+    return Groups(firsts[singles], single_slots, others)
+
+
+def _nodes(rows: IntArray, trees: TreeAttention, first: int) -> Group:
+    """The nodes of one tree, numbered depth first. ``first``: its first row among those of all trees."""
+    paths, lens = trees.paths[first : first + len(rows)], trees.path_lens[first : first + len(rows)]
+    paths = paths[:, : int(lens.max())]
+    lowest = int(paths.min())
+    parent_of = np.full(int(paths.max()) - lowest + 1, -1, dtype=np.int64)
+    is_edge = np.arange(1, paths.shape[1]) < lens[:, None]
+    parent_of[paths[:, 1:][is_edge] - lowest] = paths[:, :-1][is_edge] - lowest
+    nodes = np.unique(paths) - lowest
+    children: dict[int, list[int]] = {}
+    for node, parent in zip(nodes.tolist(), parent_of[nodes].tolist(), strict=True):
+        children.setdefault(parent, []).append(node)
+    order: list[int] = []
+    pending = children[-1]
+    while pending:
+        order.append(pending.pop())
+        pending += children.get(order[-1], ())
+    place_of = np.empty(len(parent_of), dtype=np.int64)
+    place_of[order] = np.arange(len(order))
+    ends = np.arange(1, len(order) + 1, dtype=np.int32)
+    for place in range(len(order) - 1, -1, -1):
+        parent = parent_of[order[place]]
+        if parent >= 0:
+            ends[place_of[parent]] = max(ends[place_of[parent]], ends[place])
+    own = paths[np.arange(len(rows)), lens - 1] - lowest
+    return Group(rows, place_of[own], np.array(order, dtype=np.int32) + np.int32(lowest), ends)
+
+
+def block_rows(queries_per_kv: int) -> tuple[int, int]:
+    """The sizes of a narrow and a wide tile, in pairs of a row and a query head."""
+    narrow = max(16, 1 << (queries_per_kv - 1).bit_length())
+    return narrow, max(64, narrow)
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The units of a batch, for models with one number of query heads for each KV head.
+
+    ``narrow``, ``wide`` [units, UNIT_COLUMNS]: the units of each size of tile. ``rows``, ``at``, ``partial``
+    [entries]: for each row of each unit its number in the batch, its place, and the number of its partial
+    result (-1: the unit has all of its keys). ``slots`` [keys of all groups]. ``ends`` [keys of all trees].
+    ``merged_rows`` [M], ``merged_bounds`` [M + 1]: the rows with partial results, whose numbers are
+    consecutive.
+    """
+
+    narrow: Int32
+    wide: Int32
+    rows: Int32
+    at: Int32
+    partial: Int32
+    slots: Int32
+    ends: Int32
+    merged_rows: Int32
+    merged_bounds: Int32
+
+    @property
+    def num_partials(self) -> int:
+        return int(self.merged_bounds[-1])
+
+
+def cut(groups: Groups, queries_per_kv: int, num_units: int) -> Units:
+    """Cuts groups into about ``num_units`` units, or more where the tiles of rows are more."""
+    narrow_rows, wide_rows = block_rows(queries_per_kv)
+    lens = np.fromiter((len(slots) for slots in groups.single_slots), np.int64, len(groups.single_slots))
+    tiles = [_tiles(group, queries_per_kv, narrow_rows, wide_rows) for group in groups.others]
+    num_keys = int(lens.sum()) + sum(int(tile.key_ends.sum()) for tile in tiles)
+    segment = max(LEAST_SEGMENT, -(-num_keys // num_units))
+
+    # Single rows together: most batches have hundreds of them and nothing else.
+    which, begins, ends = _segments(lens, segment)
+    parts = [
+        _Part(
+            _columns(
+                np.arange(len(which)),
+                1,
+                (np.cumsum(lens) - lens)[which],
+                begins,
+                ends,
+                ends // KEY_STEP * KEY_STEP,
+                -1,
+            ),
+            False,
+            groups.single_rows[which],
+            lens[which] - 1,
+        )
+    ]
+    num_entries, num_slots, num_ends = len(which), int(lens.sum()), 0
+    for group, tile in zip(groups.others, tiles, strict=True):
+        which, begins, ends = _segments(tile.key_ends, segment)
+        counts = tile.counts[which]
+        entries = np.cumsum(counts) - counts
+        own = np.repeat(tile.firsts[which] - entries, counts) + np.arange(int(counts.sum()))
+        full_ends = np.clip(tile.full_ends[which] // KEY_STEP * KEY_STEP, begins, ends)
+        first_end = -1 if group.ends is None else num_ends
+        columns = _columns(num_entries + entries, counts, num_slots, begins, ends, full_ends, first_end)
+        parts.append(_Part(columns, tile.is_wide, group.rows[own], group.at[own]))
+        num_entries, num_slots = num_entries + len(own), num_slots + len(group.slots)
+        num_ends += 0 if group.ends is None else len(group.ends)
+    slots = [*groups.single_slots, *(group.slots for group in groups.others)]
+    return _numbered(parts, slots, [group.ends for group in groups.others if group.ends is not None])
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """The tiles of a group: the first row of each and the number of its rows, the end of the keys that they
+    see, and of those that all of them see."""
+
+    is_wide: bool
+    firsts: IntArray
+    counts: IntArray
+    key_ends: IntArray
+    full_ends: IntArray
+
+
+def _tiles(group: Group, queries_per_kv: int, narrow_rows: int, wide_rows: int) -> _Tiles:
+    num_rows = len(group.rows)
+    is_wide = num_rows * queries_per_kv > narrow_rows
+    height = max(1, (wide_rows if is_wide else narrow_rows) // queries_per_kv)
+    firsts = np.arange(0, num_rows, height)
+    key_ends = np.maximum.reduceat(group.at, firsts) + 1
+    full_ends = np.minimum.reduceat(group.at, firsts) + 1 if group.ends is None else np.zeros_like(key_ends)
+    return _Tiles(is_wide, firsts, np.minimum(height, num_rows - firsts), key_ends, full_ends)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Units of one size of tile, and the row and the place of each of their entries."""
+
+    units: IntArray
+    is_wide: bool
+    rows: IntArray
+    at: IntArray
+
+
+def _segments(lens: IntArray, segment: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Divides runs of keys into segments of about equal lengths. Returns of each segment the number of its
+    run, its begin and its end."""
+    sizes = -(-lens // np.maximum(1, -(-lens // segment)))
+    sizes = np.maximum(1, -(-sizes // KEY_STEP)) * KEY_STEP
+    counts = -(-lens // sizes)
+    which = np.repeat(np.arange(len(lens)), counts)
+    begins = (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)) * sizes[which]
+    return which, begins, np.minimum(begins + sizes[which], lens[which])
+
+
+def _columns(*columns: IntArray | int) -> IntArray:
+    """Units as rows, from their columns; the last one is unused."""
+    num = max(column.size for column in columns if not isinstance(column, int))
+    units = np.zeros((num, UNIT_COLUMNS), dtype=np.int64)
+    for number, column in enumerate(columns):
+        units[:, number] = column
+    return units
+
+
+def _numbered(parts: Sequence[_Part], slots: Sequence[Int32], ends: Sequence[Int32]) -> Units:
+    """Numbers the partial results of rows that are in several units, row by row. Units with the most keys
+    come first, so that short ones fill the processors at the end."""
+    rows = np.concatenate([part.rows for part in parts])
+    counts = np.bincount(rows)
+    is_partial = counts[rows] > 1
+    partial = np.full(len(rows), -1)
+    by_row = np.flatnonzero(is_partial)[np.argsort(rows[is_partial], kind="stable")]
+    partial[by_row] = np.arange(len(by_row))
+    merged = np.flatnonzero(counts > 1)
+    sizes = [
+        np.concatenate(
+            [np.zeros((0, UNIT_COLUMNS)), *(part.units for part in parts if part.is_wide == is_wide)]
+        )
+        for is_wide in (False, True)
+    ]
+    narrow, wide = (
+        units[np.argsort(units[:, 3] - units[:, 4], kind="stable")].astype(np.int32) for units in sizes
+    )
+    return Units(
+        narrow=narrow,
+        wide=wide,
+        rows=rows.astype(np.int32),
+        at=np.concatenate([part.at for part in parts]).astype(np.int32),
+        partial=partial.astype(np.int32),
+        slots=np.concatenate(slots),
+        ends=np.concatenate([*ends, np.zeros(0, dtype=np.int32)]),
+        merged_rows=merged.astype(np.int32),
+        merged_bounds=np.concatenate(([0], np.cumsum(counts[merged]))).astype(np.int32),
+    )

@@ -1,0 +1,282 @@
+"""The Triton kernels: on a GPU compiled, elsewhere under Triton's interpreter."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import SCALE, Case, Rows, Shape, assert_exact, make_case, seen_by_all
+from test_tree_attention import Tree, batches, with_trees
+
+from agentflow.kernels import ops, reference_ops, torch_ops
+from agentflow.kernels.inputs import AttentionBatch, ForwardInput
+from benchmarks.step.random_llama import llama_config, random_llama
+
+pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
+
+from agentflow.kernels import triton_ops
+from agentflow.kernels.triton_ops import units
+from agentflow.kernels.triton_ops.units import EVERYWHERE, Units, cut, find_groups
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+RELATIVE_ERROR = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Of a whole result, by Euclid's norm: some units of rounding of each dtype."""
+HEADS = [(4, 2, 8), (9, 3, 64), (12, 1, 32), (3, 3, 48), (17, 1, 16)]
+"""Query heads, KV heads and the size of a head, which need not be powers of two."""
+
+
+@pytest.fixture(autouse=True)
+def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs and segments short enough for small batches to have several."""
+    monkeypatch.setattr(units, "LEAST_SAVING", 10)
+    monkeypatch.setattr(units, "LEAST_SEGMENT", units.KEY_STEP)
+
+
+def batch_of(case: Case, rows: Rows | None) -> AttentionBatch:
+    return AttentionBatch(case.req_to_token, case.req_rows, case.query_lens, case.kv_lens, rows)
+
+
+def attended(case: Case, rows: Rows | None) -> torch.Tensor:
+    plan = triton_ops.plan_attention(batch_of(case, rows), case.q.dtype, DEVICE)
+    return triton_ops.attention(case.q.to(DEVICE), case.kv_layer.to(DEVICE), plan, SCALE).cpu()
+
+
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result.double() - expected).norm() / expected.norm())
+
+
+@DTYPES
+@settings(max_examples=8)
+@given(batches(), st.integers(0, 1000), st.sampled_from(HEADS))
+def test_f42a_attention_equals_float64(
+    dtype: torch.dtype, batch: tuple[list[Shape], list[Tree]], seed: int, heads: tuple[int, int, int]
+) -> None:
+    """Of any tree of requests, in a pool whose other slots are NaN."""
+    sizes = dict(zip(("num_heads", "num_kv_heads", "head_dim"), heads, strict=True))
+    case, rows = with_trees(make_case(batch[0], seed=seed, dtype=dtype, **sizes), batch[1], seed)
+    assert_exact(attended(case, rows), case, rows)
+
+
+@DTYPES
+def test_f42a_attention_over_long_contexts(dtype: torch.dtype) -> None:
+    """With prefixes of two levels, chunks, and segments of keys."""
+    batch = [Shape(-1, 0, 700, 1), Shape(0, 600, 650, 1), Shape(0, 600, 630, 1), Shape(1, 620, 640, 12)]
+    case = make_case([*batch, Shape(-1, 0, 20, 100), Shape(-1, 0, 0, 1)], dtype=dtype)
+    assert_exact(attended(case, None), case)
+
+
+def keys_of(made: Units) -> Iterator[tuple[int, int, int, bool]]:
+    """Each row, slot and partial result for which a unit computes a score, and whether without a mask."""
+    for first_entry, num_rows, first_slot, begin, end, full_end, first_end, _ in np.concatenate(
+        (made.narrow, made.wide)
+    ).tolist():
+        for entry in range(first_entry, first_entry + num_rows):
+            for key in range(begin, end):
+                key_end = made.ends[first_end + key] if first_end >= 0 else EVERYWHERE
+                if key < full_end or key <= made.at[entry] < key_end:
+                    is_unmasked = key < full_end
+                    yield (
+                        int(made.rows[entry]),
+                        int(made.slots[first_slot + key]),
+                        int(made.partial[entry]),
+                        is_unmasked,
+                    )
+
+
+@given(batches(), st.integers(0, 1000), st.sampled_from([1, 2, 3, 12, 71]), st.integers(1, 40))
+def test_f42a_units_have_each_key_of_each_row_once(
+    batch: tuple[list[Shape], list[Tree]], seed: int, queries_per_kv: int, num_units: int
+) -> None:
+    """Against the slots that each row sees by definition. The partial results of a row are consecutive."""
+    case, rows = with_trees(make_case(batch[0], seed=seed), batch[1], seed)
+    made = cut(find_groups(batch_of(case, rows)), queries_per_kv, num_units)
+    seen: dict[int, list[int]] = {}
+    parts: dict[int, set[int]] = {}
+    for row, slot, part, _ in keys_of(made):
+        seen.setdefault(row, []).append(slot)
+        parts.setdefault(row, set()).add(part)
+    assert [Counter(seen[row]) for row in sorted(seen)] == [
+        Counter(slots) for slots in seen_by_all(case, rows)
+    ]
+    numbers = np.split(np.arange(made.num_partials), made.merged_bounds[1:-1])
+    merged = dict(zip(made.merged_rows.tolist(), (set(own.tolist()) for own in numbers), strict=False))
+    for row in seen:
+        # A segment of a chunk may hold no key of one of its rows: that part has no weight.
+        assert parts[row] <= merged.get(row, {-1})
+
+
+@given(batches(), st.integers(1, 40))
+def test_f42a_unmasked_blocks_are_whole(batch: tuple[list[Shape], list[Tree]], num_units: int) -> None:
+    """The kernel reads them without bounds."""
+    case, rows = with_trees(make_case(batch[0]), batch[1], 0)
+    made = cut(find_groups(batch_of(case, rows)), 2, num_units)
+    for unit in np.concatenate((made.narrow, made.wide)):
+        begin, end, full_end = unit[3:6]
+        assert begin <= full_end <= end
+        assert begin % units.KEY_STEP == 0
+        assert full_end % units.KEY_STEP == 0 or full_end in (begin, end)
+        assert (full_end - begin) % units.KEY_STEP == 0
+
+
+def test_f42a_a_prefix_that_requests_share_is_read_once() -> None:
+    case = make_case([Shape(-1, 0, 300, 1), *[Shape(0, 256, 300, 1)] * 9])
+    made = cut(find_groups(batch_of(case, None)), 2, 10_000)
+    reads = Counter(slot for _, slot, _, _ in keys_of(made))
+    assert len(made.slots) == 256 + 10 * 45
+    assert max(reads.values()) == 10  # each row attends to it, in tiles that read it together
+    tiles = [unit for unit in made.wide if unit[4] - unit[3] and unit[1] > 1]
+    assert sum(int(unit[4] - unit[3]) for unit in tiles) == 256
+
+
+@settings(max_examples=10)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=8), st.integers(0, 200), st.integers(0, 1000))
+def test_f42b_plans_at_fixed_addresses(lens: list[int], shared: int, seed: int) -> None:
+    """One batch after another, with rows that round the number up: nothing of an earlier batch remains."""
+    plans = triton_ops.static_plans((2, 8), 4_000, 4, 2, DEVICE)
+    first = max(lens[0], shared)
+    for batch in (
+        [Shape(-1, 0, first, 1), *(Shape(0, shared, shared + length, 1) for length in lens[1:])],
+        [Shape(-1, 0, lens[-1], 1)],
+    ):
+        case = make_case(batch, seed=seed)
+        plan = triton_ops.plan_attention(batch_of(case, None), torch.float32, DEVICE)
+        form = plans.update(plan)
+        assert form is not None
+        assert form.num_rows == (2 if len(batch) <= 2 else 8)
+        q = torch.zeros(form.num_rows, 4, 8, device=DEVICE)
+        q[: len(batch)] = case.q.to(DEVICE)
+        kv_layer = case.kv_layer.to(DEVICE)
+        result = triton_ops.attention(q, kv_layer, plans.capture_with(form, plan), SCALE)[: len(batch)]
+        assert_exact(result.cpu(), case)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [[Shape(-1, 0, 5, 2)], [Shape(-1, 0, 5, 1)] * 9, [Shape(-1, 0, 4_100, 1)]],
+    ids=["a chunk", "too many rows", "too many keys"],
+)
+def test_f42b_batches_without_a_form(batch: list[Shape]) -> None:
+    plans = triton_ops.static_plans((2, 8), 4_000 - 8 * triton_ops.LEAST_SAVING, 4, 2, DEVICE)
+    case = make_case(batch)
+    assert plans.update(triton_ops.plan_attention(batch_of(case, None), torch.float32, DEVICE)) is None
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+def on_device(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.clone().to(DEVICE) for tensor in tensors]
+
+
+def assert_rounds_alike(result: torch.Tensor, expected: torch.Tensor) -> None:
+    """Up to the last bit, which the order of a sum may turn."""
+    assert result.dtype == expected.dtype
+    eps = torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(result.cpu(), expected, rtol=2 * eps, atol=2 * eps)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 48), (7, 64), (5, 3, 20)], ids=str)
+def test_f42c_norms(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Of rows, and of heads in a strided view."""
+    torch.manual_seed(0)
+    x, residual, weight = (
+        random(*shape, dtype=dtype),
+        random(*shape, dtype=dtype),
+        random(shape[-1], dtype=dtype),
+    )
+    if len(shape) == 3:
+        wide = random(shape[0], 8, shape[2], dtype=dtype)
+        x = wide[:, 2:5]
+        [on_gpu] = on_device(wide)
+        expected = reference_ops.rms_norm(x, weight, 1e-5)
+        assert_rounds_alike(triton_ops.rms_norm(on_gpu[:, 2:5], weight.to(DEVICE), 1e-5), expected)
+        return
+    assert_rounds_alike(
+        triton_ops.rms_norm(*on_device(x, weight), 1e-5), reference_ops.rms_norm(x, weight, 1e-5)
+    )
+    expected, total = reference_ops.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    normed, added = triton_ops.add_rms_norm(*on_device(x, residual, weight), 1e-5)
+    assert torch.equal(added.cpu(), total)
+    assert_rounds_alike(normed, expected)
+
+
+@DTYPES
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 16), (9, 3, 64), (3, 3, 24)])
+def test_f42c_rope_and_write(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """A row without a slot writes nothing."""
+    torch.manual_seed(0)
+    qkv = random(5, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+    angles = torch.rand(5, 1, head_dim // 2) * 7
+    cos, sin = (
+        torch.cat(parts, -1).to(dtype) for parts in ((angles.cos(),) * 2, (-angles.sin(), angles.sin()))
+    )
+    slots = torch.tensor([3, 0, -1, 6, 2])
+    there = torch.full((8, 2, num_kv_heads, head_dim), 7.0).to(dtype)
+    pool = there.clone()
+    written = slots >= 0
+    reference_ops.rope_and_write(qkv[written], cos[written], sin[written], pool, slots[written])
+    expected = reference_ops.rope_and_write(qkv, cos, sin, there.clone(), slots.clip(min=0))
+    moved = on_device(qkv, cos, sin, there, slots)
+    assert torch.equal(triton_ops.rope_and_write(*moved).cpu(), expected)
+    assert torch.equal(moved[3].cpu(), pool)
+
+
+@DTYPES
+def test_f42c_the_gated_activation(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = random(5, 24, dtype=dtype), random(2 * 1100, 24, dtype=dtype)
+    expected = reference_ops.gated_linear(x, reference_ops.pack_linear(weight, None))
+    result = triton_ops.gated_linear(
+        x.to(DEVICE), triton_ops.pack_linear(weight.to(DEVICE), None, gated=True)
+    )
+    assert relative_error(result.cpu(), expected.double()) < RELATIVE_ERROR[dtype]
+
+
+def test_f42d_a_whole_model_computes_what_it_computes_on_torch_kernels() -> None:
+    """A chunk, then decode steps; on a GPU these replay a graph."""
+    cpu = torch.device("cpu")
+    table = np.arange(120, dtype=np.int32).reshape(3, 40)
+    steps = [np.array([9, 1, 17]), *[np.array([1, 1, 1])] * 4]
+    results = []
+    for kernels, device in ((torch_ops, cpu), (triton_ops, DEVICE)):
+        model = random_llama(llama_config(32, 48, 2, 4, 2, 100), kernels, torch.float32, device)
+        pool = torch.full((2, 120, 2, 2, 8), torch.nan, device=device).unbind(0)
+        cached, hidden = np.zeros(3, dtype=np.int64), []
+        rng = np.random.default_rng(0)
+        for counts in steps:
+            positions = np.concatenate([np.arange(c, c + n) for c, n in zip(cached, counts, strict=True)])
+            slots = table[np.repeat(np.arange(3), counts), positions].astype(np.int64)
+            cached = cached + counts
+            batch = AttentionBatch(table, np.arange(3), counts, cached, None)
+            plan = kernels.plan_attention(batch, torch.float32, device)
+            tokens = rng.integers(0, 100, len(positions))
+            with torch.inference_mode():
+                given = ForwardInput(tokens, positions, slots, pool, plan, np.cumsum(counts) - 1)
+                hidden.append(model.forward(given).cpu().clone())
+        results.append(torch.cat(hidden))
+    torch.testing.assert_close(results[1], results[0], rtol=2e-4, atol=2e-4)
+
+
+def test_f42d_which_kernels_a_device_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTFLOW_KERNELS", "triton")
+    assert ops.kernels_for(DEVICE) is triton_ops
+    monkeypatch.setattr(triton_ops, "IS_INTERPRETED", False)
+    with pytest.raises(ValueError, match="TRITON_INTERPRET"):
+        ops.kernels_for(torch.device("cpu"))
+    monkeypatch.delenv("AGENTFLOW_KERNELS")
+    assert ops.kernels_for(torch.device("cuda")) is triton_ops
+    monkeypatch.delattr("agentflow.kernels.triton_ops")
+    monkeypatch.setitem(sys.modules, "agentflow.kernels.triton_ops", None)
+    assert ops.kernels_for(torch.device("cuda")) is torch_ops  # with a warning
+    monkeypatch.setenv("AGENTFLOW_KERNELS", "triton")
+    with pytest.raises(ValueError, match="imported"):
+        ops.kernels_for(torch.device("cuda"))
