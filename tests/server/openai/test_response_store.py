@@ -5,6 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentflow.protocol.chat import Message
+from agentflow.server.openai.responses.item import Item
 from agentflow.server.openai.responses.store import ResponseStore, Stored, StoredConversation, StoredResponse
 
 MOST_BYTES, LIFETIME_S = 20_000, 10.0
@@ -21,15 +23,20 @@ steps = st.lists(
 )
 
 
+def item(item_id: str, size: int = 0) -> Item:
+    return Item.made(item_id, {"id": item_id, "text": "x" * size}, Message("user", "x" * size))
+
+
 def response(number: int, size: int) -> StoredResponse:
-    item = {"id": f"msg_{number}"}
-    return StoredResponse(f"resp_{number}", b"x" * size, (), ({"id": f"in_{number}"},), (item,), size)
+    return StoredResponse(
+        f"resp_{number}", b"x" * size, None, (item(f"in_{number}"),), (item(f"msg_{number}"),)
+    )
 
 
 def conversation(number: int, size: int) -> StoredConversation:
     """Of two that each tenant has, the next version, with the items of the response before it."""
-    items = ({"id": f"msg_{number - 1}"}, {"id": f"own_{number}"})
-    return StoredConversation(f"conv_{number % 2}", 0, {}, items, (), size)
+    items = (item(f"msg_{number - 1}"), item(f"own_{number}", size))
+    return StoredConversation(f"conv_{number % 2}", 0, {}, items, (), sum(one.num_bytes for one in items))
 
 
 def is_there(store: ResponseStore, one: tuple[float, str, Stored]) -> bool:
@@ -76,6 +83,6 @@ def test_it_keeps_what_a_list_would(steps: list[tuple[str, str, int]]) -> None:
                 mine = [one[2] for one in kept if one[1] == other and one[2].id == f"resp_{index}"]
                 assert [found] == (mine or [None])
                 for item_id in (f"msg_{index}", f"in_{index}", f"own_{index}"):
-                    items = [item["id"] for one in kept if one[1] == other for item in one[2].items]
+                    items = [made.id for one in kept if one[1] == other for made in one[2].items]
                     assert (store.find_item(other, item_id) is not None) == (item_id in items)
         assert store.num_bytes == sum(map(used, TENANTS)) <= MOST_BYTES

@@ -11,7 +11,6 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
@@ -21,6 +20,7 @@ from agentflow.runtime.limits import MemoryBudget
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.http.errors import ApiError, api_error_of
 from agentflow.server.http.events import EVENT_END
+from agentflow.server.openai.responses.item import Item
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class BackgroundRun:
         tenant: str,
         memory: MemoryBudget,
         shown: Callable[[], bytes],
-        input_items: Sequence[dict[str, Any]],
+        input_items: Sequence[Item],
         events: EventLog | None,
     ) -> None:
         self.id = response_id
@@ -127,7 +127,8 @@ class BackgroundRun:
         accepted: Callable[[], None],
     ) -> None:
         """Runs ``generate``, which calls its argument when the request is accepted. An error before that is
-        raised; afterwards ``finish`` gets it, or whether the response was cancelled."""
+        raised; afterwards ``finish`` gets it, or whether the response was cancelled. Nothing else is raised:
+        the task group of all background responses is the server's."""
         is_accepted = False
         failure: ApiError | None = None
 
@@ -146,7 +147,10 @@ class BackgroundRun:
                 failure = api_error_of(error)
                 if failure.status == 500:
                     logger.error("the background response %s failed", self.id, exc_info=error)
-            finish(failure, self._scope.cancelled_caught)
+            try:
+                finish(failure, self._scope.cancelled_caught)
+            except Exception:
+                logger.exception("the background response %s was not stored", self.id)
         finally:
             self.memory.close()
             if self.events is not None:

@@ -12,16 +12,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import msgspec
 
 from agentflow.protocol.chat import Message
 from agentflow.server.http.call import ApiCall, decoded
 from agentflow.server.http.errors import ApiError, invalid_field
-from agentflow.server.openai.responses.items import Turns, listed
+from agentflow.server.openai.responses.item import Item
+from agentflow.server.openai.responses.items import ItemReader, Turns
 from agentflow.server.openai.responses.store import ResponseStore, StoredConversation
-from agentflow.server.openai.responses.stored import page_of
+from agentflow.server.openai.responses.stored import list_of, page_of
 from agentflow.server.openai.responses.types import (
     MAX_ITEMS,
     ConversationAnswer,
@@ -30,7 +30,6 @@ from agentflow.server.openai.responses.types import (
     ConversationRequest,
     ConversationUpdateRequest,
     DeletedConversation,
-    ItemList,
     ItemQuery,
 )
 from agentflow.server.openai.types import Unread, is_given
@@ -45,8 +44,9 @@ async def create_conversation(call: ApiCall) -> None:
     """Creates a conversation."""
     body = await call.beside(call.read, ConversationRequest)
     with call.service.models.gate.request(call.tenant, 0):
+        items = await call.beside(_read, call, body.items or ())
         made = StoredConversation(f"conv_{secrets.token_hex(24)}", int(time.time()), body.metadata or {})
-        made = _with_items(call, made, body.items or ())
+        made = _grown(made, items, "items")
         _keep(call, made)
     await call.reply(_answer(made))
 
@@ -81,18 +81,16 @@ async def create_items(call: ApiCall) -> None:
     """Appends items to a conversation."""
     body = await call.beside(call.read, ConversationItemsRequest)
     with call.service.models.gate.request(call.tenant, 0):
+        items = await call.beside(_read, call, body.items)
         found = _found(call)
-        check_room(len(found.items) + len(body.items), "items")
-        changed = _with_items(call, found, body.items)
-        _keep(call, changed)
-    added = [*changed.items[len(found.items) :]]
-    first, last = (added[0]["id"], added[-1]["id"]) if added else (None, None)
-    await call.reply(ItemList(data=added, first_id=first, last_id=last, has_more=False))
+        check_room(len(found.items) + len(items), "items")
+        _keep(call, _grown(found, items, "items"))
+    await call.reply(list_of(items, has_more=False))
 
 
 async def get_item(call: ApiCall) -> None:
     """Returns an item of a conversation."""
-    await call.reply(msgspec.json.encode(_found(call).items[_place_of(call)]))
+    await call.reply(_found(call).items[_place_of(call)].shown)
 
 
 async def delete_item(call: ApiCall) -> None:
@@ -101,7 +99,7 @@ async def delete_item(call: ApiCall) -> None:
     items = (*found.items[:place], *found.items[place + 1 :])
     empty = replace(found, items=(), messages=(), item_bytes=0)
     try:
-        changed = _with_items(call, empty, [msgspec.Raw(msgspec.json.encode(item)) for item in items])
+        changed = _grown(empty, items, "items")
     except ApiError as error:
         raise invalid_field("item_id", f"a later item needs this one: {error.message}") from None
     _keep(call, changed)
@@ -110,11 +108,10 @@ async def delete_item(call: ApiCall) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn that has ended. ``given``: its input items as they came; ``items``: all of its items as they are
-    listed; ``answer``: the message of the model."""
+    """A turn that has ended. ``answer``: the message of the model, of which ``output`` are the items."""
 
-    given: Sequence[msgspec.Raw]
-    items: tuple[dict[str, Any], ...]
+    given: Sequence[Item]
+    output: Sequence[Item]
     answer: Message
 
 
@@ -134,14 +131,17 @@ def append_turn(responses: ResponseStore, tenant: str, conversation_id: str, tur
     found = responses.find_conversation(tenant, conversation_id)
     if found is None:
         return
-    turns = Turns(found.messages, _NO_MODEL, partial(responses.find_item, tenant))
     try:
-        for number, item in enumerate(turn.given):
-            turns.add(item, f"input[{number}]")
-    except ApiError as error:  # an item that it refers to was deleted
+        changed = _grown(found, turn.given, "input")
+    except ApiError as error:  # an item that it needs was deleted
         logger.warning("a turn is not appended to the conversation %s: %s", found.id, error.message)
         return
-    changed = _grown(found, turn.items, [*turns.messages, turn.answer])
+    changed = replace(
+        changed,
+        items=(*changed.items, *turn.output),
+        messages=(*changed.messages, turn.answer),
+        item_bytes=changed.item_bytes + sum([item.num_bytes for item in turn.output]),
+    )
     if not responses.add(tenant, changed):
         logger.warning("a turn is not appended to the conversation %s: it would be too large", found.id)
 
@@ -153,25 +153,23 @@ def check_room(num_items: int, param: str) -> None:
         raise invalid_field(param, text)
 
 
-def _with_items(
-    call: ApiCall, conversation: StoredConversation, given: Sequence[msgspec.Raw]
-) -> StoredConversation:
-    """The conversation with these items at its end. ``ApiError`` for one that does not fit there."""
-    find = partial(call.service.responses.find_item, call.tenant.name)
-    turns = Turns(conversation.messages, _NO_MODEL, find)
-    for number, item in enumerate(given):
-        turns.add(item, f"items[{number}]")
-    return _grown(conversation, [listed(item, find) for item in given], turns.messages)
+def _read(call: ApiCall, given: Sequence[msgspec.Raw]) -> list[Item]:
+    """The items of a request."""
+    reader = ItemReader(_NO_MODEL, partial(call.service.responses.find_item, call.tenant.name))
+    return [reader.read(raw, f"items[{number}]") for number, raw in enumerate(given)]
 
 
-def _grown(
-    conversation: StoredConversation, items: Sequence[dict[str, Any]], messages: Sequence[Message]
-) -> StoredConversation:
+def _grown(conversation: StoredConversation, items: Sequence[Item], field: str) -> StoredConversation:
+    """The conversation with these items at its end. ``ApiError`` for one that does not fit there. ``field``:
+    the request's."""
+    turns = Turns(conversation.messages)
+    for number, item in enumerate(items):
+        turns.add(item, f"{field}[{number}]")
     return replace(
         conversation,
         items=(*conversation.items, *items),
-        messages=tuple(messages),
-        item_bytes=conversation.item_bytes + sum([len(msgspec.json.encode(item)) for item in items]),
+        messages=tuple(turns.messages),
+        item_bytes=conversation.item_bytes + sum([item.num_bytes for item in items]),
     )
 
 
@@ -196,7 +194,7 @@ def _place_of(call: ApiCall) -> int:
     """Where the item that the path names is in its conversation."""
     item_id = call.path_params["item_id"]
     for place, item in enumerate(_found(call).items):
-        if item["id"] == item_id:
+        if item.id == item_id:
             return place
     raise ApiError(404, "item_not_found", f"the conversation has no item {item_id[:100]!r}")
 

@@ -1,13 +1,14 @@
 """Translates the items of a request into a conversation.
 
 Items are messages, tool calls and their results. Reasoning belongs to the assistant's message or call after
-it, and chat templates decide where it is shown. The items of a stored response are also known by their ids.
+it, and chat templates decide where it is shown. Each item is read once: the store keeps its known fields as
+JSON, and its step in the conversation, and finds it by its id.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -18,29 +19,36 @@ from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_of
 from agentflow.server.http.call import decoded
 from agentflow.server.http.errors import ApiError, invalid_field, unsupported
 from agentflow.server.openai.request import NO_PARAMETERS
+from agentflow.server.openai.responses.item import Find, Item, Step, Thoughts
 from agentflow.server.openai.responses.types import MAX_ITEMS, FunctionTool, NamedChoice
 from agentflow.server.openai.types import Unread, is_given
 
-Find: TypeAlias = Callable[[str], dict[str, Any] | None]
-"""Finds an item of a stored response by its id."""
+_Id: TypeAlias = Annotated[str, Meta(max_length=256)]
 
 
 class _Head(msgspec.Struct):
     type: str | None = None
 
 
-class _Message(msgspec.Struct, kw_only=True):
+class _Fields(msgspec.Struct, kw_only=True):
+    """``status``: of an item that the API answered with."""
+
+    id: _Id | None = None
+    status: Annotated[str, Meta(max_length=64)] | None = None
+
+
+class _Message(_Fields, kw_only=True):
     role: Literal["user", "assistant", "system", "developer"]
     content: msgspec.Raw
 
 
-class _Call(msgspec.Struct, kw_only=True):
+class _Call(_Fields, kw_only=True):
     call_id: Annotated[str, Meta(min_length=1)]
     name: Annotated[str, Meta(min_length=1)]
     arguments: str
 
 
-class _Result(msgspec.Struct, kw_only=True):
+class _Result(_Fields, kw_only=True):
     call_id: Annotated[str, Meta(min_length=1)]
     output: msgspec.Raw
 
@@ -49,13 +57,13 @@ class _Reference(msgspec.Struct, kw_only=True):
     id: str
 
 
-class _Part(msgspec.Struct, kw_only=True):
+class _Part(msgspec.Struct, kw_only=True, omit_defaults=True):
     type: str
     text: str | None = None
     refusal: str | None = None
 
 
-class _Reasoning(msgspec.Struct, kw_only=True):
+class _Reasoning(_Fields, kw_only=True):
     content: list[_Part] | None = None
     summary: list[_Part] | None = None
 
@@ -77,109 +85,148 @@ def items_of(given: Unread) -> list[msgspec.Raw]:
     return items
 
 
-class Turns:
-    """A conversation that grows by items. ``messages``: those before them. ``find``: items that are only
-    referred to."""
+class ItemReader:
+    """Reads items. ``model``: named in errors. ``find``: finds items that are only referred to."""
 
-    def __init__(self, messages: Sequence[Message], model: str, find: Find) -> None:
-        self.messages = [*messages]
-        self._called = {call.id: call.name for message in messages for call in message.tool_calls}
+    def __init__(self, model: str, find: Find) -> None:
         self._model = model
         self._find = find
-        self._thoughts: str | None = None  # of the assistant's next item
 
-    def add(self, item: msgspec.Raw, place: str) -> None:
-        """Appends an item. ``ApiError`` names what is wrong or not supported at ``place``."""
-        kind = decoded(item, _Head, place).type or "message"
+    def read(self, raw: msgspec.Raw, place: str) -> Item:
+        """Reads an item. A reference is the item that it refers to. ``ApiError`` names what is wrong or not
+        supported at ``place``."""
+        kind = decoded(raw, _Head, place).type or "message"
         match kind:
             case "message":
-                message = decoded(item, _Message, place)
-                role = "system" if message.role == "developer" else message.role
-                text = self._text(message.content, f"{place}.content")
-                self.messages.append(Message(role, text))
-                if role == "assistant":
-                    self._think()
-                self._thoughts = None
+                return self._message(decoded(raw, _Message, place), place)
             case "function_call":
-                self._call(decoded(item, _Call, place))
+                call = decoded(raw, _Call, place)
+                fields = {"call_id": call.call_id, "name": call.name, "arguments": call.arguments}
+                return _item(
+                    kind, call, fields, CalledTool(call.call_id, call.name, call.arguments.strip() or "{}")
+                )
             case "function_call_output":
-                self._result(decoded(item, _Result, place), place)
+                result = decoded(raw, _Result, place)
+                text, parts = self._text(result.output, f"{place}.output")
+                shown = {"call_id": result.call_id, "output": text if parts is None else parts}
+                return _item(kind, result, shown, Message("tool", text, tool_call_id=result.call_id))
             case "reasoning":
-                given = decoded(item, _Reasoning, place)
-                parts = given.content or given.summary or []
-                self._thoughts = "".join([part.text or "" for part in parts]) or None
+                thoughts = decoded(raw, _Reasoning, place)
+                given = thoughts.content or thoughts.summary or []
+                shown = {"summary": thoughts.summary or []}
+                if thoughts.content is not None:
+                    shown["content"] = thoughts.content
+                return _item(kind, thoughts, shown, Thoughts("".join([part.text or "" for part in given])))
             case "item_reference":
-                reference = decoded(item, _Reference, place).id
+                reference = decoded(raw, _Reference, place).id
                 found = self._find(reference)
                 if found is None:
                     text = f"no stored response has the item {reference[:100]!r}"
                     raise ApiError(404, "item_not_found", text, f"{place}.id")
-                self.add(msgspec.Raw(msgspec.json.encode(found)), place)
+                return found
             case _:
                 why = "use messages, function calls and their outputs"
                 raise unsupported(f"{place}.type", f"{kind[:100]!r}: {why}")
 
-    def _call(self, call: _Call) -> None:
-        """Calls belong to the assistant's message before them."""
-        called = CalledTool(call.call_id, call.name, call.arguments.strip() or "{}")
-        self._called[called.id] = called.name
-        last = self.messages[-1] if self.messages else None
-        if last is not None and last.role == "assistant":
-            self.messages[-1] = msgspec.structs.replace(last, tool_calls=(*last.tool_calls, called))
-        else:
-            self.messages.append(Message("assistant", "", tool_calls=(called,)))
-        self._think()
+    def _message(self, message: _Message, place: str) -> Item:
+        text, parts = self._text(message.content, f"{place}.content")
+        if parts is None:
+            parts = [_Part(type="output_text" if message.role == "assistant" else "input_text", text=text)]
+        role = "system" if message.role == "developer" else message.role
+        return _item("message", message, {"role": message.role, "content": parts}, Message(role, text))
 
-    def _think(self) -> None:
-        """Gives the last message the thoughts before it."""
-        last = self.messages[-1]
-        if self._thoughts is not None:
-            thoughts = f"{last.reasoning}\n{self._thoughts}" if last.reasoning else self._thoughts
-            self.messages[-1] = msgspec.structs.replace(last, reasoning=thoughts)
-            self._thoughts = None
-
-    def _result(self, result: _Result, place: str) -> None:
-        name = self._called.get(result.call_id)
-        if name is None:
-            text = f"no earlier item has the function call {result.call_id[:100]!r}"
-            raise invalid_field(f"{place}.call_id", text)
-        text = self._text(result.output, f"{place}.output")
-        self.messages.append(Message("tool", text, tool_call_id=result.call_id, name=name))
-
-    def _text(self, content: msgspec.Raw, place: str) -> str:
-        """A text, or parts, which are joined without a separator."""
+    def _text(self, content: msgspec.Raw, place: str) -> tuple[str, list[_Part] | None]:
+        """A text, or parts, which are joined without a separator, and the parts."""
         if bytes(memoryview(content)[:1]) == b'"':
-            return decoded(content, str, place)
-        return "".join(
-            [
-                self._part(part, f"{place}[{number}]")
-                for number, part in enumerate(decoded(content, list[msgspec.Raw], place))
-            ]
-        )
+            return decoded(content, str, place), None
+        parts = [
+            self._part(part, f"{place}[{number}]")
+            for number, part in enumerate(decoded(content, list[msgspec.Raw], place))
+        ]
+        return "".join([part.text or part.refusal or "" for part in parts]), parts
 
-    def _part(self, raw: msgspec.Raw, place: str) -> str:
+    def _part(self, raw: msgspec.Raw, place: str) -> _Part:
         part = decoded(raw, _Part, place)
         if part.type not in _TEXT_PARTS:
             raise unsupported(place, f"{self._model} takes only text, no {part.type[:100]!r}")
         text = part.refusal if part.type == "refusal" else part.text
         if text is None:
             raise invalid_field(place, "its text is missing")
-        return text
+        return (
+            _Part(type=part.type, refusal=text)
+            if part.type == "refusal"
+            else _Part(type=part.type, text=text)
+        )
 
 
-def listed(item: msgspec.Raw, find: Find) -> dict[str, Any]:
-    """An item as it is listed later: with an id, and the content of a message as parts. A reference becomes
-    what it refers to."""
-    shown: dict[str, Any] = msgspec.json.decode(item)
-    kind = shown.setdefault("type", "message")
-    if kind == "item_reference":
-        return find(shown["id"]) or shown
-    if not shown.get("id"):
-        shown["id"] = f"{'msg' if kind == 'message' else 'item'}_{secrets.token_hex(12)}"
-    if isinstance(content := shown.get("content"), str):
-        part = "output_text" if shown.get("role") == "assistant" else "input_text"
-        shown["content"] = [{"type": part, "text": content}]
-    return shown
+def _item(kind: str, given: _Fields, fields: dict[str, Any], step: Step) -> Item:
+    item_id = given.id or f"{'msg' if kind == 'message' else 'item'}_{secrets.token_hex(12)}"
+    status = {} if given.status is None else {"status": given.status}
+    return Item.made(item_id, {"id": item_id, "type": kind, **fields, **status}, step)
+
+
+class Turns:
+    """A conversation that grows by items. ``before``: the messages before them."""
+
+    def __init__(self, before: Sequence[Message]) -> None:
+        self._messages = [*before]
+        self._called = {call.id: call.name for message in before for call in message.tool_calls}
+        self._thoughts: str | None = None  # of the assistant's next item
+        # Calls and thoughts of the last message, an assistant's, that are not yet in it.
+        self._new_calls: list[CalledTool] = []
+        self._new_thoughts: list[str] = []
+
+    @property
+    def messages(self) -> list[Message]:
+        """All messages."""
+        self._complete_last()
+        return self._messages
+
+    def add(self, item: Item, place: str) -> None:
+        """Appends an item. ``ApiError`` names what does not fit at ``place``."""
+        match item.step:
+            case Thoughts(text):
+                self._thoughts = text or None
+            case CalledTool() as call:
+                self._called[call.id] = call.name
+                if not self._messages or self._messages[-1].role != "assistant":
+                    self._append(Message("assistant", ""))
+                self._new_calls.append(call)
+                self._think()
+            case Message(tool_call_id=str() as call_id) as result:
+                name = self._called.get(call_id)
+                if name is None:
+                    text = f"no earlier item has the function call {call_id[:100]!r}"
+                    raise invalid_field(f"{place}.call_id", text)
+                self._append(msgspec.structs.replace(result, name=name))
+            case message:
+                self._append(message)
+                if message.role == "assistant":
+                    self._think()
+                self._thoughts = None
+
+    def _append(self, message: Message) -> None:
+        self._complete_last()
+        self._messages.append(message)
+
+    def _think(self) -> None:
+        """Gives the last message the thoughts before it."""
+        if self._thoughts is not None:
+            self._new_thoughts.append(self._thoughts)
+            self._thoughts = None
+
+    def _complete_last(self) -> None:
+        """Calls belong to the assistant's message before them, once for all: each addition would copy the
+        earlier ones."""
+        if self._new_calls or self._new_thoughts:
+            last = self._messages[-1]
+            thoughts = [last.reasoning, *self._new_thoughts] if last.reasoning else self._new_thoughts
+            self._messages[-1] = msgspec.structs.replace(
+                last,
+                tool_calls=(*last.tool_calls, *self._new_calls),
+                reasoning="\n".join(thoughts) if thoughts else None,
+            )
+            self._new_calls, self._new_thoughts = [], []
 
 
 def tools_of(given: Sequence[msgspec.Raw]) -> tuple[ToolSpec, ...]:

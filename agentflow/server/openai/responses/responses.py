@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -45,12 +45,20 @@ from agentflow.server.openai.responses.conversations import (
     check_room,
     conversation_of,
 )
-from agentflow.server.openai.responses.items import Turns, items_of, listed, tool_choice_of, tools_of
-from agentflow.server.openai.responses.store import StoredResponse
+from agentflow.server.openai.responses.item import Item
+from agentflow.server.openai.responses.items import (
+    ItemReader,
+    Turns,
+    items_of,
+    tool_choice_of,
+    tools_of,
+)
+from agentflow.server.openai.responses.store import History, StoredResponse
 from agentflow.server.openai.responses.stored import send_events, stored_response
 from agentflow.server.openai.responses.types import (
     ConversationId,
     ObjectFormat,
+    OutputItem,
     ResponseAnswer,
     ResponseRequest,
     SchemaFormat,
@@ -58,7 +66,7 @@ from agentflow.server.openai.responses.types import (
 from agentflow.server.openai.types import is_given
 
 _LOGPROBS = "message.output_text.logprobs"
-# The memory of a background response beside what it was sent and its events.
+# The memory of a background response beside what it was sent, its items and its events.
 _RUN_BYTES = 20_000
 _UNSUPPORTED = {
     "moderation": "the server does not moderate",
@@ -96,7 +104,7 @@ async def _run_in_background(call: ApiCall, turn: _Turn, generator: EngineGenera
     """Starts the response, and answers when its request is accepted, or streams its events."""
     writer, streams, trace = turn.writer, bool(turn.body.stream), call.trace
     memory = MemoryBudget(within=call.service.bodies.of(call.tenant.name))
-    memory.reserve(_RUN_BYTES + call.num_body_bytes)  # which the items of the turn refer to
+    memory.reserve(_RUN_BYTES + call.num_body_bytes + sum([item.num_bytes for item in turn.input_items]))
     run = BackgroundRun(
         writer.answer.id,
         call.tenant.name,
@@ -144,27 +152,34 @@ class _Turn:
         _check_fields(body)
         self.body = body
         self._tenant, self._responses = call.tenant.name, call.service.responses
-        before: tuple[Message, ...] = ()
+        before: Sequence[Message] = ()
+        self._history: History | None = None
         self._conversation = conversation_of(call, body.conversation)
         if self._conversation is not None:
             if body.previous_response_id is not None:
                 raise invalid_field("conversation", "it excludes 'previous_response_id'")
             before = self._conversation.messages
         elif body.previous_response_id is not None:
-            before = _messages_of(call, body.previous_response_id)
-        self._items = items_of(body.input)
-        if not self._items and not before:
+            self._history = _history_of(call, body.previous_response_id)
+            before = self._history.messages()
+        given = items_of(body.input)
+        if not given and not before:
             raise invalid_field("input", "it is empty: give a text or at least one item")
-        model = generator.capabilities.model
-        find = partial(self._responses.find_item, self._tenant)
-        turns = Turns(before, model, find)
-        for number, item in enumerate(self._items):
-            turns.add(item, f"input[{number}]")
-        self.input_items = tuple([listed(item, find) for item in self._items])
         if self._conversation is not None:
-            check_room(len(self._conversation.items) + len(self._items), "conversation")
+            check_room(len(self._conversation.items) + len(given), "conversation")
+        model = generator.capabilities.model
+        self._reader = ItemReader(model, partial(self._responses.find_item, self._tenant))
+        turns, items = Turns(before), []
+        for number, raw in enumerate(given):
+            items.append(self._reader.read(raw, f"input[{number}]"))
+            turns.add(items[-1], f"input[{number}]")
+        self.input_items = tuple(items)
         self._messages = tuple(turns.messages)
-        self._num_before = len(before)
+        # A call may be added to the last message of the turns before.
+        is_grown = bool(before) and self._messages[len(before) - 1] is not before[-1]
+        self._new_messages = self._messages[len(before) :]
+        if is_grown:
+            self._history, self._new_messages = None, self._messages
         params = _sampling_of(body, generator)
         effort = None if body.reasoning is None else body.reasoning.effort
         tools = tools_of(body.tools or ())
@@ -192,42 +207,40 @@ class _Turn:
         conversation. ``events``: of a background response that is streamed."""
         answer, message = self.writer.answer, self.writer.message()
         has_answer = answer.status in ("completed", "incomplete")
-        output_items = tuple([msgspec.to_builtins(item) for item in answer.output])
+        output_items = tuple([self._output_item(item) for item in answer.output])
         if self._conversation is not None and has_answer:
-            turn = Turn(self._items, (*self.input_items, *output_items), message)
+            turn = Turn(self.input_items, output_items, message)
             append_turn(self._responses, self._tenant, self._conversation.id, turn)
         if self.body.store is False:
             return
-        new = [*self._messages[self._num_before :], message]
         self._responses.add(
             self._tenant,
             StoredResponse(
                 answer.id,
                 msgspec.json.encode(answer),
-                (*self._messages, message) if has_answer else (),
+                History(self._history, (*self._new_messages, message)) if has_answer else None,
                 self.input_items,
                 output_items,
-                sum([_num_chars(one) for one in new]),
                 is_background=answer.background,
                 events=events,
             ),
         )
 
+    def _output_item(self, item: OutputItem) -> Item:
+        """An item of the answer, with all of its fields."""
+        read = self._reader.read(msgspec.Raw(msgspec.json.encode(item)), "output")
+        return Item.made(item.id, item, read.step)
 
-def _messages_of(call: ApiCall, response_id: str) -> tuple[Message, ...]:
+
+def _history_of(call: ApiCall, response_id: str) -> History:
     """The conversation up to the end of an earlier response."""
     param = "previous_response_id"
     if call.service.background.find(call.tenant.name, response_id) is not None:
         raise invalid_field(param, "this response still runs: wait until it has ended")
-    messages = stored_response(call, response_id, param).messages
-    if not messages:
+    history = stored_response(call, response_id, param).history
+    if history is None:
         raise invalid_field(param, "this response failed or was cancelled, so it cannot be continued")
-    return messages
-
-
-def _num_chars(message: Message) -> int:
-    num_others = len(message.reasoning or "") + sum([len(call.arguments) for call in message.tool_calls])
-    return len(message.content) + num_others
+    return history
 
 
 def _check_fields(body: ResponseRequest) -> None:

@@ -3,72 +3,97 @@
 Each response has the conversation up to its end, so that a turn which names it sends only new items and finds
 the whole prefix in the cache; so has a conversation. Tenants see only their own. When the memory is full, the
 oldest of the tenant with the most is dropped; a response or conversation is also dropped when it has expired,
-which a conversation does after its last change.
+which a conversation does after its last change. Responses of one conversation share its messages, which count
+until the last of these responses is gone.
 """
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from agentflow.protocol.chat import Message
+from agentflow.protocol.sized import sized
 from agentflow.server.openai.responses.background import EventLog
+from agentflow.server.openai.responses.item import Item
 
-# The memory of a response beside its texts, of an item, and of each message that a response refers to.
-_RESPONSE_BYTES = 2_000
-_ITEM_BYTES = 1_000
+_ENTRY_BYTES = 2_000
+"""The memory of a response or conversation beside its JSON, texts and items."""
 _REFERENCE_BYTES = 8
+_DROPPED_AT_ONCE = 5_000
+"""The most entries that one addition drops, so that it takes milliseconds. The next one drops more."""
+
+
+class History:
+    """A conversation up to the end of a turn: the messages of the turns before it, which several histories
+    may share, and its own. ``num_bytes``: the memory of its own messages; ``total_bytes``: of all."""
+
+    __slots__ = ("__weakref__", "_before", "_own", "num_bytes", "total_bytes")
+
+    def __init__(self, before: History | None, own: Sequence[Message]) -> None:
+        self._before = before
+        self._own = tuple(own)
+        self.num_bytes = _REFERENCE_BYTES * len(self._own) + sized(*self._own)
+        self.total_bytes: int = self.num_bytes + (0 if before is None else before.total_bytes)
+
+    def messages(self) -> list[Message]:
+        """All messages, in order."""
+        turns: list[Sequence[Message]] = []
+        history: History | None = self
+        while history is not None:
+            turns.append(history._own)
+            history = history._before
+        return [message for own in reversed(turns) for message in own]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """``body``: the response as JSON. ``messages``: the conversation up to its end, without instructions;
-    empty if it failed or was cancelled. ``input_items`` and ``output_items``: of this turn. ``new_chars``:
-    the texts that ``messages`` does not share with an earlier response. ``events``: of a background response
-    that is streamed."""
+    """``body``: the response as JSON. ``history``: the conversation up to its end, without instructions; None
+    if it failed or was cancelled. ``input_items`` and ``output_items``: of this turn. ``events``: of a
+    background response that is streamed."""
 
     id: str
     body: bytes
-    messages: tuple[Message, ...]
-    input_items: tuple[dict[str, Any], ...]
-    output_items: tuple[dict[str, Any], ...]
-    new_chars: int
+    history: History | None
+    input_items: tuple[Item, ...]
+    output_items: tuple[Item, ...]
     is_background: bool = False
     events: EventLog | None = None
 
     @property
-    def items(self) -> tuple[dict[str, Any], ...]:
+    def items(self) -> tuple[Item, ...]:
         """The items of this turn."""
         return (*self.input_items, *self.output_items)
 
     @property
     def num_bytes(self) -> int:
-        """An estimate of its memory. Texts are in the messages and in the items."""
-        num_bytes = _RESPONSE_BYTES + 2 * len(self.body) + 3 * self.new_chars
-        num_bytes += _REFERENCE_BYTES * len(self.messages)
+        """Its memory, without the history."""
+        num_bytes = _ENTRY_BYTES + len(self.body) + sum([item.num_bytes for item in self.items])
         return num_bytes + (0 if self.events is None else self.events.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredConversation:
     """``items`` as they are listed, and ``messages`` as they are for the model. ``created_at``: Unix time.
-    ``item_bytes``: the size of the items as JSON."""
+    ``item_bytes``: the memory of the items."""
 
     id: str
     created_at: int
     metadata: dict[str, str]
-    items: tuple[dict[str, Any], ...] = ()
+    items: tuple[Item, ...] = ()
     messages: tuple[Message, ...] = ()
     item_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
-        """An estimate of its memory."""
-        texts = sum([len(key) + len(value) for key, value in self.metadata.items()])
-        return _RESPONSE_BYTES + 2 * texts + 4 * self.item_bytes + _ITEM_BYTES * len(self.items)
+        """Its memory. Messages share their texts with the items."""
+        references = _REFERENCE_BYTES * (len(self.items) + len(self.messages))
+        return _ENTRY_BYTES + sized(self.metadata) + self.item_bytes + references
 
 
 Stored: TypeAlias = StoredResponse | StoredConversation
@@ -78,7 +103,8 @@ class ResponseStore:
     """``max_bytes``: the memory of all responses and conversations. ``lifetime_s``: how long one is kept.
 
     >>> store = ResponseStore(max_bytes=10_000, lifetime_s=60)
-    >>> store.add("tenant", StoredResponse("resp_1", b"{}", (), (), (), 0))
+    >>> store.add("tenant", StoredResponse("resp_1", b"{}", None, (), ()))
+    True
     >>> store.find("tenant", "resp_1").body, store.find("another", "resp_1")
     (b'{}', None)
     """
@@ -89,32 +115,75 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._lifetime_s = lifetime_s
         self._clock = clock
-        self._of_tenant: dict[str, OrderedDict[str, tuple[float, Stored]]] = {}
+        # Of each: when it expires, its size when it was stored, and itself.
+        self._of_tenant: dict[str, OrderedDict[str, tuple[float, int, Stored]]] = {}
         # Of each item, by what contains it: a response and its conversation have the same ones.
-        self._items: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+        self._items: dict[tuple[str, str], dict[str, Item]] = {}
         self._num_bytes: dict[str, int] = {}
+        self._histories: weakref.WeakSet[History] = weakref.WeakSet()
+        # Of histories that are gone, also in other threads: their tenants and sizes.
+        self._gone: deque[tuple[str, int]] = deque()
 
     @property
     def num_bytes(self) -> int:
         """The memory of all that has not expired."""
         self._drop_expired()
+        self._count_gone()
         return sum(self._num_bytes.values())
 
     def add(self, tenant: str, stored: Stored) -> bool:
         """Stores a response or a conversation, in place of an earlier one with its id. False for one that is
         larger than the store, which is not stored."""
-        if stored.num_bytes > self._max_bytes:
+        num_bytes = stored.num_bytes
+        history = stored.history if isinstance(stored, StoredResponse) else None
+        if num_bytes + (0 if history is None else history.total_bytes) > self._max_bytes:
             return False
+        self._drop_expired()
         self._remove(tenant, stored.id)
         own = self._of_tenant.setdefault(tenant, OrderedDict())
-        own[stored.id] = (self._clock() + self._lifetime_s, stored)
-        self._num_bytes[tenant] = self._num_bytes.get(tenant, 0) + stored.num_bytes
+        own[stored.id] = (self._clock() + self._lifetime_s, num_bytes, stored)
+        self._count(tenant, num_bytes)
+        if history is not None and history not in self._histories:
+            self._histories.add(history)
+            self._count(tenant, history.num_bytes)
+            gone = (tenant, history.num_bytes)
+            weakref.finalize(history, self._gone.append, gone).atexit = False
         for item in stored.items:
-            self._items.setdefault((tenant, item["id"]), {})[stored.id] = item
-        while self.num_bytes > self._max_bytes:
-            largest = max(self._num_bytes, key=self._num_bytes.__getitem__)
-            self._remove(largest, next(iter(self._of_tenant[largest])))
+            self._items.setdefault((tenant, item.id), {})[stored.id] = item
+        self._make_room(tenant, stored.id)
         return True
+
+    def _count(self, tenant: str, num_bytes: int) -> None:
+        self._num_bytes[tenant] = self._num_bytes.get(tenant, 0) + num_bytes
+        if not self._num_bytes[tenant]:
+            del self._num_bytes[tenant]
+
+    def _count_gone(self) -> None:
+        while self._gone:
+            tenant, num_bytes = self._gone.popleft()
+            self._count(tenant, -num_bytes)
+
+    def _make_room(self, tenant: str, new_id: str) -> None:
+        """Drops the oldest of the tenant with the most, but not the new one, until the rest fits."""
+        self._count_gone()
+        total = sum(self._num_bytes.values())
+        if total <= self._max_bytes:
+            return
+        largest = [(-num_bytes, name) for name, num_bytes in self._num_bytes.items()]
+        heapq.heapify(largest)
+        for _ in range(_DROPPED_AT_ONCE):
+            if total <= self._max_bytes or not largest:
+                return
+            before, name = -largest[0][0], largest[0][1]
+            oldest = next(iter(self._of_tenant.get(name, ())), None)
+            if oldest is None or (name == tenant and oldest == new_id):
+                heapq.heappop(largest)  # running turns hold the rest of its memory
+                continue
+            self._remove(name, oldest)
+            self._count_gone()
+            left = self._num_bytes.get(name, 0)
+            total -= before - left
+            heapq.heapreplace(largest, (-left, name))
 
     def find(self, tenant: str, response_id: str) -> StoredResponse | None:
         """The tenant's response with this id, if it is still there."""
@@ -128,10 +197,10 @@ class ResponseStore:
 
     def _find(self, tenant: str, stored_id: str) -> Stored | None:
         # Changes nothing: large bodies are read in threads.
-        expires_s, found = self._of_tenant.get(tenant, OrderedDict()).get(stored_id, (0.0, None))
+        expires_s, _, found = self._of_tenant.get(tenant, OrderedDict()).get(stored_id, (0.0, 0, None))
         return found if expires_s > self._clock() else None
 
-    def find_item(self, tenant: str, item_id: str) -> dict[str, Any] | None:
+    def find_item(self, tenant: str, item_id: str) -> Item | None:
         """The item with this id of one of the tenant's responses or conversations."""
         containers = [*self._items.get((tenant, item_id), {}).items()]
         return next((item for stored_id, item in containers if self._find(tenant, stored_id)), None)
@@ -146,15 +215,15 @@ class ResponseStore:
         found = None if own is None else own.pop(stored_id, None)
         if own is None or found is None:
             return False
-        stored = found[1]
-        self._num_bytes[tenant] -= stored.num_bytes
+        _, num_bytes, stored = found
+        self._count(tenant, -num_bytes)
         for item in stored.items:
-            containers = self._items.get((tenant, item["id"]), {})
+            containers = self._items.get((tenant, item.id), {})
             containers.pop(stored.id, None)
             if not containers:
-                self._items.pop((tenant, item["id"]), None)
+                self._items.pop((tenant, item.id), None)
         if not own:
-            del self._of_tenant[tenant], self._num_bytes[tenant]
+            del self._of_tenant[tenant]
         return True
 
     def _drop_expired(self) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+
+import msgspec
 
 from agentflow.server.http.call import ApiCall
 from agentflow.server.http.errors import ApiError, invalid_field
 from agentflow.server.openai.responses.background import BackgroundRun, EventLog
+from agentflow.server.openai.responses.item import Item
 from agentflow.server.openai.responses.store import StoredResponse
 from agentflow.server.openai.responses.types import DeletedResponse, ItemList, ItemQuery, ResponseQuery
 
@@ -58,18 +60,24 @@ async def list_input_items(call: ApiCall) -> None:
     await call.reply(page_of(_found(call).input_items, call.read_query(ItemQuery)))
 
 
-def page_of(items: Sequence[dict[str, Any]], query: ItemQuery) -> ItemList:
+def page_of(items: Sequence[Item], query: ItemQuery) -> ItemList:
     """A page of these items, which are in the order of the conversation."""
     ordered = items if query.order == "asc" else items[::-1]
     start = 0
     if query.after is not None:
-        start = 1 + next((n for n, item in enumerate(ordered) if item["id"] == query.after), len(ordered))
+        start = 1 + next((n for n, item in enumerate(ordered) if item.id == query.after), len(ordered))
         if start > len(ordered):
             raise invalid_field("after", f"there is no item {query.after[:100]!r} here")
-    shown = [*ordered[start : start + query.limit]]
-    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-    has_more = start + len(shown) < len(ordered)
-    return ItemList(data=shown, first_id=first, last_id=last, has_more=has_more)
+    shown = ordered[start : start + query.limit]
+    return list_of(shown, has_more=start + len(shown) < len(ordered))
+
+
+def list_of(items: Sequence[Item], *, has_more: bool) -> ItemList:
+    """These items as a list of the API. ``has_more``: further ones follow."""
+    first, last = (items[0].id, items[-1].id) if items else (None, None)
+    return ItemList(
+        data=[msgspec.Raw(item.shown) for item in items], first_id=first, last_id=last, has_more=has_more
+    )
 
 
 def _found(call: ApiCall) -> BackgroundRun | StoredResponse:

@@ -309,7 +309,7 @@ class ItemQuery(msgspec.Struct, kw_only=True):
 class ItemList(msgspec.Struct, kw_only=True):
     """Items on one page."""
 
-    data: list[dict[str, Any]]
+    data: Annotated[list[msgspec.Raw], Meta(extra_json_schema={"items": {"type": "object"}})]
     first_id: str | None
     last_id: str | None
     has_more: bool

@@ -1,0 +1,47 @@
+"""Items of conversations, as they are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+
+from agentflow.protocol.chat import CalledTool, Message
+from agentflow.protocol.sized import sized
+
+
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """Reasoning, which belongs to the assistant's next message or call."""
+
+    text: str
+
+
+Step: TypeAlias = Message | CalledTool | Thoughts
+"""An item's part of the conversation. The name in a tool's message is filled in from the call that it
+answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """``shown``: the item as it is listed, as JSON. ``num_bytes``: its memory."""
+
+    id: str
+    shown: bytes
+    step: Step
+    num_bytes: int
+
+    @classmethod
+    def made(cls, item_id: str, shown: object, step: Step) -> Item:
+        """An item that is listed as ``shown``."""
+        data = msgspec.json.encode(shown)
+        return cls(item_id, data, step, sized(item_id, data, step) + _ITEM_BYTES)
+
+
+_ITEM_BYTES = 400
+"""Of an item's object and its entry in the store's index."""
+
+Find: TypeAlias = Callable[[str], Item | None]
+"""Finds an item of a stored response by its id."""
