@@ -8,13 +8,18 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import annotated_types
 import msgspec
 import pytest
-from pydantic import BaseModel
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import AfterValidator, BaseModel
 from support.observed_backends import assert_idle
 
 import agentflow as af
-from agentflow.language.typed.tools import Toolbox
+from agentflow.language.typed.replies import reader_of_replies
+from agentflow.language.typed.tools import Toolbox, described_tool
+from agentflow.protocol.chat import Arguments, CallBegun, CalledTool, ReplyWriter
 
 pytestmark = pytest.mark.anyio
 
@@ -208,3 +213,77 @@ async def test_tools_over_the_wire(server):
         [call] = await s[expression]
         s += af.tool_result(call())
         assert (await s.messages())[-1] == {"role": "tool", "content": "Köln, DE: 20 C"}
+
+
+def remove(path: str = "/") -> str:
+    """A tool that must not run with its default by mistake."""
+    raise AssertionError(path)
+
+
+def count(n: Annotated[int, annotated_types.Le(10)]) -> int:
+    return n
+
+
+def stops(value: int) -> int:
+    raise SystemExit(value)
+
+
+def odd(n: Annotated[int, AfterValidator(stops)]) -> int:
+    return n
+
+
+def replied(tools: list[Any], *calls: CalledTool) -> tuple[af.ToolCall, ...]:
+    """The calls of a reply, as programs get them."""
+    writer = ReplyWriter()
+    pieces = [piece for call in calls for piece in (CallBegun(call.id, call.name), Arguments(call.arguments))]
+    read = reader_of_replies([described_tool(tool) for tool in tools])
+    return read(writer.push(pieces) + writer.finish()).tool_calls
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["function", "schema"])
+@given(st.text(alphabet='{"path:/}[]1, ', max_size=12), st.integers(0, 14))
+def test_f13a_only_whole_calls_run(is_known: bool, text: str, end: int) -> None:
+    """Whatever remains of the arguments, a call without a fault has all of them."""
+    tool: Any = remove if is_known else {"name": "remove", "parameters": {"type": "object"}}
+    for arguments in (text, '{"path": "/tmp"}'[:end]):
+        [call] = replied([tool], CalledTool("c", "remove", arguments))
+        try:
+            whole = isinstance(json.loads(arguments), dict)
+        except ValueError:
+            whole = False
+        if not whole:
+            assert call.fault
+            assert call.text == arguments
+            with pytest.raises(af.InvalidValue):
+                call()
+        elif not call.fault:
+            assert call.arguments == json.loads(arguments)
+
+
+async def test_f45a_arguments_are_validated_alike_in_a_reply_a_gen_and_an_agent() -> None:
+    for number in (3, 5_000):
+        [call] = replied([count], CalledTool("c", "count", json.dumps({"n": number})))
+        assert bool(call.fault) == (number > 10)
+        if number > 10:
+            with pytest.raises(af.InvalidValue):
+                call()
+        else:
+            assert call() == 3
+        try:
+            found = await called([count], {"name": "count", "arguments": {"n": number}})
+            assert number <= 10
+            assert found[0]() == 3
+        except af.AgentflowError:
+            assert number > 10
+        agent = af.Scripted({"answer": [af.ToolCall("count", {"n": number}), "done"]})
+        async with af.session(backend=agent) as flow, flow.state() as s:
+            await af.act(s, tools=[count])
+            result = [m["content"] for m in await s.messages() if m["role"] == "tool"]
+        assert (result == ["3"]) == (number <= 10)
+
+
+def test_f45a_a_validator_that_ends_oddly_is_a_fault() -> None:
+    [call] = replied([odd], CalledTool("c", "odd", '{"n": 1}'))
+    assert call.fault
+    with pytest.raises(af.InvalidValue):
+        call()

@@ -43,12 +43,13 @@ from agentflow.language.typed.tools import (
     Toolbox,
     ToolCall,
     check_max_calls,
+    shown_for_model,
 )
 from agentflow.language.typed.values import value_type
 from agentflow.protocol import ops
 from agentflow.protocol.chat import ToolChoice
 from agentflow.protocol.sampling import is_whole
-from agentflow.runtime.task_group import first_of, open_task_group
+from agentflow.runtime.task_group import open_task_group
 
 logger = logging.getLogger(__name__)
 
@@ -501,12 +502,9 @@ class _Calls:
             tool = self._toolbox[received.name]
         except ValueError as error:
             return received, None, str(error)
-        try:
-            with UserCode(f"the validation of the arguments of {tool.name!r}"):
-                arguments = tool.read(received.text)
-        except Exception as error:
-            return received, None, f"the arguments are invalid: {_shown(error)}"
-        call = ToolCall(tool.name, arguments, received.id, received.text, tool.function)
+        call = tool.call(received.text, received.id)
+        if call.fault:
+            return received, None, call.fault
         if self._max_calls is not None and self._num_runs.total() >= self._max_calls:
             return call, None, f"not run: the limit of {self._max_calls} calls is reached"
         if tool.max_calls is not None and self._num_runs[tool.name] >= tool.max_calls:
@@ -539,7 +537,7 @@ class _Calls:
                     failure = None
                 except Exception as error:
                     logger.info("tool %r failed", tool.name, exc_info=True)
-                    text, failure = f"{ERROR}{_shown(error)}", error
+                    text, failure = f"{ERROR}{shown_for_model(error)}", error
             if span is not None:
                 span.complete(text, failure)
         end(text)
@@ -567,12 +565,3 @@ def _result_text(result: Any) -> str:
     result.encode()  # half a surrogate pair could not be sent
     MARKERS.reject([result], "the result of a tool")
     return result
-
-
-def _shown(error: BaseException) -> str:
-    """The error for the model. Text that could not be sent is escaped."""
-    lone = first_of(error) if isinstance(error, Exception) else error
-    name = "" if type(lone) is ValueError else f"{type(lone).__name__}: "
-    shown = shown_error(lone, str)
-    text = f"{name}{shown}" if shown else type(lone).__name__
-    return text.encode("utf-8", "backslashreplace").decode()

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from agentflow.errors import BadArgument
-from agentflow.language.typed.json_types import NothingYet, partial_value
-from agentflow.language.typed.tools import DescribedTool, ToolCall
+from agentflow.language.typed.tools import DescribedTool, ToolCall, plain_call
 from agentflow.protocol import chat
 
 
@@ -77,27 +76,20 @@ def read_reply(notation: str) -> Reply:
 
 def reader_of_replies(tools: Iterable[DescribedTool]) -> Callable[[str], Reply]:
     """``read_reply``, whose calls of these tools have the functions, and arguments of the parameters' types.
-    Arguments that are truncated or invalid stay plain JSON."""
+    A call with arguments that are truncated or invalid has a fault."""
     known = {tool.name: tool for tool in tools if tool.function is not None}
     if not known:
         return read_reply
 
     def read(notation: str) -> Reply:
         reply = read_reply(notation)
-        calls = [_typed(call, known.get(call.name)) for call in reply.tool_calls]
+        calls = [
+            known[call.name].call(call.text, call.id) if call.name in known else call
+            for call in reply.tool_calls
+        ]
         return replace(reply, tool_calls=tuple(calls))
 
     return read
-
-
-def _typed(call: ToolCall, tool: DescribedTool | None) -> ToolCall:
-    if tool is None:
-        return call
-    try:
-        arguments = tool.read(call.text)
-    except (ValueError, RecursionError):
-        arguments = call.arguments
-    return replace(call, arguments=arguments, function=tool.function)
 
 
 def reply_of(received: chat.Reply) -> Reply:
@@ -106,18 +98,8 @@ def reply_of(received: chat.Reply) -> Reply:
 
 
 def calls_of(received: tuple[chat.CalledTool, ...]) -> tuple[ToolCall, ...]:
-    """The calls as programs see them. Of truncated arguments, those that are certain."""
-    return tuple(
-        [ToolCall(call.name, _arguments(call.arguments), call.id, call.arguments) for call in received]
-    )
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    try:
-        found = partial_value(text)
-    except NothingYet:
-        return {}
-    return found if isinstance(found, dict) else {}
+    """The calls as programs see them. Truncated ones have a fault."""
+    return tuple([plain_call(call.name, call.arguments, call.id) for call in received])
 
 
 def message_of(sent: chat.Message) -> Message:

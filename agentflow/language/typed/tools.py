@@ -14,11 +14,19 @@ from typing import Any, TypeAlias, overload
 
 import msgspec
 
-from agentflow.errors import BadArgument
-from agentflow.language.typed.json_types import json_text, parameters_type, with_definitions
+from agentflow.errors import BadArgument, InvalidValue, shown_error
+from agentflow.language.failures.user_code import UserCode
+from agentflow.language.typed.json_types import (
+    NothingYet,
+    json_text,
+    parameters_type,
+    partial_value,
+    with_definitions,
+)
 from agentflow.protocol.chat import ToolSpec, hoisted
 from agentflow.protocol.ops import check_timeout
 from agentflow.protocol.sampling import is_whole
+from agentflow.runtime.task_group import first_of
 
 Tool: TypeAlias = "Callable[..., Any] | Mapping[str, Any] | FunctionTool"
 """A function with annotated parameters, what ``af.tool`` makes of one, or a mapping with ``name``,
@@ -28,7 +36,9 @@ Tool: TypeAlias = "Callable[..., Any] | Mapping[str, Any] | FunctionTool"
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """A call that the model requests. ``id`` names it in the turn with its result. ``text``: the arguments as
-    the model wrote them, a JSON object. ``function``: the tool, where it is known.
+    the model wrote them, a JSON object. ``function``: the tool, where it is known. ``fault``: why the call
+    cannot run, because its arguments are truncated or invalid; then ``arguments`` are those that are certain,
+    and calling it raises ``InvalidValue``.
 
     >>> calls = af.gen("calls", tools=[weather])
     >>> s += af.user("What is the weather in Oslo?") + af.assistant(calls)
@@ -43,18 +53,22 @@ class ToolCall:
     id: str = ""
     text: str = field(default="", repr=False, compare=False)
     function: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
+    fault: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.arguments, dict):
             raise BadArgument(f"ToolCall: the arguments must be a dict, not {self.arguments!r}")
-        if not self.text:
+        if not self.text and not self.fault:  # a truncated call may have no text
             try:
                 object.__setattr__(self, "text", json_text(self.arguments))
             except ValueError as error:
                 raise BadArgument(f"ToolCall: the arguments are not JSON: {error}") from None
 
     def __call__(self) -> Any:
-        """Calls the function; an async function returns an awaitable."""
+        """Calls the function; an async function returns an awaitable. ``InvalidValue`` if the call has a
+        fault."""
+        if self.fault:
+            raise InvalidValue(f"the call of tool {self.name!r} cannot run: {self.fault}")
         if self.function is None:
             raise BadArgument(f"the function of tool {self.name!r} is not known here: call it yourself")
         return self.function(**self.arguments)
@@ -248,10 +262,54 @@ class DescribedTool:
         strict = self.is_typed or self.is_strict
         return ToolSpec(self.name, self.description, self.parameters, strict=strict)
 
+    def call(self, text: str, call_id: str = "") -> ToolCall:
+        """A call of the tool with the arguments in ``text``, or with a fault if these are truncated or
+        invalid."""
+        fault = _incompleteness(text)
+        if not fault:
+            try:
+                with UserCode(f"the validation of the arguments of {self.name!r}"):
+                    return ToolCall(self.name, self.read(text), call_id, text, self.function)
+            except Exception as error:
+                fault = f"the arguments are invalid: {shown_for_model(error)}"
+        return ToolCall(self.name, _certain(text), call_id, text, self.function, fault)
+
     def placed(self, definitions: dict[str, Any]) -> dict[str, Any]:
         """The schema of its arguments as part of a larger one with these ``definitions``."""
         place = with_definitions if self.is_typed else hoisted
         return place(self.name, self.parameters, definitions)
+
+
+def plain_call(name: str, text: str, call_id: str) -> ToolCall:
+    """A call of a tool that is not known here; with a fault if its arguments are truncated."""
+    return ToolCall(name, _certain(text), call_id, text, fault=_incompleteness(text))
+
+
+def _incompleteness(text: str) -> str:
+    """Why ``text`` is no JSON object; empty if it is one."""
+    try:
+        msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return f"its arguments are no whole JSON object (max_tokens may have cut them): {text[-100:]!r}"
+    return ""
+
+
+def _certain(text: str) -> dict[str, Any]:
+    """Of truncated arguments, those that are certain."""
+    try:
+        found = partial_value(text)
+    except NothingYet:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def shown_for_model(error: BaseException) -> str:
+    """The error as the model gets it. Text that could not be sent is escaped."""
+    lone = first_of(error) if isinstance(error, Exception) else error
+    name = "" if type(lone) is ValueError else f"{type(lone).__name__}: "
+    shown = shown_error(lone, str)
+    text = f"{name}{shown}" if shown else type(lone).__name__
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 _read_object = msgspec.json.Decoder(dict[str, Any]).decode
