@@ -269,8 +269,12 @@ class Submit(_Op, frozen=True):
         return self.state + number - 1
 
 
+MAX_BRANCHES = 2_000
+"""Of one fork: a server creates their states in one turn of its event loop."""
+
+
 class Fork(_Op, frozen=True):
-    """Creates the states ``children``, which continue from here independently."""
+    """Creates the states ``children``, at most ``MAX_BRANCHES``, which continue from here independently."""
 
     state: int
     children: tuple[int, ...]

@@ -81,9 +81,8 @@ def apply_transforms(text: str, transforms: tuple[Transform, ...]) -> str:
 async def apply_in_turn(
     text: str, transforms: tuple[Transform, ...], limiter: anyio.CapacityLimiter | None = None
 ) -> str:
-    """``apply_transforms`` for an event loop: searches and long decoding run in a thread."""
-    is_long = len(text) > MAX_INLINE_CHARS and any(transform.name == "json" for transform in transforms)
-    if is_long or any(transform.name == "regex" for transform in transforms):
+    """``apply_transforms`` for an event loop: searches, and all transforms of long texts, run in a thread."""
+    if transforms and (len(text) > MAX_INLINE_CHARS or any(one.name == "regex" for one in transforms)):
         return await anyio.to_thread.run_sync(apply_transforms, text, transforms, limiter=limiter)
     return apply_transforms(text, transforms)
 
@@ -115,14 +114,32 @@ def _regex(text: str, pattern: str) -> str:
     return str(found.group(1) or "") if compiled(pattern).groups else str(found.group())
 
 
+def _in_pieces(convert: Callable[[str], str], text: str) -> str:
+    """``convert(text)``, in pieces between which other threads run: ``str.upper`` holds the GIL.
+
+    A text is cut after a character that is neither cased nor ignored when Python looks for cased ones: only
+    the lower case of a sigma depends on the characters around it.
+    """
+    pieces, start = [], 0
+    while len(text) - start > MAX_INLINE_CHARS:
+        end = start + MAX_INLINE_CHARS
+        while end > start and not (text[end - 1].isspace() or text[end - 1].isdigit()):
+            end -= 1
+        if end == start:
+            end = start + MAX_INLINE_CHARS if "Σ" not in text else len(text)
+        pieces.append(convert(text[start:end]))
+        start = end
+    return "".join([*pieces, convert(text[start:])])
+
+
 def _shown(text: str) -> str:
     return repr(text if len(text) <= 80 else f"{text[:79]}…")
 
 
 _STEPS: dict[str, Callable[[str, str], str]] = {
     "strip": lambda text, _: text.strip(),
-    "lower": lambda text, _: text.lower(),
-    "upper": lambda text, _: text.upper(),
+    "lower": lambda text, _: _in_pieces(str.lower, text),
+    "upper": lambda text, _: _in_pieces(str.upper, text),
     "first_line": lambda text, _: text.strip().partition("\n")[0].strip(),
     "json": _json,
     "regex": _regex,

@@ -20,7 +20,6 @@ from types import MappingProxyType
 from typing import Generic, Literal
 
 import anyio
-import anyio.lowlevel
 import msgspec
 from anyio.abc import TaskGroup
 from msgspec.structs import replace
@@ -78,6 +77,7 @@ from agentflow.runtime.state_tree import (
     root_cause,
     with_place,
 )
+from agentflow.runtime.turns import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +85,6 @@ logger = logging.getLogger(__name__)
 MAX_PENDING_OPS = 20_000
 # Rejected ops have a budget of their own: their states and variables must fail even if memory is exhausted.
 REJECTED_BYTES = 4_000_000
-# A stream of text ops never waits, so the task yields after so many.
-OPS_PER_TURN = 64
 _NUMBERED = {str(kind.__struct_config__.tag) for kind, spec in OPS.items() if spec.is_numbered}
 
 
@@ -113,7 +111,7 @@ class Interpreter(Generic[ContextT]):
         self._generator = generator
         self._tasks = task_group
         self._states: StateTree[ContextT] = StateTree(
-            self.events, self._memory, free=generator.free, kick=self._kick
+            self.events, self._memory, free=generator.free, kick=self._kick, later=self._later
         )
         self._variables: dict[int, VariableRecord] = {}
         self._ops = _OpExecution(generator, self._embedders, self._variables, self._memory, self._start_child)
@@ -276,8 +274,14 @@ class Interpreter(Generic[ContextT]):
             state.is_running = True
             self._tasks.start_soon(self._run, state)
 
+    def _later(self, call: Callable[[], None]) -> None:
+        async def run() -> None:
+            call()
+
+        self._tasks.start_soon(run)
+
     async def _run(self, state: StateRecord[ContextT]) -> None:
-        num_done = 0
+        turn = Turn()  # a stream of text ops never waits
         while state.pending:
             pending = state.pending.popleft()
             if state.error is None:
@@ -287,10 +291,8 @@ class Interpreter(Generic[ContextT]):
                     self._fail(state, pending, deadline_exceeded())
                 state.scope = None
             if state.error is not None:
-                self._skip(state, pending, state.error)
-            num_done += 1
-            if num_done % OPS_PER_TURN == 0:
-                await anyio.lowlevel.checkpoint()
+                await self._skip(state, pending, state.error)
+            await turn.pause()
         state.is_running = False
         if state.error is not None:
             self._states.free(state)
@@ -323,7 +325,7 @@ class Interpreter(Generic[ContextT]):
             case ops.Await(ticket=ticket):
                 state.reach(ticket)
             case ops.Close():
-                self._forget(state)
+                await self._forget(state)
             case ops.Expect():
                 pass  # the client sends the value in a Provide
             case ops.Done(var=var_id):
@@ -345,7 +347,7 @@ class Interpreter(Generic[ContextT]):
         else:  # closed or cancelled before it began
             self._generator.free(context)
 
-    def _skip(
+    async def _skip(
         self, state: StateRecord[ContextT], pending: PendingOp[ContextT], error: AgentflowError
     ) -> None:
         """Skips an op of a failed state: its variable and its children fail too."""
@@ -361,7 +363,7 @@ class Interpreter(Generic[ContextT]):
             case ops.Seal():
                 self._states.free(state)
             case ops.Close():
-                self._forget(state)
+                await self._forget(state)
             case _:
                 pass
 
@@ -390,7 +392,8 @@ class Interpreter(Generic[ContextT]):
         except Overloaded as error:
             variable.fail(error)
 
-    def _forget(self, state: StateRecord[ContextT]) -> None:
+    async def _forget(self, state: StateRecord[ContextT]) -> None:
+        turn = Turn()
         graph, state.graph = state.graph, None
         for one in [state] if graph is None else graph.states:
             if one is not state:  # its ops may still run
@@ -401,6 +404,8 @@ class Interpreter(Generic[ContextT]):
                 variable.fail(Cancelled(f"{variable.name!r}: its state was closed"))
                 if self._variables.get(variable.id) is variable:
                     del self._variables[variable.id]
+                await turn.pause()
+            await turn.pause()
 
     def _start_graph(self, op: ops.Submit) -> None:
         """Enqueues all ops of a graph before the first one runs. If one is rejected, none runs."""
@@ -579,7 +584,9 @@ class _OpExecution(Generic[ContextT]):
         num_chars = 0
         variables = iter(sources)
         reservation = Reservation(self._memory, 0)  # pieces are kept while a search waits for a thread
+        turn = Turn()
         for part in parts:
+            await turn.pause()
             if isinstance(part, str):
                 piece = part
             else:

@@ -14,12 +14,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Literal, Protocol
 
 import anyio
 import msgspec
 
-from agentflow.errors import AgentflowError, Cancelled, LimitExceeded, Overloaded, ProtocolError, RunFailed
+from agentflow.errors import (
+    AgentflowError,
+    BadArgument,
+    Cancelled,
+    LimitExceeded,
+    Overloaded,
+    ProtocolError,
+    RunFailed,
+)
 from agentflow.protocol import ops
 from agentflow.protocol.chat import read_reply
 from agentflow.protocol.events import (
@@ -33,7 +42,7 @@ from agentflow.protocol.events import (
     VarFailed,
 )
 from agentflow.protocol.op_table import GRAPH_TICKET
-from agentflow.protocol.ops import check_number
+from agentflow.protocol.ops import MAX_BRANCHES, check_number
 from agentflow.runtime.generator import ContextT
 from agentflow.runtime.limits import (
     STATE_BYTES,
@@ -79,13 +88,25 @@ class EventCursor:
         await self._changed.wait()
 
     def drain(self) -> list[Event]:
-        """All new events, in the order in which their records last changed."""
-        records, self._changed_records = self._changed_records, {}
-        self._changed = anyio.Event()
+        """New events, in the order in which their records last changed: at most those of
+        ``MAX_DRAINED_RECORDS``, or about ``MAX_DRAINED_CHARS``. If some are left, ``wait`` does not wait."""
         events: list[Event] = []
-        for record in records:
-            events += record.take_events()
+        records, num_chars = self._changed_records, 0
+        for _ in range(MAX_DRAINED_RECORDS):
+            if not records or num_chars > MAX_DRAINED_CHARS:
+                break
+            record = next(iter(records))
+            del records[record]
+            taken = record.take_events()
+            num_chars += sum([len(event.text) for event in taken if isinstance(event, Delta | Value)])
+            events += taken
+        if not records:
+            self._changed = anyio.Event()
         return events
+
+
+MAX_DRAINED_RECORDS = 1_000
+MAX_DRAINED_CHARS = 4_000_000
 
 
 class VariableRecord:
@@ -112,6 +133,7 @@ class VariableRecord:
         self.value: Value | None = None
         self.error: AgentflowError | None = None
         self.done = anyio.Event()
+        self._content: str | None = None
         self._events = events
         self._reservation = reservation
         self.reports: Literal["all", "end", "nothing"] = "all"
@@ -121,7 +143,9 @@ class VariableRecord:
     @property
     def content(self) -> str:
         """The text that references to the complete variable stand for: of a reply the prose."""
-        return read_reply(self.text).text if self._is_reply else self.text
+        if self._content is None:
+            self._content = read_reply(self.text).text if self._is_reply else self.text
+        return self._content
 
     def extend(self, delta: str) -> None:
         """Appends text."""
@@ -215,6 +239,7 @@ class StateRecord(Generic[ContextT]):
         self.is_coupled = False  # in a task group with its siblings
         self.is_running = False
         self.is_closing = False
+        self.is_cancelled = False  # and all its forks
         self.scope: anyio.CancelScope | None = None
         self.budgets: tuple[Budget, ...] = () if parent is None else parent.budgets
         self.num_limits = 0
@@ -310,16 +335,22 @@ class GraphExecution(Generic[ContextT]):
             self._root.reach(GRAPH_TICKET)
 
 
-MAX_STATES = 100_000
+MAX_STATES = 10_000
+"""Of a session."""
 # Each limit counts once for each state that it applies to: every op of the state checks it.
 MAX_LIMITS = 100_000
+MAX_LEVELS = 500
+"""The levels of a tree that a failure climbs at once."""
+MAX_STOPPED = 1_000
+"""The states that a cancellation stops at once."""
 MAX_SEALED_BYTES = 16 * 1024 * 1024
 """The memory of all sealed contexts of a session; beyond it the oldest are dropped."""
 
 
 class StateTree(Generic[ContextT]):
     """The states of one session. ``free`` releases a context; ``kick`` starts a state's waiting ops, which
-    run or fail. ``memory`` counts the memory of the states."""
+    run or fail; ``later`` calls a function in another turn of the event loop. ``memory`` counts the memory of
+    the states."""
 
     def __init__(
         self,
@@ -328,11 +359,13 @@ class StateTree(Generic[ContextT]):
         *,
         free: Callable[[ContextT], None],
         kick: Callable[[StateRecord[ContextT]], None],
+        later: Callable[[Callable[[], None]], None],
     ) -> None:
         self._events = events
         self._memory = memory
         self._free_context = free
         self._kick = kick
+        self._later = later
         self._states: dict[int, StateRecord[ContextT]] = {}
         self._budgets: tuple[Budget, ...] = ()
         self._num_limits = 0
@@ -366,6 +399,8 @@ class StateTree(Generic[ContextT]):
         """Adds states that a fork will start. They accept ops from now on."""
         if not children or len(set(children)) != len(children):
             raise ProtocolError("a fork needs one or more new states")
+        if len(children) > MAX_BRANCHES:
+            raise BadArgument(f"a fork has at most {MAX_BRANCHES:,} branches, not {len(children):,}")
         self._check_new(children)
         reservations = [Reservation(self._memory, STATE_BYTES) for _ in children]  # all of them, or none
         return tuple(
@@ -421,8 +456,11 @@ class StateTree(Generic[ContextT]):
                 return
 
     def end(self, state: StateRecord[ContextT], error: AgentflowError) -> None:
-        """Fails the state with ``error``, its task group with it, and so on up the tree."""
-        while state.error is None:
+        """Fails the state with ``error``, its task group with it, and so on up the tree: at most
+        ``MAX_LEVELS`` now, and the others in later turns of the event loop."""
+        for _ in range(MAX_LEVELS):
+            if state.error is not None:
+                return
             self.stop(state, error)
             if not state.is_coupled or isinstance(error, Cancelled):
                 return
@@ -435,14 +473,24 @@ class StateTree(Generic[ContextT]):
                 self.cancel(sibling, cancelled)
             state = state.parent
             error = derived_error(f"branch {index} of a fork failed", error, state)
+        self._later(partial(self.end, state, error))
 
     def cancel(self, state: StateRecord[ContextT], error: Cancelled) -> None:
-        """Stops the state and all its forks."""
-        pending = [state]
-        while pending:  # a chain of forks may be deeper than Python's stack
+        """Stops the state and all its forks: at most ``MAX_STOPPED`` now, and the others in later turns of
+        the event loop."""
+        self._cancel_all([state], error)
+
+    def _cancel_all(self, pending: list[StateRecord[ContextT]], error: Cancelled) -> None:
+        for _ in range(MAX_STOPPED):
+            if not pending:
+                return
             state = pending.pop()
-            pending += state.children.values()
-            self.stop(state, error)
+            if not state.is_cancelled:  # with its forks: each level of a failure cancels what is below it
+                state.is_cancelled = True
+                pending += state.children.values()
+                self.stop(state, error)
+        if pending:
+            self._later(partial(self._cancel_all, pending, error))
 
     def stop(self, state: StateRecord[ContextT], error: AgentflowError) -> None:
         """Stops the state, so that its waiting ops fail. Has no effect after a failure."""

@@ -10,20 +10,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import itertools
 import sys
 import time
-from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import Callable, Iterator
+from asyncio.subprocess import PIPE
+from collections.abc import Callable, Iterator, Sequence
 
 import anyio
 import msgspec
 from websockets.exceptions import ConnectionClosed
+from websockets.frames import Frame, Opcode
 from websockets.sync.client import connect
 
 from agentflow.engine.machine import collect_garbage_rarely
 from agentflow.protocol import ops
 from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolSpec
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS
+from agentflow.protocol.transform import Transform
 from agentflow.protocol.wire import SESSION_PATH, VERSION, Hello, Ops, encode
 from benchmarks.report import Report, median_of
 
@@ -112,6 +115,86 @@ def frames() -> Iterator[tuple[str, bool, bytes]]:
             yield f"{name}, {'msgpack' if is_binary else 'JSON'}", is_binary, encode(frame, binary=is_binary)
 
 
+def sequences() -> Iterator[tuple[str, list[ops.Op]]]:
+    """Yields a name and the ops of a session, for each shape."""
+    transforms = tuple([Transform(name) for name in ("upper", "lower") * 8])
+    text = "Ä word of a text. " * 20_000
+    sets: list[ops.Op] = [ops.Open(1), ops.Set(1, 1, "v", (text,))]
+    sets += [ops.Text(1, (ops.Ref(1, transforms),) * 20)] * 10
+    yield "20 references through 16 transforms", [*sets, ops.Await(1, 1)]
+    forks: list[ops.Op] = [ops.Open(1)]
+    for first in range(2, 8_002, 2_000):
+        forks.append(ops.Fork(1, tuple(range(first, first + 2_000))))
+    yield "8,000 branches", [*forks, ops.Await(1, 1)]
+    yield "8,000 branches cancelled", [*forks, ops.Cancel(1)]
+    chain: list[ops.Op] = [ops.Open(1)]
+    for state in range(1, 3_000):
+        chain += [ops.Fork(state, (state + 1,)), ops.TaskGroup(state, (state + 1,))]
+    yield "a chain of 3,000 task groups that fails", [*chain, ops.Text(3_000, (ops.Ref(99),))]
+
+
+def put_ops(port: int, sent: Sequence[ops.Op]) -> str:
+    """Sends ops, and returns the number of frames until the root has reached its ticket or failed."""
+    with connect(f"ws://127.0.0.1:{port}{SESSION_PATH}", max_size=None) as socket:
+        socket.send(encode(Hello(VERSION), binary=True))
+        socket.recv()
+        for first in range(0, len(sent), 500):
+            socket.send(encode(Ops(first + 1, tuple(sent[first : first + 500])), binary=True))
+        for number in itertools.count(1):
+            try:
+                received = msgspec.msgpack.decode(bytes(socket.recv()))  # type: ignore[arg-type]
+            except ConnectionClosed:
+                return "closed"
+            events = received.get("events", ())
+            if any(event.get("state") == 1 or event.get("op") == "refused" for event in events):
+                return f"{number} frames"
+    return ""
+
+
+def put_pongs(port: int) -> str:
+    """Eight websockets with 256 KB of frames without data each."""
+    with contextlib.ExitStack() as stack:
+        sockets = [
+            stack.enter_context(connect(f"ws://127.0.0.1:{port}{SESSION_PATH}", max_size=None))
+            for _ in range(8)
+        ]
+        for one in sockets:
+            one.send(encode(Hello(VERSION), binary=True))
+            one.recv()
+        pong = Frame(Opcode.PONG, b"").serialize(mask=True)
+        for one in sockets:
+            one.socket.sendall(pong * (256_000 // len(pong)))
+        for one in sockets:
+            one.send(encode(Ops(1, (ops.Open(1), ops.Await(1, 1))), binary=True))
+        for one in sockets:
+            one.recv()
+    return "answered"
+
+
+def delete_item(port: int) -> str:
+    """An item of a conversation of the largest size."""
+    item = {"type": "message", "role": "user", "content": "word, " * 20_000}
+    body = msgspec.json.encode({"items": [item] * 20})
+    headers = {"content-type": "application/json"}
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=100)
+
+    def asked(method: str, path: str, data: bytes | None = None) -> dict[str, str]:
+        connection.request(method, path, data, headers)
+        answer: dict[str, str] = msgspec.json.decode(connection.getresponse().read())
+        return answer
+
+    try:
+        place = f"/v1/conversations/{asked('POST', '/v1/conversations', b'{}')['id']}/items"
+        for _ in range(24):
+            last = asked("POST", place, body)["last_id"]
+        connection.request("DELETE", f"{place}/{last}")
+        answer = connection.getresponse()
+        answer.read()
+        return str(answer.status)
+    finally:
+        connection.close()
+
+
 def put_body(port: int, path: str, body: bytes) -> str:
     """The status."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=100)
@@ -157,6 +240,10 @@ def send_all(port: int) -> None:
         report(name, lambda path=path, body=body: put_body(port, path, body))  # type: ignore[misc]
     for name, is_binary, frame in frames():
         report(name, lambda b=is_binary, frame=frame: put_frame(port, b, frame))  # type: ignore[misc]
+    for name, sent in sequences():
+        report(name, lambda sent=sent: put_ops(port, sent))  # type: ignore[misc]
+    report("frames without data, eight websockets", lambda: put_pongs(port))
+    report("an item of a long conversation deleted", lambda: delete_item(port))
 
 
 class LoopWatch:
@@ -180,7 +267,7 @@ async def measure_stalls(report: Report, port: int) -> None:
         *(sys.executable, "-m", "benchmarks.server.stalls", str(port)),
         stdin=PIPE,
         stdout=PIPE,
-        stderr=DEVNULL,
+        stderr=None,
     )
     assert client.stdin is not None
     assert client.stdout is not None

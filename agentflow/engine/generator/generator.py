@@ -60,6 +60,7 @@ from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.events import Capabilities, Stats, Usage
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.generator import Embedded, EmbeddingOptions, Generated, OnText, Scored, StateHint
+from agentflow.runtime.turns import Turn
 
 ResultT = TypeVar("ResultT")
 ArgTs = TypeVarTuple("ArgTs")
@@ -467,7 +468,17 @@ class EngineGenerator:
         if self._use_hints and ahead and count > 1:
             self._compute_ahead(context)
         group = self._new_number() if count > 1 else 0
-        return [self._forked(context, group) for _ in range(count)]
+        forked: list[EngineContext] = []
+        turn = Turn()
+        try:
+            for _ in range(count):
+                forked.append(self._forked(context, group))
+                await turn.pause()
+        except BaseException:
+            for one in forked:
+                self.free(one)
+            raise
+        return forked
 
     def hint(self, context: EngineContext, hint: StateHint) -> None:
         """Goes with the state's next requests. A fork that is announced has its prefix computed now."""

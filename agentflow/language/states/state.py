@@ -36,7 +36,7 @@ from agentflow.language.typed.replies import Message
 from agentflow.language.typed.tools import ToolCall
 from agentflow.language.typed.values import TEXT, ValueType
 from agentflow.protocol import ops
-from agentflow.protocol.ops import Objective, ReadWhat, Role
+from agentflow.protocol.ops import MAX_BRANCHES, Objective, ReadWhat, Role
 from agentflow.protocol.sampling import is_whole
 from agentflow.runtime.limits import limit_op
 
@@ -294,6 +294,11 @@ class State(ShownState):
         self._node.check_appendable()
         if not is_whole(count, 1, math.inf):
             raise BadArgument(f"fork({count!r}): say how many branches, 1 or more")
+        if count > MAX_BRANCHES:
+            raise BadArgument(
+                f"fork({count}): a fork has at most {MAX_BRANCHES:,} branches; flow.map runs a program for "
+                "any number of inputs"
+            )
         return Branches(self, [State(node) for node in self._node.fork(count)])
 
     def copy(self) -> State:

@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+import weakref
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from typing import Any, ClassVar
 
 import httptools
-from uvicorn._types import ASGISendEvent
+from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import CloseCode, Frame
 
 # Of one request: its headers with their names, and the trailers of a chunked body.
 MAX_HEADER_BYTES = 65_536
@@ -34,6 +36,11 @@ MAX_URL_BYTES = 16_384
 PIECE_BYTES = 16_384
 # A client that reads nothing is disconnected after this time, or at most twice as long.
 WRITE_WATCH_S = 10.0
+# Of a websocket: 200 frames without data take a millisecond, and larger frames take less.
+WEBSOCKET_PIECE_BYTES = 1_024
+TURN_S = 0.003
+# The frames of one message. Clients divide a message into few frames, or send it as it is generated.
+MAX_FRAGMENTS = 16_384
 # After a rejection, data are read and dropped for this time: closing with unread data resets the connection,
 # and the client may then not receive the answer.
 LINGER_S = 2.0
@@ -252,10 +259,38 @@ class TimedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
+class _Turns:
+    """Divides the event loop among the websockets that have data to parse: one of them in each iteration."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: dict[TimedWebSocketProtocol, None] = {}  # a dict: an ordered set
+
+    def add(self, protocol: TimedWebSocketProtocol) -> None:
+        """Gives the websocket a turn, after those that wait already."""
+        if not self._waiting:
+            self._loop.call_soon(self._run)
+        self._waiting[protocol] = None
+
+    def _run(self) -> None:
+        protocol = next(iter(self._waiting))
+        del self._waiting[protocol]
+        if self._waiting:
+            self._loop.call_soon(self._run)
+        protocol.parse_turn()
+
+
+_TURNS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = weakref.WeakKeyDictionary()
+
+
 class TimedWebSocketProtocol(WebSocketsSansIOProtocol):
     """Answers every handshake, also one that the ``websockets`` library rejects without an answer (more than
     128 headers, a line of more than 8 KB, an invalid request). Closes the connection if the application does
-    not answer the handshake within ``handshake_timeout_s``."""
+    not answer the handshake within ``handshake_timeout_s``.
+
+    Parses what a client sends in turns, and not while the client does not read, or the application has
+    messages: pings are answered at once, and frames without data take long.
+    """
 
     def __init__(
         self, *args: Any, on_lost: Callable[[], None], handshake_timeout_s: float, **kwargs: Any
@@ -263,6 +298,8 @@ class TimedWebSocketProtocol(WebSocketsSansIOProtocol):
         super().__init__(*args, **kwargs)
         self._on_lost = on_lost
         self._handshake_timeout_s = handshake_timeout_s
+        self._unparsed = bytearray()
+        self._turns = _TURNS.setdefault(self.loop, _Turns(self.loop))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -273,10 +310,56 @@ class TimedWebSocketProtocol(WebSocketsSansIOProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.cancel()
         self._watch.stop()
+        self._unparsed.clear()
         super().connection_lost(exc)
         self._on_lost()
 
     def data_received(self, data: bytes) -> None:
+        if not self.handshake_initiated or (len(data) <= WEBSOCKET_PIECE_BYTES and not self._unparsed):
+            self._parse(data)
+            return
+        self._unparsed += data
+        self._wait_for_turn()
+
+    def parse_turn(self) -> None:
+        """Parses data that wait for about ``TURN_S``, while the client and the application read."""
+        end = self.loop.time() + TURN_S
+        while self._unparsed and not self.read_paused and self.writable.is_set():
+            piece = bytes(self._unparsed[:WEBSOCKET_PIECE_BYTES])
+            del self._unparsed[:WEBSOCKET_PIECE_BYTES]
+            self._parse(piece)
+            if self.transport.is_closing():
+                self._unparsed.clear()
+                return
+            if self._unparsed and self.loop.time() > end:
+                self._turns.add(self)
+                return
+        # Otherwise ``receive`` or ``resume_writing`` goes on.
+        if not self._unparsed and not self.read_paused:
+            self.transport.resume_reading()
+
+    async def receive(self) -> ASGIReceiveEvent:
+        message = await super().receive()
+        if self._unparsed and not self.read_paused:  # it has resumed reading
+            self._wait_for_turn()
+        return message
+
+    def _wait_for_turn(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.pause_reading()
+            self._turns.add(self)
+
+    def handle_cont(self, event: Frame) -> None:
+        if len(self.frames) < MAX_FRAGMENTS:
+            super().handle_cont(event)
+            return
+        self.frames.clear()
+        self.conn.fail(CloseCode.MESSAGE_TOO_BIG, "a message has too many frames")
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        self.transport.close()
+
+    def _parse(self, data: bytes) -> None:
         super().data_received(data)
         # The first data are the complete headers, so a handshake that has not begun now is invalid.
         if not self.handshake_initiated and not self.transport.is_closing():
@@ -287,6 +370,8 @@ class TimedWebSocketProtocol(WebSocketsSansIOProtocol):
     def resume_writing(self) -> None:
         self._watch.reset()
         super().resume_writing()
+        if self._unparsed:
+            self._turns.add(self)
 
     async def send(self, message: ASGISendEvent) -> None:
         await super().send(message)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -16,7 +15,6 @@ from types import MappingProxyType
 from typing import Any, Generic
 
 import anyio
-import anyio.lowlevel
 import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
@@ -34,14 +32,10 @@ from agentflow.runtime.generator import ContextT, Embedder, Generator
 from agentflow.runtime.interpreter import Interpreter
 from agentflow.runtime.limits import MemoryBudget, TenantMemory, part_of
 from agentflow.runtime.task_group import open_task_group
+from agentflow.runtime.turns import Turn
 from agentflow.server.config.limits import ServerLimits
 
 logger = logging.getLogger(__name__)
-
-# A frame may have many small ops, and an op may concern many states. Other tasks run after this many ops, or
-# after this time.
-OPS_PER_TURN = 256
-TURN_S = 0.005
 
 
 IsValid = Callable[[], bool]
@@ -87,14 +81,12 @@ class ServedSession(Generic[ContextT]):
                 f"expected ops from number {self.num_taken + 1} on, received a frame whose first op has "
                 f"number {frame.first}"
             )
-        turn_began_s = time.perf_counter()
+        turn = Turn()
         for number, data in enumerate(frame.ops, frame.first):
             if number > self.num_taken:
                 self.interpreter.submit(read(data))
                 self.num_taken = number
-                if number % OPS_PER_TURN == 0 or time.perf_counter() - turn_began_s > TURN_S:
-                    await anyio.lowlevel.checkpoint()
-                    turn_began_s = time.perf_counter()
+                await turn.pause()
 
     async def hand_over(self, holder: anyio.CancelScope) -> None:
         """Transfers the session to ``holder``. The previous holder is cancelled first: a client may reconnect

@@ -9,18 +9,16 @@ from support.asgi_peer import bench, check_still_served, connected
 from support.session_peer import gen
 
 from agentflow.protocol import ops
+from agentflow.runtime import turns as turns_module
 from agentflow.runtime.state_tree import MAX_LIMITS
-from agentflow.server.websocket import sessions as sessions_module
-from agentflow.server.websocket.sessions import OPS_PER_TURN
 
 pytestmark = pytest.mark.anyio
 
 
 async def test_ops_that_take_long_let_others_run_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look at the clock is a second later: a frame of few ops is taken in as many turns."""
-    seconds = count()
-    monkeypatch.setattr(sessions_module.time, "perf_counter", lambda: float(next(seconds)))
-    num_ops = OPS_PER_TURN // 2
+    """Each turn is over at once: a frame of few ops is taken in as many turns."""
+    monkeypatch.setattr(turns_module, "TURN_S", -1.0)
+    num_ops = 128
     async with bench() as server, connected(server, binary=[True, True]) as [slow, good]:
         await good.greet()
         welcome = await slow.greet()
