@@ -14,8 +14,7 @@ checks it again before it runs. Checks that need the session's states and variab
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -23,8 +22,9 @@ import msgspec
 
 from agentflow.errors import AgentflowError, BadArgument, NotSupported, ProtocolError
 from agentflow.protocol import ops
-from agentflow.protocol.chat import Conversation, ToolSpec
+from agentflow.protocol.chat import Conversation
 from agentflow.protocol.events import Capabilities
+from agentflow.protocol.sized import sized
 from agentflow.protocol.transform import check_transforms, check_written
 
 ROOT: Final = 1
@@ -34,14 +34,7 @@ GRAPH_TICKET: Final = 1
 MAX_GRAPH_OPS: Final = 10_000
 
 OP_BYTES: Final = 600
-"""Estimated memory of a waiting op, and of a reference in its text."""
-NUMBER_BYTES: Final = 32
-_BIAS_BYTES = 120
-
-
-def texts_bytes(texts: Iterable[str]) -> int:
-    """The memory of the texts."""
-    return sum(map(sys.getsizeof, texts))
+"""The memory of a waiting op beside the op itself."""
 
 
 # Functions of the table's rows, by op.
@@ -59,48 +52,9 @@ def _check_parts(op: ops.Text | ops.Set) -> None:
             check_written(part.transforms)
 
 
-def _parts_bytes(op: ops.Text | ops.Set) -> int:
-    num_bytes = 0
-    for part in op.parts:
-        if isinstance(part, str):
-            num_bytes += sys.getsizeof(part)
-        else:
-            num_bytes += OP_BYTES + texts_bytes(transform.argument for transform in part.transforms)
-    return num_bytes
-
-
 def _parts_label(op: ops.Text | ops.Set, names: Mapping[int, str]) -> str:
     pieces = [part if isinstance(part, str) else f"{{{names[part.var]}}}" for part in op.parts]
     return " ".join("".join(pieces).split())
-
-
-def _converse_bytes(op: ops.Converse) -> int:
-    num_bytes = 0
-    for message in op.conversation.messages:
-        num_bytes += OP_BYTES + sys.getsizeof(message.content) + sys.getsizeof(message.reasoning)
-        for call in message.tool_calls:
-            num_bytes += OP_BYTES + texts_bytes((call.id, call.name, call.arguments))
-    return num_bytes + _tools_bytes(op.conversation.tools)
-
-
-def _tools_bytes(tools: Iterable[ToolSpec]) -> int:
-    return sum(
-        OP_BYTES + texts_bytes((tool.name, tool.description)) + _json_bytes(tool.parameters) for tool in tools
-    )
-
-
-def _json_bytes(value: object) -> int:
-    num_bytes = 0
-    level = [value]
-    while level:  # level by level: a value may nest deeper than Python's stack
-        num_bytes += sum(map(sys.getsizeof, level))
-        inner = [
-            (*part, *part.values()) if isinstance(part, dict) else part
-            for part in level
-            if isinstance(part, dict | list)
-        ]
-        level = [part for parts in inner for part in parts]
-    return num_bytes
 
 
 def _check_tools(op: ops.Tools) -> None:
@@ -126,13 +80,6 @@ def _require_gen(op: ops.Gen, capabilities: Capabilities) -> None:
     if op.params.wants_logprobs and not capabilities.logprobs:
         raise NotSupported(f"{capabilities.model} has no log-probabilities: use an engine")
     capabilities.require(op.constraint)
-
-
-def _gen_bytes(op: ops.Gen) -> int:
-    params, constraint = op.params, op.constraint
-    num_bytes = texts_bytes(params.stop) + sys.getsizeof(params.stop_regex)
-    num_bytes += _BIAS_BYTES * len(params.logit_bias) + NUMBER_BYTES * len(params.stop_token_ids)
-    return num_bytes + (0 if constraint is None else texts_bytes(constraint.texts()))
 
 
 def _require_roles(op: ops.Begin | ops.End, capabilities: Capabilities) -> None:
@@ -166,9 +113,8 @@ class OpSpec:
     ``outcome``: what a variable that the op declares has not been, where the op did not run.
 
     ``check`` raises ``BadArgument`` for a wrong value. ``require`` raises ``NotSupported`` where the backend
-    cannot run the op. ``num_bytes``: its memory beyond ``OP_BYTES``. ``label``: its text in a drawing of a
-    graph, given the names of variables; an op without one is not drawn. ``box``: the marks of its Mermaid
-    node."""
+    cannot run the op. ``label``: its text in a drawing of a graph, given the names of variables; an op
+    without one is not drawn. ``box``: the marks of its Mermaid node."""
 
     is_content: bool = False
     is_numbered: bool = False
@@ -178,7 +124,6 @@ class OpSpec:
     outcome: str = "set"
     check: Callable[[Any], None] = field(default=lambda op: None)
     require: Callable[[Any, Capabilities], None] = field(default=lambda op, capabilities: None)
-    num_bytes: Callable[[Any], int] = field(default=lambda op: 0)
     label: Callable[[Any, Mapping[int, str]], str] = field(default=lambda op, names: "")
     box: tuple[str, str] = ("[", "]")
 
@@ -188,28 +133,24 @@ _step = functools.partial(OpSpec, is_content=True, is_numbered=True, in_graph=Tr
 OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
     ops.Open: OpSpec(is_content=True, opens="state", check=_check_open),
     ops.Submit: OpSpec(is_content=True, opens="state"),
-    ops.Text: _step(check=_check_parts, num_bytes=_parts_bytes, label=_parts_label),
+    ops.Text: _step(check=_check_parts, label=_parts_label),
     ops.Image: _step(
         require=lambda op, capabilities: capabilities.require_images(),
-        num_bytes=lambda op: len(op.source),
         label=lambda op, names: "image",
     ),
     ops.Converse: _step(
         check=lambda op: op.conversation.check(),
         require=lambda op, capabilities: capabilities.require_conversations(),
-        num_bytes=_converse_bytes,
         label=lambda op, names: f"conversation of {len(op.conversation.messages)} messages",
     ),
     ops.Tools: _step(
         check=_check_tools,
         require=lambda op, capabilities: capabilities.require_conversations(),
-        num_bytes=lambda op: _tools_bytes(op.tools),
         label=lambda op, names: f"tools {', '.join([tool.name for tool in op.tools])}",
     ),
     ops.Begin: _step(
         check=_check_begin,
         require=_require_roles,
-        num_bytes=lambda op: sys.getsizeof(op.tool_call_id) + sys.getsizeof(op.name),
         label=lambda op, names: f"{op.role}:",
     ),
     ops.End: _step(is_instant=True, require=_require_roles),
@@ -217,7 +158,6 @@ OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
         outcome="generated",
         check=_check_gen,
         require=_require_gen,
-        num_bytes=_gen_bytes,
         label=lambda op, names: f"gen {op.name}",
         box=("([", "])"),
     ),
@@ -225,13 +165,11 @@ OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
         outcome="generated",
         check=_check_select,
         require=_require_select,
-        num_bytes=lambda op: texts_bytes(op.choices),
         label=lambda op, names: f"select {op.name}: {' | '.join(op.choices)}",
         box=("{{", "}}"),
     ),
     ops.Set: _step(
         check=_check_parts,
-        num_bytes=_parts_bytes,
         label=lambda op, names: f"{op.name} = {_parts_label(op, names)}",
     ),
     ops.Read: _step(outcome="read", require=_require_read),
@@ -239,7 +177,6 @@ OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
         outcome="computed",
         check=ops.check_embed,
         require=lambda op, capabilities: capabilities.require_embeddings(op.model),
-        num_bytes=lambda op: texts_bytes((*op.texts, op.prompt or "")),
         label=lambda op, names: f"embed {len(op.texts)} texts",
     ),
     ops.Done: OpSpec(is_content=True, in_graph=True, outcome="reached"),
@@ -249,7 +186,6 @@ OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
     ops.Limit: OpSpec(in_graph=True, check=lambda op: ops.check_limit(op.deadline_s, op.output_tokens)),
     ops.Fork: _step(
         opens="children",
-        num_bytes=lambda op: NUMBER_BYTES * len(op.children),
         label=lambda op, names: f"fork {len(op.children)}",
         box=("{", "}"),
     ),
@@ -316,8 +252,8 @@ def _decoder_of(kind: type) -> msgspec.msgpack.Decoder[Any]:
 
 
 def op_bytes(op: ops.Op) -> int:
-    """The memory of a waiting op, by estimate."""
-    return OP_BYTES + spec_of(op).num_bytes(op)
+    """The memory of a waiting op."""
+    return OP_BYTES + sized(op)
 
 
 # The numbers in an op.

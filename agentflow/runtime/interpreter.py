@@ -132,9 +132,17 @@ class Interpreter(Generic[ContextT]):
             self._reject(op)
             return
         try:
+            self._check_not_in_graph(op)
             self._accept(op)
         except AgentflowError as error:
             self._reject(rejected(op, error))
+
+    def _check_not_in_graph(self, op: ops.Op) -> None:
+        """Raises ``ProtocolError`` for an op that would stand in a stream of a submitted graph."""
+        if spec_of(op).is_content and not isinstance(op, ops.Open | ops.Submit):
+            state = self._states.get(getattr(op, "state", 0))
+            if state is not None and state.graph is not None:
+                raise ProtocolError(f"state {state.id} belongs to a graph: nothing can be appended to it")
 
     def _accept(self, op: ops.Op) -> None:
         """Starts or enqueues an op. An error leaves everything unchanged, except for a graph in part."""
@@ -181,10 +189,21 @@ class Interpreter(Generic[ContextT]):
                 state.rewind(ticket)
         self._watch.rewind()
 
+    async def aclose(self) -> None:
+        """``close`` in turns of the event loop."""
+        with anyio.CancelScope(shield=True):
+            turn = Turn()
+            try:
+                while self._states.remove_one():
+                    await turn.pause()
+            finally:
+                self.close()
+
     def close(self) -> None:
         """Frees all contexts. The task group must have ended."""
         try:
-            self._states.clear()
+            while self._states.remove_one():
+                pass
         finally:
             self._variables.clear()
             self._memory.close()
@@ -481,7 +500,7 @@ class _OpExecution(Generic[ContextT]):
                 state.reserve_text("", _num_chars_of(op.tools))
                 await self._generator.offer_tools(context, op.tools, op.choice)
             case ops.Begin():
-                state.reserve_text("", TURN_CHARS)
+                state.reserve_text("", TURN_CHARS + len(op.tool_call_id or "") + len(op.name or ""))
                 self._generator.begin_role(context, op.role, op.tool_call_id, op.name)
             case ops.End():
                 self._generator.end_role(context)
@@ -508,8 +527,11 @@ class _OpExecution(Generic[ContextT]):
         self, state: StateRecord[ContextT], context: ContextT, conversation: Conversation
     ) -> None:
         for message in conversation.messages:
-            called = sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
-            state.reserve_text(message.content, TURN_CHARS + called + len(message.reasoning or ""))
+            texts = [message.reasoning or "", message.tool_call_id or "", message.name or ""]
+            for call in message.tool_calls:
+                texts += [call.id, call.name, call.arguments]
+            num_chars = TURN_CHARS * (1 + len(message.tool_calls)) + sum(map(len, texts))
+            state.reserve_text(message.content, num_chars)
         state.reserve_text("", _num_chars_of(conversation.tools))
         await self._generator.converse(context, conversation)
 

@@ -18,8 +18,8 @@ import msgspec
 from agentflow.errors import BadArgument, BudgetExceeded, DeadlineExceeded, LimitExceeded, Overloaded
 from agentflow.protocol import ops
 from agentflow.protocol.events import Value
-from agentflow.protocol.op_table import NUMBER_BYTES, texts_bytes
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sized import sized
 
 STATE_BYTES = 3_000
 """A state with an empty context."""
@@ -142,17 +142,20 @@ def error_bytes(error: BaseException, text: str = "") -> int:
     return sys.getsizeof(str(error)) + sys.getsizeof(text)
 
 
+_NUMBER_BYTES = 32
+
+
 def value_bytes(value: Value) -> int:
     """The memory of a complete value."""
     num_bytes = sys.getsizeof(value.text)
     if value.reasoning is not None:
         num_bytes += sys.getsizeof(value.reasoning)
     if value.logprobs is not None:
-        num_bytes += NUMBER_BYTES * len(value.logprobs)
+        num_bytes += _NUMBER_BYTES * len(value.logprobs)
     if value.top_logprobs is not None:
         num_bytes += _TOP_TOKEN_BYTES * sum(len(place or ()) for place in value.top_logprobs)
     if value.choices is not None:
-        num_bytes += NUMBER_BYTES * len(value.choices) + texts_bytes(value.choices)
+        num_bytes += sized(value.choices)
     return num_bytes
 
 

@@ -537,11 +537,14 @@ class StateTree(Generic[ContextT]):
             del state.parent.children[state.id]
         state.siblings, state.children = [], {}  # no cycles: it is deleted with its last reference
 
-    def clear(self) -> None:
-        """Removes all states."""
-        for state in self._states.values():
-            self.free(state)
-        self._states.clear()
+    def remove_one(self) -> bool:
+        """Removes a state, whatever refers to it. False if there is none."""
+        if not self._states:
+            return False
+        _, state = self._states.popitem()
+        self.free(state)
+        state.parent, state.siblings, state.children = None, [], {}  # it is deleted now, not with all others
+        return True
 
     def _add(
         self, state_id: int, parent: StateRecord[ContextT] | None, reservation: Reservation

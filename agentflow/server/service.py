@@ -85,11 +85,12 @@ class Service:
             raise not_ready()
 
     async def reload_tenants(self) -> None:
-        """Reads the keys file again and ends the sessions of revoked keys. ``BadArgument`` if the file is
-        invalid; then nothing changes."""
+        """Reads the keys file again, and ends the sessions and background responses of revoked keys.
+        ``BadArgument`` if the file is invalid; then nothing changes."""
         await anyio.to_thread.run_sync(self.tenants.reload)
         self.models.keep_tenants(self.tenants)
         self.sessions.end_revoked()
+        self.background.end_revoked()
 
     async def drain(self, drain_s: float) -> bool:
         """Rejects new requests and waits until all others have ended. False if that takes longer than

@@ -24,6 +24,7 @@ from agentflow.protocol.events import (
     ErrorInfo,
     Event,
     Reached,
+    StateFailed,
     StatsReply,
     Value,
     VarFailed,
@@ -583,3 +584,17 @@ async def test_messages_of_consequent_failures_are_short(downwards):
         messages = [str(state.error) for state in at.interpreter._states]
         messages += [error.message for error in failed.values()]
         assert max(map(len, messages)) <= MAX_MESSAGE_CHARS + 3
+
+
+@pytest.mark.parametrize(
+    "op", [ops.Text(20, ("more",)), ops.Text(21, ("more",)), ops.Fork(20, (50,)), ops.Seal(20)], ids=repr
+)
+async def test_f29d_nothing_is_appended_to_the_states_of_a_graph(op: ops.Op) -> None:
+    graph = ops.Submit(20, (ops.Open(1), ops.Fork(1, (2,)), gen(1, 3), gen(2, 4)), outputs=(3, 4))
+    for extra, is_allowed in (((op,), False), ((ops.Limit(20, output_tokens=1_000), ops.Await(20, 5)), True)):
+        async with bench(ScriptedGenerator("x")) as at:
+            at.submit(graph, *extra)
+            await settle()
+            events = at.listen()
+        failed = [event for event in events if isinstance(event, StateFailed | VarFailed)]
+        assert (not failed) == is_allowed

@@ -17,6 +17,7 @@ from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.errors import Overloaded
 from agentflow.protocol import ops
+from agentflow.protocol.chat import CalledTool, Conversation, Message
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import ErrorInfo
 from agentflow.protocol.sampling import SamplingParams
@@ -169,6 +170,31 @@ def empty_turns() -> Ops:
     yield ops.Await(1, 1)
 
 
+def long_call_ids() -> Ops:
+    """Kept in the contexts: ids and names of the calls that tool turns answer, and of messages."""
+    yield ops.Open(1)
+    for number in MANY:
+        yield ops.Begin(1, "tool", LONG + str(number), f"{number}{LONG}")
+        yield ops.End(1)
+    calls = tuple([CalledTool(f"{number}.{LONG}", "f", "{}") for number in MANY])
+    answers = [Message("tool", "", tool_call_id=call.id, name=call.id[1:]) for call in calls]
+    yield ops.Open(2)
+    yield ops.Converse(
+        2, Conversation((Message("user", ""), Message("assistant", "", tool_calls=calls), *answers))
+    )
+    yield ops.Await(1, 1)
+
+
+def long_numbers() -> Ops:
+    """Ops without text."""
+    yield from waiting_for_ever()
+    yield ops.Text(2, (ops.Ref(2),))
+    for var in MANY:
+        yield ops.Read(2, var, LONG + str(var), "text")
+        yield ops.TaskGroup(2, ())
+    yield ops.Await(1, 1)
+
+
 HONEST = [many_states, long_texts, forks, values, waiting_ops]
 HOSTILE = [
     values_that_waiting_ops_keep,
@@ -179,6 +205,8 @@ HOSTILE = [
     told_errors,
     long_parameters,
     empty_turns,
+    long_call_ids,
+    long_numbers,
 ]
 
 

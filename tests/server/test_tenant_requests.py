@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import anyio
 import pytest
@@ -197,6 +198,22 @@ async def test_of_the_sessions_too():
     async with open_sessions(ServerLimits(max_sessions=4)) as sessions:
         for _ in range(4):  # without keys there is only one tenant
             await sessions.open(generator, anyio.CancelScope())
+
+
+@pytest.mark.parametrize(("tenant", "most"), [("one", 2), ("", 4)])
+async def test_f29b_sessions_that_open_at_the_same_time_count(tenant: str, most: int):
+    generator = HangingGenerator()
+    opened: list[object] = []
+
+    async def open_one(sessions: Any) -> None:
+        with suppress(Overloaded):
+            opened.append(await sessions.open(generator, anyio.CancelScope(), tenant=tenant))
+
+    async with open_sessions(ServerLimits(max_sessions=4)) as sessions:
+        async with anyio.create_task_group() as group:
+            for _ in range(10):
+                group.start_soon(open_one, sessions)
+        assert len(opened) == len(sessions) == most
 
 
 async def test_answers_are_let_in_together_or_not_at_all():

@@ -38,6 +38,7 @@ from agentflow.server.http.errors import MAX_PARAM_CHARS, ApiError, api_error_of
 from agentflow.server.http.events import EventStream
 from agentflow.server.log import LoggedBody, RequestRecord, log_request, logged_path
 from agentflow.server.service import Service
+from agentflow.server.tenants.keys import key_of_headers
 from agentflow.server.tenants.rate_limit import BYTES_PER_TOKEN, LimitState
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,10 @@ class ApiCall:
     def trace(self) -> str:
         """The client's ``traceparent``, or an empty string."""
         return self.headers.get("traceparent", "")[:MAX_TRACE_CHARS]
+
+    def has_valid_key(self) -> bool:
+        """Whether the API key of the request still identifies its tenant."""
+        return self.service.tenants.still_names(key_of_headers(self.headers), self.tenant)
 
     @property
     def query(self) -> QueryParams:

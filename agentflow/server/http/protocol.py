@@ -108,6 +108,7 @@ class TimedHttpProtocol(HttpToolsProtocol):
         self._has_progressed = False  # the parser made a callback for the current piece
         self._num_headers = 0
         self._num_header_bytes = 0
+        self._num_hosts = 0
         self._num_pending_bytes = 0  # parsed since the last callback
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -157,7 +158,7 @@ class TimedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._has_progressed = self._is_in_headers = True
-        self._num_headers = self._num_header_bytes = 0
+        self._num_headers = self._num_header_bytes = self._num_hosts = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -174,11 +175,16 @@ class TimedHttpProtocol(HttpToolsProtocol):
             raise _Unreadable(431, f"There are more than {MAX_HEADERS} headers.")
         if self._num_header_bytes > MAX_HEADER_BYTES:
             raise _Unreadable(431, f"The headers have more than {MAX_HEADER_BYTES} bytes.")
+        self._num_hosts += self._is_in_headers and name.lower() == b"host"
+        if self._num_hosts > 1:  # a proxy and the server could each read another one (RFC 9112, section 3.2)
+            raise _Unreadable(400, "There is more than one Host header.")
         if self._is_in_headers:  # trailers come while the application has the request, and are dropped
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._has_progressed, self._is_in_headers = True, False
+        if not self._num_hosts and self.parser.get_http_version() == "1.1":
+            raise _Unreadable(400, "The Host header is missing.")
         cycle = self.cycle
         super().on_headers_complete()
         if self.cycle is not cycle:  # a websocket has none

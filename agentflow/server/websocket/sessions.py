@@ -137,6 +137,7 @@ class Sessions(Generic[ContextT]):
     def __init__(self, limits: ServerLimits, tasks: TaskGroup) -> None:
         self.limits = limits
         self._num_connections_of: Counter[str] = Counter()
+        self._num_opening: Counter[str] = Counter()  # sessions whose tasks have not begun
         self._memory = TenantMemory(
             limits.sessions_bytes, "all sessions together may hold", "close some, or try again later"
         )
@@ -193,19 +194,26 @@ class Sessions(Generic[ContextT]):
     ) -> ServedSession[ContextT]:
         """Opens a session. ``embedders``: as of the interpreter. ``Overloaded`` if there are too many, or the
         tenant has too many."""
-        if len(self._sessions) >= self.limits.max_sessions:
+        if len(self._sessions) + self._num_opening.total() >= self.limits.max_sessions:
             raise Overloaded(
                 f"the server has {self.limits.max_sessions} open sessions, which is its limit: "
                 "try again later"
             )
         most = part_of(self.limits.max_sessions, tenant)
-        if sum(session.tenant == tenant for session in self._sessions.values()) >= most:
+        num_open = sum([session.tenant == tenant for session in self._sessions.values()])
+        if num_open + self._num_opening[tenant] >= most:
             raise Overloaded(
                 f"this tenant has {most} open sessions, which is the limit for one: try again later"
             )
-        session: ServedSession[ContextT] = await self._tasks.start(
-            self._run, generator, embedders, holder, tenant, is_valid
-        )
+        self._num_opening[tenant] += 1
+        try:
+            session: ServedSession[ContextT] = await self._tasks.start(
+                self._run, generator, embedders, holder, tenant, is_valid
+            )
+        finally:
+            self._num_opening[tenant] -= 1
+            if not self._num_opening[tenant]:
+                del self._num_opening[tenant]
         return session
 
     async def resume(
@@ -269,13 +277,13 @@ class Sessions(Generic[ContextT]):
                 session.end(failure)
         finally:
             if session is not None:
-                self._remove(session)
+                await self._remove(session)
 
-    def _remove(self, session: ServedSession[ContextT]) -> None:
+    async def _remove(self, session: ServedSession[ContextT]) -> None:
         del self._sessions[session.id]
         session.dismiss_holder()
         try:
-            session.interpreter.close()
+            await session.interpreter.aclose()
         except Exception:
             logger.exception("not all contexts of a session could be freed")
         self._one_removed.set()

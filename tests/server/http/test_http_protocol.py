@@ -283,3 +283,28 @@ async def test_a_connection_serves_one_request_after_the_other() -> None:
 
 def _port(server: RunningServer) -> int:
     return int(server.url.rpartition(":")[2])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health/live HTTP/1.1\r\nHost: here\r\nHost: there\r\n\r\n",
+        b"GET /health/live HTTP/1.1\r\nHost: here\r\nhost: here\r\n\r\n",
+        b"GET /health/live HTTP/1.1\r\nAccept: */*\r\n\r\n",
+        HANDSHAKE + b"Host: there\r\n\r\n",
+    ],
+)
+async def test_f29a_a_request_has_one_host(head: bytes) -> None:
+    async with (
+        running_server(one_model(open_generator)) as server,
+        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
+    ):
+        await stream.send(head)
+        assert (await _until_end(stream)).startswith(b"HTTP/1.1 400 ")
+    async with (
+        running_server(one_model(open_generator)) as server,
+        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
+    ):
+        await stream.send(b"GET /health/live HTTP/1.0\r\n\r\n")  # which may have none
+        assert b" 200 " in (await _until_end(stream))[:30]

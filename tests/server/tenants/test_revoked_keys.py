@@ -9,8 +9,9 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
+import httpx2
 import pytest
-from support.api_server import ApiServer, api_server
+from support.api_server import MODEL, ApiServer, api_server
 from support.session_errors import HELLO, Session, gen, session, text
 from support.session_peer import Listener
 
@@ -139,3 +140,22 @@ def test_a_session_without_a_websocket_ends_too(keyed: KeyedServer) -> None:
         ann.socket.socket.close()
     keyed.allow(bob=["bob-1"])
     keyed.server.call(keyed.server.service.sessions.wait_until_empty)
+
+
+def test_f29c_background_responses_of_a_revoked_key_are_cancelled(keyed: KeyedServer) -> None:
+    server = keyed.server
+    server.call(server.engine.gate.allow, 0)
+    fields = {"model": MODEL, "input": "Why?", "background": True, "max_output_tokens": 4}
+    ids = {}
+    for key in ("ann-1", "ann-2"):
+        headers = {"authorization": f"Bearer {key}"}
+        answer = httpx2.post(f"{server.url}/v1/responses", json=fields, headers=headers)
+        ids[key] = answer.json()["id"]
+    keyed.allow(ann=["ann-2"])
+    server.wait_until(lambda: server.service.background.find("ann", ids["ann-1"]) is None)
+    assert server.service.background.find("ann", ids["ann-2"]) is not None
+    found = server.service.responses.find("ann", ids["ann-1"])
+    assert found is not None
+    assert b'"status":"cancelled"' in found.body
+    server.call(server.engine.gate.open)
+    server.wait_until(lambda: server.service.background.find("ann", ids["ann-2"]) is None)

@@ -79,7 +79,8 @@ class EventLog:
 
 class BackgroundRun:
     """A response that runs. ``memory``: of what it keeps until it ends. ``shown``: returns the response so
-    far, as JSON. ``input_items``: of its turn. ``events``: those of a response that is streamed."""
+    far, as JSON. ``input_items``: of its turn. ``events``: those of a response that is streamed.
+    ``is_valid``: whether the API key of its request still identifies the tenant."""
 
     def __init__(
         self,
@@ -89,7 +90,9 @@ class BackgroundRun:
         shown: Callable[[], bytes],
         input_items: Sequence[Item],
         events: EventLog | None,
+        is_valid: Callable[[], bool] = lambda: True,
     ) -> None:
+        self.is_valid = is_valid
         self.id = response_id
         self.tenant = tenant
         self.memory = memory
@@ -115,9 +118,13 @@ class BackgroundRun:
             else:
                 self.memory.reserve(num_bytes)
 
+    def stop(self) -> None:
+        """Cancels the response."""
+        self._scope.cancel()
+
     async def cancel(self) -> None:
         """Cancels the response, and waits until it has ended."""
-        self._scope.cancel()
+        self.stop()
         await self._ended.wait()
 
     async def run(
@@ -170,6 +177,12 @@ class BackgroundRuns:
     def find(self, tenant: str, response_id: str) -> BackgroundRun | None:
         """The tenant's response with this id, while it runs."""
         return self._runs.get((tenant, response_id))
+
+    def end_revoked(self) -> None:
+        """Cancels the responses whose API keys were revoked."""
+        for run in [*self._runs.values()]:
+            if not run.is_valid():
+                run.stop()
 
     async def start(
         self,

@@ -112,6 +112,7 @@ async def _run_in_background(call: ApiCall, turn: _Turn, generator: EngineGenera
         lambda: msgspec.json.encode(writer.answer),
         turn.input_items,
         EventLog() if streams else None,
+        call.has_valid_key,
     )
 
     async def generate(accept: Callable[[], None]) -> None:
