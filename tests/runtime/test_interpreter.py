@@ -592,7 +592,7 @@ async def test_messages_of_consequent_failures_are_short(downwards):
 async def test_f29d_nothing_is_appended_to_the_states_of_a_graph(op: ops.Op) -> None:
     graph = ops.Submit(20, (ops.Open(1), ops.Fork(1, (2,)), gen(1, 3), gen(2, 4)), outputs=(3, 4))
     for extra, is_allowed in (((op,), False), ((ops.Limit(20, output_tokens=1_000), ops.Await(20, 5)), True)):
-        async with bench(ScriptedGenerator("x")) as at:
+        async with bench(ScriptedGenerator(["x", "y"])) as at:
             at.submit(graph, *extra)
             await settle()
             events = at.listen()
