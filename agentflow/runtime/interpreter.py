@@ -139,7 +139,7 @@ class Interpreter(Generic[ContextT]):
 
     def _check_not_in_graph(self, op: ops.Op) -> None:
         """Raises ``ProtocolError`` for an op that would stand in a stream of a submitted graph."""
-        if spec_of(op).is_content and not isinstance(op, ops.Open | ops.Submit):
+        if spec_of(op).in_graph and not isinstance(op, ops.Open | ops.Limit):
             state = self._states.get(getattr(op, "state", 0))
             if state is not None and state.graph is not None:
                 raise ProtocolError(f"state {state.id} belongs to a graph: nothing can be appended to it")
