@@ -8,6 +8,7 @@ delivers the backend's events to them. ``Session`` opens and closes it. A trace 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
 from contextvars import ContextVar
@@ -47,6 +48,7 @@ from agentflow.protocol.events import (
     Watched,
 )
 from agentflow.protocol.op_table import check_sendable
+from agentflow.runtime.limits import limit_op
 from agentflow.runtime.task_group import open_task_group
 
 TRACE: ContextVar[Link | None] = ContextVar("trace", default=None)
@@ -106,8 +108,16 @@ class Link:
         self.is_replay = False
         """Whether the backend has the texts that the client provided when the session was recorded."""
         self._watch: LoopWatch | None = None
+        self.deadline = math.inf
+        """When the limits of the session end all states, on the event loop's clock."""
         self.spans: SessionSpan | None = None
         self.runs = Runs()
+
+    def limit(self, deadline_s: float | None, output_tokens: int | None) -> None:
+        """Limits all states, as ``Session.limit``."""
+        self.send([limit_op(0, deadline_s, output_tokens)])
+        if deadline_s is not None:
+            self.deadline = min(self.deadline, anyio.current_time() + deadline_s)
 
     async def open(self, backend: Backend) -> None:
         """Connects to the backend and opens a task group. ``BadArgument`` the second time."""

@@ -64,7 +64,9 @@ class Session(AsyncOnly):
         self._link = Link(secrets.randbits(63) if seed is None else seed)
         self._backend = backend
         has_limit = deadline_s is not None or output_tokens is not None
-        self._limit = limit_op(0, deadline_s, output_tokens) if has_limit else None
+        if has_limit:
+            limit_op(0, deadline_s, output_tokens)  # raises at once for an invalid one
+        self._limit = (deadline_s, output_tokens) if has_limit else None
 
     def _share(self, other: Session) -> None:
         """Becomes another view of a session."""
@@ -78,7 +80,7 @@ class Session(AsyncOnly):
             logger.debug("a session could not be opened", exc_info=error)
             raise error.with_traceback(None) from None
         if self._limit is not None:
-            self._link.send([self._limit])
+            self._link.limit(*self._limit)
         return self
 
     async def __aexit__(
@@ -343,7 +345,7 @@ class Session(AsyncOnly):
 
         >>> flow.limit(output_tokens=100_000)
         """
-        self._link.send([limit_op(0, deadline_s, output_tokens)])
+        self._link.limit(deadline_s, output_tokens)
 
     async def stats(self) -> Stats:
         """The counters of the backend since its start. Raises the error that ended the session, and

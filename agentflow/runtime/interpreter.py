@@ -83,6 +83,8 @@ logger = logging.getLogger(__name__)
 
 # Twice what the frontend lets a program submit without awaiting.
 MAX_PENDING_OPS = 20_000
+OPS_PER_LOOK = 64
+"""Ops of one state that run between two looks at the clock."""
 # Rejected ops have a budget of their own: their states and variables must fail even if memory is exhausted.
 REJECTED_BYTES = 4_000_000
 _NUMBERED = {str(kind.__struct_config__.tag) for kind, spec in OPS.items() if spec.is_numbered}
@@ -300,7 +302,7 @@ class Interpreter(Generic[ContextT]):
         self._tasks.start_soon(run)
 
     async def _run(self, state: StateRecord[ContextT]) -> None:
-        turn = Turn()  # a stream of text ops never waits
+        turn = Turn(OPS_PER_LOOK)  # a stream of text ops never waits
         while state.pending:
             pending = state.pending.popleft()
             if state.error is None:
@@ -412,7 +414,7 @@ class Interpreter(Generic[ContextT]):
             variable.fail(error)
 
     async def _forget(self, state: StateRecord[ContextT]) -> None:
-        turn = Turn()
+        turn = Turn(OPS_PER_LOOK)
         graph, state.graph = state.graph, None
         for one in [state] if graph is None else graph.states:
             if one is not state:  # its ops may still run
@@ -424,7 +426,6 @@ class Interpreter(Generic[ContextT]):
                 if self._variables.get(variable.id) is variable:
                     del self._variables[variable.id]
                 await turn.pause()
-            await turn.pause()
 
     def _start_graph(self, op: ops.Submit) -> None:
         """Enqueues all ops of a graph before the first one runs. If one is rejected, none runs."""

@@ -11,8 +11,10 @@ TURN_S = 0.005
 
 
 class Turn:
-    """Lets the event loop run when a piece of work has taken ``TURN_S``. Each unit between two calls of
-    ``pause`` must be short.
+    """Lets the event loop run when a piece of work has taken ``TURN_S``.
+
+    Args:
+        units: calls of ``pause`` without a look at the clock, for units of work that take microseconds.
 
     >>> turn = Turn()
     >>> for child in children:
@@ -20,18 +22,18 @@ class Turn:
     ...     await turn.pause()
     """
 
-    __slots__ = ("_end",)
+    __slots__ = ("_end", "_num_left", "_units")
 
-    def __init__(self) -> None:
+    def __init__(self, units: int = 1) -> None:
+        self._units = self._num_left = units
         self._end = time.perf_counter() + TURN_S
-
-    @property
-    def is_over(self) -> bool:
-        """Whether ``pause`` would let the event loop run."""
-        return time.perf_counter() > self._end
 
     async def pause(self) -> None:
         """Lets the event loop run if the turn is over, and begins the next one."""
-        if self.is_over:
+        self._num_left -= 1
+        if self._num_left > 0:
+            return
+        self._num_left = self._units
+        if time.perf_counter() > self._end:
             await anyio.lowlevel.checkpoint()
             self._end = time.perf_counter() + TURN_S

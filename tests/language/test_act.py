@@ -513,3 +513,38 @@ async def test_a_graph_cannot_hold_a_loop():
 
     with pytest.raises(af.DataDependent):
         agent.trace()
+
+
+@pytest.mark.parametrize("where", ["state", "session", "parent", "call"])
+async def test_f14a_a_deadline_ends_tools_and_approvals(where: str) -> None:
+    """The state stays a valid conversation as far as it goes, and the tool is cancelled."""
+    ended: list[str] = []
+
+    async def waits() -> str:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            ended.append("waits")
+        return ""
+
+    limits: dict[str, Any] = {"deadline_s": 0.05} if where == "call" else {}
+    backend = af.Scripted({"answer": [call("waits"), "done"]})
+    async with af.session(backend=backend, **limits) as flow, flow.state() as root:
+        s = root
+        if where == "session":
+            flow.limit(deadline_s=0.05)
+        elif where == "parent":
+            s = root.copy()
+            root.limit(deadline_s=0.05)
+        elif where == "state":
+            s.limit(deadline_s=0.05)
+        with anyio.fail_after(20):
+            with pytest.raises(af.DeadlineExceeded):
+                await af.act(s, tools=[waits])
+        assert ended == ["waits"]
+
+
+async def test_f14a_a_deadline_that_is_far_changes_nothing() -> None:
+    async with scripted(call("weather", city="Oslo"), "done") as flow, flow.state() as s:
+        s.limit(deadline_s=1000)
+        assert await af.act(s, tools=[weather]) == "done"

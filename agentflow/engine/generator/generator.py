@@ -469,7 +469,7 @@ class EngineGenerator:
             self._compute_ahead(context)
         group = self._new_number() if count > 1 else 0
         forked: list[EngineContext] = []
-        turn = Turn()
+        turn = Turn(64)
         try:
             for _ in range(count):
                 forked.append(self._forked(context, group))

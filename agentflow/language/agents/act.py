@@ -49,6 +49,7 @@ from agentflow.language.typed.values import value_type
 from agentflow.protocol import ops
 from agentflow.protocol.chat import ToolChoice
 from agentflow.protocol.sampling import is_whole
+from agentflow.runtime.limits import deadline_exceeded
 from agentflow.runtime.task_group import open_task_group
 
 logger = logging.getLogger(__name__)
@@ -193,9 +194,10 @@ def act(
     the reason for denying the call. ``choice``: of the first round, as in ``af.reply``; later ones are free.
     ``parallel``: whether a reply may call several tools. ``options``: as in ``gen``.
 
-    ``LimitExceeded`` if reply ``max_rounds`` still calls tools. These calls are not run, and the state says
-    so. If the loop is cancelled, unfinished calls are cancelled, and the state says so too. Either way the
-    state stays a valid conversation, and the program may continue it.
+    ``DeadlineExceeded`` if the deadline of the state or its session passes, also while tools run: their calls
+    are cancelled. ``LimitExceeded`` if reply ``max_rounds`` still calls tools. These calls are not run, and
+    the state says so. If the loop is cancelled, unfinished calls are cancelled, and the state says so too.
+    Either way the state stays a valid conversation, and the program may continue it.
 
     >>> s += af.user("What do plants do?")
     >>> await af.act(s, tools=[weather], max_rounds=4)
@@ -424,6 +426,11 @@ class _Results:
         """Whether the results come from a recording."""
         return self._node.link.is_replay
 
+    @property
+    def deadline(self) -> float:
+        """When the limits of the state end it."""
+        return self._node.deadline
+
     async def recorded(self, index: int) -> str:
         """The result in the recording. Raises the failure of the recorded state."""
         self._is_given[index] = True
@@ -482,19 +489,22 @@ class _Calls:
                 text = await results.recorded(index)
                 emit(ToolDone(call, text, text.startswith(ERROR)))
             return
-        async with open_task_group() as watching:
-            watching.start_soon(_cancel_after, results.failure, watching.cancel_scope)
-            async with open_task_group() as group:
-                for index, received in enumerate(results.calls):
-                    call, tool, fault = await self._checked(received)
-                    emit(ToolStarted(call))
-                    end = partial(_end, results, index, call, emit)
-                    if tool is None:
-                        end(f"{ERROR}{fault}")
-                    else:
-                        group.start_soon(self._run_one, tool, call, results.span, end)
-            watching.cancel_scope.cancel()
+        with anyio.CancelScope(deadline=results.deadline) as limited:
+            async with open_task_group() as watching:
+                watching.start_soon(_cancel_after, results.failure, watching.cancel_scope)
+                async with open_task_group() as group:
+                    for index, received in enumerate(results.calls):
+                        call, tool, fault = await self._checked(received)
+                        emit(ToolStarted(call))
+                        end = partial(_end, results, index, call, emit)
+                        if tool is None:
+                            end(f"{ERROR}{fault}")
+                        else:
+                            group.start_soon(self._run_one, tool, call, results.span, end)
+                watching.cancel_scope.cancel()
         results.raise_failure()
+        if limited.cancelled_caught:
+            raise deadline_exceeded()
 
     async def _checked(self, received: ToolCall) -> tuple[ToolCall, DescribedTool | None, str]:
         """The call with typed arguments, and its tool; or why it does not run."""

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.chat import ReplySoFar
 from agentflow.protocol.events import ErrorInfo, Value
 from agentflow.protocol.ops import derived_seed, place_of, run_of
+from agentflow.runtime.limits import limit_op
 
 FIRST_MAPPED = 2**52
 """An op number above this names a mapped variable: this plus the variable's number."""
@@ -198,6 +200,24 @@ class StateNode:
         self._writer = SingleWriter()
         self.span: StateSpan | None = None  # under which its gens come
         self.is_hidden = False  # whether it is a detail of how a variable is generated
+        self._deadline: float = math.inf if parent is None else parent._deadline
+
+    @property
+    def deadline(self) -> float:
+        """When the limits of the state and of its session end it, on the event loop's clock."""
+        return min(self._deadline, self.link.deadline)
+
+    def limit(self, deadline_s: float | None, output_tokens: int | None) -> None:
+        """Limits the state and its forks."""
+        self.link.send([limit_op(self.id, deadline_s, output_tokens)])
+        if deadline_s is None or self.link.is_tracing:
+            return
+        deadline = anyio.current_time() + deadline_s
+        pending = [self]
+        while pending:
+            node = pending.pop()
+            node._deadline = min(node._deadline, deadline)
+            pending += node.children
 
     @property
     def shown(self) -> list[VariableNode]:

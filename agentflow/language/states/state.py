@@ -38,7 +38,6 @@ from agentflow.language.typed.values import TEXT, ValueType
 from agentflow.protocol import ops
 from agentflow.protocol.ops import MAX_BRANCHES, Objective, ReadWhat, Role
 from agentflow.protocol.sampling import is_whole
-from agentflow.runtime.limits import limit_op
 
 ValueT = TypeVar("ValueT")
 
@@ -258,7 +257,7 @@ class State(ShownState):
         >>> s.limit(deadline_s=30, output_tokens=1000)
         """
         self._node.check_open()
-        self._node.link.send([limit_op(self._node.id, deadline_s, output_tokens)])
+        self._node.limit(deadline_s, output_tokens)
 
     @overload
     def __getitem__(self, name: GenExpression[ValueT]) -> Variable[ValueT]: ...
