@@ -78,7 +78,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 COPY --from=package /dist /dist
 RUN pip install --no-cache-dir --no-deps --no-index /dist/*.whl
 
-# --- What runs: no compiler, no root, and only the two volumes are written.
+# --- What runs: no compiler (but for CUDA), no root, and only the two volumes are written.
 FROM base AS runtime
 ARG VERSION=
 ARG REVISION=
@@ -103,6 +103,7 @@ ENTRYPOINT ["uvicorn", "--app-dir", "/opt/examples", "--host", "0.0.0.0", "--por
 
 FROM runtime AS server
 ENV AGENTFLOW_CACHE=/var/cache/agentflow \
+    HF_HOME=/var/cache/agentflow/huggingface \
     AGENTFLOW_COMPILED_KERNELS=/opt/kernels \
     AGENTFLOW_SERVE_HOST=0.0.0.0
 COPY --from=package /kernels /opt/kernels
@@ -114,9 +115,15 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=10m \
 ENTRYPOINT ["agentflow"]
 CMD ["serve"]
 
+# Triton compiles its launchers in C when a model is loaded.
 FROM server AS cuda
+USER root
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+USER 10001:10001
 ENV NVIDIA_VISIBLE_DEVICES=all \
-    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    TRITON_CACHE_DIR=/var/cache/agentflow/triton
 COPY --from=cuda-environment /opt/agentflow /opt/agentflow
 
 FROM server AS cpu

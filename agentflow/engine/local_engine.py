@@ -55,7 +55,8 @@ async def open_engine(
         # Sized once, here: after a restart the pool must have the same size.
         kv_tokens = options.kv_tokens or _kv_tokens(options, folder, "cpu")
         chosen = replace(options, model=str(folder), kv_tokens=kv_tokens)
-        start = Start(loader=f"{__name__}:{load_engine.__name__}", options=asdict(chosen))
+        log_level = logging.getLogger("agentflow").getEffectiveLevel()
+        start = Start(f"{__name__}:{load_engine.__name__}", asdict(chosen), log_level)
         opening = supervised_engine(
             start,
             lambda: Tokenizer.from_folder(folder, embeds=options.task == "embed"),

@@ -184,7 +184,15 @@ def _triton_kernels(device: torch.device, is_required: bool) -> Kernels:
             raise ValueError(f"AGENTFLOW_KERNELS is 'triton', but it cannot be imported: {error}") from error
         logger.warning("using the slower torch kernels: triton cannot be imported: %s", error)
         return torch_ops
-    if device.type != "cuda" and not triton_ops.IS_INTERPRETED:
+    if device.type == "cuda":
+        try:
+            triton_ops.check(device)
+        except Exception as error:  # of Triton, its compiler, the C compiler or the driver
+            if is_required:
+                raise ValueError(f"AGENTFLOW_KERNELS is 'triton', but a kernel fails: {error}") from error
+            logger.warning("using the slower torch kernels: a kernel of triton fails: %s", error)
+            return torch_ops
+    elif not triton_ops.IS_INTERPRETED:
         raise ValueError(
             f"AGENTFLOW_KERNELS is 'triton', which is for GPUs, and the device is {device} "
             "(TRITON_INTERPRET=1 runs it on a CPU, for tests)"

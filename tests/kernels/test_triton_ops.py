@@ -272,11 +272,26 @@ def test_f42d_which_kernels_a_device_gets(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(triton_ops, "IS_INTERPRETED", False)
     with pytest.raises(ValueError, match="TRITON_INTERPRET"):
         ops.kernels_for(torch.device("cpu"))
+    triton_ops.check(DEVICE)
     monkeypatch.delenv("AGENTFLOW_KERNELS")
+    monkeypatch.setattr(triton_ops, "check", lambda device: None)
     assert ops.kernels_for(torch.device("cuda")) is triton_ops
-    monkeypatch.delattr("agentflow.kernels.triton_ops")
-    monkeypatch.setitem(sys.modules, "agentflow.kernels.triton_ops", None)
-    assert ops.kernels_for(torch.device("cuda")) is torch_ops  # with a warning
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_f42d_without_them_a_gpu_runs_on_torch_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_missing: bool
+) -> None:
+    def fails(device: torch.device) -> None:
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.delenv("AGENTFLOW_KERNELS", raising=False)
+    monkeypatch.setattr(triton_ops, "check", fails)
+    if is_missing:
+        monkeypatch.delattr("agentflow.kernels.triton_ops")
+        monkeypatch.setitem(sys.modules, "agentflow.kernels.triton_ops", None)
+    assert ops.kernels_for(torch.device("cuda")) is torch_ops
+    assert "slower torch kernels" in caplog.text
     monkeypatch.setenv("AGENTFLOW_KERNELS", "triton")
-    with pytest.raises(ValueError, match="imported"):
+    with pytest.raises(ValueError, match="'triton', but"):
         ops.kernels_for(torch.device("cuda"))

@@ -7,6 +7,7 @@ is noted in a file.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import signal
 from pathlib import Path
@@ -35,7 +36,7 @@ SLOW_LENGTH = 5
 
 def start(**options) -> Start:
     """An engine process on the plain fake model. ``options`` as of ``load``."""
-    return Start("support.engine_loaders:load", options)
+    return Start("support.engine_loaders:load", options, logging.getLogger("agentflow").getEffectiveLevel())
 
 
 def load(
@@ -52,6 +53,7 @@ def load(
     failing: str = "",
     poison: str = "kills",
     embedding_size: int = 0,
+    says: str = "",
 ) -> tuple:
     """``hold_at``: step number to a hold before it. ``hold_load``: a hold while loading. ``kill_load``:
     it dies there. ``missing``: a file without which it is a bad folder. ``error``: what loading raises.
@@ -59,7 +61,11 @@ def load(
     ``fault_at``: step number to a file; if it is there, it goes, and the accelerator fails in that step.
     ``failing``: a file, while which is there all forward passes fail. ``poison``: what ``POISON`` does: it
     ``kills`` the process, or the pass ``fails``, or the accelerator (``faults``). ``embedding_size``: it
-    makes embeddings."""
+    makes embeddings. ``says``: is logged while it loads, and before each step."""
+    logger = logging.getLogger("agentflow.engine.of_tests")
+    if says:
+        logger.warning("loading: %s\ud800", says)
+        logger.debug("too detailed")
     if hold_load:
         stand(hold_load)
     if kill_load:
@@ -77,6 +83,8 @@ def load(
 
     def on_step(batch: Batch) -> None:
         step = next(steps)
+        if says:
+            logger.info("step %d: %s", step, says)
         stand(holds.get(step, ""))
         if embedding_size and POISON in batch.token_ids:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -8,6 +8,7 @@ one msgpack frame (``child.to_frame``).
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -315,8 +316,17 @@ class AdapterLoaded(msgspec.Struct, frozen=True, tag=True, array_like=True):
     nbytes: int
 
 
+class Logged(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A line for the server's log, from a logger of the engine's process; in a frame without other messages.
+    ``level``: as in ``logging``."""
+
+    level: int
+    logger: str
+    text: str
+
+
 Answer = EngineStats | EngineSnapshot | NodeTokens | AdapterLoaded
-FromEngine = Started | StepBegins | Progress | NeedPayload | Finished | Failed | Answer
+FromEngine = Started | StepBegins | Progress | NeedPayload | Finished | Failed | Answer | Logged
 
 
 class LoadEngine(Protocol):
@@ -328,10 +338,11 @@ class LoadEngine(Protocol):
 
 class Start(msgspec.Struct, frozen=True):
     """What an engine process is to load. ``loader``: a ``LoadEngine``, as ``package.module:function``;
-    ``options``: its arguments, plain values only."""
+    ``options``: its arguments, plain values only. ``log_level``: the least of the lines that it logs."""
 
     loader: str
     options: dict[str, Any]
+    log_level: int = logging.WARNING
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -351,6 +362,8 @@ class LoadFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 start_decoder = msgspec.msgpack.Decoder(Start)
-answer_decoder: msgspec.msgpack.Decoder[Loaded | LoadFailed] = msgspec.msgpack.Decoder(Loaded | LoadFailed)
+answer_decoder: msgspec.msgpack.Decoder[Loaded | LoadFailed | list[Logged]] = msgspec.msgpack.Decoder(
+    Loaded | LoadFailed | list[Logged]
+)
 to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 from_engine_decoder: msgspec.msgpack.Decoder[list[FromEngine]] = msgspec.msgpack.Decoder(list[FromEngine])

@@ -39,6 +39,7 @@ from agentflow.engine.process.ipc import (
     LoadAdapter,
     Loaded,
     LoadFailed,
+    Logged,
     NeedPayload,
     NodeTokens,
     Progress,
@@ -213,6 +214,13 @@ class _LoadError(_Unusable):
         self.error = error
 
 
+def _log(lines: Sequence[object]) -> None:
+    """Logs what the process has logged."""
+    for line in lines:
+        if isinstance(line, Logged):
+            logging.getLogger(line.logger).log(line.level, "%s", line.text)
+
+
 def _load_error(answer: LoadFailed) -> _LoadError:
     if answer.missing_package is not None:
         return _LoadError(ModuleNotFoundError(answer.message, name=answer.missing_package))
@@ -348,17 +356,21 @@ class EngineSupervisor:
     async def _load(self, child: EngineChild, task_status: TaskStatus[EngineClient]) -> None:
         """Waits until the process is ready. ``_Hung``, or ``_LoadError``, also if it loaded another model."""
         tokenizer: Tokenizer | None = None
-        frames: list[bytes] = []
+        answer: Loaded | LoadFailed | None = None
         async with open_task_group() as group:
             group.start_soon(self._expire, self._deadlines.load_s, group.cancel_scope)
             if self._client is None:  # while the process loads the model
                 tokenizer = await anyio.to_thread.run_sync(self._prepared_tokenizer)
-            while not frames:
-                frames = await child.receive()
+            while answer is None:
+                for frame in await child.receive():
+                    received = answer_decoder.decode(frame)
+                    if isinstance(received, list):
+                        _log(received)
+                    else:
+                        answer = received
             group.cancel_scope.cancel()
-        if not frames:
+        if answer is None:
             raise _Hung(f"hung: it had not loaded its model after {self._deadlines.load_s:g} s")
-        answer = answer_decoder.decode(frames[0])
         if isinstance(answer, LoadFailed):
             raise _load_error(answer)
         self._check_same(answer, tokenizer)
@@ -399,8 +411,12 @@ class EngineSupervisor:
                     group.start_soon(self._watch, group.cancel_scope)
                     while True:
                         for frame in await child.receive():
+                            messages = from_engine_decoder.decode(frame)
+                            if messages and isinstance(messages[0], Logged):
+                                _log(messages)  # says nothing of the engine's progress
+                                continue
                             self._num_frames += 1
-                            self._receive(from_engine_decoder.decode(frame))
+                            self._receive(messages)
         finally:
             self._outgoing = None
         raise _Hung(f"hung: it was silent for {self._pace.limit_s:g} s with unfinished requests")

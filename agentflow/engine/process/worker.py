@@ -10,6 +10,7 @@ server does the same at the other end. A slow reader only slows down the engine.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -17,7 +18,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from agentflow.engine.engine import Engine, EngineBroken
 from agentflow.engine.machine import collect_garbage_rarely
@@ -27,6 +28,7 @@ from agentflow.engine.process.ipc import (
     Loaded,
     LoadEngine,
     LoadFailed,
+    Logged,
     Start,
     Stop,
     start_decoder,
@@ -45,11 +47,25 @@ class _ServerGone(Exception):
     """The server no longer reads the socket."""
 
 
+class _ServerLog(logging.Handler):
+    """Sends what agentflow logs here to the server, whose log the operator reads."""
+
+    def __init__(self, send: Callable[[object], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record).encode("utf-8", "backslashreplace").decode()
+        with contextlib.suppress(_ServerGone):
+            self._send([Logged(record.levelno, record.name, text)])
+
+
 class EngineProcess:
     """The process's end of the socket, and the engine once it is loaded."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._sending = threading.Lock()  # any thread may log
         self._frames = self._receive()
         self._engine: Engine | None = None
 
@@ -59,6 +75,9 @@ class EngineProcess:
         if first is None:
             return 0
         start = start_decoder.decode(first)
+        ours = logging.getLogger("agentflow")
+        ours.addHandler(_ServerLog(self._send))
+        ours.setLevel(start.log_level)
         threading.Thread(target=self._read, name="engine-inbox", daemon=True).start()
         try:
             self._engine, answer = self._load(start)
@@ -93,8 +112,10 @@ class EngineProcess:
         self._send(messages)
 
     def _send(self, content: object) -> None:
+        frame = to_frame(content)
         try:
-            self._connection.sendall(to_frame(content))
+            with self._sending:
+                self._connection.sendall(frame)
         except OSError as error:
             raise _ServerGone from error
 

@@ -37,6 +37,13 @@ IS_INTERPRETED: bool = INTERPRETED.value
 """Whether Triton's interpreter runs the kernels."""
 
 
+def check(device: torch.device) -> None:
+    """Compiles and runs a small kernel. Raises whatever Triton raises if that cannot be done here."""
+    x = torch.tensor([[0.0, 2.0]], device=device)
+    if silu_and_multiply(x).item() != 0.0:
+        raise RuntimeError("a kernel computes another result than it should")
+
+
 def gated_linear(x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
     return silu_and_multiply(linear(x, weight, added))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -252,3 +253,17 @@ async def test_the_engine_ignores_sigint_and_sigterm():
         end, _ = await generate(client)
         assert end.text == PLAIN.text
         assert (client.engine.pid, client.engine.restarts) == (pid, 0)
+
+
+async def test_f41a_the_engine_logs_into_the_log_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    """While it loads, and while it runs, from the level on that the server logs."""
+    with caplog.at_level(logging.INFO, logger="agentflow"):
+        async with process_engine(says="café") as client:
+            await generate(client)
+    lines = [(record.levelno, record.getMessage()) for record in caplog.records if "of_tests" in record.name]
+    assert lines[0][0] == logging.WARNING
+    assert lines[0][1].startswith("loading: café")
+    assert lines[1][0] == logging.INFO
+    assert lines[1][1].startswith("step 1: café")
+    assert not any("detailed" in line for _, line in lines)
+    assert lines[0][1].endswith("\\ud800")  # which cannot be sent as it is
