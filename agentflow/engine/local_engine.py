@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import AsyncIterator
@@ -30,6 +31,7 @@ from agentflow.engine.store.model_folder import gguf_parts, weight_files
 from agentflow.engine.store.model_store import fetch_model_async, resolve_model
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.engine.text.turn_ends import all_end_ids
 from agentflow.errors import BadArgument, UnknownModel
 
 logger = logging.getLogger(__name__)
@@ -157,6 +159,9 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
         num_threads=options.threads,
         embedding=embedding,
     )
+    if not embeds:
+        ends = all_end_ids(runner.info.end_token_ids, tokenizer, ChatTemplate.from_folder(folder))
+        runner.info = dataclasses.replace(runner.info, end_token_ids=ends)
     return runner, tokenizer, True
 
 

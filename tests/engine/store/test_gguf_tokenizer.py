@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -19,6 +19,7 @@ from support import small_tokenizers
 from support.faults import has_param
 from tokenizers import pre_tokenizers
 
+from agentflow.engine.store.gguf.file import open_gguf
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadModelFolder
@@ -69,7 +70,8 @@ def write_vocabulary(
     return file
 
 
-def byte_level_file(pre: str, folder: Path, spec: dict[str, Any]) -> Path:
+def byte_level_file(pre: str, folder: Path, spec: dict[str, Any], plain: Collection[str] = ()) -> Path:
+    """``plain``: special tokens that the file types as ordinary text."""
     vocabulary = sorted(spec["model"]["vocab"], key=spec["model"]["vocab"].get)
     special = {token["content"] for token in spec["added_tokens"]}
 
@@ -79,7 +81,7 @@ def byte_level_file(pre: str, folder: Path, spec: dict[str, Any]) -> Path:
         writer.add_add_bos_token(False)
         writer.add_chat_template("{{ messages }}é")
 
-    types = [3 if token in special else 1 for token in vocabulary]
+    types = [3 if token in special and token not in plain else 1 for token in vocabulary]
     return write_vocabulary(folder / f"{pre}.gguf", "gpt2", vocabulary, types, add)
 
 
@@ -196,6 +198,21 @@ def test_roles_and_templates_come_from_the_metadata(tmp_path: Path) -> None:
     assert spm.encode("[tool]")[-1] == len(SPM_TOKENS) - 1
     file = byte_level_file("llama-bpe", tmp_path, small_tokenizers.byte_level())
     assert ChatTemplate.from_folder(file).has_template
+
+
+def test_f37a_markers_of_turns_that_are_typed_as_text_are_control_tokens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    marks = ("<|im_start|>", "<|im_end|>")
+    spec = small_tokenizers.byte_level(special=("<s>", "</s>", *marks))
+    file = byte_level_file("gpt-2", tmp_path, spec, plain=marks)
+    tokenizer = Tokenizer.from_folder(file)
+    start, end = (spec["model"]["vocab"][mark] for mark in marks)
+    assert tokenizer.encode_markup("<|im_start|>user")[0] == start
+    assert {start, end} <= tokenizer.special_ids
+    assert end not in tokenizer.encode("<|im_end|>")
+    assert open_gguf(file).vocabulary.end_ids == (1, end)
+    assert "<|im_end|>" in caplog.text
 
 
 @pytest.mark.parametrize(

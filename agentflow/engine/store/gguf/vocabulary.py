@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cached_property
 from typing import Final
 
 from agentflow.engine.store.gguf.metadata import Metadata
+
+logger = logging.getLogger(__name__)
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 """Types of tokens."""
@@ -25,6 +28,16 @@ _ENDS: Final = frozenset(
     }
 )
 """Markers that end a text. A file names one or two ends, a model may have more."""
+_MARKS: Final = _ENDS | {
+    "<|im_start|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<start_of_turn>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+}
+"""Markers that no text has by chance: some files give them the type of ordinary text."""
 
 
 class Vocabulary:
@@ -45,6 +58,13 @@ class Vocabulary:
         types = self.data.numbers("tokenizer.ggml.token_type") or [NORMAL] * len(self.tokens)
         if len(types) != len(self.tokens):
             raise self.data.reject("tokenizer.ggml.token_type", "must have a type for each token")
+        wrong = [i for i, kind in enumerate(types) if kind == NORMAL and self.tokens[i] in _MARKS]
+        if wrong:
+            shown = ", ".join([self.tokens[i] for i in wrong])
+            logger.warning("the file types %s as ordinary text: read as control tokens", shown)
+            types = [*types]
+            for i in wrong:
+                types[i] = CONTROL
         return types
 
     @property
@@ -82,7 +102,7 @@ class Vocabulary:
         marks = {
             self.tokens[i]: i
             for i, kind in enumerate(self.types)
-            if kind == CONTROL and self.tokens[i] in _ENDS
+            if kind in (CONTROL, USER_DEFINED) and self.tokens[i] in _ENDS
         }
         if "<|return|>" in marks:  # the format in which <|end|> ends a message, not the answer
             marks.pop("<|end|>", None)

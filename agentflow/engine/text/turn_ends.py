@@ -1,0 +1,51 @@
+"""The tokens with which a model ends an answer, from all that says so.
+
+``config.json``, ``generation_config.json``, the tokenizer and the chat template may each name others, and a
+model ends with any of them: a token that is missed makes it write on to its limit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from agentflow.engine.text.chat_layout import lay_out
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.errors import AgentflowError
+from agentflow.protocol.chat import Message
+
+logger = logging.getLogger(__name__)
+
+
+def all_end_ids(of_model: Sequence[int], tokenizer: Tokenizer, template: ChatTemplate) -> tuple[int, ...]:
+    """Joins the end tokens of the model's files with the tokenizer's and the template's, and warns of those
+    that the files do not have."""
+    found = dict.fromkeys(of_model)
+    if template.has_channels:  # its <|end|> ends a message, not the answer
+        return tuple(found)
+    others = [("the tokenizer", tokenizer.eos_id), ("the chat template", _closing_id(tokenizer, template))]
+    for source, token in others:
+        if token is not None and token not in found:
+            found[token] = None
+            if of_model:
+                logger.warning(
+                    "%s ends a text with %r, which the model's files do not name as an end: it is one here",
+                    source,
+                    tokenizer.texts_of([token])[0],
+                )
+    return tuple(found)
+
+
+def _closing_id(tokenizer: Tokenizer, template: ChatTemplate) -> int | None:
+    """The special token after the assistant's text in a conversation; None if there is none."""
+    if not template.has_template:
+        return None
+    try:
+        layout = lay_out(template, [Message("user", "Hello."), Message("assistant", "Hi.")])
+    except AgentflowError:  # a template of other roles; what it rejects is said where it is used
+        return None
+    if not layout.shown:
+        return None
+    closing = tokenizer.encode_markup(layout.text[layout.shown[-1].end :].lstrip())
+    return closing[0] if closing and closing[0] in tokenizer.closed_ids else None

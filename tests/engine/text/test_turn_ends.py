@@ -1,0 +1,49 @@
+"""The end tokens of a model, which its files, its tokenizer and its template each may name."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from support import small_tokenizers
+
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.engine.text.turn_ends import all_end_ids
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+REFUSES = "{{ raise_exception('no conversations') }}"
+CHANNELS = "{% for m in messages %}<|start|>{{ m.role }}<|channel|>final<|message|>{{ m.content }}<|im_end|>{% endfor %}"
+SPEC = small_tokenizers.byte_level(special=("<s>", "</s>", "<|im_start|>", "<|im_end|>"))
+END, TURN_END = 1, 3
+
+
+@pytest.mark.parametrize(
+    ("source", "of_template"), [(CHATML, {TURN_END}), (PLAIN, set()), (REFUSES, set()), (None, set())]
+)
+@pytest.mark.parametrize("named", [{}, {"eos_token": "</s>"}])
+@pytest.mark.parametrize("of_files", [(), (END,), (TURN_END,), (7, END)])
+def test_f37b_the_ends_are_those_of_all_sources(
+    source: str | None,
+    of_template: set[int],
+    named: dict[str, str],
+    of_files: tuple[int, ...],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokenizer = Tokenizer(SPEC, named_tokens=named)
+    found = all_end_ids(of_files, tokenizer, ChatTemplate(source))
+    assert found[: len(of_files)] == of_files
+    expected = {*of_files} | of_template | ({END} if named else set())
+    assert set(found) == expected
+    assert len(found) == len(expected)
+    assert len(caplog.records) == (len(expected) - len(of_files) if of_files else 0)
+
+
+def test_f37b_the_end_of_a_message_in_a_channel_is_no_end_of_the_answer() -> None:
+    for of_files, named in itertools.product([(), (END,)], [{}, {"eos_token": "</s>"}]):
+        tokenizer = Tokenizer(SPEC, named_tokens=named)
+        assert all_end_ids(of_files, tokenizer, ChatTemplate(CHANNELS)) == of_files
