@@ -17,7 +17,10 @@ CHATML = (
 )
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 REFUSES = "{{ raise_exception('no conversations') }}"
-CHANNELS = "{% for m in messages %}<|start|>{{ m.role }}<|channel|>final<|message|>{{ m.content }}<|im_end|>{% endfor %}"
+CHANNELS = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|channel|>final<|message|>"
+    "{{ m.content }}<|im_end|>{% endfor %}"
+)
 SPEC = small_tokenizers.byte_level(special=("<s>", "</s>", "<|im_start|>", "<|im_end|>"))
 END, TURN_END = 1, 3
 
