@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 import anyio
 
 from agentflow.engine.tenant import Tenant
+from agentflow.runtime.generator import Generator
 from agentflow.runtime.limits import TenantMemory
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.http.errors import not_ready
@@ -78,6 +79,12 @@ class Service:
         if limiter is None:
             limiter = self._body_threads[tenant.name] = anyio.CapacityLimiter(1)
         return limiter
+
+    def context_length(self, generator: Generator[Any]) -> int | None:
+        """The tokens that a prompt may have, which the APIs advertise as the model's context: the smallest of
+        the model's own, the KV pool and ``max_prompt_tokens``. None if the generator has no limit."""
+        most, asked = generator.capabilities.max_context, self.http_limits.max_prompt_tokens
+        return asked if most is None else min(most, asked or most)
 
     def check_open(self) -> None:
         """``ApiError`` while the server shuts down."""

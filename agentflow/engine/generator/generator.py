@@ -120,7 +120,7 @@ class EngineGenerator:
             model=name or info.model,
             roles=template.has_template,
             conversations=template.has_template,
-            max_context=info.max_context,
+            max_context=self.limits.max_tokens(),
             watch=True,
             constraints=() if compiler is None else CONSTRAINT_KINDS,
             embedding_models=(name or info.model,) if info.embedding_size else (),

@@ -48,5 +48,5 @@ def _shown(call: ApiCall, model: Model) -> AnthropicModel:
         id=model.name,
         display_name=model.name,
         created_at=datetime.fromtimestamp(model.created_s, UTC),
-        max_input_tokens=model.generator(call.tenant).capabilities.max_context,
+        max_input_tokens=call.service.context_length(model.generator(call.tenant)),
     )

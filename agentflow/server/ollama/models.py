@@ -55,7 +55,7 @@ async def list_running(call: ApiCall) -> None:
                 digest=listed.digest,
                 details=listed.details,
                 expires_at=_NEVER,
-                context_length=generator.info.max_context,
+                context_length=call.service.context_length(generator) or generator.info.max_context,
             )
         )
     await call.reply(RunningModelList(models=running))
@@ -74,7 +74,7 @@ async def show_model(call: ApiCall) -> None:
     facts: dict[str, Any] = {
         "general.architecture": family,
         "general.basename": info.model,
-        f"{family}.context_length": info.max_context,
+        f"{family}.context_length": call.service.context_length(generator),
         f"{family}.vocab_size": info.vocab_size,
     }
     capabilities: list[Capability] = ["completion"]

@@ -66,7 +66,7 @@ def card_of(call: ApiCall, model: Model) -> ModelCard:
     return ModelCard(
         model.name,
         model.created_s,
-        generator.capabilities.max_context,
+        call.service.context_length(generator),
         size or None,
         parent=getattr(model, "parent", None),
     )
@@ -94,7 +94,7 @@ async def get_tokenizer_info(call: ApiCall) -> None:
     await call.reply(
         TokenizerInfo(
             tokenizer_class="PreTrainedTokenizerFast",
-            model_max_length=generator.capabilities.max_context,
+            model_max_length=call.service.context_length(generator),
             bos_token=tokenizer.bos,
             eos_token=tokenizer.eos,
             pad_token=named.get("pad_token"),
@@ -159,7 +159,7 @@ async def tokenize(call: ApiCall) -> None:
         TokenizeAnswer(
             tokens=token_ids,
             count=len(token_ids),
-            max_model_len=generator.capabilities.max_context,
+            max_model_len=call.service.context_length(generator),
             token_strs=texts,
         )
     )

@@ -35,6 +35,6 @@ async def show_server_info(call: ApiCall) -> None:
             model_path=name,
             tokenizer_path=name,
             served_model_name=name,
-            context_length=generator.info.max_context,
+            context_length=call.service.context_length(generator) or generator.info.max_context,
         )
     )
