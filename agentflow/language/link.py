@@ -231,9 +231,9 @@ class Link:
         self.check_alive()
         ticket = self.next_id()
         answer: tuple[anyio.Event, list[StatsReply]] = (anyio.Event(), [])
-        self._answers[ticket] = answer
-        self.send([ops.GetStats(ticket)])
         try:
+            self._answers[ticket] = answer
+            self.send([ops.GetStats(ticket)])
             await answer[0].wait()
         finally:
             del self._answers[ticket]

@@ -12,6 +12,7 @@ from support.fake_engine import FakeEngine
 from support.observed_backends import Unbatched
 
 import agentflow as af
+from agentflow.language.typed.replies import read_message
 from agentflow.protocol import ops
 from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolChoice, ToolSpec
 
@@ -114,7 +115,8 @@ def test_the_tool_choice_is_a_mode_or_a_tools_name(choice, expected):
         (["\ud83d"], "is not a message"),
         ([{"\ud83d": 1}], "is not a message"),
         ([{"content": "x"}], "is not a message: Object missing required field `role`"),
-        ([{"role": "user", "content": ["x"]}], "is not a message: Expected `str | null`, got `array`"),
+        ([{"role": "user", "content": ["x"]}], "is not a message: Expected `object`, got `str`"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "only texts are taken"),
         ([{"role": "user", "text": "x"}], "is not a message: Object contains unknown field `text`"),
         ([{"role": "judge", "content": "x"}], "unknown role 'judge' (known: system, user, assi"),
         ([af.Message("judge", "x")], "unknown role 'judge'"),
@@ -125,6 +127,26 @@ def test_invalid_messages_are_rejected(messages, why):
     with pytest.raises(af.BadArgument) as caught:
         af.conversation(messages)
     assert why in str(caught.value)
+
+
+def test_f24a_messages_as_clients_of_openai_have_them() -> None:
+    """Dumped with all fields, in parts, or with an instruction of the developer."""
+    parts = [{"type": "text", "text": "What do "}, {"type": "text", "text": "plants do?"}]
+    dumped = {"content": "Grow.", "refusal": None, "role": "assistant", "annotations": [], "audio": None}
+    refused = {"role": "assistant", "content": None, "refusal": "No."}
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": parts},
+        dumped,
+        refused,
+    ]
+    sent = [read_message(message) for message in messages]
+    assert [(message.role, message.content) for message in sent] == [
+        ("system", "Be brief."),
+        ("user", "What do plants do?"),
+        ("assistant", "Grow."),
+        ("assistant", "No."),
+    ]
 
 
 # In a program

@@ -13,7 +13,13 @@ from agentflow.server.config.limits import HttpLimits
 
 @pytest.mark.parametrize(
     ("num_slots", "max_prompt_tokens", "expected"),
-    [(2048, None, 2048), (2048, 1500, 1500), (100_000, None, 8192), (100_000, 1500, 1500), (2048, 4000, 2048)],
+    [
+        (2048, None, 2048),
+        (2048, 1500, 1500),
+        (100_000, None, 8192),
+        (100_000, 1500, 1500),
+        (2048, 4000, 2048),
+    ],
 )
 def test_f35a_the_advertised_context_is_the_limit(
     num_slots: int, max_prompt_tokens: int | None, expected: int

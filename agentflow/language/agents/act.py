@@ -569,9 +569,9 @@ def _end(results: _Results, index: int, call: ToolCall, emit: Emit, text: str) -
 
 
 def _result_text(result: Any) -> str:
-    """The result as the model gets it. ``ValueError`` if it has no such form."""
+    """The result as the model gets it. Half a surrogate pair, which cannot be sent, is escaped.
+    ``ValueError`` if the result has no such form."""
     if not isinstance(result, str):
         return json_text(result)
-    result.encode()  # half a surrogate pair could not be sent
     MARKERS.reject([result], "the result of a tool")
-    return result
+    return result.encode("utf-8", "backslashreplace").decode()

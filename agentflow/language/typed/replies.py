@@ -128,31 +128,56 @@ class _Call(msgspec.Struct):
     function: _Function
 
 
+class _Part(msgspec.Struct):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
 class _OpenAIMessage(msgspec.Struct, forbid_unknown_fields=True):
     """A message in the format of OpenAI's API, text only. ``reasoning_content``: as DeepSeek's API has it."""
 
     role: str
-    content: str | None = None
+    content: str | list[_Part] | None = None
+    refusal: str | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content, whose parts are joined without a separator. ``ValueError`` for a part without text."""
+        if isinstance(self.content, str):
+            return self.content
+        texts = []
+        for part in self.content or ():
+            text = part.refusal if part.type == "refusal" else part.text
+            if text is None:
+                raise ValueError(f"a part of the content is {part.type!r}, and only texts are taken")
+            texts.append(text)
+        return "".join(texts) or self.refusal or ""
 
 
 def read_message(message: Message | Mapping[str, Any]) -> chat.Message:
     """The message as it is sent, of a ``Message`` or a dict as in OpenAI's API. ``BadArgument``."""
     if isinstance(message, Message):
         return sent_message(message)
+    # Clients dump all fields of an answer; those that are null or empty say nothing.
+    said: Any = message
+    if isinstance(message, Mapping):
+        said = {key: value for key, value in message.items() if value is not None and value != []}
     try:
-        given = msgspec.convert(message, _OpenAIMessage)
+        given = msgspec.convert(said, _OpenAIMessage)
+        text = given.text
     except ValueError as error:  # also for a lone surrogate in a name
         raise BadArgument(
             f"conversation: {message!r:.200} is not a message: {error}", param="messages"
         ) from None
     calls = [chat.CalledTool(c.id, c.function.name, c.function.arguments) for c in given.tool_calls or ()]
     return chat.Message(
-        given.role,
-        given.content or "",
+        "system" if given.role == "developer" else given.role,
+        text,
         False,
         tuple(calls),
         given.tool_call_id,
