@@ -57,7 +57,7 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     line with ``, `` and ``: ``, ``tight`` none, ``free`` any. ``jump_forward``: forced text may be appended
     without sampling.
 
-    Of tags: at most ``max_tags`` of them (None: any number). With ``between`` there is no free text: at least
+    Of tags: at most ``max_tags`` of them (None: any number), and no text after the last one allowed. With ``between`` there is no free text: at least
     one tag, and exactly this text between two. ``instead``: an alternative constraint, of another kind than
     ``tags`` and without an alternative of its own; a text under it begins with none of ``apart``, which tells
     the two apart.

@@ -250,8 +250,9 @@ def test_fields_that_make_no_sense_are_rejected(constraint, param):
         constraint.check()
 
 
-def test_so_many_tags_in_free_text():
-    text = "a <call>1</call> b <call>2</call>"
-    assert follow(tags(CALL, max_tags=1), text) == (len("a <call>1</call> b <call"), True)
-    assert follow(tags(CALL, max_tags=2), text + " c") == (len(text) + 2, True)
-    assert follow(tags(CALL, max_tags=1), "none") == (4, True)
+@pytest.mark.parametrize("most", [1, 2, 3])
+@pytest.mark.parametrize("num_calls", [0, 1, 2, 3, 4])
+def test_f33a_a_text_ends_after_the_last_tag_allowed(most, num_calls):
+    text = "".join(f"a <call>{n}</call>" for n in range(num_calls)) + " and prose"
+    allowed = "".join(f"a <call>{n}</call>" for n in range(most)) if num_calls >= most else text
+    assert follow(tags(CALL, max_tags=most), text) == (len(allowed), True)

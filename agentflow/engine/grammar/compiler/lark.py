@@ -84,15 +84,20 @@ TagBody: TypeAlias = "Regex | str"
 
 
 def tag_grammar(tags: Sequence[TagRule], bodies: Sequence[TagBody], max_tags: int | None = None) -> str:
-    """The grammar of free text with at most ``max_tags`` of these tags (None: any number). ``bodies``: each
+    """The grammar of free text with at most ``max_tags`` of these tags (None: any number), which ends after
+    the last one allowed: a model that may call no other tool has nothing to add. ``bodies``: each
     ``TagRule.source``, compiled.
 
     A body that is an expression ends at the first ``end``. One that is a grammar ends where the grammar does:
     an ``end`` inside one of its JSON strings is text.
     """
     some_begin = "|".join([_text(tag.begin) for tag in tags])
+    start = "tag* FREE_TEXT?"
+    if max_tags is not None:
+        fewer = f"tag{{0,{max_tags - 1}}} " if max_tags > 1 else ""
+        start = f"tag{{{max_tags}}} | {fewer}FREE_TEXT?"
     lines = [
-        f"start: {'tag*' if max_tags is None else f'tag{{0,{max_tags}}}'} FREE_TEXT?",
+        f"start: {start}",
         f"FREE_TEXT: /(?s:.+)/ & ~(/(?s:.*)/ ({some_begin}) /(?s:.*)/)",
         "tag: " + " | ".join([f"tag_{n}" for n in range(len(tags))]),
     ]
