@@ -42,6 +42,7 @@ from agentflow.engine.process.ipc import (
 )
 from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.text.detokenizer import CallMarks
 from agentflow.engine.text.thoughts import Thinking
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.watching.hub import WatchHub
@@ -164,6 +165,7 @@ class EngineClient:
         jump_forward: bool = True,
         on_sent: Callable[[], None] | None = None,
         thinking: Thinking | None = None,
+        calls: CallMarks | None = None,
     ) -> Finished:
         """Generates. ``on_sent`` is called when the request is in the engine's queue, ``on_text`` with each
         text delta, and ``on_progress`` with all progress of each step. Cancelling the call aborts the
@@ -177,6 +179,7 @@ class EngineClient:
             constraint=constraint,
             jump_forward=jump_forward,
             thinking=thinking,
+            calls=calls,
         )
         return await self._call(message, on_progress if on_text is None else _texts_to(on_text), on_sent)
 

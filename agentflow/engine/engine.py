@@ -313,7 +313,7 @@ class Engine:
         text = self._texts[request.id]
         if result.token_id in self._runner.info.end_token_ids and not params.ignore_eos:
             self._finish(request, "eos")
-        elif result.token_id in params.stop_token_ids:
+        elif result.token_id in params.stop_token_ids and not text.is_in_call:
             self._finish(request, "stop", result.token_id)
         else:
             constrained = self._constrained.get(request.id)
@@ -530,7 +530,10 @@ def _text_end(message: Submit, tokenizer: Tokenizer) -> TextEnd | None:
     params = message.params
     if params is None or message.score_from:
         return None
-    return TextEnd(tokenizer, params.stop, stop_regex=params.stop_regex, min_tokens=params.min_tokens)
+    calls = message.calls if params.stop or params.stop_regex or params.stop_token_ids else None
+    return TextEnd(
+        tokenizer, params.stop, stop_regex=params.stop_regex, min_tokens=params.min_tokens, calls=calls
+    )
 
 
 def engine_stats(ticket: int, model: str, scheduler: Scheduler, times: StepTimes) -> EngineStats:

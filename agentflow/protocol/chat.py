@@ -44,6 +44,15 @@ class CalledTool(msgspec.Struct, frozen=True):
     name: str
     arguments: str
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the arguments are a JSON object: a call that was cut must not run."""
+        try:
+            msgspec.json.decode(self.arguments, type=dict[str, msgspec.Raw])
+        except (msgspec.MsgspecError, UnicodeError, RecursionError):
+            return False
+        return True
+
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One turn of a conversation. ``generated``: a model wrote some of it. ``tool_calls``: of an assistant

@@ -57,10 +57,10 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     line with ``, `` and ``: ``, ``tight`` none, ``free`` any. ``jump_forward``: forced text may be appended
     without sampling.
 
-    Of tags: at most ``max_tags`` of them (None: any number), and no text after the last one allowed. With ``between`` there is no free text: at least
-    one tag, and exactly this text between two. ``instead``: an alternative constraint, of another kind than
-    ``tags`` and without an alternative of its own; a text under it begins with none of ``apart``, which tells
-    the two apart.
+    Of tags: at most ``max_tags`` of them (None: any number), and no text after the last one allowed. With
+    ``between`` there is no free text: at least one tag, and exactly this text between two. ``instead``: an
+    alternative constraint, of another kind than ``tags`` and without an alternative of its own; a text under
+    it begins with none of ``apart``, which tells the two apart.
 
     Of a schema: a string ends at the first chance after ``string_chars`` characters, a list or object after
     ``list_items`` members (None: unlimited), so that a model cannot continue one for ever. This narrows the

@@ -49,6 +49,7 @@ from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.tenant import ANONYMOUS, AdmittedRequest, RequestGate, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.choices import WINDOW_CHARS, EncodedChoices
+from agentflow.engine.text.detokenizer import CallMarks
 from agentflow.engine.text.thoughts import AnswerText, Thinking, thought_marks
 from agentflow.engine.text.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
@@ -236,7 +237,10 @@ class EngineGenerator:
         thinking = await self._thinking(context, params, constraint, replies=True)
         text = ReplyText(context.tools, constraint, thinking)
         on_progress = reporting(text, on_text, on_reasoning)
-        end = await self.complete(context, params, on_progress, text.constraint, thinking=thinking)
+        calls = None if context.tools is None else context.tools.marks
+        end = await self.complete(
+            context, params, on_progress, text.constraint, thinking=thinking, calls=calls
+        )
         context.tokens.generated(end.token_ids, end.text)
         notation = text.finish(end.text, is_truncated=end.finish_reason == "length")
         reply = read_reply(notation)
@@ -288,11 +292,12 @@ class EngineGenerator:
         on_sent: Callable[[], None] | None = None,
         thinking: Thinking | None = None,
         on_compiled: Callable[[CompiledConstraint], None] | None = None,
+        calls: CallMarks | None = None,
     ) -> Finished:
         """Generates after the context, which does not change. ``on_progress`` gets the progress of each step.
         ``on_compiled`` gets the compiled constraint. ``on_sent`` is called when the request is in the
         engine's queue, after all checks that can be made before it runs. ``thinking``: that of the context,
-        with a budget."""
+        with a budget. ``calls``: the marks of its tool calls, inside which no stop applies."""
         self.check_task(embeds=False)
         self.capabilities.require(constraint)
         with self._admit(context.num_guessed_tokens) as admitted:
@@ -325,6 +330,7 @@ class EngineGenerator:
                 jump_forward=constraint is None or constraint.jump_forward,
                 on_sent=on_sent,
                 thinking=thinking,
+                calls=calls,
             )
             admitted.cached_tokens, admitted.output_tokens = end.cached_tokens, end.output_tokens
         self._own += usage_of(end)

@@ -19,6 +19,7 @@ from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.request import Objective, TopTokens
 from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.text.detokenizer import CallMarks
 from agentflow.engine.text.thoughts import Thinking
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.events import StepRecord
@@ -63,7 +64,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     engine that died had sent as ``Progress``. It counts as output, and its text is not sent again.
     ``constraint``: a grammar for the text, without its payload if this engine was already sent it.
     ``jump_forward``: append the tokens that the grammar forces without sampling them. ``thinking``: the
-    output may begin with thoughts, to which neither constraint nor stops apply."""
+    output may begin with thoughts, to which neither constraint nor stops apply. ``calls``: it may have tool
+    calls, to which no stop applies."""
 
     request_id: int
     token_ids: list[int]
@@ -80,6 +82,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     jump_forward: bool = True
     embeds: bool = False
     thinking: Thinking | None = None
+    calls: CallMarks | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -14,6 +14,8 @@ import codecs
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.stop_pattern import StopPattern
 
@@ -120,12 +122,46 @@ class Ending:
     rest: str
 
 
+class CallMarks(msgspec.Struct, frozen=True, array_like=True):
+    """What a tool call in a text is between. ``begin``: empty for calls that are the whole text, in JSON."""
+
+    begin: str
+    end: str
+
+
+class _CallScan:
+    """Follows a text, and knows whether it is inside a tool call."""
+
+    def __init__(self, marks: CallMarks) -> None:
+        self._marks = marks
+        self._held = ""  # that may be the beginning of a mark
+        self._is_decided = bool(marks.begin)
+        self.is_inside = False
+
+    def read(self, text: str) -> None:
+        """Reads the next text."""
+        self._held += text
+        if not self._is_decided:
+            self._held = self._held.lstrip()
+            if self._held:
+                self._is_decided = True
+                self.is_inside = self._held[0] in "{["
+        while mark := self._marks.end if self.is_inside else self._marks.begin:
+            before, found, after = self._held.partition(mark)
+            if not found:
+                self._held = before[-len(mark) + 1 :] if len(mark) > 1 else ""
+                return
+            self._held, self.is_inside = after, not self.is_inside
+        self._held = ""
+
+
 class TextEnd:
     """Follows the text of one generation and delivers what can no longer be part of a stop: one of the
     strings ``stop``, or a match of ``stop_regex``. No stop begins in the text of the first ``min_tokens``
     tokens.
 
-    ``continues``: the generation follows other text, as in all but an empty state. A ``push`` costs the
+    ``calls``: the marks of tool calls, inside which no stop applies: a call that ends early would be another
+    one. ``continues``: the generation follows other text, as in all but an empty state. A ``push`` costs the
     length of its text times the number of stop strings; ``stop_regex`` costs a search for each character and
     raises as ``StopPattern`` does.
     """
@@ -137,9 +173,11 @@ class TextEnd:
         *,
         stop_regex: str | None = None,
         min_tokens: int = 0,
+        calls: CallMarks | None = None,
         continues: bool = True,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, continues=continues)
+        self._calls = None if calls is None else _CallScan(calls)
         self._stops = [_Stop(string) for string in stop]
         self._pattern = None if stop_regex is None else StopPattern(stop_regex)
         self._beginnings = frozenset(one.string[0] for one in self._stops)
@@ -156,17 +194,24 @@ class TextEnd:
         """Whether a stop is complete. Later ids are ignored."""
         return self._stopped_at is not None
 
+    @property
+    def is_in_call(self) -> bool:
+        """Whether the text so far ends inside a tool call."""
+        return self._calls is not None and self._calls.is_inside
+
     def push(self, token_id: int, *, is_free: bool = False) -> str:
         """Appends a sampled id. Returns the text that may be delivered now. Tokens that end the generation
         are not pushed. ``is_free``: no stop begins in its text, as in that of the first ``min_tokens``."""
         if self.stopped:
             return ""
-        is_free = is_free or len(self._detokenizer.ids) < self._min_tokens
+        is_free = is_free or self.is_in_call or len(self._detokenizer.ids) < self._min_tokens
         new = self._detokenizer.push(token_id)
         before = self._num_read
         if self._detokenizer.num_chars - len(new) < before:  # text already read, in other tokens
             new = new[before - self._detokenizer.num_chars + len(new) :]
         self._num_read += len(new)
+        if self._calls is not None:
+            self._calls.read(new)
         if is_free and self._pattern is not None:
             self._pattern.skip(new)
         if is_free and self._held:  # a stop that began before does not end in it

@@ -17,8 +17,9 @@ from msgspec.structs import replace
 
 from agentflow.engine.grammar.compiler.messages import PartedConstraint, SchemaPart
 from agentflow.engine.text.channel_output import ChannelOutput
-from agentflow.engine.text.channels import call_head
+from agentflow.engine.text.channels import CALL_MARK, call_head
 from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.detokenizer import CallMarks
 from agentflow.engine.text.thoughts import Thinking, ThoughtOutput, ThoughtText
 from agentflow.engine.text.tool_format import IN_CHANNELS, ToolFormat, as_plain_messages, tool_format
 from agentflow.engine.text.tool_output import ToolOutput
@@ -72,6 +73,15 @@ class ToolUse:
             other = PartedConstraint.of(otherwise)
             return replace(self.calls, instead=other, apart=self.begins, jump_forward=jumps)
         return replace(self.calls, between=None) if self.form.mark else None
+
+    @property
+    def marks(self) -> CallMarks | None:
+        """What calls of an answer are between; None if it may have none."""
+        if not self.callable_names:
+            return None
+        if self.form.has_channels:
+            return CallMarks(CALL_MARK, "")
+        return CallMarks(self.form.mark, self.form.end.strip())
 
     def output(self, otherwise: Constraint | None = None) -> ToolOutput:
         """The reader of one answer under this constraint."""

@@ -23,7 +23,7 @@ from agentflow.language.typed.json_types import (
     partial_value,
     with_definitions,
 )
-from agentflow.protocol.chat import ToolSpec, hoisted
+from agentflow.protocol.chat import CalledTool, ToolSpec, hoisted
 from agentflow.protocol.ops import check_timeout
 from agentflow.protocol.sampling import is_whole
 from agentflow.runtime.task_group import first_of
@@ -287,11 +287,9 @@ def plain_call(name: str, text: str, call_id: str) -> ToolCall:
 
 def _incompleteness(text: str) -> str:
     """Why ``text`` is no JSON object; empty if it is one."""
-    try:
-        msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return f"its arguments are no whole JSON object (max_tokens may have cut them): {text[-100:]!r}"
-    return ""
+    if CalledTool("", "", text).is_whole:
+        return ""
+    return f"its arguments are no whole JSON object (max_tokens may have cut them): {text[-100:]!r}"
 
 
 def _certain(text: str) -> dict[str, Any]:

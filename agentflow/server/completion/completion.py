@@ -395,6 +395,7 @@ class _Run:
                 accept,
                 thinking=thinking,
                 on_compiled=on_compiled,
+                calls=None if use is None else use.marks,
             )
         except AgentflowError as error:
             if error.param == "instead":
@@ -555,7 +556,10 @@ class _AnswerReader:
     def _reason(self, end: Finished) -> FinishReason:
         if end.finish_reason == "length":
             return "length"
-        return "tool_calls" if self._output is not None and self._output.num_calls else "stop"
+        if self._output is None or not self._output.num_calls:
+            return "stop"
+        # A call that a stop has cut must look truncated, so that no client runs it.
+        return "tool_calls" if self.message().tool_calls[-1].is_whole else "length"
 
     def _emit_text(self, text: str, tokens: Sequence[TokenLogprob]) -> None:
         self._texts.append(text)

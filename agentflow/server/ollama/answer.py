@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from agentflow.protocol.chat import CalledTool
 from agentflow.protocol.events import Usage
 from agentflow.server.completion.request import (
     Answer,
@@ -25,7 +26,6 @@ from agentflow.server.completion.request import (
     TokenLogprob,
     ToolArguments,
     ToolCallBegun,
-    object_so_far,
 )
 from agentflow.server.http.errors import ApiError
 from agentflow.server.ollama.types import (
@@ -125,10 +125,8 @@ class AnswerLines:
 
     def whole(self, answer: Answer) -> bytes:
         """The whole answer."""
-        calls = [
-            _called(number, call.id, call.name, call.arguments)
-            for number, call in enumerate(answer.tool_calls)
-        ]
+        whole = [call for call in answer.tool_calls if call.is_whole]
+        calls = [_shown(number, call) for number, call in enumerate(whole)]
         end = AnswerEnded(0, answer.finish_reason, answer.usage, token_ids=answer.token_ids)
         prompt_ids = () if answer.prompt is None else answer.prompt.token_ids
         ending = self._ending(end, prompt_ids)
@@ -142,9 +140,11 @@ class AnswerLines:
         if self._call is None:
             return b""
         (begun, parts), self._call = self._call, None
-        called = _called(self._num_calls, begun.id, begun.name, "".join(parts))
+        call = CalledTool(begun.id, begun.name, "".join(parts))
+        if not call.is_whole:  # the API has no form for a call that was cut, and a client would run it
+            return b""
         self._num_calls += 1
-        return self._encoded("", [called])
+        return self._encoded("", [_shown(self._num_calls - 1, call)])
 
     def _ending(self, end: AnswerEnded, prompt_ids: Sequence[int]) -> dict[str, Any]:
         times, now = self.times, time.perf_counter_ns()
@@ -183,9 +183,10 @@ class AnswerLines:
         return _encode_json(OllamaChatAnswer(message=message, **fields)) + _LINE_END
 
 
-def _called(index: int, call_id: str, name: str, arguments: str) -> OllamaToolCall:
-    function = CalledFunction(index=index, name=name, arguments=object_so_far(arguments))
-    return OllamaToolCall(id=call_id, function=function)
+def _shown(index: int, call: CalledTool) -> OllamaToolCall:
+    arguments = msgspec.json.decode(call.arguments, type=dict[str, Any])
+    function = CalledFunction(index=index, name=call.name, arguments=arguments)
+    return OllamaToolCall(id=call.id, function=function)
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> list[OllamaLogprob]:

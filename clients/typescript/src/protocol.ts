@@ -380,7 +380,7 @@ export interface Constraint {
   jump_forward?: boolean;
   /** Only with tags: there is no free text; there is at least one tag, and exactly this text between two. */
   between?: string | null;
-  /** Only with tags: their maximum number, 1 to 100. */
+  /** Only with tags: their maximum number, 1 to 100; the text ends after the last one. */
   max_tags?: number | null;
   /**
    * An alternative form of the text; not of the kind `tags`, without its own `instead`, and not with tags

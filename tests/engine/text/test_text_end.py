@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support import small_tokenizers
 from support.faults import has_param
 
-from agentflow.engine.text.detokenizer import TextEnd
+from agentflow.engine.text.detokenizer import CallMarks, TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument, RequestRefused
 from agentflow.protocol import stop_pattern
@@ -268,3 +268,53 @@ def _alphabet() -> dict[str, int]:
         if len(data) == 1:
             found[written[token_id]] = data[0]
     return found
+
+
+BYTES = Tokenizer(small_tokenizers.byte_level_of([]))
+"""Each token is a byte."""
+
+
+def outside_calls(text: str, marks: CallMarks) -> list[bool]:
+    """For each character, whether it is outside of tool calls. Searches for marks at each character."""
+    outside: list[bool] = []
+    is_inside, at = False, 0
+    for end in range(1, len(text) + 1):
+        outside.append(not is_inside)
+        mark = marks.end if is_inside else marks.begin
+        if mark and text.endswith(mark, at, end):
+            is_inside, at = not is_inside, end
+    return outside
+
+
+@example(text="a<c>b;b</c>b;", marks=CallMarks("<c>", "</c>"), stop=["b;"])
+@given(
+    text=st.lists(st.sampled_from(["<c>", "</c>", "<c", "b;", "a", ";", "{", " ", "<"]), max_size=12).map(
+        "".join
+    ),
+    marks=st.sampled_from([CallMarks("<c>", "</c>"), CallMarks("<c>", ""), CallMarks("<", ";")]),
+    stop=st.lists(st.sampled_from(["b;", ";", "a<", "<", "c"]), min_size=1, max_size=2, unique=True),
+)
+def test_f31a_no_stop_is_in_a_call(text: str, marks: CallMarks, stop: list[str]) -> None:
+    """A stop lies in text outside of calls, from its first to its last character."""
+    outside = outside_calls(text, marks)
+    cut = len(text)
+    for end in range(1, len(text) + 1):
+        begins = [end - len(s) for s in stop if text.endswith(s, 0, end) and all(outside[end - len(s) : end])]
+        if begins:
+            cut = min(begins)
+            break
+    end_of_text = TextEnd(BYTES, stop, calls=marks)
+    delivered = "".join([end_of_text.push(token) for token in BYTES.encode(text)])
+    ending = end_of_text.finish()
+    assert ending.text == text[:cut]
+    assert delivered + ending.rest == text[:cut]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_call"), [(' {"a": 1}', True), ("[{", True), ("a {", False), ("", False)]
+)
+def test_f31a_an_answer_of_json_is_one_call(text: str, is_call: bool) -> None:
+    end_of_text = TextEnd(BYTES, ["stop"], calls=CallMarks("", ""))
+    for token in BYTES.encode(text + "stop"):
+        end_of_text.push(token)
+    assert end_of_text.stopped != is_call

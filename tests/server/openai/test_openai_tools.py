@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal
 
+import httpx2
 import jsonschema
 import openai
 import pydantic
@@ -338,3 +339,44 @@ def test_what_cannot_be_had_is_refused_by_name(
         client.chat.completions.create(**({"model": MODEL, "messages": ASKED} | asked))
     assert caught.value.param == param
     assert caught.value.code == code
+
+
+@pytest.mark.parametrize("stop", ["Oslo", '"', "}", "}}"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_f31b_no_stop_applies_inside_a_call(server: ApiServer, stop: str, stream: bool) -> None:
+    """Half of a call would be another call."""
+    with sync_client(server) as client:
+        way = "stream" if stream else "create"
+        answer: Any = called(
+            server,
+            CLIENTS[0],
+            f"chat.completions.{way}",
+            model=MODEL,
+            tools=[WEATHER],
+            messages=ASKED,
+            stop=[stop],
+        )
+        [choice] = answer.choices
+        assert choice.finish_reason == "tool_calls"
+        arguments = [json.loads(call.function.arguments) for call in choice.message.tool_calls]
+        assert arguments == [{"city": "Oslo"}, {"city": "Rome"}]
+        prose = client.chat.completions.create(model=MODEL, tools=[WEATHER], messages=ASKED, stop=["me"])
+        assert prose.choices[0].finish_reason == "stop"
+        assert prose.choices[0].message.content == "Let "
+        assert not prose.choices[0].message.tool_calls
+
+
+@pytest.mark.parametrize("num_tokens", range(2, 40, 3))
+def test_f31b_a_call_that_is_cut_is_no_call(server: ApiServer, num_tokens: int) -> None:
+    """In no API: its ending says so, and Ollama's calls are whole."""
+    asked = {"model": MODEL, "messages": ASKED, "tools": [WEATHER]}
+    with httpx2.Client(base_url=server.url) as client:
+        fields = {**asked, "stream": False, "options": {"num_predict": num_tokens}}
+        shown = client.post("/api/chat", json=fields).json()
+        for call in shown["message"].get("tool_calls") or []:
+            assert call["function"]["arguments"] in ({"city": "Oslo"}, {"city": "Rome"})
+        openais = client.post("/v1/chat/completions", json={**asked, "max_tokens": num_tokens}).json()
+        [choice] = openais["choices"]
+        calls = choice["message"].get("tool_calls") or []
+        is_whole = all(call["function"]["arguments"].endswith("}") for call in calls)
+        assert choice["finish_reason"] == ("length" if not is_whole else choice["finish_reason"])

@@ -19,6 +19,7 @@ from agentflow.errors import EngineFailed
 from agentflow.protocol import ops
 from agentflow.protocol.events import Delta, ErrorInfo, StateFailed, StatsReply, Value, VarFailed
 from agentflow.protocol.wire import VERSION, Events, Ops, Welcome, client_frames, encode, op_reader
+from agentflow.runtime import turns
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.config.limits import ServerLimits
@@ -252,7 +253,8 @@ async def test_events_are_cut_to_the_frame_limit() -> None:
         assert listener.texts[2] == count_words("much #3000")
 
 
-async def test_a_frame_of_very_many_ops_lets_others_run_in_between() -> None:
+async def test_a_frame_of_very_many_ops_lets_others_run_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "TURN_S", -1.0)  # each turn is over at once
     async with open_task_group() as group:
         session = ServedSession(HangingGenerator(), group, anyio.CancelScope(), "", MemoryBudget())
         seen: set[int] = set()
