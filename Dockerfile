@@ -117,7 +117,7 @@ CMD ["serve"]
 
 # Triton compiles its launchers in C when a model is loaded.
 FROM server AS cuda
-USER root
+USER 0
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 USER 10001:10001
