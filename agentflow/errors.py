@@ -390,7 +390,8 @@ class ServerUnreachable(ServerError):
 
 
 class ServerLost(ServerError):
-    """The connection was lost and could not be resumed."""
+    """The connection was lost and could not be resumed. The session connects again, and what begins later
+    runs there."""
 
     code = "server_lost"
 

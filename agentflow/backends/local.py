@@ -22,6 +22,8 @@ from agentflow.runtime.task_group import open_task_group
 class _InterpretedConnection(Generic[ContextT]):
     """A ``Connection`` to an interpreter in the same event loop."""
 
+    is_connected = True
+
     def __init__(self, interpreter: Interpreter[ContextT]) -> None:
         self._interpreter = interpreter
         self.capabilities = interpreter.capabilities

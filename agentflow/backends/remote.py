@@ -1,13 +1,16 @@
 """The client of a server: a session over as many websockets as it takes.
 
 After a broken connection the client resumes the session within the server's grace period; nothing is lost and
-nothing runs twice. ``OpQueue`` keeps each op until the server acknowledges it. ``Cursors`` knows how much of
-each variable and state was received: it tells the server where to continue, and drops what the server
-repeats. ``RemoteConnection`` runs the session, ``Remote`` opens its websockets."""
+nothing runs twice. A session that the server no longer has, after a restart for example, is lost: everything
+that it was running fails, and the client opens another one in its place. ``OpQueue`` keeps each op until the
+server acknowledges it. ``Cursors`` knows how much of each variable and state was received: it tells the
+server where to continue, and drops what the server repeats. ``RemoteConnection`` runs the session, ``Remote``
+opens its websockets."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import re
 import ssl
@@ -29,6 +32,7 @@ from agentflow.errors import (
     AgentflowError,
     BadArgument,
     FrameTooLarge,
+    NotAuthorized,
     Overloaded,
     ProtocolError,
     ServerLost,
@@ -65,6 +69,8 @@ from agentflow.protocol.wire import (
 )
 from agentflow.runtime.task_group import open_task_group
 
+logger = logging.getLogger(__name__)
+
 # Valid in a header without escaping.
 _API_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
 
@@ -77,7 +83,9 @@ class Remote:
     for the first one. ``embed_model``: of the server's models for embeddings, the one that ``flow.embed``
     uses. ``encoding``: of the frames; ``json`` is readable in a network trace. ``open_timeout_s``: for the
     first answer. ``keepalive_s``: the client sends a ping after so much silence, and reconnects after as much
-    again. ``ssl_context``: for ``wss``, instead of the default.
+    again. ``ssl_context``: for ``wss``, instead of the default. ``reconnect``: whether the client opens
+    another session on the server when it has lost one. What was running then fails with ``ServerLost``; what
+    begins while no server answers waits for ``open_timeout_s``, and then fails with ``ServerUnreachable``.
 
     >>> server = af.Remote("ws://127.0.0.1:8410", encoding="json", open_timeout_s=2.5)
     >>> async with af.session(backend=server) as flow:
@@ -95,6 +103,7 @@ class Remote:
         open_timeout_s: float = 10.0,
         keepalive_s: float = 20.0,
         ssl_context: ssl.SSLContext | None = None,
+        reconnect: bool = True,
     ) -> None:
         if encoding not in ("msgpack", "json"):
             raise BadArgument(f"Remote: encoding must be 'msgpack' or 'json', not {encoding!r}")
@@ -109,6 +118,7 @@ class Remote:
         self.open_timeout_s = open_timeout_s
         self.keepalive_s = keepalive_s
         self.ssl_context = ssl_context
+        self.reconnect = reconnect
 
     def __repr__(self) -> str:
         return f"Remote({self.url!r})"
@@ -118,7 +128,16 @@ class Remote:
         """Opens a session on the server. ``ServerUnreachable`` if no server answers, or the error with which
         it rejects the client: ``NotAuthorized`` for a wrong key, ``Overloaded``. For the session."""
         websocket, welcome = await self.open(None)
-        connection = RemoteConnection(self.url, self.open, websocket, welcome, deliver, lost)
+        connection = RemoteConnection(
+            self.url,
+            self.open,
+            websocket,
+            welcome,
+            deliver,
+            lost,
+            embed_model=self.embed_model,
+            patience_s=self.open_timeout_s if self.reconnect else None,
+        )
         async with open_task_group() as group:
             group.start_soon(connection.run)
             try:
@@ -192,6 +211,7 @@ _GOODBYE_S = 1.0  # ``leave`` waits so long for the server
 _LAST_READ_S = 1.0
 _FIRST_BACKOFF_S = 0.05
 _LAST_BACKOFF_S = 1.0
+_LAST_BACKOFF_ANEW_S = 5.0
 # A frame may have events of thousands of variables; the loop yields after so many.
 _EVENTS_PER_TURN = 128
 
@@ -209,7 +229,12 @@ _FINAL_CODES = {
 
 
 class RemoteConnection:
-    """One session, from ``Welcome`` to ``Bye``. ``reopen`` opens a websocket; ``url`` is for messages."""
+    """A client's connection, from the first ``Welcome`` to ``Bye``, over one session of the server after
+    another.
+
+    ``reopen`` opens a websocket; ``url`` is for messages. ``embed_model``: the one that embeddings use by
+    default. ``patience_s``: how long ops wait for a server that can be reached, once a session is lost; None
+    to end with the first session."""
 
     def __init__(
         self,
@@ -219,6 +244,9 @@ class RemoteConnection:
         welcome: Welcome,
         deliver: Deliver,
         lost: Lost,
+        *,
+        embed_model: str | None = None,
+        patience_s: float | None = None,
     ) -> None:
         self.capabilities: Capabilities = welcome.capabilities
         self._url = url
@@ -228,14 +256,28 @@ class RemoteConnection:
         self._welcome = welcome
         self._deliver = deliver
         self._lost = lost
+        self._embed_model = embed_model
+        self._patience_s = patience_s
         self._decoder = server_frames()
-        self._queue = OpQueue(binary=websocket.binary, frame_bytes=welcome.limits.frame_bytes)
-        self._cursors = Cursors()
+        self._begin()
+        self._backoff = _backoff(_LAST_BACKOFF_ANEW_S)
+        self._has_answered = False
         self._failure: ErrorInfo | None = None
         self._is_leaving = False
         self._has_ended = anyio.Event()
         # Shielded: the Bye must be sent even if the scope around the session is cancelled.
         self._scope = anyio.CancelScope(shield=True)
+
+    def _begin(self) -> None:
+        """Begins with a new session of the server, which knows no states yet."""
+        self._queue = OpQueue(binary=self._binary, frame_bytes=self._welcome.limits.frame_bytes)
+        self._cursors = Cursors()
+        self._waiting_since: float | None = None  # the first op that needs an answer, while disconnected
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a websocket is open, or was until a moment ago."""
+        return self._websocket is not None
 
     def send(self, sent: Sequence[ops.Op]) -> None:
         """Queues the ops for the next frame."""
@@ -247,13 +289,15 @@ class RemoteConnection:
                 number = self._queue.add(data)
                 if isinstance(op, ops.GetStats):
                     self._cursors.unanswered[op.ticket] = number
+        if not self.is_connected and self._waiting_since is None and self._cursors.is_waiting:
+            self._waiting_since = anyio.current_time()
         self._wake()
 
     def end(self, error: BaseException | None) -> None:
         pass
 
     async def run(self) -> None:
-        """Runs the session until it ends. Calls ``lost`` unless ``leave`` ended it."""
+        """Runs until the connection ends. Calls ``lost`` unless ``leave`` ended it."""
         error: AgentflowError | None = None
         try:
             with self._scope:
@@ -281,17 +325,73 @@ class RemoteConnection:
             self._websocket.wake()
 
     async def _serve(self) -> AgentflowError | None:
-        """Runs over one websocket after another. Returns the error that ended the session, None after Bye."""
-        try:
-            while True:
-                assert self._websocket is not None
-                ended = await self._exchange(self._websocket)
-                if self._is_leaving:
-                    return None
-                self._check_resumable(ended)
-                await self._reconnect(ended)
-        except AgentflowError as error:
-            return error
+        """Runs over one session after another. Returns the error that ended the last, None after Bye."""
+        while True:
+            try:
+                await self._serve_session()
+            except AgentflowError as error:
+                if self._patience_s is None or self._is_leaving or isinstance(error, NotAuthorized):
+                    return error
+                final = await self._open_anew(error)
+                if final is not None:
+                    return final
+            else:
+                return None
+
+    async def _serve_session(self) -> None:
+        """Runs over one websocket after another, until Bye. Raises the error that ended the session."""
+        while True:
+            assert self._websocket is not None
+            ended = await self._exchange(self._websocket)
+            if self._is_leaving:
+                return
+            self._check_resumable(ended)
+            await self._reconnect(ended)
+
+    async def _open_anew(self, lost: AgentflowError) -> AgentflowError | None:
+        """Opens another session after one was lost. Returns the error with which the server rejects it."""
+        await self._drop_websocket()
+        logger.warning("the session on %s is lost, and is opened anew: %s", self._url, lost)
+        self._lose(lost)
+        if self._has_answered:  # otherwise the server ends each session immediately: pauses grow
+            self._has_answered, self._backoff = False, _backoff(_LAST_BACKOFF_ANEW_S)
+        at_least_s = 0.0
+        for delay_s in self._backoff:
+            await anyio.sleep(max(delay_s, at_least_s))  # noqa: TID251  (a deliberate delay between attempts)
+            try:
+                self._websocket, self._welcome = await self._reopen(None)
+                self.capabilities = self._welcome.capabilities.embedding_with(self._embed_model)
+            except (ServerUnreachable, Overloaded) as error:
+                at_least_s = (error.retry_after_s if isinstance(error, Overloaded) else None) or 0.0
+                if self._is_out_of_patience(error):
+                    self._lose(error)
+            except AgentflowError as error:
+                return error
+            else:
+                break
+        self._queue.frame_bytes = self._welcome.limits.frame_bytes
+        self._waiting_since = None
+        logger.info("a new session is open on %s", self._url)
+        return None
+
+    def _is_out_of_patience(self, error: AgentflowError) -> bool:
+        """Whether ops that wait for a server should fail now."""
+        if self._waiting_since is None or self._patience_s is None:
+            return False
+        return isinstance(error, Overloaded) or anyio.current_time() - self._waiting_since >= self._patience_s
+
+    def _lose(self, error: AgentflowError) -> None:
+        """Everything that was sent has failed with ``error``."""
+        failures = self._cursors.failures(ErrorInfo.of(error))
+        self._begin()
+        if failures:
+            self._deliver(failures)
+        self._lost(error, is_final=False)
+
+    async def _drop_websocket(self) -> None:
+        websocket, self._websocket = self._websocket, None
+        if websocket is not None:
+            await websocket.aclose()
 
     async def _exchange(self, websocket: WebSocket) -> WebSocketEnded:
         """Sends ops and receives events until the websocket ends. Raises the error that ends the session."""
@@ -325,6 +425,7 @@ class RemoteConnection:
     async def _handle(self, message: bytes | str) -> None:
         match self._decoder.decode(message):
             case Events(ack=ack, events=events):
+                self._has_answered = True
                 self._queue.acknowledge(ack)
                 new = self._cursors.receive(events)
                 for start in range(0, len(new), _EVENTS_PER_TURN):
@@ -352,14 +453,12 @@ class RemoteConnection:
 
     async def _reconnect(self, ended: WebSocketEnded) -> None:
         """Opens a new websocket for the session within the grace period. ``ServerLost``."""
-        assert self._websocket is not None
-        await self._websocket.aclose()
-        self._websocket = None
+        await self._drop_websocket()
         why: Exception = ended
         at_least_s = 0.0
         grace_s = self._welcome.limits.resume_grace_s
         with anyio.move_on_after(grace_s):
-            for delay_s in _backoff():
+            for delay_s in _backoff(_LAST_BACKOFF_S):
                 await anyio.sleep(max(delay_s, at_least_s))  # noqa: TID251  (a deliberate delay between attempts)
                 try:
                     resume = self._cursors.resume(self._welcome.session, self._welcome.secret)
@@ -384,11 +483,11 @@ class RemoteConnection:
                 self.send([ops.GetStats(ticket)])
 
 
-def _backoff() -> Iterator[float]:
+def _backoff(most_s: float) -> Iterator[float]:
     """Seconds before each attempt: 0, then doubling, with jitter, as many clients may lose one server."""
     yield 0.0
     for attempt in itertools.count():
-        yield min(_LAST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0)
+        yield min(most_s, _FIRST_BACKOFF_S * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0)
 
 
 # The size of an ``Ops`` frame without its ops, in either encoding: field names and two numbers.
@@ -519,6 +618,23 @@ class Cursors:
             case _:
                 pass
         return True
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether any state is open, or an answer is due."""
+        return bool(self._states or self.unanswered)
+
+    def failures(self, error: ErrorInfo) -> list[Event]:
+        """The events that end everything with ``error``."""
+        return [
+            *[VarFailed(var_id, error) for var_id in self._variables],
+            *[
+                StateFailed(state_id, error)
+                for state_id, state in self._states.items()
+                if not state.has_failed
+            ],
+            *[StatsReply(ticket, None, error) for ticket in self.unanswered],
+        ]
 
     def receive(self, events: Iterable[Event]) -> list[Event]:
         """The events without the parts that were received before. ``ProtocolError`` for a gap."""

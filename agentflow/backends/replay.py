@@ -123,6 +123,8 @@ class Replay:
 class _ReplayConnection:
     """A ``Connection`` that finds each op in the recording and schedules its events."""
 
+    is_connected = True
+
     def __init__(
         self,
         recording: Recording,

@@ -457,6 +457,8 @@ class ScriptedGenerator:
 class _ScriptedConnection:
     """A connection that tells the generator which gens the program appends, before they run."""
 
+    is_connected = True
+
     def __init__(self, connection: Connection, generator: ScriptedGenerator) -> None:
         self.capabilities = connection.capabilities
         self.is_complete = False

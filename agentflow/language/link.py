@@ -102,6 +102,7 @@ class Link:
         self._tasks: TaskGroup | None = None
         self._stack = AsyncExitStack()
         self._failure: Exception | None = None
+        self._first_id = 0  # the backend has lost all states and variables with lower numbers
         self._ids = itertools.count(1)
         self._run_indices = itertools.count()
         self._answers: dict[int, tuple[anyio.Event, list[StatsReply]]] = {}
@@ -110,6 +111,7 @@ class Link:
         self._watch: LoopWatch | None = None
         self.deadline = math.inf
         """When the limits of the session end all states, on the event loop's clock."""
+        self._tokens_left: int | None = None
         self.spans: SessionSpan | None = None
         self.runs = Runs()
 
@@ -118,6 +120,9 @@ class Link:
         self.send([limit_op(0, deadline_s, output_tokens)])
         if deadline_s is not None:
             self.deadline = min(self.deadline, anyio.current_time() + deadline_s)
+        if output_tokens is not None:
+            left = self._tokens_left
+            self._tokens_left = output_tokens if left is None else min(left, output_tokens)
 
     async def open(self, backend: Backend) -> None:
         """Connects to the backend and opens a task group. ``BadArgument`` the second time."""
@@ -179,6 +184,11 @@ class Link:
         """Whether ops can still be sent."""
         return self._connection is not None and self._failure is None
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the backend can be reached now."""
+        return self.is_alive and self._connection is not None and self._connection.is_connected
+
     def check_alive(self) -> None:
         """Raises the error that ended the session; ``StateClosed`` before it is opened and after its end."""
         if self._failure is not None:
@@ -210,15 +220,22 @@ class Link:
         return next(self._run_indices)
 
     def send(self, recorded: list[ops.Op], *, quiet: bool = False) -> None:
-        """Sends ops, all or none. ``BadArgument`` for an invalid op, ``NotSupported`` for one that the
-        backend cannot run. ``quiet``: does nothing if the session has ended."""
+        """Sends ops, all or none; ops of states that the backend has lost are dropped. ``BadArgument`` for an
+        invalid op, ``NotSupported`` for one that the backend cannot run. ``quiet``: does nothing if the
+        session has ended."""
         if quiet and not self.is_alive:
             return
         self.check_alive()
         assert self._connection is not None
         for op in recorded:
             check_sendable(op, self._connection.capabilities)
+        if self._first_id:
+            recorded = [op for op in recorded if not self._is_of_lost(op)]
         self._connection.send(recorded)
+
+    def _is_of_lost(self, op: ops.Op) -> bool:
+        own: int = getattr(op, "state", None) or getattr(op, "var", None) or self._first_id
+        return own < self._first_id
 
     def start_soon(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         """Starts a task that ends with the session."""
@@ -258,6 +275,8 @@ class Link:
                         variable.think(event.reasoning_at, event.reasoning)
                         variable.extend(event.at, event.text)
                 case Value():
+                    if self._tokens_left is not None:
+                        self._tokens_left = max(0, self._tokens_left - event.usage.output_tokens)
                     if (variable := self.variables.get(event.var)) is not None:
                         variable.complete(event)
                 case VarFailed():  # the state fails too, by an event of its own
@@ -276,10 +295,24 @@ class Link:
                 case Watched() | Peeked():
                     pass  # a program sends neither op
 
-    def _lose(self, error: Exception) -> None:
+    def _lose(self, error: Exception, *, is_final: bool = True) -> None:
         is_known = isinstance(error, AgentflowError)
-        self._failure = error if is_known else ServerLost(f"the backend is gone: {shown_error(error)}")
-        self._end_all(ErrorInfo.of(self._failure))
+        failure = error if is_known else ServerLost(f"the backend is gone: {shown_error(error)}")
+        if is_final:
+            self._failure = failure
+        self._end_all(ErrorInfo.of(failure))
+        if not is_final:
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """The backend has lost all states and the limits of the session, and can be used again."""
+        self.states.clear()
+        self._first_id = self.next_id()
+        if self._connection is None:
+            return
+        left_s = None if math.isinf(self.deadline) else max(0.0, self.deadline - anyio.current_time())
+        if left_s is not None or self._tokens_left is not None:
+            self._connection.send([limit_op(0, left_s, self._tokens_left)])
 
     def _end_all(self, error: ErrorInfo) -> None:
         """Fails everything that still waits for the backend."""

@@ -45,7 +45,9 @@ ResultT = TypeVar("ResultT")
 
 
 class Session(AsyncOnly):
-    """Made by ``af.session``. Everything that it starts ends with its block.
+    """Made by ``af.session``. Everything that it starts ends with its block. A session on a server connects
+    again when the server is back: what was running fails with ``ServerLost``, and what begins later runs on
+    the new connection.
 
     >>> async with af.session() as flow:
     ...     print(flow.capabilities.model, flow.is_alive)
@@ -389,12 +391,22 @@ class Session(AsyncOnly):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the session is open and its backend is there.
+        """Whether the session is open: it has not ended, and no error has ended it for good.
 
         >>> flow.is_alive
         True
         """
         return self._link.is_alive
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the session is open and its backend can be reached now: False while it connects to a lost
+        server again. For checks of readiness.
+
+        >>> flow.is_connected
+        True
+        """
+        return self._link.is_connected
 
     def check_alive(self) -> None:
         """Raises the error that ended the session; ``StateClosed`` before `async with` and after its block.

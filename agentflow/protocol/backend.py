@@ -10,13 +10,24 @@ from agentflow.protocol.events import Capabilities, Event
 from agentflow.protocol.ops import Op
 
 Deliver = Callable[[Iterable[Event]], None]
-Lost = Callable[[Exception], None]
+
+
+class Lost(Protocol):
+    """Tells the session that the backend has failed."""
+
+    def __call__(self, error: Exception, *, is_final: bool = True) -> None:
+        """All states and variables are gone. Unless ``is_final``, the backend connects again: the same
+        connection accepts ops of new states."""
 
 
 class Connection(Protocol):
     """An open backend. ``send`` does not block."""
 
     capabilities: Capabilities
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the backend can be reached now; False while it connects again."""
 
     def send(self, ops: Sequence[Op]) -> None:
         """Submits all of the ops, or none: raises if one of them cannot be accepted."""
@@ -31,4 +42,4 @@ class Backend(Protocol):
 
     def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
         """Runs the backend for the duration of the scope. It calls ``deliver`` with events, in the event
-        loop, and ``lost`` once if it fails for good before the scope ends."""
+        loop, and ``lost`` if it fails before the scope ends; after a final failure it calls neither."""

@@ -118,9 +118,10 @@ class Recorded:
                 writer.write([Entry(at_s, received=event) for event in received])
                 deliver(received)
 
-            def lose(error: Exception) -> None:
-                writer.write([Entry(writer.now_s(), lost=ErrorInfo.of(error))])
-                lost(error)
+            def lose(error: Exception, *, is_final: bool = True) -> None:
+                if is_final:  # otherwise the events before it tell what has failed
+                    writer.write([Entry(writer.now_s(), lost=ErrorInfo.of(error))])
+                lost(error, is_final=is_final)
 
             async with self._backend.connect(receive, lose) as connection:
                 writer.begin(self._seed, connection.capabilities)
@@ -139,6 +140,10 @@ class _RecordedConnection:
         self.ending: Ending = "cancelled"  # until ``end`` is called
         self._connection = connection
         self._writer = writer
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connection.is_connected
 
     def send(self, ops: Sequence[Op]) -> None:
         at_s = self._writer.now_s()

@@ -48,7 +48,7 @@ async def discuss(s: af.State, question: str) -> str:
 
 class Connection:
     """The application's session with the server: one for all requests, so that they share a batch and a
-    cache. It is opened at the first request, and again after the server was lost."""
+    cache. It is opened at the first request that reaches a server, and reconnects by itself."""
 
     def __init__(self, open_session: OpenSession) -> None:
         self._open_session = open_session
@@ -58,8 +58,7 @@ class Connection:
     async def session(self) -> af.Session:
         """Returns the open session. Errors of ``af.open_session``."""
         async with self._opening:
-            if self._flow is None or not self._flow.is_alive:
-                await self.close()
+            if self._flow is None:
                 self._flow = await self._open_session()
             return self._flow
 

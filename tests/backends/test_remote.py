@@ -191,7 +191,10 @@ async def test_ops_submitted_while_disconnected_are_sent_later(server: ThreadSer
 
 
 async def test_a_session_whose_server_is_gone_is_lost_after_the_grace(strict_server: ThreadServer) -> None:
-    async with proxied(strict_server.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
+    async with (
+        proxied(strict_server.port) as proxy,
+        opened(Remote(proxy.url, reconnect=False)) as (connection, listener),
+    ):
         proxy.refuses = True
         proxy.current.up = 0
         connection.send([ops.Open(1)])
@@ -199,6 +202,7 @@ async def test_a_session_whose_server_is_gone_is_lost_after_the_grace(strict_ser
         assert isinstance(error, ServerLost)
         assert f"{proxy.url}/v1/session" in str(error)
         assert "within 0.05 s" in str(error)
+        assert listener.is_over
         with pytest.raises(ServerLost):
             connection.send([ops.Open(2)])
     await strict_server.wait_until_idle()

@@ -50,6 +50,8 @@ class Observed:
 
 
 class _ObservedConnection:
+    is_connected = True
+
     def __init__(self, connection: Connection, observed: list[ops.Op]) -> None:
         self.capabilities = connection.capabilities
         self._connection = connection

@@ -81,6 +81,7 @@ class Listener:
         self.failed: dict[int, StateFailed] = {}
         self.stats: dict[int, Stats] = {}
         self.lost_with: Exception | None = None
+        self.is_over = False
         self.num_deliveries = 0
         self._changed = anyio.Event()
 
@@ -90,9 +91,10 @@ class Listener:
             self._receive(event)
         self._change()
 
-    def lost(self, error: Exception) -> None:
-        assert self.lost_with is None, "lost was called twice"
+    def lost(self, error: Exception, *, is_final: bool = True) -> None:
+        assert not self.is_over, "lost was called after the end"
         self.lost_with = error
+        self.is_over = is_final
         self._change()
 
     async def wait_for(self, holds: Callable[[Listener], bool]) -> None:

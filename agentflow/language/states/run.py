@@ -232,6 +232,8 @@ class StateNode:
     def check_open(self) -> None:
         """Raises if the session or the state has ended."""
         self.link.check_alive()
+        if self.closed is None and not self.is_open:
+            self.raise_failure()  # it was lost with the server
         if self.closed is not None:
             advice = "" if self.is_open else ", so return values from programs, or use flow.state()"
             raise StateClosed(f"state {self.path} {self.closed}: nothing can be appended to it{advice}")
@@ -260,7 +262,10 @@ class StateNode:
     def declare(self, variable: VariableNode) -> None:
         """Adds a variable whose op was sent."""
         self.own.append(variable)
-        self.link.variables[variable.id] = variable
+        if self.error is not None and not self.is_open:  # lost with the server, which will not answer
+            variable.fail(self.error)
+        else:
+            self.link.variables[variable.id] = variable
 
     def expect_text(self, name: str) -> VariableNode:
         """Declares a hidden variable whose text the client provides."""
