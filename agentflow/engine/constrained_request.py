@@ -1,16 +1,17 @@
 """A request under its constraint, and under the budget of its thoughts.
 
-A model that thinks writes its thoughts first. Neither the grammar nor stops apply to them: any token may
-come, except, under a grammar, one that ends the generation. The grammar begins with the answer, before which
-the model may write one line break. Thoughts that reach their budget are ended by a jump, which appends the
-mark after them. A model that writes in channels begins each part of its answer with a head
+A model that thinks writes its thoughts first. Neither the grammar nor stops apply to them. The grammar
+begins with the answer, before which the model may write one line break, unless the grammar requires white
+space; free text with tools may follow any white space. Thoughts that reach their budget are ended by a jump,
+which appends the mark after them; under a grammar, so are those in which the model ends the generation. A
+model that writes in channels begins each part of its answer with a head
 (``engine.text.channels``): ``ChannelRequest`` lets it write those alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from agentflow.engine.process.ipc import Submit
 from agentflow.engine.request import Request
 from agentflow.engine.text.channel_output import ChannelTokens
 from agentflow.engine.text.channels import CHANNEL_TOKENS
-from agentflow.engine.text.thoughts import Thinking, ThoughtTokens
+from agentflow.engine.text.thoughts import SPACES, Thinking, ThoughtTokens
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import RequestRefused
 
@@ -46,18 +47,23 @@ class ConstrainedRequest:
         self._tokenizer = tokenizer
         self._budget = None if message.thinking is None else message.thinking.budget
         thinking = message.thinking
-        self._thoughts = None if thinking is None or thinking.has_channels else ThoughtTokens(thinking)
-        self._num_before = 0  # tokens before the answer
+        self._thoughts: ThoughtTokens | None = None
+        if thinking is not None and not thinking.has_channels:
+            has_end_token = len(tokenizer.encode_written(thinking.end)) == 1
+            self._thoughts = ThoughtTokens(thinking, has_end_token=has_end_token)
         self._is_stuck = False
         self._text: ConstrainedText | None = None
         if message.constraint is None:
             return
         vocabulary = self._vocabulary = grammars.vocabulary
-        self._text = _text_of(message, grammars, tokenizer)
+        self._new_text = partial(_text_of, message, grammars, tokenizer)
+        self._text = self._new_text()
         self._end_words = vocabulary.only(request.end_ids)
         if message.thinking is not None:
             self._begin_words = vocabulary.exactly(message.thinking.begin.encode())
             self._break_words = vocabulary.exactly(b"\n") | vocabulary.exactly(b"\n\n")
+            self._strips = message.thinking.strips
+            self._is_spelled = self._strips and not self._begin_words.any()
             self._has_break = False
             self._thought_words: dict[bytes, TokenWords] = {}
 
@@ -71,6 +77,16 @@ class ConstrainedRequest:
         """As ``ConstrainedText.num_forced_tokens``."""
         return 0 if self._text is None else self._text.num_forced_tokens()
 
+    @property
+    def answer_at(self) -> int | None:
+        """As of ``Progress``; None if no thoughts can come before the answer, or channels tell."""
+        return None if self._thoughts is None else self._thoughts.answer_at
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether thoughts have begun, and the answer has not."""
+        return self._thoughts is not None and (self._thoughts.is_thinking or self._thoughts.is_gap)
+
     def forced_spans(self, num_chars: int) -> list[tuple[int, int]]:
         """As ``ConstrainedText.forced_spans``, of the whole output."""
         if self._text is None:
@@ -78,27 +94,32 @@ class ConstrainedRequest:
         start = len(self._data_before.decode(errors="replace"))
         return [(first + start, length) for first, length in self._text.forced_spans(num_chars - start)]
 
-    def is_free(self, token_id: int) -> bool:
-        """Whether this token, which comes next, is none of the answer's, so that no stop begins in it."""
-        return self._thoughts is not None and self._thoughts.is_free(self._tokenizer.token_bytes(token_id))
-
     def is_complete(self) -> bool:
         """Whether the text is complete, and nothing may follow or no token of the model can write it."""
         if self._text is None or not self._is_answer:
             return False
         return self._is_stuck or self._text.must_end()
 
-    def read(self, token_id: int) -> None:
-        """Appends a token that a dead engine generated."""
+    def read(self, token_id: int) -> bool:
+        """Appends a token. Returns whether stops apply to it. Of a first mark that is spelled in several
+        tokens, only the last is known to be no part of the answer."""
         thoughts, text = self._thoughts, self._text
+        was_thinking = False
         if thoughts is not None and not thoughts.is_over:
+            was_thinking, was_begin = thoughts.is_thinking, thoughts.may_begin
             if text is not None and self._begins_answer(text, thoughts, token_id):
                 thoughts.begin_answer()
             elif not thoughts.take(self._tokenizer.token_bytes(token_id)):
-                self._num_before += 1
-                return
+                if was_begin and text is not None:
+                    # A mark that is spelled in several tokens might be the beginning of free text.
+                    if thoughts.may_begin:
+                        text.take(token_id)
+                    else:
+                        self._text = self._new_text()
+                return thoughts.may_begin
         if text is not None:
             text.take(token_id)
+        return not was_thinking
 
     def begin(self, generated_forced: Sequence[tuple[int, int]]) -> Jump | None:
         """Starts, after the tokens that were ``read``."""
@@ -107,10 +128,24 @@ class ConstrainedRequest:
             self._text.forced += [(first - start, end - start) for first, end in generated_forced]
         return self._update()
 
-    def take(self, token_id: int) -> Jump | None:
-        """One more token was sampled."""
-        self.read(token_id)
+    def update(self) -> Jump | None:
+        """Returns what is forced after the tokens that were ``read``."""
         return self._update()
+
+    def end_thoughts(self) -> Jump | None:
+        """The model ended the generation within its thoughts, before the answer that the grammar requires.
+        Returns the mark after thoughts, which replaces that token; None if it may end."""
+        thoughts = self._thoughts
+        if self._text is None or thoughts is None or not thoughts.is_thinking:
+            return None
+        jump = self._append(thoughts.end_mark)
+        self._request.token_mask = self._mask(self._text)
+        return jump
+
+    @property
+    def _num_before(self) -> int:
+        """The tokens before the answer."""
+        return self.num_thought_tokens
 
     @property
     def _is_answer(self) -> bool:
@@ -123,12 +158,27 @@ class ConstrainedRequest:
 
     def _begins_answer(self, text: ConstrainedText, thoughts: ThoughtTokens, token_id: int) -> bool:
         if thoughts.may_begin:
-            return not is_allowed(self._begin_words, token_id)
+            return not (self._is_spelled or is_allowed(self._begin_words, token_id))
         if not thoughts.is_gap:
             return False
-        is_break = not is_allowed(text.mask(), token_id)
+        is_space = not self._tokenizer.token_bytes(token_id).strip(SPACES)
+        if self._strips:
+            return not is_space
+        may_be_answer = is_allowed(text.mask(), token_id)
+        is_break = is_space and not self._has_break and not (may_be_answer and self._requires_space(text))
         self._has_break |= is_break
         return not is_break
+
+    def _requires_space(self, text: ConstrainedText) -> bool:
+        """Whether the grammar's text begins with white space."""
+        return not (text.mask() & ~self._space_words).any()
+
+    @cached_property
+    def _space_words(self) -> TokenWords:
+        words = self._vocabulary.only([])
+        for space in SPACES:
+            words = words | self._vocabulary.beginning_with(bytes([space]))
+        return words
 
     def _update(self) -> Jump | None:
         thoughts, text, jump = self._thoughts, self._text, None
@@ -187,13 +237,17 @@ class ConstrainedRequest:
         return words if is_early else words | self._end_words
 
     def _thought_mask(self, rest: bytes) -> TokenWords:
-        """All tokens but those that end the generation, and those that have text after the mark that ends the
-        thoughts, of which ``rest`` is not written yet: that text would escape the grammar."""
+        """All tokens but those that have text after the mark that ends the thoughts, of which ``rest`` is not
+        written yet: that text would escape the grammar. A token that ends the generation ends the thoughts,
+        unless it is to be ignored."""
         found = self._thought_words.get(rest)
         if found is None:
             vocabulary = self._vocabulary
-            longer = vocabulary.beginning_with(rest) & ~vocabulary.exactly(rest)
-            found = vocabulary.only(np.arange(vocabulary.vocab_size)) & ~(self._end_words | longer)
+            found = vocabulary.only(np.arange(vocabulary.vocab_size))
+            if rest:
+                found = found & ~(vocabulary.beginning_with(rest) & ~vocabulary.exactly(rest))
+            if self._request.params.ignore_eos:
+                found = found & ~self._end_words
             self._thought_words[rest] = found
         return found
 
@@ -214,7 +268,6 @@ class ChannelRequest(ConstrainedRequest):
             has_answer=bool(self._thinking.answer),
             has_calls=bool(self._thinking.calls),
         )
-        self._new_text = partial(_text_of, message, grammars, tokenizer)
         self._is_read = True  # the grammar has read the tokens of the head so far
         if self._text is not None:
             marks = [i for token in CHANNEL_TOKENS if (i := tokenizer.id_of(token)) is not None]
@@ -227,13 +280,15 @@ class ChannelRequest(ConstrainedRequest):
         """Tokens of thoughts, marks and the head of an answer in text included."""
         return self._channels.num_tokens
 
-    def is_free(self, token_id: int) -> bool:
-        """Whether this token, which comes next, is none of the answer's, so that no stop begins in it."""
-        return self._channels.is_free(self._tokenizer.token_bytes(token_id))
+    @property
+    def is_thinking(self) -> bool:
+        """Whether thoughts have begun and not ended."""
+        return self._channels.is_thinking
 
-    def read(self, token_id: int) -> None:
-        """Appends a token that a dead engine generated."""
+    def read(self, token_id: int) -> bool:
+        """Appends a token. Returns whether stops apply to it."""
         channels, text = self._channels, self._text
+        is_free = channels.is_free(self._tokenizer.token_bytes(token_id))
         if text is not None and not channels.is_thinking:
             self._is_read = self._is_read and is_allowed(text.mask(), token_id)
             if self._is_read or channels.is_over:
@@ -242,7 +297,22 @@ class ChannelRequest(ConstrainedRequest):
         channels.take(self._tokenizer.token_bytes(token_id))
         if channels.num_tokens > num_before and text is not None:
             self._text, self._is_read = self._new_text(), True
-        self._num_before = channels.num_tokens
+        return not is_free
+
+    def end_thoughts(self) -> Jump | None:
+        """The model ended the generation within its thoughts, before the answer that the grammar requires.
+        Returns the end of thoughts, which replaces that token; None if it may end."""
+        channels = self._channels
+        if self._text is None or not channels.is_thinking:
+            return None
+        jump = self._append(self._end_of_channel())
+        self._request.token_mask = self._mask(self._text)
+        return jump
+
+    def _end_of_channel(self) -> str:
+        # With tools, the model decides what follows its thoughts.
+        answer = "" if self._thinking.calls else self._thinking.answer
+        return self._channels.rest_of_end().decode() + answer
 
     @property
     def _is_answer(self) -> bool:
@@ -261,7 +331,7 @@ class ChannelRequest(ConstrainedRequest):
         # With tools, the model decides what follows its thoughts.
         answer = "" if self._thinking.calls else self._thinking.answer
         if self._is_spent and channels.is_thinking:
-            jump = self._append(channels.rest_of_end().decode() + answer)
+            jump = self._append(self._end_of_channel())
         elif self._is_spent and channels.may_begin and answer and not channels.num_held:
             jump = self._append(answer)
         elif text is not None and self._is_answer:

@@ -264,9 +264,7 @@ class Engine:
             constrained = constrained_request(request, message, self._grammars, self._tokenizer)
             self._constrained[request.id] = constrained
         for token_id in message.generated_ids:
-            text.push(token_id, is_free=constrained is not None and constrained.is_free(token_id))
-            if constrained is not None:
-                constrained.read(token_id)
+            text.push(token_id, is_free=constrained is not None and not constrained.read(token_id))
         jump = None if constrained is None else constrained.begin(message.generated_forced)
         if jump is not None:
             self._jump(request, text, jump)
@@ -310,29 +308,46 @@ class Engine:
                 reason = self._finish_reasons.get(request.id, "length")
                 self._finish(request, reason, embedding=result.embedding)
             return
-        text = self._texts[request.id]
+        text, constrained = self._texts[request.id], self._constrained.get(request.id)
         if result.token_id in self._runner.info.end_token_ids and not params.ignore_eos:
-            self._finish(request, "eos")
-        elif result.token_id in params.stop_token_ids and not text.is_in_call:
+            jump = None if constrained is None else constrained.end_thoughts()
+            if jump is None:
+                self._finish(request, "eos")
+            else:
+                self._report(result, "", constrained)
+                self._jump(request, text, jump)
+        elif result.token_id in params.stop_token_ids and not (
+            text.is_in_call or (constrained is not None and constrained.is_thinking)
+        ):
             self._finish(request, "stop", result.token_id)
         else:
-            constrained = self._constrained.get(request.id)
-            is_free = constrained is not None and constrained.is_free(result.token_id)
-            delta = text.push(result.token_id, is_free=is_free)
-            logprobs = result.logprobs if params.wants_logprobs else ()
-            self._outbox.append(Progress(request.id, delta, (result.token_id,), logprobs, result.tops))
+            is_free = constrained is not None and not constrained.read(result.token_id)
+            self._report(result, text.push(result.token_id, is_free=is_free), constrained)
             if constrained is not None and not text.stopped:
-                jump = constrained.take(result.token_id)
+                jump = constrained.update()
                 if jump is not None:
                     self._jump(request, text, jump)
             self._finish_if_complete(request, text)
+
+    def _report(self, result: StepResult, text: str, constrained: ConstrainedRequest | None) -> None:
+        """Reports a sampled token."""
+        assert result.token_id is not None
+        request = result.request
+        logprobs = result.logprobs if request.params.wants_logprobs else ()
+        answer_at = None if constrained is None else constrained.answer_at
+        self._outbox.append(
+            Progress(request.id, text, (result.token_id,), logprobs, result.tops, answer_at=answer_at)
+        )
 
     def _jump(self, request: Request, text: TextEnd, jump: Jump) -> None:
         """Appends the tokens that the grammar, or the budget of thoughts, forces."""
         num_dropped = request.num_generated - jump.num_kept
         self.scheduler.replace_output(request, jump.num_kept, jump.token_ids)
         delta = text.replace(jump.num_kept, jump.token_ids, is_free=jump.is_free)
-        self._outbox.append(Progress(request.id, delta, jump.token_ids, (), (), num_dropped, jump.forced))
+        answer_at = self._constrained[request.id].answer_at
+        self._outbox.append(
+            Progress(request.id, delta, jump.token_ids, (), (), num_dropped, jump.forced, answer_at)
+        )
 
     def _finish_if_complete(self, request: Request, text: TextEnd) -> None:
         constrained = self._constrained.get(request.id)
@@ -381,6 +396,7 @@ class Engine:
                 forced_tokens=0 if constrained is None else constrained.num_forced_tokens,
                 embedding=embedding,
                 thought_tokens=0 if constrained is None else constrained.num_thought_tokens,
+                answer_at=None if constrained is None else constrained.answer_at,
             )
         )
         self._drop(request.id)

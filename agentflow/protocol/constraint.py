@@ -78,6 +78,11 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     string_chars: int | None = None
     list_items: int | None = None
 
+    @property
+    def has_free_text(self) -> bool:
+        """Whether text may stand before the first tag."""
+        return self.kind == "tags" and self.between is None and self.instead is None
+
     def check(self) -> Constraint:
         """Returns itself, or raises ``BadArgument`` for values that a constraint cannot have."""
         if self.kind == "choices":

@@ -31,7 +31,7 @@ def reporting(text: AnswerText | ReplyText, on_text: OnText, on_reasoning: OnTex
     """Reads the progress of a generation, and reports new text and new thoughts."""
 
     def on_progress(progress: Progress) -> None:
-        new = text.push(progress.text)
+        new = text.push(progress.text, progress.answer_at)
         if on_reasoning is not None and (thoughts := text.thoughts.new()):
             on_reasoning(thoughts)
         if new:

@@ -242,7 +242,8 @@ class EngineGenerator:
             context, params, on_progress, text.constraint, thinking=thinking, calls=calls
         )
         context.tokens.generated(end.token_ids, end.text)
-        notation = text.finish(end.text, is_truncated=end.finish_reason == "length")
+        is_truncated = end.finish_reason == "length"
+        notation = text.finish(end.text, end.answer_at, is_truncated=is_truncated)
         reply = read_reply(notation)
         self.output_token_cache.put_answer(context, end, reply.message())
         context.conversation_key = None  # its next reply answers a longer conversation
@@ -265,7 +266,7 @@ class EngineGenerator:
         on_progress = reporting(text, on_text, on_reasoning)
         end = await self.complete(context, params, on_progress, constraint, thinking=thinking)
         context.tokens.generated(end.token_ids, end.text)
-        answer = text.finish(end.text)
+        answer = text.finish(end.text, end.answer_at)
         generated = generated_of(end, params, self.tokenizer, answer, str(text.thoughts))
         start = len(end.text) - len(answer)
         forced = tuple([(first - start, length) for first, length in end.forced if first >= start])
@@ -300,6 +301,10 @@ class EngineGenerator:
         with a budget. ``calls``: the marks of its tool calls, inside which no stop applies."""
         self.check_task(embeds=False)
         self.capabilities.require(constraint)
+        if thinking is not None:
+            thinking = msgspec.structs.replace(
+                thinking, strips=constraint is None or constraint.has_free_text
+            )
         with self._admit(context.num_guessed_tokens) as admitted:
             admitted.prompt_tokens = 0  # until the engine has the request
             self.limits.check_length(context.num_unencoded_chars)

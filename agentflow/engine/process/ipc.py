@@ -165,7 +165,9 @@ class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A request gained ``token_ids``. ``logprobs`` and ``top_logprobs`` have an entry for each if requested;
     those of tokens that a grammar forced come in a later message. ``text``: the text that became final, often
     empty. ``num_dropped``: the last tokens sent so far that these replace, because the same text is now
-    encoded differently. ``forced``: if a grammar forced the tokens, what ``mark_forced`` receives."""
+    encoded differently. ``forced``: if a grammar forced the tokens, what ``mark_forced`` receives.
+    ``answer_at``: of a model that may think, the character of the output at which its answer begins, or -1 if
+    it has not begun; None if it does not think, or writes in channels, whose heads show it."""
 
     request_id: int
     text: str
@@ -174,6 +176,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
     top_logprobs: Sequence[TopTokens] = ()
     num_dropped: int = 0
     forced: tuple[int, int] | None = None
+    answer_at: int | None = None
 
 
 class NeedPayload(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -191,7 +194,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     string or ``stop_token_ids`` id that ended it. ``forced``: the parts of ``text`` that a grammar forced and
     that were not sampled, as pairs of first character and number of characters; ``forced_tokens``: the tokens
     that lie wholly in such parts. ``embedding``: in float32, in the machine's order of bytes.
-    ``thought_tokens``: the tokens of thoughts, marks included."""
+    ``thought_tokens``: the tokens before the answer. ``answer_at``: as of ``Progress``."""
 
     request_id: int
     token_ids: list[int]
@@ -208,6 +211,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     forced_tokens: int = 0
     embedding: bytes = b""
     thought_tokens: int = 0
+    answer_at: int | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -2,8 +2,8 @@
 
 ``thought_marks`` finds the marks in a chat template. A template may open the thoughts itself at the end of
 the prompt, or close them empty so that the model does not think; ``thinking_after`` tells from the rendered
-prompt. ``ThoughtOutput`` separates thoughts and answer while they are generated, and ``ThoughtTokens``
-follows the same text by its tokens, in the engine.
+prompt. ``ThoughtTokens`` follows an output by its tokens, in the engine, and decides where the answer begins.
+``ThoughtOutput`` separates thoughts and answer there while they are generated.
 
 Models that write in channels (``channels``) have an end of thoughts and heads of answers instead of one mark.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -32,7 +32,7 @@ from agentflow.engine.text.tool_output import ToolOutput, overlap
 from agentflow.protocol.chat import Piece, TextPiece, ThoughtPiece
 
 WHITE_SPACE = " \t\r\n"
-_SPACES = WHITE_SPACE.encode()
+SPACES = WHITE_SPACE.encode()
 
 
 class ThoughtMarks(NamedTuple):
@@ -93,7 +93,8 @@ class Thinking(msgspec.Struct, frozen=True, array_like=True):
     """How one output may begin with thoughts. ``is_open``: the prompt began them, so the output begins
     inside. Otherwise the output begins with thoughts if it begins with the mark. ``budget``: the most tokens
     of thoughts; None is no limit. ``answer``, ``calls``: of a model that writes in channels, the head of an
-    answer in text, and the beginning of the head of a call; empty if there may be none."""
+    answer in text, and the beginning of the head of a call; empty if there may be none. ``strips``: the
+    answer begins without white space; False under a constraint, which decides that."""
 
     begin: str
     end: str
@@ -101,6 +102,7 @@ class Thinking(msgspec.Struct, frozen=True, array_like=True):
     budget: int | None = None
     answer: str = ""
     calls: str = ""
+    strips: bool = True
 
     @property
     def has_channels(self) -> bool:
@@ -142,8 +144,11 @@ class _State(Enum):
 class ThoughtOutput:
     r"""Reads one output: thoughts, then an answer, which ``output`` reads if it may have tool calls.
 
+    ``answer_at``: as of ``Progress``, with the text: the character at which the answer begins, counted from
+    the output's first, or -1 if it has not begun.
+
     >>> output = ThoughtOutput(Thinking("<think>", "</think>", is_open=False))
-    >>> output.push("<think>\nIt is a gre") + output.push("eting.\n</think>\n\nHello")
+    >>> output.push("<think>\nIt is a gre", -1) + output.push("eting.\n</think>\n\nHello", 37)
     [ThoughtPiece(text='It is a gre'), ThoughtPiece(text='eting.'), TextPiece(text='Hello')]
 
     How the text is split into pushes affects only where adjacent pieces of one kind are split. An output that
@@ -155,6 +160,7 @@ class ThoughtOutput:
         self._output = output
         self._state = _State.THOUGHTS if thinking.is_open else _State.START
         self._held = ""
+        self._num_read = 0
         self._has_thoughts = False  # not only white space
 
     @property
@@ -169,30 +175,25 @@ class ThoughtOutput:
 
     @property
     def is_thinking(self) -> bool:
-        """Whether thoughts have begun and not ended."""
+        """Whether thoughts have begun, and the answer has not."""
         return self._state is _State.THOUGHTS
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str, answer_at: int) -> list[Piece]:
         """Reads more text. Returns the pieces that are now certain."""
-        return self._read(text, is_over=False, is_truncated=False)
+        return self._read(text, answer_at, is_over=False, is_truncated=False)
 
-    def finish(self, rest: str = "", *, is_truncated: bool = False) -> list[Piece]:
+    def finish(self, rest: str, answer_at: int, *, is_truncated: bool = False) -> list[Piece]:
         """Reads ``rest`` and ends the output. Returns all remaining pieces. ``is_truncated``: as for
         ``ToolOutput``."""
-        return self._read(rest, is_over=True, is_truncated=is_truncated)
+        return self._read(rest, answer_at, is_over=True, is_truncated=is_truncated)
 
-    def _read(self, text: str, *, is_over: bool, is_truncated: bool) -> list[Piece]:
+    def _read(self, text: str, answer_at: int, *, is_over: bool, is_truncated: bool) -> list[Piece]:
         self._held += text
+        self._num_read += len(text)
         pieces: list[Piece] = []
-        if self._state is _State.START:
-            self._read_start(is_over)
-        if self._state is _State.THOUGHTS:
-            self._read_thoughts(pieces, is_over)
-        if self._state is _State.GAP:
-            self._held = self._held.lstrip(WHITE_SPACE)
-            if self._held:
-                self._state = _State.ANSWER
-        if self._state is _State.ANSWER or (is_over and self._state is not _State.THOUGHTS):
+        if self._state is not _State.ANSWER:
+            self._read_thoughts(answer_at, is_over, pieces)
+        if self._state is _State.ANSWER:
             answer, self._held = self._held, ""
             if self._output is None:
                 pieces += [TextPiece(answer)] if answer else []
@@ -202,30 +203,55 @@ class ThoughtOutput:
                 pieces += self._output.push(answer)
         return pieces
 
-    def _read_start(self, is_over: bool) -> None:
-        bare = self._held.lstrip(WHITE_SPACE)
-        if bare.startswith(self._marks.begin):
-            self._held = bare.removeprefix(self._marks.begin)
-            self._state = _State.THOUGHTS
-        elif is_over or not self._marks.begin.startswith(bare):
-            self._state = _State.ANSWER
+    def _read_thoughts(self, answer_at: int, is_over: bool, pieces: list[Piece]) -> None:
+        has_answer = answer_at >= 0
+        num_before = len(self._held) - (self._num_read - answer_at) if has_answer else len(self._held)
+        before, answer = self._held[:num_before], self._held[num_before:]
+        bare = before.lstrip(WHITE_SPACE)
+        if self._state is _State.START and bare.startswith(self._marks.begin):
+            self._state, before = _State.THOUGHTS, bare.removeprefix(self._marks.begin)
+        if self._state is _State.THOUGHTS:
+            before = self._deliver(before, pieces, is_whole=has_answer or is_over)
+        if has_answer or (is_over and self._state is _State.START):
+            self._state, before = _State.ANSWER, "" if has_answer else before
+        self._held = before + answer
 
-    def _read_thoughts(self, pieces: list[Piece], is_over: bool) -> None:
+    def _deliver(self, thoughts: str, pieces: list[Piece], *, is_whole: bool) -> str:
+        """Delivers thoughts, and returns those that are held back: white space and the mark after thoughts,
+        while they may be the last. If the thoughts are whole, these are dropped."""
         if not self._has_thoughts:
-            self._held = self._held.lstrip(WHITE_SPACE)
+            thoughts = thoughts.lstrip(WHITE_SPACE)
+        bare = thoughts.rstrip(WHITE_SPACE)
         end = self._marks.end
-        at = self._held.find(end)
-        is_ended = at >= 0
-        if not is_ended:
-            at = len(self._held) if is_over else len(self._held) - overlap(self._held, end)
-        # White space is held back while it may be the last.
-        thoughts = self._held[:at].rstrip(WHITE_SPACE)
-        if thoughts:
+        if bare.endswith(end):
+            bare = bare.removesuffix(end)
+        elif not is_whole:
+            bare = thoughts[: len(thoughts) - overlap(thoughts, end)]
+        bare = bare.rstrip(WHITE_SPACE)
+        if bare:
             self._has_thoughts = True
-            pieces.append(ThoughtPiece(thoughts))
-        self._held = self._held[at + len(end) :] if is_ended else self._held[len(thoughts) :]
-        if is_ended:
-            self._state = _State.GAP
+            pieces.append(ThoughtPiece(bare))
+        return thoughts[len(bare) :]
+
+
+AnswerOutput: TypeAlias = ToolOutput | ThoughtOutput | ChannelOutput
+"""Reads an answer that has more than text."""
+
+
+def push_output(output: AnswerOutput, text: str, answer_at: int | None) -> list[Piece]:
+    """``output.push``, with ``answer_at`` of the ``Progress`` that brought the text."""
+    if isinstance(output, ThoughtOutput):
+        return output.push(text, -1 if answer_at is None else answer_at)
+    return output.push(text)
+
+
+def finish_output(
+    output: AnswerOutput, rest: str, answer_at: int | None, *, is_truncated: bool = False
+) -> list[Piece]:
+    """``output.finish``, with ``answer_at`` of ``Finished``."""
+    if isinstance(output, ThoughtOutput):
+        return output.finish(rest, -1 if answer_at is None else answer_at, is_truncated=is_truncated)
+    return output.finish(rest, is_truncated=is_truncated)
 
 
 class ThoughtText:
@@ -261,16 +287,18 @@ class AnswerText:
         self._answer: list[str] = []
         self._num_chars = 0
 
-    def push(self, text: str) -> str:
-        """Reads more text. Returns what of it belongs to the answer."""
+    def push(self, text: str, answer_at: int | None) -> str:
+        """Reads more text. ``answer_at``: as of ``Progress``. Returns the new text of the answer."""
         self._num_chars += len(text)
-        return text if self._output is None else self._take(self._output.push(text))
+        if self._output is None:
+            return text
+        return self._take(push_output(self._output, text, answer_at))
 
-    def finish(self, text: str) -> str:
+    def finish(self, text: str, answer_at: int | None) -> str:
         """The whole answer, given the whole output."""
         if self._output is None:
             return text
-        self._take(self._output.finish(text[self._num_chars :]))
+        self._take(finish_output(self._output, text[self._num_chars :], answer_at))
         return "".join(self._answer)
 
     def _take(self, pieces: Sequence[Piece]) -> str:
@@ -281,21 +309,29 @@ class AnswerText:
 
 
 class ThoughtTokens:
-    """Follows the thoughts of one output by its tokens. ``data``: the bytes of all tokens before the answer.
-    ``num_tokens``: the tokens of the thoughts, marks included; ``num_inside``: those after the first mark."""
+    """Follows the thoughts of one output by its tokens, and decides where they end and the answer begins.
 
-    def __init__(self, thinking: Thinking) -> None:
+    ``has_end_token``: the mark after thoughts is one token of the model. Then only this token ends thoughts,
+    and the same text in other tokens, a quotation for example, does not.
+
+    ``data``: the bytes of all tokens before the answer. ``num_tokens``: these tokens, if there are thoughts;
+    ``num_inside``: the tokens of thoughts after the first mark."""
+
+    def __init__(self, thinking: Thinking, *, has_end_token: bool = False) -> None:
         self.end_mark = thinking.end
         self._begin, self._end = thinking.begin.encode(), thinking.end.encode()
+        self._has_end_token = has_end_token
         self._state = _State.THOUGHTS if thinking.is_open else _State.START
-        self._num_first = 0  # tokens up to the first mark
+        self._num_before = 0
         self._tail = b""  # what may be part of a mark
         self.data = bytearray()
         self.num_inside = 0
+        self.answer_at = -1
+        """The character of the output at which the answer begins; -1 before."""
 
     @property
     def num_tokens(self) -> int:
-        return 0 if self.may_begin else self._num_first + self.num_inside
+        return 0 if self.may_begin else self._num_before
 
     @property
     def may_begin(self) -> bool:
@@ -317,58 +353,69 @@ class ThoughtTokens:
         """Whether the answer has begun."""
         return self._state is _State.ANSWER
 
-    def is_free(self, token: bytes) -> bool:
-        """Whether this token, which comes next, is none of the answer's. Of a first mark that is spelled in
-        several tokens, only the last is known to be none."""
-        if self.may_begin:
-            return (self._tail + token).lstrip(_SPACES).startswith(self._begin)
-        return self.is_thinking or (self.is_gap and not token.strip(_SPACES))
-
     def begin_answer(self) -> None:
         """The next token belongs to the answer, whatever it is."""
         if self.may_begin:
-            self._num_first = 0
-        self._state = _State.ANSWER
+            self._num_before = 0
+            self.data.clear()
+        self._begin_answer(b"")
 
     def take(self, token: bytes) -> bool:
-        """Reads one more token. Returns whether it belongs to the answer."""
+        """Reads one more token. Returns whether it belongs to the answer, at least in part."""
         match self._state:
             case _State.START:
                 self._take_first(token)
             case _State.THOUGHTS:
                 self.num_inside += 1
-                self._find_end(token)
-            case _State.GAP if token.strip(_SPACES):
-                self._state = _State.ANSWER
+                self._find_end(token, token)
+            case _State.GAP if token.strip(SPACES):
+                self._begin_answer(token[: len(token) - len(token.lstrip(SPACES))])
         if self.is_over:
             return True
         self.data += token
+        self._num_before += 1
         return False
 
     def rest_of_end(self) -> bytes:
-        """The part of the mark after thoughts that is not written yet."""
+        """The part of the mark after thoughts that is not written yet. Empty if it is one token."""
+        if self._has_end_token:
+            return b""
         longest = min(len(self._tail), len(self._end) - 1)
         written = next((n for n in range(longest, 0, -1) if self._tail.endswith(self._end[:n])), 0)
         return self._end[written:]
 
+    def _begin_answer(self, skipped: bytes) -> None:
+        """``skipped``: the beginning of the answer's first token that is not part of the answer."""
+        self._state = _State.ANSWER
+        if self.answer_at < 0:
+            self.answer_at = len((self.data + skipped).decode(errors="replace"))
+
     def _take_first(self, token: bytes) -> None:
-        self._num_first += 1
         self._tail += token
-        bare = self._tail.lstrip(_SPACES)
+        bare = self._tail.lstrip(SPACES)
         if bare.startswith(self._begin):
             self._state, self._tail = _State.THOUGHTS, b""
-            self._find_end(bare.removeprefix(self._begin))
+            self._find_end(bare.removeprefix(self._begin), token)
         elif not self._begin.startswith(bare):
             self.begin_answer()
 
-    def _find_end(self, token: bytes) -> None:
-        read = self._tail + token
+    def _find_end(self, text: bytes, token: bytes) -> None:
+        """``text``: the part of ``token`` that belongs to thoughts."""
+        if self._has_end_token:
+            if token == self._end:
+                self._state = _State.GAP
+            return
+        read = self._tail + text
         at = read.find(self._end)
         if at < 0:
             self._tail = read[-len(self._end) :]
             return
         self._tail = b""
-        self._state = _State.ANSWER if read[at + len(self._end) :].strip(_SPACES) else _State.GAP
+        answer = read[at + len(self._end) :].lstrip(SPACES)
+        if answer:
+            self._begin_answer(token[: len(token) - len(answer)])
+        else:
+            self._state = _State.GAP
 
 
 def shown_thoughts(reasoning: str | None, content: str, source: str) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -20,7 +20,14 @@ from agentflow.engine.text.channel_output import ChannelOutput
 from agentflow.engine.text.channels import CALL_MARK, call_head
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.detokenizer import CallMarks
-from agentflow.engine.text.thoughts import Thinking, ThoughtOutput, ThoughtText
+from agentflow.engine.text.thoughts import (
+    AnswerOutput,
+    Thinking,
+    ThoughtOutput,
+    ThoughtText,
+    finish_output,
+    push_output,
+)
 from agentflow.engine.text.tool_format import IN_CHANNELS, ToolFormat, as_plain_messages, tool_format
 from agentflow.engine.text.tool_output import ToolOutput
 from agentflow.errors import BadArgument, NotSupported
@@ -91,10 +98,6 @@ class ToolUse:
             is_constrained=self.constraint(otherwise) is not None,
             begins=self.begins if otherwise is not None else (),
         )
-
-
-AnswerOutput: TypeAlias = ToolOutput | ThoughtOutput | ChannelOutput
-"""Reads an answer that has more than text."""
 
 
 def answer_output(
@@ -291,24 +294,24 @@ class ReplyText:
         self._written: list[str] = []
         self._num_chars = 0
 
-    def push(self, text: str) -> str:
-        """Reads more of the answer. Returns the new text of the reply."""
+    def push(self, text: str, answer_at: int | None) -> str:
+        """Reads more of the answer. ``answer_at``: as of ``Progress``. Returns the new text of the reply."""
         self._num_chars += len(text)
-        return self._write(self._pieces(text))
+        if self._output is None:
+            return self._write_text(text)
+        return self._write(push_output(self._output, text, answer_at))
 
-    def finish(self, text: str, *, is_truncated: bool) -> str:
+    def finish(self, text: str, answer_at: int | None, *, is_truncated: bool) -> str:
         """The whole reply, given the whole answer. ``is_truncated``: a limit ended it."""
         rest = text[self._num_chars :]
         if self._output is None:
-            self._write(self._pieces(rest))
+            self._write_text(rest)
         else:
-            self._write(self._output.finish(rest, is_truncated=is_truncated))
+            self._write(finish_output(self._output, rest, answer_at, is_truncated=is_truncated))
         return "".join(self._written) + self._writer.finish()
 
-    def _pieces(self, text: str) -> list[Piece]:
-        if self._output is not None:
-            return self._output.push(text)
-        return [TextPiece(text)] if text else []
+    def _write_text(self, text: str) -> str:
+        return self._write([TextPiece(text)] if text else [])
 
     def _write(self, pieces: list[Piece]) -> str:
         self.thoughts.take(pieces)

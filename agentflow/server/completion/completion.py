@@ -31,9 +31,16 @@ from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint, Relaxed
 from agentflow.engine.process.ipc import Finished, Progress
 from agentflow.engine.text.channel_output import ChannelOutput
-from agentflow.engine.text.thoughts import Thinking, thinking_values, thought_marks
+from agentflow.engine.text.thoughts import (
+    AnswerOutput,
+    Thinking,
+    finish_output,
+    push_output,
+    thinking_values,
+    thought_marks,
+)
 from agentflow.engine.text.tool_output import ToolOutput
-from agentflow.engine.text.tools import AnswerOutput, answer_output
+from agentflow.engine.text.tools import answer_output
 from agentflow.errors import AgentflowError, BadArgument, faults_of
 from agentflow.protocol.chat import (
     Arguments,
@@ -510,13 +517,13 @@ class _AnswerReader:
         if self._output is None:
             self._emit_text(progress.text, tokens)
         elif progress.text or tokens:
-            self._read(self._output, progress.text, tokens)
+            self._read(self._output, progress, tokens)
 
-    def _read(self, output: AnswerOutput, text: str, tokens: list[TokenLogprob]) -> None:
+    def _read(self, output: AnswerOutput, progress: Progress, tokens: list[TokenLogprob]) -> None:
         thoughts = None if isinstance(output, ToolOutput) else output
-        are_thoughts = thoughts is not None and thoughts.is_thinking
+        are_thoughts = isinstance(output, ChannelOutput) and output.is_thinking
         was_head = isinstance(output, ChannelOutput) and output.may_begin
-        pieces = output.push(text)
+        pieces = push_output(output, progress.text, progress.answer_at)
         tokens, self._undecided = [*self._undecided, *tokens], []
         if thoughts is not None and thoughts.may_begin:
             self._undecided = tokens
@@ -535,7 +542,10 @@ class _AnswerReader:
         if self._output is None:
             self._emit_text(rest, tokens)
         else:
-            self._emit_pieces(self._output.finish(rest, is_truncated=end.finish_reason == "length"), tokens)
+            is_truncated = end.finish_reason == "length"
+            self._emit_pieces(
+                finish_output(self._output, rest, end.answer_at, is_truncated=is_truncated), tokens
+            )
 
     def end(self, end: Finished, checks: tuple[Check, ...]) -> None:
         usage = Usage(

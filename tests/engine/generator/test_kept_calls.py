@@ -54,7 +54,7 @@ def answered(
     """The tokens of an answer, one for each byte, and what the client gets."""
     ids = [token for char in text for token in TOKENIZER.encode(char, continues=True)]
     end = Finished(0, ids, text, reason, 0, 0, len(ids), [])
-    reply = ReplyText(context.tools).finish(text, is_truncated=reason == "length")
+    reply = ReplyText(context.tools).finish(text, None, is_truncated=reason == "length")
     message = read_reply(reply).message()
     outputs.put_answer(context, end, message)
     return ids, message

@@ -40,6 +40,26 @@ def whole(output: str, thinking: Thinking) -> tuple[str, str]:
     return thoughts.strip(WHITE_SPACE), answer.lstrip(WHITE_SPACE) if mark else ""
 
 
+def whole_of_tokens(tokens: Sequence[str], thinking: Thinking) -> tuple[str, str]:
+    """The reference where the mark after thoughts is one token, and only this token ends them."""
+    before = "".join(tokens)
+    if not thinking.is_open and not before.lstrip(WHITE_SPACE).startswith(thinking.begin):
+        return "", before
+    thoughts, answer = before, ""
+    num_begun = 0 if thinking.is_open else len(before) - len(before.lstrip(WHITE_SPACE)) + len(thinking.begin)
+    at = 0
+    for number, token in enumerate(tokens):
+        if token == thinking.end and at >= num_begun:
+            thoughts, answer = before[:at], "".join(tokens[number + 1 :])
+            break
+        at += len(token)
+    if not answer.lstrip(WHITE_SPACE) and thoughts == before:
+        # An output that ends in the mark, however it is spelled, is shown without it.
+        thoughts = thoughts[num_begun:].rstrip(WHITE_SPACE).removesuffix(thinking.end)
+        return thoughts.strip(WHITE_SPACE), ""
+    return thoughts[num_begun:].strip(WHITE_SPACE), answer.lstrip(WHITE_SPACE)
+
+
 def joined(pieces: Sequence[Piece]) -> tuple[str, str]:
     """Thoughts and answer, which must come in this order."""
     kinds = [type(piece) for piece in pieces]
@@ -50,39 +70,53 @@ def joined(pieces: Sequence[Piece]) -> tuple[str, str]:
     )
 
 
-@given(OUTPUTS, st.sampled_from([OPEN, CLOSED]), st.lists(st.integers(0, 60), max_size=6), st.booleans())
-def test_streamed_outputs_are_read_as_whole_ones(output, thinking, cuts, is_truncated) -> None:
-    reader, pieces, at = ThoughtOutput(thinking), [], 0
-    for cut in sorted(cut for cut in cuts if cut <= len(output)):
-        pieces += reader.push(output[at:cut])
-        at = cut
-    pieces += reader.finish(output[at:], is_truncated=is_truncated)
-    assert joined(pieces) == whole(output, thinking)
+def read(
+    tokens: Sequence[str], thinking: Thinking, cuts: Sequence[int], *, has_end_token: bool
+) -> tuple[str, str]:
+    """Thoughts and answer of an output whose tokens one reader follows and whose text, in pieces of several
+    tokens, another one divides."""
+    follower, reader = ThoughtTokens(thinking, has_end_token=has_end_token), ThoughtOutput(thinking)
+    pieces: list[Piece] = []
+    text = ""
+    for number, token in enumerate(tokens):
+        follower.take(token.encode())
+        text += token
+        if number in cuts:
+            pieces += reader.push(text, follower.answer_at)
+            text = ""
+    pieces += reader.finish(text, follower.answer_at)
+    return joined(pieces)
 
 
-@given(st.lists(st.sampled_from(PARTS), max_size=12), st.sampled_from([OPEN, CLOSED]))
-def test_tokens_are_divided_where_the_text_is(tokens, thinking) -> None:
-    follower = ThoughtTokens(thinking)
-    read = "".join([token for token in tokens if not follower.take(token.encode())])
-    thoughts, answer = whole("".join(tokens), thinking)
-    assert thoughts in read
-    assert bool(follower.num_tokens) >= bool(thoughts)
-    if follower.is_over and follower.num_tokens:
-        assert "".join(tokens) == read + answer
-    elif follower.is_thinking:
-        assert not answer
+@given(
+    st.lists(st.sampled_from(PARTS), max_size=12),
+    st.sampled_from([OPEN, CLOSED]),
+    st.sets(st.integers(0, 12), max_size=6),
+)
+def test_streamed_outputs_are_read_as_whole_ones(tokens, thinking, cuts) -> None:
+    assert read(tokens, thinking, cuts, has_end_token=False) == whole("".join(tokens), thinking)
+
+
+@given(
+    st.lists(st.sampled_from(PARTS), max_size=12),
+    st.sampled_from([OPEN, CLOSED]),
+    st.sets(st.integers(0, 12), max_size=6),
+)
+def test_f32a_only_the_token_after_thoughts_ends_them(tokens, thinking, cuts) -> None:
+    assert read(tokens, thinking, cuts, has_end_token=True) == whole_of_tokens(tokens, thinking)
 
 
 @pytest.mark.parametrize("thinking", [OPEN, CLOSED])
 def test_thoughts_are_delivered_as_they_come(thinking) -> None:
     reader = ThoughtOutput(thinking)
     if not thinking.is_open:
-        assert reader.push("<think>\n") == []
-    assert reader.push("A bear") == [ThoughtPiece("A bear")]
-    assert reader.push(" eats </") == [ThoughtPiece(" eats")]
-    assert reader.push("fish> ") == [ThoughtPiece(" </fish>")]
-    assert reader.push("</think>\n") == []
-    assert reader.push("\nYes") == [TextPiece("Yes")]
+        assert reader.push("<think>\n", -1) == []
+    num_before = 0 if thinking.is_open else len("<think>\n")
+    assert reader.push("A bear", -1) == [ThoughtPiece("A bear")]
+    assert reader.push(" eats </", -1) == [ThoughtPiece(" eats")]
+    assert reader.push("fish> ", -1) == [ThoughtPiece(" </fish>")]
+    assert reader.push("</think>\n", -1) == []
+    assert reader.push("\nYes", num_before + 30) == [TextPiece("Yes")]
 
 
 def opening(model: ThinkingModel, messages: Sequence[Message], template: ChatTemplate | None = None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -87,12 +88,14 @@ async def test_a_budget_ends_thoughts_at_once_and_the_answer_follows(model: Thin
         free = await ask(generator, asking(SCRIPT))
         end = model.tokenizer.encode_written("</think>")
         begin = 0 if model is DEEPSEEK_MODEL else len(model.tokenizer.encode_written("<think>"))
-        inside = free.usage.thought_tokens - begin - len(end)  # before the last mark
+        gap = len(model.tokenizer.encode_written(SCRIPT.partition("</think>")[2].partition(ANSWER)[0]))
+        inside = free.usage.thought_tokens - begin - len(end) - gap  # before the last mark
         for budget in (0, 1, inside - 1, inside, inside + 100):
             answer = await ask(generator, asking(SCRIPT, thought_budget=budget))
             assert answer.text == ANSWER
             assert THOUGHTS.startswith(answer.thoughts)
-            assert answer.usage.thought_tokens == begin + min(budget, inside) + len(end)
+            written = begin + min(budget, inside) + len(end)
+            assert answer.usage.thought_tokens == (written + gap if budget >= inside else written)
             assert (answer.thoughts == THOUGHTS) == (budget >= inside - 1)
         # In the mark that the budget appends, and in one token before thoughts.
         for stop in ("/think", "</", *(["think", ">"] if model is not SPELLED_MODEL else [])):
@@ -134,10 +137,10 @@ async def test_a_constraint_begins_with_the_answer(
             thoughts = 'It may be {"a": "c"}.'
             assert answer.thoughts == thoughts if budget is None else thoughts.startswith(answer.thoughts)
             assert len(answer.tokens) == (len(answer.token_ids) if params else 0)
-        # A model that would rather end keeps to the form.
-        ended = await ask(generator, asking("<think>\nNo.", constraint=form, max_tokens=40))
-        assert ended.finish_reason == "length"
-        assert ended.text == ""
+        # A model that ends in its thoughts goes on with the form.
+        ended = await ask(generator, asking("<think>\nNo.", constraint=form, max_tokens=60))
+        assert (ended.thoughts, ended.finish_reason) == ("No." if budget is None else ended.thoughts, "stop")
+        assert json.loads(ended.text)
         without = await ask(generator, asking('{"a": "c"}', constraint=form, thinks=False))
         assert (without.thoughts, json.loads(without.text)) == ("", {"a": "c"})
 
@@ -236,3 +239,49 @@ class Journal:
         for message in self.messages[:num_messages]:
             journal.receive(message)
         return journal.resubmit(self.submit.request_id) if len(journal) else None
+
+
+# Where the answer begins
+
+QUOTED = f"<think>\nShould I write \u201c{'<'}/think>\u201d? No.\n</think>\n\n{ANSWER}"
+
+
+@EACH
+async def test_f32b_a_stop_in_the_white_space_before_an_answer_with_tools_stops_nothing(
+    model: ThinkingModel,
+) -> None:
+    async with generator_of(model) as generator:
+        for fields in ({"tools": (LOOK,)}, {"constraint": Constraint("regex", r"Hello\. I stop\.")}):
+            if model is SPELLED_MODEL and "constraint" in fields:
+                continue  # a constraint begins at once
+            for stop in ("\n", " "):
+                answer = await ask(generator, asking(SCRIPT, params={"stop": (stop,)}, **fields))
+                assert (answer.thoughts, answer.text) == (THOUGHTS, ANSWER.partition(stop)[0])
+
+
+@pytest.mark.parametrize("pattern", [r"\n\nHello\. I stop\.", r"\s*Hello\. I stop\.", r" ?Hello\. I stop\."])
+async def test_f32c_an_answer_matches_its_regex_with_its_white_space(pattern: str) -> None:
+    async with generator_of(QWEN_MODEL) as generator:
+        answer = await ask(generator, asking(SCRIPT, constraint=Constraint("regex", pattern)))
+        assert (answer.thoughts, answer.finish_reason) == (THOUGHTS, "stop")
+        assert re.fullmatch(pattern, answer.text)
+
+
+@EACH
+async def test_f32d_stop_token_ids_apply_to_the_answer_alone(model: ThinkingModel) -> None:
+    stop = model.tokenizer.encode(" stop", continues=True)[0]
+    async with generator_of(model) as generator:
+        answer = await ask(generator, asking(SCRIPT, params={"stop_token_ids": (stop,)}))
+        assert answer.thoughts == THOUGHTS
+        assert ANSWER.startswith(answer.text)
+        assert answer.text != ANSWER
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_f32e_an_end_within_thoughts_ends_the_thoughts_if_the_answer_may_call(mode: str) -> None:
+    async with generator_of(QWEN_MODEL) as generator:
+        tools = {"tools": (LOOK,), "tool_choice": ToolChoice(mode)}
+        answer = await ask(generator, asking("<think>\nI am done.", max_tokens=100, **tools))
+        assert answer.thoughts == "I am done."
+        assert answer.usage.output_tokens < 100
+        assert answer.finish_reason == ("tool_calls" if mode == "required" else "stop")
