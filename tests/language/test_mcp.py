@@ -18,18 +18,46 @@ import agentflow as af
 pytestmark = pytest.mark.anyio
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "language" / "mcp_server.py")
-COMMAND = [sys.executable, "-P", SCRIPT]
+COMMAND = [sys.executable, "-P", SCRIPT, "stdio"]
 KEY = {"x-key": "secret"}
+
+
+class HttpServer:
+    """A server on a port, which may be started again."""
+
+    def __init__(self, *options: str) -> None:
+        self._options = options
+        self._port = 0
+
+    def start(self) -> None:
+        command = [sys.executable, "-P", SCRIPT, "http", str(self._port), *self._options]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self._port = int(self._process.stdout.readline())
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}/mcp"
+
+
+@contextlib.contextmanager
+def running(*options: str) -> Iterator[HttpServer]:
+    server = HttpServer(*options)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 @contextlib.contextmanager
 def http_server() -> Iterator[str]:
-    with subprocess.Popen([*COMMAND, "http"], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield f"http://127.0.0.1:{int(process.stdout.readline())}/mcp"
-        finally:
-            process.kill()
+    with running() as server:
+        yield server.url
 
 
 async def shop_with(server: Any) -> list[str]:
@@ -89,7 +117,7 @@ async def test_two_servers_and_a_function_serve_one_loop():
             af.session(backend=af.Scripted(script)) as flow,
             flow.state() as s,
         ):
-            again = [af.tool(tool, name=f"other_{tool.name}", parameters={}) for tool in other.tools]
+            again = [af.tool(tool, name=f"other_{tool.name}") for tool in other.tools]
             s += af.user("?")
             assert await af.act(s, tools=[weather, *shop.tools, *again]) == "done"
             assert [m["content"] for m in await s.messages()][2:4] == ["rain in Oslo", "1 of 3 nail"]
@@ -105,6 +133,144 @@ async def test_a_server_that_ends_fails_the_call():
         s += af.user("?")
         assert await af.act(s, tools=shop.tools) == "done"
         assert (await s.messages())[2]["content"].startswith("error: ")
+
+
+# httpcore2 leaves the response of a cancelled request to the garbage collector, of which trio warns.
+of_a_cut_stream = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+async def results_of(s: af.State) -> list[str]:
+    return [str(message["content"]) for message in await s.messages() if message["role"] == "tool"]
+
+
+@of_a_cut_stream
+@pytest.mark.trio_in_full
+@pytest.mark.parametrize("options", [(), ("legacy",)], ids=["without sessions", "with sessions"])
+async def test_f15a_a_lost_connection_fails_its_calls_and_is_opened_again(options):
+    left = af.ToolCall("left", {})
+    script = {"answer": [[left], [left, left], [af.ToolCall("restart", {})], [left], [left], "done"]}
+    with running(*options) as server:
+        async with (
+            af.mcp(server.url, headers=KEY) as shop,
+            af.session(backend=af.Scripted(script)) as flow,
+            flow.state() as s,
+        ):
+            s += af.user("?")
+            server.stop()
+            answer = await af.act(s, tools=[*shop.tools, af.tool(server.start, name="restart")])
+            lost, refused, shared, _, *found = await results_of(s)
+            assert answer == "done"
+            assert all(text.startswith("error: Server") for text in (lost, refused, shared))
+            assert json.loads(found[1]) == {"nail": 3}
+
+
+@of_a_cut_stream
+@pytest.mark.trio_in_full
+async def test_f15b_a_restarted_server_that_forgot_its_sessions():
+    left = af.ToolCall("left", {})
+    script = {"answer": [left, left, "done"]}
+    with running("legacy") as server:
+        async with (
+            af.mcp(server.url, headers=KEY) as shop,
+            af.session(backend=af.Scripted(script)) as flow,
+            flow.state() as s,
+        ):
+            s += af.user("?")
+            server.stop()
+            server.start()
+            assert await af.act(s, tools=shop.tools) == "done"
+            lost, found = await results_of(s)
+            assert lost.startswith("error: ServerLost")
+            assert json.loads(found) == {"nail": 3}
+
+
+@pytest.mark.trio_in_full
+async def test_f15c_a_command_that_ends_is_started_again():
+    script = {"answer": [af.ToolCall("leave", {}), af.ToolCall("left", {}), "done"]}
+    async with (
+        af.mcp(COMMAND) as shop,
+        af.session(backend=af.Scripted(script)) as flow,
+        flow.state() as s,
+    ):
+        s += af.user("?")
+        assert await af.act(s, tools=shop.tools) == "done"
+        lost, found = await results_of(s)
+        assert lost.startswith("error: ServerLost")
+        assert json.loads(found) == {"nail": 3}
+
+
+async def test_f15d_a_prefix_and_a_renamed_tool_keep_the_schema():
+    nail = {"order": {"item": "nail"}}
+    calls = [af.ToolCall(name, nail) for name in ("buy", "b_buy", "bought")]
+    backend = af.Scripted({"answer": [calls, "done"]})
+    async with (
+        af.mcp(COMMAND) as a,
+        af.mcp(COMMAND, prefix="b_") as b,
+        af.session(backend=backend) as flow,
+        flow.state() as s,
+    ):
+        [buy] = [tool for tool in a.tools if tool.name == "buy"]
+        s += af.user("?")
+        await af.act(s, tools=[*a.tools, *b.tools, af.tool(buy, name="bought", max_calls=1)])
+        assert await results_of(s) == ["1 of 3 nail"] * 3
+    specs = {tool.name: tool for tool in backend.calls[0].tools}
+    assert specs["buy"].parameters == specs["b_buy"].parameters == specs["bought"].parameters
+    assert specs["bought"].description == "Buys something."
+
+
+async def test_f15e_structured_content_is_told_once():
+    calls = [af.ToolCall("measured", {"kind": kind}) for kind in ("text", "image")]
+    calls += [af.ToolCall("items", {}), af.ToolCall("left", {})]
+    async with (
+        af.mcp(COMMAND) as shop,
+        af.session(backend=af.Scripted({"answer": [calls, "done"]})) as flow,
+        flow.state() as s,
+    ):
+        s += af.user("?")
+        await af.act(s, tools=shop.tools)
+        text, drawn, items, left = await results_of(s)
+    assert text == 'warm\n{"degrees": 21}'
+    assert drawn == '[image: image/png]\n{"degrees": 21}'
+    assert items == "nail\nscrew"
+    assert json.loads(left) == {"nail": 3}
+
+
+@pytest.mark.trio_in_full
+async def test_f15f_resources_and_prompts():
+    async with (
+        af.mcp(COMMAND) as shop,
+        af.session(backend=af.Scripted({})) as flow,
+        flow.state() as s,
+    ):
+        assert {resource.uri for resource in await shop.resources()} == {"shop://rules", "shop://logo"}
+        assert await shop.read_text("shop://rules") == "No refunds."
+        assert await shop.read_text("shop://items/nail") == "one nail"
+        assert await shop.read_bytes("shop://logo") == b"\x89PNG\r\n"
+        with pytest.raises(af.errors.RunFailed):
+            await shop.read_text("shop://logo")
+        with pytest.raises(af.errors.RunFailed):
+            await shop.read_text("shop://nothing")
+        [prompt] = await shop.prompts()
+        s += await shop.prompt(prompt.name, item="nail")
+        assert [(m["role"], m["content"]) for m in await s.messages()] == [
+            ("user", "Lower the price of a nail."),
+            ("assistant", "Why?"),
+        ]
+        with pytest.raises(af.errors.RunFailed):
+            await shop.prompt("nothing")
+    with pytest.raises(af.BadArgument):
+        await shop.resources()
+
+
+def test_f15g_a_tool_of_a_tool_is_a_copy_with_changes():
+    def ping(text: str) -> str:
+        """Pings."""
+        return text
+
+    one = af.tool(ping, timeout_s=5, description="Sends it.")
+    two = af.tool(one, name="pong")
+    assert (two.name, two.description, two.timeout_s, two("a")) == ("pong", "Sends it.", 5, "a")
+    assert one.name is None
 
 
 async def test_the_tools_are_those_of_an_open_server():
@@ -154,6 +320,7 @@ async def test_a_server_that_does_not_answer():
         (([1],), "server"),
         (("http://localhost/mcp", {"env": {}}), "env"),
         ((["python"], {"headers": {}}), "headers"),
+        ((["python"], {"prefix": 1}), "prefix"),
     ],
 )
 def test_wrong_arguments_are_rejected(arguments, param):

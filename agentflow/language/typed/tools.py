@@ -123,7 +123,8 @@ def tool(
     timeout_s: float | None = None,
     max_calls: int | None = None,
 ) -> Any:
-    """A function as a tool that needs more than its signature and docstring say. Also a decorator.
+    """A function as a tool that needs more than its signature and docstring say. Also a decorator. Of a tool,
+    such as one of ``af.mcp``, a copy with these changes.
 
     ``name`` and ``description``: for the model; by default the function's name and docstring. ``parameters``:
     the JSON schema of its keyword arguments, which then arrive as plain JSON values. ``timeout_s``: in
@@ -154,6 +155,15 @@ def tool(
         )
     check_timeout(timeout_s, "tool")
     check_max_calls("tool", max_calls)
+    if isinstance(function, FunctionTool):
+        given: dict[str, Any] = {
+            "name": name,
+            "description": description,
+            "parameters": parameters,
+            "timeout_s": timeout_s,
+            "max_calls": max_calls,
+        }
+        return replace(function, **{key: value for key, value in given.items() if value is not None})
     return FunctionTool(function, name, description, parameters, timeout_s, max_calls)
 
 
@@ -183,7 +193,10 @@ class Toolbox:
         for tool in tools:
             described = described_tool(tool)
             if described.name in self._tools:
-                raise BadArgument(f"two tools have the name {described.name!r}")
+                raise BadArgument(
+                    f"two tools have the name {described.name!r}: rename one with af.tool(tool, name=…), or "
+                    "those of a server with af.mcp(…, prefix=…)"
+                )
             self._tools[described.name] = described
         if not self._tools:
             raise BadArgument("tools: there must be at least one")

@@ -1,5 +1,5 @@
-"""An MCP server for tests: over stdio, or with the argument ``http`` on loopback. Then it prints its port and
-requires a header."""
+"""An MCP server for tests: over stdio, or with the arguments ``http`` and a port (0: a free one) on loopback.
+Then it prints its port and requires a header. With ``legacy`` it knows the handshake with sessions only."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import uvicorn
 from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp.server.mcpserver.prompts.base import AssistantMessage, UserMessage
+from mcp.types import CallToolResult, ImageContent, TextContent
 from pydantic import BaseModel
 
 KEY = "secret"
@@ -44,27 +46,76 @@ def picture() -> Image:
 
 
 @server.tool()
+def measured(kind: str) -> CallToolResult:
+    """A result with a structured value next to text or an image."""
+    text = TextContent(type="text", text="warm")
+    drawn = ImageContent(type="image", data="iVBORw0K", mime_type="image/png")
+    return CallToolResult(content=[text if kind == "text" else drawn], structured_content={"degrees": 21})
+
+
+@server.tool()
+def items() -> list[str]:
+    """A list."""
+    return ["nail", "screw"]
+
+
+@server.resource("shop://rules")
+def rules() -> str:
+    """The rules."""
+    return "No refunds."
+
+
+@server.resource("shop://logo", mime_type="image/png")
+def logo() -> bytes:
+    """The logo."""
+    return b"\x89PNG\r\n"
+
+
+@server.resource("shop://items/{item}")
+def one_item(item: str) -> str:
+    """An item."""
+    return f"one {item}"
+
+
+@server.prompt()
+def haggle(item: str) -> list[UserMessage | AssistantMessage]:
+    """How to haggle."""
+    return [UserMessage(f"Lower the price of a {item}."), AssistantMessage("Why?")]
+
+
+@server.tool()
 def leave() -> str:
     """Ends the server."""
     os._exit(0)
 
 
-def serve_http() -> None:
+async def refuse(send: Any, status: int) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def serve_http(port: int, is_legacy: bool) -> None:
     app = server.streamable_http_app()
 
     async def guarded(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and (b"x-key", KEY.encode()) not in scope["headers"]:
-            await send({"type": "http.response.start", "status": 401, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
+        headers = scope.get("headers", ())
+        if scope["type"] == "http" and (b"x-key", KEY.encode()) not in headers:
+            await refuse(send, 401)
+        elif is_legacy and (b"mcp-method", b"server/discover") in headers:
+            await refuse(send, 404)
         else:
             await app(scope, receive, send)
 
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
         listener.listen()
         print(listener.getsockname()[1], flush=True)
         uvicorn.Server(uvicorn.Config(guarded, log_level="critical")).run(sockets=[listener])
 
 
 if __name__ == "__main__":
-    serve_http() if sys.argv[1:] == ["http"] else server.run("stdio")
+    if sys.argv[1] == "http":
+        serve_http(int(sys.argv[2]), is_legacy="legacy" in sys.argv)
+    else:
+        server.run("stdio")
