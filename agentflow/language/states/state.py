@@ -26,6 +26,7 @@ from agentflow.language.expressions import (
 from agentflow.language.failures.frames import ProgramLine, calling_line
 from agentflow.language.failures.mistakes import AsyncOnly, explain, needs_async_for, unknown_variable
 from agentflow.language.failures.reported import left_by
+from agentflow.language.markers import MARKERS
 from agentflow.language.op_log import Content, TurnContent
 from agentflow.language.states.contest import Contest
 from agentflow.language.states.event_stream import EventStream
@@ -60,7 +61,7 @@ class State(ShownState):
 
     def __repr__(self) -> str:
         names = ", ".join(map(repr, self._node.names)) or "no variables"
-        return f"<State {self._node.path} with {names}>"
+        return f"<State{MARKERS.repr_tag} {self._node.path} with {names}>"
 
     @property
     def id(self) -> int:

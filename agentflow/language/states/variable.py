@@ -137,7 +137,7 @@ class Reference(Expression, Generic[ValueT_co]):
             )
         if self._number is None:
             self._number = MARKERS.next_number()
-        return MARKERS.mark(self._number, self)
+        return MARKERS.mark(self._number, self, self._node.name)
 
     def __str__(self) -> str:
         raise BadArgument(
@@ -247,7 +247,7 @@ class Transformed(Reference[str]):
     """
 
     def __repr__(self) -> str:
-        return f"<{self._label}>"
+        return f"<Variable{MARKERS.repr_tag} {self._label.removeprefix('variable ')}>"
 
     @property
     def _label(self) -> str:
@@ -289,7 +289,7 @@ class Variable(Reference[ValueT_co]):
         progress = (
             "failed" if node.error else "done" if node.has_value else f"{len(node.notation)} chars so far"
         )
-        return f"<Variable {node.name!r} of {node.state.path}: {progress}>"
+        return f"<Variable{MARKERS.repr_tag} {node.name!r} of {node.state.path}: {progress}>"
 
     @property
     def _label(self) -> str:
