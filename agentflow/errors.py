@@ -121,7 +121,7 @@ class StateClosed(ProgramError):
     ...     pass
     >>> branches[0] += "more"
     Traceback (most recent call last):
-    StateClosed: state (2,) was sealed when its fork's block was left: nothing can be appended to it
+    StateClosed: state (2,) was sealed when its fork's block was left: nothing can be appended to it; ...
     """
 
     code = "state_closed"

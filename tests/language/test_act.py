@@ -301,6 +301,39 @@ async def test_a_hook_without_a_verdict_is_an_error_of_the_program(verdict):
     assert caught.value.param == "approve"
 
 
+class Aliased(BaseModel):
+    name: str = Field(alias="theName")
+
+
+def greet(who: Aliased, times: int) -> str:
+    return f"Hello {who.name}! " * times
+
+
+async def test_f23j_a_hook_changes_the_arguments():
+    """The changed call is validated like one of the model, and its events have the changed arguments."""
+
+    def approve(wanted: af.ToolCall) -> dict[str, Any]:
+        return {**wanted.arguments, "times": min(wanted.arguments["times"], 2)}
+
+    calls = [call("greet", who={"theName": "Ada"}, times=9)]
+    assert await answered([greet], *calls, approve=approve) == ["Hello Ada! Hello Ada! "]
+    async with scripted(calls, "done") as flow, flow.state() as s:
+        s += af.user("?")
+        started = [
+            event.call.arguments["times"]
+            async for event in af.act(s, tools=[greet], approve=approve)
+            if isinstance(event, af.ToolStarted)
+        ]
+    assert started == [2]
+
+
+@pytest.mark.parametrize("changed", [{"city": 3}, {}, {"city": object()}, {"town": "a"}])
+async def test_f23k_invalid_arguments_of_a_hook_are_an_error_of_the_program(changed):
+    with pytest.raises(af.BadArgument) as caught:
+        await answered([weather], call("weather", city="a"), approve=lambda _: changed)
+    assert caught.value.param == "approve"
+
+
 # Ending early
 
 

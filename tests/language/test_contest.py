@@ -255,3 +255,132 @@ async def test_a_vote_is_that_of_the_order_in_which_the_backend_ends_the_branche
         ended = [None if variable.text[-1] == "-" else variable.text[-1] for variable in by_end]
         assert winner == winner_of(ended, enough)
         assert len(done) == len(votes) or winner is not None
+
+
+@pytest.mark.parametrize("choose", ["first", "best"])
+async def test_f23a_the_branch_that_was_chosen_in_the_block_goes_on_after_it(choose):
+    async def program(s: af.State) -> str:
+        async with s.fork(2) as branches:
+            begin(branches, ["short", "long"] if choose == "best" else ["never", "short"])
+            winner = await getattr(branches, choose)("x", **({"key": len} if choose == "best" else {}))
+        winner += " medium" + af.gen("y")
+        return await winner["y"]
+
+    async with af.session(backend=af.Scripted(SCRIPT)) as flow:
+        assert await flow.run(program) == "one two"
+
+
+async def test_f23b_a_branch_that_was_chosen_after_the_block_is_sealed_and_the_error_tells_the_way_out():
+    async with af.session(backend=af.Scripted(SCRIPT)) as flow, flow.state() as s:
+        async with s.fork(2) as branches:
+            begin(branches, ["short", "long"])
+            copy = branches[1].copy()
+        winner = await branches.best("x", key=len)
+        assert winner is branches[1]
+        with pytest.raises(af.StateClosed, match=r"copy\(\)"):
+            winner += "more"
+        copy += " medium" + af.gen("y")
+        assert await copy["y"] == "one two"
+
+
+@given(values=st.lists(st.integers(0, 4) | st.none(), min_size=1, max_size=5), count=st.integers(1, 6))
+async def test_f23c_the_n_best_are_ordered_and_the_others_are_cancelled(values, count):
+    script = by_end(
+        {f"{number}.": "no" if value is None else str(value) for number, value in enumerate(values)}
+    )
+    async with af.session(backend=unconstrained(script)) as flow, flow.state() as s:
+        branches = s.fork(len(values))
+        for number, branch in enumerate(branches):
+            branch += f"{number}." + af.gen("x", type=int)
+        with_values = [number for number, value in enumerate(values) if value is not None]
+        if not with_values:
+            with pytest.raises(af.InvalidValue):
+                await branches.best("x", n=count)
+            return
+        best = await branches.best("x", n=count)
+        expected = sorted(with_values, key=lambda number: -values[number])[:count]
+        assert [branches.index(branch) for branch in best] == expected
+        for branch in branches:
+            if branch in best:
+                branch += "more"
+            else:
+                with pytest.raises(af.StateClosed):
+                    branch += "more"
+
+
+async def test_f23d_a_beam_search_by_log_probability():
+    async with af.session(backend=af.Scripted(SCRIPT)) as flow, flow.state() as s:
+        beams = s.fork(3)
+        begin(beams, ["long", "short", "medium"])
+        chosen = await beams.best("x", n=2, branch_key=lambda beam: -beam["x"].usage.output_tokens)
+        assert chosen == [beams[1], beams[2]]
+
+
+async def test_f23e_branches_come_as_they_complete():
+    backend = unconstrained(by_end({"bad": af.EngineFailed("no"), "a": "1", "b": "2"}))
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        branches = s.fork(3)
+        begin(branches, ["a", "bad", "b"])
+        failed, found = [], []
+        async for branch in branches.as_completed("x"):
+            try:
+                found.append(await branch["x"])
+            except af.EngineFailed:
+                failed.append(branch)
+        assert (sorted(found), failed) == (["1", "2"], [branches[1]])
+
+
+async def test_f23f_branches_come_in_the_order_in_which_the_backend_ends_them():
+    backend = Stepped(by_end({"long": "one two three", "short": "one", "medium": "one two"}))
+
+    async def program(s: af.State) -> list[int]:
+        branches = s.fork(3)
+        begin(branches, ["long", "short", "medium"])
+        return [branches.index(branch) async for branch in branches.as_completed("x")]
+
+    assert await outcome_of(program, backend, num_words=6) == [1, 2, 0]
+
+
+async def test_f23g_in_a_task_group_a_failure_ends_the_iteration():
+    async def program(s: af.State) -> None:
+        async with s.fork(2) as branches:
+            begin(branches, ["never", "bad"])
+        async for _ in branches.as_completed("x"):
+            raise AssertionError("no branch has a value")
+
+    script = {"bad": af.EngineFailed("no"), "never": "word " * 500}
+    async with af.session(backend=af.Scripted(by_end(script))) as flow:
+        with pytest.raises(af.EngineFailed, match="no"):
+            await flow.run(program)
+
+
+async def test_f23h_variables_are_found_by_their_gens():
+    async with af.session(backend=af.Scripted(["7", "7", "8"])) as flow, flow.state() as s:
+        number = af.gen("number", type=int)
+        branches = s.fork(3)
+        for branch in branches:
+            branch += number
+        assert sorted(await branches.gather(number)) == [7, 7, 8]
+        assert await (await branches.best(number))[number] == 8
+        assert len(branches.variables(number)) == 3
+        with pytest.raises(af.errors.UnknownVariable):
+            branches.variables(af.gen("number", type=int))
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"n": 0}, "n"),
+        ({"n": "2"}, "n"),
+        ({"key": len, "branch_key": len}, "branch_key"),
+        ({"key": 3}, "key"),
+        ({"branch_key": 3}, "branch_key"),
+    ],
+)
+async def test_f23i_wrong_arguments_of_best(options, param):
+    async with af.session(backend=af.Scripted(SCRIPT)) as flow, flow.state() as s:
+        branches = s.fork(2)
+        begin(branches, ["short", "long"])
+        with pytest.raises(af.BadArgument) as caught:
+            await branches.best("x", **options)
+        assert caught.value.param == param

@@ -14,11 +14,11 @@ import logging
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, TypeAlias, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, Unpack, overload
 
 import anyio
 import msgspec
@@ -52,14 +52,17 @@ from agentflow.protocol.sampling import is_whole
 from agentflow.runtime.limits import deadline_exceeded
 from agentflow.runtime.task_group import open_task_group
 
+if TYPE_CHECKING:  # of every type, such as ``Report | None``, which type[...] does not include
+    from typing_extensions import TypeForm
+
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
 ValueT = TypeVar("ValueT")
 
-Verdict: TypeAlias = bool | str
+Verdict: TypeAlias = bool | str | Mapping[str, Any]
 Approve: TypeAlias = Callable[[ToolCall], Verdict | Awaitable[Verdict]]
-"""Whether a call may run: True, False, or the reason why not, which the model gets."""
+"""Whether a call may run: True, False, the reason why not (for the model), or other arguments for it."""
 
 MAX_THREADS = 16
 """So many plain functions of one ``act`` run at once."""
@@ -139,6 +142,21 @@ def act(
     state: State,
     *,
     tools: Sequence[Tool],
+    schema: TypeForm[ValueT],
+    max_rounds: int = ...,
+    max_calls: int | None = ...,
+    call_timeout_s: float | None = ...,
+    approve: Approve | None = ...,
+    name: str = ...,
+    choice: str | ToolChoice = ...,
+    parallel: bool = ...,
+    **options: Unpack[JsonOptions],
+) -> Act[ValueT]: ...
+@overload
+def act(
+    state: State,
+    *,
+    tools: Sequence[Tool],
     schema: None = ...,
     max_rounds: int = ...,
     max_calls: int | None = ...,
@@ -190,9 +208,10 @@ def act(
     an exception, invalid arguments, an unknown tool, a call that is denied or above a limit.
 
     ``call_timeout_s``: the time of one call. ``max_calls``: of all rounds together. ``approve``: a function
-    of the ``ToolCall``, plain or async, asked before each call, one after another; it returns True, False, or
-    the reason for denying the call. ``choice``: of the first round, as in ``af.reply``; later ones are free.
-    ``parallel``: whether a reply may call several tools. ``options``: as in ``gen``.
+    of the ``ToolCall``, plain or async, asked before each call, one after another; it returns True, False,
+    the reason for denying the call, or the arguments with which it runs instead, as a dict. ``choice``: of
+    the first round, as in ``af.reply``; later ones are free. ``parallel``: whether a reply may call several
+    tools. ``options``: as in ``gen``.
 
     ``DeadlineExceeded`` if the deadline of the state or its session passes, also while tools run: their calls
     are cancelled. ``LimitExceeded`` if reply ``max_rounds`` still calls tools. These calls are not run, and
@@ -520,12 +539,15 @@ class _Calls:
         if tool.max_calls is not None and self._num_runs[tool.name] >= tool.max_calls:
             return call, None, f"not run: the limit of {tool.max_calls} calls of {tool.name!r} is reached"
         verdict = True if self._approve is None else await self._called("approve", self._approve, call)
-        if not isinstance(verdict, bool | str):
+        if isinstance(verdict, Mapping):
+            call = _changed(call, tool, verdict)
+        elif not isinstance(verdict, bool | str):
             raise BadArgument(
-                f"act: approve returned {verdict!r:.80}: return True, False, or why the call is denied",
+                f"act: approve returned {verdict!r:.80}: return True, False, why the call is denied, or a "
+                "dict of the arguments with which it runs",
                 param="approve",
             )
-        if verdict is not True:
+        elif verdict is not True:
             return call, None, f"the call was denied: {verdict}" if verdict else "the call was denied"
         self._num_runs[tool.name] += 1
         return call, tool, ""
@@ -556,6 +578,25 @@ class _Calls:
         if self._threads is None:
             self._threads = anyio.CapacityLimiter(MAX_THREADS)
         return await user_code.call(what, self._threads, function, *args, **kwargs)
+
+
+def _changed(call: ToolCall, tool: DescribedTool, arguments: Mapping[str, Any]) -> ToolCall:
+    """The call with other arguments, validated like those of the model. Values that the hook kept stay as the
+    model wrote them."""
+    written = msgspec.json.decode(call.text, type=dict[str, msgspec.Raw])
+    try:
+        whole = {
+            name: written[name]
+            if name in written and value is call.arguments.get(name)
+            else msgspec.Raw(json_text(value).encode())
+            for name, value in arguments.items()
+        }
+        changed = tool.call(msgspec.json.encode(whole).decode(), call.id)
+    except ValueError as error:
+        raise BadArgument(f"act: approve returned {arguments!r:.80}: {error}", param="approve") from error
+    if changed.fault:
+        raise BadArgument(f"act: the arguments that approve returned: {changed.fault}", param="approve")
+    return changed
 
 
 async def _cancel_after(wait: Callable[[], Awaitable[None]], scope: anyio.CancelScope) -> None:

@@ -1,5 +1,5 @@
 """The first, the best, or the most frequent value of a fork's branches; what no longer matters is
-cancelled.
+cancelled. A branch that was chosen stays open when the block of its fork is left.
 
 ``Contest`` reads one variable of each branch, in the order in which the backend completes them. ``Poll``
 counts votes until no further vote can change the winner.
@@ -8,7 +8,7 @@ counts votes until no further vote can change the winner.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Final
 
 from agentflow.errors import AgentflowError, BadArgument, Cancelled
@@ -18,6 +18,8 @@ from agentflow.language.states.run import StateNode, VariableNode
 from agentflow.protocol.sampling import is_whole
 
 Key = Callable[[Any], Any]
+Rank = Callable[[int, Any], Any]
+"""What is compared, of the number of a branch and its value."""
 
 
 class Contest:
@@ -44,13 +46,19 @@ class Contest:
         while self._waiting:
             index, value = await self._next()
             if value is not _NO_VALUE:
-                self._cancel_all_but(index, "first")
+                self._choose([index], "first")
                 return index
         raise self._no_value()
 
-    async def best(self, key: Key | None) -> int:
-        """The branch with the greatest ``key(value)``, the first one of equals. Cancels the others. Raises if
-        none has a value."""
+    async def ended(self) -> int | None:
+        """The next branch whose variable has ended, with or without a value. None after the last."""
+        return (await self._next())[0] if self._waiting else None
+
+    async def best(self, rank: Rank, count: int) -> list[int]:
+        """The ``count`` branches with the greatest ranks, the first ones of equals, the greatest first. Fewer
+        if fewer have a value. Cancels the others. Raises if none has a value."""
+        if not is_whole(count, 1, math.inf):
+            raise BadArgument(f"best: n={count!r}: say how many branches, 1 or more", param="n")
         values: dict[int, Any] = {}
         while self._waiting:
             index, value = await self._next()
@@ -59,11 +67,9 @@ class Contest:
         if not values:
             raise self._no_value()
         with UserCode("best: the key"):
-            found = max(
-                sorted(values), key=lambda index: values[index] if key is None else key(values[index])
-            )
-        self._cancel_all_but(found, "best")
-        return found
+            ranked = sorted(sorted(values), key=lambda index: rank(index, values[index]), reverse=True)
+        self._choose(ranked[:count], "best")
+        return ranked[:count]
 
     async def vote(self, key: Key | None, enough: int | None) -> Any:
         """The answer with the most votes, as soon as it is certain. Cancels the branches that have not voted
@@ -108,10 +114,13 @@ class Contest:
         assert self._failure is not None
         return self._failure
 
-    def _cancel_all_but(self, winner: int, method: str) -> None:
-        reason = f"{method}() chose state {self._entries[winner][0].path}"
+    def _choose(self, winners: Collection[int], method: str) -> None:
+        paths = ", ".join([str(self._entries[index][0].path) for index in winners])
+        reason = f"{method}() chose {'state' if len(winners) == 1 else 'the states'} {paths}"
         for index, (state, _, _) in enumerate(self._entries):
-            if index != winner:
+            if index in winners:
+                state.is_chosen = True
+            else:
                 if state.error is not None and not self._is_group:
                     state.run.raised(state.error, state)  # it lost: its failure is not the run's
                 state.cancel(reason)

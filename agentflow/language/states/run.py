@@ -190,6 +190,7 @@ class StateNode:
         self.error: ErrorInfo | None = None
         self.closed: str | None = None
         self.is_sealed = False
+        self.is_chosen = False  # the end of its fork's block does not seal it
         self.mapped_lines: dict[int, ProgramLine | None] = {}  # mapped variable → the line that maps it
         self.mapped_errors: dict[int, Exception] = {}  # and what its function raised
         self.parent = parent
@@ -235,7 +236,10 @@ class StateNode:
         if self.closed is None and not self.is_open:
             self.raise_failure()  # it was lost with the server
         if self.closed is not None:
-            advice = "" if self.is_open else ", so return values from programs, or use flow.state()"
+            if self.is_sealed and self.is_open:
+                advice = "; to go on with it later, make a copy() before that, or choose it in the block"
+            else:
+                advice = "" if self.is_open else ", so return values from programs, or use flow.state()"
             raise StateClosed(f"state {self.path} {self.closed}: nothing can be appended to it{advice}")
 
     def names_of_branches(self) -> list[tuple[Path, Collection[str]]]:

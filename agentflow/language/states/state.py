@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, get_args, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, TypeVar, get_args, overload
 
 from agentflow.errors import BadArgument, Cancelled, ForeignState, NotSupported, UnknownVariable
 from agentflow.language.display.live import ShownState
@@ -41,6 +41,7 @@ from agentflow.protocol.ops import MAX_BRANCHES, Objective, ReadWhat, Role
 from agentflow.protocol.sampling import is_whole
 
 ValueT = TypeVar("ValueT")
+VariableName: TypeAlias = "str | GenExpression[Any] | SelectExpression"
 
 
 class State(ShownState):
@@ -445,8 +446,8 @@ class Branches(AsyncOnly, list[State]):
     """The states of a fork, in order.
 
     ``async with s.fork(n) as branches`` makes them a task group: the failure of a branch cancels its siblings
-    and is raised at the parent's next await. Leaving the block seals the branches without waiting for them;
-    leaving it by an exception cancels them.
+    and is raised at the parent's next await. Leaving the block seals the branches without waiting for them,
+    except those that ``first`` or ``best`` chose in it; leaving it by an exception cancels them.
 
     There are three ways to join: ``await branches`` waits for all, ``await branches.gather("x")`` returns the
     values of ``x`` in the order of the branches, and ``s.join(branches)`` appends their texts. ``first``,
@@ -481,7 +482,7 @@ class Branches(AsyncOnly, list[State]):
         for branch in self:
             if error is not None:
                 branch._node.cancel(f"the block of its fork was left {left_by(error)}")
-            else:
+            elif not branch._node.is_chosen:
                 branch._node.seal("was sealed when its fork's block was left")
 
     def __await__(self) -> Generator[object, None, None]:
@@ -492,17 +493,29 @@ class Branches(AsyncOnly, list[State]):
             branch._node.ask()
         await _raise_cause([branch._node for branch in self])
 
-    def variables(self, name: str) -> list[Variable[Any]]:
+    @overload
+    def variables(self, name: GenExpression[ValueT]) -> list[Variable[ValueT]]: ...
+    @overload
+    def variables(self, name: SelectExpression) -> list[Variable[str]]: ...
+    @overload
+    def variables(self, name: str) -> list[Variable[Any]]: ...
+    def variables(self, name: VariableName) -> list[Variable[Any]]:
         """Variable ``name`` of each branch, in order, to be passed on unawaited. ``UnknownVariable`` if a
-        branch has none of that name.
+        branch has none of that name. ``name``: as in ``s[name]``, here and in the other methods.
 
         >>> s += af.user("Two judges wrote:", *branches.variables("judgment"))
         """
-        if not isinstance(name, str):
+        if not isinstance(name, str | GenExpression | SelectExpression):
             raise BadArgument(f"variables({name!r}): give the variables' name")
         return [branch[name] for branch in self]
 
-    async def gather(self, name: str) -> list[Any]:
+    @overload
+    async def gather(self, name: GenExpression[ValueT]) -> list[ValueT]: ...
+    @overload
+    async def gather(self, name: SelectExpression) -> list[str]: ...
+    @overload
+    async def gather(self, name: str) -> list[Any]: ...
+    async def gather(self, name: VariableName) -> list[Any]:
         """The values of variable ``name``, in the order of the branches. Raises the first failure.
 
         >>> judgments = await branches.gather("judgment")
@@ -513,7 +526,19 @@ class Branches(AsyncOnly, list[State]):
         await _raise_cause([target_of(variable).node for variable in variables])
         return [await variable for variable in variables]
 
-    async def first(self, name: str) -> State:
+    def as_completed(self, name: VariableName) -> Completed:
+        """The branches, each as soon as its variable ``name`` has ended. One without a value comes too, and
+        awaiting its variable raises the failure. In ``async with s.fork(n)``, the failure of a branch is
+        raised, as anywhere. Cancels nothing.
+
+        >>> async for branch in branches.as_completed("judgment"):
+        ...     print(await branch["judgment"])
+        Plants turn light into sugar.
+        Plants turn light into sugar.
+        """
+        return Completed(self, self._contest(name))
+
+    async def first(self, name: VariableName) -> State:
         """The branch whose variable ``name`` is complete first. Cancels the others.
 
         A branch without a value, because it failed or its text is not valid, cannot win; if none has one, the
@@ -525,16 +550,79 @@ class Branches(AsyncOnly, list[State]):
         """
         return self[await self._contest(name).first()]
 
-    async def best(self, name: str, *, key: Callable[[Any], Any] | None = None) -> State:
-        """The branch with the greatest ``key(value)`` of variable ``name`` (by default the value itself), the
-        first one of equals. Waits for all values, then cancels the other branches. Failures are as in
-        ``first``.
+    @overload
+    async def best(
+        self,
+        name: VariableName,
+        *,
+        key: Callable[[Any], Any] | None = ...,
+        branch_key: Callable[[State], Any] | None = ...,
+    ) -> State: ...
+    @overload
+    async def best(
+        self,
+        name: VariableName,
+        *,
+        n: int,
+        key: Callable[[Any], Any] | None = ...,
+        branch_key: Callable[[State], Any] | None = ...,
+    ) -> list[State]: ...
+    async def best(
+        self,
+        name: VariableName,
+        *,
+        n: int | None = None,
+        key: Callable[[Any], Any] | None = None,
+        branch_key: Callable[[State], Any] | None = None,
+    ) -> State | list[State]:
+        """The branch whose variable ``name`` is the greatest. Waits for all values, then cancels the other
+        branches. Failures are as in ``first``.
+
+        Args:
+            name: The variable, as in ``s[name]``.
+            n: Give the ``n`` best branches as a list, the best first; fewer if fewer have a value.
+            key: What is compared, of the value; by default the value itself.
+            branch_key: What is compared, of the branch.
+
+        Returns:
+            The first one of equals; with ``n``, a list.
+
+        Raises:
+            BadArgument: ``key`` and ``branch_key`` are both given, or ``n`` is below 1.
 
         >>> branch = await branches.best("judgment", key=len)
+        >>> drafts = s.fork(4)
+        >>> for draft in drafts:
+        ...     draft += af.user("Shorter!") + af.assistant(af.gen("text", temperature=0.8))
+        >>> two = await drafts.best("text", n=2, branch_key=lambda draft: -draft["text"].usage.output_tokens)
         """
-        return self[await self._contest(name).best(key)]
+        if key is not None and branch_key is not None:
+            raise BadArgument("best: give key, of a value, or branch_key, of a branch", param="branch_key")
+        for function, param in ((key, "key"), (branch_key, "branch_key")):
+            if function is not None and not callable(function):
+                raise BadArgument(f"best: {param} must be a function, not {function!r}", param=param)
 
-    async def vote(self, name: str, *, n: int | None = None, key: Callable[[Any], Any] | None = None) -> Any:
+        def rank(index: int, value: Any) -> Any:
+            if branch_key is not None:
+                return branch_key(self[index])
+            return value if key is None else key(value)
+
+        chosen = await self._contest(name).best(rank, 1 if n is None else n)
+        return self[chosen[0]] if n is None else [self[index] for index in chosen]
+
+    @overload
+    async def vote(self, name: GenExpression[ValueT], *, n: int | None = ...) -> ValueT | None: ...
+    @overload
+    async def vote(self, name: SelectExpression, *, n: int | None = ...) -> str | None: ...
+    @overload
+    async def vote(self, name: str, *, n: int | None = ...) -> Any: ...
+    @overload
+    async def vote(
+        self, name: VariableName, *, n: int | None = ..., key: Callable[[Any], Any] | None
+    ) -> Any: ...
+    async def vote(
+        self, name: VariableName, *, n: int | None = None, key: Callable[[Any], Any] | None = None
+    ) -> Any:
         """The most frequent ``key(value)`` of variable ``name`` (by default the value itself). Returns as
         soon as no other answer can win, and cancels the branches that have not voted by then.
 
@@ -549,12 +637,29 @@ class Branches(AsyncOnly, list[State]):
         """
         return await self._contest(name).vote(key, n)
 
-    def _contest(self, name: str) -> Contest:
+    def _contest(self, name: VariableName) -> Contest:
         entries = [
             (branch._node, target_of(variable).node, variable)
             for branch, variable in zip(self, self.variables(name), strict=True)
         ]
         return Contest(entries, is_group=self._is_group)
+
+
+class Completed:
+    """The branches of a fork in the order in which a variable of theirs ended."""
+
+    def __init__(self, branches: Branches, contest: Contest) -> None:
+        self._branches = branches
+        self._contest = contest
+
+    def __aiter__(self) -> Completed:
+        return self
+
+    async def __anext__(self) -> State:
+        index = await self._contest.ended()
+        if index is None:
+            raise StopAsyncIteration
+        return self._branches[index]
 
 
 async def _raise_cause(nodes: Sequence[StateNode | VariableNode]) -> None:
