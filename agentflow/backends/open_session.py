@@ -4,6 +4,7 @@ a block; ``af.run`` and ``af.map`` run a program from synchronous code, in an ev
 
 from __future__ import annotations
 
+import contextvars
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
@@ -33,6 +34,7 @@ from agentflow.language.session import Session
 from agentflow.language.states.state import State
 from agentflow.protocol.backend import Backend
 from agentflow.protocol.wire import DEFAULT_MODEL
+from agentflow.runtime.task_group import forget_loop, running_loop
 
 
 def session(
@@ -296,14 +298,19 @@ def map(
 
 
 def _run_blocking(main: Callable[[], Awaitable[ResultT]], name: str) -> ResultT:
-    if _is_in_event_loop():
+    if running_loop() is not None:
         raise ProgramError(
             f"af.{name}(...) would block the running event loop: "
             f"use `await flow.{name}(...)` inside `async with af.session() as flow`, "
             "or after `flow = await af.open_session()` in a notebook"
         )
-    try:
+
+    def run() -> ResultT:
+        forget_loop()
         return anyio.run(main)
+
+    try:
+        return contextvars.copy_context().run(run)
     except KeyboardInterrupt:
         # Ctrl-C shows no traceback of the event loop's cancelled tasks.
         raise KeyboardInterrupt from None
@@ -311,11 +318,3 @@ def _run_blocking(main: Callable[[], Awaitable[ResultT]], name: str) -> ResultT:
         raise without_internals(error) from error.__cause__
     except Exception as error:
         raise without_internals(error)  # noqa: B904  # it keeps its own cause and context
-
-
-def _is_in_event_loop() -> bool:
-    try:
-        anyio.get_cancelled_exc_class()
-    except RuntimeError:
-        return False
-    return True

@@ -4,6 +4,10 @@
 (``run``, ``stream``), or from another event loop (``arun``, ``astream``). Cancelling or closing the caller's
 side cancels the task. Items travel in a ``Mailbox``, which wakes its reader once for any number of items.
 
+A call gets the OpenTelemetry context of its caller, so that its spans are in the caller's trace, and no other
+context variables. At most ``MAX_THREADS`` loops run while they have no call: beyond that, the one that was
+used least recently ends, and starts again with its next call.
+
 This is not anyio's ``BlockingPortal``: that one blocks the calling thread for a round trip per call, and a
 caller here may itself be an event loop with thousands of calls to start.
 """
@@ -13,12 +17,14 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextvars
+import itertools
 import os
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from typing import Any, Final, Generic, TypeVar
+from weakref import WeakSet
 
 import anyio
 from anyio.abc import TaskGroup
@@ -26,6 +32,7 @@ from anyio.abc import TaskGroup
 from agentflow.errors import Cancelled, ProgramError
 from agentflow.language.failures.user_code import UserCode
 from agentflow.runtime.task_group import first_of, loop_caller
+from agentflow.runtime.telemetry import attached, current_context
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -33,16 +40,27 @@ Function = Callable[[], Awaitable[ResultT]]
 Source = Callable[[], AsyncGenerator[ResultT, None]]
 # How long the interpreter's exit waits for the thread.
 _EXIT_TIMEOUT_S: Final = 5.0
+MAX_THREADS: Final = 16
 
 
 class BackgroundLoop:
     """An event loop in a daemon thread called ``name``. The thread starts with the first call. It ends with
-    ``close`` or with the process, and starts again with the next call, also in a forked process."""
+    ``close``, with the process, or when other loops need its place, and starts again with the next call, also
+    in a forked process."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may close the loop anywhere
         self._thread: _LoopThread | None = None
+        self.last_use = 0
+        with _all_lock:
+            _all.add(self)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread runs."""
+        thread = self._thread
+        return thread is not None and thread.is_running
 
     def run(self, function: Function[ResultT]) -> ResultT:
         """Runs the function in the loop, blocks until it returns, and returns its result."""
@@ -118,14 +136,64 @@ class BackgroundLoop:
             thread.stop(timeout_s)
             atexit.unregister(self.close)
 
-    def _start(self, source: Source[ResultT], wake: Callable[[], object]) -> _Call[ResultT]:
+    def close_if_idle(self) -> bool:
+        """Ends the thread, without waiting for it, if it runs and has no call. Returns whether it did."""
         with self._lock:
-            if self._thread is None or not self._thread.is_running:
+            thread = self._thread
+            if thread is None or not thread.is_idle:
+                return False
+            self._thread = None
+        thread.stop(0.0)
+        atexit.unregister(self.close)
+        return True
+
+    def after_fork(self) -> None:
+        """In a forked process: no thread releases the locks that were held, or ends the calls."""
+        self._lock = threading.RLock()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            atexit.unregister(self.close)
+            thread.after_fork()
+
+    def _start(self, source: Source[ResultT], wake: Callable[[], object]) -> _Call[ResultT]:
+        self.last_use = next(_uses)
+        with self._lock:
+            is_new = self._thread is None or not self._thread.is_running
+            if self._thread is None or is_new:
                 self._thread = _LoopThread(self._name)
                 atexit.register(self.close, _EXIT_TIMEOUT_S)
             call = _Call(self._thread, source, wake)
             self._thread.start_call(call)
+        if is_new:
+            _close_idle()
         return call
+
+
+_all: WeakSet[BackgroundLoop] = WeakSet()
+_all_lock = threading.Lock()
+_uses = itertools.count(1)
+
+
+def _close_idle() -> None:
+    """Ends the idle loops that were used least recently, beyond ``MAX_THREADS``."""
+    with _all_lock:
+        running = [loop for loop in _all if loop.is_running]
+    surplus = len(running) - MAX_THREADS
+    for loop in sorted(running, key=lambda loop: loop.last_use):
+        if surplus <= 0:
+            return
+        surplus -= loop.close_if_idle()
+
+
+def _after_fork() -> None:
+    global _all_lock
+    _all_lock = threading.Lock()
+    for loop in list(_all):
+        loop.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class _LoopThread:
@@ -151,6 +219,11 @@ class _LoopThread:
         return not self._has_ended and self._process == os.getpid()
 
     @property
+    def is_idle(self) -> bool:
+        """Whether it runs and has no call."""
+        return self.is_running and not self._calls
+
+    @property
     def is_current(self) -> bool:
         """Whether the caller runs in this thread."""
         return self.is_running and threading.current_thread() is self._thread
@@ -172,7 +245,13 @@ class _LoopThread:
     def stop(self, timeout_s: float | None) -> None:
         if self.is_running:
             self.call_soon(self.group.cancel_scope.cancel)
-            self._thread.join(timeout_s)
+            if not self.is_current:  # the garbage collector closes loops in any thread
+                self._thread.join(timeout_s)
+
+    def after_fork(self) -> None:
+        """Ends its calls."""
+        for call in self._calls:
+            call.mailbox.after_fork(_cancelled())
 
     def _run(self, started: Future[None]) -> None:
         try:
@@ -209,6 +288,7 @@ class _Call(Generic[ResultT]):
         self.mailbox: Mailbox[ResultT] = Mailbox(wake)
         self._thread = thread
         self._source = source
+        self._telemetry = current_context()
         self._scope: anyio.CancelScope | None = None
         self._is_cancelled = False
 
@@ -218,7 +298,7 @@ class _Call(Generic[ResultT]):
             with anyio.CancelScope() as self._scope:
                 if self._is_cancelled:
                     self._scope.cancel()
-                with UserCode("the call"):
+                with attached(self._telemetry), UserCode("the call"):
                     async with aclosing(self._source()) as items:
                         async for item in items:
                             self.mailbox.put(item)
@@ -268,6 +348,12 @@ class Mailbox(Generic[ItemT]):
             is_awake, self._is_awake = self._is_awake, True
         if not is_awake:
             self._wake()
+
+    def after_fork(self, error: BaseException) -> None:
+        """Ends it in a forked process, where no other thread has its lock, or waits for it."""
+        self._lock = threading.Lock()
+        if not self.has_ended:
+            self.has_ended, self._error = True, error
 
     def take(self) -> list[ItemT] | None:
         """Returns the waiting items, an empty list if there are none yet, and None at the end. Raises the

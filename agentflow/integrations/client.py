@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequ
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 import anyio
 from anyio.abc import TaskStatus
@@ -44,11 +44,14 @@ from agentflow.protocol.events import TopLogprobs, Usage
 from agentflow.protocol.ops import Objective
 from agentflow.protocol.wire import DEFAULT_MODEL
 from agentflow.runtime.task_group import first_of
+from agentflow.runtime.telemetry import attached
 
 # For so many of a program's latest calls, the cached prefixes are evicted last.
 MAX_KEPT: Final = 4
 # More programs than these end the oldest: callers may forget ``end_program``.
 MAX_PROGRAMS: Final = 1000
+# Of these the process keeps the objects; far fewer have a thread and a session.
+MAX_CONNECTIONS: Final = 1000
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +112,8 @@ class ModelConnection:
 
     def __init__(self, open_session: Callable[[], Session]) -> None:
         self.shared = SharedSession(open_session)
+        # Nothing else ends the thread and the session of a connection that was dropped.
+        finalize(self, self.shared.loop.close, 0.0).atexit = False
         self._programs: OrderedDict[str, CalledProgram] = OrderedDict()
 
     def complete(
@@ -350,17 +355,19 @@ class SharedSession:
         replaced = self._replaced = anyio.Event()
         is_open = False
         try:
-            async with self._open_session() as flow:
-                is_open = True
-                task_status.started(flow)
-                await replaced.wait()
+            # Not in the trace of the call that opens it, which the session outlives.
+            with attached(None):
+                async with self._open_session() as flow:
+                    is_open = True
+                    task_status.started(flow)
+                    await replaced.wait()
         except Exception:
             if not is_open:
                 raise  # in the task that is opening the session
             logger.warning("a session ended with an error", exc_info=True)
 
 
-_connections: dict[tuple[str | None, ...], ModelConnection] = {}
+_connections: OrderedDict[tuple[str | None, ...], ModelConnection] = OrderedDict()
 # By ``id`` of the backend, which is unique while its connection exists.
 _backends: WeakValueDictionary[int, ModelConnection] = WeakValueDictionary()
 _lock = threading.Lock()
@@ -370,13 +377,11 @@ def connection_to(
     url: str | None = None, model: str | None = None, api_key: str | None = None
 ) -> ModelConnection:
     """Returns the process's one connection to a server, or to a model in this process. The arguments are
-    those of ``af.session``. It lasts until ``close``, or as long as the process."""
+    those of ``af.session``. Its session is closed by ``close``, with the process, and while it has no call if
+    others were used more recently (``background_loop.MAX_THREADS``); the next call opens it again."""
     is_local = not (url or os.environ.get("AGENTFLOW_URL"))
-    with _lock:
-        key = (None, model or DEFAULT_MODEL, None) if is_local else (url, model, api_key)
-        if key not in _connections:
-            _connections[key] = ModelConnection(lambda: session(url, model=model, api_key=api_key))
-        return _connections[key]
+    key = (None, model or DEFAULT_MODEL, None) if is_local else (url, model, api_key)
+    return _connection(key, lambda: session(url, model=model, api_key=api_key))
 
 
 def embedding_connection_to(
@@ -389,11 +394,19 @@ def embedding_connection_to(
         raise BadArgument(
             "give a model that makes embeddings, or the url of a server that has one", param="model"
         )
+    key = ("embed", url, model, api_key if url else None)
+    return _connection(key, lambda: _embedding_session(url, model, api_key))
+
+
+def _connection(key: tuple[str | None, ...], open_session: Callable[[], Session]) -> ModelConnection:
     with _lock:
-        key = ("embed", url, model, api_key if url else None)
-        if key not in _connections:
-            _connections[key] = ModelConnection(lambda: _embedding_session(url, model, api_key))
-        return _connections[key]
+        connection = _connections.get(key)
+        if connection is None:
+            connection = _connections[key] = ModelConnection(open_session)
+        _connections.move_to_end(key)
+        surplus = [_connections.popitem(last=False) for _ in range(len(_connections) - MAX_CONNECTIONS)]
+    del surplus  # without the lock: the end of a connection closes its session
+    return connection
 
 
 def _embedding_session(url: str | None, model: str | None, api_key: str | None) -> Session:
@@ -410,3 +423,12 @@ def connection_through(backend: Backend) -> ModelConnection:
             connection = ModelConnection(lambda: session(backend=backend))
             _backends[id(backend)] = connection
         return connection
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread may have held it
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -47,6 +47,8 @@ class OpenSession(Session):
         >>> flow = await af.open_session()
         >>> await flow.close()
         """
+        if not self._host.has_ended:
+            self._link.check_loop()
         await self._host.close()
 
     async def __aenter__(self) -> OpenSession:
@@ -72,6 +74,11 @@ class SessionHost:
         self._failure: Exception | None = None
         self._call_in_loop = loop_caller()
         self._task: Any = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the session has ended."""
+        return self._ended.is_set()
 
     async def open(self) -> OpenSession:
         """Starts the task, and waits until the session is open. Raises the error if it cannot be opened."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
 from contextvars import ContextVar
@@ -23,6 +24,7 @@ from agentflow.errors import (
     BadArgument,
     Cancelled,
     EngineFailed,
+    ProgramError,
     ServerLost,
     StateClosed,
     shown_error,
@@ -49,7 +51,7 @@ from agentflow.protocol.events import (
 )
 from agentflow.protocol.op_table import check_sendable
 from agentflow.runtime.limits import limit_op
-from agentflow.runtime.task_group import open_task_group
+from agentflow.runtime.task_group import open_task_group, running_loop
 
 TRACE: ContextVar[Link | None] = ContextVar("trace", default=None)
 """The link of the trace that runs now."""
@@ -103,6 +105,8 @@ class Link:
         self._stack = AsyncExitStack()
         self._failure: Exception | None = None
         self._first_id = 0  # the backend has lost all states and variables with lower numbers
+        self._loop: object | None = None  # where it was opened, and the loop's thread
+        self._thread = 0
         self._ids = itertools.count(1)
         self._run_indices = itertools.count()
         self._answers: dict[int, tuple[anyio.Event, list[StatsReply]]] = {}
@@ -128,6 +132,7 @@ class Link:
         """Connects to the backend and opens a task group. ``BadArgument`` the second time."""
         if self._tasks is not None:
             raise BadArgument("a session is entered once: make another with af.session(...)")
+        self._loop, self._thread = running_loop(), threading.get_ident()
         blocking_s = threshold_s()
         self.is_replay = bool(getattr(backend, "is_replay", False))
         self.spans = spans_of_session()
@@ -175,7 +180,7 @@ class Link:
     @property
     def capabilities(self) -> Capabilities:
         """What the backend can do."""
-        self.check_alive()
+        self.check_open()
         assert self._connection is not None
         return self._connection.capabilities
 
@@ -190,7 +195,13 @@ class Link:
         return self.is_alive and self._connection is not None and self._connection.is_connected
 
     def check_alive(self) -> None:
-        """Raises the error that ended the session; ``StateClosed`` before it is opened and after its end."""
+        """Raises the error that ended the session, ``StateClosed`` before it is opened and after its end, or
+        ``ProgramError`` in another event loop."""
+        self.check_open()
+        self.check_loop()
+
+    def check_open(self) -> None:
+        """As ``check_alive``, in any thread."""
         if self._failure is not None:
             raise ErrorInfo.of(self._failure).to_exception()
         if self._connection is None:
@@ -202,6 +213,18 @@ class Link:
             raise StateClosed(
                 "the session has ended: do this inside its `async with` block, or before `await flow.close()`"
             )
+
+    def check_loop(self) -> None:
+        """``ProgramError`` outside the event loop of the session, whose tasks nothing would wake. A thread
+        between two runs of its event loop, as in IPython's terminal, is no other one."""
+        loop = running_loop()
+        if loop is self._loop or (loop is None and threading.get_ident() == self._thread):
+            return
+        raise ProgramError(
+            "the session was opened in another event loop, and works only there: from other threads, call "
+            "`asyncio.run_coroutine_threadsafe(coroutine, loop)` with that loop (in a worker thread of "
+            "anyio, `anyio.from_thread.run`), or open another session here"
+        )
 
     def next_id(self) -> int:
         """A number that no state, variable or ticket of this session has."""

@@ -206,6 +206,7 @@ class StreamWork:
     end."""
 
     def __init__(self, link: Link, wake: Callable[[], None], result: Callable[[], Awaitable[Any]]) -> None:
+        self._link = link
         self.ended = anyio.Event()
         self.failure: Exception | None = None
         self.result: Any = None
@@ -217,6 +218,8 @@ class StreamWork:
 
     async def stop(self) -> None:
         """Cancels the program and waits for its end. May be repeated."""
+        if not self.ended.is_set():
+            self._link.check_loop()
         self._scope.cancel()
         await self.ended.wait()
 

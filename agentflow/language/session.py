@@ -413,7 +413,7 @@ class Session(AsyncOnly):
 
         >>> flow.check_alive()
         """
-        self._link.check_alive()
+        self._link.check_open()
 
 
 def _shown() -> Show:

@@ -6,12 +6,33 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import anyio
 from anyio.abc import TaskGroup
 
 CallInLoop = Callable[[Callable[[], object]], object]
+
+
+def running_loop() -> object | None:
+    """The event loop that runs in this thread, asyncio's or trio's; None if none does. Unlike anyio and
+    sniffio, it ignores context variables, which threads may have from the task that started them."""
+    trio = sys.modules.get("trio")  # imported wherever trio runs
+    if trio is not None:
+        with suppress(RuntimeError):
+            token: object = trio.lowlevel.current_trio_token()
+            return token
+    with suppress(RuntimeError):
+        return asyncio.get_running_loop()
+    return None
+
+
+def forget_loop() -> None:
+    """Lets anyio start an event loop in this thread, whose context may be that of a task of another one."""
+    with suppress(AttributeError, ImportError):  # versions of anyio differ here
+        from anyio._core._eventloop import set_current_async_library
+
+        set_current_async_library(None)
 
 
 def loop_caller() -> CallInLoop:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from agentflow.version import __version__
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
     from opentelemetry.trace import Tracer
 
 
@@ -25,3 +28,23 @@ def configured_tracer() -> Tracer | None:
     if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
         return None
     return provider.get_tracer("agentflow", __version__)
+
+
+def current_context() -> Context | None:
+    """The context of OpenTelemetry, with the current span and baggage; None where it is not used."""
+    context = sys.modules.get("opentelemetry.context")
+    return None if context is None else context.get_current()
+
+
+@contextmanager
+def attached(context: Context | None) -> Iterator[None]:
+    """Makes ``context`` current in the block. None: an empty one."""
+    module = sys.modules.get("opentelemetry.context")
+    if module is None:
+        yield
+        return
+    token = module.attach(module.Context() if context is None else context)
+    try:
+        yield
+    finally:
+        module.detach(token)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import os
 import signal
 import subprocess
@@ -9,6 +11,8 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
 import pytest
 from support.observed_backends import assert_idle
 from support.programs import ask, echo
@@ -131,3 +135,30 @@ def test_an_interrupted_script_ends_cleanly(call):
     assert err.splitlines()[-1] == "KeyboardInterrupt"
     assert len(err.splitlines()) < 12
     assert child.returncode in (-signal.SIGINT, 130)
+
+
+@pytest.mark.parametrize("backend_name", ["asyncio", "trio"])
+@pytest.mark.parametrize("starts", ["anyio", "own context", "asyncio"])
+def test_f21a_a_worker_thread_of_an_event_loop_may_run_programs(backend, backend_name, starts):
+    def work() -> str:
+        assert af.map(ask, ["b"], session=af.session(backend=backend)) == ["<b>"]
+        return af.run(ask, "a", session=af.session(backend=backend))
+
+    async def main() -> str:
+        if starts == "anyio":
+            return await anyio.to_thread.run_sync(work)
+        if starts == "own context":  # which says that the loop of its task is the thread's
+            return await anyio.to_thread.run_sync(contextvars.copy_context().run, work)
+        return await asyncio.to_thread(work)
+
+    if starts != "asyncio" or backend_name == "asyncio":
+        assert anyio.run(main, backend=backend_name) == "<a>"
+
+
+def test_f21b_a_thread_that_runs_an_event_loop_may_not(backend):
+    async def main() -> None:
+        with pytest.raises(af.ProgramError, match="would block"):
+            af.run(ask, "a", session=af.session(backend=backend))
+
+    for name in ("asyncio", "trio"):
+        anyio.run(main, backend=name)

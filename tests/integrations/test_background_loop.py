@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +16,11 @@ import anyio.to_thread
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry import trace
+from support.spans import recording_spans
 
 from agentflow.errors import BadArgument, Cancelled, ProgramError, RunFailed
-from agentflow.integrations.background_loop import BackgroundLoop, Mailbox
+from agentflow.integrations.background_loop import MAX_THREADS, BackgroundLoop, Mailbox
 
 
 @pytest.fixture
@@ -233,3 +237,104 @@ def test_f12d_the_loop_survives_a_function_that_ends_oddly(thread, error):
     with pytest.raises(RunFailed):
         thread.run(ends)
     assert thread.run(number) == 1
+
+
+@contextlib.contextmanager
+def slow_start() -> Iterator[tuple[threading.Event, threading.Event]]:
+    """New event loops wait for the second event, after they have set the first."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(asyncio.DefaultEventLoopPolicy):
+        def new_event_loop(self) -> asyncio.AbstractEventLoop:
+            begun.set()
+            go_on.wait()
+            return super().new_event_loop()
+
+    before = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(Slow())
+    try:
+        yield begun, go_on
+    finally:
+        go_on.set()
+        asyncio.set_event_loop_policy(before)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_f21h_a_fork_while_another_thread_starts_the_loop(thread):
+    """The thread holds a lock, which nothing releases in the child."""
+    with slow_start() as (begun, go_on):
+        starter = threading.Thread(target=thread.run, args=(name_of_thread,))
+        starter.start()
+        begun.wait()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            go_on.set()
+            os._exit(0 if thread.run(name_of_thread) == "loop under test" else 1)
+        go_on.set()
+        starter.join()
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_f21i_a_stream_of_the_parent_ends_in_a_forked_process(thread):
+    stream = thread.stream(Endless())
+    assert next(stream) == "first"
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            next(stream)
+        except Cancelled:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    stream.close()
+
+
+@contextlib.contextmanager
+def many_loops() -> Iterator[list[BackgroundLoop]]:
+    loops = [BackgroundLoop(f"loop {number}") for number in range(MAX_THREADS + 2)]
+    try:
+        yield loops
+    finally:
+        for one in loops:
+            one.close()
+
+
+def test_f21j_the_idle_loops_that_were_used_least_recently_end_and_start_again():
+    with many_loops() as loops:
+        source = Endless()
+        busy = loops[0].stream(source)
+        assert next(busy) == "first"
+        for one in loops[1:-1]:
+            one.run(name_of_thread)
+        loops[1].run(name_of_thread)
+        loops[-1].run(name_of_thread)
+        running = [number for number, one in enumerate(loops) if one.is_running]
+        assert len(running) == MAX_THREADS
+        assert {0, 1, len(loops) - 1} <= set(running)
+        assert not source.was_cancelled.is_set()
+        assert loops[2].run(name_of_thread) == "loop 2"
+        busy.close()
+
+
+def test_f21k_a_loop_closed_in_its_own_thread_ends(thread):
+    """As the garbage collector may close it."""
+
+    async def close() -> None:
+        thread.close()
+
+    thread.run(close)
+    assert thread.run(name_of_thread) == "loop under test"
+
+
+def test_f21l_a_call_is_in_the_trace_of_its_caller(thread):
+    async def trace_id() -> int:
+        return trace.get_current_span().get_span_context().trace_id
+
+    with recording_spans() as recorded:
+        for _ in range(2):
+            with recorded.provider.get_tracer("test").start_as_current_span("caller") as span:
+                assert thread.run(trace_id) == span.get_span_context().trace_id
+        assert thread.run(trace_id) == 0

@@ -3,6 +3,7 @@ sessions."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
@@ -12,9 +13,11 @@ import anyio
 import pytest
 from support.faults import has_param
 from support.holds import until
+from support.spans import recording_spans
 
 import agentflow as af
 from agentflow.errors import ServerLost
+from agentflow.integrations import client
 from agentflow.integrations.client import (
     MAX_KEPT,
     Answer,
@@ -22,6 +25,7 @@ from agentflow.integrations.client import (
     EmbedCall,
     ModelCall,
     ModelConnection,
+    connection_through,
     connection_to,
     embedding_connection_to,
 )
@@ -250,3 +254,36 @@ def test_after_a_fork_of_the_process_there_is_another_session(connection):
         os._exit(0 if texts == ["fine then"] else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert list(connection.stream(call))
+
+
+def test_f21m_spans_of_calls_are_in_the_traces_of_their_callers(connection):
+    call = ModelCall("Well", af.gen("answer"))
+    with recording_spans() as recorded:
+        for name in ("first", "second"):
+            with recorded.provider.get_tracer("test").start_as_current_span(name):
+                connection.complete(call)
+        connection.close()
+        roots = {tree[0]: tree[1] for tree in recorded.tree() if not isinstance(tree, str)}
+        assert "agentflow session" not in roots
+        assert "chat" in str(roots["first"]) or "text_completion" in str(roots["first"])
+        assert roots["first"] == roots["second"]
+
+
+def test_f21n_a_dropped_connection_ends_its_thread(backend):
+    connection = connection_through(backend)
+    list(connection.stream(ModelCall("Well", af.gen("answer"))))
+    loop = connection.shared.loop
+    assert loop.is_running
+    del connection
+    gc.collect()
+    assert not loop.is_running
+
+
+def test_f21o_connections_are_bounded(monkeypatch):
+    monkeypatch.setattr(client, "MAX_CONNECTIONS", 2)
+    kept = connection_to("ws://127.0.0.1:1", api_key="a")
+    dropped = connection_to("ws://127.0.0.1:1", api_key="b")
+    assert connection_to("ws://127.0.0.1:1", api_key="a") is kept
+    connection_to("ws://127.0.0.1:1", api_key="c")
+    assert connection_to("ws://127.0.0.1:1", api_key="a") is kept
+    assert connection_to("ws://127.0.0.1:1", api_key="b") is not dropped

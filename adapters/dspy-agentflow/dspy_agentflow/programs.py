@@ -6,6 +6,7 @@ ends, its program ends. An evaluation or an optimizer runs many programs, with t
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -37,7 +38,12 @@ class CallTree(BaseCallback):
 
     def __init__(self) -> None:
         self._programs: OrderedDict[str, _Program] = OrderedDict()
-        self._lock = threading.Lock()
+        self._after_fork()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._after_fork)
+
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()  # in a forked process no thread releases the old one
 
     def __reduce__(self) -> tuple[Callable[[], CallTree], tuple[()]]:
         return _singleton, ()  # unpickled settings refer to the same object

@@ -27,7 +27,7 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from agentflow.errors import RunFailed, shown_error
-from agentflow.runtime.task_group import cancel_requests, loop_caller
+from agentflow.runtime.task_group import cancel_requests, forget_loop, loop_caller
 
 
 class UserCode:
@@ -137,10 +137,10 @@ async def _in_daemon_thread(work: Callable[[], None]) -> None:
     token = None if current_token is None else current_token()
 
     def run() -> None:
+        forget_loop()
         with suppress(AttributeError, ImportError):  # versions of anyio differ here
-            from anyio._core._eventloop import set_current_async_library, threadlocals
+            from anyio._core._eventloop import threadlocals
 
-            set_current_async_library(None)  # the context is that of a task
             threadlocals.current_token = token  # for anyio.from_thread
         work()
         with suppress(RuntimeError):  # the loop has ended

@@ -94,6 +94,9 @@ class _TraceLink(Link):
     def check_alive(self) -> None:
         pass
 
+    def check_loop(self) -> None:
+        pass
+
     def send(self, recorded: list[ops.Op], *, quiet: bool = False) -> None:
         for op in recorded:
             check_sendable(op, _EVERYTHING)

@@ -150,6 +150,7 @@ class Run:
         """Reports these variables to the stream, and from now on each that changes."""
         for variable in variables:
             stream.touch(variable)
+        self.link.check_loop()
         self.streams.add(stream)
         return stream
 
@@ -343,6 +344,7 @@ class StateNode:
         self.ask()
         num_awaited = self.in_flight.num_submitted
         while not self.in_flight.is_done(num_awaited) and self.error is None:
+            self.link.check_loop()
             await self.in_flight.change()
         await self.run.cause_first.wait(self.error)
 
