@@ -24,7 +24,7 @@ from typing import (
 
 import anyio
 
-from agentflow.errors import AgentflowError, BadArgument, ProgramError
+from agentflow.errors import AgentflowError, BadArgument, ProgramError, short_repr
 from agentflow.language.batch.inputs import Inputs, ItemT, ManyOf, Table
 from agentflow.language.batch.map import MapOptions
 from agentflow.language.failures.frames import without_internals
@@ -69,6 +69,8 @@ def session(
     >>> async with af.session("ws://127.0.0.1:8410", deadline_s=60, output_tokens=5000) as flow:
     ...     grade = await flow.run(judge, essay)
     """
+    if hasattr(url, "connect"):
+        raise BadArgument(f"session: {short_repr(url)} is no url: give a backend as backend=…", param="url")
     given = {"url": url, "model": model, "embed_model": embed_model, "api_key": api_key}
     for name, value in given.items():
         kinds = (str, os.PathLike) if name.endswith("model") else str

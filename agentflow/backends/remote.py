@@ -9,13 +9,11 @@ opens its websockets."""
 
 from __future__ import annotations
 
-import itertools
 import logging
-import random
 import re
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -67,6 +65,7 @@ from agentflow.protocol.wire import (
     frame_name,
     server_frames,
 )
+from agentflow.runtime.backoff import pauses_s
 from agentflow.runtime.task_group import open_task_group
 
 logger = logging.getLogger(__name__)
@@ -260,7 +259,7 @@ class RemoteConnection:
         self._patience_s = patience_s
         self._decoder = server_frames()
         self._begin()
-        self._backoff = _backoff(_LAST_BACKOFF_ANEW_S)
+        self._backoff = pauses_s(_FIRST_BACKOFF_S, _LAST_BACKOFF_ANEW_S)
         self._has_answered = False
         self._failure: ErrorInfo | None = None
         self._is_leaving = False
@@ -354,7 +353,7 @@ class RemoteConnection:
         logger.warning("the session on %s is lost, and is opened anew: %s", self._url, lost)
         self._lose(lost)
         if self._has_answered:  # otherwise the server ends each session immediately: pauses grow
-            self._has_answered, self._backoff = False, _backoff(_LAST_BACKOFF_ANEW_S)
+            self._has_answered, self._backoff = False, pauses_s(_FIRST_BACKOFF_S, _LAST_BACKOFF_ANEW_S)
         at_least_s = 0.0
         for delay_s in self._backoff:
             await anyio.sleep(max(delay_s, at_least_s))  # noqa: TID251  (a deliberate delay between attempts)
@@ -458,7 +457,7 @@ class RemoteConnection:
         at_least_s = 0.0
         grace_s = self._welcome.limits.resume_grace_s
         with anyio.move_on_after(grace_s):
-            for delay_s in _backoff(_LAST_BACKOFF_S):
+            for delay_s in pauses_s(_FIRST_BACKOFF_S, _LAST_BACKOFF_S):
                 await anyio.sleep(max(delay_s, at_least_s))  # noqa: TID251  (a deliberate delay between attempts)
                 try:
                     resume = self._cursors.resume(self._welcome.session, self._welcome.secret)
@@ -481,13 +480,6 @@ class RemoteConnection:
         for ticket, number in list(self._cursors.unanswered.items()):
             if self._queue.is_acknowledged(number):
                 self.send([ops.GetStats(ticket)])
-
-
-def _backoff(most_s: float) -> Iterator[float]:
-    """Seconds before each attempt: 0, then doubling, with jitter, as many clients may lose one server."""
-    yield 0.0
-    for attempt in itertools.count():
-        yield min(most_s, _FIRST_BACKOFF_S * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0)
 
 
 # The size of an ``Ops`` frame without its ops, in either encoding: field names and two numbers.

@@ -117,11 +117,11 @@ class Session(AsyncOnly):
         **kwargs: P.kwargs,
     ) -> ProgramStream: ...
     @overload
-    def stream(self, program: Graph, /, *args: str, **kwargs: str) -> ProgramStream: ...
+    def stream(self, program: Graph, /, *args: str | Mapping[str, str], **kwargs: str) -> ProgramStream: ...
     def stream(self, program: Any, /, *args: Any, **kwargs: Any) -> ProgramStream:
         """Runs a program and yields its events as they come: ``TextDelta`` and ``VariableDone`` of every
         state, and ``RunDone`` with the result at the end. ``program`` may be a graph
-        (``program.trace(...)``), whose arguments are texts; each of its texts comes when it is complete.
+        (``program.trace(...)``), with arguments as for ``submit``; each text comes when it is complete.
 
         >>> async for event in flow.stream(judge, essay):
         ...     if isinstance(event, af.TextDelta):
@@ -250,16 +250,16 @@ class Session(AsyncOnly):
             key=key,
         )
 
-    async def submit(self, graph: Graph, inputs: Mapping[str, str] | None = None) -> Any:
-        """Runs a compiled program (``program.trace(...)``) with the texts of its arguments. The backend gets
-        all of it in one op and returns only the result.
+    async def submit(self, graph: Graph, /, *args: str | Mapping[str, str], **kwargs: str) -> Any:
+        """Runs a compiled program (``program.trace(...)``) with the texts of its arguments, given as to the
+        program or in one dict. The backend gets all of it in one op and returns only the result.
 
         >>> graph = judge.trace(dimensions=["clarity", "evidence"])
         >>> grade = await flow.submit(graph, {"essay": essay})
         """
         if not isinstance(graph, Graph):
             raise BadArgument(f"submit: give a graph, which program.trace(...) makes, not {graph!r}")
-        return await GraphRun(self._link, graph, (), inputs or {}).result()
+        return await GraphRun(self._link, graph, args, kwargs).result()
 
     def state(
         self, *, cache_salt: str = "", objective: Objective | None = None, program: str = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from support.fake_engine import FakeEngine
@@ -72,6 +73,41 @@ async def test_a_streamed_graph_has_the_values_of_the_program_and_its_result() -
         of_program = await events_of(flow.stream(ask, "tea", "dry"))
     assert of_graph == of_program
     assert {path for path, _, _ in of_graph[1]} == {(), (0,), (1,)}
+
+
+FORMS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    (("tea", "dry"), {}),
+    (("tea",), {"tone": "dry"}),
+    ((), {"topic": "tea", "tone": "dry"}),
+    (({"topic": "tea", "tone": "dry"},), {}),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs"), FORMS)
+async def test_f47a_submit_and_stream_take_the_same_arguments(args, kwargs) -> None:
+    async with af.session(backend=af.Scripted(answer), seed=1) as flow:
+        wanted = await flow.run(ask, "tea", "dry")
+        assert await flow.submit(ask.trace(), *args, **kwargs) == wanted
+        [*_, last] = [event async for event in flow.stream(ask.trace(), *args, **kwargs)]
+        assert last.result == wanted
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        (({"topic": "tea", "tone": "dry"},), {"tone": "dry"}),
+        (({"topic": "tea"}, "dry"), {}),
+        (("tea", "dry", "long"), {}),
+        (({"topic": "tea"},), {}),
+        ((), {"inputs": {"topic": "tea", "tone": "dry"}}),
+    ],
+)
+async def test_f47b_wrong_arguments_of_a_graph_are_rejected_by_both(args, kwargs) -> None:
+    async with af.session(backend=af.Scripted(answer)) as flow:
+        with pytest.raises(af.BadArgument):
+            await flow.submit(ask.trace(), *args, **kwargs)
+        with pytest.raises(af.BadArgument):
+            flow.stream(ask.trace(), *args, **kwargs)
 
 
 async def test_leaving_a_streamed_graph_cancels_it() -> None:

@@ -319,6 +319,15 @@ def test_invalid_arguments_of_a_session_are_rejected(arguments, why):
         af.session(**arguments)
 
 
+@pytest.mark.parametrize("backend", [af.Scripted([]), af.Remote("ws://127.0.0.1:1")])
+async def test_f47e_a_backend_in_place_of_the_url_is_rejected_with_its_keyword(backend):
+    with pytest.raises(af.BadArgument, match="backend=") as caught:
+        af.session(backend)
+    assert caught.value.param == "url"
+    with pytest.raises(af.BadArgument, match="backend="):
+        await af.open_session(backend)
+
+
 def test_invalid_paths_and_addresses_are_rejected():
     for wrong in (None, 3, b"a", ["a"]):
         with pytest.raises(af.BadArgument, match="a string or a Path"):
@@ -358,8 +367,8 @@ def test_invalid_tools_and_choices_are_rejected(options, why):
         af.conversation([{"role": "user", "content": "?"}], **options)
 
 
-@pytest.mark.parametrize("inputs", [3, "text", ["essay"], object()])
-async def test_inputs_of_a_graph_must_be_a_dict(inputs):
+@pytest.mark.parametrize("inputs", [3, ["essay"], object()])
+async def test_inputs_of_a_graph_must_be_texts_or_a_dict(inputs):
     @af.program
     async def ask(s: af.State, essay: str) -> str:
         s += essay + af.gen("x")

@@ -13,6 +13,7 @@ from agentflow.errors import (
     ServerLost,
     ServerUnreachable,
 )
+from agentflow.runtime.backoff import doubled_s
 
 FIRST_PAUSE_S: Final = 0.5
 MAX_PAUSE_S: Final = 30.0
@@ -48,4 +49,4 @@ def pause_s(error: Exception, num_failed: int, *also: type[Exception]) -> float 
     if isinstance(origin, InvalidValue):
         return 0.0
     asked_s: float | None = getattr(origin, "retry_after_s", None)
-    return asked_s if asked_s is not None else min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** (num_failed - 1))
+    return asked_s if asked_s is not None else doubled_s(FIRST_PAUSE_S, MAX_PAUSE_S, num_failed)

@@ -204,7 +204,7 @@ def _as_output(result: Any, name: str) -> Any:
 
 
 class GraphRun:
-    """A graph that was sent with the texts of its arguments, positional (``args``) or by name (``kwargs``).
+    """A graph that was sent with the texts of its arguments: ``args``, or one dict in it, and ``kwargs``.
     ``index``, ``objective``: of its run. ``is_streamed``: the backend reports all generated texts, not only
     those that the result needs. ``BadArgument`` if an argument is missing, unknown, given twice, or not a
     text."""
@@ -292,10 +292,8 @@ def _traced(graph_ops: tuple[ops.Op, ...], span: RunSpan) -> tuple[ops.Op, ...]:
 
 def _inputs(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, str]:
     """The arguments of a graph by variable."""
-    if not isinstance(kwargs, Mapping):
-        raise BadArgument(
-            f"graph {graph.name!r}: the inputs are a dict of texts by name, not {kwargs!r:.200}"
-        )
+    if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
+        [kwargs], args = args, ()
     if len(args) > len(graph.arguments) or set(list(graph.arguments)[: len(args)]) & set(kwargs):
         known = ", ".join(graph.arguments) or "none"
         raise BadArgument(f"graph {graph.name!r} has the arguments {known}: each is given once")
@@ -305,7 +303,10 @@ def _inputs(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
             known = ", ".join(graph.arguments) or "none"
             raise BadArgument(f"graph {graph.name!r} has no argument {name!r} (it has: {known})")
         if not isinstance(value, str):
-            raise BadArgument(f"graph {graph.name!r}: argument {name!r} is text, not {value!r}")
+            raise BadArgument(
+                f"graph {graph.name!r}: argument {name!r} is text, not {value!r:.200}; give all texts "
+                "themselves, or one dict of them"
+            )
     missing = [name for name in graph.arguments if name not in values]
     if missing:
         raise BadArgument(f"graph {graph.name!r} needs the arguments {', '.join(map(repr, missing))}")

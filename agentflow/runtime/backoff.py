@@ -1,0 +1,26 @@
+"""How long to wait before another attempt: pauses that double, with jitter where many clients lose one
+server."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+
+def doubled_s(first_s: float, most_s: float, num_failed: int) -> float:
+    """The pause after ``num_failed`` failed attempts in a row, from 1: ``first_s``, then twice the one before
+    it, and at most ``most_s``.
+
+    >>> [doubled_s(0.5, 3.0, num_failed) for num_failed in (1, 2, 3, 4, 10_000)]
+    [0.5, 1.0, 2.0, 3.0, 3.0]
+    """
+    return min(most_s, first_s * 2.0 ** min(num_failed - 1, 32))
+
+
+def pauses_s(first_s: float, most_s: float) -> Iterator[float]:
+    """The pauses before the attempts to reach a server: none before the first, then ``doubled_s``, each less
+    up to a half of it, so that clients that lost the server together come back apart."""
+    yield 0.0
+    for num_failed in itertools.count(1):
+        yield doubled_s(first_s, most_s, num_failed) * random.uniform(0.5, 1.0)
