@@ -10,14 +10,17 @@ from typing import Any
 
 import anyio
 import pytest
+from openai import OpenAI
 from support.api_server import MODEL, api_server
-from support.docs.page_blocks import DOCS, ROOT, Block, blocks_of, compiled, pages, run_block
+from support.docs.page_blocks import DOCS, ROOT, Block, blocks_of, compiled, pages, run_block, with_packages
 from support.docs.page_model import ESSAY, SCRIPT
+from support.fake_engine import embedding_engine
 from support.programs import by_end
 
 import agentflow as af
 from agentflow import integrations
 from agentflow.backends.local import Embedded
+from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from benchmarks.page import HEADLINES, with_headlines
 
 
@@ -45,29 +48,68 @@ async def test_the_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
                     compiled(page, block)
 
 
+FOLDER = EmbeddingFolder(("lasttoken",), (None,), prompts={"query": "Question: "})
+ON_A_SERVER = [
+    "concepts/forks.md",
+    "operating/embeddings.md",
+    "operating/lora.md",
+    "quickstart.md",
+    "reference/anthropic-api.md",
+    "reference/http-api.md",
+    "reference/sglang-api.md",
+]
+ELSEWHERE = {
+    "guides/clients.md": "clients/compatibility/tests/test_guide.py",
+    "guides/offline-tests.md": "tests/integrations/test_pytest_plugin.py",
+    "guides/pydantic-ai.md": "tests/examples/test_pydantic_ai_agent.py",
+    "guides/tools.md": "tests/language/test_mcp.py",
+}
+"""Pages whose blocks marked ``py`` run in a test of their own."""
+
+
+def on_a_server(block: Block, url: str) -> Block:
+    """The block with the address and the model of a server of the tests."""
+    source = re.sub("smollm2-135m|qwen3-0.6b:polite", MODEL, block.source)
+    source = source.replace("http://127.0.0.1:8410", url)
+    source = source.replace("ws://127.0.0.1:8410", url.replace("http://", "ws://"))
+    return block._replace(source=source.replace("import httpx\n", "import httpx2 as httpx\n"))
+
+
 @pytest.mark.anyio
-@pytest.mark.parametrize("name", ["quickstart.md", "reference/http-api.md", "reference/anthropic-api.md"])
+@pytest.mark.parametrize("name", ON_A_SERVER)
 async def test_the_blocks_of_clients_run_on_a_server(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Embedded, "connect", af.Scripted(by_end(SCRIPT)).connect)
-    namespace: dict[str, Any] = {"essay": ESSAY}
-    num_clients = 0
-    with anyio.fail_after(60), api_server() as server:
-        for block in blocks_of(DOCS / name):
-            if block.runs:
-                await run_block(DOCS / name, block, namespace)
-                continue
-            assert "127.0.0.1:8410" in block.source
-            source = block.source.replace("smollm2-135m", MODEL)
-            source = source.replace("http://127.0.0.1:8410", server.url)
-            source = source.replace("ws://127.0.0.1:8410", server.url.replace("http://", "ws://"))
-            # What the engine of the tests writes is not what the page shows.
-            quiet = {**namespace, "print": lambda *_, **__: None}
-            await run_block(DOCS / name, block._replace(source=source), quiet)
-            if (client := quiet.get("client")) is not None:
-                client.close()
-            num_clients += 1
+    namespace: dict[str, Any] = {"af": af, "essay": ESSAY}
+    with anyio.fail_after(60), api_server(embedding=FOLDER, embedder=embedding_engine(256, 64)) as server:
+        url = server.url.replace("http://", "ws://")
+        blocks = [on_a_server(block, server.url) for block in blocks_of(DOCS / name)]
+        calling = with_packages(blocks)
+        assert calling
+        messages = [{"role": "user", "content": "Hello"}]
+        with OpenAI(base_url=f"{server.url}/v1", api_key="none") as openai:
+            async with af.session(seed=7) as flow, af.session(url) as remote:
+                for block in blocks:
+                    if block.runs:
+                        namespace["flow"] = flow
+                        await run_block(DOCS / name, block, namespace)
+                    elif block in calling:
+                        # What the engine of the tests writes is not what the page shows.
+                        quiet = {"client": openai, "messages": messages, **namespace, "flow": remote}
+                        quiet["print"] = lambda *_, **__: None
+                        await run_block(DOCS / name, block, quiet)
+                        if (client := quiet["client"]) is not openai:
+                            client.close()
         server.assert_idle()
-    assert num_clients > 0
+
+
+def test_f47f_every_block_that_can_run_is_run():
+    left_out = [
+        f"{page}:{block.line}"
+        for page in pages()
+        if page.relative_to(ROOT).as_posix().removeprefix("docs/") not in {*ON_A_SERVER, *ELSEWHERE}
+        for block in with_packages([on_a_server(block, "http://127.0.0.1:8410") for block in blocks_of(page)])
+    ]
+    assert left_out == []
 
 
 def test_the_comparison_has_every_program_in_all_four_frameworks():

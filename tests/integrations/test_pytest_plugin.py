@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.docs.page_blocks import DOCS, blocks_of
 
 import agentflow as af
 from agentflow.backends import open_session
@@ -223,3 +224,35 @@ def test_the_plugin_loads_nothing_of_agentflow():
         [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True
     )
     assert done.stdout == "set()\n"
+
+
+def test_f47h_the_blocks_of_the_page_are_tests(run, pytester: pytest.Pytester):
+    scripted, replayed = [
+        block.source for block in blocks_of(DOCS / "guides" / "offline-tests.md") if not block.runs
+    ]
+    application = """
+        import agentflow as af
+
+        async def reviewed(s, essay):
+            s += af.user(f"Is it about science? {essay}") + af.assistant(af.select("related", ["yes", "no"]))
+            if await s["related"] == "no":
+                return "not about science"
+            s += af.user("Judge it.") + af.assistant(af.gen("judgment"))
+            return await s["judgment"]
+
+        def review(essay):
+            return af.run(reviewed, essay)
+    """
+    pytester.makepyfile(my_app=application)
+    pytester.makeconftest(
+        """
+        import pytest
+        import agentflow as af
+
+        @pytest.fixture
+        def agentflow_backend():
+            return af.Scripted({"related": "yes", "judgment": "It is clear."})
+        """
+    )
+    run(RECORD, test_page=f"import my_app\n{scripted}\n{replayed}").assert_outcomes(passed=2)
+    run().assert_outcomes(passed=2)

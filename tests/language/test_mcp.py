@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import pytest
+from support.docs.page_blocks import DOCS, blocks_of, run_block
 
 import agentflow as af
 
@@ -242,7 +243,7 @@ async def test_f15f_resources_and_prompts():
         af.session(backend=af.Scripted({})) as flow,
         flow.state() as s,
     ):
-        assert {resource.uri for resource in await shop.resources()} == {"shop://rules", "shop://logo"}
+        assert {resource.uri for resource in await shop.resources()} >= {"shop://rules", "shop://logo"}
         assert await shop.read_text("shop://rules") == "No refunds."
         assert await shop.read_text("shop://items/nail") == "one nail"
         assert await shop.read_bytes("shop://logo") == b"\x89PNG\r\n"
@@ -250,8 +251,8 @@ async def test_f15f_resources_and_prompts():
             await shop.read_text("shop://logo")
         with pytest.raises(af.errors.RunFailed):
             await shop.read_text("shop://nothing")
-        [prompt] = await shop.prompts()
-        s += await shop.prompt(prompt.name, item="nail")
+        assert "haggle" in [prompt.name for prompt in await shop.prompts()]
+        s += await shop.prompt("haggle", item="nail")
         assert [(m["role"], m["content"]) for m in await s.messages()] == [
             ("user", "Lower the price of a nail."),
             ("assistant", "Why?"),
@@ -271,6 +272,31 @@ def test_f15g_a_tool_of_a_tool_is_a_copy_with_changes():
     two = af.tool(one, name="pong")
     assert (two.name, two.description, two.timeout_s, two("a")) == ("pong", "Sends it.", 5, "a")
     assert one.name is None
+
+
+async def test_f47g_the_blocks_of_the_page_run_on_these_servers():
+    page = DOCS / "guides" / "tools.md"
+    blocks = [block for block in blocks_of(page) if not block.runs]
+    assert len(blocks) == 3
+
+    def weather(city: str) -> str:
+        return f"rain in {city}"
+
+    with http_server() as url:
+        async with (
+            af.session(backend=af.Scripted({"answer": "done"})) as flow,
+            flow.state() as s,
+            af.mcp(COMMAND) as docs,
+        ):
+            given = {"af": af, "flow": flow, "weather": weather, "key": KEY["x-key"], "s": s, "docs": docs}
+            for block in blocks:
+                source = block.source.replace('["uvx", "mcp-server-git"]', repr(COMMAND))
+                source = source.replace("https://example.com/mcp", url)
+                source = source.replace('"Authorization": f"Bearer {key}"', '"x-key": key')
+                source = source.replace('af.mcp("http', "af.mcp(prefix='docs_', server=\"http")
+                quiet = {**given, "print": lambda *_, **__: None}
+                await run_block(page, block._replace(source=source), quiet)
+            assert (await s.text()).endswith("<user>Review the Python.</user>")
 
 
 async def test_the_tools_are_those_of_an_open_server():

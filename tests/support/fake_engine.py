@@ -121,6 +121,15 @@ class FakeEngine:
         self.client.engine.scheduler.check_idle()
 
 
+def embedding_engine(size: int, max_context: int) -> FakeEngine:
+    """An engine that makes embeddings with ``size`` numbers."""
+    engine = FakeEngine()
+    engine.runner = FakeRunner(
+        vocab_size=TOKENIZER.vocab_size, max_context=max_context, embedding_size=size, on_step=engine.gate
+    )
+    return engine
+
+
 class ConstrainedEngine(FakeEngine):
     """With the compiler of constraints."""
 

@@ -11,11 +11,10 @@ import openai
 import pytest
 from support.api_errors import OPENAI, response_to
 from support.api_server import MODEL, ApiServer, api_server
-from support.fake_engine import TOKENIZER, FakeEngine
+from support.fake_engine import TOKENIZER, embedding_engine
 from support.server.disconnecting_clients import disconnect, post
 from support.server.openai_peer import async_client, logit_server, sync_client
 
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.tenant import Tenant
 from agentflow.runtime.word_embedding import word_embedding
@@ -31,21 +30,12 @@ TEXTS = ["The quick brown fox", "a dog", "An answer is the answer to a question.
 generating = pytest.fixture(logit_server, scope="module", name="generating")
 
 
-def embedding_engine() -> FakeEngine:
-    engine = FakeEngine()
-    engine.runner = FakeRunner(
-        vocab_size=TOKENIZER.vocab_size,
-        max_context=MAX_CONTEXT,
-        embedding_size=SIZE,
-        on_step=engine.gate,
-    )
-    return engine
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[ApiServer]:
     limits = HttpLimits(max_embedding_inputs=8, max_embedding_tokens=200)
-    with api_server(embedding_engine(), constraints=False, limits=limits, embedding=FOLDER) as running:
+    with api_server(
+        embedding_engine(SIZE, MAX_CONTEXT), constraints=False, limits=limits, embedding=FOLDER
+    ) as running:
         yield running
         running.assert_idle()
 
@@ -177,7 +167,7 @@ def test_an_unknown_model_is_not_found(server: ApiServer) -> None:
 
 
 def test_a_client_that_vanishes_ends_its_work() -> None:
-    engine = embedding_engine()
+    engine = embedding_engine(SIZE, MAX_CONTEXT)
     with api_server(engine, constraints=False) as server:
         engine.gate.allow(1)
         requests = server.observe_requests()
@@ -193,7 +183,9 @@ def test_a_client_that_vanishes_ends_its_work() -> None:
 def test_a_request_counts_as_one_with_the_tokens_of_all_inputs() -> None:
     gate = TenantGate()
     tenant = Tenant("someone", tokens_per_minute=100, requests_per_minute=2)
-    with api_server(embedding_engine(), constraints=False, gate=gate, tenants=_Only(tenant)) as server:
+    with api_server(
+        embedding_engine(SIZE, MAX_CONTEXT), constraints=False, gate=gate, tenants=_Only(tenant)
+    ) as server:
         body = {"model": MODEL, "input": [[5] * 60, [6] * 60]}
         assert create(server, **body).usage.total_tokens == 120
         answer = response_to(server, OPENAI, body, path="/v1/embeddings")

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.api_server import EMBEDDER, MODEL, ApiServer, api_server
-from support.fake_engine import TOKENIZER, FakeEngine
+from support.fake_engine import TOKENIZER, FakeEngine, embedding_engine
 from support.faults import has_param
 from support.server.openai_peer import sync_client
 
 import agentflow as af
-from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.tenant import Tenant
 from agentflow.server.config.limits import ServerLimits
@@ -29,17 +28,9 @@ SIZE = 24
 FOLDER = EmbeddingFolder(("lasttoken",), (None,), prompts={"query": "Question: "})
 
 
-def embedding_engine() -> FakeEngine:
-    engine = FakeEngine()
-    engine.runner = FakeRunner(
-        vocab_size=TOKENIZER.vocab_size, max_context=64, embedding_size=SIZE, on_step=engine.gate
-    )
-    return engine
-
-
 @pytest.fixture(scope="module")
 def embedder() -> FakeEngine:
-    return embedding_engine()
+    return embedding_engine(SIZE, 64)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +118,7 @@ async def test_a_call_that_is_cancelled_leaves_nothing_in_the_engine(
 
 async def test_each_op_is_a_request_of_the_tenant() -> None:
     tenant = Tenant("someone", requests_per_minute=2, models=frozenset({MODEL, EMBEDDER}))
-    options = {"gate": TenantGate(), "tenants": Only(tenant), "embedder": embedding_engine()}
+    options = {"gate": TenantGate(), "tenants": Only(tenant), "embedder": embedding_engine(SIZE, 64)}
     with api_server(constraints=False, **options) as server:
         async with af.session(server.url) as flow:
             assert len(await flow.embed(["a"] * 512)) == 512
@@ -138,7 +129,7 @@ async def test_each_op_is_a_request_of_the_tenant() -> None:
 
 async def test_a_tenant_embeds_only_with_models_that_it_may_use() -> None:
     tenants = Only(Tenant("someone", models=frozenset({MODEL})))
-    with api_server(constraints=False, tenants=tenants, embedder=embedding_engine()) as server:
+    with api_server(constraints=False, tenants=tenants, embedder=embedding_engine(SIZE, 64)) as server:
         async with af.session(server.url) as flow:
             with pytest.raises(af.NotSupported):
                 await flow.embed("a")
@@ -146,7 +137,7 @@ async def test_a_tenant_embeds_only_with_models_that_it_may_use() -> None:
 
 async def test_embeddings_count_in_the_memory_of_the_session() -> None:
     limits = ServerLimits(session_bytes=30_000)
-    with api_server(constraints=False, server_limits=limits, embedder=embedding_engine()) as server:
+    with api_server(constraints=False, server_limits=limits, embedder=embedding_engine(SIZE, 64)) as server:
         async with af.session(server.url) as flow:
             assert len(await flow.embed(["a"] * 50)) == 50
             with pytest.raises(af.Overloaded):

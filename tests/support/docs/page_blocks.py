@@ -1,8 +1,8 @@
 """Runs the Python blocks of a documentation page, which may await, in order and in one namespace.
 
 A block marked ``python`` runs. In it, lines that begin with ``# →`` show what it prints, ``...`` standing for
-anything. A block marked ``py`` needs another package or a server: it is only compiled, or runs on a server of
-the test.
+anything. A block marked ``py`` needs another package, a model or a server: it runs on a server of the test,
+or in a separate test, and is only compiled if one of its packages is missing.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import doctest
+import importlib.util
 import inspect
 import io
 import re
 import textwrap
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -63,6 +66,28 @@ def compiled(page: Path, block: Block) -> CodeType:
     code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     assert isinstance(code, CodeType)
     return code
+
+
+def with_packages(blocks: Sequence[Block]) -> list[Block]:
+    """Of a page's blocks marked ``py``, those before the first that imports what is not installed."""
+    return list(takewhile(_has_packages, [block for block in blocks if not block.runs]))
+
+
+def _has_packages(block: Block) -> bool:
+    names = set[str]()
+    for node in ast.walk(ast.parse(block.source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+    return all(_is_installed(name) for name in names)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # not even the package around it
+        return False
 
 
 async def run_block(page: Path, block: Block, namespace: dict[str, Any]) -> None:

@@ -71,6 +71,18 @@ def logo() -> bytes:
     return b"\x89PNG\r\n"
 
 
+@server.resource("file:///guide.md")
+def guide() -> str:
+    """The guide that docs/guides/tools.md reads."""
+    return "Read me."
+
+
+@server.resource("file:///chart.png", mime_type="image/png")
+def chart() -> bytes:
+    """The chart that docs/guides/tools.md reads."""
+    return b"\x89PNG\r\n"
+
+
 @server.resource("shop://items/{item}")
 def one_item(item: str) -> str:
     """An item."""
@@ -81,6 +93,12 @@ def one_item(item: str) -> str:
 def haggle(item: str) -> list[UserMessage | AssistantMessage]:
     """How to haggle."""
     return [UserMessage(f"Lower the price of a {item}."), AssistantMessage("Why?")]
+
+
+@server.prompt()
+def review(language: str) -> str:
+    """The prompt that docs/guides/tools.md uses."""
+    return f"Review the {language}."
 
 
 @server.tool()
