@@ -165,17 +165,18 @@ def _only_text(block: object, place: str) -> str:
 def tools_of(tools: Sequence[Tool]) -> tuple[ToolSpec, ...]:
     """The tools that the model may call."""
     scan = JsonScan(OBJECT_BOUNDS)
-    return tuple(
-        [
-            ToolSpec(
-                tool.name,
-                tool.description or "",
-                object_of(tool.input_schema, f"tools[{number}].input_schema", scan),
-                strict=bool(tool.strict),
-            )
-            for number, tool in enumerate(tools)
+    return tuple([_tool_spec(tool, f"tools[{number}]", scan) for number, tool in enumerate(tools)])
+
+
+def _tool_spec(tool: Tool, place: str, scan: JsonScan) -> ToolSpec:
+    schema = object_of(tool.input_schema, f"{place}.input_schema", scan)
+    if tool.input_examples:
+        # Chat templates show a tool's schema, and have no other place for examples.
+        schema["examples"] = [
+            object_of(example, f"{place}.input_examples[{number}]", scan)
+            for number, example in enumerate(tool.input_examples)
         ]
-    )
+    return ToolSpec(tool.name, tool.description or "", schema, strict=bool(tool.strict))
 
 
 def tool_choice_of(body: CountRequest) -> ToolChoice:

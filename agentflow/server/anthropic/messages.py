@@ -62,6 +62,9 @@ def _explained(error: ApiError, call: ApiCall) -> ApiError:
     if param == "thread":
         text = "'thread' is not supported: the server keeps no conversations, send all messages"
         return ApiError(400, _THREAD_CODE, text, param)
+    if param.startswith("context_management.edits["):
+        text = f"{param}: not supported: no edit of the conversation but clear_thinking that keeps all"
+        return ApiError(400, "unsupported", text, param)
     fault = message.removeprefix(f"{param}: ")
     if fault.startswith(_BAD_VALUES):
         value, _, allowed = fault[fault.index("'") :].partition(ALLOWED)

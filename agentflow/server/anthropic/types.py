@@ -26,6 +26,7 @@ class CacheControl(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+    scope: str | None = None
 
 
 class DirectCaller(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -110,6 +111,8 @@ class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 MAX_MESSAGES = 2048
 MAX_TOOLS = 2048
+MAX_EXAMPLES = 64
+MAX_EDITS = 16
 
 ToolName: TypeAlias = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,128}$")]
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -117,8 +120,8 @@ StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CH
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A tool that the client runs. If it is not ``strict``, what cannot be enforced of its schema is relaxed.
-    ``eager_input_streaming`` has no effect: arguments are streamed. Chat templates have no place for
-    ``input_examples``."""
+    ``eager_input_streaming`` has no effect: arguments are streamed. The model sees ``input_examples`` as the
+    examples of the schema."""
 
     name: ToolName
     input_schema: GivenObject
@@ -129,7 +132,7 @@ class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     eager_input_streaming: bool | None = None
     allowed_callers: list[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
-    input_examples: None = None
+    input_examples: Annotated[list[GivenObject], Meta(max_length=MAX_EXAMPLES)] | None = None
 
 
 class AutoChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="auto"):
@@ -179,10 +182,17 @@ class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class ContextManagement(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Edits of the conversation are not supported."""
+class KeepAllThinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """An edit without effect: all thinking blocks are kept."""
 
-    edits: Annotated[list[None], Meta(max_length=0)] | None = None
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Edits that change the conversation are not supported."""
+
+    edits: Annotated[list[KeepAllThinking], Meta(max_length=MAX_EDITS)] | None = None
 
 
 class Metadata(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from functools import cache
 from typing import Any, Protocol, TypeVar, TypeVarTuple, Unpack
 
 import anyio
@@ -36,6 +35,12 @@ from agentflow.runtime.task_group import open_task_group
 from agentflow.server.http import events
 from agentflow.server.http.errors import MAX_PARAM_CHARS, ApiError, api_error_of, not_ready, truncated
 from agentflow.server.http.events import EventStream
+from agentflow.server.http.whole_numbers import (
+    MAX_REWRITTEN_BYTES,
+    options,
+    type_info,
+    with_whole_numbers,
+)
 from agentflow.server.log import LoggedBody, RequestRecord, log_request, logged_path
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import key_of_headers
@@ -51,6 +56,7 @@ JSON = b"application/json"
 SMALL_BODY_BYTES = 32_768
 _UNKNOWN = "Object contains unknown field `"
 _MISSING = "Object missing required field `"
+_GOT_FLOAT = "got `float`"
 # Beginnings of msgspec's messages.
 _BAD_CHOICES = ("Invalid value '", "Invalid enum value '")
 ALLOWED = "; allowed: "
@@ -330,7 +336,12 @@ def decoded(data: bytes | bytearray | msgspec.Raw, kind: type[T], place: str = "
     """Decodes the body of a request, or the part of it at ``place``. ``ApiError`` if it does not have this
     type."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.ValidationError as error:
+            if _GOT_FLOAT not in str(error) or len(memoryview(data)) > MAX_REWRITTEN_BYTES:
+                raise
+            return msgspec.json.decode(with_whole_numbers(bytes(data), kind), type=kind)
     except msgspec.ValidationError as error:
         message, param = _shown_fault(error, kind, place)
         raise ApiError(400, "invalid_request", message, param=param) from None
@@ -499,28 +510,19 @@ def _shown_fault(error: msgspec.ValidationError, kind: Any, within: str) -> tupl
 
 def _allowed(kind: Any, place: str) -> list[str]:
     """The names of which msgspec's error at this place requires one."""
-    found: list[Any] = [_type_info(kind)]
+    found: list[Any] = [type_info(kind)]
     for step in _STEPS.findall(place.removeprefix("$")):
         found = [inner for one in found for inner in _inside(one, step)]
-    values = [value for one in found for type_ in _options(one) for value in getattr(type_, "values", ())]
+    values = [value for one in found for type_ in options(one) for value in getattr(type_, "values", ())]
     return sorted({value for value in values if isinstance(value, str)})
 
 
-_type_info = cache(msgspec.inspect.type_info)
 _STEPS = re.compile(r"\[[^]]*\]|[^.[\]`]+")
-
-
-def _options(type_: Any) -> list[Any]:
-    """The types of a union, without their descriptions."""
-    while isinstance(type_, msgspec.inspect.Metadata):
-        type_ = type_.type
-    types = type_.types if isinstance(type_, msgspec.inspect.UnionType) else [type_]
-    return [one.type if isinstance(one, msgspec.inspect.Metadata) else one for one in types]
 
 
 def _inside(type_: Any, step: str) -> Iterator[Any]:
     """The types of a member, or of the items of a list. The name of a kind of object is one of its tags."""
-    for one in _options(type_):
+    for one in options(type_):
         if isinstance(one, msgspec.inspect.ListType) and step.startswith("["):
             yield one.item_type
         elif isinstance(one, msgspec.inspect.StructType):

@@ -48,9 +48,10 @@ Arguments: TypeAlias = Annotated[Unread, Meta(extra_json_schema={"type": ["objec
 Whole: TypeAlias = Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)]
 
 
-class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Options(msgspec.Struct, kw_only=True):
     """How to sample. The second half, from ``num_ctx`` on, has no effect: the server's settings decide how
-    models run. ``mirostat``, ``tfs_z`` and ``typical_p`` are only accepted where they are off."""
+    models run. Neither have unknown options, as in Ollama. ``mirostat``, ``tfs_z`` and ``typical_p`` are only
+    accepted where they are off."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None

@@ -138,7 +138,7 @@ SEARCHED = {"type": "server_tool_use", "id": "x", "name": "web_search", "input":
         ({"tools": [{"name": "weather"}]}, "tools[0].input_schema", "invalid_request"),
         ({"tools": [{**TOOL, "descripton": ""}]}, "tools[0].descripton", "invalid_request"),
         ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name", "invalid_request"),
-        ({"tools": [{**TOOL, "input_examples": [{}]}]}, None, "unsupported"),
+        ({"tools": [{**TOOL, "input_examples": [1]}]}, "tools[0].input_examples[0]", "invalid_value"),
         ({"tools": [TOOL, TOOL]}, "tools", "invalid_value"),
         ({"tool_choice": {"type": "any"}}, "tool_choice", "invalid_value"),
         (
@@ -153,7 +153,28 @@ SEARCHED = {"type": "server_tool_use", "id": "x", "name": "web_search", "input":
         ({"extra_body": {"mcp_servers": [{"name": "x"}]}}, "mcp_servers[0]", "unsupported"),
         (
             {"extra_body": {"context_management": {"edits": [{"type": "x"}]}}},
-            "context_management.edits[0]",
+            "context_management.edits[0].type",
+            "unsupported",
+        ),
+        (
+            {
+                "extra_body": {
+                    "context_management": {
+                        "edits": [
+                            {
+                                "type": "clear_thinking_20251015",
+                                "keep": {"type": "thinking_turns", "value": 1},
+                            }
+                        ]
+                    }
+                }
+            },
+            "context_management.edits[0].keep",
+            "unsupported",
+        ),
+        (
+            {"extra_body": {"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}},
+            "context_management.edits[0].keep",
             "unsupported",
         ),
         ({"extra_body": {"thread": {"type": "create"}}}, "thread", "thread_unsupported_request"),

@@ -104,7 +104,20 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"thinking": {"type": "adaptive"}}, {}),
     ({"output_config": {"effort": "low"}}, {}),
     ({"extra_body": {"context_management": {"edits": []}, "mcp_servers": []}}, {}),
+    (
+        {
+            "extra_body": {
+                "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+            }
+        },
+        {},
+    ),
+    (
+        {"extra_body": {"max_tokens": 5.0, "top_k": 7.0, "seed": 11.0}},
+        {"max_tokens": 5, "top_k": 7, "seed": 11},
+    ),
     ({"cache_control": {"type": "ephemeral"}}, {}),
+    ({"cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"}}, {}),
     ({"speed": "standard"}, {}),
     ({"tool_choice": {"type": "auto"}}, {}),
     ({"container": None, "diagnostics": None, "inference_geo": None}, {}),

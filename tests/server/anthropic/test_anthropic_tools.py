@@ -72,6 +72,15 @@ def test_a_result_is_a_turn_of_the_next_prompt(peer):
     assert prompt.index("What do plants do?") < prompt.index("Snow, minus three.")
 
 
+def test_f34b_the_model_sees_the_examples_of_a_tool(peer):
+    examples = [{"city": "Ushuaia"}, {"city": "Tromsø"}]
+    message = peer.ask(tools=[{**WEATHER, "input_examples": examples}], tool_choice=ANY, max_tokens=300)
+    check_call(message.content[0])
+    assert all(example["city"] in peer.requests.prompt for example in examples)
+    peer.ask(tools=[{**WEATHER, "input_examples": []}], tool_choice=ANY, max_tokens=300)
+    assert '"examples"' not in peer.requests.prompt
+
+
 def test_the_tools_are_part_of_the_count(peer):
     plain = peer.client.messages.count_tokens(model="fake", messages=HELLO)
     reported = peer.client.messages.count_tokens(model="fake", messages=HELLO, tools=[WEATHER, CLOCK])

@@ -95,6 +95,7 @@ def test_a_stream_has_the_text_of_the_whole_answer(server: ApiServer, name: str)
         ),
         ({"repeat_penalty": 1.1, "repeat_last_n": 0}, {}),
         ({"seed": 9, "mirostat": 0, "typical_p": 1.0, "tfs_z": 1, "num_gpu": 99, "use_mmap": True}, {}),
+        ({"num_ctx": 8192.0, "num_predict": 7.0, "mirostat": 0.0, "warmth": 9}, {"max_tokens": 7}),
     ],
 )
 def test_the_engine_gets_the_options(
@@ -115,6 +116,15 @@ def test_the_engine_gets_the_options(
     )
     if options is not None and "seed" in options:
         assert sent.params.seed == options["seed"]
+
+
+def test_f34c_unknown_options_have_no_effect(server: ApiServer) -> None:
+    plain = answer(server, "chat", messages=ASKED, options=SAME)["message"]
+    unknown = {"warmth": 9, "draft_model": {"name": "x"}, "numa_nodes": [1, 2.0]}
+    assert answer(server, "chat", messages=ASKED, options={**SAME, **unknown})["message"] == plain
+    for changing in ({"mirostat": 1}, {"typical_p": 0.5}, {"tfs_z": 2.0}):
+        status, code, param = error(server, "chat", messages=ASKED, options={**unknown, **changing})
+        assert (status, code, param) == (400, "invalid_request", f"options.{next(iter(changing))}")
 
 
 def test_log_probabilities_are_those_of_each_token(server: ApiServer) -> None:
@@ -247,7 +257,6 @@ def test_the_answer_has_the_form(agent: ApiServer, form: Any, schema: dict[str, 
         ({"options": {"typical_p": 0.5}}, "invalid_request", "options.typical_p"),
         ({"options": {"temperature": -1}}, "invalid_request", "options.temperature"),
         ({"options": {"num_predict": -3}}, "invalid_request", "options.num_predict"),
-        ({"options": {"warmth": 1}}, "invalid_request", "options.warmth"),
         ({"tools": [WEATHER, WEATHER]}, "invalid_value", "tools"),
         ({"tools": [{"type": "web_search"}]}, "invalid_request", "tools[0].type"),
         ({"keep_alive": "x" * 33}, "invalid_request", "keep_alive"),

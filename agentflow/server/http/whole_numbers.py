@@ -1,0 +1,142 @@
+"""Whole numbers that a client writes as floats, such as ``8192.0``, where a request has integers.
+
+Some languages have one type of number, and write it with a point. JSON makes no difference between ``8`` and
+``8.0``, but the decoder does, so the text of integer fields is rewritten before it is decoded again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import msgspec
+import msgspec.inspect
+from msgspec.inspect import DictType, FloatType, IntType, ListType, LiteralType, StructType
+
+MAX_REWRITTEN_BYTES = 1_000_000
+"""Rewriting a longer text would block the event loop for too long."""
+_MAX_INTEGER = 2.0**64  # of the decoder
+_NUMBER = re.compile(rb"[-+.0-9eE]+")
+
+type_info = cache(msgspec.inspect.type_info)
+
+
+def options(type_: Any) -> list[Any]:
+    """The types of a union, without their descriptions."""
+    while isinstance(type_, msgspec.inspect.Metadata):
+        type_ = type_.type
+    types = type_.types if isinstance(type_, msgspec.inspect.UnionType) else [type_]
+    return [one.type if isinstance(one, msgspec.inspect.Metadata) else one for one in types]
+
+
+def with_whole_numbers(data: bytes, kind: Any) -> bytes:
+    """Rewrites whole numbers of integer fields as integers. Parts that the type leaves undecoded stay
+    unchanged.
+
+    Args:
+        data: the JSON.
+        kind: the type that it is to have.
+
+    Returns:
+        JSON of the same meaning.
+
+    Raises:
+        msgspec.DecodeError: it is not valid JSON.
+
+    >>> with_whole_numbers(b'{"a": [1.0, 2.5, 3]}', dict[str, list[int]])
+    b'{"a":[1, 2.5, 3]}'
+    """
+    places = _places_of(kind)
+    return data if places is None else _rewritten(data.strip(), places)
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where a value has integers: itself, members of an object by name, any of its members, items of a list.
+    ``only_numbers``: the items are numbers, or lists of them."""
+
+    is_integer: bool
+    members: dict[str, _Places]
+    values: _Places | None
+    items: _Places | None
+    only_numbers: bool
+
+
+@cache
+def _places_of(kind: Any) -> _Places | None:
+    return _places(options(type_info(kind)))
+
+
+def _places(types: Sequence[Any]) -> _Places | None:
+    """The places of a union; None if it has none."""
+    if not types:
+        return None
+    fields: dict[str, list[Any]] = {}
+    values, items = [], []
+    for one in types:
+        match one:
+            case StructType():
+                for field in one.fields:
+                    fields.setdefault(field.encode_name, []).extend(options(field.type))
+            case DictType():
+                values += options(one.value_type)
+            case ListType():
+                items += options(one.item_type)
+            case _:
+                pass
+    found = _Places(
+        is_integer=any(map(_is_integer, types)) and not any(isinstance(one, FloatType) for one in types),
+        members={name: inner for name, given in fields.items() if (inner := _places(given))},
+        values=_places(values),
+        items=_places(items),
+        only_numbers=not any(isinstance(one, StructType | DictType) for one in items),
+    )
+    return found if found.is_integer or found.members or found.values or found.items else None
+
+
+def _is_integer(type_: Any) -> bool:
+    return isinstance(type_, IntType) or (
+        isinstance(type_, LiteralType) and any(isinstance(value, int) for value in type_.values)
+    )
+
+
+def _rewritten(data: bytes, places: _Places) -> bytes:
+    match data[:1]:
+        case b"{" if places.members or places.values:
+            return _object(data, places)
+        case b"[" if places.items is not None:
+            return _list(data, places.items, places.only_numbers)
+        case b"{" | b"[" | b'"':
+            return data
+        case _:
+            return _NUMBER.sub(_whole, data) if places.is_integer else data
+
+
+def _object(data: bytes, places: _Places) -> bytes:
+    members = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    for name, value in members.items():
+        inner = places.members.get(name, places.values)
+        if inner is not None:
+            members[name] = msgspec.Raw(_rewritten(bytes(value), inner))
+    return msgspec.json.encode(members)
+
+
+def _list(data: bytes, places: _Places, only_numbers: bool) -> bytes:
+    if only_numbers and b'"' not in data:  # which may be long
+        return _NUMBER.sub(_whole, data)
+    items = msgspec.json.decode(data, type=list[msgspec.Raw])
+    return msgspec.json.encode([msgspec.Raw(_rewritten(bytes(item), places)) for item in items])
+
+
+def _whole(number: re.Match[bytes]) -> bytes:
+    text = number[0]
+    if text.lstrip(b"-").isdigit():
+        return text
+    try:
+        value = float(text)
+    except ValueError:  # part of a literal, such as the e of true
+        return text
+    return b"%d" % int(value) if value.is_integer() and abs(value) < _MAX_INTEGER else text
