@@ -51,7 +51,7 @@ HEAVY = (
     "llguidance",
     "accelerate",
 )
-# The scheduling core: the standard library, numpy, and these.
+# The scheduling core: the standard library, numpy, and these, which import no more.
 CORE = (
     "agentflow/engine/batch.py",
     "agentflow/engine/request.py",
@@ -69,6 +69,7 @@ CORE_MAY_IMPORT = (
     "agentflow.engine.cache",
     "agentflow.engine.scheduling",
     "agentflow.engine.grammar.grammar",
+    "agentflow.kernels.no_choice",
 )
 
 

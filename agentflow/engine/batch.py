@@ -190,7 +190,8 @@ class ScoredTokens:
 class BatchOutput:
     """For each sampled row a token and what was asked for beside it.
 
-    ``token_ids`` [S]: the sampled token, or the row's target. ``logprobs`` [S]: its log-probability under the
+    ``token_ids`` [S]: the sampled token, or the row's target; of a row that has none, a number below 0
+    (``kernels.no_choice``). ``logprobs`` [S]: its log-probability under the
     unmodified logits (None if not needed). ``top_ids``, ``top_logprobs`` [S, any]: the likeliest tokens under
     the same logits, likeliest first, at least ``top_counts`` of them (None if not needed).
     ``scored_logprobs``: one for each of ``SampledRows.scored``. ``embeddings`` [S, any]: of a runner that

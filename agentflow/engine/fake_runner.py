@@ -21,6 +21,7 @@ from agentflow.engine.batch import Batch, BatchOutput, LogitEdits, SampledRows, 
 from agentflow.engine.grammar.grammar import TokenWords, is_allowed
 from agentflow.engine.runner import AdapterInfo, RunnerInfo, nothing
 from agentflow.engine.store.adapter_folder import adapter_identity
+from agentflow.kernels.no_choice import NO_TOKEN
 from agentflow.runtime.word_embedding import word_embedding
 
 NextToken = Callable[[NDArray[np.int64]], int | None]
@@ -106,9 +107,7 @@ class FakeRunner:
             token = int(sampled.target_ids[i])
             if token < 0:
                 token = self._choose(before, float(sampled.temperatures[i]), int(sampled.seeds[i]))
-                mask = masks.get(i)
-                while token in forbidden[i] or (mask is not None and not is_allowed(mask, token)):
-                    token = (token + 1) % self.info.vocab_size
+                token = self._next_allowed(token, forbidden[i], masks.get(i))
             tokens.append(token)
             logprobs.append(_logprob(before, token))
         scored: list[float] = []
@@ -139,6 +138,14 @@ class FakeRunner:
             return chosen
         salt = b"%d" % seed if temperature > 0 else b""
         return zlib.crc32(seen.tobytes() + salt) % self.info.vocab_size
+
+    def _next_allowed(self, token: int, forbidden: set[int], mask: TokenWords | None) -> int:
+        """The token, or the next one by id that may follow."""
+        for _ in range(self.info.vocab_size):
+            if token not in forbidden and (mask is None or is_allowed(mask, token)):
+                return token
+            token = (token + 1) % self.info.vocab_size
+        return NO_TOKEN
 
     def _with_top(self, output: BatchOutput, count: int) -> BatchOutput:
         assert output.logprobs is not None

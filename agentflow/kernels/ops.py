@@ -148,7 +148,9 @@ class Kernels(Protocol):
         divide by the temperature; keep the ``top_k`` likeliest tokens (0: all); of these, the fewest
         likeliest that together reach ``top_p``; of these, those at least ``min_p`` times as likely as the
         likeliest. Ties with the last token kept are kept. Then invert the cumulative distribution, in order
-        of token ids, at ``uniforms``."""
+        of token ids, at ``uniforms``.
+
+        A row from which no token can be chosen gets ``NO_TOKEN`` or ``NOT_FINITE`` (``no_choice``)."""
 
     def whole_forward(self, weights: DecoderWeights, head: LinearWeight) -> Forward | None:
         """Returns a forward pass of all layers in one call, or None if the implementation has none; then the

@@ -39,6 +39,7 @@ from agentflow.kernels.inputs import (
     LinearWeight,
     LowRank,
 )
+from agentflow.kernels.no_choice import NO_TOKEN, NOT_FINITE
 
 
 @functools.cache
@@ -360,7 +361,9 @@ def choose(logits: Tensor, rows: ChoiceRows) -> IntArray:
     is_random = is_open & (rows.temperatures > 0)
     is_greedy = is_open & ~is_random
     if is_greedy.any():
-        tokens[is_greedy] = chosen_rows(logits, is_greedy).argmax(dim=-1).cpu().numpy()
+        greedy = chosen_rows(logits, is_greedy)
+        likeliest = greedy.argmax(dim=-1, keepdim=True)
+        tokens[is_greedy] = _checked(likeliest, greedy.gather(1, likeliest)).cpu().numpy()
     if is_random.any():
         tokens[is_random] = sample(
             chosen_rows(logits, is_random),
@@ -371,6 +374,12 @@ def choose(logits: Tensor, rows: ChoiceRows) -> IntArray:
             uniforms=rows.uniforms[is_random],
         )
     return tokens
+
+
+def _checked(tokens: Tensor, highest: Tensor) -> Tensor:
+    """The tokens [S, 1] of rows whose highest logits are these, NaN if any is: [S]."""
+    tokens = torch.where(highest == -math.inf, NO_TOKEN, tokens)
+    return torch.where(highest < math.inf, tokens, NOT_FINITE).squeeze(1)
 
 
 def _masked(logits: Tensor, rows: ChoiceRows) -> Tensor:
@@ -400,7 +409,8 @@ def sample(
     """
     device = logits.device
     # Relative to the largest logit, so that no temperature, however small, overflows.
-    weights = logits - logits.amax(dim=-1, keepdim=True)
+    highest = logits.amax(dim=-1, keepdim=True)
+    weights = logits - highest
     weights = weights.div_(_column(temperatures, device)).exp_()
     filtered = (top_ks > 0) & (top_ks < logits.shape[1]) | (top_ps < 1) | (min_ps > 0)
     if filtered.any():
@@ -414,9 +424,7 @@ def sample(
     # Rounding must not move the drawn point to the total, which is past the last token.
     below_total = torch.nextafter(total, torch.zeros_like(total))
     drawn = torch.minimum(_column(uniforms, device) * total, below_total)
-    # NaN logits must not choose a token id that does not exist: only their own request may fail.
-    found = torch.searchsorted(cumulative, drawn, right=True).clamp_(max=logits.shape[1] - 1)
-    tokens: IntArray = found.squeeze(1).cpu().numpy()
+    tokens: IntArray = _checked(torch.searchsorted(cumulative, drawn, right=True), highest).cpu().numpy()
     return tokens
 
 

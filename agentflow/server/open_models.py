@@ -22,7 +22,7 @@ from agentflow.engine.simulator.workload import open_sink, workload_name
 from agentflow.engine.store.embedding_folder import read_embedding_folder
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.errors import BadArgument
+from agentflow.errors import BadArgument, BadModelFolder, EngineFailed
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.config.schema import EngineConfig
 from agentflow.server.models import EngineModel, Models
@@ -62,7 +62,10 @@ async def open_models(
         for name, options in sized.items():
             client = await stack.enter_async_context(open_engine(options, shutdown))
             logger.info("%s: %s", name, client.info.weights)
-            await _warm_up(client)
+            try:
+                await _warm_up(client)
+            except EngineFailed as error:
+                raise BadModelFolder(f"{folders[name]}: a first request failed: {error}") from error
             if record_to is not None and sink is not None:
                 await stack.enter_async_context(recording(client, sink, name=workload_name(record_to)))
             embedding = None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.commands import engines_of
 from support.server.http_clients import only_asyncio
 from support.small_tokenizers import byte_level, write_folder
@@ -22,7 +24,7 @@ from agentflow.engine.machine import (
 )
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.tenant import ANONYMOUS
-from agentflow.errors import BadArgument
+from agentflow.errors import BadArgument, BadModelFolder
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server import open_models as open_models_module
 from agentflow.server.config.schema import EngineConfig
@@ -104,6 +106,18 @@ async def test_models_are_opened_in_the_memory_there_is_and_warmed_up(
             assert model.generator(ANONYMOUS).capabilities.model == model.name
             end = await model.client.generate([5, 6], SamplingParams(max_tokens=3, ignore_eos=True), seed=0)
             assert end.output_tokens == 3
+    assert engines_of() == []
+
+
+@pytest.mark.anyio
+async def test_f38c_a_model_that_computes_no_numbers_is_refused(tmp_path: Path, folder: Path) -> None:
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"][3] = math.nan
+    save_file(weights, broken / "model.safetensors")
+    with pytest.raises(BadModelFolder, match="broken"):
+        async with open_models({"broken": options(broken, kv_tokens=2000)}):
+            pytest.fail("it is served")
     assert engines_of() == []
 
 

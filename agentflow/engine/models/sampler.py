@@ -18,6 +18,7 @@ from torch import Tensor
 
 from agentflow.engine.batch import BatchOutput, FloatArray, IntArray, LogitEdits, SampledRows, ScoredTokens
 from agentflow.kernels.inputs import ChoiceRows
+from agentflow.kernels.no_choice import NOT_FINITE
 from agentflow.kernels.ops import Kernels
 from agentflow.kernels.torch_ops import chosen_rows, to_host
 from agentflow.protocol.sampling import MAX_TOP_LOGPROBS
@@ -82,7 +83,8 @@ def choose_tokens(logits: Tensor, sampled: SampledRows, kernels: Kernels) -> Bat
     """The token of each row; its log-probability and the likeliest tokens if any row needs them.
 
     ``logits`` [S, vocabulary] float32: modified and restored. ``sampled.edits`` and then ``sampled.masks``
-    are applied before ``Kernels.choose``.
+    are applied before ``Kernels.choose``. A row that is not finite gets ``NOT_FINITE``, also if it has a
+    target.
     """
     rows = choice_rows(sampled)
     if sampled.edits is None:
@@ -93,12 +95,19 @@ def choose_tokens(logits: Tensor, sampled: SampledRows, kernels: Kernels) -> Bat
     if not sampled.needs_logprobs:
         return BatchOutput(tokens, None)
     totals = logits.logsumexp(dim=-1)
-    chosen = logits.gather(1, torch.from_numpy(tokens).to(logits.device).unsqueeze(1)).squeeze(1)
-    logprobs = to_host(chosen - totals)
+    tokens = np.where(np.isfinite(to_host(totals)), tokens, NOT_FINITE)
+    there = torch.from_numpy(tokens.clip(min=0)).to(logits.device)
+    logprobs = to_host(logits.gather(1, there.unsqueeze(1)).squeeze(1) - totals)
     scored = None if sampled.scored is None else _scored(logits, totals, sampled.scored)
     if sampled.top_counts is None:
         return BatchOutput(tokens, logprobs, scored_logprobs=scored)
     return BatchOutput(tokens, logprobs, *_top(logits, totals, sampled.top_counts > 0), scored)
+
+
+def embedded(sampled: SampledRows, embeddings: FloatArray) -> BatchOutput:
+    """The output of a model that makes embeddings. Those that are not finite get ``NOT_FINITE``."""
+    is_finite = np.isfinite(embeddings).all(axis=1)
+    return BatchOutput(np.where(is_finite, sampled.target_ids, NOT_FINITE), None, embeddings=embeddings)
 
 
 def choice_rows(sampled: SampledRows) -> ChoiceRows:

@@ -20,7 +20,7 @@ from agentflow.engine.models.families.registry import is_native, read_config
 from agentflow.engine.models.forward.llama import LlamaModel
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.lora import read_adapter
-from agentflow.engine.models.sampler import choice_rows, choose_tokens, wants_only_tokens
+from agentflow.engine.models.sampler import choice_rows, choose_tokens, embedded, wants_only_tokens
 from agentflow.engine.models.transformers_model import TransformersModel, load_transformers
 from agentflow.engine.models.weights.loader import CausalModel, LoadedModel, WeightFormat, load_model
 from agentflow.engine.runner import AcceleratorFault, AdapterInfo, OutOfMemory, RunnerInfo, nothing
@@ -117,9 +117,9 @@ class TorchRunner:
         config: DecoderConfig | TransformersModel
         if is_native(folder):
             config = read_config(folder)
-            if embedding is not None:  # it has no head of its own, or it is not used
+            if embedding is not None:
                 longest = min(config.max_context, embedding.max_tokens or config.max_context)
-                config = replace(config, tie_word_embeddings=True, max_context=longest)
+                config = replace(config, max_context=longest)
         elif quantize is not None:
             raise BadArgument(
                 f"quantize needs a native architecture, and {folder.name} runs through transformers: leave "
@@ -142,7 +142,14 @@ class TorchRunner:
         if isinstance(config, TransformersModel):
             self._model, described = config, weights_in(torch_dtype)
         else:
-            loaded = load_model(folder, config, weights=weights, device=torch_device, kernels=kernels)
+            loaded = load_model(
+                folder,
+                config,
+                weights=weights,
+                device=torch_device,
+                kernels=kernels,
+                has_head=embedding is None,
+            )
             self._model, described = loaded.model, _described(loaded, torch_dtype)
             if isinstance(self._model, LlamaModel):
                 with torch.inference_mode():
@@ -181,7 +188,7 @@ class TorchRunner:
         sampled = batch.sampled
         if self._embedding_head is not None:
             states = self._model.forward(given, meanwhile)
-            return BatchOutput(sampled.target_ids.copy(), None, embeddings=self._embedding_head(states))
+            return embedded(sampled, self._embedding_head(states))
         if len(sampled.rows) <= _MAX_LOGIT_ROWS and wants_only_tokens(sampled):
             return BatchOutput(self._model.choose(given, choice_rows(sampled), meanwhile), None)
         hidden = self._model.forward(given, meanwhile)

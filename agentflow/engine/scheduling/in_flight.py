@@ -11,6 +11,8 @@ from agentflow.engine.cache.kv_manager import KVMemory
 from agentflow.engine.request import Request, TopTokens
 from agentflow.engine.scheduling.batch_builder import Row, ScoredNodes, Targets, Work, store_scores
 from agentflow.engine.scheduling.in_progress_prefixes import InProgressPrefixes
+from agentflow.errors import BadArgument, EngineFailed, RequestRefused
+from agentflow.kernels.no_choice import NO_TOKEN, NOT_FINITE
 
 
 @dataclass(slots=True)
@@ -70,6 +72,7 @@ class InFlight:
         """The batch has run: appends new tokens to their requests and returns what each request got. A fault
         in one row is that row's result. If this raises, the batch is still in flight: ``discard`` it."""
         token_ids = output.token_ids.tolist()
+        has_faults = min(token_ids, default=0) < 0
         logprobs = None if output.logprobs is None else output.logprobs.tolist()
         if self.scored:
             store_scores(self.scored, output)
@@ -84,6 +87,8 @@ class InFlight:
             request.num_computed += num_tokens
             self._memory.num_computed += num_tokens
             try:
+                if has_faults:
+                    self._check(request, token_ids[first:next_output])
                 if in_prompt:
                     self._memory.commit(request)
                 self._prefills.advanced(request)
@@ -91,6 +96,8 @@ class InFlight:
             except Exception as error:
                 results[request.id] = StepResult(request, None, [], [], error=error)
         for request, num_nodes in trees:
+            first = next_output
+            next_output += num_nodes
             request.num_nodes_computed += num_nodes
             self._memory.num_computed += num_nodes
             result = results.setdefault(request.id, StepResult(request, None, [], []))
@@ -98,9 +105,30 @@ class InFlight:
                 self._prefills.advanced(request)
                 if not request.num_nodes_left:
                     self._memory.release_nodes(request)
+                if has_faults:
+                    self._check(request, token_ids[first:next_output])
             except Exception as error:
                 results[request.id] = result._replace(error=error)
         return [*results.values()]
+
+    def _check(self, request: Request, token_ids: list[int]) -> None:
+        """Raises the error of a request if one of its rows has no token."""
+        if NOT_FINITE in token_ids:
+            # The keys and values of this step may be affected too, and must not reach the cache.
+            assert request.committed is not None
+            self._memory.roll_back(request, request.committed.num_tokens)
+            raise EngineFailed(
+                "the model computed numbers that are not finite (NaN or infinity): its files are damaged, or "
+                "its values exceed the type that it runs in (try dtype bfloat16 or float32)"
+            )
+        if NO_TOKEN not in token_ids:
+            return
+        if request.num_generated < request.params.min_tokens:
+            raise BadArgument(
+                "min_tokens forbids the tokens that end the text, and no other token may follow",
+                param="min_tokens",
+            )
+        raise RequestRefused("no token may follow: the constraint excludes all of them")
 
     def _result(
         self,

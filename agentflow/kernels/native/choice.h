@@ -36,12 +36,15 @@ class RowChoice {
     int64_t token() {
         if (c_.targets[row_] >= 0) return c_.targets[row_];
         const float highest = most();
-        if (highest == MINUS_INFINITY) return 0;  // no token is allowed, or all logits are NaN
+        if (highest == MINUS_INFINITY) return NO_TOKEN;
+        if (highest == -MINUS_INFINITY) return NOT_FINITE;
         const float temperature = c_.temperatures[row_];
         return temperature > 0 ? drawn(highest, temperature) : first_of(highest);
     }
 
   private:
+    static constexpr int64_t NO_TOKEN = -1, NOT_FINITE = -2;  // as in no_choice.py
+
     // Each block's sum is kept, so that only one block is added up again to find the drawn token.
     static constexpr int64_t BLOCK = 1024;
 
@@ -55,10 +58,17 @@ class RowChoice {
         return lanes_where(values, bits, MINUS_INFINITY);
     }
 
+    // The highest logit; infinity if one is NaN.
     float most() const {
-        Vec highest = broadcast(MINUS_INFINITY);
-        for (int64_t first = 0; first < num_; first += LANES) highest = max(highest, lanes(first));
-        return largest(highest);
+        const Vec lowest = broadcast(MINUS_INFINITY);
+        Vec highest = lowest;
+        uint32_t are_numbers = 0xFFFF;
+        for (int64_t first = 0; first < num_; first += LANES) {
+            const Vec here = lanes(first);
+            are_numbers &= at_least(here, lowest);
+            highest = max(highest, here);
+        }
+        return are_numbers == 0xFFFF ? largest(highest) : -MINUS_INFINITY;
     }
 
     int64_t first_of(float highest) const {

@@ -39,6 +39,14 @@ def assert_equal_to_transformers(model: PreTrainedModel, folder: Path) -> None:
     assert len(set(batch[1].generated)) > 4 or "gemma" in type(model).__name__.lower()
 
 
+@pytest.mark.parametrize("name", ["llama_tied", "llama_yarn", "gemma3", "starcoder2"])
+def test_f38a_a_head_in_the_files_is_used_whatever_the_config_says(name: str, tmp_path: Path) -> None:
+    model = saved_model(name, tmp_path, tie_word_embeddings=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert_equal_to_transformers(model, tmp_path)
+
+
 def test_every_family_is_tested() -> None:
     """As far as the installed transformers has them: an older one lacks the newest."""
     kinds = {kind for kind, _ in (MODELS | COMPOSED).values()}

@@ -184,7 +184,13 @@ def test_weights_that_do_not_fit(
 def test_a_tied_model_ignores_a_head_that_is_stored_all_the_same(tmp_path: Path) -> None:
     write_config(tmp_path, tie_word_embeddings=True)
     write_weights(tmp_path, lambda tensors: None)
-    load(tmp_path).close()
+    runner = load(tmp_path)
+    num_bytes = runner.info.weight_bytes
+    runner.close()
+    write_weights(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.ones(20, 8)}))
+    runner = load(tmp_path)
+    assert runner.info.weight_bytes - num_bytes >= 20 * 8 * 4
+    runner.close()
 
 
 @pytest.mark.parametrize(

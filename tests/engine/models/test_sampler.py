@@ -16,6 +16,7 @@ from agentflow.engine.batch import SampledRows, ScoredTokens, TokenMasks
 from agentflow.engine.models.sampler import choose_tokens, uniforms
 from agentflow.kernels import native_ops, torch_ops
 from agentflow.kernels.inputs import ChoiceRows
+from agentflow.kernels.no_choice import NO_TOKEN, NOT_FINITE
 from agentflow.kernels.ops import Kernels
 
 Row = tuple[float, int, float, float, int, int]
@@ -240,17 +241,47 @@ def test_the_caller_keeps_its_logits_and_targets(kernels: Kernels) -> None:
     assert targets.tolist() == [-1, 3]
 
 
+NUMBERS = st.floats(-30, 30, width=32) | st.just(-math.inf)
+ODD = st.sampled_from([math.nan, math.inf])
+
+
 @KERNELS
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_numbers_give_a_token_and_harm_no_other_row(
-    kernels: Kernels, temperature: float
+@given(st.data(), st.sampled_from([3, 16, 50, 200]), st.booleans(), st.booleans())
+def test_f38b_a_row_that_is_not_finite_has_no_token_and_harms_no_other(
+    kernels: Kernels, data: st.DataObject, vocab_size: int, is_random: bool, wants_logprobs: bool
 ) -> None:
-    logits = random_logits(2, 50, 0)
-    alone = choose_tokens(logits[1:], sampled_rows([(temperature, 0, 0.9, 0.0, 1, 2)]), kernels).token_ids
-    logits[0] = math.nan
-    tokens = choose_tokens(logits, sampled_rows([(temperature, 0, 0.9, 0.0, 1, 2)] * 2), kernels).token_ids
-    assert 0 <= tokens[0] < 50
-    assert tokens[1] == alone[0]
+    """One row of random logits, in which some are NaN, infinite or excluded, beside an ordinary row."""
+    own = data.draw(st.lists(NUMBERS, min_size=vocab_size, max_size=vocab_size))
+    allowed = data.draw(st.lists(st.booleans(), min_size=vocab_size, max_size=vocab_size))
+    for place in data.draw(st.lists(st.integers(0, vocab_size - 1), max_size=3)):
+        own[place] = data.draw(ODD)
+    logits = torch.stack((torch.tensor(own), random_logits(1, vocab_size, 0)[0]))
+    row = (0.7 if is_random else 0.0, 3, 0.9, 0.0, 1, 2)
+    alone = choose_tokens(logits[1:].clone(), sampled_rows([row]), kernels).token_ids
+    words = np.packbits(np.array(allowed), bitorder="little")
+    words = np.pad(words, (0, -len(words) % 4)).view(np.uint32)[None]
+    masks = TokenMasks(np.array([0]), words)
+    chosen = choose_tokens(
+        logits, sampled_rows([row] * 2, masks=masks, needs_logprobs=wants_logprobs), kernels
+    ).token_ids
+    left = [own[token] for token in range(vocab_size) if allowed[token]]
+    read = own if wants_logprobs else left
+    if any(math.isnan(value) or value == math.inf for value in read):
+        assert chosen[0] == NOT_FINITE
+    elif all(value == -math.inf for value in left):
+        assert chosen[0] in ((NO_TOKEN, NOT_FINITE) if wants_logprobs else (NO_TOKEN,))
+    else:
+        assert allowed[chosen[0]]
+        assert own[chosen[0]] > -math.inf
+    assert chosen[1] == alone[0]
+
+
+@KERNELS
+def test_f38b_a_target_after_a_row_that_is_not_finite(kernels: Kernels) -> None:
+    logits = random_logits(3, 50, 0)
+    logits[0, 7], logits[1, 9] = math.nan, math.inf
+    rows = sampled_rows([(0.0, 0, 1.0, 0.0, 1, 2)] * 3, target_ids=np.array([4] * 3), needs_logprobs=True)
+    assert choose_tokens(logits, rows, kernels).token_ids.tolist() == [NOT_FINITE, NOT_FINITE, 4]
 
 
 @KERNELS

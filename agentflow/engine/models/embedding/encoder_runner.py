@@ -24,6 +24,7 @@ from agentflow.engine.batch import Batch, BatchOutput, FloatArray
 from agentflow.engine.machine import ID_BYTES
 from agentflow.engine.models.config import architectures_of, read_folder
 from agentflow.engine.models.embedding.pooling import EmbeddingHead, pooled
+from agentflow.engine.models.sampler import embedded
 from agentflow.engine.models.torch_runner import (
     device_failure,
     device_named,
@@ -97,7 +98,7 @@ class EncoderRunner:
             for owner in owners.tolist()
         ]
         try:
-            return BatchOutput(batch.sampled.target_ids.copy(), None, embeddings=self._embeddings(texts))
+            return embedded(batch.sampled, self._embeddings(texts))
         except (RuntimeError, MemoryError) as error:
             failure = device_failure(error)
             if failure is None:

@@ -39,7 +39,6 @@ class LlamaModel:
         self, config: DecoderConfig, kernels: Kernels, decoder: DecoderWeights, head: LinearWeight
     ) -> None:
         self.config = config
-        self.is_tied = config.tie_word_embeddings
         self._kernels = kernels
         self._decoder = decoder
         self._head = head

@@ -29,6 +29,8 @@ from agentflow.errors import BadModelFolder
 from agentflow.kernels.inputs import BlockMatrix
 from agentflow.kernels.page_advice import release_file_pages
 
+_ROWS_COMPARED = 1024
+
 
 class TensorSource(ABC):
     """Named tensors, cast to ``dtype`` on ``device`` as they are taken. A context manager: the files stay
@@ -72,6 +74,15 @@ class TensorSource(ABC):
     def take_if_there(self, name: str, *shape: int) -> Tensor | None:
         """The tensor with that name, or None."""
         return self.take(name, *shape) if name in self.names else None
+
+    def are_equal(self, first: str, second: str) -> bool:
+        """Whether two tensors that exist have the same shape and values."""
+        with self._stored(first) as one, self._stored(second) as other:
+            if one.shape != other.shape:
+                return False
+            # By parts, as most differ in the first.
+            parts = [slice(i, i + _ROWS_COMPARED) for i in range(0, len(one), _ROWS_COMPARED)]
+            return all(torch.equal(one[part], other[part]) for part in parts)
 
     def take_blocks(self, name: str, *shape: int) -> BlockMatrix | None:
         """The matrix [out, in] with that name as it is stored, if that is in blocks of quantised values that

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +24,8 @@ from agentflow.engine.models.weights.quantising import BLOCK_SIZE, quantised
 from agentflow.engine.store.gguf.file import find_gguf
 from agentflow.kernels.inputs import BlockMatrix, DecoderWeights, LayerWeights, LinearWeight
 from agentflow.kernels.ops import Kernels
+
+logger = logging.getLogger(__name__)
 
 CausalModel = LlamaModel | Decoder
 
@@ -50,15 +53,37 @@ class LoadedModel:
 
 
 def load_model(
-    path: Path, config: DecoderConfig, *, weights: WeightFormat, device: torch.device, kernels: Kernels
+    path: Path,
+    config: DecoderConfig,
+    *,
+    weights: WeightFormat,
+    device: torch.device,
+    kernels: Kernels,
+    has_head: bool = True,
 ) -> LoadedModel:
-    """The model of a folder or GGUF file. Each matrix is packed as soon as it is read, so that only one is in
-    memory beside the result. ``BadModelFolder`` if tensors are missing, misshapen or left over."""
+    """Loads the model of a folder or GGUF file. Each matrix is packed as soon as it is read, so that only one
+    is in memory beside the result.
+
+    Args:
+        weights: how to hold the matrices.
+        has_head: logits are computed. Without it the head in the files is ignored.
+
+    Raises:
+        BadModelFolder: tensors are missing, misshapen or left over.
+    """
     with torch.inference_mode(), open_checkpoint(path, weights.dtype, device) as checkpoint:
         names = FAMILIES[config.architecture].names_among(checkpoint.names)
         is_standard = names == WeightNames()
         if f"{names.embedding}.weight" not in checkpoint.names:  # saved without a head, as embedding models
             names = names.without_head()
+        if not has_head:
+            config = replace(config, tie_word_embeddings=True)
+        elif config.tie_word_embeddings and _has_other_head(checkpoint, names):
+            logger.warning(
+                "%s: the config ties the head to the embedding, but the files have another, which is used",
+                path,
+            )
+            config = replace(config, tie_word_embeddings=False)
         loader = _Loader(checkpoint, config, names, kernels, weights)
         model = loader.llama() if config.is_llama_shaped and is_standard else loader.decoder()
         checkpoint.refuse_leftovers(
@@ -71,6 +96,13 @@ def load_model(
         )
     origin = as_stored if loader.is_as_stored else "quantised while loading"
     return LoadedModel(model, frozenset(loader.block_types), origin)
+
+
+def _has_other_head(checkpoint: TensorSource, names: WeightNames) -> bool:
+    """Whether the files have a head that differs from the embedding, as models trained further may have."""
+    head, embedding = f"{names.head}.weight", f"{names.embedding}.weight"
+    is_stored = head in checkpoint.names and embedding in checkpoint.names
+    return is_stored and not checkpoint.are_equal(head, embedding)
 
 
 def open_checkpoint(path: Path, dtype: torch.dtype, device: torch.device) -> Checkpoint | GgufCheckpoint:
