@@ -451,7 +451,11 @@ async def _fill(generator: EngineGenerator, request: CompletionRequest, context:
         token_ids = await generator.encode_beside(len(prompt), generator.tokenizer.encode_markup, prompt)
         if not token_ids:
             raise BadArgument("the prompt is empty: give a text with at least one token", param="prompt")
-        context.tokens.generated(token_ids, prompt)
+        prefix = generator.tokenizer.prefix_ids
+        if prefix and tuple(token_ids[: len(prefix)]) == prefix:  # written out by the client
+            context.tokens.only(token_ids)
+        else:
+            context.tokens.generated(token_ids, prompt)
     elif isinstance(prompt, TokenIds):
         generator.limits.check_ids(prompt.ids)
         context.tokens.only(prompt.ids)

@@ -70,5 +70,7 @@ class ServerLimits(Declared, frozen=True, kw_only=True):
     resume_grace_s: Annotated[SecondsOrZero, doc("time in which a lost session can be resumed")] = 10.0
     hello_timeout_s: Annotated[Seconds, doc("time for a new websocket to send its first frame")] = 10.0
     ping_interval_s: Annotated[Seconds, doc("interval of pings on silent websockets")] = 20.0
-    idle_timeout_s: Annotated[Seconds, doc("time for an open connection to begin a request")] = 5.0
+    idle_timeout_s: Annotated[
+        Seconds, doc("time for an open connection to begin its next request; above a proxy's own")
+    ] = 75.0
     header_timeout_s: Annotated[Seconds, doc("time for a request's headers to arrive")] = 20.0

@@ -6,7 +6,8 @@ connection by sending headers without end, stopping in the middle of them, or ne
 ::
 
     connected ──▶ headers ──▶ request ──▶ answered ─┐      idle_timeout_s: before the first byte of a request
-        ▲            │           │                  │      header_timeout_s: until its headers are complete
+        ▲            │           │                  │      header_timeout_s: the same on a new connection, and
+        │            │           │                  │                        until the headers are complete
         │            ▼           ▼                  │      WRITE_WATCH_S: without progress in reading
         │           408, 414, 431, 400              │
         └───────────────────────────────────────────┘
@@ -90,12 +91,12 @@ class _WriteWatch:
 
 class TimedHttpProtocol(HttpToolsProtocol):
     """Rejects a request whose URL or headers exceed the limits above (414, 431), or whose headers are not
-    complete after ``header_timeout_s`` (408), and closes the connection. Closes a connection on which no
-    request begins within ``idle_timeout_s``. ``on_lost`` is called once, when the connection has closed, also
-    if it has become a websocket."""
+    complete after ``header_timeout_s`` (408), and closes the connection. Closes a new connection on which no
+    request begins within ``header_timeout_s``, and a used one after ``idle_timeout_s``. ``on_lost`` is called
+    once, when the connection has closed, also if it has become a websocket."""
 
     header_timeout_s: ClassVar[float] = 20.0
-    idle_timeout_s: ClassVar[float] = 5.0
+    idle_timeout_s: ClassVar[float] = 75.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -113,7 +114,7 @@ class TimedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start_timer(self.idle_timeout_s)
+        self._start_timer(min(self.header_timeout_s, self.idle_timeout_s))
         self._watch = _WriteWatch(
             self.loop, transport, lambda: self.flow.write_paused or transport.is_closing()
         )
@@ -391,7 +392,7 @@ class TimedWebSocketProtocol(WebSocketsSansIOProtocol):
             self.transport.close()
 
 
-def timed_http_protocol(header_timeout_s: float, idle_timeout_s: float = 5.0) -> type[TimedHttpProtocol]:
+def timed_http_protocol(header_timeout_s: float, idle_timeout_s: float = 75.0) -> type[TimedHttpProtocol]:
     """The class with these timeouts, for uvicorn, which creates the objects itself."""
     timeouts = {"header_timeout_s": header_timeout_s, "idle_timeout_s": idle_timeout_s}
     return type("TimedHttpProtocol", (TimedHttpProtocol,), timeouts)

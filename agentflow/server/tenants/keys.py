@@ -199,7 +199,7 @@ def _client(address: str | None) -> str | None:
 
 
 KEY_BYTES = 32
-DEFAULT_TENANT = Tenant("default", sees_metrics=True)
+DEFAULT_TENANT = Tenant("default", sees_metrics=True, manages_adapters=True)
 """The tenant of the keys on the command line."""
 
 # Characters that a header transmits unchanged.

@@ -40,6 +40,20 @@ async def test_a_connection_without_a_request_is_closed(sent: bytes) -> None:
         assert await _until_end(stream) == b""
 
 
+@pytest.mark.anyio
+async def test_f40b_only_a_new_connection_is_held_to_the_time_for_headers() -> None:
+    """Proxies keep connections for 60 s, and a server that closes them first costs a 502."""
+    assert ServerLimits().idle_timeout_s > 60
+    async with (
+        running_server(one_model(open_generator), limits=ServerLimits(header_timeout_s=1.0)) as server,
+        await anyio.connect_tcp("127.0.0.1", _port(server)) as used,
+    ):
+        await _ask(used, LIVE + b"\r\n")
+        async with await anyio.connect_tcp("127.0.0.1", _port(server)) as new:
+            assert await _until_end(new) == b""
+        await _ask(used, LIVE + b"\r\n")  # it has been idle for longer than the new one
+
+
 LIVE = b"GET /health/live HTTP/1.1\r\nHost: here\r\n"
 WEBSOCKET = b"Connection: Upgrade\r\nUpgrade: websocket\r\nContent-Length: 9\r\n\r\n"
 HANDSHAKE = (

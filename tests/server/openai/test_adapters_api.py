@@ -18,6 +18,7 @@ from support.server.openai_peer import sync_client
 
 import agentflow as af
 from agentflow.server.openai import adapters
+from agentflow.server.tenants.keys import Tenants
 
 POLITE = f"{MODEL}:polite"
 
@@ -155,3 +156,8 @@ def test_a_key_of_the_model_alone_does_not_see_its_adapters(folder: Path) -> Non
         load(server, folder)
         with sync_client(server, api_key=KEY) as client:
             assert [model.id for model in client.models.list()] == [MODEL]
+
+
+def test_f40c_the_key_of_the_command_line_may_load_adapters(folder: Path) -> None:
+    with api_server(tenants=Tenants(keys=[KEY]), constraints=False) as server:
+        assert load(server, folder).status_code == 200

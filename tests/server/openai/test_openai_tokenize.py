@@ -8,10 +8,12 @@ from typing import Any
 import httpx2
 import pytest
 from support.api_server import MODEL, ApiServer, api_server
-from support.fake_engine import TOKENIZER
+from support.fake_engine import TOKENIZER, FakeEngine
 from support.server.openai_peer import MAX_CONTEXT, MESSAGES, Sent, logit_engine_of_server, sync_client
+from support.small_tokenizers import sentencepiece
 
 from agentflow.engine.generator.generator import MAX_INLINE_CHARS
+from agentflow.engine.text.tokenizer import Tokenizer
 
 TEXT = "The quick brown fox"
 
@@ -81,3 +83,39 @@ def test_what_makes_no_sense_is_refused_by_name(
 ) -> None:
     status, reported = post(server, path, **body)
     assert (status, reported["error"]["param"]) == (400, param)
+
+
+@pytest.fixture(scope="module")
+def prefixed() -> Iterator[ApiServer]:
+    """Its tokenizer puts ``<s>`` in front of every text."""
+    with api_server(FakeEngine(tokenizer=Tokenizer(sentencepiece())), constraints=False) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "more"),
+    [
+        ("/v1/completions", "prompt", {"max_tokens": 2}),
+        ("/v1/completions", "prompt", {"max_tokens": 2, "echo": True}),
+        ("/generate", "text", {"sampling_params": {"max_new_tokens": 2}}),
+        ("/api/generate", "prompt", {"raw": True, "stream": False, "options": {"num_predict": 2}}),
+    ],
+)
+def test_f40a_a_prompt_with_its_first_token_gets_no_second(
+    prefixed: ApiServer, path: str, field: str, more: dict[str, Any]
+) -> None:
+    """As chat templates that are rendered by the client write it."""
+    sent = Sent(prefixed)
+    texts = [TEXT, f"<s>{TEXT}", f"<s><s>{TEXT}"]
+    answers = [post(prefixed, path, **{field: text}, **more) for text in texts]
+    assert [status for status, _ in answers] == [200] * 3
+    plain, written, twice = (list(submit.token_ids) for submit in sent.submits)
+    first = prefixed.engine.tokenizer.id_of("<s>")
+    assert (plain.count(first), written.count(first), twice.count(first)) == (1, 1, 2)
+    assert written == [first, *prefixed.engine.tokenizer.encode_markup(f"<s>{TEXT}")[1:]]
+    for text, ids in zip(texts, (plain, written, twice), strict=True):
+        _, reported = post(prefixed, "/tokenize", prompt=text)
+        assert reported["tokens"] == ids
+    if "echo" in more:
+        for text, (_, answer) in zip(texts, answers, strict=True):
+            assert answer["choices"][0]["text"].startswith(text)
