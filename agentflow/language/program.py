@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
@@ -141,8 +141,8 @@ class ProgramStream(AsyncOnly):
     fails, the iteration raises its error. ``async with`` (or ``aclose``) cancels the program if the reader
     stops early, and waits for its end.
 
-    Without the block, dropping the stream cancels the program, for example by ``break`` in ``async for event
-    in flow.stream(judge, essay)``. An error that was not raised is logged then.
+    Without the block, leaving the loop cancels the program, for example by ``break``, and so does dropping
+    the stream. An error that was not raised is logged then. To read on in another loop, enter the block.
 
     >>> async with flow.stream(judge, essay) as events:
     ...     async for event in events:
@@ -156,10 +156,11 @@ class ProgramStream(AsyncOnly):
 
         self._work = StreamWork(link, run.wake_streams, done)
         self._events = run.watch(self._work.ended.is_set)
+        self._is_entered = False
         weakref.finalize(self, self._work.abandon).atexit = False
 
-    def __aiter__(self) -> ProgramStream:
-        return self
+    def __aiter__(self) -> AsyncIterator[ProgramEvent]:
+        return self if self._is_entered else _Reader(self, self._work)
 
     if not TYPE_CHECKING:
 
@@ -175,6 +176,11 @@ class ProgramStream(AsyncOnly):
             if failure is not None:
                 raise failure from failure.__cause__
             result, work.result = work.result, None
+            if result is None and work.was_left:
+                raise Cancelled(
+                    "a loop over this stream was left, which cancels its program: to read on, iterate inside "
+                    "of async with flow.stream(...) as events"
+                ) from None
             if result is None:
                 raise
             return result  # type: ignore[no-any-return]
@@ -192,6 +198,7 @@ class ProgramStream(AsyncOnly):
         await self._work.stop()
 
     async def __aenter__(self) -> ProgramStream:
+        self._is_entered = True
         return self
 
     async def __aexit__(
@@ -200,16 +207,34 @@ class ProgramStream(AsyncOnly):
         await self.aclose()
 
 
+class _Reader:
+    """The iterator of one loop over a stream. The loop drops it when it is left, also if the program keeps
+    the stream; the last one cancels the work then."""
+
+    def __init__(self, stream: ProgramStream, work: StreamWork) -> None:
+        self._stream = stream
+        work.num_readers += 1
+        weakref.finalize(self, work.leave_reader).atexit = False
+
+    def __aiter__(self) -> _Reader:
+        return self
+
+    def __anext__(self) -> Coroutine[Any, Any, ProgramEvent]:
+        return self._stream.__anext__()
+
+
 class StreamWork:
     """What runs behind a stream of events, such as a ``ProgramStream``, in a task of the session. It holds no
     reference to the stream, so that the garbage collector can notice a dropped one. ``wake`` is called at its
-    end."""
+    end. ``was_left``: its last reader left it before that."""
 
     def __init__(self, link: Link, wake: Callable[[], None], result: Callable[[], Awaitable[Any]]) -> None:
         self._link = link
         self.ended = anyio.Event()
         self.failure: Exception | None = None
         self.result: Any = None
+        self.num_readers = 0
+        self.was_left = False
         self._wake = wake
         self._scope = anyio.CancelScope()
         self._is_abandoned = False
@@ -227,6 +252,17 @@ class StreamWork:
         """Cancels the program of a dropped stream. The garbage collector may call this in any thread."""
         with suppress(RuntimeError):  # the loop has ended, and the program with it
             self._call_in_loop(self._leave)
+
+    def leave_reader(self) -> None:
+        """Cancels the program if no reader is left. The garbage collector may call this in any thread."""
+        with suppress(RuntimeError):
+            self._call_in_loop(self._leave_reader)
+
+    def _leave_reader(self) -> None:
+        self.num_readers -= 1
+        if not self.num_readers and not self.ended.is_set():
+            self.was_left = True
+            self._scope.cancel()
 
     def _leave(self) -> None:
         self._is_abandoned = True

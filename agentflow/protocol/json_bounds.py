@@ -12,7 +12,7 @@ through which other code recurses."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -48,12 +48,13 @@ _NOT_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in b"[]{}")
 class JsonBounds:
     """``values``: the largest number of values of any kind. ``parts``: of objects, lists and strings, names
     of members included, each of which becomes a Python object. ``depth``: levels of nesting. ``escapes``:
-    backslash escapes in strings; ``None``: unlimited."""
+    backslash escapes in strings. ``bytes``: the length of the text. ``None``: unlimited."""
 
     values: int
     parts: int
     depth: int | None = None
     escapes: int | None = None
+    bytes: int | None = None
 
 
 BODY_BOUNDS: Final = JsonBounds(values=1_000_000, parts=100_000, escapes=4_000_000)
@@ -81,10 +82,14 @@ class JsonScan:
         self._num_values = 0
         self._num_parts = 0
         self._num_escapes = 0
+        self._num_bytes = 0
         self._depth = 0
 
     def push(self, piece: bytes) -> None:
         """Counts the next piece of the text. Raises ``TooMuchJson`` as soon as a bound is exceeded."""
+        self._num_bytes += len(piece)
+        if self._bounds.bytes is not None and self._num_bytes > self._bounds.bytes:
+            raise TooMuchJson(f"more than {self._bounds.bytes:,} bytes")
         data = self._carry + piece
         # The last of an odd number of backslashes at the end escapes the next character.
         is_split = (len(data) - len(data.rstrip(b"\\"))) % 2
@@ -127,9 +132,11 @@ def pieces_of(data: bytes | memoryview) -> Iterator[bytes]:
         yield bytes(data[start : start + PIECE_BYTES])
 
 
-OBJECT_BOUNDS: Final = JsonBounds(values=40_000, parts=20_000, depth=MOST_NESTING)
+OBJECT_BOUNDS: Final = JsonBounds(values=40_000, parts=20_000, depth=MOST_NESTING, bytes=4_000_000)
 """Of all tools of a request together, of all arguments of its tool calls, and of its schema: chat templates
-and grammar compilers walk through them."""
+and grammar compilers walk through them. So many bytes are decoded in 15 ms."""
+VARIABLE_BOUNDS: Final = replace(OBJECT_BOUNDS, bytes=65_536)
+"""Of the variables of a chat template: switches and short texts."""
 _MOST_BYTES: Final = 4  # of a character in UTF-8
 
 

@@ -176,6 +176,8 @@ async def running_server(
                     try:
                         yield RunningServer(_url(listener, is_secure=tls is not None), app)
                     finally:
+                        if (service := app.state.service) is not None:
+                            service.end()
                         await server.end()  # before the models, which its connections still use
             finally:
                 server.begin_end()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -12,7 +14,7 @@ from agentflow.engine.tenant import Tenant
 from agentflow.runtime.generator import Generator
 from agentflow.runtime.limits import TenantMemory
 from agentflow.server.config.limits import HttpLimits, ServerLimits
-from agentflow.server.http.errors import not_ready
+from agentflow.server.http.errors import cut_off, not_ready
 from agentflow.server.models import Models
 from agentflow.server.openai.responses.background import BackgroundRuns
 from agentflow.server.openai.responses.store import ResponseStore
@@ -21,24 +23,40 @@ from agentflow.server.websocket.sessions import Sessions
 
 
 class CallsInFlight:
-    """Counts the requests in progress."""
+    """The requests in progress."""
 
     def __init__(self) -> None:
-        self.num = 0
+        self._scopes: set[anyio.CancelScope] = set()
         self._none = anyio.Event()
 
-    def __enter__(self) -> None:
-        self.num += 1
+    @property
+    def num(self) -> int:
+        """How many are in progress."""
+        return len(self._scopes)
 
-    def __exit__(self, *_: object) -> None:
-        self.num -= 1
-        if self.num == 0:
-            self._none.set()
-            self._none = anyio.Event()
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The scope of one request. ``ApiError`` at its end if it was cut."""
+        with anyio.CancelScope() as scope:
+            self._scopes.add(scope)
+            try:
+                yield
+            finally:
+                self._scopes.remove(scope)
+                if not self._scopes:
+                    self._none.set()
+                    self._none = anyio.Event()
+        if scope.cancelled_caught:
+            raise cut_off()
+
+    def cut(self) -> None:
+        """Cancels all requests in progress. Each still sends its error."""
+        for scope in self._scopes:
+            scope.cancel()
 
     async def until_none(self) -> None:
         """Waits until no request is in progress."""
-        while self.num:
+        while self._scopes:
             await self._none.wait()
 
 
@@ -98,6 +116,11 @@ class Service:
         self.models.keep_tenants(self.tenants)
         self.sessions.end_revoked()
         self.background.end_revoked()
+
+    def end(self) -> None:
+        """Rejects new requests, and ends running ones with an error."""
+        self.is_draining = True
+        self.calls.cut()
 
     async def drain(self, drain_s: float) -> bool:
         """Rejects new requests and waits until all others have ended. False if that takes longer than

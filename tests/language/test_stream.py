@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import AsyncIterable
+from contextlib import suppress
 
 import anyio
 import pytest
@@ -174,18 +175,58 @@ async def test_leaving_the_block_of_a_stream_ends_its_program_at_once():
         assert_idle(backend)
 
 
-async def test_a_referenced_stream_without_a_block_ends_with_the_session():
+async def read_one_and_break(stream: af.ProgramStream) -> None:
+    async for _ in stream:
+        break
+
+
+async def read_one_and_raise(stream: af.ProgramStream) -> None:
+    async for _ in stream:
+        raise ZeroDivisionError
+
+
+async def time_out(stream: af.ProgramStream) -> None:
+    with anyio.move_on_after(0.01):
+        async for _ in stream:
+            pass
+
+
+@pytest.mark.parametrize("leave", [read_one_and_break, read_one_and_raise, time_out])
+async def test_f44c_leaving_the_loop_of_a_referenced_stream_ends_its_program(leave):
     backend = Stepped({"": "one two"})
     log: list[str] = []
     async with af.session(backend=backend) as flow:
         stream = flow.stream(endless, log)
         await backend.allow(1)
-        async for _ in stream:
-            break
+        with suppress(ZeroDivisionError):
+            await leave(stream)
         await settle()
-        assert log == []  # the program goes on
-    assert log == ["ended"]
-    assert_idle(backend)
+        assert log == ["ended"]
+        assert_idle(backend)
+        with pytest.raises(af.Cancelled, match="async with"):
+            await events_of(stream)
+
+
+async def test_f44c_inside_of_its_block_a_stream_is_read_by_several_loops():
+    backend = Stepped({"": "one two"})
+    async with af.session(backend=backend) as flow, flow.stream(tree, "a") as stream:
+        await backend.allow(1)
+        await read_one_and_break(stream)
+        await settle()
+        await backend.allow(100)
+        assert isinstance((await events_of(stream))[-1], af.RunDone)
+
+
+async def test_f44c_a_loop_that_ends_does_not_cancel_another():
+    backend = Stepped({"": "one two"})
+    async with af.session(backend=backend) as flow, anyio.create_task_group() as group:
+        stream = flow.stream(tree, "a")
+        received: list[af.ProgramEvent] = []
+        group.start_soon(read_one_and_break, stream)
+        group.start_soon(collect, stream, received)
+        await settle()
+        await backend.allow(100)
+    assert isinstance(received[-1], af.RunDone)
 
 
 async def test_an_unread_stream_runs_to_its_end():

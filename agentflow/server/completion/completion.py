@@ -86,11 +86,22 @@ _ANY_ANSWERS = ("x", " x")
 
 @asynccontextmanager
 async def completing(
-    generator: EngineGenerator, *requests: CompletionRequest, trace: str = ""
+    generator: EngineGenerator,
+    *requests: CompletionRequest,
+    trace: str = "",
+    on_cut: Callable[[Usage], None] | None = None,
 ) -> AsyncIterator[Completion]:
-    """Runs the requests while the scope lasts. ``trace``: the client's ``traceparent``. ``BadArgument`` for
-    invalid parameters, ``RateLimited`` if the tenant may not send so many requests. The ``param`` of an error
-    is ``prompt``, ``constraint`` or ``tools``, or a sampling parameter."""
+    """Runs the requests while the scope lasts.
+
+    Args:
+        trace: the client's ``traceparent``.
+        on_cut: receives the usage so far if the scope ends before the answers are complete.
+
+    Raises:
+        BadArgument: invalid parameters. The ``param`` is ``prompt``, ``constraint`` or ``tools``, or a
+            sampling parameter.
+        RateLimited: the tenant may not send so many requests.
+    """
     for request in requests:
         request.params.check()
         if request.constraint is not None:
@@ -99,11 +110,15 @@ async def completing(
     num_scored = sum(request.prompt_logprobs is not None for request in requests)
     generator.check_gate(num_scored + sum(request.n for request in requests if request.generates))
     completion = Completion(generator, requests, trace)
-    async with open_task_group() as group:
-        for run in completion.runs:
-            group.start_soon(completion.follow, run)
-        yield completion
-        group.cancel_scope.cancel()
+    try:
+        async with open_task_group() as group:
+            for run in completion.runs:
+                group.start_soon(completion.follow, run)
+            yield completion
+            group.cancel_scope.cancel()
+    finally:
+        if on_cut is not None and completion.is_accepted and not completion.is_complete:
+            on_cut(completion.usage_so_far())
 
 
 async def prompt_ids(generator: EngineGenerator, request: CompletionRequest) -> list[int]:
@@ -194,6 +209,16 @@ class Completion:
                 break
             index -= run.num_answers
         return Usage(run.num_prompt_tokens, 0, run.num_output_tokens[index])
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the engine's queue has all requests."""
+        return self._num_sent == self._num_answers
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all answers have ended."""
+        return len(self._usages) == self._num_answers
 
     async def until_accepted(self) -> None:
         """Waits until the engine's queue has all requests. Raises the error of one that is rejected."""

@@ -91,7 +91,8 @@ class ErrorFormat(Protocol):
 
 class ApiCall:
     """The request and its answer, for a handler. ``record``: the entry for the log. ``reply_headers``: more
-    headers of the answer."""
+    headers of the answer. ``is_over``: the answer is complete. ``is_gone``: the client has closed the
+    connection."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, error_format: ErrorFormat) -> None:
         self.headers = Headers(scope=scope)
@@ -102,6 +103,7 @@ class ApiCall:
         self.reply_headers: dict[str, str] = {}
         self.path_params: Mapping[str, str] = scope.get("path_params", {})
         self.is_over = False
+        self.is_gone = False
         self.is_body_read = False
         self._scope = scope
         self._receive = receive
@@ -330,6 +332,7 @@ class ApiCall:
         """Waits until the client closes the connection. Call it after the body was read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self.is_gone = True
 
 
 def decoded(data: bytes | bytearray | msgspec.Raw, kind: type[T], place: str = "") -> T:
@@ -384,6 +387,7 @@ class ApiEndpoint:
             try:
                 await self._answer(call)
             except ClientGone:
+                call.is_gone = True
                 call.record.error = "client_gone"
             except Exception as error:
                 await self._fail(call, error)
@@ -392,7 +396,7 @@ class ApiEndpoint:
             call.release_body()
             call.record.took_s = time.perf_counter() - began_s
             if not call.is_over:
-                call.record.error = call.record.error or "client_gone"
+                call.record.error = call.record.error or ("client_gone" if call.is_gone else "cut_off")
             self._count(scope, call)
             log_request(call.record)
 
@@ -405,7 +409,7 @@ class ApiEndpoint:
         call.tenant = service.tenants.of_request(call.headers, call.address)
         call.record.tenant = call.tenant.name
         service.check_open()
-        with service.calls:
+        with service.calls.running():
             await call.read_body()
             async with open_task_group() as group:
                 group.start_soon(_cancel_when_gone, call, group.cancel_scope)
@@ -421,6 +425,7 @@ class ApiEndpoint:
         try:
             await call.fail(shown)
         except ClientGone:
+            call.is_gone = True
             call.record.error = "client_gone"
 
 

@@ -104,6 +104,12 @@ def not_ready() -> ApiError:
     return ApiError(503, "unready", ENDING, retry_after_s=RETRY_AFTER_S)
 
 
+def cut_off() -> ApiError:
+    """The error of a request that a server ends because it stops."""
+    text = "the server stopped before the answer was complete: try again in a moment"
+    return ApiError(503, "unready", text, retry_after_s=RETRY_AFTER_S)
+
+
 def api_error_of(error: Exception) -> ApiError:
     """The error that a client receives. It has no details of a fault of the server itself."""
     error = first_of(error)

@@ -89,7 +89,7 @@ async def _answer(
             await call.reply(lines.loaded())
         return
     with naming_field(generator, "messages" if is_chat else "prompt", "format"):
-        async with completing(generator, request, trace=call.trace) as completion:
+        async with completing(generator, request, trace=call.trace, on_cut=call.record.count) as completion:
             lines.times = completion.times
             if body.stream is not False:
                 await stream_completion(call, completion, lines)

@@ -79,7 +79,7 @@ async def create_chat_completion(call: ApiCall) -> None:
     identity = AnswerIdentity.new("chatcmpl", generator.capabilities.model)
     has_logprobs = request.params.wants_logprobs
     with naming_field(generator, "messages", form):
-        async with completing(generator, request, trace=call.trace) as completion:
+        async with completing(generator, request, trace=call.trace, on_cut=call.record.count) as completion:
             if body.stream:
                 chunks = _ChatChunks(identity, request.n, usage=UsageChunks.of(body, completion))
                 await stream_completion(call, completion, chunks)

@@ -111,7 +111,7 @@ async def create_completion(call: ApiCall) -> None:
     num_answers = n * len(requests)
     identity = AnswerIdentity.new("cmpl", generator.capabilities.model)
     with naming_field(generator, "prompt", form):
-        async with completing(generator, *requests, trace=call.trace) as completion:
+        async with completing(generator, *requests, trace=call.trace, on_cut=call.record.count) as completion:
             if body.stream:
                 chunks = _TextChunks(identity, num_answers, body, usage=UsageChunks.of(body, completion))
                 await stream_completion(call, completion, chunks)

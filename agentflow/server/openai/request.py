@@ -15,7 +15,7 @@ from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.text.chat_template import RESERVED_VALUES
 from agentflow.errors import BadArgument, PromptTooLong, RequestRefused
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
-from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_of
+from agentflow.protocol.json_bounds import OBJECT_BOUNDS, VARIABLE_BOUNDS, JsonScan, object_of
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.completion.request import MAX_LOGPROB_TOKENS
 from agentflow.server.http.call import decoded
@@ -316,7 +316,7 @@ def template_values_of(given: msgspec.Raw | None) -> dict[str, Any]:
         return {}
     param = "chat_template_kwargs"
     with naming_param(param):
-        values = object_of(given, param, JsonScan(OBJECT_BOUNDS))
+        values = object_of(given, param, JsonScan(VARIABLE_BOUNDS))
     for name in values:
         if name in RESERVED_VALUES:
             raise invalid_field(f"{param}.{name[:100]}", "the server sets this variable itself")

@@ -121,6 +121,20 @@ ENUM: list[Any] = [[]] * (OBJECT_BOUNDS.parts * 2 // 5)  # three of them are too
             "/v1/chat/completions",
             {
                 "messages": [USER],
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": f"f{n}", "parameters": {"title": "a" * 1_500_000}},
+                    }
+                    for n in range(4)
+                ],
+            },
+            "tools[2].function.parameters",
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [USER],
                 "response_format": {
                     "type": "json_schema",
                     "json_schema": {"name": "a", "schema": {"title": "a" * 1_000_000}},
@@ -154,7 +168,7 @@ ENUM: list[Any] = [[]] * (OBJECT_BOUNDS.parts * 2 // 5)  # three of them are too
             "messages[1].content[0].input",
         ),
     ],
-    ids=["tools", "schema", "input_schema", "input"],
+    ids=["tools", "f44b_large_tools", "schema", "input_schema", "input"],
 )
 def test_what_holds_too_much_is_named(server: ApiServer, path: str, body: Any, param: str) -> None:
     assert refused(post(server, path, **body)) == (400, "invalid_value", param)

@@ -154,6 +154,7 @@ def test_probes(server: ApiServer, path: str) -> None:
         ({"return_token_ids": True, "stream": True}, "return_token_ids"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"mood": "x" * 70_000}}, "chat_template_kwargs"),  # f44b
         ({"continue_final_message": True}, "continue_final_message"),
         ({"bad_words": ["unforeseeable consequences"]}, "bad_words[0]"),
     ],

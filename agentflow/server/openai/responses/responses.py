@@ -86,7 +86,9 @@ async def create_response(call: ApiCall) -> None:
         await _run_in_background(call, turn, generator)
         return
     with _naming_fields(generator):
-        async with completing(generator, turn.request, trace=call.trace) as completion:
+        async with completing(
+            generator, turn.request, trace=call.trace, on_cut=call.record.count
+        ) as completion:
             if body.stream:
                 await stream_completion(call, completion, turn.writer, turn.store)
                 return
