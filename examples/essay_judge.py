@@ -141,11 +141,11 @@ def show_stats(
         "prompt tokens": f"{prompt:,}",
         "of which cached": f"{cached:,}",
         "hit rate": f"{cached / max(1, prompt):.1%}",
-        "forward steps": f"{after.steps - before.steps:,}",
+        "forward steps": f"{(after.steps or 0) - (before.steps or 0):,}",
         "generated tokens": f"{generated:,}",
         "tokens per second": f"{generated / elapsed_s:.1f}",
         "first answer after": f"{first_text_s:.2f} s",
-        "peak memory": f"{after.peak_resident_bytes / 1e9:.2f} GB",
+        "peak memory": f"{(after.peak_resident_bytes or 0) / 1e9:.2f} GB",
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in rows.items():

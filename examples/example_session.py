@@ -51,7 +51,10 @@ def figures(before: af.Stats, after: af.Stats) -> str:
     prompt = after.prompt_tokens - before.prompt_tokens
     cached = after.cached_tokens - before.cached_tokens
     generated = after.generated_tokens - before.generated_tokens
-    return (
+    text = (
         f"{after.model}: {prompt:,} prompt tokens, {cached / max(1, prompt):.0%} of them cached; "
-        f"{generated:,} generated in {after.steps - before.steps:,} steps"
+        f"{generated:,} generated"
     )
+    if after.steps is None or before.steps is None:  # the server does not show them to this key
+        return text
+    return f"{text} in {after.steps - before.steps:,} steps"

@@ -42,6 +42,9 @@ def session(
     *,
     model: str | None = None,
     embed_model: str | None = None,
+    quantize: str | None = None,
+    device: str | None = None,
+    kv_tokens: int | None = None,
     api_key: str | None = None,
     backend: Backend | None = None,
     seed: int | None = None,
@@ -57,7 +60,9 @@ def session(
     name (``agentflow models`` lists them), ``OWNER/NAME`` on the Hugging Face hub, a model folder or a GGUF
     file; default: ``smollm2-135m``. A model of the hub is pulled if it is missing. ``embed_model``: the one
     that makes the embeddings of ``flow.embed``, beside ``model``: without a url it is loaded, too; on a
-    server it is the name of one that it has, by default its first.
+    server it is the name of one that it has, by default its first. ``quantize`` (``int8`` or ``int4``),
+    ``device`` (``cpu`` or ``cuda``) and ``kv_tokens`` (the size of the KV pool) are for the engine in this
+    process; ``af.Embedded`` has its other options.
 
     ``deadline_s`` and ``output_tokens``: the limits of all states of the session together, from when it is
     entered; beyond them ops fail with ``DeadlineExceeded`` or ``BudgetExceeded``. ``seed``: makes sampling
@@ -71,18 +76,22 @@ def session(
     """
     if hasattr(url, "connect"):
         raise BadArgument(f"session: {short_repr(url)} is no url: give a backend as backend=…", param="url")
+    of_engine = {"quantize": quantize, "device": device, "kv_tokens": kv_tokens}
+    of_engine = {name: value for name, value in of_engine.items() if value is not None}
     given = {"url": url, "model": model, "embed_model": embed_model, "api_key": api_key}
     for name, value in given.items():
         kinds = (str, os.PathLike) if name.endswith("model") else str
         if value is not None and not isinstance(value, kinds):
             raise BadArgument(f"session: {name} must be a string, not {value!r:.200}")
     if backend is None and _substitute is not None:
-        backend, substitute_record = _substitute(lambda: _chosen_backend(url, model, embed_model, api_key))
+        backend, substitute_record = _substitute(
+            lambda: _chosen_backend(url, model, embed_model, api_key, of_engine)
+        )
         record = record or substitute_record
     elif backend is None:
-        backend = _chosen_backend(url, model, embed_model, api_key)
-    elif any(value is not None for value in (url, model, embed_model)):
-        raise BadArgument("session: a backend cannot be combined with a url or a model")
+        backend = _chosen_backend(url, model, embed_model, api_key, of_engine)
+    elif any(value is not None for value in (url, model, embed_model, *of_engine.values())):
+        raise BadArgument("session: a backend cannot be combined with a url, a model or options of an engine")
     elif not callable(getattr(backend, "connect", None)):
         raise BadArgument(
             f"session: {backend!r:.200} is not a backend, such as af.Scripted(…) or af.Replay(…)"
@@ -124,6 +133,9 @@ async def open_session(
     *,
     model: str | None = None,
     embed_model: str | None = None,
+    quantize: str | None = None,
+    device: str | None = None,
+    kv_tokens: int | None = None,
     api_key: str | None = None,
     backend: Backend | None = None,
     seed: int | None = None,
@@ -145,6 +157,9 @@ async def open_session(
             url,
             model=model,
             embed_model=embed_model,
+            quantize=quantize,
+            device=device,
+            kv_tokens=kv_tokens,
             api_key=api_key,
             backend=backend,
             seed=seed,
@@ -156,13 +171,24 @@ async def open_session(
 
 
 def _chosen_backend(
-    url: str | None, model: str | None, embed_model: str | None, api_key: str | None
+    url: str | None,
+    model: str | None,
+    embed_model: str | None,
+    api_key: str | None,
+    of_engine: dict[str, Any],
 ) -> Backend:
     url = url or os.environ.get("AGENTFLOW_URL")
     if url is None:
         from agentflow.backends.local import Embedded
 
-        return Embedded(DEFAULT_MODEL if model is None else model, embed_model=embed_model)
+        return Embedded(DEFAULT_MODEL if model is None else model, embed_model=embed_model, **of_engine)
+    if of_engine:
+        name = next(iter(of_engine))
+        raise BadArgument(
+            f"session: {name} is an option of an engine in this process, and {url:.200} is a server (by url "
+            "or AGENTFLOW_URL): its operator decides",
+            param=name,
+        )
     from agentflow.backends.remote import Remote
 
     api_key = api_key or os.environ.get("AGENTFLOW_API_KEY") or None

@@ -100,6 +100,8 @@ class Answer:
     text: str
     logprobs: tuple[float | None, ...] | None
     top_logprobs: TopLogprobs | None
+    tokens: tuple[str, ...] | None
+    """The text of each token of ``logprobs``; None also from a server of an earlier version."""
 
 
 class ModelConnection:
@@ -300,7 +302,9 @@ async def _events(root: State, call: ModelCall, model: str) -> AsyncGenerator[De
 
 def _answer(model: str, index: int, node: VariableNode) -> Answer:
     end, text = node.end, node.notation
-    return Answer(index, model, end.finish_reason, end.usage, text, end.logprobs, end.top_logprobs)
+    return Answer(
+        index, model, end.finish_reason, end.usage, text, end.logprobs, end.top_logprobs, end.tokens
+    )
 
 
 class SharedSession:

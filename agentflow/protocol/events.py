@@ -134,6 +134,7 @@ class Usage(msgspec.Struct, frozen=True):
 class Stats(msgspec.Struct, frozen=True):
     """Counters of the backend since its start, and current gauges. They count tokens unless the name says
     otherwise; ``steps`` are forward passes, ``*_slots`` tokens in the KV pool.
+    None: a server does not show the counter, as it covers all tenants (``sees_metrics``).
 
     >>> await s
     >>> stats = await flow.stats()
@@ -142,24 +143,24 @@ class Stats(msgspec.Struct, frozen=True):
     """
 
     model: str
-    steps: int = 0
+    steps: int | None = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    cached_output_tokens: int = 0
-    computed_tokens: int = 0
+    cached_output_tokens: int | None = 0
+    computed_tokens: int | None = 0
     generated_tokens: int = 0
-    evicted_tokens: int = 0
+    evicted_tokens: int | None = 0
     rerendered_tokens: int = 0
-    retractions: int = 0
-    free_slots: int = 0
-    cached_slots: int = 0
-    in_use_slots: int = 0
-    total_slots: int = 0
-    running: int = 0
-    waiting: int = 0
-    peak_resident_bytes: int = 0
-    restarts: int = 0
-    forced_tokens: int = 0
+    retractions: int | None = 0
+    free_slots: int | None = 0
+    cached_slots: int | None = 0
+    in_use_slots: int | None = 0
+    total_slots: int | None = 0
+    running: int | None = 0
+    waiting: int | None = 0
+    peak_resident_bytes: int | None = 0
+    restarts: int | None = 0
+    forced_tokens: int | None = 0
 
     @property
     def hit_rate(self) -> float:
@@ -272,7 +273,7 @@ class Value(_Event, frozen=True):
     score of each choice of a select. ``top_logprobs``: for each token the most likely ones at its
     position. ``forced``: the parts of the whole text that a constraint forced and that were not sampled, as
     pairs of the first character and the number of characters, in order. ``reasoning``: what a reasoning model
-    thought before the text."""
+    thought before the text. ``tokens``: the text of each token that ``logprobs`` has an entry for."""
 
     var: int
     at: int
@@ -284,6 +285,7 @@ class Value(_Event, frozen=True):
     top_logprobs: TopLogprobs | None = None
     forced: tuple[tuple[int, int], ...] | None = None
     reasoning: str | None = None
+    tokens: tuple[str, ...] | None = None
 
 
 class VarFailed(_Event, frozen=True):

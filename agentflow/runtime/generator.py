@@ -29,8 +29,8 @@ ContextT = TypeVar("ContextT")
 
 
 class Generated(msgspec.Struct, frozen=True):
-    """A complete generation. ``finish_reason``: ``eos``, ``stop`` or ``length``. ``forced`` and
-    ``reasoning``: as in ``Value``."""
+    """A complete generation. ``finish_reason``: ``eos``, ``stop`` or ``length``. ``forced``, ``reasoning``
+    and ``tokens``: as in ``Value``."""
 
     text: str
     finish_reason: str
@@ -39,6 +39,7 @@ class Generated(msgspec.Struct, frozen=True):
     top_logprobs: TopLogprobs | None = None
     forced: tuple[tuple[int, int], ...] | None = None
     reasoning: str | None = None
+    tokens: tuple[str, ...] | None = None
 
 
 class Scored(msgspec.Struct, frozen=True):

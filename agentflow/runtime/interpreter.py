@@ -593,6 +593,7 @@ class _OpExecution(Generic[ContextT]):
             top_logprobs=end.top_logprobs,
             forced=end.forced,
             reasoning=end.reasoning,
+            tokens=end.tokens,
         )
         variable.complete(value)
 

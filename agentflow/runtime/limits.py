@@ -152,6 +152,8 @@ def value_bytes(value: Value) -> int:
         num_bytes += sys.getsizeof(value.reasoning)
     if value.logprobs is not None:
         num_bytes += _NUMBER_BYTES * len(value.logprobs)
+    if value.tokens is not None:
+        num_bytes += sum(map(sys.getsizeof, value.tokens))
     if value.top_logprobs is not None:
         num_bytes += _TOP_TOKEN_BYTES * sum(len(place or ()) for place in value.top_logprobs)
     if value.choices is not None:

@@ -162,6 +162,9 @@ class Model(Protocol):
     def generator(self, tenant: Tenant) -> Generator[Any]:
         """The generator of the tenant, the same for each call."""
 
+    def named(self) -> Sequence[Model]:
+        """The model under each of its other names."""
+
     def adapted(self) -> Sequence[Model]:
         """The model with each of its adapters (LoRA)."""
 
@@ -177,7 +180,8 @@ class Model(Protocol):
 
 class EngineModel:
     """A model on an engine. ``gate``: the rate limits of its tenants. ``max_wait_s``: the longest expected
-    wait of a request over HTTP; None: any. ``embedding``: as of ``EngineGenerator``."""
+    wait of a request over HTTP; None: any. ``embedding``: as of ``EngineGenerator``. ``aliases``: its other
+    names."""
 
     def __init__(
         self,
@@ -189,6 +193,7 @@ class EngineModel:
         gate: TenantGate | None = None,
         max_wait_s: float | None = None,
         embedding: EmbeddingFolder | None = None,
+        aliases: Sequence[str] = (),
     ) -> None:
         self.name = name
         self._embedding = embedding
@@ -202,27 +207,33 @@ class EngineModel:
         client.observe(self._admission)
         if (spans := request_spans(name)) is not None:
             client.observe(spans)
-        self._generators: dict[tuple[str, str], EngineGenerator] = {}  # by tenant and adapter
+        self._generators: dict[tuple[str, str, str], EngineGenerator] = {}  # by tenant, name and adapter
         self._adapted: dict[str, AdaptedModel] = {}
+        self._aliases = tuple(AliasModel(self, alias) for alias in aliases)
         self._tenants: dict[str, Tenant] = {}
 
     @property
     def makes_embeddings(self) -> bool:
         return self.client.info.embedding_size > 0
 
+    def named(self) -> Sequence[AliasModel]:
+        return self._aliases
+
     def adapted(self) -> Sequence[AdaptedModel]:
         loaded = self.client.adapters
         self._adapted = {name: self._adapted.get(name) or AdaptedModel(self, name) for name in loaded}
         return tuple(self._adapted.values())
 
-    def generator(self, tenant: Tenant, adapter: str = "") -> EngineGenerator:
-        """The generator of the tenant for the model, or with the adapter of that name."""
-        generator = self._generators.get((tenant.name, adapter))
+    def generator(self, tenant: Tenant, adapter: str = "", name: str = "") -> EngineGenerator:
+        """The generator of the tenant for the model, or with the adapter of that name. ``name``: the one that
+        answers show, if it is an alias."""
+        name = name or self.name
+        generator = self._generators.get((tenant.name, name, adapter))
         if generator is None:
-            generator = self._generators[tenant.name, adapter] = EngineGenerator(
+            generator = self._generators[tenant.name, name, adapter] = EngineGenerator(
                 self.client,
                 self._template,
-                name=f"{self.name}:{adapter}" if adapter else self.name,
+                name=f"{name}:{adapter}" if adapter else name,
                 adapter=adapter,
                 # A request may have the settings from before a reload.
                 tenant=self._tenants.get(tenant.name, tenant),
@@ -238,13 +249,13 @@ class EngineModel:
         kept for removed tenants."""
         self._tenants = {tenant.name: tenant for tenant in (ANONYMOUS, *tenants)}
         self._generators = {key: one for key, one in self._generators.items() if key[0] in self._tenants}
-        for (name, _), generator in self._generators.items():
+        for (name, _, _), generator in self._generators.items():
             generator.tenant = self._tenants[name]
 
     def unload_adapter(self, name: str) -> None:
         """Requests that were sent keep the adapter until they end; later ones get ``UnknownModel``."""
         self.client.unload_adapter(name)
-        self._generators = {key: one for key, one in self._generators.items() if key[1] != name}
+        self._generators = {key: one for key, one in self._generators.items() if key[2] != name}
 
     def check_admission(self, tenant: Tenant, priority: int = 0) -> None:
         """``RateLimited`` if the tenant may not send a request now, ``Overloaded`` if it would wait too
@@ -257,26 +268,19 @@ class EngineModel:
         await self.client.until_idle()
 
 
-class AdaptedModel:
-    """A model with one of its adapters, on the same engine, cache and admission. ``parent``: the model's
-    name."""
+class _SharedModel:
+    """A model on the engine, cache and admission of another one."""
 
-    def __init__(self, base: EngineModel, adapter: str) -> None:
-        self.name = f"{base.name}:{adapter}"
-        self.parent = base.name
+    def __init__(self, base: EngineModel, name: str) -> None:
+        self.name = name
         self.created_s = int(time.time())
         self._base = base
-        self._adapter = adapter
 
-    @property
-    def makes_embeddings(self) -> bool:
-        return False
+    def named(self) -> Sequence[Model]:
+        return ()
 
     def adapted(self) -> Sequence[Model]:
         return ()
-
-    def generator(self, tenant: Tenant) -> EngineGenerator:
-        return self._base.generator(tenant, self._adapter)
 
     def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
         """Has no effect: the model does it."""
@@ -286,6 +290,33 @@ class AdaptedModel:
 
     async def until_idle(self) -> None:
         await self._base.until_idle()
+
+
+class AliasModel(_SharedModel):
+    """A model under another name."""
+
+    @property
+    def makes_embeddings(self) -> bool:
+        return self._base.makes_embeddings
+
+    def generator(self, tenant: Tenant) -> EngineGenerator:
+        return self._base.generator(tenant, name=self.name)
+
+
+class AdaptedModel(_SharedModel):
+    """A model with one of its adapters. ``parent``: the model's name."""
+
+    def __init__(self, base: EngineModel, adapter: str) -> None:
+        super().__init__(base, f"{base.name}:{adapter}")
+        self.parent = base.name
+        self._adapter = adapter
+
+    @property
+    def makes_embeddings(self) -> bool:
+        return False
+
+    def generator(self, tenant: Tenant) -> EngineGenerator:
+        return self._base.generator(tenant, self._adapter)
 
 
 class OneGenerator:
@@ -299,6 +330,9 @@ class OneGenerator:
     @property
     def makes_embeddings(self) -> bool:
         return False
+
+    def named(self) -> Sequence[Model]:
+        return ()
 
     def adapted(self) -> Sequence[Model]:
         return ()
@@ -359,9 +393,11 @@ class Models:
         return {one.name: one.generator(tenant) for one in self.seen_by(tenant) if one.makes_embeddings}
 
     def seen_by(self, tenant: Tenant) -> list[Model]:
-        """The models that the tenant may use, those with adapters (``MODEL:ADAPTER``) last."""
+        """The models that the tenant may use, under all of their names; those with adapters
+        (``MODEL:ADAPTER``) last."""
+        named = (one for model in self for one in (model, *model.named()))
         adapted = (one for model in self for one in model.adapted())
-        return [model for model in (*self, *adapted) if tenant.may_use(model.name)]
+        return [model for model in (*named, *adapted) if tenant.may_use(model.name)]
 
     def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
         """Applies changed tenants to all models."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -43,11 +43,12 @@ async def open_models(
     max_wait_s: float | None = None,
     record_to: Path | None = None,
     shutdown: ShutdownBudget | None = None,
+    aliases: Mapping[str, Sequence[str]] | None = None,
 ) -> AsyncIterator[Models]:
-    """The models by name, warmed up. ``gate``: the rate limits of tenants. ``max_wait_s``: the longest
-    expected wait of a request over HTTP. ``record_to``: a file for the workload of the only model.
-    ``shutdown``: the time budget for stopping the engines. Raises ``BadArgument`` and ``ModelError`` before
-    it loads anything."""
+    """The models by name, warmed up. ``aliases``: their other names. ``gate``: the rate limits of tenants.
+    ``max_wait_s``: the longest expected wait of a request over HTTP. ``record_to``: a file for the workload
+    of the only model. ``shutdown``: the time budget for stopping the engines. Raises ``BadArgument`` and
+    ``ModelError`` before it loads anything."""
     if record_to is not None and len(models) > 1:
         raise BadArgument("a workload can be recorded of one model only: serve a single model")
     # In a thread, so that the server answers meanwhile.
@@ -79,6 +80,7 @@ async def open_models(
                 gate=gate,
                 max_wait_s=max_wait_s,
                 embedding=embedding,
+                aliases=(aliases or {}).get(name, ()),
             )
             opened.append(model)
         yield Models(opened, compiler, gate)

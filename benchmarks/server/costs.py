@@ -51,7 +51,7 @@ async def start_server(port: int, kv_tokens: int = KV_TOKENS, dtype: str = "bflo
 async def fill_pool(flow: af.Session, num_tokens: int) -> None:
     """Sends distinct prompts until the pool holds this many tokens."""
     rng = random.Random(2)
-    while (await flow.stats()).cached_slots < num_tokens:
+    while ((await flow.stats()).cached_slots or 0) < num_tokens:
         async with flow.state() as root:
             branches = root.fork(16)
             for branch in branches:

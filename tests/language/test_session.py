@@ -246,3 +246,19 @@ def test_a_session_has_one_backend(monkeypatch):
     monkeypatch.delenv("AGENTFLOW_URL")
     assert isinstance(af.session()._backend, af.Embedded)
     assert isinstance(af.session(model="m")._backend, af.Embedded)
+
+
+def test_f25c_options_of_the_engine_in_this_process(monkeypatch):
+    monkeypatch.delenv("AGENTFLOW_URL", raising=False)
+    options = {"quantize": "int8", "device": "cpu", "kv_tokens": 4000}
+    backend = af.session(model="m", **options)._backend
+    assert isinstance(backend, af.Embedded)
+    assert {name: backend._options[name] for name in options} == options
+    for name, value in options.items():
+        with pytest.raises(af.BadArgument, match=name):
+            af.session("ws://there:2", **{name: value})
+        with pytest.raises(af.BadArgument, match="backend"):
+            af.session(backend=af.Scripted([]), **{name: value})
+    monkeypatch.setenv("AGENTFLOW_URL", "ws://elsewhere:1")
+    with pytest.raises(af.BadArgument, match="AGENTFLOW_URL"):
+        af.session(kv_tokens=4000)

@@ -8,6 +8,7 @@ from support.session_peer import HangingGenerator
 
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import BadArgument, UnknownModel
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.models import EngineModel, Models, OneGenerator
 from agentflow.server.openai.responses.background import open_background_runs
@@ -52,6 +53,25 @@ async def test_a_tenant_has_one_generator_on_a_model_under_the_name_it_is_served
         assert ann is model.generator(Tenant("ann"))
         assert ann is not model.generator(Tenant("ben"))
         assert ann.capabilities.model == "served"
+
+
+async def test_f25d_the_names_of_a_model_share_its_engine_and_its_cache():
+    async with FakeEngine().open_client() as client:
+        models = Models([EngineModel("served", client, TEMPLATE, aliases=["gpt-4o", "default"])])
+        only_default = Tenant("ann", models=("default",))
+        assert [model.name for model in models.seen_by(Tenant("ben"))] == ["served", "gpt-4o", "default"]
+        assert [model.name for model in models.seen_by(only_default)] == ["default"]
+        cached = []
+        for name in (None, "gpt-4o", "default"):
+            generator = models.find(name, Tenant("ben")).generator(Tenant("ben"))
+            assert generator.capabilities.model == (name or "served")
+            context = generator.open("")
+            generator.fill(context, "The quick brown fox jumps over the lazy dog")
+            end = await generator.generate(context, SamplingParams(max_tokens=2), lambda text: None)
+            cached.append(end.usage.cached_tokens)
+            generator.free(context)
+        assert cached[0] == 0 < cached[1] == cached[2]
+        assert len(list(models)) == 1  # for the metrics and the health check
 
 
 async def test_tenants_that_are_others_than_before():

@@ -24,7 +24,7 @@ from agentflow.integrations import DEFAULT_MODEL, Answer, Delta, ModelCall, Mode
 from langchain_agentflow.errors import langchain_errors
 from langchain_agentflow.messages import ChunkWriter, to_agentflow, to_langchain
 from langchain_agentflow.programs import acomplete, astream, complete, one_batch, stream
-from langchain_agentflow.settings import MAX_THREADS, ModelSettings
+from langchain_agentflow.settings import MAX_THREADS, ModelSettings, translated
 from langchain_agentflow.structured_output import Method, constraint_of, structured
 from langchain_agentflow.tools import Choice, Tool, as_openai, choice_of, specs_of
 
@@ -137,7 +137,8 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
         *,
         is_streamed: bool = False,
     ) -> ModelCall:
-        asked = {**asked, **constraint_of(asked.get("response_format"))}
+        asked = translated(asked)
+        asked |= constraint_of(asked.get("response_format"))
         for name in ("response_format", "strict"):  # every schema is enforced strictly
             asked.pop(name, None)
         tools = specs_of(asked.pop("tools", None) or ())

@@ -18,7 +18,7 @@ from agentflow.integrations import Answer, Delta, ModelCall, ModelConnection, Te
 from langchain_agentflow.errors import langchain_errors
 from langchain_agentflow.messages import finish_reason_of, logprobs_of
 from langchain_agentflow.programs import acomplete, astream, complete, one_batch, stream
-from langchain_agentflow.settings import MAX_THREADS, ModelSettings
+from langchain_agentflow.settings import MAX_THREADS, ModelSettings, translated
 
 
 class Agentflow(ModelSettings, BaseLLM):
@@ -104,8 +104,9 @@ class Agentflow(ModelSettings, BaseLLM):
     def _calls(
         self, prompts: list[str], stop: list[str] | None, asked: dict[str, Any]
     ) -> tuple[ModelConnection, list[ModelCall]]:
-        n, salt = asked.get("n") or self.n, asked.get("cache_salt", self.cache_salt)
         with langchain_errors():
+            asked = translated(asked)
+            n, salt = asked.get("n") or self.n, asked.get("cache_salt", self.cache_salt)
             options = self.options(stop, asked)
             says = [af.gen("answer", **options) for _ in prompts]
         calls = [

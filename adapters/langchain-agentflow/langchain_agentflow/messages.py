@@ -118,16 +118,24 @@ def metadata_of(answer: Answer, *, has_calls: bool) -> dict[str, Any]:
 
 
 def logprobs_of(answer: Answer) -> list[dict[str, Any]]:
-    """Returns for each token its log-probability, and the likeliest tokens at its place if they were
-    requested. The log-probability is None for a token that was re-encoded at the end of the text."""
-    top = answer.top_logprobs or [None] * len(answer.logprobs or ())
+    """Returns for each token its text, its bytes and its log-probability, as OpenAI's API does, and the
+    likeliest tokens at its place if they were requested. The log-probability is None for a token that was
+    re-encoded at the end of the text, and so are the bytes of a part of a character."""
+    logprobs = answer.logprobs or ()
+    top = answer.top_logprobs or [None] * len(logprobs)
+    tokens = answer.tokens or [None] * len(logprobs)
     return [
         {
-            "logprob": logprob,
-            "top_logprobs": [{"token": likely.text, "logprob": likely.logprob} for likely in place or ()],
+            **_token(token, logprob),
+            "top_logprobs": [_token(likely.text, likely.logprob) for likely in place or ()],
         }
-        for logprob, place in zip(answer.logprobs or (), top, strict=True)
+        for token, logprob, place in zip(tokens, logprobs, top, strict=True)
     ]
+
+
+def _token(text: str | None, logprob: float | None) -> dict[str, Any]:
+    is_whole = text is not None and "\N{REPLACEMENT CHARACTER}" not in text
+    return {"token": text, "bytes": list(text.encode()) if is_whole else None, "logprob": logprob}
 
 
 def usage_of(answer: Answer) -> UsageMetadata:

@@ -7,7 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from langchain_core.utils import secret_from_env
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
 
 import agentflow as af
 from agentflow.integrations import ModelConnection, connection_through, connection_to
@@ -36,6 +44,18 @@ _SAMPLING: Final = {
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
 }
+# Names in ``ChatOpenAI``, as fields and as arguments of a call.
+_OPENAI_NAMES: Final = {
+    "max_completion_tokens": "max_tokens",
+    "openai_api_key": "api_key",
+    "openai_api_base": "base_url",
+}
+# Dictionaries of further parameters in ``ChatOpenAI``.
+_COLLECTIONS: Final = ("model_kwargs", "extra_body")
+# Fields of ``ChatOpenAI`` that change no answer of agentflow.
+_WITHOUT_EFFECT: Final = frozenset(
+    {"openai_organization", "organization", "service_tier", "stream_usage", "tiktoken_model_name", "user"}
+)
 # Constraints on the text; at most one per call.
 CONSTRAINTS: Final = ("regex", "schema", "choices", "grammar")
 _ELSEWHERE: Final = ("n", "model", "model_name", "cache_salt", "max_retries", "stream")
@@ -86,6 +106,19 @@ class ModelSettings(BaseModel):
     """Prompts share cached KV only under an equal one."""
 
     _own_connection: ModelConnection | None = PrivateAttr(default=None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_openai_names(cls, values: Any) -> Any:
+        return _translated(values) if isinstance(values, dict) else values
+
+    @field_validator("base_url")
+    @classmethod
+    def _read_http_address(cls, address: str | None) -> str | None:
+        """Takes the address of the server's HTTP API, too."""
+        if address is None or not address.startswith(("http://", "https://")):
+            return address
+        return "ws" + address.removeprefix("http").rstrip("/").removesuffix("/v1")
 
     @model_validator(mode="after")
     def _check_numbers(self) -> ModelSettings:
@@ -148,6 +181,29 @@ class ModelSettings(BaseModel):
     @classmethod
     def is_lc_serializable(cls) -> bool:
         return True
+
+
+def translated(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns fields, or arguments of a call, with the names of ``ChatOpenAI`` replaced by this package's.
+    Raises ``BadArgument`` if two names of one field are given."""
+    try:
+        return _translated(given)
+    except ValueError as error:
+        raise af.BadArgument(str(error)) from error
+
+
+def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        inner = (value or {}).items() if name in _COLLECTIONS else [(name, value)]
+        for one, its_value in inner:
+            if one in _WITHOUT_EFFECT:
+                continue
+            known = _OPENAI_NAMES.get(one, one)
+            if known in found and found[known] != its_value:
+                raise ValueError(f"{known} is given twice with different values, also as {name}")
+            found[known] = its_value
+    return found
 
 
 def _listed(stop: Sequence[str] | str | None) -> list[str]:

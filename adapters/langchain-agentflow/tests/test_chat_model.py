@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from dataclasses import replace
 from typing import Any
 
 import anyio
 import anyio.lowlevel
 import pytest
 from langchain_agentflow import Agentflow, AgentflowInvalidRequestError, ChatAgentflow
+from langchain_agentflow.messages import logprobs_of
 from langchain_agentflow.tools import choice_of
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.load import dumpd, load
 from langchain_core.prompts import ChatPromptTemplate
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from settling import until
 
 import agentflow as af
 from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.integrations import Answer
+from agentflow.protocol.events import TokenLogprob
 
 PROMPTS: list[str] = []
 
@@ -298,3 +302,72 @@ async def test_the_text_model_in_a_loop():
     assert await model.ainvoke("12345") == "5 and"
     assert await model.abatch(["1", "22"]) == ["1 and", "2 and"]
     assert [piece async for piece in model.astream("4444")] == ["4", " and", ""]
+
+
+# As for ChatOpenAI
+
+
+@pytest.mark.parametrize(
+    ("pasted", "fields"),
+    [
+        ({"max_completion_tokens": 7}, {"max_tokens": 7}),
+        ({"model_kwargs": {"top_k": 3, "seed": 5}}, {"top_k": 3, "seed": 5}),
+        ({"extra_body": {"repetition_penalty": 1.2}, "model_kwargs": None}, {"repetition_penalty": 1.2}),
+        ({"openai_api_base": "http://127.0.0.1:8410/v1"}, {"base_url": "ws://127.0.0.1:8410"}),
+        ({"base_url": "https://models.example/v1/"}, {"base_url": "wss://models.example"}),
+        ({"request_timeout": 9.0, "stop_sequences": ["z"], "stream_usage": True}, {"timeout": 9.0}),
+    ],
+)
+def test_f25a_the_names_of_chat_openai_are_taken(pasted: dict[str, Any], fields: dict[str, Any]) -> None:
+    model = ChatAgentflow(**pasted)
+    assert {name: getattr(model, name) for name in fields} == fields
+    key = ChatAgentflow(openai_api_key="af-ann").api_key
+    assert key is not None
+    assert key.get_secret_value() == "af-ann"
+
+
+@pytest.mark.parametrize("call", [{"max_completion_tokens": 2}, {"extra_body": {"max_tokens": 2}}])
+def test_f25a_a_call_takes_them_too(call: dict[str, Any]) -> None:
+    backend = af.Scripted(lambda _: "one two three four")
+    assert Agentflow(backend=backend).invoke("Hi", **call) == "one two"
+    assert ChatAgentflow(backend=backend).bind(**call).invoke("Hi").content == "one two"
+
+
+@pytest.mark.parametrize(
+    ("pasted", "name"),
+    [
+        ({"default_headers": {"a": "b"}}, "default_headers"),
+        ({"model_kwargs": {"nothing": 1}}, "nothing"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    ],
+)
+def test_f25a_what_has_no_counterpart_is_rejected_by_name(pasted: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValidationError, match=name):
+        ChatAgentflow(**pasted)
+
+
+def test_f25b_log_probabilities_have_the_tokens_text_and_bytes() -> None:
+    likeliest = (TokenLogprob(4, "b", -0.5), TokenLogprob(5, "\N{REPLACEMENT CHARACTER}", -2.0))
+    answer = Answer(
+        0,
+        "m",
+        "eos",
+        af.Usage(1, 0, 2),
+        "a\N{SNOWMAN}",
+        (-0.1, -0.5),
+        (None, likeliest),
+        ("a", "\N{SNOWMAN}"),
+    )
+    assert logprobs_of(answer) == [
+        {"token": "a", "bytes": [97], "logprob": -0.1, "top_logprobs": []},
+        {
+            "token": "\N{SNOWMAN}",
+            "bytes": [0xE2, 0x98, 0x83],
+            "logprob": -0.5,
+            "top_logprobs": [
+                {"token": "b", "bytes": [98], "logprob": -0.5},
+                {"token": "\N{REPLACEMENT CHARACTER}", "bytes": None, "logprob": -2.0},
+            ],
+        },
+    ]
+    assert logprobs_of(replace(answer, tokens=None))[0]["token"] is None

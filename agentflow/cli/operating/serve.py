@@ -60,6 +60,7 @@ def run_serve(
             max_wait_s=config.overload.max_wait_s,
             record_to=config.logs.workload_path,
             shutdown=shutdown,
+            aliases={model.name: model.aliases for model in config.models},
         ),
         host=network.host,
         port=network.port,

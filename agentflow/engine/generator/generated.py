@@ -22,8 +22,15 @@ def generated_of(
     first = end.thought_tokens
     logprobs = tuple(end.logprobs[first:]) if params.wants_logprobs else None
     top_logprobs = _with_texts(tokenizer, end.top_logprobs[first:]) if params.top_logprobs else None
+    tokens = tuple(tokenizer.shown(token)[0] for token in end.token_ids[first:]) if logprobs else None
     return Generated(
-        text, end.finish_reason, usage_of(end), logprobs, top_logprobs, reasoning=thoughts or None
+        text,
+        end.finish_reason,
+        usage_of(end),
+        logprobs,
+        top_logprobs,
+        reasoning=thoughts or None,
+        tokens=tokens,
     )
 
 
@@ -48,10 +55,9 @@ def usage_of(end: Finished) -> Usage:
 
 
 def _with_texts(tokenizer: Tokenizer, places: Sequence[TopTokens | None]) -> TopLogprobs:
-    text_of = {token: "" for place in places for token, _ in place or ()}
-    for token in text_of:
-        text_of[token] = tokenizer.decode([token], skip_special=False, continues=True)
     return tuple(
-        None if place is None else tuple(TokenLogprob(token, text_of[token], p) for token, p in place)
+        None
+        if place is None
+        else tuple(TokenLogprob(token, tokenizer.shown(token)[0], p) for token, p in place)
         for place in places
     )

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar, TypeVarTuple, Unpack
+from typing import Any, Final, TypeVar, TypeVarTuple, Unpack
 
 import anyio
 import anyio.to_thread
@@ -75,6 +75,11 @@ PIECE_CHARS = 65_536
 # A shared prefix is computed before its forks ask for it if at least this many of its tokens are missing.
 # For fewer, the forks wait for the first of them about as briefly.
 MIN_AHEAD_TOKENS = 32
+
+
+_SHOWN_TO_ALL: Final = {"model", "prompt_tokens", "cached_tokens", "generated_tokens", "rerendered_tokens"}
+_HIDDEN: Final[dict[str, Any]] = dict.fromkeys(set(Stats.__struct_fields__) - _SHOWN_TO_ALL)
+"""Counters that cover all tenants."""
 
 
 class EngineGenerator:
@@ -558,8 +563,8 @@ class EngineGenerator:
         return context.fork(origin)
 
     async def stats(self) -> Stats:
-        """Of the engine, all sessions together. For a tenant that may not see them, of its own requests here
-        that have ended: the tokens, and zeros otherwise."""
+        """Of the engine, all sessions together. For a tenant that may not see them, the tokens of its own
+        requests here that have ended, and None otherwise."""
         if not self.tenant.sees_metrics:
             return self._stats_of(None)
         return self._stats_of(await self.engine_stats())
@@ -568,6 +573,7 @@ class EngineGenerator:
         if stats is None or not self.tenant.sees_metrics:
             return Stats(
                 self.capabilities.model,
+                **_HIDDEN,
                 prompt_tokens=self._own.prompt_tokens,
                 cached_tokens=self._own.cached_tokens,
                 generated_tokens=self._own.output_tokens,

@@ -15,12 +15,11 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from msgspec import Struct
 
 from agentflow.engine.store.hub_names import served_name
 from agentflow.errors import BadArgument
@@ -29,6 +28,7 @@ from agentflow.server.config.schema import (
     SECTIONS,
     TABLES,
     VARIABLE_PREFIX,
+    EngineConfig,
     ModelConfig,
     ServeConfig,
     Setting,
@@ -202,7 +202,7 @@ def _from_variable(given: Mapping[str, str], name: str) -> tuple[Any, str] | Non
 
 
 def _models(
-    flags: Flags, given: Mapping[str, str], file: FileValues, path: str | None, engine: Struct
+    flags: Flags, given: Mapping[str, str], file: FileValues, path: str | None, engine: EngineConfig
 ) -> tuple[tuple[ModelConfig, ...], dict[str, dict[str, Any]], str]:
     """The models, each one's own settings, and where they were named. The first source that names models
     decides which there are; the tables of the file decide how they are run."""
@@ -225,8 +225,26 @@ def _models(
     if not own:
         raise BadArgument(f"{where} names no model")
     shared = {name: getattr(engine, name) for name in shared_names()}
+    if engine.served_model_names:
+        own = _renamed(own, engine.served_model_names)
     models = tuple(ModelConfig(name=name, **{"path": name, **shared, **table}) for name, table in own.items())
+    names = Counter(name for model in models for name in (model.name, *model.aliases))
+    for name, count in names.items():
+        if count > 1:
+            raise BadArgument(f"two models, or names of one, are called {name!r}", param=name)
     return models, own, source
+
+
+def _renamed(own: Mapping[str, dict[str, Any]], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The table of the only model under the first of these names, with the others as aliases."""
+    if len(own) > 1:
+        raise BadArgument(
+            "served_model_names are names of one model, and there are several: write --model NAME=PATH",
+            param="served_model_names",
+        )
+    [(name, table)] = own.items()
+    aliases = [*names[1:], *(one for one in table.get("aliases", ()) if one not in names)]
+    return {names[0]: {"path": name, **table, "aliases": tuple(aliases)}}
 
 
 def _named(text: str, where: str) -> tuple[str, str | None]:

@@ -45,6 +45,9 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     memory_share: Annotated[
         Fraction, doc("fraction of the free memory for the weights and KV pools of all models")
     ] = 0.8
+    served_model_names: Annotated[
+        tuple[Text, ...], doc("names of the only model, instead of its own; the first is its main one")
+    ] = ()
 
 
 class ModelConfig(EngineSettings, frozen=True, kw_only=True):
@@ -52,6 +55,7 @@ class ModelConfig(EngineSettings, frozen=True, kw_only=True):
 
     name: str
     path: Annotated[Text, doc("a model's name, or a folder or GGUF file (not set: NAME)")]
+    aliases: Annotated[tuple[Text, ...], doc("more names of the model, on the same engine")] = ()
 
     def engine_options(self) -> EngineOptions:
         """The options of its engine."""

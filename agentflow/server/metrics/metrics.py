@@ -77,17 +77,17 @@ class MetricFamilies(Collector):
             {name: int(of.is_engine_up) for name, of in self._models.items()},
         )
         last = {name: of.totals.last for name, of in self._models.items()}
-        running = {name: stats.running for name, stats in last.items()}
+        running = {name: stats.running or 0 for name, stats in last.items()}
         yield self._gauge("running_requests", "Requests in the batch.", running)
-        waiting = {name: stats.waiting for name, stats in last.items()}
+        waiting = {name: stats.waiting or 0 for name, stats in last.items()}
         yield self._gauge("waiting_requests", "Requests that wait to be admitted.", waiting)
         slots = GaugeMetricFamily("agentflow_kv_tokens", "Tokens of the KV pool.", labels=["model", "state"])
         for name, stats in last.items():
-            slots.add_metric([name, "free"], stats.free_slots)
-            slots.add_metric([name, "cached"], stats.cached_slots)
-            slots.add_metric([name, "in_use"], stats.in_use_slots)
+            slots.add_metric([name, "free"], stats.free_slots or 0)
+            slots.add_metric([name, "cached"], stats.cached_slots or 0)
+            slots.add_metric([name, "in_use"], stats.in_use_slots or 0)
         yield slots
-        resident = {name: stats.peak_resident_bytes for name, stats in last.items()}
+        resident = {name: stats.peak_resident_bytes or 0 for name, stats in last.items()}
         yield self._gauge("engine_peak_resident_bytes", "Largest memory of the engine's process.", resident)
 
     def _gauge(self, name: str, text: str, values: Mapping[str, float]) -> Metric:
@@ -249,12 +249,13 @@ class EngineTotals:
 
     def update(self, stats: Stats | EngineStats) -> None:
         """Records an answer of the engine, unless it is older than the last one."""
-        if (stats.restarts, stats.steps) < (self.last.restarts, self.last.steps):
+        restarts, last_restarts = stats.restarts or 0, self.last.restarts or 0
+        if (restarts, stats.steps or 0) < (last_restarts, self.last.steps or 0):
             return
-        if stats.restarts > self.last.restarts:
+        if restarts > last_restarts:
             self._keep()
         self.last = stats
-        self.restarts = self._restarts_before + stats.restarts
+        self.restarts = self._restarts_before + restarts
 
     def next_engine(self) -> None:
         """Prepares for another engine, whose counters and restarts begin at 0."""

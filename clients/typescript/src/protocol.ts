@@ -685,6 +685,8 @@ export interface ValueEvent {
   forced?: [number, number][] | null;
   /** What a reasoning model thought before the text; it is no part of it. */
   reasoning?: string | null;
+  /** The text of each token that `logprobs` has an entry for. */
+  tokens?: string[] | null;
 }
 
 /** Tokens of one generation. */
@@ -739,42 +741,42 @@ export interface StatsReplyEvent {
 /**
  * Counters of the server since its start, for all sessions together, and current gauges. For a tenant
  * without `sees_metrics`: `prompt_tokens`, `cached_tokens`, `generated_tokens` and `rerendered_tokens`
- * of the tenant's own finished requests of this model, and 0 in all other fields.
+ * of the tenant's own finished requests of this model, and `null` in all other fields.
  */
 export interface Stats {
   model: string;
   /** Forward passes. */
-  steps: number;
+  steps: number | null;
   prompt_tokens: number;
   /** Of the prompts, those found in the cache. */
   cached_tokens: number;
   /** Of these, those that were generated earlier. */
-  cached_output_tokens: number;
-  computed_tokens: number;
+  cached_output_tokens: number | null;
+  computed_tokens: number | null;
   generated_tokens: number;
   /** Evicted from the cache. */
-  evicted_tokens: number;
+  evicted_tokens: number | null;
   /** Computed again because the chat template rewrites earlier turns. */
   rerendered_tokens: number;
   /** Preempted requests. */
-  retractions: number;
+  retractions: number | null;
   /** Unused slots of the KV pool. */
-  free_slots: number;
+  free_slots: number | null;
   /** Slots of the KV pool that only the cache uses. */
-  cached_slots: number;
+  cached_slots: number | null;
   /** Slots of the KV pool that running requests use. */
-  in_use_slots: number;
-  total_slots: number;
+  in_use_slots: number | null;
+  total_slots: number | null;
   /** Requests in the batch. */
-  running: number;
+  running: number | null;
   /** Requests not yet in the batch. */
-  waiting: number;
+  waiting: number | null;
   /** Peak resident memory of the engine's process. */
-  peak_resident_bytes: number;
+  peak_resident_bytes: number | null;
   /** How often the engine was restarted after it died; the counters restart then. */
-  restarts: number;
+  restarts: number | null;
   /** Of the generated tokens, those that a constraint forced and that were not sampled. */
-  forced_tokens: number;
+  forced_tokens: number | null;
 }
 
 /**

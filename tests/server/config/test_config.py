@@ -101,6 +101,32 @@ def test_a_switch_of_the_file_can_be_turned_by_a_flag(file):
     assert loaded(cache=False).sources["cache"] == "flag --no-cache"
 
 
+def test_f25d_a_model_may_have_several_names(file):
+    [model] = loaded(models=["big=/models/big"], served_model_names=["gpt-4o", "default"]).config.models
+    assert (model.name, model.aliases, model.path) == ("gpt-4o", ("default",), "/models/big")
+    [model] = loaded(environment={"AGENTFLOW_SERVE_SERVED_MODEL_NAME": "gpt-4o"}).config.models
+    assert (model.name, model.aliases, model.path) == ("gpt-4o", (), "smollm2-135m")
+    found = loaded(file=file('[models.big]\naliases = ["a", "b"]\n[models.small]\n'))
+    assert [(model.name, model.aliases) for model in found.config.models] == [
+        ("big", ("a", "b")),
+        ("small", ()),
+    ]
+    again = loaded(file=file(config_text(found)))
+    assert again.config == found.config
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "says"),
+    [
+        ('[models.big]\naliases = ["small"]\n[models.small]\n', {}, "'small'"),
+        ('[models.big]\naliases = ["a", "a"]\n', {}, "'a'"),
+        ("[models.big]\n[models.small]\n", {"served_model_names": ["a"]}, "served_model_names"),
+    ],
+)
+def test_f25d_names_are_of_one_model(file, text, flags, says):
+    assert says in refusal(file=file(text), **flags)
+
+
 def test_a_models_own_table_comes_before_what_holds_for_all(file):
     path = file('[engine]\nthreads = 2\n[models.big]\npath = "/models/big"\nthreads = 7\n[models.small]\n')
     big, small = loaded(file=path, threads="3", kv_tokens="5").config.models
@@ -251,7 +277,8 @@ _NAMES = st.text(st.characters(codec="utf-8", exclude_characters="/=\0"), min_si
 
 @st.composite
 def _flags(draw) -> dict[str, object]:
-    chosen = draw(st.sets(st.sampled_from([name for name in all_settings() if name not in _SEPARATE])))
+    separate = (*_SEPARATE, "served_model_names")  # of a single model only
+    chosen = draw(st.sets(st.sampled_from([name for name in all_settings() if name not in separate])))
     values: dict[str, object] = {}
     for name in sorted(chosen):
         value = draw(_value_of(all_settings()[name].kind))
@@ -316,7 +343,7 @@ def test_the_limits_are_the_servers_own():
 
 def test_the_schema_agrees_with_the_engine():
     assert tuple(POLICIES) == POLICY_NAMES
-    assert {*model_settings()} == {"path", *shared_names()}
+    assert {*model_settings()} == {"path", "aliases", *shared_names()}
     sections = {field.name: field.default for field in structs.fields(ServeConfig) if field.name != "models"}
     assert {name: type(default) for name, default in sections.items()} == {
         name: section.struct for name, section in SECTIONS.items()
