@@ -84,7 +84,8 @@ def text_under(compiled: CompiledConstraint) -> GrowingText:
     """A new one."""
     if compiled.form == "dfa":
         return DfaText(Dfa.from_bytes(compiled.payload))
-    return MatcherText(LlguidanceGrammar(compiled.payload.decode(), BYTE_VOCABULARY).matcher())
+    grammar = LlguidanceGrammar(compiled.payload.decode(), BYTE_VOCABULARY, compiled.num_alternatives)
+    return MatcherText(grammar.matcher())
 
 
 def walk(text: GrowingText, chance: random.Random, prefix: bytes = b"") -> bytes | None:

@@ -81,6 +81,7 @@ class CharGraph:
         self._index_of_set: dict[Ranges, int] = {}
         self._index_of_char: dict[int, int] = {}
         self._node_of: dict[tuple[int, ...], int] = {}
+        self._loop_of: dict[tuple[int, int], int] = {}
         self._places: dict[int, frozenset[int]] = {END: frozenset([END])}
 
     def add(self, regex: Regex, after: int) -> int:
@@ -155,14 +156,22 @@ class CharGraph:
     def _repeat(self, repeat: Repeat, after: int) -> int:
         node = after
         if repeat.most is None:
-            node = self._node(-1, (-len(self.set_of), after))  # unique: its targets are not known yet
-            body = self.add(repeat.part, node)
-            self.branches[node] = (after,) if body in (node, NOWHERE) else (body, after)
+            node = self._loop(repeat.part, after)
         else:
             for _ in range(repeat.most - repeat.least):
                 node = self._split([self.add(repeat.part, node), after])
         for _ in range(repeat.least):
             node = self.add(repeat.part, node)
+        return node
+
+    def _loop(self, part: Regex, after: int) -> int:
+        key = (id(part), after)
+        node = self._loop_of.get(key)
+        if node is None:
+            node = self._node(-1, (-len(self.set_of), after))  # unique: its targets are not known yet
+            self._loop_of[key] = node
+            body = self.add(part, node)
+            self.branches[node] = (after,) if body in (node, NOWHERE) else (body, after)
         return node
 
     def _look_ahead(self, look_ahead: LookAhead, after: int) -> int:

@@ -90,7 +90,9 @@ class GrammarCache:
     def _made(self, constraint: CompiledConstraint) -> Grammar:
         if constraint.form == "dfa":
             return DfaGrammar(Dfa.from_bytes(constraint.payload), self.vocabulary)
-        return LlguidanceGrammar(constraint.payload.decode(), self._llguidance_vocabulary)
+        return LlguidanceGrammar(
+            constraint.payload.decode(), self._llguidance_vocabulary, constraint.num_alternatives
+        )
 
     def _bound(self) -> None:
         """Drops grammars beyond the limits. Requests that use one keep it alive."""

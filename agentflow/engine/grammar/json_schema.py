@@ -104,8 +104,6 @@ MOST_POSITIONS: Final = 6_000
 """The size limit of an expression: the number of its character positions, repeats written out."""
 
 MOST_DEPTH: Final = 40
-MOST_MEMBERS: Final = 300
-"""The limit for one object: for each member that may come first, all that may follow it are written out."""
 
 JsonObject: TypeAlias = Mapping[str, Any]
 
@@ -224,7 +222,7 @@ class _SchemaReader:
         if set(said) - {"properties", "required", "additionalProperties"} or not isinstance(properties, dict):
             raise _NotRegular
         closed = said.get("additionalProperties", not properties) is False
-        if not closed or len(properties) > MOST_MEMBERS:
+        if not closed:
             raise _NotRegular
         if not isinstance(required, list) or not set(required) <= set(properties):
             raise _NotRegular
@@ -301,16 +299,25 @@ def _numeric_limits(said: JsonObject) -> dict[str, int | float]:
 
 def _members(members: list[tuple[Regex, bool]], comma: Regex) -> Regex:
     """At least one of the members, in order, all required ones included, separated by commas."""
-    firsts: list[Regex] = []
-    for place, (member, is_required) in enumerate(members):
-        parts = [member]
-        for later, later_is_required in members[place + 1 :]:
-            next_one = Sequence((comma, later))
-            parts.append(next_one if later_is_required else Repeat(next_one, 0, 1))
-        firsts.append(Sequence(tuple(parts)))
-        if is_required:
-            break  # nothing after it can be the first
-    return one_of(firsts)
+    required = [place for place, (_, is_required) in enumerate(members) if is_required]
+    if not required:
+        return _some([member for member, _ in members], comma)
+    first = required[0]
+    parts: list[Regex] = [Repeat(Sequence((member, comma)), 0, 1) for member, _ in members[:first]]
+    parts.append(members[first][0])
+    for member, is_required in members[first + 1 :]:
+        next_one = Sequence((comma, member))
+        parts.append(next_one if is_required else Repeat(next_one, 0, 1))
+    return Sequence(tuple(parts))
+
+
+def _some(members: list[Regex], comma: Regex) -> Regex:
+    """At least one of the members, in order. Halves share their parts, so the expression stays small."""
+    if len(members) == 1:
+        return members[0]
+    middle = len(members) // 2
+    first, second = _some(members[:middle], comma), _some(members[middle:], comma)
+    return Choice((Sequence((first, Repeat(Sequence((comma, second)), 0, 1))), second))
 
 
 def _needed(regex: Regex | None) -> Regex:

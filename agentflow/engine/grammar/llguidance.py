@@ -23,12 +23,15 @@ ITEMS_IN_ROW: Final = 500
 STEP_ITEMS: Final = 50_000
 STEP_FUEL: Final = 200_000
 LEXER_STATES: Final = 20_000
-START_FUEL: Final = 1_000_000
+START_FUEL: Final = 5_000_000
 GRAMMAR_SYMBOLS: Final = 200_000
 
 ALL_TOKENS_ALLOWED: Final = '%llguidance {"no_forcing": true}'
 """The last line of each grammar. Without it, a mask contains only one of the tokens that begin a forced text.
 """
+
+_ITEMS_PER_ALTERNATIVE: Final = 4
+"""An optional member of an object takes that many items wherever it may come next."""
 
 _LEXER_ERROR: Final = "lexer error: too many "
 _TOKENS_FOR_A_LEXER: Final = 32
@@ -45,10 +48,10 @@ NOWHERE_TO_GO: Final = "the grammar reaches a position where no token can follow
 AnswerT = TypeVar("AnswerT")
 
 
-def parser_limits() -> LLParserLimits:
-    """The limits of one text under one grammar."""
+def parser_limits(num_alternatives: int = 0) -> LLParserLimits:
+    """The limits of one text under one grammar (see ``CompiledConstraint.num_alternatives``)."""
     return LLParserLimits(
-        max_items_in_row=ITEMS_IN_ROW,
+        max_items_in_row=ITEMS_IN_ROW + _ITEMS_PER_ALTERNATIVE * num_alternatives,
         initial_lexer_fuel=START_FUEL,
         step_lexer_fuel=STEP_FUEL,
         step_max_items=STEP_ITEMS,
@@ -106,14 +109,15 @@ class _TokenTable:
 
 class LlguidanceGrammar:
     """A grammar in the library's notation (as ``compile_constraint`` writes it) for one vocabulary.
-    ``RequestRefused`` if the library rejects it.
+    ``RequestRefused`` if the library rejects it. ``num_alternatives``: as in ``CompiledConstraint``.
 
     >>> grammar = LlguidanceGrammar(compiled.payload.decode(), LlguidanceVocabulary(tokenizer, 49152))
     >>> matcher = grammar.matcher()
     """
 
-    def __init__(self, payload: str, vocabulary: LlguidanceVocabulary) -> None:
+    def __init__(self, payload: str, vocabulary: LlguidanceVocabulary, num_alternatives: int = 0) -> None:
         self._vocabulary = vocabulary
+        self._limits = parser_limits(num_alternatives)
         self._payload = payload
         self.fresh = self.made()
         """The parser of the empty text. Its copies share the lexer, and with it the lexer's limits."""
@@ -140,7 +144,7 @@ class LlguidanceGrammar:
     def made(self) -> LLMatcher:
         """A parser of the empty text with a lexer of its own."""
         tokenizer = self._vocabulary.ll_tokenizer
-        made = LLMatcher(tokenizer, self._payload, log_level=0, limits=parser_limits())
+        made = LLMatcher(tokenizer, self._payload, log_level=0, limits=self._limits)
         if made.is_error():
             message = f"the grammar cannot be used: {_first_line(made.get_error())}"
             raise RequestRefused(message, param="constraint")

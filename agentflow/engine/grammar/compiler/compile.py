@@ -39,6 +39,7 @@ from agentflow.engine.grammar.compiler.schema_check import (
     check_schema,
     explicit,
     for_llguidance,
+    num_alternatives,
     parse_schema,
 )
 from agentflow.engine.grammar.dfa import build_dfa
@@ -117,14 +118,25 @@ def _compiled_parts(constraint: PartedConstraint) -> tuple[PartedConstraint, Com
 
 def _compiled(constraint: Constraint) -> CompiledConstraint:
     compiled = _regex_or_grammar(constraint)
-    if isinstance(compiled, str):
-        payload = _checked(compiled, constraint.kind).encode()
-        return CompiledConstraint(_key(constraint), "llguidance", payload)
-    try:
-        return CompiledConstraint(_key(constraint), "dfa", build_dfa(compiled).to_bytes())
-    except TooLargeForDfa:
-        grammar = _grammar_of(constraint, compiled)
-    return CompiledConstraint(_key(constraint), "llguidance", _checked(grammar, constraint.kind).encode())
+    if not isinstance(compiled, str):
+        try:
+            return CompiledConstraint(_key(constraint), "dfa", build_dfa(compiled).to_bytes())
+        except TooLargeForDfa:
+            compiled = _grammar_of(constraint, compiled)
+    count = _num_alternatives(constraint)
+    payload = _checked(compiled, constraint.kind, count).encode()
+    return CompiledConstraint(_key(constraint), "llguidance", payload, num_alternatives=count)
+
+
+def _num_alternatives(constraint: Constraint) -> int:
+    """Of its schemas, under a parser."""
+    sources = [constraint.source] if constraint.kind == "schema" else []
+    if constraint.kind == "tags":
+        sources = [tag.source for tag in constraint.tags() if tag.kind == "schema"]
+    counts = [num_alternatives(_read_schema(source)) for source in sources]
+    if constraint.instead is not None:
+        counts.append(_num_alternatives(constraint.instead))
+    return max(counts, default=0)
 
 
 def _key(constraint: Constraint) -> str:
@@ -171,10 +183,11 @@ def _either_grammar(one: Constraint, first: Regex | str, other: Constraint, seco
         grammar = text_apart(pattern, one.apart)
     else:
         grammar = _as_grammar(other, second)
-    _checked(grammar, other.kind)
+    count = _num_alternatives(other)
+    _checked(grammar, other.kind, count)
     is_alike = one.kind == "tags" or other.kind == "schema"
     for text in one.apart if is_alike else [text[:1] for text in one.apart]:
-        if _may_begin(grammar, text):
+        if _may_begin(grammar, text, count):
             raise BadArgument(
                 f"{other.kind}: its text may begin with {text!r}, as a tool call does: make it stricter (an "
                 "object with additionalProperties false, say), or allow no tool calls"
@@ -182,8 +195,8 @@ def _either_grammar(one: Constraint, first: Regex | str, other: Constraint, seco
     return either_grammar(_as_grammar(one, first), grammar)
 
 
-def _may_begin(grammar: str, text: str) -> bool:
-    matcher = LlguidanceGrammar(grammar, _byte_vocabulary()).matcher()
+def _may_begin(grammar: str, text: str, count: int) -> bool:
+    matcher = LlguidanceGrammar(grammar, _byte_vocabulary(), count).matcher()
     for byte in text.encode():
         if not is_allowed(matcher.mask(), byte):
             return False
@@ -271,7 +284,8 @@ def _tag_body(tag: TagRule, whitespace: Whitespace) -> TagBody:
     be generated."""
     try:
         body = _of_source(tag.kind, tag.source, whitespace)
-        _checked(tag_alone(tag, body), tag.kind)
+        count = num_alternatives(_read_schema(tag.source)) if tag.kind == "schema" else 0
+        _checked(tag_alone(tag, body), tag.kind, count)
         return body
     except BadArgument as error:
         why = str(error)
@@ -307,7 +321,7 @@ def _as_grammar(constraint: Constraint, compiled: Regex | str) -> str:
     return _lark_of_pattern(pattern_of(compiled))
 
 
-def _checked(grammar: str, kind: str) -> str:
+def _checked(grammar: str, kind: str, count: int) -> str:
     """The grammar, once the library accepts it and a text can begin under it.
 
     The library recurses over rules, and a stack overflow ends the process. This process may die, but the
@@ -317,21 +331,21 @@ def _checked(grammar: str, kind: str) -> str:
     usual = threading.stack_size(SMALL_STACK_BYTES)
     try:
         with ThreadPoolExecutor(1) as threads:
-            threads.submit(_refuse_what_the_library_does, grammar, kind).result()
+            threads.submit(_refuse_what_the_library_does, grammar, kind, count).result()
     finally:
         threading.stack_size(usual)
     return grammar
 
 
-def _refuse_what_the_library_does(grammar: str, kind: str) -> None:
+def _refuse_what_the_library_does(grammar: str, kind: str, count: int) -> None:
     vocabulary = _byte_vocabulary()
     is_error, messages = LLMatcher.validate_grammar_with_warnings(
-        grammar, vocabulary.ll_tokenizer, limits=parser_limits()
+        grammar, vocabulary.ll_tokenizer, limits=parser_limits(count)
     )
     if is_error or messages:
         raise BadArgument(f"{kind}: {_explained(messages[0])}")
     try:
-        compiled = LlguidanceGrammar(grammar, vocabulary)
+        compiled = LlguidanceGrammar(grammar, vocabulary, count)
         text = compiled.matcher()
         can_begin = text.mask().any()
         text.forced()

@@ -99,7 +99,8 @@ class CompiledConstraint(msgspec.Struct, frozen=True, array_like=True):
 
     ``key``: equal for equal constraints of a tenant. ``payload``: a ``Dfa`` as ``Dfa.to_bytes`` writes it, or
     a grammar for llguidance (UTF-8). Empty if the engine already has it under the key. ``lengths``: of a JSON
-    value, for ``LengthMatcher``. ``relaxed``: what it does not keep.
+    value, for ``LengthMatcher``. ``relaxed``: what it does not keep. ``num_alternatives``: the most members
+    and options that its schemas allow at one place, which raises the parser's limit of items.
     """
 
     key: str
@@ -107,6 +108,7 @@ class CompiledConstraint(msgspec.Struct, frozen=True, array_like=True):
     payload: bytes
     lengths: Lengths | None = None
     relaxed: tuple[Relaxed, ...] = ()
+    num_alternatives: int = 0
 
     def limited(self, constraint: Constraint) -> CompiledConstraint:
         """The same with the lengths of ``constraint``, from which it was compiled."""

@@ -206,6 +206,55 @@ def for_llguidance(schema: Schema) -> Schema:
     return narrower
 
 
+MOST_ALTERNATIVES: Final = 1_050
+"""The most members and options at one place: 1,000 optional members, and what else their objects allow."""
+
+_UNITS_OF_CONTAINER: Final = 2
+
+
+def num_alternatives(root: Schema) -> int:
+    """The most members and options among which the parser chooses at one place of the explicit schema.
+    ``BadArgument``, which names the place, if they are more than a step of the parser can read.
+
+    >>> num_alternatives({"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "required": ["c"]})
+    5
+    """
+    known: dict[int, int] = {}
+    most = 0
+    for place, schema in placed_subschemas(root):
+        count = _alternatives(schema, root, known)
+        if count > MOST_ALTERNATIVES:
+            where = f"{'.'.join(place)}: " if place else ""
+            raise BadArgument(
+                f"schema: {where}allows {count:,} members or options at one place, more than "
+                f"{MOST_ALTERNATIVES:,}: require some of the members, or group them in objects"
+            )
+        most = max(most, count)
+    return most
+
+
+def _alternatives(schema: Any, root: Schema, known: dict[int, int]) -> int:
+    """Of the values of one schema. ``known``: by the identity of a schema; 0 for those being counted."""
+    if not isinstance(schema, dict):
+        return 1
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = 0
+    target = resolved(schema, root)
+    count = _alternatives(target, root, known) if target is not schema else 0
+    for key in ("anyOf", "oneOf", "allOf"):
+        count += sum([_alternatives(one, root, known) for one in schema.get(key, [])])
+    count += sum([isinstance(value, dict | list) for value in schema.get("enum", [])])
+    required = {*schema.get("required", [])}
+    longest = run = 0
+    for name in schema.get("properties", {}):
+        run += 1  # the required member that ends a run is an alternative, too
+        longest = max(longest, run)
+        run = 0 if name in required else run
+    known[id(schema)] = count = count + longest + _UNITS_OF_CONTAINER
+    return count
+
+
 _NEAREST: Final = 1e-12
 
 

@@ -286,6 +286,81 @@ anything = st.recursive(
 )
 
 
+VALUES = {
+    "strings": {"type": "string"},
+    "integers": {"type": "integer"},
+    "patterns": {"type": "string", "pattern": "^a+$"},
+    "objects": {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "null"}}},
+}
+
+
+def optional_members(number: int, value: object, name: str = "member") -> dict[str, object]:
+    return {"type": "object", "properties": {f"{name}_{n}": value for n in range(number)}}
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("number", [135, 1000])
+def test_f39b_objects_of_many_optional_members_can_be_written(number, value):
+    schema = optional_members(number, VALUES[value])
+    constraint = compiled("schema", json.dumps(schema))
+    for prefix in (f'{{"member_{number // 2}', f'{{"member_{number - 1}'):
+        text = walk(text_under(constraint), random.Random(0), prefix.encode())
+        assert text is not None
+        assert text.startswith(prefix.encode())
+        jsonschema.validate(json.loads(text), schema)
+
+
+def test_f39c_many_optional_arguments_of_a_tool_can_be_written():
+    source = json.dumps(optional_members(400, {"type": "boolean"}))
+    rule = {"begin": "<call>", "kind": "schema", "source": source, "end": "</call>"}
+    constraint = compiled("tags", json.dumps([rule]))
+    assert takes(constraint, 'I call <call>{"member_7": true, "member_399": false}</call>')
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        (optional_members(1_200, {"type": "string"}), "1,"),
+        ({"type": "array", "items": optional_members(2_000, {"type": "string"})}, "items: "),
+        ({"anyOf": [optional_members(600, {"type": "null"}, name) for name in "ab"]}, "1,"),
+        ({"anyOf": [{"type": "array", "items": {"pattern": f"^{n}"}} for n in range(900)]}, "1,"),
+    ],
+)
+def test_f39d_too_many_members_at_one_place_are_rejected_before_anything_is_written(schema, place):
+    with pytest.raises(BadArgument) as caught:
+        compiled("schema", json.dumps(schema))
+    assert place in str(caught.value)
+
+
+@st.composite
+def crowded_schemas(draw):
+    """Objects of many optional members and unions of many options."""
+
+    def an_object(name: str) -> dict[str, object]:
+        members = optional_members(draw(st.integers(1, 90)), draw(st.sampled_from([*VALUES.values()])), name)
+        required = draw(st.lists(st.sampled_from([*members["properties"]]), max_size=2, unique=True))
+        others = draw(st.sampled_from([{}, {"additionalProperties": True}]))
+        return {**members, "required": required, **others}
+
+    options = [an_object(name) for name in draw(st.sampled_from(["a", "ab", "abcd"]))]
+    options += [{"type": "array", "items": one} for one in draw(st.sampled_from([[], options]))]
+    options += [{"type": "array", "items": {"const": n}} for n in range(draw(st.integers(0, 90)))]
+    return draw(st.sampled_from([{"anyOf": options}, {"type": "array", "items": {"anyOf": options}}]))
+
+
+@given(crowded_schemas(), st.integers(0, 99))
+def test_f39e_a_schema_that_compiles_can_be_written(schema, seed):
+    text = text_under(compiled("schema", json.dumps(schema)))
+    dice = random.Random(seed)
+    for _ in range(80):
+        allowed = text.allowed()
+        if not allowed:
+            break
+        marks = [byte for byte in allowed if byte in b'"{}[]:, ']
+        text.take(dice.choice(marks or allowed))
+    assert text.allowed() or text.may_end()
+
+
 @given(anything)
 def test_any_json_is_compiled_or_rejected_as_a_schema(schema):
     try:
