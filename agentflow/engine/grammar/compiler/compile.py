@@ -11,6 +11,7 @@ import json
 import random
 import re
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -72,10 +73,15 @@ VERSION: Final = 1
 _ANY_TEXT: Final = Repeat(ANY_CHAR, 0, None)
 SMALL_STACK_BYTES: Final = 1 << 20
 
+_TRIED_TEXTS: Final = 8
 _TRIED_BYTES: Final = 200
-"""The length of the texts that a pattern is tried with: longer ones take long with large character sets."""
+"""The length of the texts that a grammar is tried with: longer ones take long with large character sets."""
 
 _RULE_OF_EBNF: Final = re.compile(r"^[ \t]*(<?[\w-]+>?)[ \t]*::=", re.MULTILINE)
+_START_OF_LARK: Final = re.compile(r"^([ \t]*)start(?=[ \t]*(?:\[[^\]\n]*\])?[ \t]*:)", re.MULTILINE)
+_TERMINAL_OF_LARK: Final = re.compile(
+    r"^[ \t]*(_?[A-Z][A-Z0-9_]*)(?=[ \t]*(?:\[[^\]\n]*\])?[ \t]*:)", re.MULTILINE
+)
 # temperature is not supported here; max_tokens would count tokens that jump-forward encodes again.
 _ATTRIBUTE_OF_GEN: Final = re.compile(r"^[ \t]*\w+[ \t]*\[[^\]\n]*\b(temperature|max_tokens)\b", re.MULTILINE)
 _WHITESPACE: Final[dict[str, dict[str, Any]]] = {
@@ -274,9 +280,11 @@ def _of_lark(source: str) -> str:
     if attribute := _ATTRIBUTE_OF_GEN.search(source):
         raise BadArgument(f"grammar: {attribute[1]} must be set on the gen, not on a rule")
     try:
-        return f"{gbnf_to_lark(source) if names else source}\n{ALL_TOKENS_ALLOWED}"
+        grammar = f"{gbnf_to_lark(source) if names else source}\n{ALL_TOKENS_ALLOWED}"
     except Exception as error:  # the library raises bare Exception
         raise BadArgument(f"grammar: {error}") from None
+    _check_terminals(grammar)
+    return grammar
 
 
 def _tag_body(tag: TagRule, whitespace: Whitespace) -> TagBody:
@@ -349,7 +357,7 @@ def _refuse_what_the_library_does(grammar: str, kind: str, count: int) -> None:
         text = compiled.matcher()
         can_begin = text.mask().any()
         text.forced()
-        if kind == "regex":
+        if kind not in ("schema", "tags"):
             _write_texts(compiled)
     except RequestRefused as error:
         raise BadArgument(f"{kind}: {error}") from None
@@ -358,15 +366,46 @@ def _refuse_what_the_library_does(grammar: str, kind: str, count: int) -> None:
 
 
 def _write_texts(grammar: LlguidanceGrammar) -> None:
-    """Writes the beginnings of two texts. ``RequestRefused`` if a step exceeds a limit: a pattern that is too
-    ambiguous shows that within some tens of characters."""
-    for choose in (min, random.Random(0).choice):
-        text = grammar.matcher()
+    """Writes the beginnings of some texts. ``RequestRefused`` if a step exceeds a limit, or a text can
+    neither go on nor end: a pattern that is too ambiguous shows that within some tens of characters, and a
+    rule without texts where it begins."""
+    tried: Counter[tuple[bytes, int]] = Counter()
+    dice = random.Random(0)
+    for number in range(_TRIED_TEXTS):
+        text, written = grammar.matcher(), bytearray()
         for _ in range(_TRIED_BYTES):
-            allowed = np.flatnonzero(np.unpackbits(text.mask().view(np.uint8), bitorder="little")).tolist()
+            try:
+                mask = text.mask()
+            except RequestRefused as error:
+                raise RequestRefused(f"after {written.decode(errors='replace')!r}, {error}") from None
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
             if not allowed:
                 break
-            text.take(choose(allowed))
+            here = mask.tobytes()
+            if number < 2:
+                byte = min(allowed) if number == 0 else dice.choice(allowed)
+            else:  # the one that was written least often where the same ones were allowed
+                byte = min(allowed, key=lambda byte: (tried[here, byte], dice.random()))
+            tried[here, byte] += 1
+            text.take(byte)
+            written.append(byte)
+
+
+def _check_terminals(grammar: str) -> None:
+    """``BadArgument`` for a terminal that no text matches. The library finds that where one begins, which is
+    after the text before it was written."""
+    if "&" not in grammar and "~" not in grammar:
+        return
+    other = _START_OF_LARK.sub(r"\1start_of_text", grammar)
+    for name in _TERMINAL_OF_LARK.findall(grammar):
+        try:
+            matcher = LlguidanceGrammar(f"{other}\nstart: {name}\n", _byte_vocabulary()).matcher()
+        except RequestRefused:
+            return  # the grammar cannot be used, which is reported with the whole of it
+        try:
+            matcher.mask()
+        except RequestRefused:
+            raise BadArgument(f"grammar: no text matches {name}") from None
 
 
 def _explained(message: str) -> str:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Set
 from typing import Any, Final
 
+from agentflow.engine.grammar.compiler.dead_ends import check_writable, drop_names_without_text
 from agentflow.engine.grammar.json_scalars import MOST_INTEGER, MOST_NUMBER
 from agentflow.engine.grammar.json_schema import IN_PLACE, has_type
 from agentflow.errors import BadArgument
@@ -169,6 +170,9 @@ def check_schema(schema: Schema, place: Path = ()) -> None:
 def explicit(schema: Schema) -> Schema:
     """The explicit schema, made from one that has passed ``check_schema`` and has no keywords that cannot be
     kept. ``BadArgument`` if no finite value satisfies it."""
+    for place, sub in list(placed_subschemas(schema)):
+        drop_names_without_text(sub)
+        check_writable(sub, ".".join(place))
     subschemas = [sub for _, sub in placed_subschemas(schema)]
     if not has_finite_value(schema):
         raise BadArgument(

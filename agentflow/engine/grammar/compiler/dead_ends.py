@@ -1,0 +1,99 @@
+"""Finds names and strings that no text can spell, which the library would begin to write.
+
+llguidance checks whether a schema has a value, but not whether a pattern leaves any name for a member, nor
+whether a string can be written with the escapes that are allowed. Its grammar then has a dead end: a text
+that no token can continue. Here such patterns are dropped, where the schema means the same without them, or
+rejected.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from agentflow.engine.grammar.dfa import build_dfa
+from agentflow.engine.grammar.regex import (
+    MAX_CODE_POINT,
+    CharSet,
+    Choice,
+    LookAhead,
+    Regex,
+    Repeat,
+    Sequence,
+    TooLargeForDfa,
+    literal,
+    merged,
+    parse_regex,
+)
+from agentflow.errors import BadArgument
+
+_MOST_STEPS: Final = 300_000
+
+_WRITABLE: Final = CharSet(merged([(0x08, 0x0A), (0x0C, 0x0D), (0x20, 0x7E), (0x80, MAX_CODE_POINT)]))
+"""The characters that a parser writes, by themselves or with an escape of one letter."""
+
+_NAME: Final = Repeat(_WRITABLE, 0, None)
+
+# An escape, a set, or the end of the text; the latter is before a last newline, too, in Python only.
+_DOLLAR: Final = re.compile(r"(\\.|\[\^?\]?(?:\\.|[^\]\\])*\])|\$", re.DOTALL)
+
+
+def drop_names_without_text(schema: dict[str, Any]) -> None:
+    """Drops the ``patternProperties`` for which no name is left beside the declared ones. Closes an object
+    for whose ``additionalProperties`` no name is left. The schema means the same.
+
+    >>> schema = {"properties": {"a": {"type": "null"}}, "patternProperties": {"^a$": {"type": "null"}}}
+    >>> drop_names_without_text(schema), schema
+    (None, {'properties': {'a': {'type': 'null'}}, 'additionalProperties': True})
+    """
+    patterns, members = schema.get("patternProperties"), schema.get("properties", {})
+    if not isinstance(patterns, dict) or not isinstance(members, dict):
+        return
+    declared = Choice(tuple([literal(name) for name in members]))
+    found = {pattern: _found_by(pattern) for pattern in patterns}
+    for pattern, names in found.items():
+        if names is None or _has_text(names, without=[declared]):
+            continue
+        value = patterns.pop(pattern)
+        dfa = build_dfa(names) if members and _has_text(names) else None
+        for name in members:
+            if dfa is not None and dfa.matches(name.encode()) and members[name] != value:
+                members[name] = {"allOf": [members[name], value]}
+        schema.setdefault("additionalProperties", True)
+    known = [names for names in found.values() if names is not None]
+    is_open = schema.get("additionalProperties", True) is not False and len(known) == len(found)
+    if is_open and not _has_text(_NAME, without=[declared, *known]):
+        schema["additionalProperties"] = False
+    if not patterns:
+        del schema["patternProperties"]
+
+
+def check_writable(schema: dict[str, Any], place: str) -> None:
+    """``BadArgument``, which names the place, for a pattern all of whose texts have characters that a string
+    can only contain as an escape ``\\u``."""
+    pattern = schema.get("pattern")
+    names = _found_by(pattern) if isinstance(pattern, str) else None
+    if names is not None and not _has_text(names):
+        where = f"{place}: " if place else ""
+        raise BadArgument(f"schema: {where}no string that can be written matches the pattern {pattern!r}")
+
+
+def _found_by(pattern: str) -> Regex | None:
+    """The texts in which the pattern is found. None if it cannot be read here."""
+    strict = _DOLLAR.sub(lambda found: found[1] or r"\Z", pattern)
+    try:
+        return parse_regex(f"(?s:.*)(?:{strict})(?s:.*)")
+    except (BadArgument, TooLargeForDfa):
+        return None
+
+
+def _has_text(names: Regex, without: list[Regex] | None = None) -> bool:
+    """Whether one of the texts can be written and is none of the others. In doubt, True."""
+    apart = [LookAhead(other, wanted=False) for other in without or []]
+    try:
+        build_dfa(Sequence((LookAhead(_NAME, wanted=True), *apart, names)), max_steps=_MOST_STEPS)
+    except BadArgument:
+        return False
+    except TooLargeForDfa:
+        return True
+    return True
