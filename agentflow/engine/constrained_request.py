@@ -10,11 +10,12 @@ model that writes in channels begins each part of its answer with a head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.grammar import TokenWords, is_allowed
 from agentflow.engine.grammar.grammar_cache import GrammarCache
 from agentflow.engine.grammar.jump_forward import ConstrainedText, Encode, Jump
@@ -56,7 +57,7 @@ class ConstrainedRequest:
         if message.constraint is None:
             return
         vocabulary = self._vocabulary = grammars.vocabulary
-        self._new_text = partial(_text_of, message, grammars, tokenizer)
+        self._new_text = _texts_of(message.constraint, message, grammars, tokenizer)
         self._text = self._new_text()
         self._end_words = vocabulary.only(request.end_ids)
         if message.thinking is not None:
@@ -296,7 +297,9 @@ class ChannelRequest(ConstrainedRequest):
         num_before = channels.num_tokens
         channels.take(self._tokenizer.token_bytes(token_id))
         if channels.num_tokens > num_before and text is not None:
-            self._text, self._is_read = self._new_text(), True
+            if text.token_ids or text.held:
+                self._text = self._new_text()
+            self._is_read = True
         return not is_free
 
     def end_thoughts(self) -> Jump | None:
@@ -367,8 +370,10 @@ class ChannelRequest(ConstrainedRequest):
         return words
 
 
-def _text_of(message: Submit, grammars: GrammarCache, tokenizer: Tokenizer) -> ConstrainedText | None:
-    if message.constraint is None:
-        return None
+def _texts_of(
+    constraint: CompiledConstraint, message: Submit, grammars: GrammarCache, tokenizer: Tokenizer
+) -> Callable[[], ConstrainedText]:
+    """Makes new texts under the constraint of a message."""
     encode: Encode | None = tokenizer.encode_written if message.jump_forward else None
-    return ConstrainedText(grammars.matcher(message.constraint), grammars.vocabulary, encode)
+    matchers, vocabulary = grammars.matchers(constraint), grammars.vocabulary
+    return lambda: ConstrainedText(matchers(), vocabulary, encode)

@@ -27,6 +27,7 @@ import numpy as np
 from agentflow.engine.adapters import Adapters
 from agentflow.engine.batch import Batch
 from agentflow.engine.constrained_request import ConstrainedRequest, constrained_request
+from agentflow.engine.grammar.grammar_builder import BuiltGrammar, GrammarBuilder
 from agentflow.engine.grammar.grammar_cache import GrammarCache
 from agentflow.engine.grammar.jump_forward import Jump
 from agentflow.engine.process.ipc import (
@@ -104,7 +105,7 @@ class Engine:
         self._runner = runner
         self._tokenizer = tokenizer
         self._deliver = deliver
-        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[ToEngine | BuiltGrammar] = queue.SimpleQueue()
         info = runner.info
         self.scheduler = Scheduler(num_slots=info.num_slots, max_context=info.max_context, config=config)
         self.times = StepTimes()
@@ -114,6 +115,8 @@ class Engine:
         self._texts: dict[int, TextEnd] = {}
         self._constrained: dict[int, ConstrainedRequest] = {}
         self._grammars = GrammarCache(tokenizer, info.vocab_size)
+        self._builder = GrammarBuilder(self._grammars.make, self._inbox.put)
+        self._unready: dict[str, dict[int, Submit]] = {}  # by the keys of the grammars that are being built
         self._finish_reasons: dict[int, str] = {}  # of requests whose text is complete, but not yet scored
         self._started: set[int] = set()
         self._outbox: list[FromEngine] = []
@@ -139,6 +142,7 @@ class Engine:
                 if self._is_stopping:
                     return
         finally:
+            self._builder.close()
             try:
                 self._runner.close()
             except Exception:  # a broken device may not even free its memory
@@ -199,6 +203,8 @@ class Engine:
             match message:
                 case Submit():
                     self._submit(message)
+                case BuiltGrammar():
+                    self._grammar_built(message)
                 case Abort():
                     if message.request_id in self._requests:
                         self._fail(message.request_id, Cancelled("the request was aborted"))
@@ -220,7 +226,8 @@ class Engine:
                     return
 
     def _stats(self, ticket: int) -> EngineStats:
-        return engine_stats(ticket, self._runner.info.model, self.scheduler, self.times)
+        num_unready = sum([len(messages) for messages in self._unready.values()])
+        return engine_stats(ticket, self._runner.info.model, self.scheduler, self.times, num_unready)
 
     def _load_adapter(self, message: LoadAdapter) -> None:
         try:
@@ -232,25 +239,52 @@ class Engine:
             self._outbox.append(Failed(message.ticket, failure.code, str(failure)))
 
     def _submit(self, message: Submit) -> None:
-        constraint = message.constraint
-        if constraint is not None and not constraint.payload and not self._grammars.knows(constraint):
+        """Checks a request and queues it. One whose grammar is not built yet waits for that first, without
+        slots; the steps of others go on."""
+        constraint, new, unready = message.constraint, None, None
+        if constraint is not None and not self._grammars.knows(constraint):
+            unready = self._unready.get(constraint.key)
+            new = constraint if unready is None else None
+        if new is not None and not new.payload:
             self._outbox.append(NeedPayload(message.request_id))
             return
         identity = ""
         try:
             identity = self._adapters.use(message.origin.adapter)
             request = make_request(message, self._runner.info, self.scheduler.max_total_tokens, identity)
+        except Exception as error:
+            self._adapters.leave(identity)
+            self._fail(message.request_id, _as_failure(error, "cannot accept the request"))
+            return
+        self._requests[request.id] = request
+        if new is not None:
+            unready = self._unready[new.key] = {}
+            self._builder.build(new, message.origin.tenant)
+        if unready is None:
+            self._enter(request, message)
+        else:
+            unready[request.id] = message
+
+    def _grammar_built(self, built: BuiltGrammar) -> None:
+        messages = self._unready.pop(built.key, {})
+        if built.grammar is not None:
+            self._grammars.keep(built.key, built.grammar)
+        for request_id, message in messages.items():
+            if built.error is None:
+                self._enter(self._requests[request_id], message)
+            else:
+                self._fail(request_id, _as_failure(built.error, "cannot build the grammar"))
+
+    def _enter(self, request: Request, message: Submit) -> None:
+        """Starts the text of a request whose grammar is built, and adds it to the scheduler's queue."""
+        try:
             text = _text_end(message, self._tokenizer)
             if text is not None:
                 self._begin_text(request, text, message)
             self.scheduler.add(request)
         except Exception as error:
-            self._adapters.leave(identity)
-            if not isinstance(error, AgentflowError):
-                error = _logged("cannot accept the request")
-            self._fail(message.request_id, error)
+            self._fail(request.id, _as_failure(error, "cannot accept the request"))
             return
-        self._requests[request.id] = request
         if text is not None:
             self._texts[request.id] = text
             if request.num_generated or request.token_mask is not None:
@@ -415,6 +449,10 @@ class Engine:
         self._constrained.pop(request_id, None)
         self._finish_reasons.pop(request_id, None)
         self._started.discard(request_id)
+        for key, messages in [*self._unready.items()]:
+            if messages.pop(request_id, None) is not None and not messages:
+                del self._unready[key]
+                self._builder.cancel(key)
         if request is not None:
             self.scheduler.release(request)
             self._adapters.leave(request.adapter)
@@ -552,8 +590,10 @@ def _text_end(message: Submit, tokenizer: Tokenizer) -> TextEnd | None:
     )
 
 
-def engine_stats(ticket: int, model: str, scheduler: Scheduler, times: StepTimes) -> EngineStats:
-    """The answer to ``StatsRequest(ticket)``."""
+def engine_stats(
+    ticket: int, model: str, scheduler: Scheduler, times: StepTimes, num_unready: int = 0
+) -> EngineStats:
+    """The answer to ``StatsRequest(ticket)``. ``num_unready``: requests that wait for their grammar."""
     memory = scheduler.memory
     counters = scheduler.counters
     return EngineStats(
@@ -573,7 +613,7 @@ def engine_stats(ticket: int, model: str, scheduler: Scheduler, times: StepTimes
         in_use_slots=memory.num_in_use,
         total_slots=memory.slots.total,
         running=len(scheduler.running),
-        waiting=len(scheduler.waiting),
+        waiting=len(scheduler.waiting) + num_unready,
         peak_resident_bytes=peak_resident_bytes(),
         step_times=deepcopy(times.phases),  # another thread reads it while this one counts
     )
@@ -585,8 +625,14 @@ def peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _logged(what: str) -> EngineFailed:
-    """Logs the exception being handled under an id. The error for clients contains only that id."""
+def _as_failure(error: Exception, what: str) -> AgentflowError:
+    """The error itself if clients may see it; else ``_logged``."""
+    return error if isinstance(error, AgentflowError) else _logged(what, error)
+
+
+def _logged(what: str, error: Exception | None = None) -> EngineFailed:
+    """Logs ``error`` (by default, the exception being handled) under an id. The error for clients contains
+    only that id."""
     error_id = secrets.token_hex(4)
-    logger.exception("error %s: %s", error_id, what)
+    logger.error("error %s: %s", error_id, what, exc_info=error or True)
     return EngineFailed(f"{what} (error {error_id}: see the engine's log)")

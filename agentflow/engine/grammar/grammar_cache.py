@@ -7,6 +7,7 @@ in number and in bytes; the least recently used grammar is dropped first.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cached_property
 
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
@@ -75,19 +76,29 @@ class GrammarCache:
 
     def grammar(self, constraint: CompiledConstraint) -> Grammar:
         """The constraint's grammar, built now if it is not cached."""
-        found = self._grammars.pop(constraint.key, None) or self._made(constraint)
-        self._grammars[constraint.key] = found  # most recently used last
-        self._bound()
+        found = self._grammars.pop(constraint.key, None) or self.make(constraint)
+        self.keep(constraint.key, found)
         return found
+
+    def keep(self, key: str, grammar: Grammar) -> None:
+        """Adds a grammar under the key of its constraint, as the one most recently used."""
+        self._grammars[key] = grammar
+        self._bound()
 
     def matcher(self, constraint: CompiledConstraint) -> Matcher:
         """A matcher at the start of a new text."""
-        matcher = self.grammar(constraint).matcher()
-        if constraint.lengths is None:
-            return matcher
-        return LengthMatcher(matcher, self._length_masks, constraint.lengths)
+        return self.matchers(constraint)()
 
-    def _made(self, constraint: CompiledConstraint) -> Grammar:
+    def matchers(self, constraint: CompiledConstraint) -> Callable[[], Matcher]:
+        """Makes matchers, also after the grammar has left the cache."""
+        grammar, lengths = self.grammar(constraint), constraint.lengths
+        if lengths is None:
+            return grammar.matcher
+        return lambda: LengthMatcher(grammar.matcher(), self._length_masks, lengths)
+
+    def make(self, constraint: CompiledConstraint) -> Grammar:
+        """Builds a grammar, in any thread once ``prepare`` has returned. ``RequestRefused`` if the library
+        rejects it."""
         if constraint.form == "dfa":
             return DfaGrammar(Dfa.from_bytes(constraint.payload), self.vocabulary)
         return LlguidanceGrammar(

@@ -1,0 +1,84 @@
+"""Builds grammars in a thread of its own, so that the engine's steps go on meanwhile.
+
+Building takes up to about a second for the largest grammars, which native code does without Python's lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint
+from agentflow.engine.grammar.grammar import Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltGrammar:
+    """The end of a build. Exactly one of ``grammar`` and ``error`` is set."""
+
+    key: str
+    grammar: Grammar | None = None
+    error: Exception | None = None
+
+
+class GrammarBuilder:
+    """Builds one grammar at a time; tenants take turns. ``make`` and ``deliver`` are called in the thread,
+    which starts with the first build and is a daemon, because native code cannot be interrupted."""
+
+    def __init__(
+        self, make: Callable[[CompiledConstraint], Grammar], deliver: Callable[[BuiltGrammar], None]
+    ) -> None:
+        self._make = make
+        self._deliver = deliver
+        self._queues: dict[str, deque[CompiledConstraint]] = {}  # the tenant whose turn it is comes first
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def build(self, constraint: CompiledConstraint, tenant: str) -> None:
+        """Queues a build, whose end is delivered."""
+        with self._changed:
+            self._queues.setdefault(tenant, deque()).append(constraint)
+            self._changed.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="agentflow-grammars", daemon=True)
+            self._thread.start()
+
+    def cancel(self, key: str) -> None:
+        """Drops a build, unless it has begun."""
+        with self._changed:
+            for tenant, queue in [*self._queues.items()]:
+                kept = deque([one for one in queue if one.key != key])
+                if kept:
+                    self._queues[tenant] = kept
+                else:
+                    del self._queues[tenant]
+
+    def close(self) -> None:
+        """Ends the thread after the build that has begun, whose end is not delivered."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while (constraint := self._next()) is not None:
+            try:
+                built = BuiltGrammar(constraint.key, self._make(constraint))
+            except Exception as error:
+                built = BuiltGrammar(constraint.key, error=error)
+            if not self._is_closed:
+                self._deliver(built)
+
+    def _next(self) -> CompiledConstraint | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._queues or self._is_closed)
+            if self._is_closed:
+                return None
+            tenant, queue = next(iter(self._queues.items()))
+            constraint = queue.popleft()
+            del self._queues[tenant]
+            if queue:
+                self._queues[tenant] = queue  # behind the others
+            return constraint
