@@ -1,6 +1,6 @@
-"""One scheduling step with ten thousand requests waiting.
+"""One scheduling step with thousands of requests waiting.
 
-``python -m benchmarks.engine.deep_queue POLICY STEPS`` measures in its own process and prints JSON.
+``python -m benchmarks.engine.deep_queue QUEUE STEPS`` measures in its own process and prints JSON.
 ``python -m benchmarks scheduler`` runs it several times, interleaved, and reports the results.
 """
 
@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from agentflow.engine.batch import Batch, BatchOutput
+from agentflow.engine.cache.radix_cache import TokenArray
 from agentflow.engine.machine import collect_garbage_rarely
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -27,8 +28,10 @@ from benchmarks.report import Report, median_of
 
 ROOT = Path(__file__).parents[2]
 NUM_WAITING = 10_000
+NUM_TENANTS = 5_000
+NUM_SIBLINGS = 5_000
 PER_STEP = 100
-WARM_UP = 20
+WARM_UP = 60
 _PARAMS = SamplingParams()
 
 
@@ -36,27 +39,36 @@ class DeepQueue:
     """A queue of ``num_waiting`` requests. In every step, 100 arrive, 100 are admitted, 100 end, and 100
     leaves are evicted."""
 
-    def __init__(self, policy: str, num_waiting: int = NUM_WAITING) -> None:
-        config = SchedulerConfig(max_running=2 * PER_STEP, token_budget=64 * 256, policy=policy)
-        self.scheduler = Scheduler(num_slots=40_000, max_context=512, config=config)
+    per_step = PER_STEP
+
+    def __init__(self, policy: str = "fair-lpm", num_waiting: int = NUM_WAITING) -> None:
+        self.scheduler = self.new_scheduler(policy)
         self.numbers = np.random.default_rng(0)
-        self.prefixes = [self.numbers.integers(10, 49_000, 150, dtype=np.int32) for _ in range(500)]
+        self.prefixes = [self.tokens(150) for _ in range(500)]
         self.num_made = 0
         for request in self.new(num_waiting):
             self.scheduler.add(request)
 
+    def new_scheduler(self, policy: str) -> Scheduler:
+        config = SchedulerConfig(max_running=2 * PER_STEP, token_budget=64 * 256, policy=policy)
+        return Scheduler(num_slots=40_000, max_context=512, config=config)
+
+    def tokens(self, count: int) -> TokenArray:
+        return self.numbers.integers(10, 49_000, count, dtype=np.int32)
+
     def new(self, count: int) -> list[Request]:
-        made = []
-        for _ in range(count):
-            own = self.numbers.integers(10, 49_000, 50, dtype=np.int32)
-            prompt = np.concatenate((self.prefixes[self.numbers.integers(500)], own))
-            made.append(Request.create(self.num_made, prompt, 2, _PARAMS))
-            self.num_made += 1
+        made = [self.request(number) for number in range(self.num_made, self.num_made + count)]
+        self.num_made += count
         return made
+
+    def request(self, number: int) -> Request:
+        own = self.tokens(50)
+        prompt = np.concatenate((self.prefixes[self.numbers.integers(500)], own))
+        return Request.create(number, prompt, 2, _PARAMS)
 
     def step(self) -> dict[str, float]:
         """Runs one step. Returns the milliseconds of each part."""
-        scheduler, arriving = self.scheduler, self.new(PER_STEP)
+        scheduler, arriving = self.scheduler, self.new(self.per_step)
         parts: dict[str, float] = {}
 
         def timed(name: str, work: Callable[[], object]) -> object:
@@ -76,30 +88,70 @@ class DeepQueue:
         return parts
 
 
+class ManyTenants(DeepQueue):
+    """The same with 5,000 tenants that wait and have cached tokens."""
+
+    def new_scheduler(self, policy: str) -> Scheduler:
+        config = SchedulerConfig(max_running=2 * PER_STEP, token_budget=64 * 256, policy=policy)
+        return Scheduler(num_slots=40 * NUM_TENANTS, max_context=512, config=config)
+
+    def request(self, number: int) -> Request:
+        return Request.create(number, self.tokens(40), 2, _PARAMS, tenant=f"tenant {number % NUM_TENANTS}")
+
+
+class ManySiblings(DeepQueue):
+    """5,000 branches of one program wait until one of them has computed the prompt that they share."""
+
+    per_step = 0
+
+    def __init__(self) -> None:
+        self.shared = np.arange(8_000, dtype=np.int32)
+        super().__init__(num_waiting=NUM_SIBLINGS)
+
+    def new_scheduler(self, policy: str) -> Scheduler:
+        config = SchedulerConfig(max_running=2 * PER_STEP, token_budget=32, policy=policy)
+        return Scheduler(num_slots=40_000, max_context=8_192, config=config)
+
+    def request(self, number: int) -> Request:
+        prompt = np.concatenate((self.shared, self.tokens(20)))
+        return Request.create(number, prompt, 2, _PARAMS, task_group="fork")
+
+
+QUEUES: dict[str, Callable[[], DeepQueue]] = {
+    "fair-lpm": DeepQueue,
+    "lpm": partial(DeepQueue, "lpm"),
+    "fcfs": partial(DeepQueue, "fcfs"),
+    "tenants": ManyTenants,
+    "siblings": ManySiblings,
+}
+
+GOALS = {"fair-lpm": "<= 3", "tenants": "<= 10", "siblings": "<= 10"}
+"""In milliseconds."""
+
+
 def measure_deep_queue(report: Report) -> None:
     """Measures a scheduling step with a deep queue: the median of several processes, interleaved."""
-    kinds = {"": "fair-lpm", ".lpm": "lpm", ".fcfs": "fcfs"}
     rounds, steps = (7, 80) if report.scale == "full" else (3, 30)
-    runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
+    runs: dict[str, list[dict[str, float]]] = {queue: [] for queue in QUEUES}
     for _ in range(rounds):
-        for kind, policy in kinds.items():
-            runs[kind].append(_measured(policy, steps))
-    for kind, measured in runs.items():
+        for queue in QUEUES:
+            runs[queue].append(_measured(queue, steps))
+    for queue, measured in runs.items():
         means = {name: float(np.median([parts[name] for parts in measured])) for name in measured[0]}
         note = ", ".join(f"{name} {ms:.2f}" for name, ms in means.items())
         report.results.append(
             median_of(
-                "scheduler.step_ms_at_10000_waiting" + kind,
+                "scheduler.step_ms_at_10000_waiting" + ("" if queue == "fair-lpm" else f".{queue}"),
                 [sum(parts.values()) for parts in measured],
                 "ms",
-                goal="" if kind else "<= 3",
-                note=f"{note}; {PER_STEP} of each per step",
+                goal=GOALS.get(queue, ""),
+                note=note,
             ),
         )
 
 
-def _measured(policy: str, steps: int) -> dict[str, float]:
-    command = [sys.executable, "-P", "-m", "benchmarks.engine.deep_queue", policy, str(steps)]
+def _measured(queue: str, steps: int) -> dict[str, float]:
+    command = [sys.executable, "-P", "-m", "benchmarks.engine.deep_queue", queue, str(steps)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     measured: dict[str, float] = json.loads(printed)
@@ -108,7 +160,7 @@ def _measured(policy: str, steps: int) -> dict[str, float]:
 
 def main() -> None:
     """Measures and prints the milliseconds of each part of a step."""
-    queue = DeepQueue(sys.argv[1])
+    queue = QUEUES[sys.argv[1]]()
     collect_garbage_rarely()  # as the engine's process does
     steps = [queue.step() for _ in range(WARM_UP + int(sys.argv[2]))][WARM_UP:]
     print(json.dumps({name: float(np.median([parts[name] for parts in steps])) for name in steps[0]}))

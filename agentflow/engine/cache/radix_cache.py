@@ -4,25 +4,26 @@ A token-level radix tree (RadixAttention; Zheng et al., "SGLang", 2024, section 
 run of token ids with the slot of each. There is one tree for each *extra key* (tenant and salt), and requests
 share KV only within a tree. A *lock* on a node protects it and all its ancestors from eviction.
 
-Eviction frees exactly as many tokens as needed, from the ends of unlocked leaves. Between owners (tenants) it
-takes from those with the most cached tokens for their weight and lowers them to one level (max-min fairness),
-so that an owner below that level loses nothing to others. Of one owner it takes first what no open state
-needs (``keep``), then the least recently used.
+Eviction frees exactly as many tokens as needed, from the ends of unlocked leaves. ``holdings`` says which
+owners (tenants) lose them. Of one owner it takes first what no open state needs (``keep``), then the least
+recently used.
 
-Costs: ``match``, ``peek`` and ``extend`` touch only one path. ``evict`` touches the leaves that it shortens
-or removes, found in heaps with lazy deletion, and each owner once. Token runs are ``bytes``, four per token:
-as keys of trees they compare, slice and hash several times faster than arrays.
+Costs: ``match``, ``peek`` and ``extend`` touch only one path. ``evict`` touches the owners that lose tokens,
+and the leaves that it shortens or removes, found in heaps with lazy deletion. Token runs are ``bytes``, four
+per token: as keys of trees they compare, slice and hash several times faster than arrays.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from agentflow.engine.cache.holdings import Holding, Holdings
 
 TokenRun = bytes
 TOKEN_BYTES = 4
@@ -30,9 +31,6 @@ TokenArray = NDArray[np.int32]
 SlotArray = NDArray[np.int32]
 
 _EMPTY: SlotArray = np.empty(0, dtype=np.int32)
-
-IDLE_WEIGHT = 1e-6
-"""Factor of an owner's weight once it has not used the cache for long."""
 
 MAX_RECENT = 8192
 
@@ -131,9 +129,8 @@ class RadixCache:
     def __init__(self, owner_of: Callable[[Any], Hashable] = lambda _: None, idle_after: int = 0) -> None:
         self._roots: dict[Hashable, Node] = {}
         self._accounts: dict[Hashable, Account] = {}
+        self._holdings = Holdings(idle_after)
         self._owner_of = owner_of
-        self._idle_after = idle_after
-        self._num_entered = 0
         self._num_made = 0
         self.clock = 0
         """Uses so far, which number the nodes' ``last_access``."""
@@ -191,8 +188,7 @@ class RadixCache:
             return found, existing
         if found.node.parent is None:
             self._roots[extra_key] = found.node
-            account = self._accounts[found.node.account.owner] = found.node.account
-            account.roots[found.node] = None
+            found.node.account.roots[found.node] = None
         new_prompt = end - existing if num_prompt is None else max(0, min(num_prompt, end) - existing)
         num_output = found.num_output + end - existing - new_prompt
         node = found.node
@@ -263,17 +259,16 @@ class RadixCache:
         account = self._accounts.get(owner)
         if account is not None:
             account.weight = weight
+            self._holdings.update(account)
 
     def evict(self, count: int, on_evict: OnEvict | None = None) -> SlotArray:
         """Removes ``count`` tokens, or all evictable ones if they are fewer. Returns their slots."""
         freed: list[SlotArray] = []
-        accounts = [account for account in self._accounts.values() if account.num_evictable]
-        if len(accounts) == 1:
-            amounts = [min(count, accounts[0].num_evictable)]
-        else:
-            claims = [(a.num_cached, a.num_evictable, self._weight_of(a)) for a in accounts]
-            amounts = shared_out(count, claims)
-        for account, amount in zip(accounts, amounts, strict=True):
+        all_locked: list[Holding] = []
+        while count > 0 and (holding := self._holdings.pop()) is not None:
+            amount = min(count, holding.num_evictable, self._holdings.excess(holding))
+            account = self._accounts[holding.owner]
+            count -= amount
             while amount > 0:
                 node = account.leaves.pop()
                 assert node is not None
@@ -286,11 +281,13 @@ class RadixCache:
                     self._shorten(node, num_kept)
                 else:
                     self._remove(node)
+            if holding.num_evictable:
+                self._holdings.update(holding)
+            else:
+                all_locked.append(holding)
+        for holding in all_locked:
+            self._holdings.update(holding)
         return freed[0] if len(freed) == 1 else np.concatenate(freed) if freed else _EMPTY
-
-    def _weight_of(self, account: Account) -> float:
-        is_idle = 0 < self._idle_after < self._num_entered - account.last_used
-        return account.weight * (IDLE_WEIGHT if is_idle else 1.0)
 
     def _walk(self, match: PrefixMatch, run: TokenRun) -> PrefixMatch:
         """Follows ``run`` from ``match`` as far as it is cached. Splits the last node where it ends."""
@@ -333,7 +330,7 @@ class RadixCache:
             owner = self._owner_of(extra_key)
             root = Node(b"", _EMPTY, None, 0, self._accounts.get(owner) or Account(owner))
             root.extra_key = extra_key
-        root.account.last_used = self._num_entered
+        self._holdings.used(root.account)
         return root
 
     def _grow(self, node: Node, run: TokenRun, slots: SlotArray, start: int, new_prompt: int) -> None:
@@ -359,13 +356,12 @@ class RadixCache:
         return leaf
 
     def _entered(self, account: Account, num_tokens: int) -> None:
-        account.num_cached += num_tokens
+        self._accounts[account.owner] = account
+        self._holdings.entered(account, num_tokens)
         self.num_cached += num_tokens
-        self._num_entered += num_tokens
-        account.last_used = self._num_entered
 
     def _left(self, account: Account, num_tokens: int) -> None:
-        account.num_cached -= num_tokens
+        self._holdings.left(account, num_tokens)
         self.num_cached -= num_tokens
         if not account.num_cached:
             del self._accounts[account.owner]
@@ -479,25 +475,15 @@ class RadixCache:
         assert all(node.parent is not None for node in self.recent)
 
 
-class Account:
-    """What one owner has in the cache. ``roots``: of its trees, the newest last. ``num_cached`` and
-    ``num_locked``: tokens. ``weight``: against other owners. ``last_used``: tokens that had entered the cache
-    when the owner last used it."""
+class Account(Holding):
+    """What one owner has in the cache. ``leaves``: those that could be evicted. ``roots``: of its trees, the
+    newest last."""
 
     def __init__(self, owner: Hashable) -> None:
-        self.owner = owner
+        super().__init__(owner)
         self.leaves = EvictionQueue()
         self.roots: dict[Node, None] = {}
         self.num_nodes = 0
-        self.num_cached = 0
-        self.num_locked = 0
-        self.weight = 1.0
-        self.last_used = 0
-
-    @property
-    def num_evictable(self) -> int:
-        """Tokens that could be evicted now."""
-        return self.num_cached - self.num_locked
 
 
 _Entry = tuple[bool, int, int, Node]  # whether it is kept, last access, tie-break, leaf
@@ -542,34 +528,6 @@ class EvictionQueue:
 def _is_current(entry: _Entry) -> bool:
     is_kept, last_access, _, node = entry
     return node.last_access == last_access and node.is_evictable and (node.keeps > 0) == is_kept
-
-
-def shared_out(count: int, claims: Sequence[tuple[int, int, float]]) -> list[int]:
-    """How many tokens to evict from each owner so that ``count`` are evicted together, or all evictable ones
-    if they are fewer. ``claims``: (cached, evictable, weight) of each owner. Owners that lose tokens end at
-    one level of cached tokens per weight, to within a token; owners below that level lose none."""
-    count = min(count, sum(evictable for _, evictable, _ in claims))
-    low, high = 0.0, max((cached / weight for cached, _, weight in claims), default=0.0)
-
-    def given(level: float) -> list[int]:
-        return [min(e, max(0, int(cached - level * weight))) for cached, e, weight in claims]
-
-    for _ in range(60):
-        level = (low + high) / 2
-        if sum(given(level)) < count:
-            high = level
-        else:
-            low = level
-    amounts = given(high)
-    missing = count - sum(amounts)
-    # The amounts jump at the level: take the rest one token at a time, from those with the most left.
-    by_level = sorted(range(len(claims)), key=lambda i: (amounts[i] - claims[i][0]) / claims[i][2])
-    while missing > 0:
-        for index in by_level:
-            if missing and amounts[index] < claims[index][1]:
-                amounts[index] += 1
-                missing -= 1
-    return amounts
 
 
 # The match of an empty prefix.

@@ -72,11 +72,12 @@ from __future__ import annotations
 import heapq
 import math
 import time
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from agentflow.engine.cache.radix_cache import TokenRun
+from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun
 from agentflow.engine.request import CacheIdentity, Request, Status
 from agentflow.engine.scheduling.policy import IsBlocked, Peek, Retracted
 from agentflow.engine.scheduling.waiting_tree import WaitingTree
@@ -90,10 +91,16 @@ SHORT_BATCHES = 1
 OLDEST_PART = 3
 """A tenant's first admitted prompt gets at least one token for this many of the tenant's other prompts."""
 MIN_GONE = 64
+AFTER_TOKENS = b"\xff" * TOKEN_BYTES
+"""Sorts after all tokens that may follow a run."""
 
 
 class FairLongestPrefix:
-    """The policy ``fair-lpm``. ``clock``: seconds."""
+    """The policy ``fair-lpm``. ``clock``: seconds.
+
+    Tenants with requests stay in a heap between steps, by their charges, which only grow: an outdated one is
+    corrected when it comes first. A step touches the tenants that it computes tokens for, and no others.
+    """
 
     def __init__(self, peek: Peek, token_budget: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -101,7 +108,10 @@ class FairLongestPrefix:
         self._token_budget = token_budget
         self._tenants: dict[str, Tenant] = {}
         self._num_waiting = 0
-        self._turns: list[tuple[float, int, Tenant, str]] = []  # heap of tenants that may use the next chunk
+        self._num_made = 0
+        self._by_charge: list[_Charged] = []  # a heap with old entries
+        self._passed: list[Tenant] = []  # not in the heap, as they cannot use a chunk of this step
+        self._in_step: dict[Tenant, None] = {}  # tenants that this step touched
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -126,31 +136,36 @@ class FairLongestPrefix:
         tenant.num_admitted -= 1
 
     def start_step(self, prompts: Sequence[Request]) -> None:
-        running = {request.tenant for request in prompts}
-        self._turns = []
-        for number, (name, tenant) in enumerate(self._tenants.items()):
+        for tenant in self._in_step:
             tenant.start_step()
-            if tenant.num_waiting or name in running:
-                self._turns.append((tenant.used, number, tenant, name))
-        heapq.heapify(self._turns)
+        self._in_step.clear()
+        self._restore_passed()
 
     def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
         """A request of the tenant with the lowest charge that can use a chunk. Within a step charges only
         grow, and a tenant that cannot use one cannot use a later one either."""
-        while self._turns:
-            used, number, tenant, name = self._turns[0]
-            if used != tenant.used:
-                heapq.heapreplace(self._turns, (tenant.used, number, tenant, name))
-                continue
-            of_tenant = [request for request in prompts if request.tenant == name]
-            request = tenant.next(of_tenant, is_blocked)
-            if request is not None:
-                return request
-            heapq.heappop(self._turns)
+        if is_blocked is None:  # only a tenant with a running prompt can use it
+            names = {request.tenant for request in prompts}
+            tenant = min([self._tenants[name] for name in names], key=_charge_of, default=None)
+            return None if tenant is None else self._next_of(tenant, prompts, None)
+        while (tenant := self._lowest()) is not None:
+            chosen = self._next_of(tenant, prompts, is_blocked)
+            if chosen is not None:
+                return chosen
+            heapq.heappop(self._by_charge)
+            self._passed.append(tenant)
         return None
 
+    def _next_of(
+        self, tenant: Tenant, prompts: Sequence[Request], is_blocked: IsBlocked | None
+    ) -> Request | None:
+        self._in_step[tenant] = None
+        return tenant.next([request for request in prompts if request.tenant == tenant.name], is_blocked)
+
     def charge(self, request: Request, num_tokens: int) -> None:
-        self._tenants[request.tenant].charge(request, num_tokens)
+        tenant = self._tenants[request.tenant]
+        self._in_step[tenant] = None
+        tenant.charge(request, num_tokens)
 
     def remove(self, request: Request) -> None:
         tenant = self._tenants[request.tenant]
@@ -162,7 +177,7 @@ class FairLongestPrefix:
     def admit(self, request: Request) -> None:
         tenant = self._tenants[request.tenant]
         tenant.num_admitted += 1
-        tenant.current_group = request.task_group
+        tenant.current_group = _group_of(request)
         self.remove(request)
 
     def finish(self, request: Request) -> None:
@@ -181,12 +196,42 @@ class FairLongestPrefix:
     def _arrived(self, request: Request) -> Tenant:
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
-            least = min((other.used for other in self._tenants.values()), default=0.0)
-            tenant = self._tenants[request.tenant] = Tenant(self._token_budget, self._clock, least)
+            self._restore_passed()
+            lowest = self._lowest()
+            used = 0.0 if lowest is None else lowest.used
+            self._num_made += 1
+            tenant = Tenant(request.tenant, self._num_made, self._token_budget, self._clock, used)
+            self._tenants[tenant.name] = tenant
+            self._queue(tenant)
         tenant.num_waiting += 1
         tenant.weight = request.weight
         self._num_waiting += 1
         return tenant
+
+    def _lowest(self) -> Tenant | None:
+        """The tenant with the lowest charge, at the top of the heap, of those that were not passed."""
+        while self._by_charge:
+            used, _, tenant = self._by_charge[0]
+            if not self._has_requests(tenant):
+                heapq.heappop(self._by_charge)
+            elif used != tenant.used:
+                heapq.heapreplace(self._by_charge, (*_charge_of(tenant), tenant))
+            else:
+                return tenant
+        return None
+
+    def _queue(self, tenant: Tenant) -> None:
+        heapq.heappush(self._by_charge, (*_charge_of(tenant), tenant))
+        if len(self._by_charge) > 64 + 2 * len(self._tenants):
+            self._by_charge = [entry for entry in self._by_charge if self._has_requests(entry[2])]
+            heapq.heapify(self._by_charge)
+
+    def _restore_passed(self) -> None:
+        while self._passed:
+            self._queue(self._passed.pop())
+
+    def _has_requests(self, tenant: Tenant) -> bool:
+        return self._tenants.get(tenant.name) is tenant
 
     def _forget_idle(self, name: str) -> None:
         tenant = self._tenants[name]
@@ -199,12 +244,17 @@ class FairLongestPrefix:
 
 
 class Tenant:
-    """A tenant's waiting requests, and what it was charged. ``used``: tokens divided by its weight.
+    """A tenant's waiting requests, and what it was charged. ``number``: increases from tenant to tenant.
+    ``used``: tokens divided by its weight.
     ``tiers``: by priority, highest first; mostly one. ``oldest_tokens``, ``other_tokens``: what its first
     admitted prompt and its other prompts got in this step. ``may_begin``: some waiting request may not be
     blocked."""
 
-    def __init__(self, token_budget: int, clock: Callable[[], float], used: float) -> None:
+    def __init__(
+        self, name: str, number: int, token_budget: int, clock: Callable[[], float], used: float
+    ) -> None:
+        self.name = name
+        self.number = number
         self._clock = clock
         self._short_tokens = SHORT_BATCHES * token_budget
         self.weight = 1.0
@@ -233,7 +283,7 @@ class Tenant:
         if self.oldest is not None and OLDEST_PART * self.oldest_tokens < self.other_tokens:
             return self.oldest
         chosen: Request | None = None
-        if is_blocked is not None and self.may_begin:
+        if is_blocked is not None and self.num_waiting and self.may_begin:
             due = self._first_due(is_blocked)
             if due is not None:
                 return due
@@ -256,7 +306,7 @@ class Tenant:
     def start_step(self) -> None:
         """Resets what prompts got in this step."""
         self.oldest, self.oldest_tokens, self.other_tokens = None, 0, 0
-        self.may_begin = self.num_waiting > 0
+        self.may_begin = True
 
     def _first_due(self, is_blocked: IsBlocked) -> Request | None:
         """A retracted request, or the oldest if it must not be overtaken further."""
@@ -297,6 +347,13 @@ class Tenant:
         self.tiers = dict(sorted(self.tiers.items(), reverse=True))
         self.trees += tier.trees
         return tier
+
+
+_Charged = tuple[float, int, Tenant]  # charge, tie-break, tenant
+
+
+def _charge_of(tenant: Tenant) -> tuple[float, int]:
+    return tenant.used, tenant.number
 
 
 class InLine(NamedTuple):
@@ -355,7 +412,7 @@ class PriorityTier:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, short_tokens: int = 0) -> None:
         self._trees = {objective: (WaitingTree(), WaitingTree()) for objective in ("latency", "throughput")}
-        self.groups: dict[Hashable, dict[int, Request]] = {}
+        self.groups: dict[Hashable, Siblings] = {}
         self._tree_of: dict[int, WaitingTree] = {}
         self._deadlines = TimeHeap(self._waits)
         self._patience_ends = TimeHeap(self._waits)
@@ -373,8 +430,9 @@ class PriorityTier:
         tree = short if self._is_short(request, match) else long
         tree.add(request, run, match)
         self._tree_of[request.id] = tree
-        if request.task_group is not None:
-            self.groups.setdefault(request.task_group, {})[request.id] = request
+        group = _group_of(request)
+        if group is not None:
+            self.groups.setdefault(group, Siblings()).add(request)
         self._deadlines.add(request.deadline, request)
         self._patience_ends.add(request.patience_end, request)
 
@@ -383,21 +441,21 @@ class PriorityTier:
         self._tree_of.pop(request.id).remove(request)
         self._deadlines.gone()
         self._patience_ends.gone()
-        group = request.task_group
+        group = _group_of(request)
         if group is not None:
-            del self.groups[group][request.id]
-            if not self.groups[group]:
+            self.groups[group].remove(request)
+            if not len(self.groups[group]):
                 del self.groups[group]
 
     def next(self, current_group: Hashable, is_blocked: IsBlocked) -> Request | None:
-        """The first request that is not blocked. ``current_group``: that of the last admitted request."""
+        """The first request that is not blocked. ``current_group``: the last admitted request's."""
         for urgent in (self._deadlines.first(), self._most_impatient()):
             if urgent is not None and not is_blocked(urgent, self.match_of(urgent)):
                 return urgent
         if current_group in self.groups:
-            for sibling in self.groups[current_group].values():
-                if not is_blocked(sibling, self.match_of(sibling)):
-                    return sibling
+            sibling = self.groups[current_group].first(self.match_of, is_blocked)
+            if sibling is not None:
+                return sibling
         for short, long in self._trees.values():
             found = self._better(short.longest_match(is_blocked), long.longest_match(is_blocked))
             if found is not None:
@@ -423,6 +481,52 @@ class PriorityTier:
 
     def _waits(self, request: Request) -> bool:
         return request.id in self._tree_of
+
+
+def _group_of(request: Request) -> Hashable:
+    """The task group, of which only requests with equal identities are siblings here: they share KV."""
+    return None if request.task_group is None else (request.task_group, request.extra_key)
+
+
+class Siblings:
+    """Waiting requests of one task group. Sorted by their tokens, those that need the same tokens next are
+    neighbours, and one of them is asked for all."""
+
+    def __init__(self) -> None:
+        self._by_arrival: OrderedDict[int, Request] = OrderedDict()
+        self._by_tokens: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._by_arrival)
+
+    def add(self, request: Request) -> None:
+        """A sibling arrived."""
+        self._by_arrival[request.id] = request
+        insort(self._by_tokens, request, key=_tokens_and_id)
+
+    def remove(self, request: Request) -> None:
+        """The request no longer waits."""
+        del self._by_arrival[request.id]
+        del self._by_tokens[bisect_left(self._by_tokens, _tokens_and_id(request), key=_tokens_and_id)]
+
+    def first(self, match_of: Callable[[Request], int], is_blocked: IsBlocked) -> Request | None:
+        """The oldest, or if that is blocked, the first in the order of their tokens that is not."""
+        oldest = next(iter(self._by_arrival.values()))
+        if not is_blocked(oldest, match_of(oldest)):
+            return oldest
+        index = 0
+        while index < len(self._by_tokens):
+            request = self._by_tokens[index]
+            match = match_of(request)
+            if not is_blocked(request, match):
+                return request
+            after_equals = request.run(match + 1) + AFTER_TOKENS
+            index = bisect_left(self._by_tokens, after_equals, index + 1, key=Request.reusable_run)
+        return None
+
+
+def _tokens_and_id(request: Request) -> tuple[TokenRun, int]:
+    return request.reusable_run(), request.id
 
 
 class TimeHeap:

@@ -187,10 +187,11 @@ def _heaviest_first(root: WaitingNode, is_blocked: IsBlocked) -> Request | None:
     pending = [root]
     while pending:
         node = pending.pop()
+        if node.start + node.cached < node.end and is_blocked(node.any_request(), None):
+            continue  # all below need the same token next
         for request in node.requests.values():
             if not is_blocked(request, None):
                 return request
-        # All below a child need the same token next where they leave this node.
         pending += sorted(node.children.values(), key=lambda child: child.num_waiting)
     return None
 

@@ -448,3 +448,165 @@ def test_idle_tenants_are_forgotten():
         policy.admit(made)
         policy.finish(made)
     assert not policy._tenants
+
+
+tenant_steps = st.lists(
+    st.tuples(
+        st.lists(st.tuples(st.integers(0, 7), st.integers(1, 40)), max_size=3),  # arrivals: tenant and size
+        st.integers(0, 4),  # chunks
+        st.integers(0, 3),  # of which so many may admit
+        st.sets(st.integers(0, 7), max_size=3),  # tenants whose waiting requests are blocked
+        st.integers(0, 3),  # requests that end
+    ),
+    min_size=3,
+    max_size=30,
+)
+
+
+@given(plan=tenant_steps)
+def test_f7c_each_chunk_goes_to_the_lowest_charge_that_can_use_it(plan):
+    """Against a list of all tenants, over steps in which tenants come, are blocked, and go."""
+    policy = FairLongestPrefix(Cache().peek, 1000)
+    used: dict[str, float] = {}
+    waiting: dict[int, Request] = {}
+    admitted: dict[int, Request] = {}
+    prompts: list[Request] = []
+
+    def forget(tenant: str) -> None:
+        if not any(r.tenant == tenant for r in (*waiting.values(), *admitted.values())):
+            used.pop(tenant, None)
+
+    for number, (arriving, num_chunks, num_admitting, blocked, num_ending) in enumerate(plan):
+        for index, (tenant, size) in enumerate(arriving):
+            made = request(10 * number + index, size + 1, 0, str(tenant))
+            used.setdefault(made.tenant, min(used.values(), default=0.0))
+            waiting[made.id] = made
+            policy.add(made)
+        for made in [r for r in admitted.values() if r not in prompts]:
+            policy.charge(made, 1)
+            used[made.tenant] += 1
+        policy.start_step(prompts)
+        for chunk in range(num_chunks):
+            may_admit = chunk < num_admitting
+            able = {r.tenant for r in prompts}
+            able |= {r.tenant for r in waiting.values() if may_admit and int(r.tenant) not in blocked}
+            is_blocked = (lambda r, match: int(r.tenant) in blocked) if may_admit else None  # noqa: B023
+            chosen = policy.next(prompts, is_blocked)
+            assert (chosen is None) == (not able)
+            if chosen is None:
+                break
+            assert used[chosen.tenant] == min(used[tenant] for tenant in able)
+            if chosen.id in waiting:
+                policy.admit(chosen)
+                chosen.status = Status.RUNNING
+                admitted[chosen.id] = waiting.pop(chosen.id)
+                prompts.append(chosen)
+            policy.charge(chosen, 5)
+            used[chosen.tenant] += 5
+            if chosen.id % 2:
+                prompts.remove(chosen)
+        for made in [*admitted.values()][:num_ending]:
+            policy.finish(made)
+            del admitted[made.id]
+            prompts = [r for r in prompts if r is not made]
+            forget(made.tenant)
+    assert {r.id for r in policy} == set(waiting)
+
+
+@pytest.mark.parametrize("num_tenants", [20, 600])
+def test_f7d_a_step_does_not_look_at_all_tenants_that_wait(num_tenants, monkeypatch):
+    num_looked_at = 0
+    for name in ("start_step", "next", "charge"):
+        method = getattr(fair_policy.Tenant, name)
+
+        def noted(self, *args, method=method):
+            nonlocal num_looked_at
+            num_looked_at += 1
+            return method(self, *args)
+
+        monkeypatch.setattr(fair_policy.Tenant, name, noted)
+    policy = FairLongestPrefix(Cache().peek, 1000)
+    for number in range(num_tenants):
+        policy.add(request(number, 10, 0, str(number)))
+    for step in range(30):
+        num_looked_at = 0
+        policy.start_step([])
+        for chunk in range(6):
+            # After two chunks no request fits into memory.
+            chosen = policy.next([], free if chunk < 2 else None)
+            assert (chosen is None) == (chunk >= 2 or 2 * step + chunk >= num_tenants)
+            if chosen is not None:
+                policy.admit(chosen)
+                policy.charge(chosen, 10)
+                policy.finish(chosen)
+        assert num_looked_at <= 8
+
+
+branches = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=12)
+
+
+@given(
+    prompts=branches, cached=st.integers(0, 4), computing=st.lists(st.integers(0, 2), min_size=1, max_size=5)
+)
+def test_f7e_siblings_are_passed_over_only_if_they_are_blocked(prompts, cached, computing):
+    """A running request computes the token that some need next, as the scheduler asks."""
+
+    def is_blocked(made: Request, match: int) -> bool:
+        needed = made.tokens[: match + 1].tolist()
+        return match < made.num_reusable and computing[: match + 1] == needed
+
+    siblings = fair_policy.Siblings()
+    waiting: list[Request] = []
+    for number, prompt in enumerate(prompts):
+        tokens = np.array([*prompt, 9], dtype=np.int32)
+        waiting.append(Request.create(number, tokens, 1, SamplingParams(), task_group="g"))
+        siblings.add(waiting[-1])
+
+    def match_of(made: Request) -> int:
+        common = 0
+        while (
+            common < min(cached, made.num_reusable, len(computing))
+            and made.tokens[common] == computing[common]
+        ):
+            common += 1
+        return common
+
+    while waiting:
+        chosen = siblings.first(match_of, is_blocked)
+        free_ones = [made for made in waiting if not is_blocked(made, match_of(made))]
+        assert (chosen is None) == (not free_ones)
+        if chosen is None:
+            break
+        assert chosen in free_ones
+        if waiting[0] in free_ones:
+            assert chosen is waiting[0]
+        siblings.remove(chosen)
+        waiting.remove(chosen)
+    assert len(siblings) == len(waiting)
+
+
+@pytest.mark.parametrize("policy", ["fair-lpm", "lpm", "dfs-weight"])
+@pytest.mark.parametrize("num_siblings", [10, 400])
+def test_f7f_siblings_that_wait_for_one_prefix_are_asked_about_together(num_siblings, policy, monkeypatch):
+    config = SchedulerConfig(max_running=8, token_budget=64, policy=policy)
+    scheduler = Scheduler(num_slots=4096, max_context=256, config=config)
+    runner = FakeRunner(num_slots=4096, max_context=256)
+    for number in range(num_siblings):
+        tokens = np.array([*range(200), number, 0], dtype=np.int32)
+        scheduler.add(Request.create(number, tokens, 1, SamplingParams(), task_group="fork"))
+    num_asked = 0
+    will_compute = scheduler._prefills.will_compute
+
+    def counted(made: Request, match: int) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return will_compute(made, match)
+
+    monkeypatch.setattr(scheduler._prefills, "will_compute", counted)
+    for _ in range(4):  # the first one computes the prefix; the last step has room for others
+        num_asked = 0
+        batch = scheduler.schedule()
+        assert batch is not None
+        scheduler.complete(runner.run(batch))
+        assert len(scheduler.running) == 1
+        assert num_asked <= 12
