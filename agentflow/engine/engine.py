@@ -433,6 +433,7 @@ class Engine:
                 answer_at=None if constrained is None else constrained.answer_at,
             )
         )
+        self.scheduler.finish(request)
         self._drop(request.id)
 
     def _fail(self, request_id: int, error: AgentflowError) -> None:
@@ -519,9 +520,10 @@ def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int, adapt
         patience_end=_time_in(origin.patience_s),
         priority=origin.priority,
         weight=origin.weight,
+        label=origin.label,
         end_ids=_end_ids(params, info),
     )
-    request.label, request.received_s = origin.label, time.perf_counter()
+    request.received_s = time.perf_counter()
     end = request.num_prompt + len(message.generated_ids)
     request.tokens[request.num_prompt : end] = message.generated_ids
     request.num_tokens = end

@@ -66,7 +66,7 @@ class Request:
     - ``deadline``, ``patience_end``: when it should be done, and when it should have started, on the
       scheduler's clock (infinite: never).
     - ``priority``: higher goes first within its tenant. ``weight``: its tenant's, against other tenants.
-    - ``label``: the program's name, to be shown.
+    - ``label``: the program's name. Requests with one label probably generate outputs of similar lengths.
 
     What the engine knows:
 
@@ -144,6 +144,7 @@ class Request:
         patience_end: float = math.inf,
         priority: int = 0,
         weight: float = 1.0,
+        label: str = "",
         end_ids: tuple[int, ...] = (),
     ) -> Request:
         """A waiting request over a copy of ``prompt`` (int32, at least one token). ``BadArgument`` for a
@@ -178,6 +179,7 @@ class Request:
             patience_end=patience_end,
             priority=priority,
             weight=weight,
+            label=label,
             end_ids=end_ids,
         )
 

@@ -84,7 +84,7 @@ class DeepQueue:
         results = timed("complete", partial(scheduler.complete, output))
         assert isinstance(results, list)
         ended = [r.request for r in results if r.request.num_generated == 2]
-        timed("finishes", lambda: deque(map(scheduler.release, ended)))
+        timed("finishes", lambda: deque(map(scheduler.finish, ended)))
         return parts
 
 

@@ -57,7 +57,7 @@ def fit_cost_model(console: Console) -> CostModel:
         while (batch := scheduler.schedule()) is not None:
             for result in scheduler.complete(timed(batch)):
                 if result.request.num_generated == 24:
-                    scheduler.release(result.request)
+                    scheduler.finish(result.request)
     runner.close()
     model = fit_cost(samples)
     errors = [abs(float(np.dot(astuple(model), x)) / seconds - 1) for x, seconds in samples]

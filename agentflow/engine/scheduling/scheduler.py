@@ -310,11 +310,15 @@ class Scheduler:
                 return draft
         return None
 
-    def release(self, request: Request) -> None:
-        """Removes a request in any state; may be repeated. What it computed stays in the cache, unlocked.
-        Requests leave the scheduler in no other way."""
+    def finish(self, request: Request) -> None:
+        """Removes a request whose output ended by itself, and learns its length."""
         if request.status is Status.RUNNING:
             self._reserve.finished(request)
+        self.release(request)
+
+    def release(self, request: Request) -> None:
+        """Removes a request in any state; may be repeated. What it computed stays in the cache, unlocked."""
+        if request.status is Status.RUNNING:
             self._stop_running(request)
             self.waiting.finish(request)
         elif request in self.waiting:

@@ -127,6 +127,7 @@ class _Run:
             objective=arrival.objective,
             task_group=arrival.task_group or None,
             state=arrival.state or None,
+            label=arrival.label,
         )
         try:
             self.scheduler.add(request)
@@ -148,7 +149,7 @@ class _Run:
         if has_token or request.num_to_compute == 0:
             served.num_cached = request.num_cached
             served.first_s = served.first_s or self.now_s
-            self.scheduler.release(request)
+            self.scheduler.finish(request)
             self._end(request.id, self.served_of.pop(request.id))
 
     def _end(self, index: int, served: Served) -> None:

@@ -1,15 +1,19 @@
 """A full pool: how much is reserved, which request is preempted, and that no token is lost or repeated."""
 
+import math
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request, Status
+from agentflow.engine.scheduling import output_lengths
 from agentflow.engine.scheduling.admission import MIN_RESERVED, OutputReserve
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.simulation import simulate
-from agentflow.engine.simulator.workload import Workload, unshared
+from agentflow.engine.simulator.workload import Arrival, Workload, unshared
 from agentflow.protocol.sampling import SamplingParams
 
 
@@ -27,8 +31,7 @@ running = st.lists(
 def test_the_need_at_the_worst_moment_is_that_of_a_replay(rows):
     """The reference: all requests take one slot in each step and free theirs at their end."""
     reserve = OutputReserve()
-    reserve.used_fraction = 1.0
-    reserve._update()
+    reserve.caution = 1.0
     requests = []
     for number, (size, computed, count, generated) in enumerate(rows):
         made = request(number, size, count)
@@ -51,19 +54,129 @@ def test_the_need_at_the_worst_moment_is_that_of_a_replay(rows):
     assert reserve.need_at_peak(requests) <= sum(map(reserve.need, requests))
 
 
-def test_the_share_of_the_limit_that_is_used_is_learned():
+def ended(number: int, length: int, limit: int, **kwargs) -> Request:
+    made = request(number, 5, limit, **kwargs)
+    made.num_tokens += length
+    return made
+
+
+def test_the_lengths_of_outputs_are_learned():
     reserve = OutputReserve()
     for number in range(200):
-        short = request(number, 5, 100)
-        short.num_tokens += 10
-        reserve.finished(short)
-    assert 0.09 < reserve.used_fraction < 0.12
-    assert reserve.expected(request(1, 5, 1000)) < 130
+        reserve.finished(ended(number, 90 + number % 21, 1000))
+    assert 90 <= reserve.expected(request(1, 5, 1000)) <= 110
+    likely = reserve.expected(request(2, 5, 1000))
     reserve.retracted()
-    assert reserve.expected(request(1, 5, 1000)) > 300  # careful for a while
+    assert likely < reserve.expected(request(2, 5, 1000)) <= 110  # careful for a while
     for _ in range(1000):
         reserve.stepped()
-    assert reserve.expected(request(1, 5, 1000)) < 130
+    assert reserve.expected(request(2, 5, 1000)) == likely
+
+
+learned = st.lists(
+    st.tuples(st.sampled_from("ab"), st.sampled_from("xyz"), st.integers(9, 70), st.integers(0, 70)),
+    max_size=60,
+)
+
+
+@given(
+    rows=learned,
+    ring=st.integers(2, 12),
+    min_lengths=st.integers(1, 4),
+    max_kinds=st.integers(3, 12),
+    asked=st.tuples(st.sampled_from("ab"), st.sampled_from("xyz"), st.integers(9, 70), st.integers(0, 60)),
+    arrival=st.integers(0, 1000),
+    caution=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
+)
+def test_f5a_the_expected_length_is_a_quantile_of_the_lengths_above_what_is_there(
+    rows, ring, min_lengths, max_kinds, asked, arrival, caution
+):
+    """Against plain lists of all that ended, by every kind, the narrowest first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output_lengths, "RING", ring)
+        patch.setattr(output_lengths, "MIN_LENGTHS", min_lengths)
+        patch.setattr(output_lengths, "MAX_KINDS", max_kinds)
+        lengths = output_lengths.OutputLengths()
+        known: dict[tuple, list[int]] = {}
+        for number, (tenant, label, limit, length) in enumerate(rows):
+            lengths.learn(ended(number, min(length, limit), limit, tenant=tenant, label=label))
+            size = len(f"{limit:b}")
+            for kind in ((tenant, label, size), (tenant, size), (size,)):
+                known[kind] = [*known.pop(kind, []), length if length < limit else math.inf][-ring:]
+            known = dict([*known.items()][-max_kinds:])
+        tenant, label, limit, generated = asked
+        made = ended(0, min(generated, limit - 1), limit, tenant=tenant, label=label)
+        made.arrival = arrival
+        quantile = arrival * output_lengths.GOLDEN_RATIO % 1.0
+        quantile += caution * (1 - quantile)
+        size = len(f"{limit:b}")
+        expected = made.num_generated + int((0.5 + caution / 2) * (limit - made.num_generated))
+        for kind in ((size,), (tenant, size), (tenant, label, size)):
+            above = sorted(length for length in known.get(kind, []) if length > made.num_generated)
+            if len(above) >= min_lengths:
+                expected = min(limit, above[min(int(quantile * len(above)), len(above) - 1)])
+        assert lengths.expected(made, caution) == expected
+
+
+@given(lengths=st.lists(st.integers(1, 999), min_size=8, max_size=64), first=st.integers(0, 10_000))
+def test_f5b_requests_that_run_together_are_expected_to_end_as_past_ones_did(lengths, first):
+    """Not all at one length: early and late ends, in the proportions that were seen."""
+    reserve = OutputReserve()
+    for number, length in enumerate(lengths):
+        reserve.finished(ended(number, length, 1000))
+    expected = []
+    for arrival in range(first, first + 200):
+        made = request(arrival, 5, 1000)
+        made.arrival = arrival
+        expected.append(reserve.lengths.expected(made, 0.0))
+    for length in lengths:
+        seen = sum(other <= length for other in lengths) / len(lengths)
+        assert abs(sum(other <= length for other in expected) / 200 - seen) < 0.02
+
+
+def test_f5c_requests_of_one_kind_do_not_teach_those_of_another():
+    reserve = OutputReserve()
+    for number in range(100):
+        reserve.finished(ended(number, 4, 4, label="classify"))
+        reserve.finished(ended(number, 300, 4000, label="chat"))
+        reserve.finished(ended(number, 3000, 4000, label="novel"))
+        reserve.finished(ended(number, 20, 4000, label="chat", tenant="terse"))
+    assert reserve.expected(request(1, 5, 4000, label="chat")) == 300
+    assert reserve.expected(request(1, 5, 4000, label="novel")) == 3000
+    assert reserve.expected(request(1, 5, 4000, label="chat", tenant="terse")) == 20
+    assert reserve.expected(ended(1, 400, 4000, label="chat")) == 2600  # as long as some of its tenant's
+
+
+def test_f5d_cancelled_requests_teach_nothing():
+    requests = [request(number, 5, 100) for number in range(40)]
+    scheduler, runner = scheduler_with(requests, 4000)
+    while (batch := scheduler.schedule()) is not None:
+        for result in scheduler.complete(runner.run(batch)):
+            made = result.request
+            if made.id % 2 and made.num_generated == 20:
+                scheduler.finish(made)
+            elif not made.id % 2 and made.num_generated == 2:
+                scheduler.release(made)
+    assert scheduler._reserve.expected(request(50, 5, 100)) == 20
+
+
+def test_f5e_short_requests_do_not_keep_long_limits_from_running():
+    """A pool of 40,000 slots. Half of the requests are classifications, the others chats that use a twentieth
+    of their limit."""
+    numbers = np.random.default_rng(0)
+    arrivals = []
+    for number in range(300):
+        prompt = numbers.integers(10, 49_000, 300, dtype=np.int32)
+        is_chat = number % 2
+        output = numbers.integers(
+            10, 49_000, int(numbers.integers(200, 600)) if is_chat else 4, dtype=np.int32
+        )
+        limit, label = (8000, "chat") if is_chat else (4, "classify")
+        arrivals.append(Arrival(prompt, output, max_new_tokens=limit, label=label))
+    done = simulate(Workload("half short", arrivals, 40_000), SchedulerConfig(max_running=50))
+    num_running = sum(served.ended_s - served.first_s for served in done.served) / done.elapsed_s
+    assert num_running > 25
+    assert done.counters.retractions < 10
 
 
 def scheduler_with(requests: list[Request], num_slots: int) -> tuple[Scheduler, FakeRunner]:
