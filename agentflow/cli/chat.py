@@ -27,6 +27,7 @@ from rich.text import Text
 from agentflow.backends.open_session import session as open_session
 from agentflow.cli.command import Command, count
 from agentflow.cli.server_query import API_KEY_VARIABLE
+from agentflow.cli.word_wrap import WordWrap
 from agentflow.errors import AgentflowError, Cancelled, NotSupported
 from agentflow.language.expressions import assistant, system, user
 from agentflow.language.gen import gen
@@ -179,7 +180,9 @@ class _Terminal:
         self._portal = portal
         self._conversation = conversation
         self._console = console
-        self._shows_controls = not sys.stdout.isatty()
+        self._is_terminal = sys.stdout.isatty()
+        can_wrap = self._is_terminal and console.is_terminal and not console.is_dumb_terminal
+        self._wrap = WordWrap(lambda: console.width) if can_wrap else None
         self._shows_thoughts = shows_thoughts
         self._is_thinking = False
 
@@ -223,31 +226,39 @@ class _Terminal:
                 self._portal.call(self._conversation.stop)
                 answered = future.result()
         except AgentflowError as error:
-            self._end_thoughts()
-            print(flush=True)
+            self._end_answer()
             self._say(f"agentflow: {error}", style="red")
             self._portal.call(self._conversation.check_alive)
             return
-        self._end_thoughts()
-        print(flush=True)
+        self._end_answer()
         self._say(stats_line(answered))
 
     def _show(self, text: str) -> None:
         self._end_thoughts()
-        if not self._shows_controls:
+        if self._is_terminal:
             text = _without_controls(text)
-        print(text, end="", flush=True)
+        print(self._wrapped(text), end="", flush=True)
+
+    def _end_answer(self) -> None:
+        self._end_thoughts()
+        print(self._wrapped("\n"), end="", flush=True)
+
+    def _wrapped(self, text: str) -> str:
+        return text if self._wrap is None else self._wrap.push(text)
 
     def _show_thoughts(self, text: str) -> None:
         if not self._is_thinking:
             self._is_thinking = True
             self._say("thinking…", style="dim italic")
-        self._console.print(Text(_without_controls(text)), style="dim", end="", soft_wrap=True)
+        self._write_thoughts(self._wrapped(_without_controls(text)))
 
     def _end_thoughts(self) -> None:
         if self._is_thinking:
             self._is_thinking = False
-            self._say("\n")
+            self._write_thoughts(self._wrapped("\n\n"))
+
+    def _write_thoughts(self, text: str) -> None:
+        self._console.out(text, style="dim", end="", highlight=False)
 
     def _system(self, text: str) -> None:
         if text:
@@ -260,7 +271,7 @@ class _Terminal:
         self._say("(a new conversation)")
 
     def _say(self, text: str, style: str = "dim") -> None:
-        self._console.print(Text(text), style=style, soft_wrap=True)
+        self._console.print(Text(text), style=style, soft_wrap=not self._console.is_terminal)
 
 
 def _without_controls(text: str) -> str:

@@ -2,13 +2,13 @@
 
 Each variable has a line below its state, in the order of the ops: its text, its finish reason, its prompt
 tokens and how many of them were cached, its output tokens, and the times of its op, its first text and its
-end, in seconds since the start.
+end, in seconds since the start. Narrow terminals show fewer of these numbers, so that texts stay readable.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,11 @@ from agentflow.recording.runs import RecordedOp, RecordedRun, RecordedRuns, Reco
 MAX_CELL = 400
 # Deeper levels of a tree are not indented further.
 MAX_INDENT = 16
+MAX_NAME_CELLS = 28
+# Columns of numbers are left out, in this order, until texts have this room.
+MIN_TEXT_CELLS = 24
+COLUMNS = ("variable", "text", "finish", "prompt", "cached", "out", "start", "first", "end")
+DISPENSABLE = ("first", "start", "cached", "prompt", "out", "end")
 
 
 def run_replay(path: Path, console: Console | None = None) -> None:
@@ -39,7 +44,7 @@ def run_replay(path: Path, console: Console | None = None) -> None:
         Text(f"{path}: {header.capabilities.model}, {header.started}, agentflow {header.agentflow}"),
         style="bold",
     )
-    console.print(_table(runs, _TimeFormat(recording)))
+    console.print(_table(runs, _TimeFormat(recording), console.width))
     for line in _totals(recording, runs):
         console.print(Text(line))
 
@@ -55,17 +60,41 @@ class _TimeFormat:
         return "" if seconds is None else f"{seconds:.{self._decimals}f}"
 
 
-def _table(runs: RecordedRuns, time: _TimeFormat) -> Table:
+def _table(runs: RecordedRuns, time: _TimeFormat, width: int) -> Table:
+    rows = [
+        dict(zip(COLUMNS, cells, strict=True))
+        for run in runs.runs
+        for row in _rows(run)
+        for cells in [_state_row(row, time) if row.variable is None else _variable_row(row, time)]
+    ]
+    shown = _columns_that_fit(rows, width)
     table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="bold")
-    table.add_column("variable", no_wrap=True, max_width=28)
-    table.add_column("text", no_wrap=True, ratio=1, min_width=12)
-    table.add_column("finish", no_wrap=True)
-    for name in ("prompt", "cached", "out", "start", "first", "end"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for run in runs.runs:
-        for row in _rows(run):
-            table.add_row(*_state_row(row, time) if row.variable is None else _variable_row(row, time))
+    for name in shown:
+        match name:
+            case "variable":
+                table.add_column(name, no_wrap=True, max_width=min(MAX_NAME_CELLS, width // 3))
+            case "text":
+                table.add_column(name, no_wrap=True, ratio=1, min_width=12)
+            case "finish":
+                table.add_column(name, no_wrap=True)
+            case _:
+                table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[name] for name in shown))
     return table
+
+
+def _columns_that_fit(rows: Sequence[Mapping[str, Text]], width: int) -> list[str]:
+    """The columns of the table, without those for which texts would have to be too narrow."""
+    cells = {name: max([len(name), *(row[name].cell_len for row in rows)]) + 1 for name in COLUMNS}
+    cells["variable"] = min(cells["variable"], MAX_NAME_CELLS + 1, width // 3 + 1)
+    cells["text"] = MIN_TEXT_CELLS + 1
+    shown = list(COLUMNS)
+    for name in DISPENSABLE:
+        if sum(cells[one] for one in shown) <= width:
+            break
+        shown.remove(name)
+    return shown
 
 
 @dataclass(frozen=True)
@@ -107,7 +136,8 @@ def _state_row(row: _Row, time: _TimeFormat) -> list[Text]:
     name = f"run {state.run}" if state.parent is None else f"state {state.path}"
     finish, style = "", ""
     if state.error is not None:
-        finish, style = ("cancelled", "yellow") if state.error.code == Cancelled.code else ("failed", "red")
+        is_cancelled = state.error.origin.code == Cancelled.code
+        finish, style = ("cancelled", "yellow") if is_cancelled else ("failed", "red")
     start = state.ops[0].at_s if state.ops else None
     return [
         Text(row.guides + name, style="bold" if state.parent is None else ""),
@@ -125,7 +155,7 @@ def _variable_row(row: _Row, time: _TimeFormat) -> list[Text]:
         case Value():
             finish, usage = variable.end.finish_reason, variable.end.usage
         case VarFailed(error=error):
-            is_cancelled = error.origin.code == Cancelled.code or error.code == Cancelled.code
+            is_cancelled = error.origin.code == Cancelled.code
             finish, style = ("cancelled", "yellow") if is_cancelled else ("failed", "red")
             text = Text(_line(f"{error.code}: {error.message}"), style=style)
         case None:

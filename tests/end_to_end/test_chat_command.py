@@ -1,21 +1,12 @@
 """``agentflow chat`` as a user has it: with a pipe, on a server, and in a terminal."""
 
-import os
-import pty
-import select
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from support.commands import run_cli
 from support.session_peer import HANG
+from support.terminal import END, INTERRUPT, in_a_terminal
 from support.wire_server import thread_server
 
 from agentflow.cli.chat import Answered, stats_line
 from agentflow.protocol.events import Usage
-
-INTERRUPT, END = b"\x03", b"\x04"
 
 
 def test_lines_of_a_pipe_are_turns_of_one_state(model_folder):
@@ -72,60 +63,6 @@ def test_what_an_answer_took_is_one_line():
     answered = Answered("…", Usage(12, 0, 1), "eos", ttft_s=0.5, took_s=0.5)
     assert stats_line(answered) == "(1 token, first after 500 ms, prompt of 12, 0% cached)"
     assert stats_line(Answered("…", None, "stopped", 0.5, 0.75)) == "(stopped after 0.8 s)"
-
-
-class Terminal:
-    """What a user sees and types."""
-
-    def __init__(self, process: subprocess.Popen[bytes], descriptor: int) -> None:
-        self.process = process
-        self._descriptor = descriptor
-        self._unread = b""
-
-    def until(self, text: str) -> str:
-        """Reads until ``text`` has come, and gives what came."""
-        while text.encode() not in self._unread:
-            try:
-                chunk = os.read(self._descriptor, 4096)
-            except OSError:  # the other end is closed
-                chunk = b""
-            assert chunk, f"ended before {text!r} came: {self._unread.decode()}"
-            self._unread += chunk
-        seen, _, self._unread = self._unread.partition(text.encode())
-        return (seen + text.encode()).decode()
-
-    def interrupt_until(self, text: str) -> None:
-        """Presses Ctrl-C until ``text`` comes. Between drawing the prompt and waiting for a key there is a
-        moment in which readline hears a signal and waits all the same."""
-        while text.encode() not in self._unread:
-            self.type(INTERRUPT)
-            while text.encode() not in self._unread and select.select([self._descriptor], [], [], 1.0)[0]:
-                self._unread += os.read(self._descriptor, 4096)
-        self.until(text)
-
-    def type(self, keys: bytes) -> None:
-        os.write(self._descriptor, keys)
-
-
-@contextmanager
-def in_a_terminal(*arguments: str) -> Iterator[Terminal]:
-    master, slave = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "agentflow", *arguments],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        start_new_session=True,
-        preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # its controlling terminal
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "80"},
-    )
-    os.close(slave)
-    try:
-        yield Terminal(process, master)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(master)
 
 
 def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves():

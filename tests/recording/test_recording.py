@@ -209,8 +209,8 @@ def shown(path: Path, width: int = 80) -> list[str]:
 
 async def test_the_command_shows_the_fork_tree(path):
     await record_judge(path)
-    lines = shown(path)
-    assert all(len(line) <= 80 for line in lines)
+    lines = shown(path, width=100)
+    assert all(len(line) <= 100 for line in lines)
     assert lines[0].startswith(str(path)[:60])
     table = [line for line in lines if line.startswith(("run", "├", "│", "└"))]
     first_words = [" ".join(line.split()[:3]) for line in table]
@@ -270,6 +270,39 @@ async def test_the_command_shows_failures_cancellations_and_strange_text(path):
     assert "[bold]one·[31m two" in "\n".join(shown(path, width=120))
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
     assert shown(path)[-1] == "The recording ends before the session did."
+
+
+@pytest.mark.parametrize("width", [52, 60, 80, 100, 160])
+async def test_f43l_texts_stay_readable_on_narrow_terminals(path, width):
+    """Numbers are left out before texts become narrower than 24 cells."""
+    said = "The harbour was quiet that evening, and nobody saw the boat come in."
+    async with af.session(backend=af.Scripted(lambda _: said), record=path) as flow, flow.state() as s:
+        s += "Tell me." + af.gen("a_rather_long_variable_name")
+        await s
+    lines = shown(path, width=width)
+    [header] = [line for line in lines if line.startswith("variable")]
+    [row] = [line for line in lines if line.startswith("└")]
+    assert said[:23] in row
+    assert all(len(line) <= width for line in (header, row))
+    assert header.split()[-1] == ("end" if width >= 60 else "finish")
+    assert ("first" in header) == (width >= 100)
+
+
+async def test_f43f_a_state_that_a_cancellation_failed_is_cancelled(path):
+    """The state that waits for a cancelled branch fails, and the reason is the cancellation."""
+    backend = Stepped({"": "one two"})
+    async with af.session(backend=backend, record=path) as flow, flow.state() as s:
+        [branch] = s.fork(1)
+        branch += "x" + af.gen("said")
+        s += branch["said"]
+        await settle()
+        branch.cancel()
+        with pytest.raises(af.AgentflowError):
+            await s
+    lines = "\n".join(shown(path, width=120))
+    assert "failed" not in lines
+    [root] = [line for line in lines.splitlines() if line.startswith("run 0")]
+    assert "cancelled" in root
 
 
 async def failing(s: af.State) -> None:

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import select
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
@@ -230,16 +234,18 @@ MAX_TENANTS = 20
 
 def run_top(
     scrape: Callable[[], Scrape],
-    wait: Callable[[float], None],
+    wait: Callable[[float], bool | None],
     console: Console,
     *,
     url: str,
     interval_s: float,
     once: bool,
 ) -> None:
-    """Shows frames until it is interrupted, or a single one. ``wait(seconds)``: waits between two scrapes."""
+    """Shows frames until it is interrupted, or a single one. ``wait(seconds)``: waits between two scrapes,
+    and returns True to end the view."""
     first = scrape()
-    wait(interval_s)
+    if wait(interval_s):
+        return
     scrapes = deque([first, scrape()])
     if once:
         console.print(frame(figures(first, scrapes[-1]), url))
@@ -247,10 +253,48 @@ def run_top(
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.update(frame(figures(scrapes[0], scrapes[-1]), url), refresh=True)
-            wait(interval_s)
+            if wait(interval_s):
+                return
             scrapes.append(scrape())
             while scrapes[-1].at_s - scrapes[1].at_s >= WINDOW_S:
                 scrapes.popleft()
+
+
+@contextmanager
+def waiting_for_q() -> Iterator[Callable[[float], bool]]:
+    """Gives a function that waits for some seconds, and returns True as soon as ``q`` is pressed. Keys are
+    read without Enter and are not shown. Without a terminal to read from, the function only waits."""
+    try:
+        import termios
+        import tty
+    except ImportError:  # Windows
+        yield _sleep
+        return
+    if sys.stdin is None or not sys.stdin.isatty():
+        yield _sleep
+        return
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    tty.setcbreak(keyboard)  # Ctrl-C still interrupts
+    try:
+        yield lambda seconds: _pressed_q(keyboard, seconds)
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)  # noqa: TID251  (the interval between updates)
+    return False
+
+
+def _pressed_q(keyboard: int, seconds: float) -> bool:
+    end_s = time.monotonic() + seconds
+    while (left_s := end_s - time.monotonic()) > 0:
+        if select.select([keyboard], [], [], left_s)[0]:
+            keys = os.read(keyboard, 1024)
+            if not keys or b"q" in keys.lower():  # no keys: the terminal is gone
+                return True
+    return False
 
 
 def scrape_server(url: str, api_key: str | None) -> Scrape:
@@ -392,15 +436,17 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     console = Console()
     url = http_url(options.url)
+    once = options.once or not console.is_terminal
     try:
-        run_top(
-            lambda: scrape_server(url, options.api_key),
-            time.sleep,  # noqa: TID251  (the interval between updates)
-            console,
-            url=url,
-            interval_s=options.interval,
-            once=options.once or not console.is_terminal,
-        )
+        with nullcontext(_sleep) if once else waiting_for_q() as wait:
+            run_top(
+                lambda: scrape_server(url, options.api_key),
+                wait,
+                console,
+                url=url,
+                interval_s=options.interval,
+                once=once,
+            )
     except KeyboardInterrupt:  # the way to leave it
         if options.once:
             raise
@@ -414,7 +460,7 @@ COMMAND = Command(
 Shows the load of a server: running and waiting requests, input and output
 tokens per second, the cache's hit rate (current and total), the use of the KV
 pool, the time to the first token (TTFT) and per token after it (TPOT), and the
-waiting times of each tenant. Ctrl-C leaves.""",
+waiting times of each tenant. q or Ctrl-C leaves.""",
     examples="""\
 agentflow top                                  the server on this machine
 agentflow top --url https://llm.example --interval 5
