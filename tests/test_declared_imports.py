@@ -72,3 +72,11 @@ def test_every_declared_distribution_is_pinned_with_hashes() -> None:
     assert {canonical(pin) for pin in pins("requirements.lock")} >= declared() - {"agentflow-lm", "torch"}
     assert all("--hash=sha256:" in entry for entry in re.split(r"\n(?=[\w.-]+==)", lock)[1:])
     assert "//" not in lock, "the lock names the address of an index"
+
+
+def test_f43k_the_extra_for_the_docs_has_a_formatter_of_signatures() -> None:
+    """Without one, mkdocstrings writes each signature on a single line, however long."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {canonical(name) for name in extras["optional-dependencies"]["docs"]}
+    assert "separate_signature: true" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert names & {"ruff", "black"}
