@@ -16,6 +16,7 @@ from anyio.from_thread import start_blocking_portal
 from playwright.sync_api import expect
 from support.api_server import ApiServer, api_server
 from support.stack_tools import find_tool, free_port, process, wait_for
+from support.ui.accessibility import axe_violations
 from support.ui.http import complete, get
 from support.ui.screen import Screen
 from support.ui.stage import Stage
@@ -155,6 +156,43 @@ def test_a_timeline_is_read_by_keyboard(stage: Stage, visit: Visit) -> None:
     expect(screen.at("timeline").locator(".bar")).to_be_focused()
     screen.page.keyboard.press("ArrowLeft")
     expect(screen.at("timeline").get_by_role("row").nth(1)).to_be_focused()
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (400, 780), (1280, 420)])
+def test_f43e_a_chosen_call_shows_its_prompt_and_text_inside_the_window(
+    stage: Stage, visit: Visit, width: int, height: int
+) -> None:
+    screen = visit(stage.url, viewport={"width": width, "height": height})
+    screen.open("playground")
+    screen.wait_status("open")
+    screen.at("run").click()
+    stage.wait_running(4)
+    stage.say("It is clear.")
+    stage.end()
+    stage.wait_running(1)
+    stage.say("So it is.")
+    stage.end()
+    expect(screen.at("ledger")).to_have_attribute("data-status", "done")
+    screen.page.get_by_role("link", name="Runs").click()
+    details = screen.at("call-details")
+    bars = screen.at("timeline").locator(".bar")
+    prompt = details.get_by_role("region", name="Prompt")
+    for number, text in ((6, "It is clear."), (3, "It is clear."), (0, "yes")):
+        bar = bars.nth(number)
+        bar.click()
+        expect(details.locator("pre")).to_have_text(text)
+        expect(details).to_be_in_viewport(ratio=0.99)
+        expect(bar).to_be_in_viewport(ratio=0.5)
+        bar.click(trial=True)  # the details do not cover it
+        expect(prompt).to_contain_text("Read this essay")
+    screen.page.keyboard.press("ArrowRight")
+    expect(details.locator("pre")).to_have_text("So it is.")
+    expect(prompt).to_contain_text("style: It is clear.")
+    expect(prompt).to_contain_text("In short, the essay")
+    assert axe_violations(screen) == []
+    details.get_by_role("button", name="Close").click()
+    expect(details).to_have_count(0)
+    expect(bars.nth(1)).to_be_focused()
 
 
 @pytest.fixture(scope="module")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from playwright.sync_api import Locator, expect
 from support.ui.accessibility import axe_violations
 from support.ui.proxy import BreakingProxy
 from support.ui.screen import Screen
-from support.ui.stage import Stage
+from support.ui.stage import Stage, open_stage
 
 Visit = Callable[..., Screen]
 # The four branches of the essay judge, and the key of the gen in each.
@@ -301,3 +303,178 @@ def test_the_columns_of_a_run_fit_360_pixels(stage: Stage, visit: Visit) -> None
     assert scrolls_sideways(screen) == []
     screen.at("stop").click()
     stage.wait_running(0)
+
+
+def number_of(text: str) -> int:
+    """A sum of the ledger, which may be an estimate."""
+    return int(text.removeprefix("≈").strip().replace(",", ""))
+
+
+def test_f43b_tokens_are_counted_while_branches_stream(stage: Stage, visit: Visit) -> None:
+    """By an estimate, until the server has reported them; of cancelled texts, it stays."""
+    screen = visit(stage.url)
+    run_judge(screen)
+    stage.wait_running(4)
+    prompt, output = screen.at("prompt-tokens"), screen.at("output-tokens")
+    reported = number_of(prompt.inner_text())  # of the select before the fork
+    expect(output).to_have_text("0")
+    stage.say("This essay is clear, and easy to follow. ")
+    expect(output).to_have_text(re.compile(r"^≈ [1-9]"))
+    expect(prompt).to_have_text(re.compile(r"^≈"))
+    assert number_of(prompt.inner_text()) > 2 * reported
+    stage.end(to=FIRST)
+    expect(screen.at("call-0:0")).to_have_attribute("data-status", "done")
+    screen.at("stop").click()
+    stage.wait_running(0)
+    wait_end(screen, "stopped")
+    assert number_of(output.inner_text()) >= 4 * 8
+
+
+def test_f43b_the_sums_of_a_complete_run_are_those_of_the_server(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url)
+    run_judge(screen)
+    stage.wait_running(4)
+    stage.say("one two three")
+    stage.end()
+    stage.wait_running(1)
+    stage.say("four five")
+    stage.end()
+    wait_end(screen, "done")
+    expect(screen.at("output-tokens")).to_have_text(str(4 * 3 + 2))
+
+
+def test_f43c_a_text_that_reached_its_limit_is_not_just_done(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url)
+    run_judge(screen)
+    stage.wait_running(4)
+    stage.say("one two three")
+    stage.end(to=FIRST, finish="length")
+    stage.end(to=SECOND)
+    expect(screen.at("call-0:0").locator(".call-status")).to_have_text("cut at 3 tokens")
+    expect(screen.at("call-1:0").locator(".call-status")).to_have_text("done")
+    screen.at("stop").click()
+    stage.wait_running(0)
+    screen.page.get_by_role("link", name="Runs").click()
+    bars = screen.at("timeline").locator(".bar")
+    expect(bars.and_(screen.page.get_by_role("button", name="cut"))).to_have_count(1)
+
+
+def test_f43d_a_turn_shows_the_values_that_its_prompt_has(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url)
+    screen.open("playground")
+    screen.wait_status("open")
+    screen.at("example").select_option("skeleton_of_thought")
+    screen.at("run").click()
+    for text in (" dark.", " earplugs.", " late."):
+        stage.wait_running(1)
+        expect(screen.at("branch-1").locator(".chip")).to_have_text("noise")
+        stage.say(text)
+        stage.end()
+    stage.wait_running(3)
+    assert stage.running(to="Explain in one sentence: Use earplugs.") == 1
+    for branch, text in enumerate(("Keep the bedroom dark.", "Use earplugs.", "Do not eat late.")):
+        expect(screen.at(f"branch-{branch}")).to_contain_text(f"Explain in one sentence: {text}")
+    assert "{" not in screen.page.locator(".stage").inner_text()
+    screen.at("stop").click()
+    stage.wait_running(0)
+
+
+def test_f43h_the_mistake_of_a_program_stands_beside_run(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url)
+    screen.open("playground")
+    screen.wait_status("open")
+    screen.at("example").select_option("extraction")
+    schema = screen.page.get_by_role("textbox", name="JSON schema")
+    whole = schema.input_value()
+    schema.fill(whole[:-1])
+    run, mistake = screen.at("run"), screen.at("run-mistake")
+    expect(run).to_be_disabled()
+    expect(run).to_have_accessible_description(re.compile("schema"))
+    screen.page.evaluate("() => scrollTo(0, 0)")
+    expect(mistake).to_be_in_viewport()
+    button, text = run.bounding_box(), mistake.bounding_box()
+    assert button is not None
+    assert text is not None
+    assert abs(text["y"] - button["y"]) < 60
+    assert axe_violations(screen) == []
+    schema.fill(whole)
+    expect(run).to_be_enabled()
+    expect(mistake).to_be_empty()
+
+
+# The ends of all lines, in pixels of the window.
+ENDS = """() => [...document.querySelectorAll(".fan path, .rails path")].flatMap((path) => {
+  const at = (length) => new DOMPoint(...Object.values((({ x, y }) => ({ x, y }))(
+    path.getPointAtLength(length)))).matrixTransform(path.getScreenCTM());
+  return [at(0), at(path.getTotalLength())].map(({ x, y }) => [x, y]);
+})"""
+
+
+@pytest.mark.parametrize("width", [1280, 700, 400])
+def test_f43i_a_line_leads_to_each_branch_and_one_out_of_each(stage: Stage, visit: Visit, width: int) -> None:
+    screen = visit(stage.url, viewport={"width": width, "height": 800})
+    screen.open("playground")
+    screen.wait_status("open")
+    screen.at("example").select_option("self_consistency")
+    if width < 1088:  # the program is folded
+        screen.page.get_by_text("Program", exact=True).click()
+    screen.page.get_by_label("Branches", exact=True).fill("20")
+    screen.page.get_by_label("Branches", exact=True).press("Tab")
+    screen.at("run").click()
+    stage.wait_running(20)
+    expect(screen.page.locator("section.branch")).to_have_count(20)
+    screen.wait("() => document.querySelectorAll('.fan path, .rails path').length >= 40")
+    ends: list[tuple[float, float]] = screen.page.evaluate(ENDS)
+
+    def has_end(x: float, y: float) -> bool:
+        return any(abs(x - end[0]) < 3 and abs(y - end[1]) < 3 for end in ends)
+
+    for box in screen.page.locator("section.branch").all():
+        place = box.bounding_box()
+        assert place is not None
+        middle = place["x"] + place["width"] / 2
+        assert has_end(middle, place["y"])
+        assert has_end(middle, place["y"] + place["height"])
+    screen.at("stop").click()
+    stage.wait_running(0)
+
+
+def test_f43f_a_program_without_one_branch_is_cancelled_and_continued_not_failed(
+    stage: Stage, visit: Visit
+) -> None:
+    screen = visit(stage.url)
+    run_judge(screen)
+    stage.wait_running(4)
+    stage.say("Begun")
+    screen.at("cancel-1").click()
+    stage.wait_running(3)
+    stage.end()
+    stage.wait_running(1)
+    expect(screen.at("joined").locator(".chip")).to_have_text(["clarity", "originality", "style"])
+    stage.end()
+    wait_end(screen, "done")
+    screen.page.get_by_role("link", name="Runs").click()
+    timeline = screen.at("timeline")
+    roots = timeline.locator(".timeline-row.is-root")
+    expect(roots).to_have_count(2)
+    expect(roots.first).to_contain_text("cancelled")
+    expect(roots.last).to_contain_text("continued")
+    expect(timeline).not_to_contain_text("failed")
+    assert timeline.locator(".bar.is-failed").count() == 0
+
+
+def test_f42_a_model_without_a_chat_template_runs_programs_without_turns(visit: Visit) -> None:
+    with open_stage(roles=False) as stage:
+        screen = visit(stage.url)
+        run_judge(screen)
+        stage.wait_running(4)
+        expect(screen.at("no-turns")).to_be_visible()
+        assert stage.running(to="Answer yes or no.\n\nyes\n\nIs the essay clear") == 1
+        stage.say("It is.")
+        stage.end()
+        stage.wait_running(1, to="clarity: It is.\nevidence: It is.")
+        stage.end()
+        wait_end(screen, "done")
+        screen.at("python").click()
+        expect(screen.at("python-source")).not_to_contain_text("af.user")
+        expect(screen.at("python-source")).to_contain_text("af.gen")

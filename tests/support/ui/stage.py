@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import anyio
+import msgspec
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.errors import NotSupported
 from agentflow.protocol.chat import ReplyWriter, TextPiece
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Usage
@@ -22,11 +24,14 @@ from agentflow.server.models import one_model
 from agentflow.server.serve import RunningServer, running_server
 
 ResultT = TypeVar("ResultT")
-DONE = None
 
 
 class _Thoughts(str):
     """A piece that the model thinks."""
+
+
+class _End(str):
+    """The finish reason, which ends a generation."""
 
 
 def _usage(context: ScriptedContext, text: str, thoughts: str) -> Usage:
@@ -41,19 +46,29 @@ class _Line:
     """A generation that waits for its text."""
 
     prompt: str
-    pieces: anyio.abc.ObjectSendStream[str | None]
+    pieces: anyio.abc.ObjectSendStream[str]
 
 
 class StagedGenerator(ScriptedGenerator):
     """A generation whose prompt contains a key of ``texts`` answers with that text at once, one with several
     keys with that of the last. All others stream what ``say`` gives them until ``end``. A select takes its
-    first choice."""
+    first choice. Without ``roles``, it has no turns, like a model without a chat template."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, roles: bool = True) -> None:
         super().__init__(lambda prompt: "scripted")
+        if not roles:
+            self.capabilities = msgspec.structs.replace(self.capabilities, roles=False, conversations=False)
         self.texts: dict[str, str] = {}
         self.lines: list[_Line] = []
         self.changed = anyio.Event()
+
+    def begin_role(
+        self, context: ScriptedContext, role: str, tool_call_id: str | None = None, name: str | None = None
+    ) -> None:
+        """As an engine does it."""
+        if not self.capabilities.roles:
+            raise NotSupported("this model has no chat template: use plain text instead of roles")
+        super().begin_role(context, role, tool_call_id, name)
 
     async def generate(
         self,
@@ -63,8 +78,8 @@ class StagedGenerator(ScriptedGenerator):
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
     ) -> Generated:
-        text, thoughts = await self._staged(context, on_text, on_reasoning)
-        return Generated(text, "stop", _usage(context, text, thoughts), reasoning=thoughts or None)
+        text, thoughts, finish = await self._staged(context, on_text, on_reasoning)
+        return Generated(text, finish, _usage(context, text, thoughts), reasoning=thoughts or None)
 
     async def reply(
         self,
@@ -81,9 +96,9 @@ class StagedGenerator(ScriptedGenerator):
             written.append(writer.push([TextPiece(delta)]))
             on_text(written[-1])
 
-        text, thoughts = await self._staged(context, write, on_reasoning)
+        text, thoughts, finish = await self._staged(context, write, on_reasoning)
         notation = "".join(written) + writer.finish()
-        return Generated(notation, "stop", _usage(context, text, thoughts), reasoning=thoughts or None)
+        return Generated(notation, finish, _usage(context, text, thoughts), reasoning=thoughts or None)
 
     async def score(self, context: ScriptedContext, choices: Sequence[str], method: str) -> Scored:
         """The first choice, at once."""
@@ -94,24 +109,26 @@ class StagedGenerator(ScriptedGenerator):
 
     async def _staged(
         self, context: ScriptedContext, on_text: OnText, on_reasoning: OnText | None
-    ) -> tuple[str, str]:
+    ) -> tuple[str, str, str]:
         keys = [key for key in self.texts if key in context.text]
         if keys:
             known = self.texts[max(keys, key=context.text.rfind)]  # the latest turn of a conversation
             await anyio.lowlevel.checkpoint()
             context.text += known
             on_text(known)
-            return known, ""
-        send, receive = anyio.create_memory_object_stream[str | None](1000)
+            return known, "", "stop"
+        send, receive = anyio.create_memory_object_stream[str](1000)
         line = _Line(context.text, send)
         self.lines.append(line)
         self.num_running += 1
         self._change()
         said = thoughts = ""
+        finish = "stop"
         try:
             with send, receive:
                 async for piece in receive:
-                    if piece is DONE:
+                    if isinstance(piece, _End):
+                        finish = str(piece)
                         break
                     if isinstance(piece, _Thoughts):
                         thoughts += piece
@@ -125,7 +142,7 @@ class StagedGenerator(ScriptedGenerator):
             self.lines.remove(line)
             self.num_running -= 1
             self._change()
-        return said, thoughts
+        return said, thoughts, finish
 
     def _change(self) -> None:
         self.changed.set()
@@ -158,9 +175,9 @@ class Stage:
         """As ``say``, of what the model thinks before it answers."""
         self._send(_Thoughts(text), to)
 
-    def end(self, to: str = "") -> None:
+    def end(self, to: str = "", finish: str = "stop") -> None:
         """Ends generations, successfully."""
-        self._send(DONE, to)
+        self._send(_End(finish), to)
 
     def running(self, to: str = "") -> int:
         """Generations that wait for text."""
@@ -176,7 +193,7 @@ class Stage:
 
         self._portal.call(wait)
 
-    def _send(self, piece: str | None, to: str) -> None:
+    def _send(self, piece: str, to: str) -> None:
         def send() -> int:
             lines = [line for line in self._generator.lines if to in line.prompt]
             for line in lines:
@@ -190,10 +207,12 @@ class Stage:
 
 
 @contextmanager
-def open_stage(limits: ServerLimits | None = None, access: Access | None = None) -> Iterator[Stage]:
-    """A server on a free port."""
+def open_stage(
+    limits: ServerLimits | None = None, access: Access | None = None, *, roles: bool = True
+) -> Iterator[Stage]:
+    """A server on a free port. ``roles``: whether its model has a chat template."""
     with start_blocking_portal("asyncio") as portal:
-        generator = portal.call(StagedGenerator)
+        generator = portal.call(lambda: StagedGenerator(roles=roles))
 
         @asynccontextmanager
         async def open_this() -> AsyncIterator[Generator[Any]]:

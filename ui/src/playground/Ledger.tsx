@@ -1,11 +1,11 @@
 // The sums of a run, and what the cache saved; its words are the legend of the tints.
 import { session } from "../app/session";
-import { count, duration, percent } from "../charts/numbers";
+import { count, counted, duration, percent } from "../charts/numbers";
 import type { ProgramRun } from "./run";
 
-
 export function Ledger({ run }: { run: ProgramRun }) {
-  const { prompt, cached, output, forced } = run.totals.value;
+  const { prompt, cached, output, forced, promptSoFar, outputSoFar } = run.totals.value;
+  const numCut = run.numCut.value;
   const status = run.status.value;
   const seconds = run.duration.value;
   const says = [
@@ -13,17 +13,18 @@ export function Ledger({ run }: { run: ProgramRun }) {
     status === "stopped" && "Stopped.",
     status === "done" && seconds !== null && `Done in ${duration(seconds)}.`,
     prompt > 0 && `The cache saved ${percent(cached / prompt)} of the prompts.`,
+    numCut > 0 && `${counted(numCut, "text")} reached ${numCut === 1 ? "its" : "their"} maximum of tokens.`,
     forced > 0 && `The grammar forced ${percent(forced / output)} of the output.`,
     `Seed ${run.seed}.`,
   ].filter(Boolean);
   return (
     <section class="ledger" aria-label="Sums of the run" data-testid="ledger" data-status={status}>
       <dl>
-        <Sum name="prompt tokens" value={count(prompt)} />
-        <Sum name="from the cache" tint="cached" value={count(cached)} />
-        <Sum name="computed" value={count(prompt - cached)} />
-        <Sum name="generated" value={count(output)} />
-        <Sum name="forced" tint="forced" value={count(forced)} />
+        <Sum name="prompt tokens" id="prompt" value={sumOf(prompt, promptSoFar)} />
+        <Sum name="from the cache" id="cached" isTinted value={prompt > 0 ? count(cached) : "–"} />
+        <Sum name="computed" id="computed" value={prompt > 0 ? count(prompt - cached) : "–"} />
+        <Sum name="generated" id="output" value={sumOf(output, outputSoFar)} />
+        <Sum name="forced" id="forced" isTinted value={count(forced)} />
       </dl>
       <p class="ledger-line">{says.join(" ")}</p>
       {(status === "failed" || status === "stopped") && (
@@ -43,11 +44,14 @@ export function Ledger({ run }: { run: ProgramRun }) {
   );
 }
 
-function Sum(props: { name: string; value: string; tint?: "cached" | "forced" }) {
+/** A sum of which a part is an estimate. */
+const sumOf = (reported: number, soFar: number): string => `${soFar > 0 ? "≈ " : ""}${count(reported + soFar)}`;
+
+function Sum({ name, id, value, isTinted }: { name: string; id: string; value: string; isTinted?: boolean }) {
   return (
     <div>
-      <dt>{props.tint ? <span class={props.tint}>{props.name}</span> : props.name}</dt>
-      <dd data-testid={props.tint ? `${props.tint}-tokens` : undefined}>{props.value}</dd>
+      <dt>{isTinted ? <span class={id}>{name}</span> : name}</dt>
+      <dd data-testid={`${id}-tokens`}>{value}</dd>
     </div>
   );
 }

@@ -5,6 +5,7 @@ import { Dialog } from "../app/Dialog";
 import { announce } from "../app/announce";
 import { session } from "../app/session";
 import { View } from "../app/View";
+import { counted } from "../charts/numbers";
 import { copyText } from "../text/copy";
 import { EXAMPLES } from "./examples";
 import { Form, NumberField } from "./Form";
@@ -59,6 +60,7 @@ export default function PlaygroundView() {
   const drawer = useSignal<"sampling" | "python" | null>(null);
   const mistakes = useComputed(() => mistakesOf(program.value));
   const isRunning = run.value?.status.value === "running";
+  const hasTurns = session.value?.capabilities.roles !== false;
   const choice = useRef<HTMLSelectElement>(null);
   const edit = (changed: Program) => {
     replaced.value = null;
@@ -106,9 +108,16 @@ export default function PlaygroundView() {
             Python
           </button>
           <RunButton isRunning={isRunning} canRun={mistakes.value.length === 0 && session.value !== null} />
+          {!isRunning && <Mistake mistakes={mistakes.value} />}
         </>
       }
     >
+      {!hasTurns && (
+        <p class="view-note" data-testid="no-turns">
+          This model has no chat template: the texts of the program follow each other without turns, with an empty line
+          after each.
+        </p>
+      )}
       <div class="playground">
         <details class="program-side panel" open={matchMedia("(min-width: 68rem)").matches}>
           <summary>
@@ -152,10 +161,10 @@ export default function PlaygroundView() {
         onClose={() => (drawer.value = null)}
       >
         <pre class="source" tabIndex={0} data-testid="python-source">
-          {toPython(program.value)}
+          {toPython(program.value, hasTurns)}
         </pre>
         <div class="row end">
-          <button type="button" class="primary" onClick={() => void copyText(toPython(program.peek()))}>
+          <button type="button" class="primary" onClick={() => void copyText(toPython(program.peek(), hasTurns))}>
             Copy
           </button>
         </div>
@@ -172,10 +181,22 @@ function RunButton({ isRunning, canRun }: { isRunning: boolean; canRun: boolean 
       class={isRunning ? "stop" : "primary"}
       data-testid={isRunning ? "stop" : "run"}
       disabled={!isRunning && !canRun}
+      aria-describedby={!isRunning && !canRun ? "run-mistake" : undefined}
       onClick={() => (isRunning ? run.peek()?.stop() : start())}
     >
       {isRunning ? "Stop" : "Run"}
     </button>
+  );
+}
+
+/** Why the program cannot run: beside the button, as the program may be out of sight. */
+function Mistake({ mistakes }: { mistakes: readonly string[] }) {
+  const [first, ...others] = mistakes;
+  return (
+    <p class="run-mistake" id="run-mistake" role="status" data-testid="run-mistake">
+      {first}
+      {others.length > 0 && ` ${counted(others.length, "more mistake")} below the program.`}
+    </p>
   );
 }
 

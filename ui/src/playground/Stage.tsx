@@ -1,15 +1,16 @@
 // The stage: the shared prefix above, a column for each branch, and below what the branches flow into.
 import { useSignal, useSignalEffect } from "@preact/signals";
 import { useRef } from "preact/hooks";
-import { count, percent } from "../charts/numbers";
+import { count, counted, percent } from "../charts/numbers";
 import { JsonTree } from "../json/JsonTree";
 import { readPartial, type JsonNode } from "../json/partial_json";
 import { inBatch } from "../text/batches";
 import { StreamText } from "../text/stream_text";
-import { callsOf, type CallItem, type Item, type Lane } from "./compile";
-import { Fan } from "./Fan";
+import { useFollowEnd } from "../text/follow";
+import { callsOf, type CallItem, type Item, type Lane, type TextPiece } from "./compile";
+import { Fan, Rails, useLayout } from "./Fan";
 import { schemaOf } from "./program";
-import type { Call, ProgramRun } from "./run";
+import { isWithin, type Call, type ProgramRun } from "./run";
 import { sharesOf } from "./scores";
 
 /** A lane's items, cut at its forks. */
@@ -60,16 +61,20 @@ function LaneBody({ lane, run }: { lane: Lane; run: ProgramRun }) {
 
 function ForkView({ lanes, run, joins }: { lanes: Lane[]; run: ProgramRun; joins: boolean }) {
   const columns = useRef<HTMLDivElement>(null);
+  const layout = useLayout(columns, lanes.length);
   const isFlowing = run.status.value === "running";
   return (
     <div class="fork" role="group" aria-label={`${lanes.length} branches`}>
-      <Fan columns={columns} count={lanes.length} isFlowing={isFlowing} />
-      <div class={`columns${lanes.length > 8 ? " is-many" : ""}`} ref={columns}>
-        {lanes.map((lane) => (
-          <BranchView key={lane.path} lane={lane} run={run} />
-        ))}
+      <Fan layout={layout} isFlowing={isFlowing} />
+      <div class="columns-frame">
+        <div class={`columns${lanes.length > 8 ? " is-many" : ""}`} ref={columns}>
+          {lanes.map((lane) => (
+            <BranchView key={lane.path} lane={lane} run={run} />
+          ))}
+        </div>
+        <Rails layout={layout} joins={joins} isFlowing={isFlowing} />
       </div>
-      {joins && <Fan columns={columns} count={lanes.length} isFlowing={isFlowing} isJoin />}
+      {joins && <Fan layout={layout} isFlowing={isFlowing} isJoin />}
     </div>
   );
 }
@@ -79,8 +84,12 @@ function BranchView({ lane, run }: { lane: Lane; run: ProgramRun }) {
   const calls = [...callsOf(lane)].map(({ call }) => run.calls.get(call.key));
   const isWhole = calls.every((call) => call?.status.value === "done");
   const canCancel = run.status.value === "running" && !isCancelled && !isWhole;
+  const box = useRef<HTMLElement>(null);
+  const body = useRef<HTMLDivElement>(null);
+  useFollowEnd(body, box, () => run.status.peek() === "running"); // of many branches, each scrolls
   return (
     <section
+      ref={box}
       class={`branch panel${isCancelled ? " is-cancelled" : ""}`}
       data-testid={`branch-${lane.path}`}
       aria-label={`Branch ${lane.label}`}
@@ -104,7 +113,9 @@ function BranchView({ lane, run }: { lane: Lane; run: ProgramRun }) {
           </button>
         )}
       </header>
-      <LaneBody lane={lane} run={run} />
+      <div class="branch-body" ref={body}>
+        <LaneBody lane={lane} run={run} />
+      </div>
     </section>
   );
 }
@@ -114,37 +125,76 @@ function ItemView({ item, run }: { item: Item; run: ProgramRun }) {
     case "turn":
       return (
         <div class="turn">
-          <span class="role">{item.role}</span>
-          <p class="model-text turn-text" dir="auto" tabIndex={item.text.length > 500 ? 0 : -1}>
-            {item.text}
+          {run.hasTurns && <span class="role">{item.role}</span>}
+          <p class="model-text turn-text" dir="auto" tabIndex={lengthOf(item.text) > 500 ? 0 : -1}>
+            <Pieces pieces={item.text} run={run} />
           </p>
         </div>
       );
-    case "join":
+    case "join": {
+      const cancelled = [...run.cancelled.value];
+      const joined = item.results.filter(({ path }) => !cancelled.some((one) => isWithin(path, one)));
       return (
         <div class="turn">
-          <span class="role">user</span>
+          {run.hasTurns && <span class="role">user</span>}
           <div class="model-text turn-text" dir="auto">
-            {item.before && <p>{item.before}</p>}
-            <p class="joined">
-              {item.labels.slice(0, 12).map((label) => (
-                <span key={label} class="chip">
+            {item.before.length > 0 && (
+              <p>
+                <Pieces pieces={item.before} run={run} />
+              </p>
+            )}
+            <p class="joined" data-testid="joined">
+              {joined.slice(0, 12).map(({ label, path }) => (
+                <span key={path} class="chip">
                   {label}
                 </span>
               ))}
-              {item.labels.length > 12 && <span class="chip">and {item.labels.length - 12} more</span>}
+              {joined.length > 12 && <span class="chip">and {joined.length - 12} more</span>}
             </p>
-            {item.after && <p>{item.after}</p>}
+            {item.after.length > 0 && (
+              <p>
+                <Pieces pieces={item.after} run={run} />
+              </p>
+            )}
           </div>
         </div>
       );
+    }
     case "fork":
       return null;
     default: {
       const call = run.calls.get(item.key);
-      return call ? <CallView item={item} call={call} isWide={run.calls.size > WIDE} /> : null;
+      return call ? <CallView item={item} call={call} run={run} /> : null;
     }
   }
+}
+
+const lengthOf = (pieces: readonly TextPiece[]) =>
+  pieces.reduce((sum, piece) => sum + (typeof piece === "string" ? piece.length : 0), 0);
+
+/** A text with the values of the calls that it refers to. */
+function Pieces({ pieces, run }: { pieces: readonly TextPiece[]; run: ProgramRun }) {
+  return (
+    <>
+      {pieces.map((piece, index) => {
+        if (typeof piece === "string") return piece;
+        const call = run.calls.get(piece.key);
+        return call ? <Value key={index} name={piece.name} call={call} /> : `{${piece.name}}`;
+      })}
+    </>
+  );
+}
+
+/** The value of a call in the text of another turn; its name, until there is some of it. */
+function Value({ name, call }: { name: string; call: Call }) {
+  const text = useSignal("");
+  useSignalEffect(() => call.variable.value?.onChange((variable) => (text.value = variable.text.trim())));
+  if (text.value === "") return <span class="chip">{name}</span>;
+  return (
+    <bdi class="value" title={name}>
+      {text.value}
+    </bdi>
+  );
 }
 
 /** With more calls, their texts change together. */
@@ -152,20 +202,24 @@ const WIDE = 24;
 
 const WORDS = { waiting: "waits", running: "streams", done: "done", cancelled: "cancelled", failed: "failed" };
 
-function CallView({ item, call, isWide }: { item: CallItem; call: Call; isWide: boolean }) {
+function CallView({ item, call, run }: { item: CallItem; call: Call; run: ProgramRun }) {
   const { step } = item;
   const status = call.status.value;
+  const isWide = run.calls.size > WIDE;
+  const isCut = call.finishReason.value === "length";
   const schema = step.kind === "gen" && step.shape.kind === "schema" ? schemaOf(step.shape.source) : null;
   return (
-    <div class={`call is-${status}`} data-status={status}>
+    <div class={`call is-${status}`} data-status={status} data-testid={`call-${call.key}`}>
       <div class="call-head">
-        <span class="role">assistant</span>
+        {run.hasTurns && <span class="role">assistant</span>}
         <code class="name">{step.name}</code>
-        <span class="call-status">{WORDS[status]}</span>
+        <span class={`call-status${isCut ? " is-cut" : ""}`}>
+          {isCut ? `cut at ${counted(call.usage.value?.output_tokens ?? 0, "token")}` : WORDS[status]}
+        </span>
       </div>
-      {step.lead && (
+      {item.lead.length > 0 && (
         <span class="call-lead model-text" dir="auto">
-          {step.lead}
+          <Pieces pieces={item.lead} run={run} />
         </span>
       )}
       {step.kind === "select" ? (
@@ -194,6 +248,8 @@ function CallView({ item, call, isWide }: { item: CallItem; call: Call; isWide: 
 /** The text of a call, as it streams; forced parts are marked when it is complete. */
 function Streamed({ call, isWide }: { call: Call; isWide: boolean }) {
   const host = useRef<HTMLDivElement>(null);
+  const box = useRef<HTMLDivElement>(null);
+  useFollowEnd(host, box, () => true);
   useSignalEffect(() => {
     const variable = call.variable.value;
     if (!host.current || !variable) return;
@@ -225,7 +281,11 @@ function Streamed({ call, isWide }: { call: Call; isWide: boolean }) {
       new StreamText(host.current).mark(text, forced, "forced", "Forced by the schema or pattern: not sampled");
     }
   });
-  return <div ref={host} class="model-text streamed" data-testid={`text-${call.key}`} dir="auto" />;
+  return (
+    <div ref={box} class="streamed">
+      <div ref={host} class="model-text" data-testid={`text-${call.key}`} dir="auto" />
+    </div>
+  );
 }
 
 const TREE_EVERY_MS = 100;

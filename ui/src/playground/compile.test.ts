@@ -1,5 +1,5 @@
 import { describe, expect, test } from "vitest";
-import { callsOf, compile } from "./compile";
+import { callsOf, compile, promptLengths } from "./compile";
 import { EXAMPLES } from "./examples";
 import { DEFAULT_SAMPLING, gen, mistakesOf, say, select, type Program } from "./program";
 
@@ -121,6 +121,21 @@ describe("a program becomes a graph", () => {
     const joined = textsOf(made, options).at(-1)!;
     expect(joined.filter((part) => typeof part === "string")).toEqual(["a: ", "It is so.", "\n", "c: ", "\n"]);
     expect([...callsOf(compile(made, options).root)].map(({ call }) => call.key)).toEqual(["0:0", "2:0", ":2"]);
+  });
+
+  test("the stage shows values where the prompt has them", () => {
+    const steps = [gen("tip"), say("Explain {tip} and {later}."), gen("later", { lead: "{tip}:" })];
+    const { root } = compile(program(steps));
+    const tip = { name: "tip", key: ":0" };
+    expect(root.items[2]).toMatchObject({ kind: "turn", text: ["Explain ", tip, " and {later}."] });
+    expect(root.items[3]).toMatchObject({ kind: "gen", lead: [tip, ":"] });
+  });
+
+  test("prompts grow with the texts of the calls above them", () => {
+    const { root } = compile(program([gen("a"), fork(["x", "y"], [gen("b")]), { kind: "join", before: "", after: "" }, gen("c")]));
+    const texts = new Map([[":0", "12345"], ["0:0", "1"]]);
+    const lengths = new Map(promptLengths(root, (key) => texts.get(key) ?? ""));
+    expect(lengths).toEqual(new Map([[":0", 3], ["0:0", 16], ["1:0", 16], [":3", 11]]));
   });
 
   test("a wide fork does not read the tokens of its prompts", () => {

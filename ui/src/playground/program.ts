@@ -124,7 +124,7 @@ function check(steps: Step[], place: string, names: Set<string>, found: string[]
           if (choices.length < 2) found.push(`${where} needs at least two choices.`);
           if (new Set(choices).size !== choices.length) found.push(`${where} has a choice twice.`);
         } else if (step.shape.kind === "schema" && schemaOf(step.shape.source) === null) {
-          found.push(`${where}: the schema is not a JSON object.`);
+          found.push(`${where}: the schema is ${schemaFault(step.shape.source)}.`);
         } else if (step.shape.kind === "regex" && !step.shape.source) {
           found.push(`${where} has no pattern.`);
         }
@@ -159,6 +159,16 @@ export function schemaOf(source: string): Record<string, unknown> | null {
       : null;
   } catch {
     return null;
+  }
+}
+
+/** What is wrong with a schema that `schemaOf` cannot read. */
+function schemaFault(source: string): string {
+  try {
+    JSON.parse(source);
+    return "not a JSON object";
+  } catch (error) {
+    return `no JSON (${error instanceof Error ? error.message : String(error)})`;
   }
 }
 

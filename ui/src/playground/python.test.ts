@@ -17,6 +17,18 @@ test.each(Object.entries(EXAMPLES))("the graph of %s is the one that is tested",
   await expect(`${JSON.stringify(submitted, null, 1)}\n`).toMatchFileSnapshot(`../../../tests/server/ui/programs/${name}.json`);
 });
 
+const WITHOUT_TURNS = ["essay_judge", "self_consistency", "skeleton_of_thought"];
+
+test.each(WITHOUT_TURNS)("%s without turns, for models without a chat template, is tested too", async (name) => {
+  const program = EXAMPLES[name]!;
+  const folder = "../../../tests/server/ui/programs";
+  await expect(toPython(program, false)).toMatchFileSnapshot(`${folder}/${name}_without_turns.py`);
+  const { ops, places } = compile(program, { hasTurns: false }).graph.submission(1, [], { seed: 1 });
+  const submitted = { ops: ops.filter((op) => op.op !== "read"), places };
+  expect(submitted.ops.filter((op) => op.op === "begin" || op.op === "end")).toEqual([]);
+  await expect(`${JSON.stringify(submitted, null, 1)}\n`).toMatchFileSnapshot(`${folder}/${name}_without_turns.json`);
+});
+
 test("strings escape what Python or an editor could misread", () => {
   expect(text('a "b"\n\\ \u202e \u2028 \u0085')).toBe('"a \\"b\\"\\n\\\\ \\u202e \\u2028 \\u0085"');
   expect(text("\ud800")).toBe('"\ufffd"');

@@ -1,11 +1,13 @@
 // Form to Python: the same program, for agentflow's own language. A test runs what this writes.
+import { TURN_END } from "./compile";
 import { piecesOf, resultOf, schemaOf, type ForkStep, type GenStep, type Program, type SelectStep, type Step } from "./program";
 
 const WIDTH = 100;
 
-/** The source of a file that runs the program: on a server with AGENTFLOW_URL set, else in its own process. */
-export function toPython(program: Program): string {
-  const writer = new Writer(program);
+/** The source of a file that runs the program: on a server with AGENTFLOW_URL set, else in its own process.
+ * `hasTurns`: the model has a chat template. */
+export function toPython(program: Program, hasTurns = true): string {
+  const writer = new Writer(program, hasTurns);
   const body = writer.body();
   const seed = program.sampling.seed;
   return [
@@ -38,14 +40,17 @@ class Writer {
   readonly constants: string[] = [];
   #numForks = 0;
 
-  constructor(private readonly program: Program) {}
+  constructor(
+    private readonly program: Program,
+    private readonly hasTurns: boolean,
+  ) {}
 
   body(): string[] {
     const { program } = this;
     const lines: string[] = [];
     const scope = new Map<string, string>();
-    if (program.system.trim()) lines.push(...turn("s", "system", [program.system]));
-    if (program.user.trim()) lines.push(...turn("s", "user", [program.user]));
+    if (program.system.trim()) lines.push(...this.#turn("s", "system", [text(program.system)]));
+    if (program.user.trim()) lines.push(...this.#turn("s", "user", [text(program.user)]));
     const leaf = leafOf(program.steps);
     if (leaf) lines.push("outputs: list[af.Variable] = []");
     lines.push(...this.#steps("s", program.steps, scope, leaf !== null));
@@ -62,7 +67,7 @@ class Writer {
     for (const step of steps) {
       switch (step.kind) {
         case "say":
-          lines.push(...turn(state, step.role, [this.#text(step.text, scope)], true));
+          lines.push(...this.#turn(state, step.role, [this.#text(step.text, scope)]));
           break;
         case "gen":
         case "select":
@@ -82,10 +87,10 @@ class Writer {
               `    for label, branch in zip(${fork.labels}, ${fork.branches}, strict=True)`,
               "]",
             );
-            parts.push("*found");
+            parts.push(this.hasTurns ? "*found" : '"".join(found)');
           }
           if (step.after) parts.push(this.#text(step.after, scope));
-          lines.push(...turn(state, "user", parts, true));
+          lines.push(...this.#turn(state, "user", parts));
           fork = null;
           break;
         }
@@ -114,7 +119,7 @@ class Writer {
       else lines.splice(-1, 0, ...list(name, instructions));
       lines.push(`    for ${branch}, instruction in zip(${branches}, ${name}, strict=True):`);
       const isEach = step.branches.every((one) => one.instruction.trim());
-      inner.push(...(isEach ? [] : ["if instruction:"]), `${isEach ? "" : "    "}${branch} += af.user(instruction)`);
+      inner.push(...(isEach ? [] : ["if instruction:"]), `${isEach ? "" : "    "}${this.#turn(branch, "user", ["instruction"])[0]}`);
     } else lines.push(`    for ${branch} in ${branches}:`);
     inner.push(...this.#steps(branch, step.steps, innerScope, collects));
     const leaf = resultOf(step);
@@ -129,7 +134,16 @@ class Writer {
       const choices = step.choices.filter((choice) => choice !== "").map(text);
       parts.push(`af.select(${text(step.name)}, [${choices.join(", ")}])`);
     } else parts.push(this.#gen(step));
-    return turn(state, "assistant", parts, true);
+    return this.#turn(state, "assistant", parts);
+  }
+
+  /** Appends a turn with these parts, which are expressions. */
+  #turn(state: string, role: string, parts: readonly string[]): string[] {
+    const all = this.hasTurns ? parts : [...parts, text(TURN_END)];
+    const line = this.hasTurns ? `${state} += af.${role}(${all.join(", ")})` : `${state} += ${all.join(" + ")}`;
+    if (line.length <= WIDTH || parts.length === 1) return [line];
+    if (this.hasTurns) return [`${state} += af.${role}(`, ...all.map((part) => `    ${part},`), ")"];
+    return [`${state} += (`, ...all.map((part, index) => `    ${index ? "+ " : ""}${part}`), ")"];
   }
 
   #gen(step: GenStep): string {
@@ -167,14 +181,6 @@ class Writer {
 function leafOf(steps: readonly Step[]): ForkStep | null {
   const last = steps.findLast((step) => step.kind !== "say" && step.kind !== "join");
   return last?.kind === "fork" ? last : null;
-}
-
-/** `parts` are texts, or with `isSource` expressions. */
-function turn(state: string, role: string, parts: readonly string[], isSource = false): string[] {
-  const sources = isSource ? parts : parts.map(text);
-  const line = `${state} += af.${role}(${sources.join(", ")})`;
-  if (line.length <= WIDTH || sources.length === 1) return [line];
-  return [`${state} += af.${role}(`, ...sources.map((source) => `    ${source},`), ")"];
 }
 
 function list(name: string, items: readonly string[]): string[] {

@@ -7,7 +7,7 @@ import { computed, signal } from "@preact/signals";
 import { announce } from "../app/announce";
 import { sentenceOf } from "../app/session";
 import { SentenceReader } from "../text/sentences";
-import { callsOf, compile, type Compiled, type Lane } from "./compile";
+import { callsOf, compile, promptLengths, type Compiled, type Lane } from "./compile";
 import { DEFAULT_SAMPLING, type Program } from "./program";
 
 export type CallStatus = "waiting" | "running" | "done" | "cancelled" | "failed";
@@ -20,6 +20,7 @@ export class Call {
   readonly status = signal<CallStatus>("waiting");
   readonly variable = signal<Variable | null>(null);
   readonly usage = signal<Usage | null>(null);
+  readonly finishReason = signal<string | null>(null);
   readonly promptTokens = signal<string[] | null>(null);
   /** Of a select: the choices with the scores that decided. */
   readonly scores = signal<Readonly<Record<string, number>> | null>(null);
@@ -38,12 +39,19 @@ export class Call {
   }
 }
 
+/** Sums of what the server reported. `promptSoFar`, `outputSoFar`: an estimate for calls without a report, because
+ * they are not complete, or never were. */
 export interface Totals {
   prompt: number;
   cached: number;
   output: number;
   forced: number;
+  promptSoFar: number;
+  outputSoFar: number;
 }
+
+const CHARS_PER_TOKEN = 4;
+const ESTIMATE_EVERY_MS = 200;
 
 export type RunStatus = "running" | "done" | "stopped" | "failed";
 
@@ -57,18 +65,28 @@ export class ProgramRun {
   readonly startedAt = performance.now();
   readonly duration = signal<number | null>(null);
   readonly seed: number;
-  readonly #numEnded = signal(0);
+  /** Whether the model has turns. */
+  readonly hasTurns: boolean;
+  readonly #numChanges = signal(0);
+  #estimating: ReturnType<typeof setTimeout> | undefined;
   readonly #known = new Map<string, string>();
   #run: Run | null = null;
   #compiled: Compiled | null = null;
   #unsubscribe: (() => void)[] = [];
 
   readonly totals = computed<Totals>(() => {
-    void this.#numEnded.value;
-    const totals = { prompt: 0, cached: 0, output: 0, forced: 0 };
+    void this.#numChanges.value;
+    const totals = { prompt: 0, cached: 0, output: 0, forced: 0, promptSoFar: 0, outputSoFar: 0 };
+    const root = this.root.value;
+    const lengths = new Map(root ? promptLengths(root, (key) => this.calls.get(key)?.text ?? "") : []);
     for (const call of this.calls.values()) {
       const usage = call.usage.peek();
-      if (!usage) continue;
+      if (!usage) {
+        if (call.text === "") continue;
+        totals.promptSoFar += call.promptTokens.value?.length ?? tokensOf(lengths.get(call.key) ?? 0);
+        totals.outputSoFar += tokensOf(call.text.length);
+        continue;
+      }
       totals.prompt += usage.prompt_tokens ?? 0;
       totals.cached += usage.cached_tokens ?? 0;
       totals.output += usage.output_tokens ?? 0;
@@ -76,10 +94,14 @@ export class ProgramRun {
     }
     return totals;
   });
-  readonly numDone = computed(() => this.#numEnded.value);
+  /** Complete texts that reached their maximum of tokens. */
+  readonly numCut = computed(
+    () => [...this.calls.values()].filter((call) => call.finishReason.value === "length").length,
+  );
 
   constructor(program: Program, session: Session) {
     this.program = structuredClone(program);
+    this.hasTurns = session.capabilities.roles;
     this.seed = program.sampling.seed ?? Math.floor(Math.random() * 1_000_000);
     this.#submit(session);
   }
@@ -116,6 +138,7 @@ export class ProgramRun {
     const compiled = compile(this.program, {
       known: this.#known,
       without: this.cancelled.peek(),
+      hasTurns: this.hasTurns,
       ...(session.capabilities.token_ids === false ? { maxTokenReads: 0 } : {}),
     });
     const { sampling = DEFAULT_SAMPLING } = this.program;
@@ -154,6 +177,7 @@ export class ProgramRun {
       variable.onChange((_, added) => {
         if (call.status.peek() === "waiting" && added) call.status.value = "running";
         if (isSpoken && added && selected === null) say(sentences.push(added));
+        if (added) this.#estimating ??= setTimeout(() => this.#estimate(), ESTIMATE_EVERY_MS);
         if (!variable.done) return;
         if (isSpoken) say(selected === null ? sentences.finish() : variable.text ? [`${selected} is ${variable.text}.`] : []);
         this.#ended(call, variable);
@@ -171,6 +195,7 @@ export class ProgramRun {
     } else {
       call.status.value = "done";
       call.usage.value = variable.usage ?? null;
+      call.finishReason.value = variable.finishReason ?? null;
       call.scores.value = variable.choices ?? null;
       if (variable.forced?.length) call.forced.value = utf16Spans(variable.text, variable.forced);
       this.#known.set(call.key, variable.text);
@@ -180,8 +205,14 @@ export class ProgramRun {
         this.cancelled.value = new Set([...this.cancelled.peek()].filter((path) => !isLate(path)));
       }
     }
-    this.#numEnded.value++;
+    this.#estimate();
     this.#checkEnd();
+  }
+
+  #estimate(): void {
+    clearTimeout(this.#estimating);
+    this.#estimating = undefined;
+    this.#numChanges.value++;
   }
 
   #readTokens(call: Call, variable: Variable): void {
@@ -239,7 +270,11 @@ export class ProgramRun {
   }
 }
 
-function isWithin(path: string, branch: string): boolean {
+function tokensOf(numChars: number): number {
+  return Math.ceil(numChars / CHARS_PER_TOKEN);
+}
+
+export function isWithin(path: string, branch: string): boolean {
   return path === branch || path.startsWith(`${branch}.`);
 }
 

@@ -1,20 +1,35 @@
 // The call that is chosen in the timeline: its facts, and its text.
+import { useLayoutEffect, useRef } from "preact/hooks";
 import { Facts } from "../charts/Facts";
 import { percent } from "../charts/numbers";
 import { sharesOf } from "../playground/scores";
-import type { Call } from "./recording";
+import { promptOf } from "./prompt";
+import type { Call, RecordingReader } from "./recording";
 import { factsOf, textOf } from "./words";
 
-/** `version`: drawn again when it changes. */
-export function CallDetails({ call, lastS }: { call: Call; lastS: number; version: number }) {
+interface Props {
+  readonly call: Call;
+  readonly reader: RecordingReader;
+  /** Drawn again when it changes. */
+  readonly version: number;
+  readonly onClose: () => void;
+}
+
+export function CallDetails({ call, reader, onClose }: Props) {
   const text = textOf(call);
   return (
     <section class="panel details call-details" aria-labelledby="call-name" data-testid="call-details">
-      <h3 id="call-name">
-        {call.kind} <bdi>{call.name}</bdi>
-      </h3>
-      <Facts facts={factsOf(call, lastS)} />
+      <header class="call-details-head">
+        <h3 id="call-name">
+          {call.kind} <bdi>{call.name}</bdi>
+        </h3>
+        <button type="button" class="quiet small" onClick={onClose}>
+          Close
+        </button>
+      </header>
+      <Facts facts={factsOf(call, reader.lastS)} />
       <div class="call-text">
+        <Prompt call={call} reader={reader} />
         {call.error !== null && (
           <p class="call-error">
             <code>{call.error.code}</code> <bdi>{call.error.message}</bdi>
@@ -29,6 +44,37 @@ export function CallDetails({ call, lastS }: { call: Call; lastS: number; versio
         {text === "" && call.error === null && <p class="figure-note">No text.</p>}
       </div>
     </section>
+  );
+}
+
+/** Of a longer prompt the end is shown. */
+const MAX_PROMPT_CHARS = 50_000;
+
+function Prompt({ call, reader }: { call: Call; reader: RecordingReader }) {
+  const box = useRef<HTMLDivElement>(null);
+  // Its end tells calls apart: their beginnings are often the same.
+  useLayoutEffect(() => {
+    if (box.current) box.current.scrollTop = box.current.scrollHeight;
+  }, [call]);
+  let room = MAX_PROMPT_CHARS;
+  const turns = promptOf(call, reader).reverse().flatMap(({ role, text }) => {
+    if (room <= 0) return [];
+    const shown = text.length > room ? `…${text.slice(-room)}` : text;
+    room -= text.length;
+    return [{ role, text: shown }];
+  });
+  if (turns.length === 0) return null;
+  return (
+    <div ref={box} class="call-prompt" tabIndex={0} role="region" aria-label="Prompt" data-testid="call-prompt">
+      {turns.reverse().map(({ role, text }, index) => (
+        <div key={index}>
+          {role !== null && <span class="role">{role}</span>}
+          <p class="model-text" dir="auto">
+            {text}
+          </p>
+        </div>
+      ))}
+    </div>
   );
 }
 

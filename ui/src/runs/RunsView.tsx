@@ -1,5 +1,5 @@
 // Recordings as a timeline: those of files, and the runs of this page's session.
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { announce } from "../app/announce";
 import { hrefOf } from "../app/router";
 import { View } from "../app/View";
@@ -141,12 +141,28 @@ interface RecordingProps {
   readonly problem: string | null;
 }
 
+const BAR_MARGIN = 8;
+
 function Recording({ title, reader, version, problem }: RecordingProps) {
   const [focused, setFocused] = useState<Call | null>(null);
   useEffect(() => setFocused(null), [reader]);
   useEffect(() => {
     if (version === 0) announce(`${title}: ${sentenceOf(reader)}${problem === null ? "" : ` ${problem}`}`);
   }, [reader]);
+  const part = useRef<HTMLDivElement>(null);
+  const bar = (): Element | null | undefined => part.current?.querySelector('.bar[aria-pressed="true"]');
+  // The details stay at the window's lower edge. They may not cover the bar that was chosen.
+  useLayoutEffect(() => {
+    const details = part.current?.querySelector(".call-details");
+    const chosen = bar();
+    if (!details || !chosen) return;
+    const covered = chosen.getBoundingClientRect().bottom + BAR_MARGIN - details.getBoundingClientRect().top;
+    if (covered > 0) scrollBy(0, covered);
+  }, [focused]);
+  const close = (): void => {
+    (bar() as HTMLElement | null | undefined)?.focus();
+    setFocused(null);
+  };
   const ending = endingOf(reader);
   const { header } = reader;
   return (
@@ -175,15 +191,12 @@ function Recording({ title, reader, version, problem }: RecordingProps) {
       {reader.runs.length === 0 ? (
         <p class="empty">It has no run.</p>
       ) : (
-        <Timeline
-          reader={reader}
-          version={version}
-          focused={focused}
-          onFocus={setFocused}
-        />
-      )}
-      {focused !== null && (
-        <CallDetails key={focused.number} call={focused} lastS={reader.lastS} version={version} />
+        <div class="timeline-part" ref={part}>
+          <Timeline reader={reader} version={version} focused={focused} onFocus={setFocused} />
+          {focused !== null && (
+            <CallDetails key={focused.number} call={focused} reader={reader} version={version} onClose={close} />
+          )}
+        </div>
       )}
     </>
   );

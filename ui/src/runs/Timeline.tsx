@@ -294,12 +294,8 @@ function StateRow({
   onZoom,
 }: RowProps) {
   const { state, depth } = row;
-  const note =
-    state.error !== null && state.error.code !== "cancelled"
-      ? "failed"
-      : state.isCancelled
-        ? "cancelled"
-        : "";
+  const isFailed = state.error !== null && state.error.origin !== "cancelled";
+  const note = isFailed ? "failed" : state.isCancelled || state.error !== null ? "cancelled" : "";
   return (
     <div
       class={`timeline-row${depth === 0 ? " is-root" : ""}${note === "" ? "" : " is-over"}`}

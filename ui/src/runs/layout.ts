@@ -216,7 +216,7 @@ export type Outcome = "done" | "failed" | "cancelled" | "open";
 
 /** How a call ended. `open`: the recording has no end of it. */
 export function outcomeOf(call: Call): Outcome {
-  if (call.error !== null) return call.error.code === "cancelled" ? "cancelled" : "failed";
+  if (call.error !== null) return call.error.origin === "cancelled" ? "cancelled" : "failed";
   if (call.endS !== null) return "done";
   return call.state.isCancelled ? "cancelled" : "open";
 }

@@ -15,6 +15,8 @@ export interface Usage {
 export interface RecordedError {
   readonly code: string;
   readonly message: string;
+  /** The code at the end of the chain of causes. */
+  readonly origin: string;
 }
 
 export interface Header {
@@ -46,7 +48,16 @@ export interface Call {
   finishReason: string | null;
   choices: Readonly<Record<string, number>> | null;
   error: RecordedError | null;
+  /** Its place in the content of its state: what stands before it there is in its prompt. */
+  readonly place: number;
 }
+
+/** A piece of a state's content: a turn's beginning or end, text, a variable's value, or what a call appends. */
+export type Piece =
+  | { readonly role: string }
+  | { readonly end: true }
+  | { readonly text: string }
+  | { readonly variable: number; readonly transforms: readonly unknown[] };
 
 /** What a state did, in order: as much as the times need. */
 type Step =
@@ -63,6 +74,9 @@ export interface RunState {
   readonly forks: RunState[];
   readonly calls: Call[];
   readonly steps: Step[];
+  /** What was appended to it, after the first `contentBefore` pieces of its parent's. */
+  readonly content: Piece[];
+  readonly contentBefore: number;
   readonly startS: number;
   endS: number;
   /** The first text that was appended to it, shortened. */
@@ -170,6 +184,11 @@ export class RecordingReader {
       if (call.endS === null && !call.state.isCancelled && call.state.error === null) return false;
     }
     return true;
+  }
+
+  /** The call that declares a variable. */
+  callOf(variable: number): Call | null {
+    return this.calls.get(variable) ?? null;
   }
 
   /** `finish` in small parts, for callers that pause between them. */
@@ -293,9 +312,25 @@ export class RecordingReader {
         return this.declare(op, kind, state, atS, base);
       case "text":
         this.refer(op, state, base);
+        for (const part of partsOf(op)) {
+          if (typeof part === "string") state.content.push({ text: part });
+          else if (isObject(part)) {
+            const transforms = Array.isArray(part["transforms"]) ? (part["transforms"] as unknown[]) : [];
+            state.content.push({ variable: numberOf(part["var"]) + base, transforms });
+          }
+        }
+        return true;
+      case "begin":
+        state.content.push({ role: textOf(op["role"]) });
+        return true;
+      case "end":
+        state.content.push({ end: true });
+        return true;
+      case "image":
+        state.content.push({ text: "[image]" });
         return true;
       case "converse":
-        state.firstText ||= shortened(firstMessage(op["conversation"]));
+        this.converse(messagesOf(op["conversation"]), state);
         return true;
       case "fork":
         return this.fork(op, state, atS, base);
@@ -305,6 +340,17 @@ export class RecordingReader {
       default:
         return typeof kind === "string";
     }
+  }
+
+  private converse(messages: readonly Json[], state: RunState): void {
+    state.firstText ||= shortened(textOf(messages[0]?.["content"]));
+    for (const message of messages) {
+      const calls = Array.isArray(message["tool_calls"]) ? message["tool_calls"].filter(isObject) : [];
+      const said = calls.map((call) => `${textOf(call["name"])}(${textOf(call["arguments"])})`);
+      const text = [textOf(message["content"]), ...said].filter(Boolean).join("\n");
+      state.content.push({ role: textOf(message["role"]) }, { text }, { end: true });
+    }
+    state.content.push({ role: "assistant" });
   }
 
   private declare(op: Json, kind: string, state: RunState, atS: number, base: number): boolean {
@@ -325,16 +371,20 @@ export class RecordingReader {
       finishReason: null,
       choices: null,
       error: null,
+      place: state.content.length,
     };
     this.calls.set(number, call);
-    if (isModelCall(call)) this.sums.calls += 1;
+    if (isModelCall(call)) {
+      this.sums.calls += 1;
+      state.content.push({ variable: number, transforms: [] });
+    }
     state.calls.push(call);
     state.steps.push({ call });
     return true;
   }
 
   private refer(op: Json, state: RunState, base: number): void {
-    const parts = Array.isArray(op["parts"]) ? (op["parts"] as unknown[]) : [];
+    const parts = partsOf(op);
     const references = parts.filter(isObject).map((part) => numberOf(part["var"]) + base);
     if (references.length > 0) state.steps.push({ references });
     const text = parts.find((part) => typeof part === "string");
@@ -359,6 +409,8 @@ export class RecordingReader {
       forks: [],
       calls: [],
       steps: [],
+      content: [],
+      contentBefore: parent?.content.length ?? 0,
       startS: atS,
       endS: atS,
       firstText: "",
@@ -460,10 +512,15 @@ function numberOf(value: unknown): number {
   return typeof value === "number" ? value : NaN;
 }
 
+function partsOf(op: Json): readonly unknown[] {
+  return Array.isArray(op["parts"]) ? (op["parts"] as unknown[]) : [];
+}
+
 function errorOf(value: unknown): RecordedError {
-  if (!isObject(value)) return { code: "", message: "" };
-  const { code, message } = value;
-  return { code: textOf(code), message: textOf(message) };
+  if (!isObject(value)) return { code: "", message: "", origin: "" };
+  let origin = value;
+  while (isObject(origin["cause"])) origin = origin["cause"];
+  return { code: textOf(value["code"]), message: textOf(value["message"]), origin: textOf(origin["code"]) };
 }
 
 function usageOf(value: unknown): Usage | null {
@@ -477,10 +534,9 @@ function usageOf(value: unknown): Usage | null {
   };
 }
 
-function firstMessage(conversation: unknown): string {
+function messagesOf(conversation: unknown): readonly Json[] {
   const messages = isObject(conversation) ? conversation["messages"] : null;
-  const [first] = Array.isArray(messages) ? messages.filter(isObject) : [];
-  return typeof first?.["content"] === "string" ? first["content"] : "";
+  return Array.isArray(messages) ? messages.filter(isObject) : [];
 }
 
 function shortened(text: string): string {

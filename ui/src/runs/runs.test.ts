@@ -1,5 +1,6 @@
 import { describe, expect, it } from "vitest";
 import { endingOf, readFile } from "./file";
+import { promptOf } from "./prompt";
 import { RecordingReader, withForks, type Call, type Run } from "./recording";
 import {
   barOf,
@@ -44,6 +45,82 @@ const value = (variable: number, more: object = {}) => ({
   finish_reason: "stop",
   usage: { prompt_tokens: 4, cached_tokens: 2, output_tokens: 1 },
   ...more,
+});
+
+describe("the prompt of a call", () => {
+  it("has what stands before it, in its state and in those that it was forked from", () => {
+    const reader = read([
+      { at_s: 0, sent: { op: "open", state: 1 } },
+      { at_s: 0, sent: { op: "begin", state: 1, role: "user" } },
+      { at_s: 0, sent: { op: "text", state: 1, parts: ["Name a city."] } },
+      { at_s: 0, sent: { op: "end", state: 1 } },
+      { at_s: 0, sent: { op: "begin", state: 1, role: "assistant" } },
+      { at_s: 0, sent: gen(1, 1, "city") },
+      { at_s: 0, sent: { op: "end", state: 1 } },
+      { at_s: 0, sent: { op: "fork", state: 1, children: [2] } },
+      { at_s: 0, sent: { op: "text", state: 1, parts: ["not in the branch"] } },
+      { at_s: 0, sent: { op: "text", state: 2, parts: ["Is ", { var: 1, transforms: [["strip"]] }, " big? "] } },
+      { at_s: 0, sent: gen(2, 2, "size") },
+      { at_s: 1, received: value(1, { text: " Oslo " }) },
+      { at_s: 2, received: value(2) },
+    ]);
+    const [city, size] = callsOf(reader.runs);
+    expect(promptOf(city!, reader)).toEqual([
+      { role: "user", text: "Name a city." },
+      { role: "assistant", text: "" },
+    ]);
+    expect(promptOf(size!, reader)).toEqual([
+      { role: "user", text: "Name a city." },
+      { role: "assistant", text: " Oslo " },
+      { role: null, text: "Is Oslo big? " },
+    ]);
+  });
+
+  it("has the messages of a conversation", () => {
+    const messages = [
+      { role: "user", content: "How cold is it?" },
+      { role: "assistant", content: "", tool_calls: [{ id: "1", name: "weather", arguments: "{}" }] },
+      { role: "tool", content: "4", tool_call_id: "1" },
+    ];
+    const reader = read([
+      { at_s: 0, sent: { op: "open", state: 1 } },
+      { at_s: 0, sent: { op: "converse", state: 1, conversation: { messages } } },
+      { at_s: 0, sent: gen(1, 1) },
+    ]);
+    expect(promptOf(callsOf(reader.runs)[0]!, reader)).toEqual([
+      { role: "user", text: "How cold is it?" },
+      { role: "assistant", text: "weather({})" },
+      { role: "tool", text: "4" },
+      { role: "assistant", text: "" },
+    ]);
+  });
+
+  it("counts the variables of a graph from its base", () => {
+    const ops = [
+      { op: "open", state: 1 },
+      { op: "text", state: 1, parts: ["Say. "] },
+      gen(1, 1),
+      { op: "text", state: 1, parts: [" And? ", { var: 1 }] },
+      gen(1, 2),
+    ];
+    const reader = read([
+      { at_s: 0, sent: { op: "submit", state: 11, ops } },
+      { at_s: 1, received: value(11, { text: "A" }) },
+    ]);
+    expect(promptOf(callsOf(reader.runs)[1]!, reader)).toEqual([{ role: null, text: "Say. A And? A" }]);
+  });
+});
+
+describe("a call that failed because another was cancelled", () => {
+  it("is cancelled", () => {
+    const cause = { code: "cancelled", message: "it was cancelled" };
+    const reader = read([
+      { at_s: 0, sent: { op: "open", state: 1 } },
+      { at_s: 0, sent: gen(1, 1) },
+      { at_s: 1, received: { event: "varfailed", var: 1, error: { code: "variable_failed", message: "", cause } } },
+    ]);
+    expect(outcomeOf(callsOf(reader.runs)[0]!)).toBe("cancelled");
+  });
 });
 
 describe("a real recording", () => {

@@ -23,7 +23,7 @@ export function cachedShare(usage: Usage | null): number {
   return usage !== null && usage.prompt_tokens > 0 ? usage.cached_tokens / usage.prompt_tokens : 0;
 }
 
-/** What stands in a bar: `thought · 28 tokens · 98% cached`. */
+/** What stands in a bar: `thought · 28 tokens · 98% cached`, and at its end what is unusual. */
 export function labelOf(call: Call): string {
   const parts = [isolated(call.name)];
   const { usage } = call;
@@ -33,6 +33,7 @@ export function labelOf(call: Call): string {
   }
   const outcome = outcomeOf(call);
   if (outcome !== "done") parts.push(OUTCOMES[outcome]);
+  else if (call.finishReason === "length") parts.push("cut");
   return parts.join(" · ");
 }
 
