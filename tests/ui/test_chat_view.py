@@ -6,11 +6,12 @@ import json
 import re
 from collections.abc import Callable
 
+import pytest
 from playwright.sync_api import Locator, expect
 from support.ui.accessibility import axe_violations
 from support.ui.proxy import BreakingProxy
 from support.ui.screen import Screen
-from support.ui.stage import Stage
+from support.ui.stage import Stage, open_stage
 
 Visit = Callable[..., Screen]
 
@@ -124,6 +125,88 @@ def test_the_chat_outlives_a_look_at_another_view(stage: Stage, visit: Visit) ->
     stage.end()
     screen.page.get_by_role("link", name="Chat").click()
     expect(screen.at("turns")).to_contain_text("I stayed.")
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (400, 780), (1280, 480)])
+def test_f43a_the_window_follows_a_reply_until_the_reader_scrolls_up(
+    stage: Stage, visit: Visit, width: int, height: int
+) -> None:
+    screen = visit(stage.url, viewport={"width": width, "height": height})
+    open_chat(screen)
+    say(screen, "Tell me a long story.")
+    stage.wait_running(1)
+
+    def tell(first: int) -> None:
+        """Twenty paragraphs."""
+        for number in range(first, first + 20):
+            stage.say(f"Paragraph {number} of the story.\n\n")
+        expect(paragraph(first + 19)).to_be_visible()
+
+    def paragraph(number: int) -> Locator:
+        return screen.at("turns").get_by_text(f"Paragraph {number} of the story.")
+
+    tell(0)
+    for part in (paragraph(19), screen.at("stop"), screen.at("message")):
+        expect(part).to_be_in_viewport()
+    bottom = screen.at("message").bounding_box()
+    last = paragraph(19).bounding_box()
+    assert bottom is not None
+    assert last is not None
+    assert last["y"] + last["height"] <= bottom["y"]  # not behind the composer
+    # The reader looks back: the window stays, and so do Stop and the message.
+    screen.page.mouse.move(width / 2, 200)
+    screen.page.mouse.wheel(0, -500)
+    expect(paragraph(19)).not_to_be_in_viewport()
+    screen.wait("() => { const same = window.seen === scrollY; window.seen = scrollY; return same; }")
+    top = screen.page.evaluate("() => scrollY")
+    tell(20)
+    assert screen.page.evaluate("() => scrollY") == top
+    for part in (screen.at("stop"), screen.at("message")):
+        expect(part).to_be_in_viewport()
+    # Back at the end, it follows again, and it shows what can be done with the complete reply.
+    screen.page.mouse.wheel(0, 100_000)
+    expect(paragraph(39)).to_be_in_viewport()
+    tell(40)
+    expect(paragraph(59)).to_be_in_viewport()
+    stage.end()
+    expect(screen.page.get_by_role("button", name="Another reply")).to_be_in_viewport()
+    assert axe_violations(screen) == []
+    # It is where a reader looks who comes back, and who writes on.
+    screen.page.get_by_role("link", name="Playground").first.click()
+    expect(screen.view("playground").get_by_role("heading", name="Playground")).to_be_in_viewport()
+    screen.page.get_by_role("link", name="Chat").click()
+    expect(paragraph(59)).to_be_in_viewport()
+    screen.page.evaluate("() => scrollTo(0, 0)")
+    say(screen, "And then?")
+    stage.wait_running(1)
+    stage.say("Nothing more.")
+    expect(screen.at("turns").get_by_text("Nothing more.")).to_be_in_viewport()
+    stage.end()
+
+
+def test_f43a_thoughts_are_followed_too(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url)
+    open_chat(screen)
+    say(screen, "What is a leaf?")
+    stage.wait_running(1)
+    for number in range(60):
+        stage.think(f"Thought {number}.\n")
+    box = screen.at("thoughts").get_by_role("region")
+    expect(box).to_contain_text("Thought 59.")
+    assert box.evaluate("(box) => box.scrollHeight > box.clientHeight")
+    screen.wait("""() => { const box = document.querySelector(".thoughts-text");
+        return box.scrollHeight - box.clientHeight - box.scrollTop < 2; }""")
+    stage.end()
+
+
+def test_f42_a_model_without_a_chat_template_leads_to_the_playground(visit: Visit) -> None:
+    with open_stage(roles=False) as stage:
+        screen = visit(stage.url)
+        open_chat(screen)
+        screen.at("message").fill("Hello?")
+        expect(screen.at("send")).to_be_disabled()
+        screen.at("no-turns").get_by_role("link").click()
+        screen.view("playground")
 
 
 def settle(screen: Screen, *, tools: str, max_tokens: int = 512) -> None:

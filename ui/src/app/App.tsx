@@ -30,6 +30,7 @@ async function show(name: ViewName): Promise<void> {
   try {
     const { default: Component } = await LOADERS[name]();
     if (route.peek().view !== name) return;
+    if (shown.peek()?.name !== name) scrollTo(0, 0);
     shown.value = { name, Component };
     isMissing.value = false;
   } catch {
@@ -37,9 +38,9 @@ async function show(name: ViewName): Promise<void> {
     return;
   }
   document.title = `${VIEWS.find((view) => view.name === name)!.title} – agentflow`;
-  // After a change of view, the keyboard goes on at the new heading.
+  // After a change of view, the keyboard goes on at the new heading. The view itself scrolls, if it has to.
   requestAnimationFrame(() => {
-    if (hadOne) document.querySelector<HTMLElement>("main h1")?.focus();
+    if (hadOne) document.querySelector<HTMLElement>("main h1")?.focus({ preventScroll: true });
     else setTimeout(fetchAll);
   });
 }

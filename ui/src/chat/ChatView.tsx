@@ -1,11 +1,13 @@
 // The chat: turns with their branches, the reply as it streams, calls of tools, and the field to write in.
 import type { CalledTool, Variable } from "agentflow-client";
-import { signal, useSignal, useSignalEffect } from "@preact/signals";
-import type { ComponentChildren } from "preact";
-import { useCallback, useRef } from "preact/hooks";
+import { effect, signal, useSignal, useSignalEffect } from "@preact/signals";
+import type { ComponentChildren, RefObject } from "preact";
+import { useCallback, useLayoutEffect, useRef } from "preact/hooks";
+import { hrefOf } from "../app/router";
 import { session } from "../app/session";
 import { View } from "../app/View";
 import { copyText } from "../text/copy";
+import { followEnd } from "../text/follow";
 import {
   again,
   answer,
@@ -35,6 +37,9 @@ const draft = signal("");
 
 export default function ChatView() {
   const path = pathOf(conversation.value);
+  const list = useRef<HTMLOListElement>(null);
+  useFollowReplies(list);
+  const canTalk = session.value?.capabilities.roles !== false;
   return (
     <View
       name="chat"
@@ -62,17 +67,43 @@ export default function ChatView() {
       }
     >
       <div class="chat">
-        <ol class="turns" aria-label="Conversation" data-testid="turns">
+        {!canTalk && (
+          <p class="view-note" data-testid="no-turns">
+            This model has no chat template, so it cannot hold a conversation. The{" "}
+            <a href={hrefOf("playground")}>playground</a> runs programs on it, without turns.
+          </p>
+        )}
+        <ol ref={list} class="turns" aria-label="Conversation" data-testid="turns">
           {path.map((turn) => (
             <TurnView key={`${current.value}/${turn.id}`} turn={turn} />
           ))}
         </ol>
         {path.length === 0 && <p class="empty">Nothing has been said yet.</p>}
-        <Composer parent={path.at(-1)?.id ?? 0} />
+        <Composer parent={path.at(-1)?.id ?? 0} canTalk={canTalk} />
         <SettingsFields />
       </div>
     </View>
   );
+}
+
+/** Keeps the end of the conversation in the window: at first, and while a reply streams. */
+function useFollowReplies(list: RefObject<HTMLElement | null>): void {
+  useLayoutEffect(() => {
+    if (!list.current || !document.scrollingElement) return;
+    const following = followEnd(list.current, document.scrollingElement, () => isStreaming.peek());
+    let frame = 0;
+    const end = effect(() => {
+      const { value: hasBegun } = isStreaming;
+      cancelAnimationFrame(frame);
+      // Once what the change adds is there: the turns, or the buttons below the complete reply.
+      frame = requestAnimationFrame(() => (hasBegun ? following.toEnd() : following.catchUp()));
+    });
+    return () => {
+      end();
+      cancelAnimationFrame(frame);
+      following.stop();
+    };
+  }, []);
 }
 
 const NAMES = { user: "You", assistant: "Model", tool: "Tool" };
@@ -285,14 +316,14 @@ function submitOnEnter(event: KeyboardEvent): void {
   (event.currentTarget as HTMLTextAreaElement).form?.requestSubmit();
 }
 
-function Composer({ parent }: { parent: number }) {
+function Composer({ parent, canTalk }: { parent: number; canTalk: boolean }) {
   const isBusy = isStreaming.value;
   return (
     <form
       class="composer panel"
       onSubmit={(event) => {
         event.preventDefault();
-        if (isBusy || !draft.value.trim() || !session.value) return;
+        if (isBusy || !draft.value.trim() || !session.value || !canTalk) return;
         send(parent, draft.value);
         draft.value = "";
       }}
@@ -313,7 +344,7 @@ function Composer({ parent }: { parent: number }) {
             Stop
           </button>
         ) : (
-          <button type="submit" class="primary" data-testid="send" disabled={!session.value || !draft.value.trim()}>
+          <button type="submit" class="primary" data-testid="send" disabled={!session.value || !canTalk || !draft.value.trim()}>
             Send
           </button>
         )}

@@ -1,6 +1,8 @@
 // What a reasoning model thought before a reply: open while it thinks, closed once the reply begins.
 import type { Variable } from "agentflow-client";
 import { useSignal, useSignalEffect } from "@preact/signals";
+import { useRef } from "preact/hooks";
+import { useFollowEnd } from "../text/follow";
 
 /** Of a reply that streams. `hasText` tells whether the reply has begun. */
 export function StreamingThoughts({ variable, hasText }: { variable: Variable; hasText: () => boolean }) {
@@ -29,9 +31,20 @@ export function Thoughts(props: { text: string; isThinking?: boolean; numTokens?
             ? `Thought for ${numTokens.toLocaleString("en")} ${numTokens === 1 ? "token" : "tokens"}`
             : "Thoughts"}
       </summary>
-      <p class="model-text" dir="auto" tabIndex={0} role="region" aria-label="Thoughts">
+      <ThoughtsText text={text} isThinking={isThinking === true} />
+    </details>
+  );
+}
+
+function ThoughtsText({ text, isThinking }: { text: string; isThinking: boolean }) {
+  const box = useRef<HTMLDivElement>(null);
+  const content = useRef<HTMLParagraphElement>(null);
+  useFollowEnd(content, box, () => isThinking);
+  return (
+    <div ref={box} class="thoughts-text" tabIndex={0} role="region" aria-label="Thoughts">
+      <p ref={content} class="model-text" dir="auto">
         {text}
       </p>
-    </details>
+    </div>
   );
 }

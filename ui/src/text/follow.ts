@@ -8,6 +8,8 @@ const NEAR_END = 32;
 export interface Following {
   /** Goes to the end, and follows it from now on. */
   toEnd(): void;
+  /** Goes to the end if it is being followed. */
+  catchUp(): void;
   stop(): void;
 }
 
@@ -39,6 +41,9 @@ export function followEnd(content: Element, scroller: Element, isActive: () => b
     toEnd() {
       isFollowing = true;
       goToEnd();
+    },
+    catchUp() {
+      if (isFollowing) goToEnd();
     },
     stop() {
       observer.disconnect();
