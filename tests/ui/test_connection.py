@@ -15,6 +15,7 @@ from anyio.from_thread import start_blocking_portal
 from playwright.sync_api import Route, expect
 from support.api_server import api_server
 from support.fake_engine import FakeEngine
+from support.stack_tools import free_port
 from support.ui.proxy import BreakingProxy, breaking_proxy
 from support.ui.screen import Screen
 from support.ui.stage import Stage, StagedGenerator, open_stage
@@ -114,10 +115,8 @@ def test_a_server_that_stays_away_is_unreachable_until_it_answers(
     screen.wait_status("open")
     proxy.refuse()
     proxy.cut()
-    screen.wait_status("ended")  # after the grace period
+    screen.wait_status("unreachable")  # after the grace period
     line = screen.at("status-line")
-    line.get_by_role("button", name="Start a new session").click()
-    screen.wait_status("unreachable")
     expect(line).to_contain_text("The server does not answer. What was streamed stays here")
     proxy.refuse(False)
     line.get_by_role("button", name="Try now").click()
@@ -169,18 +168,49 @@ def loading_server() -> Iterator[tuple[str, Callable[[], None]]]:
             task.cancel()
 
 
-def test_a_session_that_the_server_has_forgotten(visit: Visit) -> None:
+def test_f43g_a_session_that_the_server_has_forgotten_is_replaced(visit: Visit) -> None:
     """After the grace period the session cannot be resumed. The page keeps what it shows and opens a new one
-    when asked to."""
+    by itself."""
     with open_stage(ServerLimits(resume_grace_s=0.0)) as stage, breaking_proxy(stage.port) as proxy:
         screen = visit(proxy.url)
         screen.expect_problem(NO_ANSWER)
+        screen.open("chat")
+        screen.wait_status("open")
+        stage.answer("first", "The first reply.")
+        stage.answer("second", "The second reply.")
+        screen.at("message").fill("first")
+        screen.at("message").press("Enter")
+        expect(screen.at("turns")).to_contain_text("The first reply.")
+        proxy.cut()
+        screen.wait_status("renewing")
+        screen.wait_status("open")
+        expect(screen.at("status-line")).to_have_count(0)
+        screen.at("message").fill("second")
+        screen.at("message").press("Enter")
+        expect(screen.at("turns")).to_contain_text("The second reply.")
+        expect(screen.at("turns")).to_contain_text("The first reply.")
+
+
+def test_f43g_after_a_restart_of_the_server_the_page_is_connected_again(visit: Visit) -> None:
+    """The first server tells its clients that it is shut down; the second has never seen them."""
+    port = free_port()
+    with open_stage(port=port) as stage:
+        screen = visit(stage.url)
+        screen.expect_problem(NO_ANSWER)
         screen.open("playground")
         screen.wait_status("open")
-        proxy.cut()
-        screen.wait_status("ended")
-        screen.at("status-line").get_by_role("button").click()
+        screen.at("run").click()
+        stage.wait_running(4)
+        stage.say("Half")
+        expect(screen.at("text-0:0")).to_have_text("Half")
+    screen.wait_status("unreachable")
+    with open_stage(port=port) as stage:
         screen.wait_status("open")
+        expect(screen.at("text-0:0")).to_have_text("Half")
+        screen.at("go-on").click()
+        stage.wait_running(4)
+        screen.at("stop").click()
+        stage.wait_running(0)
 
 
 def test_a_view_that_could_not_be_fetched_is_fetched_again(stage: Stage, visit: Visit) -> None:

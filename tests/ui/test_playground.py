@@ -168,7 +168,6 @@ def test_a_run_whose_server_stayed_away_goes_on_in_a_new_session(
         screen.view(view)
     expect(text_of(screen, "1")).to_have_text("Half")
     proxy.refuse(False)
-    screen.at("status-line").get_by_role("button").click()
     screen.wait_status("open")
     screen.at("go-on").click()
     stage.wait_running(3)

@@ -208,9 +208,9 @@ class Stage:
 
 @contextmanager
 def open_stage(
-    limits: ServerLimits | None = None, access: Access | None = None, *, roles: bool = True
+    limits: ServerLimits | None = None, access: Access | None = None, *, roles: bool = True, port: int = 0
 ) -> Iterator[Stage]:
-    """A server on a free port. ``roles``: whether its model has a chat template."""
+    """A server. ``port``: 0 is a free one. ``roles``: whether its model has a chat template."""
     with start_blocking_portal("asyncio") as portal:
         generator = portal.call(lambda: StagedGenerator(roles=roles))
 
@@ -218,6 +218,6 @@ def open_stage(
         async def open_this() -> AsyncIterator[Generator[Any]]:
             yield generator
 
-        running = running_server(one_model(open_this), limits=limits, access=access)
+        running = running_server(one_model(open_this), port=port, limits=limits, access=access)
         with portal.wrap_async_context_manager(running) as server:
             yield Stage(server.url.replace("ws://", "http://"), generator, server, portal)

@@ -15,6 +15,8 @@ export function lineOf(now: ServerStatus): Line | null {
       return null;
     case "lost":
       return { text: "The connection was lost. Reconnecting; nothing that was streamed is lost." };
+    case "renewing":
+      return { text: "The server has ended the session. A new one begins; what was streamed stays here.", action: reconnect };
     case "unreachable":
       return {
         text: "The server does not answer. What was streamed stays here; the page keeps trying.",
@@ -42,6 +44,7 @@ const WORDS: Record<ServerStatus["kind"], string> = {
   open: "Connected",
   connecting: "Connecting",
   lost: "Reconnecting",
+  renewing: "Reconnecting",
   unreachable: "Offline",
   unready: "Not ready",
   key: "Needs a key",

@@ -1,7 +1,7 @@
 // The page's one session with the server, and what the page knows about the server.
 //
-// `status` is what the status bar shows. The client resumes a broken connection by itself; a session that
-// has ended, a server that is not ready, and a missing key are handled here. The API key stays in memory.
+// `status` is what the status bar shows. The client resumes a broken connection by itself; a server that has
+// forgotten the session, that is not ready, or that wants a key is handled here.
 import { connect, AgentflowError, type Session } from "agentflow-client";
 import { signal } from "@preact/signals";
 import { newSessionLog } from "../runs/sessionLog";
@@ -10,6 +10,7 @@ export type ServerStatus =
   | { kind: "connecting" }
   | { kind: "open" }
   | { kind: "lost" }
+  | { kind: "renewing" }
   | { kind: "unready"; reason: string }
   | { kind: "unreachable" }
   | { kind: "key"; wasWrong: boolean }
@@ -26,6 +27,12 @@ export const trouble = signal<{ text: string; again?: () => void } | null>(null)
 let key: string | null = null;
 let attempt = 0; // of open(): a later one makes an earlier one's answers void
 let retry: ReturnType<typeof setTimeout> | undefined;
+let openedAt = 0;
+
+const FIRST_RETRY_S = 0.25;
+const LAST_RETRY_S = 8;
+/** A server that ends sessions sooner is asked for a new one less often. */
+const SHORT_SESSION_MS = 10_000;
 
 export function useKey(given: string): Promise<void> {
   key = given.trim() || null;
@@ -65,26 +72,31 @@ export async function open(): Promise<void> {
       return;
     }
     opened.onStatus(() => {
-      if (mine === attempt) follow(opened);
+      if (mine === attempt) follow(opened, mine);
     });
+    openedAt = performance.now();
     session.value = opened;
     model.value ??= opened.model;
-    follow(opened);
+    follow(opened, mine);
     void listModels(mine);
   } catch (error) {
     if (mine === attempt) await failed(error, mine);
   }
 }
 
-function follow(opened: Session): void {
+function follow(opened: Session, mine: number): void {
   const now = opened.status;
   if (now === "open") status.value = { kind: "open" };
   else if (now === "lost") status.value = { kind: "lost" };
   else if (now === "closed") {
     session.value = null;
     const { error } = opened;
-    const reason = error?.code === "server_lost" ? "the server was away for too long" : (error?.message ?? "");
-    status.value = { kind: "ended", reason };
+    if (error?.code === "server_lost") {
+      // It was restarted, or was away for too long: its states are gone, and a new session begins when it answers.
+      status.value = { kind: "renewing" };
+      const isShort = performance.now() - openedAt < SHORT_SESSION_MS;
+      retryIn(isShort ? 2 : FIRST_RETRY_S, mine);
+    } else status.value = { kind: "ended", reason: error?.message ?? "" };
   } else status.value = { kind: "connecting" };
 }
 
@@ -98,7 +110,7 @@ async function listModels(mine: number): Promise<void> {
   }
 }
 
-async function failed(error: unknown, mine: number, delay_s = 1): Promise<void> {
+async function failed(error: unknown, mine: number): Promise<void> {
   if (error instanceof AgentflowError && error.code === "not_authorized") {
     status.value = { kind: "key", wasWrong: key !== null };
     return;
@@ -114,8 +126,12 @@ async function failed(error: unknown, mine: number, delay_s = 1): Promise<void> 
     // Full, or just started: its own message says which.
     status.value = known ? { kind: "unready", reason: known.message } : { kind: "unreachable" };
   } else status.value = next;
-  const wait_s = known?.retryAfterS ?? delay_s;
-  retry = setTimeout(() => void again(mine, Math.min(delay_s * 2, 8)), wait_s * 1000);
+  retryIn(known?.retryAfterS ?? 1, mine);
+}
+
+function retryIn(delay_s: number, mine: number): void {
+  clearTimeout(retry);
+  retry = setTimeout(() => void again(mine, Math.min(delay_s * 2, LAST_RETRY_S)), delay_s * 1000);
 }
 
 async function again(mine: number, delay_s: number): Promise<void> {
@@ -126,7 +142,7 @@ async function again(mine: number, delay_s: number): Promise<void> {
     return;
   }
   status.value = next;
-  retry = setTimeout(() => void again(mine, Math.min(delay_s * 2, 8)), delay_s * 1000);
+  retryIn(delay_s, mine);
 }
 
 async function readiness(): Promise<"ready" | ServerStatus> {
