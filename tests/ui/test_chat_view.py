@@ -127,6 +127,43 @@ def test_the_chat_outlives_a_look_at_another_view(stage: Stage, visit: Visit) ->
     expect(screen.at("turns")).to_contain_text("I stayed.")
 
 
+def test_f43j_chats_survive_a_reload(forgetful_stage: Stage, visit: Visit) -> None:
+    """With their branches, their settings, what is being written, and what had arrived of a reply."""
+    stage, screen = forgetful_stage, visit(forgetful_stage.url)
+    stage.answer("What is a leaf?", "A leaf is green.")
+    stage.answer("What is a root?", "It is below.")
+    open_chat(screen)
+    settle(screen, tools="auto")
+    say(screen, "What is a leaf?")
+    turns = screen.at("turns")
+    expect(turns).to_contain_text("A leaf is green.")
+    screen.page.get_by_role("button", name="Edit").first.click()
+    screen.page.get_by_label("The edited turn").fill("What is a root?")
+    screen.page.get_by_label("The edited turn").press("Enter")
+    expect(turns).to_contain_text("It is below.")
+    screen.page.get_by_role("button", name="New chat").click()
+    say(screen, "Tell me a story.")
+    stage.wait_running(1)
+    stage.say("Once upon a")
+    expect(turns).to_contain_text("Once upon a")
+    screen.at("message").fill("And then")
+    screen.page.reload()
+    screen.wait_status("open")
+    expect(turns).to_contain_text("Once upon a")
+    expect(turns.get_by_role("button", name="Try again")).to_be_enabled()
+    expect(screen.at("message")).to_have_value("And then")
+    screen.page.get_by_label("Chat", exact=True).select_option(index=0)
+    expect(turns).to_contain_text("It is below.")
+    screen.page.get_by_label("Previous branch").first.click()
+    expect(turns).to_contain_text("A leaf is green.")
+    screen.page.get_by_text("Settings", exact=True).click()
+    expect(screen.page.get_by_label("Tools")).to_have_value("auto")
+    # Another tab has chats of its own.
+    other = visit(stage.url)
+    open_chat(other)
+    expect(other.page.get_by_text("Nothing has been said yet.")).to_be_visible()
+
+
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (400, 780), (1280, 480)])
 def test_f43a_the_window_follows_a_reply_until_the_reader_scrolls_up(
     stage: Stage, visit: Visit, width: int, height: int

@@ -57,6 +57,25 @@ def test_a_wrong_key_is_a_sentence_and_the_right_one_opens_the_session(
     screen.wait_status("key")
 
 
+def test_f43j_a_key_survives_a_reload_if_the_user_chooses_so(locked_stage: Stage, visit: Visit) -> None:
+    screen = visit(locked_stage.url)
+    screen.expect_problem("401|WebSocket connection to")
+    screen.open("playground")
+    for key, status in ((KEYS["ann"], "open"), ("af-wrong", "key")):
+        screen.at("key-input").fill(key)
+        screen.at("keep-key").check()
+        screen.page.keyboard.press("Enter")
+        screen.wait_status(status)
+        screen.page.reload()
+        screen.wait_status(status)
+        if status == "open":  # and it can be replaced
+            screen.page.get_by_role("button", name="Key", exact=True).click()
+    assert screen.page.evaluate("() => sessionStorage.getItem('key 1')") is None
+    # Without the choice, it is only in memory.
+    screen.give_key(KEYS["ann"])
+    screen.wait_status("open")
+
+
 def test_the_prompt_for_a_key_can_be_closed_and_opened_again(locked_stage: Stage, visit: Visit) -> None:
     screen = visit(locked_stage.url)
     screen.expect_problem("401|WebSocket connection to")

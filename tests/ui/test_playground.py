@@ -197,6 +197,22 @@ def test_a_reload_in_mid_stream_frees_the_server_and_the_page_runs_again(
     stage.wait_running(0)
 
 
+def test_f43j_an_edited_program_survives_a_reload(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url)
+    screen.open("playground")
+    screen.wait_status("open")
+    screen.at("example").select_option("few_shot")
+    field = screen.page.get_by_label("System", exact=True)
+    field.fill("My own words.")
+    screen.page.reload()
+    screen.wait_status("open")
+    expect(field).to_have_value("My own words.")
+    expect(screen.at("example")).to_have_value("few_shot")
+    other = visit(stage.url)  # another tab begins with the first program
+    other.open("playground")
+    expect(other.page.get_by_label("System", exact=True)).not_to_have_value("My own words.")
+
+
 def test_a_program_runs_and_stops_by_keyboard_alone(stage: Stage, visit: Visit) -> None:
     screen = visit(stage.url)
     screen.open("playground")

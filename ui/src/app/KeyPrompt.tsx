@@ -1,4 +1,4 @@
-// Asks for the API key. It goes into the session store's memory and nowhere else.
+// Asks for the API key. It stays in memory, unless the user chooses to have it stored until the tab is closed.
 import { signal, useSignalEffect } from "@preact/signals";
 import { useRef } from "preact/hooks";
 import { status, useKey } from "./session";
@@ -12,6 +12,7 @@ export function askForKey(): void {
 export function KeyPrompt() {
   const dialog = useRef<HTMLDialogElement>(null);
   const input = useRef<HTMLInputElement>(null);
+  const choice = useRef<HTMLInputElement>(null);
   useSignalEffect(() => {
     if (status.value.kind === "key") isAsking.value = true;
   });
@@ -28,13 +29,13 @@ export function KeyPrompt() {
           const given = input.current!.value;
           input.current!.value = "";
           isAsking.value = false;
-          void useKey(given);
+          void useKey(given, choice.current!.checked);
         }}
       >
         <h2 id="key-title">API key</h2>
         <p id="key-note">
           {wasWrong ? "The server does not accept that key. " : ""}
-          The key stays in this page's memory: it is gone when the page is closed or reloaded.
+          The key stays in this page's memory: it is gone when the page is closed, or reloaded without the choice below.
         </p>
         <label class="field">
           <span>Key</span>
@@ -47,6 +48,10 @@ export function KeyPrompt() {
             aria-describedby="key-note"
             data-testid="key-input"
           />
+        </label>
+        <label class="check">
+          <input ref={choice} type="checkbox" data-testid="keep-key" />
+          <span>Keep it for reloads, in the browser's storage, until this tab is closed</span>
         </label>
         <div class="row end">
           <button type="button" class="quiet" onClick={() => (isAsking.value = false)}>

@@ -5,6 +5,7 @@
 import { connect, AgentflowError, type Session } from "agentflow-client";
 import { signal } from "@preact/signals";
 import { newSessionLog } from "../runs/sessionLog";
+import { store, stored } from "./stored";
 
 export type ServerStatus =
   | { kind: "connecting" }
@@ -24,7 +25,9 @@ export const model = signal<string | null>(null);
 /** An error of an action, which the status bar shows until it is dismissed or the action repeated. */
 export const trouble = signal<{ text: string; again?: () => void } | null>(null);
 
-let key: string | null = null;
+const STORED_KEY = "key 1";
+/** In memory; stored until the tab is closed if the user wants that. */
+let key: string | null = (stored(STORED_KEY) as string | undefined) ?? null;
 let attempt = 0; // of open(): a later one makes an earlier one's answers void
 let retry: ReturnType<typeof setTimeout> | undefined;
 let openedAt = 0;
@@ -34,8 +37,9 @@ const LAST_RETRY_S = 8;
 /** A server that ends sessions sooner is asked for a new one less often. */
 const SHORT_SESSION_MS = 10_000;
 
-export function useKey(given: string): Promise<void> {
+export function useKey(given: string, isStored: boolean): Promise<void> {
   key = given.trim() || null;
+  store(STORED_KEY, isStored && key !== null ? key : undefined);
   return open();
 }
 
@@ -113,6 +117,7 @@ async function listModels(mine: number): Promise<void> {
 async function failed(error: unknown, mine: number): Promise<void> {
   if (error instanceof AgentflowError && error.code === "not_authorized") {
     status.value = { kind: "key", wasWrong: key !== null };
+    store(STORED_KEY, undefined);
     return;
   }
   const known = error instanceof AgentflowError ? error : null;

@@ -1,4 +1,4 @@
-// Light, dark, or as the system has it. Only this choice is kept in the browser's storage.
+// Light, dark, or as the system has it. Only this choice is stored for longer than the tab is open.
 import { effect, signal } from "@preact/signals";
 
 export const THEMES = ["system", "light", "dark"] as const;

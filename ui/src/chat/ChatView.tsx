@@ -1,6 +1,6 @@
 // The chat: turns with their branches, the reply as it streams, calls of tools, and the field to write in.
 import type { CalledTool, Variable } from "agentflow-client";
-import { effect, signal, useSignal, useSignalEffect } from "@preact/signals";
+import { effect, useSignal, useSignalEffect } from "@preact/signals";
 import type { ComponentChildren, RefObject } from "preact";
 import { useCallback, useLayoutEffect, useRef } from "preact/hooks";
 import { hrefOf } from "../app/router";
@@ -15,6 +15,7 @@ import {
   chats,
   conversation,
   current,
+  draft,
   isStreaming,
   keyOf,
   live,
@@ -32,8 +33,6 @@ import { openCalls, pathOf, siblingsOf, type Turn } from "./conversation";
 import { MarkdownText } from "./MarkdownText";
 import { StreamingThoughts, Thoughts } from "./Thoughts";
 import "./chat.css";
-
-const draft = signal("");
 
 export default function ChatView() {
   const path = pathOf(conversation.value);

@@ -3,16 +3,20 @@ import { AgentflowError, type CalledTool, type Message, type State, type Usage, 
 import { computed, signal } from "@preact/signals";
 import { announce } from "../app/announce";
 import { sentenceOf, session } from "../app/session";
+import { keepStored, stored } from "../app/stored";
 import { SentenceReader } from "../text/sentences";
 import {
   added,
   changed,
   declined,
   EMPTY,
+  fromPlain,
   messagesTo,
   openCalls,
   switched,
+  toPlain,
   type Conversation,
+  type PlainConversation,
   type Turn,
 } from "./conversation";
 import { runTool, SPECS } from "./tools";
@@ -34,11 +38,25 @@ export interface LiveReply {
   stop(): void;
 }
 
-const kept = signal<Conversation[]>([EMPTY]);
-export const current = signal(0);
+interface Stored {
+  readonly chats: readonly PlainConversation[];
+  readonly current: number;
+  readonly settings: Settings;
+  readonly draft: string;
+}
+
+const STORED = "chats 1";
+const before = stored(STORED) as Stored | undefined;
+
+const kept = signal<Conversation[]>(before?.chats.map(fromPlain) ?? [EMPTY]);
+export const current = signal(before?.current ?? 0);
+/** What is being written. */
+export const draft = signal(before?.draft ?? "");
 export const chats = computed(() => kept.value);
 export const conversation = computed(() => kept.value[current.value] ?? EMPTY);
-export const settings = signal<Settings>({ system: "", tools: "none", temperature: 0.7, topP: 0.95, maxTokens: 512 });
+export const settings = signal<Settings>(
+  before?.settings ?? { system: "", tools: "none", temperature: 0.7, topP: 0.95, maxTokens: 512 },
+);
 /** Replies that stream now, by chat and turn. */
 export const live = signal<ReadonlyMap<string, LiveReply>>(new Map());
 export const usages = signal<ReadonlyMap<string, Usage>>(new Map());
@@ -47,6 +65,31 @@ export const keyOf = (turn: Turn, chat = current.peek()) => `${chat}/${turn.id}`
 
 export const isStreaming = computed(() =>
   [...live.value.keys()].some((key) => key.startsWith(`${current.value}/`)),
+);
+
+/** With what has arrived of the replies that stream: they end with the page. */
+function withLiveTexts(one: Conversation, chat: number): Conversation {
+  let after = one;
+  for (const turn of one.turns.values()) {
+    const reply = live.peek().get(keyOf(turn, chat));
+    if (!reply) continue;
+    const content = textOf(reply.variable, reply.isReply);
+    const thoughts = reply.variable.reasoning;
+    const problem = "The page was left before the reply was complete.";
+    after = changed(after, turn.id, { content, problem, ...(thoughts ? { thoughts } : {}) });
+  }
+  return after;
+}
+
+keepStored(
+  STORED,
+  () => [kept.value, current.value, settings.value, draft.value],
+  (): Stored => ({
+    chats: kept.peek().map((one, chat) => toPlain(withLiveTexts(one, chat))),
+    current: current.peek(),
+    settings: settings.peek(),
+    draft: draft.peek(),
+  }),
 );
 
 function update(chat: number, change: (before: Conversation) => Conversation): Conversation {

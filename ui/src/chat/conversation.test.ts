@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { added, changed, declined, EMPTY, messagesTo, openCalls, pathOf, siblingsOf, switched } from "./conversation";
+import { added, changed, declined, EMPTY, fromPlain, messagesTo, openCalls, pathOf, siblingsOf, switched, toPlain } from "./conversation";
 
 const texts = (conversation: typeof EMPTY) => pathOf(conversation).map((turn) => turn.content);
 const talk = () => {
@@ -26,6 +26,13 @@ test("an edited turn is a branch; each branch keeps what follows it", () => {
   expect(texts(switched(switched(answered, 1), 4))).toEqual(["A", "B"]);
   expect(siblingsOf(answered, answered.turns.get(4)!)).toEqual([1, 4]);
   expect(messagesTo(answered, 5).map((message) => message.content)).toEqual(["A", "B"]);
+});
+
+test("a conversation survives JSON", () => {
+  const edited = added(talk(), 0, { role: "user", content: "A" });
+  const again = (made: typeof EMPTY) => fromPlain(JSON.parse(JSON.stringify(toPlain(made))));
+  expect(again(edited)).toEqual(edited);
+  expect(again(EMPTY)).toBe(EMPTY);
 });
 
 test("a reply grows without a new branch", () => {

@@ -26,6 +26,20 @@ export interface Conversation {
 
 export const EMPTY: Conversation = { turns: new Map(), shown: new Map() };
 
+/** A conversation as plain data, for JSON. */
+export interface PlainConversation {
+  readonly turns: readonly Turn[];
+  readonly shown: readonly (readonly [number, number])[];
+}
+
+export function toPlain({ turns, shown }: Conversation): PlainConversation {
+  return { turns: [...turns.values()], shown: [...shown] };
+}
+
+export function fromPlain({ turns, shown }: PlainConversation): Conversation {
+  return turns.length === 0 ? EMPTY : { turns: new Map(turns.map((turn) => [turn.id, turn])), shown: new Map(shown) };
+}
+
 /** With a turn more, which is shown. Its id is the number of turns. */
 export function added(before: Conversation, parent: number, turn: Omit<Turn, "id" | "parent">): Conversation {
   const id = before.turns.size + 1;

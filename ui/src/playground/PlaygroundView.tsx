@@ -4,6 +4,7 @@ import { useRef } from "preact/hooks";
 import { Dialog } from "../app/Dialog";
 import { announce } from "../app/announce";
 import { session } from "../app/session";
+import { keepStored, stored } from "../app/stored";
 import { View } from "../app/View";
 import { counted } from "../charts/numbers";
 import { copyText } from "../text/copy";
@@ -17,8 +18,15 @@ import { Stage } from "./Stage";
 import "./playground.css";
 
 // They outlive the view: a run goes on while another view is shown.
-const program = signal<Program>(structuredClone(EXAMPLES["essay_judge"]!));
-const example = signal("essay_judge");
+const STORED = "playground 1";
+const before = stored(STORED) as { readonly program: Program; readonly example: string } | undefined;
+const program = signal<Program>(before?.program ?? structuredClone(EXAMPLES["essay_judge"]!));
+const example = signal(before?.example ?? "essay_judge");
+keepStored(
+  STORED,
+  () => [program.value, example.value],
+  () => ({ program: program.peek(), example: example.peek() }),
+);
 const run = signal<ProgramRun | null>(null);
 /** What choosing a ready program replaced, if it had been edited: it can be taken back until the next edit or run. */
 const replaced = signal<{ program: Program; example: string; run: ProgramRun | null } | null>(null);
