@@ -226,10 +226,19 @@ def test_f43g_after_a_restart_of_the_server_the_page_is_connected_again(visit: V
     with open_stage(port=port) as stage:
         screen.wait_status("open")
         expect(screen.at("text-0:0")).to_have_text("Half")
+        # The runs of the session before are still there, and stay when the new one runs something.
+        timeline = screen.at("timeline")
+        screen.page.get_by_role("link", name="Runs").click()
+        expect(timeline.locator(".bar")).to_have_count(7)
+        screen.page.get_by_role("link", name="Playground", exact=True).click()
         screen.at("go-on").click()
         stage.wait_running(4)
         screen.at("stop").click()
         stage.wait_running(0)
+        screen.page.get_by_role("link", name="Runs").click()
+        expect(timeline).to_contain_text("continued")
+        screen.page.get_by_label("Session", exact=True).select_option(index=0)
+        expect(timeline).not_to_contain_text("continued")
 
 
 def test_a_view_that_could_not_be_fetched_is_fetched_again(stage: Stage, visit: Visit) -> None:

@@ -7,7 +7,7 @@ import { count, counted, duration, percent } from "../charts/numbers";
 import { CallDetails } from "./CallDetails";
 import { endingOf } from "./file";
 import type { Call, RecordingReader } from "./recording";
-import { sessionLog } from "./sessionLog";
+import { sessionLog, sessionLogs } from "./sessionLog";
 import { openFile, opened, useSessionRuns } from "./sources";
 import { Timeline } from "./Timeline";
 import "../charts/charts.css";
@@ -61,6 +61,21 @@ export default function RunsView() {
               <button type="button" onClick={() => (opened.value = { kind: "session" })}>
                 This page's runs
               </button>
+            )}
+            {now.kind === "session" && sessionLogs.value.length > 1 && (
+              <select
+                aria-label="Session"
+                value={String(sessionLogs.value.indexOf(sessionLog.value))}
+                onChange={(event) => {
+                  sessionLog.value = sessionLogs.peek()[Number(event.currentTarget.value)]!;
+                }}
+              >
+                {sessionLogs.value.map((log, index) => (
+                  <option key={index} value={String(index)}>
+                    Session of {log.started}
+                  </option>
+                ))}
+              </select>
             )}
             {now.kind === "session" && session.reader.runs.length > 0 && (
               <button type="button" onClick={() => save(session.reader)}>

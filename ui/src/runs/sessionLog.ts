@@ -16,6 +16,12 @@ export class SessionLog {
     else this.isFull = true;
   };
 
+  /** When the session began, for people. */
+  get started(): string {
+    const [header] = this.lines as readonly { readonly started?: string }[];
+    return header?.started ? new Date(header.started).toLocaleTimeString("en-GB") : "";
+  }
+
   /** The file's content. `isComplete`: nothing runs any more; else it ends like a truncated recording. */
   toBlob(isComplete: boolean): Blob {
     const last = this.lines[this.lines.length - 1] as { readonly at_s?: number } | undefined;
@@ -25,12 +31,21 @@ export class SessionLog {
   }
 }
 
-/** The log of the newest session. */
+const MAX_SESSIONS = 8;
+
+/** The logs of the page's sessions that have run something, the newest last. */
+export const sessionLogs = signal<readonly SessionLog[]>([]);
+
+/** The log that is shown: of the newest session that has run something, until another is chosen. */
 export const sessionLog = signal(new SessionLog());
 
 /** Begins the log of a new session; what `connect` takes as `record`. */
 export function newSessionLog(): (line: object) => void {
   const log = new SessionLog();
-  sessionLog.value = log;
-  return log.record;
+  return (line) => {
+    log.record(line);
+    if (log.lines.length !== 2) return; // the first line is the header
+    sessionLogs.value = [...sessionLogs.peek(), log].slice(-MAX_SESSIONS);
+    sessionLog.value = log;
+  };
 }
