@@ -55,9 +55,9 @@ from __future__ import annotations
 import logging
 import reprlib
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 MAX_MESSAGE_CHARS = 4_000
 
@@ -236,9 +236,16 @@ class InvalidValue(RunFailed, ValueError):
     >>> await s[report]
     Traceback (most recent call last):
     InvalidValue: 'report' ended (eos) with a text that is not a valid Report: '[{"name": ...}]' (...)
+
+    ``__cause__`` is the error of the type's library.
     """
 
     code = "invalid_value"
+    text: str = ""
+    """The whole text."""
+    errors: tuple[Mapping[str, Any], ...] = ()
+    """What is wrong in the text, as pydantic lists it: ``loc`` (the keys that lead to the place), ``msg`` and
+    more. Empty for a truncated text."""
 
 
 class ScriptMismatch(RunFailed):

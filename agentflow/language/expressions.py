@@ -76,10 +76,10 @@ class Offer(NamedTuple):
 
 class GenExpression(Expression, Generic[ValueT_co]):
     """A generation into variable ``name``. ``s[expression]`` is that variable, with its type. With
-    ``max_retries``, an invalid value is generated again. ``offer``: None for a reply that may call the tools
-    of the reply before it."""
+    ``max_retries``, an invalid value is generated again; if ``asks_again``, after what is wrong with it.
+    ``offer``: None for a reply that may call the tools of the reply before it."""
 
-    __slots__ = ("max_retries", "name", "offer", "params", "timeout_s", "value_type")
+    __slots__ = ("asks_again", "max_retries", "name", "offer", "params", "timeout_s", "value_type")
 
     def __init__(
         self,
@@ -89,12 +89,15 @@ class GenExpression(Expression, Generic[ValueT_co]):
         timeout_s: float | None = None,
         max_retries: int = 0,
         offer: Offer | None = None,
+        *,
+        asks_again: bool = False,
     ) -> None:
         self.name = name
         self.params = params
         self.value_type = value_type
         self.timeout_s = timeout_s
         self.max_retries = max_retries
+        self.asks_again = asks_again
         self.offer = offer
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # of every type, such as ``Report | None``, which type[...] d
 
 ValueT = TypeVar("ValueT")
 
-OnInvalid = Literal["raise", "retry"]
+OnInvalid = Literal["raise", "retry", "reask"]
 MOST_RETRIES: Final = 20
 
 
@@ -165,9 +165,9 @@ def gen(
     A value is invalid if ``max_tokens`` truncated it, or if it violates what a grammar cannot enforce, such
     as a validator written in Python. Awaiting it raises ``InvalidValue``. ``on_invalid="retry"`` generates it
     again instead, with other seeds, at most ``max_retries`` times (2); a greedy gen is retried at temperature
-    0.7. The state holds nothing but the valid text; it waits for it, and fails if there is none. The
-    variable gets no text before it is valid, and its ``usage`` counts all attempts. A trace cannot contain
-    such a gen.
+    0.7. ``"reask"`` first tells the model what is wrong, in a turn after the invalid text. The state holds
+    nothing but the valid text; it waits for it, and fails if there is none. The variable gets no text before
+    it is valid, and its ``usage`` counts all attempts. A trace cannot contain such a gen.
 
     ``whitespace`` between the parts of JSON: ``"compact"`` (one line, with ``, `` and ``: ``), ``"tight"``
     (none) or ``"free"`` (the model's choice). ``jump_forward=False``: text that the constraint forces is
@@ -195,7 +195,7 @@ def gen(
     check_timeout(timeout_s)
     if on_invalid not in get_args(OnInvalid):
         raise BadArgument(
-            f'gen: on_invalid must be "raise" or "retry", not {on_invalid!r}', param="on_invalid"
+            f'gen: on_invalid must be "raise", "retry" or "reask", not {on_invalid!r}', param="on_invalid"
         )
     if not is_whole(max_retries, 1, MOST_RETRIES):
         raise BadArgument(
@@ -224,12 +224,14 @@ def gen(
     )
     kinds = {"regex": regex, "schema": schema, "choices": choices, "type": type, "tools": tools}
     wanted = _type_of({**kinds, "grammar": grammar}, tags).decoded(whitespace, jump_forward)
-    num_retries = max_retries if on_invalid == "retry" else 0
+    num_retries = 0 if on_invalid == "raise" else max_retries
     if num_retries and wanted.constraint is None:
         raise BadArgument(
             "gen: on_invalid applies to a value: give a schema, for example", param="on_invalid"
         )
-    return GenExpression(name, params.check(), wanted, timeout_s, num_retries)
+    return GenExpression(
+        name, params.check(), wanted, timeout_s, num_retries, asks_again=on_invalid == "reask"
+    )
 
 
 def _type_of(kinds: Mapping[str, Any], tags: Sequence[Tag] | None) -> ValueType:

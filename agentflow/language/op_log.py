@@ -24,6 +24,7 @@ from agentflow.errors import BacklogFull, BadArgument, ConcurrentAppend
 from agentflow.language.expressions import Expression, Offer
 from agentflow.language.failures.frames import ProgramLine
 from agentflow.language.typed.tools import ToolCall
+from agentflow.protocol.ops import Role
 
 MAX_IN_FLIGHT = 10_000
 
@@ -207,12 +208,12 @@ class TurnPlace(NamedTuple):
     ends with the next reply, because the program did not open it itself. ``last_role``: of the last turn that
     has ended. ``has_text``: something was appended after it, outside turns."""
 
-    open_role: str | None = None
+    open_role: Role | None = None
     closes_with_reply: bool = False
     last_role: str | None = None
     has_text: bool = False
 
-    def begun(self, role: str) -> TurnPlace:
+    def begun(self, role: Role) -> TurnPlace:
         """After the begin of a turn."""
         return TurnPlace(role)
 

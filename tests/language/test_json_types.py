@@ -6,10 +6,14 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import json
+import operator
 import random
+import re
 import typing
 import uuid
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Annotated, Any, Generic, Literal, Optional, TypedDict, TypeVar
 
 import annotated_types
@@ -20,15 +24,19 @@ import pytest
 import typing_extensions
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Discriminator, Field
+from pydantic import Tag as PydanticTag
 from support.engine.bounded_matchers import bounded_matcher
 
 import agentflow as af
 from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.grammar.compiler.messages import Lengths
+from agentflow.errors import BadArgument
 from agentflow.language.typed.json_types import json_type, parameters_type, shown_type
+from agentflow.language.typed.recursion import DEFAULT_DEPTH
+from agentflow.language.typed.values import value_type
 from agentflow.protocol.constraint import Constraint
-from benchmarks.constrained.text_walks import MatcherText, text_under, walk
+from benchmarks.constrained.text_walks import MatcherText, takes, text_under, walk
 
 pytestmark = pytest.mark.anyio
 
@@ -352,3 +360,137 @@ def test_what_is_no_type_of_values_is_rejected(kind: Any) -> None:
     with pytest.raises(af.BadArgument) as failure:
         af.gen("x", schema=kind)
     assert failure.value.param == "schema"
+
+
+@dataclasses.dataclass
+class Meeting:
+    begins: datetime.datetime
+    daily: datetime.time | None = None
+    others: list[datetime.datetime] = dataclasses.field(default_factory=list)
+
+
+class Alarm(msgspec.Struct, rename="camel"):
+    wakes_at: datetime.time
+    meetings: list[Meeting] = []
+
+
+class Slot(TypedDict):
+    at: datetime.datetime
+
+
+MOMENT = "2024-05-01T09:30:00+02:00"
+CLOCK = "09:30:00Z"
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (datetime.datetime, MOMENT),
+        (datetime.time, CLOCK),
+        (datetime.date, "2024-05-01"),
+        (datetime.datetime | None, MOMENT),
+        (dict[str, list[datetime.time]], {"a": [CLOCK]}),
+        (Annotated[datetime.datetime, msgspec.Meta(description="when")], MOMENT),
+        (Meeting, {"begins": MOMENT, "daily": CLOCK, "others": [MOMENT]}),
+        (list[Alarm], [{"wakesAt": CLOCK, "meetings": [{"begins": MOMENT}]}]),
+        (Slot, {"at": MOMENT}),
+    ],
+)
+def test_f19a_times_are_constrained_wherever_they_are(kind, value):
+    schema, read = json_type(kind)
+    constraint = compile_constraint(Constraint("schema", json.dumps(schema)))
+    text = json.dumps(value)
+    assert takes(constraint, text)
+    read(text)
+    for moment in (MOMENT, CLOCK, "2024-05-01"):
+        assert not takes(constraint, text.replace(moment, "tomorrow")) or moment not in text
+
+
+LIMITS = st.decimals(-1000, 1000, places=3) | st.integers(-12, 12).map(Decimal)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["ge", "gt", "le", "lt"]), LIMITS),
+    st.lists(LIMITS | st.decimals(-1000, 1000, places=5), min_size=1, max_size=20),
+)
+def test_f19b_decimals_keep_their_limits(limits, values):
+    kind = Annotated[Decimal, Field(**limits)]
+    try:
+        schema, read = json_type(kind)
+    except BadArgument:
+        schema = None
+    for value in [*values, *limits.values()]:
+        is_valid = all(getattr(operator, name)(value, limit) for name, limit in limits.items())
+        if schema is None:
+            assert not is_valid
+            continue
+        text = f"{value:f}"
+        assert (re.search(schema["pattern"], text) is not None) == is_valid or text.startswith("-0")
+        if is_valid:
+            assert read(json.dumps(text)) == value
+
+
+class Circle(BaseModel):
+    form: str = "circle"
+    radius: int
+
+
+class Box(BaseModel):
+    form: str = "box"
+    width: int
+
+
+def form_of(value: Any) -> str:
+    return "box" if "width" in value else "circle"
+
+
+def test_f19c_a_function_may_discriminate_a_union():
+    kind = Annotated[
+        Annotated[Circle, PydanticTag("circle")] | Annotated[Box, PydanticTag("box")],
+        Discriminator(form_of),
+    ]
+    schema, read = json_type(kind)
+    constraint = compile_constraint(Constraint("schema", json.dumps(schema)))
+    assert takes(constraint, '{"form": "x", "width": 3}')
+    assert read('{"form": "x", "width": 3}') == Box(form="x", width=3)
+
+
+class Folder(BaseModel):
+    name: str
+    folders: list[Folder] = []
+
+
+class Link(BaseModel):
+    value: int
+    after: Link | None = None
+
+
+class Group(BaseModel):
+    members: dict[str, Group | Folder]
+
+
+def nested(depth: int) -> dict[str, Any]:
+    inner = [nested(depth - 1)] if depth > 1 else []
+    return {"name": "a", "folders": inner} if inner else {"name": "a"}
+
+
+def chained(depth: int) -> dict[str, Any]:
+    return {"value": 1, "after": chained(depth - 1) if depth > 1 else None}
+
+
+@pytest.mark.parametrize(("kind", "make"), [(Folder, nested), (Link, chained)])
+def test_f19d_recursive_types_have_a_bounded_depth(kind, make):
+    constraint = compile_constraint(value_type(schema=kind).constraint)
+    for depth in (1, 2, DEFAULT_DEPTH):
+        assert takes(constraint, json.dumps(make(depth)))
+    assert not takes(constraint, json.dumps(make(DEFAULT_DEPTH + 1)))
+    written = compile_constraint(value_type(schema=kind.model_json_schema()).constraint)
+    assert takes(written, json.dumps(make(DEFAULT_DEPTH + 1)))
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("kind", [Folder, Link, Group])
+def test_f19e_texts_of_recursive_types_are_valid(kind, seed):
+    wanted = value_type(schema=kind)
+    text = walk(text_under(compile_constraint(wanted.constraint)), random.Random(seed))
+    assert text is None or isinstance(wanted.read(text.decode()), kind)

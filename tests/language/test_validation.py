@@ -9,7 +9,7 @@ import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from support.fake_engine import ConstrainedEngine
 from support.observed_backends import Observed, Stepped, Unbatched, assert_idle
 
@@ -248,3 +248,101 @@ async def test_the_first_attempt_is_sent_with_the_append():
         s += even() + af.gen("x")
         assert [gen.name for gen in backend.of(ops.Gen)] == ["n", "x"]
         assert (await s["n"], await s["x"]) == (2, "x")
+
+
+class Report(BaseModel):
+    score: int = Field(multiple_of=2)
+
+
+async def test_f19f_an_invalid_value_says_what_is_wrong():
+    answers = ['{"score": 1}', '{"score": 3}', '{"score": 5}', "[1, 2]"]
+    async with af.session(backend=af.Scripted(answers)) as flow:
+        for options in ({}, {"on_invalid": "retry", "max_retries": 1}):
+            async with flow.state() as s:
+                s += af.gen("report", schema=Report, **options)
+                with pytest.raises(af.InvalidValue) as failure:
+                    await s["report"]
+            error = failure.value
+            assert error.text == ('{"score": 5}' if options else '{"score": 1}')
+            assert [(one["loc"], one["type"]) for one in error.errors] == [(("score",), "multiple_of")]
+            assert isinstance(error.__cause__, ValidationError)
+        async with flow.state() as s:
+            s += af.gen("list", schema=list[int], max_tokens=1)
+            with pytest.raises(af.InvalidValue) as failure:
+                await s["list"]
+        assert failure.value.errors == ()
+        assert "[1, 2]".startswith(failure.value.text)
+
+
+@pytest.mark.parametrize("on_invalid", ["raise", "retry", "reask"])
+async def test_f19g_a_validator_runs_once(on_invalid):
+    seen: list[int] = []
+
+    def note(number: int) -> int:
+        seen.append(number)
+        return check_even(number)
+
+    answers = ["4"] if on_invalid == "raise" else ["3", "4"]
+    async with af.session(backend=af.Scripted(answers)) as flow, flow.state() as s:
+        s += af.gen("n", schema=Annotated[int, AfterValidator(note)], on_invalid=on_invalid)
+        async for _ in s["n"]:
+            pass
+        assert await s["n"] == await s["n"] == 4
+    assert seen == [int(answer) for answer in answers]
+
+
+async def test_f19h_reask_tells_the_model_what_is_wrong():
+    prompts: list[str] = []
+
+    def answer(prompt: str) -> str:
+        prompts.append(prompt)
+        return ["1", "3", "4", "the end"][len(prompts) - 1]
+
+    scripted = af.Scripted(answer)
+    backend = Observed(scripted)
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += af.user("Even?") + af.assistant(af.gen("n", schema=Even, on_invalid="reask")) + af.user("And?")
+        s += af.assistant(af.gen("rest"))
+        assert await s["n"] == 4
+        shown = "<user>Even?</user><assistant>4</assistant><user>And?</user><assistant>the end</assistant>"
+        assert await s.text() == shown
+        assert [message["role"] for message in await s.messages()] == ["user", "assistant"] * 2
+    first, second, third, rest = prompts
+    assert second.startswith(f"{first}1</assistant><user>")
+    assert third.startswith(f"{second}3</assistant><user>")
+    assert "it is odd" in second
+    assert second.endswith("</user><assistant>")
+    assert "odd" not in rest
+    assert [gen.params.temperature for gen in backend.of(ops.Gen)][:3] == [0.0] * 3
+    assert_idle(scripted)
+
+
+async def test_f19i_reask_works_without_turns_and_in_conversations():
+    async with af.session(backend=af.Scripted(["1", "4"] * 2)) as flow:
+        async with flow.state() as s:
+            s += "Even: " + af.gen("n", schema=Even, on_invalid="reask") + "!"
+            assert await s.text() == "Even: 4!"
+        async with flow.state() as s:
+            s += af.conversation([{"role": "user", "content": "Even?"}])
+            s += af.gen("n", schema=Even, on_invalid="reask")
+            assert await s["n"] == 4
+
+
+async def test_f19j_reask_fails_with_the_last_error():
+    async with af.session(backend=af.Scripted(texts_of([1, 3]))) as flow, flow.state() as s:
+        s += af.gen("n", schema=Even, on_invalid="reask", max_retries=1)
+        with pytest.raises(af.InvalidValue) as failure:
+            await s["n"]
+        assert failure.value.text == "3"
+
+
+@pytest.mark.trio_in_full
+async def test_f19k_reask_on_the_engine():
+    engine = ConstrainedEngine()
+    async with af.session(backend=engine) as flow, flow.state() as s:
+        s += "Even: "
+        s += af.gen("n", schema=Even, temperature=1.0, max_tokens=30, on_invalid="reask", max_retries=20)
+        assert await s["n"] % 2 == 0
+        assert await s.text() == f"Even: {s['n'].text}"
+        await s
+        await engine.assert_idle()

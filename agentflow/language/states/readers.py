@@ -13,27 +13,37 @@ from typing import Any
 from agentflow.errors import InvalidValue, shown_error
 from agentflow.language.failures.user_code import UserCode
 from agentflow.language.states.run import VariableNode
-from agentflow.language.typed.json_types import NothingYet, partial_value
+from agentflow.language.typed.json_types import NothingYet, NotValid, partial_value
 from agentflow.language.typed.replies import Reply, reply_of
 from agentflow.language.typed.values import warn_of_length
 from agentflow.protocol.events import Value
 
 
 def value_of(node: VariableNode) -> Any:
-    """The complete value of a variable; raises its failure. ``InvalidValue`` if its text has none."""
+    """The complete value of a variable; raises its failure. ``InvalidValue`` if its text has none. The text
+    is read once: a validator may be slow, or count its calls."""
     end = node.end
     if end.finish_reason == "length" and not node.value_type.may_be_truncated:
-        raise _invalid(node, end, "")
+        raise _invalid(node, end)
+    if node.read is None:
+        node.read = _read(node)
+    value, error = node.read
+    if error is not None:
+        raise _invalid(node, end, error) from (error.__cause__ or error)
+    return value
+
+
+def _read(node: VariableNode) -> tuple[Any, Exception | None]:
     try:
         with UserCode(f"the validation of {node.name!r}"):
             value = node.value_type.read(node.notation)
         warn_of_length(node.name, node.notation, node.value_type.constraint)
     except (ValueError, RecursionError) as error:
-        raise _invalid(node, end, f" ({shown_error(error, str)})") from error
-    return value
+        return None, error
+    return value, None
 
 
-def _invalid(node: VariableNode, end: Value, why: str) -> InvalidValue:
+def _invalid(node: VariableNode, end: Value, why: Exception | None = None) -> InvalidValue:
     text, shown = node.notation, node.value_type.shown
     quoted = repr(text if len(text) <= 200 else f"{text[:199]}…")
     if end.finish_reason == "length":
@@ -42,7 +52,11 @@ def _invalid(node: VariableNode, end: Value, why: str) -> InvalidValue:
         what = f"was truncated after {tokens} and is not a complete {shown}, raise max_tokens"
     else:
         what = f"ended ({end.finish_reason}) with a text that is not a valid {shown}"
-    error = InvalidValue(f"{node.name!r} {what}: {quoted}{why}")
+    shown_why = "" if why is None else shown_error(why, str)
+    error = InvalidValue(f"{node.name!r} {what}: {quoted}{f' ({shown_why})' if shown_why else ''}")
+    error.text = text
+    if why is not None:
+        error.errors = why.errors if isinstance(why, NotValid) else ({"loc": (), "msg": shown_why},)
     if node.line is not None:
         error.add_note(f"what failed was appended at {node.line}")
     return error

@@ -259,11 +259,12 @@ class Recorder:
     def _generate_valid(self, item: GenExpression[Any]) -> None:
         """Records a gen of which only a valid text is appended; see ``validation``."""
         state = self._state
-        state.link.needs_values(f"gen({item.name!r}, on_invalid='retry') is validated by the program")
+        on_invalid = "reask" if item.asks_again else "retry"
+        state.link.needs_values(f"gen({item.name!r}, on_invalid={on_invalid!r}) is validated by the program")
         num_entries = len(state.transcript.own) + len(self._entries)
         node = self._append_variable(item.name, item.value_type)  # done when the fork is
         number = len(state.children) + len(self._attempts)
-        attempts = Attempts(item, node, number, num_entries, in_turn=self._place.open_role is not None)
+        attempts = Attempts(item, node, number, num_entries, role=self._place.open_role)
         self._attempts.append((attempts, len(self._ops)))
         self._record(ops.Fork(state.id, (attempts.base.id,)))
         self._sent += attempts.first_ops()

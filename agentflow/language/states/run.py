@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from agentflow.errors import AgentflowError, BadArgument, Cancelled, StateClosed
+from agentflow.errors import AgentflowError, BadArgument, Cancelled, InvalidValue, StateClosed
 from agentflow.language.failures.frames import ProgramLine, calling_line
 from agentflow.language.failures.reported import CauseFirst, cancelled, located
 from agentflow.language.link import Link
@@ -433,6 +433,7 @@ class VariableNode:
         "error",
         "front",
         "id",
+        "invalid",
         "is_generated",
         "is_shown",
         "kept",
@@ -440,6 +441,7 @@ class VariableNode:
         "name",
         "notation",
         "outcome",
+        "read",
         "reasoning",
         "span",
         "state",
@@ -466,6 +468,8 @@ class VariableNode:
         self.end_number = 0
         self.line: ProgramLine | None = None
         self.outcome: Value | None = None
+        self.read: tuple[Any, Exception | None] | None = None
+        self.invalid: InvalidValue | None = None
         self.front: Any = None
         self.kept: dict[Any, Any] = {}
         self.span: GenSpan | None = None
@@ -513,7 +517,11 @@ class VariableNode:
     def raise_failure(self) -> None:
         """Raises its failure, if it failed."""
         if self.error is not None:
-            raise self.state.run.raised(self.error, self.state, self.name)
+            raised = self.state.run.raised(self.error, self.state, self.name)
+            if self.invalid is not None and isinstance(raised, InvalidValue):
+                raised.text, raised.errors = self.invalid.text, self.invalid.errors
+                raised.__cause__ = self.invalid.__cause__
+            raise raised
 
     async def settled(self) -> None:
         """Waits until it is complete or has failed."""

@@ -1,10 +1,11 @@
-"""``gen(..., on_invalid="retry")``: only a valid text is appended to the state.
+"""``gen(..., on_invalid="retry")`` and ``"reask"``: only a valid text is appended to the state.
 
 Validators are Python functions of this process, so the backend cannot decide whether a text is valid. The
 recorder forks the state where the gen stands, and appends a variable whose text the client provides, for
 which the state's later ops wait. ``Attempts`` forks that branch once for each attempt, generates, and
 provides the first valid text. So the state never holds an invalid text, and attempts share its prefix. The
 seed of an attempt is that of its place in the fork tree, as any other: recordings and replays need no more.
+``"reask"`` continues the branch of the invalid text instead, with a turn that says why it is invalid.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ RETRY_TEMPERATURE: Final = 0.7
 
 class Attempts:
     """The generations of ``variable``, whose state is forked before it. ``number``: of that branch, among the
-    state's. ``num_entries``: those of the state's transcript before the variable."""
+    state's. ``num_entries``: those of the state's transcript before the variable. ``role``: of the open
+    turn."""
 
     def __init__(
         self,
@@ -38,13 +40,13 @@ class Attempts:
         number: int,
         num_entries: int,
         *,
-        in_turn: bool,
+        role: ops.Role | None,
     ) -> None:
         state = variable.state
         self._item = item
         self._variable = variable
         self._num_entries = num_entries
-        self._in_turn = in_turn
+        self._role = role
         (self.base,) = state.branches([state.link.next_id()], number)
         self.base.is_hidden = True
         (branch,) = self.base.branches([state.link.next_id()], 0)
@@ -85,31 +87,55 @@ class Attempts:
             self.base.run.drop(self.base)
 
     async def _outcome(self) -> ops.Provide:
-        variable, usage = self._variable, Usage()
-        failure: InvalidValue | None = None
-        for index in range(self._item.max_retries + 1):
-            attempt = self._again(index) if index else self._first
-            try:
+        variable, usage, attempt = self._variable, Usage(), self._first
+        num_attempts = self._item.max_retries + 1
+        try:
+            for index in range(1, num_attempts + 1):
                 await attempt.settled()
                 if attempt.error is not None:  # not raised: that would count as raised in the program
                     return ops.Provide(variable.id, error=attempt.error)
                 usage += attempt.end.usage
-                value_of(attempt)
-            except InvalidValue as error:
-                failure = error
-            else:
-                variable.outcome = msgspec.structs.replace(attempt.end, var=variable.id, usage=usage)
-                return ops.Provide(variable.id, attempt.notation)
-            finally:
-                self.base.run.drop(attempt.state)
-        raise InvalidValue(f"{failure} (after {self._item.max_retries + 1} attempts)")
+                try:
+                    value_of(attempt)
+                except InvalidValue as error:
+                    variable.invalid = error
+                else:
+                    variable.read = attempt.read
+                    variable.outcome = msgspec.structs.replace(attempt.end, var=variable.id, usage=usage)
+                    return ops.Provide(variable.id, attempt.notation)
+                if index < num_attempts:
+                    attempt = self._again(index, attempt)
+        finally:
+            self.base.run.drop(attempt.state)
+        raise InvalidValue(f"{variable.invalid} (after {num_attempts} attempts)")
 
-    def _again(self, index: int) -> VariableNode:
-        (branch,) = self.base.fork(1)
+    def _again(self, index: int, last: VariableNode) -> VariableNode:
+        """Begins attempt number ``index``: of the prompt alone, or after what was wrong with the last one."""
+        if self._item.asks_again:
+            branch = last.state
+            before = self._correction(branch.id)
+        else:
+            self.base.run.drop(last.state)
+            (branch,) = self.base.fork(1)
+            before = []
         node = self._declared(branch)
-        branch.submit([self._op(node, index)])
+        branch.submit([*before, self._op(node, index)])
         self._begin(node)
         return node
+
+    def _correction(self, state: int) -> list[ops.Op]:
+        """What the model is told of its last text, as a turn of the user."""
+        invalid, kind = self._variable.invalid, self._item.value_type.shown
+        assert invalid is not None
+        wrong = [
+            f"- {'.'.join(map(str, one['loc']))}: {one['msg']}".replace("- :", "-") for one in invalid.errors
+        ]
+        why = "\n".join(wrong or ["- it is too long and was truncated: write a shorter one"])
+        text = f"This is not a valid {kind}:\n{why}\nWrite it again without these mistakes."
+        if self._role is None:
+            return [ops.Text(state, (f"\n\n{text}\n\n",))]
+        asked: list[ops.Op] = [ops.Begin(state, "user"), ops.Text(state, (text,)), ops.End(state)]
+        return [ops.End(state), *asked, ops.Begin(state, self._role)]
 
     def _declared(self, branch: StateNode) -> VariableNode:
         item = self._item
@@ -124,7 +150,8 @@ class Attempts:
             seed = branch.run.seed_at(node.id, branch.seed_place(0))
         else:
             seed = derived_seed(str(params.seed), f"attempt {index}") if index else params.seed
-        temperature = params.temperature or (RETRY_TEMPERATURE if index else 0.0)
+        is_repeated = index and not item.asks_again
+        temperature = params.temperature or (RETRY_TEMPERATURE if is_repeated else 0.0)
         params = msgspec.structs.replace(params, seed=seed, temperature=temperature)
         constraint = item.value_type.constraint
         op = ops.Gen(branch.id, node.id, item.name, params, constraint, item.timeout_s)
@@ -132,7 +159,7 @@ class Attempts:
             op,
             node,
             num_entries=self._num_entries,
-            in_turn=self._in_turn,
+            in_turn=self._role is not None,
             transcript=self._variable.state.transcript,
         )
 
@@ -141,5 +168,5 @@ class Attempts:
         branch = node.state
         branch.num_gens += 1
         branch.declare(node)
-        branch.in_flight.expect(node.id, 1)
+        branch.in_flight.expect(node.id, branch.in_flight.num_submitted)
         branch.run.touch(node)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import datetime
 import functools
 import importlib.util
 import inspect
@@ -28,6 +29,7 @@ import msgspec
 
 from agentflow.errors import BadArgument
 from agentflow.language.failures.mistakes import defined_at
+from agentflow.language.typed.decimals import MOST_DIGITS, Limit, decimal_pattern
 from agentflow.protocol.chat import hoisted
 from agentflow.protocol.schema_walk import FORMATS, PATTERN_OF_FORMAT, resolved, subschemas
 
@@ -247,11 +249,68 @@ def _has_members(kind: type) -> bool:
 
 def _of_either(kind: Any) -> tuple[JsonSchema, Reader]:
     try:
-        return msgspec.json.schema(kind), msgspec.json.Decoder(kind).decode
+        return _of_msgspec(kind), msgspec.json.Decoder(kind).decode
     except Exception:  # a KeyError for two classes of one name
         if importlib.util.find_spec("pydantic") is None:
             raise
     return _of_pydantic(kind)
+
+
+def _of_msgspec(kind: Any) -> JsonSchema:
+    """msgspec's schema, in which times have a format. It leaves that out where the offset is optional."""
+    schema = msgspec.json.schema(_with_offsets(kind))
+    definitions = schema.get("$defs", {})
+    for one in _classes_in(kind):
+        members = definitions.get(one.__name__, {}).get("properties", {})
+        names: dict[str, str] = {}
+        if issubclass(one, msgspec.Struct):
+            names = {field.name: field.encode_name for field in msgspec.structs.fields(one)}
+        for name, hint in get_type_hints(one, include_extras=True).items():
+            member = members.get(names.get(name, name))
+            if member is not None and (timed := _with_offsets(hint)) != hint:
+                found = msgspec.json.schema(timed)
+                found.pop("$defs", None)
+                members[names.get(name, name)] = {**member, **found}
+    return schema
+
+
+def _classes_in(kind: Any) -> list[type]:
+    """The classes with members that the type mentions, at any depth."""
+    found: list[type] = []
+    pending = [kind]
+    while pending:
+        one = pending.pop()
+        pending += [part for part in (*get_args(one), getattr(one, "__value__", None)) if part is not None]
+        if isinstance(one, type) and one not in found and _has_members(one):
+            found.append(one)
+            pending += get_type_hints(one, include_extras=True).values()
+    return found
+
+
+def _with_offsets(kind: Any) -> Any:
+    """The type whose times require an offset, unless they say whether they have one. Those inside classes
+    stay."""
+    if kind in (datetime.datetime, datetime.time):
+        return Annotated[kind, msgspec.Meta(tz=True)]
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated and any(getattr(meta, "tz", None) is not None for meta in inner[1:]):
+        return kind
+    return _with_parts(kind, _with_offsets)
+
+
+def _with_parts(kind: Any, change: Callable[[Any], Any]) -> Any:
+    """The type with its arguments changed, as ``list[int]`` of ``list[str]``."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is None or origin is Literal:
+        return kind
+    if origin is Annotated:
+        return Annotated[(change(inner[0]), *inner[1:])]
+    changed = tuple([change(one) if not isinstance(one, list) else one for one in inner])
+    if changed == inner:
+        return kind
+    if origin in (typing.Union, types.UnionType):
+        return functools.reduce(operator.or_, changed)
+    return origin[changed]
 
 
 def _of_pydantic(kind: Any) -> tuple[JsonSchema, Reader]:
@@ -266,17 +325,21 @@ def _of_pydantic(kind: Any) -> tuple[JsonSchema, Reader]:
         try:
             return adapter.validate_json(data)
         except pydantic.ValidationError as error:
-            raise ValueError(_shown_validation(error.errors(include_url=False))) from None
+            raise NotValid(error.errors(include_url=False)) from error
 
     return schema, read
 
 
-def _shown_validation(errors: Iterable[Mapping[str, Any]]) -> str:
-    shown = []
-    for error in errors:
-        place = ".".join(map(str, error["loc"]))
-        shown.append(f"{place}: {error['msg']}" if place else error["msg"])
-    return "; ".join(shown)
+class NotValid(ValueError):
+    """A value that a type's validators reject. ``errors``: as pydantic lists them."""
+
+    def __init__(self, errors: Iterable[Mapping[str, Any]]) -> None:
+        self.errors = tuple(errors)
+        shown = []
+        for error in self.errors:
+            place = ".".join(map(str, error["loc"]))
+            shown.append(f"{place}: {error['msg']}" if place else error["msg"])
+        super().__init__("; ".join(shown))
 
 
 @functools.cache
@@ -287,8 +350,16 @@ def _schema_generator() -> Any:
     class Generator(GenerateJsonSchema):
         def decimal_schema(self, schema: Any) -> JsonSchema:
             max_digits = schema.get("max_digits")
-            places = schema.get("decimal_places", _DECIMAL_PLACES)
-            return {"type": "string", "pattern": _decimal(max_digits, places)}
+            places = schema.get("decimal_places", MOST_DIGITS)
+            places = places if max_digits is None else min(places, max_digits)
+            limits = {key: Limit(schema[key], key in ("gt", "lt")) for key in _LIMITS if key in schema}
+            pattern = decimal_pattern(
+                [limits[key] for key in ("ge", "gt") if key in limits],
+                [limits[key] for key in ("le", "lt") if key in limits],
+                whole_digits=MOST_DIGITS if max_digits is None else max_digits - places,
+                places=places,
+            )
+            return {"type": "string", "pattern": pattern}
 
         def dict_schema(self, schema: Any) -> JsonSchema:
             found = super().dict_schema(schema)
@@ -308,15 +379,7 @@ def _schema_generator() -> Any:
     return Generator
 
 
-_DECIMAL_PLACES: Final = 15
-
-
-def _decimal(max_digits: int | None, places: int) -> str:
-    """The pattern of a decimal of at most 15 digits before the point."""
-    places = places if max_digits is None else min(places, max_digits)
-    most = 15 if max_digits is None else max_digits - places
-    whole = "0" if most < 1 else f"(0|[1-9][0-9]{{0,{most - 1}}})"
-    return f"^-?{whole}" + (f"(\\.[0-9]{{1,{places}}})?$" if places else "$")
+_LIMITS: Final = ("ge", "gt", "le", "lt")
 
 
 def _with_new_typed_dicts(kind: Any) -> Any:
@@ -339,17 +402,7 @@ def _with_new_typed_dicts(kind: Any) -> Any:
         new = typing_extensions.TypedDict(kind.__name__, form)  # type: ignore[misc]
         new.__doc__ = kind.__doc__
         return new
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is None or origin is Literal:
-        return kind
-    if origin is Annotated:
-        return Annotated[(_with_new_typed_dicts(inner[0]), *inner[1:])]
-    changed = tuple([_with_new_typed_dicts(one) if not isinstance(one, list) else one for one in inner])
-    if changed == inner:
-        return kind
-    if origin in (typing.Union, types.UnionType):
-        return functools.reduce(operator.or_, changed)
-    return origin[changed]
+    return _with_parts(kind, _with_new_typed_dicts)
 
 
 def enforceable(schema: JsonSchema) -> JsonSchema:
@@ -373,7 +426,7 @@ def enforceable(schema: JsonSchema) -> JsonSchema:
 def _fit_format(schema: JsonSchema) -> None:
     name = schema.get("format")
     if name == "decimal":  # msgspec's
-        schema["pattern"] = _decimal(None, _DECIMAL_PLACES)
+        schema["pattern"] = decimal_pattern()
     if name is not None and name not in FORMATS:
         del schema["format"]
 
@@ -417,14 +470,16 @@ def _pattern_of_names(names: JsonSchema) -> str | None:
 
 
 def _fit_discriminator(schema: JsonSchema, root: JsonSchema) -> None:
-    """The engine takes ``oneOf`` only of options that exclude each other by a required member. A default
-    makes the discriminator optional, but the reader requires it."""
-    discriminator = schema.get("discriminator")
-    if not isinstance(discriminator, dict) or "oneOf" not in schema or "anyOf" in schema:
+    """The engine takes ``oneOf`` only of options that exclude each other by a required member; which of
+    several options a value is of, also by a function, is for the reader. A default makes the discriminator
+    optional, but the reader requires it."""
+    if "oneOf" not in schema or "anyOf" in schema:
+        return
+    options = schema["anyOf"] = schema.pop("oneOf")
+    discriminator = schema.pop("discriminator", None)
+    if not isinstance(discriminator, dict):
         return
     name = discriminator["propertyName"]
-    options = schema["anyOf"] = schema.pop("oneOf")
-    del schema["discriminator"]
     for option in options:
         target = resolved(option, root)
         if name in target.get("properties", {}) and name not in target.get("required", []):

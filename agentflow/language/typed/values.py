@@ -16,6 +16,7 @@ import msgspec
 
 from agentflow.errors import BadArgument, faults_of, short_repr
 from agentflow.language.typed.json_types import json_type, shown_type
+from agentflow.language.typed.recursion import with_bounded_depth
 from agentflow.language.typed.tools import Tool, Toolbox
 from agentflow.protocol.constraint import Constraint, Whitespace
 from agentflow.protocol.schema_walk import KEYWORDS, TYPES, subschemas
@@ -130,6 +131,7 @@ def _of_schema(schema: Any) -> ValueType:
         _check_written(schema)
         return of_json_schema(schema, json.loads, "JSON value")
     described, read = json_type(schema)
+    described = with_bounded_depth(described)
     # Type checkers expect that iterating over a string or a number yields text.
     is_scalar = isinstance(schema, type) and issubclass(schema, str | int | float)
     return ValueType(shown_type(schema), _schema(described), read, comes_in_parts=not is_scalar)
