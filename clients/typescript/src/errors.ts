@@ -155,7 +155,10 @@ export class ServerUnreachable extends ServerError {
   static override readonly code: string = "server_unreachable";
 }
 
-/** The connection was lost and could not be resumed. */
+/**
+ * The connection was lost and could not be resumed. The session connects again, and what begins later
+ * runs there.
+ */
 export class ServerLost extends ServerError {
   static override readonly code: string = "server_lost";
 }
