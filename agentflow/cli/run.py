@@ -31,7 +31,7 @@ from agentflow.cli.command import Command, count
 from agentflow.cli.server_query import API_KEY_VARIABLE
 from agentflow.errors import AgentflowError, BadArgument
 from agentflow.language.batch.inputs import Parameters, Row, function_of
-from agentflow.language.batch.map import DEFAULT_CONCURRENCY, ProgramMap
+from agentflow.language.batch.map import ProgramMap
 from agentflow.language.batch.results_file import to_json
 from agentflow.language.program import Program
 
@@ -287,9 +287,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--concurrency",
         type=count,
-        default=DEFAULT_CONCURRENCY,
         metavar="N",
-        help="how many inputs run at once (%(default)s)",
+        help="how many inputs run at once (default: as many as the engine runs in one batch)",
     )
     add(
         "--retries",

@@ -21,7 +21,7 @@ from agentflow.engine.process.ipc import Start
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.process.supervisor import Deadlines, supervised_engine
 from agentflow.engine.runner import ModelRunner
-from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
+from agentflow.engine.scheduling.defaults import CPU_BATCH_SIZE, CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.store.adapter_folder import missing_adapters, named_adapters, resolve_adapter
 from agentflow.engine.store.embedding_folder import check_generates, read_embedding_folder
@@ -86,7 +86,10 @@ def load_engine(**options: Any) -> tuple[ModelRunner, Tokenizer, SchedulerConfig
     chosen = EngineOptions(**options)
     device = chosen.device or _default_device()
     runner, tokenizer, is_paged = _load(chosen, resolve_model(chosen.model), device)
-    return runner, tokenizer, _config(chosen, device, is_paged=is_paged)
+    config = _config(chosen, device, is_paged=is_paged)
+    batch_size = min(config.max_running, CPU_BATCH_SIZE) if device == "cpu" else config.max_running
+    runner.info = dataclasses.replace(runner.info, batch_size=batch_size)
+    return runner, tokenizer, config
 
 
 def deadlines_of(options: EngineOptions, folder: Path) -> Deadlines:

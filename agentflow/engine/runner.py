@@ -15,7 +15,8 @@ class RunnerInfo:
     """What the engine needs to know about a model. ``num_slots``: size of the KV pool in tokens.
     ``max_context``: longest sequence. ``end_token_ids``: the model's end tokens. ``weights``: for people, how
     they are held. ``embedding_size``: of a model that makes embeddings and generates nothing, their number of
-    dimensions; 0: it generates. ``architecture``: of a native model, its class in transformers."""
+    dimensions; 0: it generates. ``architecture``: of a native model, its class in transformers.
+    ``batch_size``: as of ``Capabilities``."""
 
     model: str
     vocab_size: int
@@ -27,6 +28,7 @@ class RunnerInfo:
     weights: str
     embedding_size: int = 0
     architecture: str = ""
+    batch_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from agentflow.errors import AgentflowError, BadArgument
 from agentflow.language.batch.embeddings import embed_texts
 from agentflow.language.batch.inputs import Inputs, ItemT, KeyOf, ManyOf, Table
 from agentflow.language.batch.map import (
-    DEFAULT_CONCURRENCY,
     MapOptions,
     OnError,
     ProgramMap,
@@ -197,16 +196,16 @@ class Session(AsyncOnly):
         program: Callable[Concatenate[State, ...], Awaitable[Any]] | Graph,
         inputs: Inputs,
         *,
-        concurrency: int = DEFAULT_CONCURRENCY,
+        concurrency: int | None = None,
         progress: bool = False,
         on_error: OnError = "raise",
         retries: int = 0,
         resume: str | os.PathLike[str] | None = None,
         key: KeyOf | None = None,
     ) -> ProgramMap[Any]:
-        """Runs a program on each of many inputs, at most ``concurrency`` at once. Results are in the order of
-        the inputs. Await it for their list, or iterate over it in bounded memory (see ``ProgramMap``; enter
-        it if you may stop early).
+        """Runs a program on each of many inputs, at most ``concurrency`` at once (by default, as many as the
+        backend runs well in one batch, at most 64). Results are in the order of the inputs. Await it for
+        their list, or iterate over it in bounded memory (see ``ProgramMap``; enter it if you may stop early).
 
         ``inputs``: any iterable or async iterable, also an endless one. Each input is the program's one
         argument after the state. A tuple is its positional arguments, a dict its keyword arguments (type

@@ -41,7 +41,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 class Capabilities(msgspec.Struct, frozen=True):
     """The features of a generator. Ops that need others are rejected before anything runs.
-    ``embedding_models``: those that make embeddings, the default one first."""
+    ``embedding_models``: those that make embeddings, the default one first. ``batch_size``: the requests that
+    run together before more of them make each one slower and all of them no faster; None if unknown."""
 
     model: str
     roles: bool = True
@@ -55,6 +56,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     conversations: bool = False
     watch: bool = False
     embedding_models: tuple[str, ...] = ()
+    batch_size: int | None = None
 
     def require_conversations(self) -> None:
         """Raises ``NotSupported`` if the backend does not accept whole conversations."""

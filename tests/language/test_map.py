@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import anyio
 import anyio.lowlevel
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -166,6 +167,17 @@ async def test_the_concurrency_is_used_fully(flow):
     async with flow.map(crowd, crowd.inputs([0] * 100), concurrency=7):
         await settle()
         assert crowd.num_read == READ_AHEAD * 7  # and no more, while no result is taken
+
+
+@pytest.mark.parametrize(("batch_size", "expected"), [(3, 3), (100, 64), (None, 64)])
+async def test_f17a_by_default_as_many_run_at_once_as_the_backend_batches(batch_size, expected) -> None:
+    backend = af.Scripted(echo)
+    known = backend.generator.capabilities
+    backend.generator.capabilities = msgspec.structs.replace(known, batch_size=batch_size)
+    crowd = Crowd()
+    async with af.session(backend=backend) as flow:
+        await flow.map(crowd, crowd.inputs([500] * 100))
+    assert crowd.max_running == expected
 
 
 async def test_a_slow_first_run_does_not_block_later_ones():

@@ -130,6 +130,7 @@ class EngineGenerator:
             watch=True,
             constraints=() if compiler is None else CONSTRAINT_KINDS,
             embedding_models=(name or info.model,) if info.embedding_size else (),
+            batch_size=info.batch_size,
         )
 
     @property

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 class MapOptions(TypedDict, total=False):
     """The other options of ``map``; see there."""
 
-    concurrency: int
+    concurrency: int | None
     progress: bool
     retries: int
     resume: str | os.PathLike[str] | None
@@ -359,7 +359,8 @@ def _do_nothing() -> None:
     pass
 
 
-DEFAULT_CONCURRENCY = 64
+DEFAULT_CONCURRENCY: Final = 64
+"""The most inputs that run at once by default; fewer if the backend's batches are smaller."""
 _RUNS_OF_AN_ATTEMPT: Final = 2**40
 """No session has so many runs."""
 
@@ -390,7 +391,7 @@ class ProgramMap(AsyncOnly, Generic[ResultT]):
         program: Callable[..., Awaitable[Any]] | Graph,
         inputs: Inputs,
         *,
-        concurrency: int = DEFAULT_CONCURRENCY,
+        concurrency: int | None = None,
         on_error: OnError = "raise",
         show: Show | None = None,
         retries: int = 0,
@@ -399,7 +400,7 @@ class ProgramMap(AsyncOnly, Generic[ResultT]):
     ) -> None:
         if not isinstance(program, Graph):
             check_program(program, "map")
-        if not is_whole(concurrency, 1, math.inf):
+        if concurrency is not None and not is_whole(concurrency, 1, math.inf):
             raise BadArgument(f"map: concurrency={concurrency!r}: say how many may run at once, 1 or more")
         if on_error not in ("raise", "return"):
             raise BadArgument(
@@ -416,6 +417,8 @@ class ProgramMap(AsyncOnly, Generic[ResultT]):
                 param="key",
             )
         link.check_alive()
+        if concurrency is None:
+            concurrency = min(DEFAULT_CONCURRENCY, link.capabilities.batch_size or DEFAULT_CONCURRENCY)
         self._work: _MapWork[Any] = _MapWork(
             link,
             program,

@@ -950,6 +950,8 @@ export interface Capabilities {
   watch: boolean;
   /** The models of `embed`, the default one first. */
   embedding_models: string[];
+  /** Requests that run together before more of them make each one slower and all of them no faster. */
+  batch_size: number | null;
 }
 
 /** Part of `welcome`. */
