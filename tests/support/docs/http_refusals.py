@@ -59,8 +59,9 @@ from agentflow.server.http.call import SMALL_BODY_BYTES
 Refused = Callable[[ApiServer, Api], Response | None]
 # A chat template that writes each content in its own way.
 LOUD = "{% for message in messages %}[{{ message.content | upper }}]{% endfor %}"
-# Of which each letter can be read in more ways than the one before.
-AMBIGUOUS = 'start: e\ne: e e e e | f\nf: e e e | g\ng: e e | /[a-z]/ | e "a" | "b" e'
+# After 201 letters, each can be read in more ways than the one before. A grammar that shows this earlier is
+# rejected when it is compiled.
+AMBIGUOUS = 'start: /[a-z]{201}/ e\ne: e e e e | f\nf: e e e | g\ng: e e | /[a-z]/ | e "a" | "b" e'
 
 
 def asking(**fields: Any) -> Refused:
