@@ -83,7 +83,7 @@ def stream(page: Page, url: str, num_columns: int) -> None:
     page.get_by_label("Branches", exact=True).fill(str(num_columns))
     page.get_by_label("Max tokens").first.fill(str(NUM_TOKENS))
     page.get_by_test_id("run").click()
-    page.locator(f'[data-testid="branch-{num_columns - 1}"] .streamed:not(:empty)').wait_for()
+    page.locator(f'[data-testid="branch-{num_columns - 1}"] .streamed > :not(:empty)').wait_for()
 
 
 def measure_frames(report: Report, browser: Browser) -> None:

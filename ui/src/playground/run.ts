@@ -51,7 +51,7 @@ export interface Totals {
 }
 
 const CHARS_PER_TOKEN = 4;
-const ESTIMATE_EVERY_MS = 200;
+const ESTIMATE_EVERY_MS = 500;
 
 export type RunStatus = "running" | "done" | "stopped" | "failed";
 

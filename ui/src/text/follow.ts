@@ -52,7 +52,7 @@ export function followEnd(content: Element, scroller: Element, isActive: () => b
   };
 }
 
-/** The same for a box and its content, while both are mounted. */
+/** The same for a box and its content, while both are mounted. A box that grows with its content is left alone. */
 export function useFollowEnd(
   content: RefObject<Element | null>,
   scroller: RefObject<Element | null>,
@@ -61,7 +61,7 @@ export function useFollowEnd(
   const active = useRef(isActive);
   active.current = isActive;
   useLayoutEffect(() => {
-    if (!content.current || !scroller.current) return;
+    if (!content.current || !scroller.current || getComputedStyle(scroller.current).overflowY === "visible") return;
     return followEnd(content.current, scroller.current, () => active.current()).stop;
   }, []);
 }
