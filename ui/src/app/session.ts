@@ -99,7 +99,7 @@ function follow(opened: Session, mine: number): void {
       // It was restarted, or was away for too long: its states are gone, and a new session begins when it answers.
       status.value = { kind: "renewing" };
       const isShort = performance.now() - openedAt < SHORT_SESSION_MS;
-      scheduleRetry(isShort ? 2 : FIRST_RETRY_S, mine);
+      tryAgainIn(isShort ? 2 : FIRST_RETRY_S, mine);
     } else status.value = { kind: "ended", reason: error?.message ?? "" };
   } else status.value = { kind: "connecting" };
 }
@@ -131,10 +131,10 @@ async function failed(error: unknown, mine: number): Promise<void> {
     // Full, or just started: its own message says which.
     status.value = known ? { kind: "unready", reason: known.message } : { kind: "unreachable" };
   } else status.value = next;
-  scheduleRetry(known?.retryAfterS ?? 1, mine);
+  tryAgainIn(known?.retryAfterS ?? 1, mine);
 }
 
-function scheduleRetry(delay_s: number, mine: number): void {
+function tryAgainIn(delay_s: number, mine: number): void {
   clearTimeout(retry);
   retry = setTimeout(() => void again(mine, Math.min(delay_s * 2, LAST_RETRY_S)), delay_s * 1000);
 }
@@ -147,7 +147,7 @@ async function again(mine: number, delay_s: number): Promise<void> {
     return;
   }
   status.value = next;
-  scheduleRetry(delay_s, mine);
+  tryAgainIn(delay_s, mine);
 }
 
 async function readiness(): Promise<"ready" | ServerStatus> {
