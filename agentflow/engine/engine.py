@@ -299,6 +299,7 @@ class Engine:
             self._constrained[request.id] = constrained
         for token_id in message.generated_ids:
             text.push(token_id, is_free=constrained is not None and not constrained.read(token_id))
+        text.resume(message.generated_text)
         jump = None if constrained is None else constrained.begin(message.generated_forced)
         if jump is not None:
             self._jump(request, text, jump)
@@ -338,6 +339,8 @@ class Engine:
         if params.top_logprobs:
             request.top_logprobs += result.tops
         if result.token_id is None:
+            if request.id in self._texts and (result.logprobs or result.tops):  # of forced tokens
+                self._outbox.append(Progress(request.id, "", (), result.logprobs, result.tops))
             if request.num_to_compute == 0:
                 reason = self._finish_reasons.get(request.id, "length")
                 self._finish(request, reason, embedding=result.embedding)
@@ -527,6 +530,7 @@ def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int, adapt
     end = request.num_prompt + len(message.generated_ids)
     request.tokens[request.num_prompt : end] = message.generated_ids
     request.num_tokens = end
+    request.num_redrawn = message.num_redrawn
     request.logprobs += message.generated_logprobs
     request.top_logprobs += message.generated_top_logprobs
     return request

@@ -70,6 +70,8 @@ class Request:
 
     What the engine knows:
 
+    - ``num_redrawn``: how often a grammar replaced sampled tokens. What is sampled after that has other
+      random numbers: the same one at a position that is sampled again would favour some tokens.
     - ``end_ids``: tokens that end it; forbidden before ``params.min_tokens``.
     - ``token_mask``: the tokens that its grammar allows next. ``is_complete``: its text is complete, and it
       continues only to score tokens that the grammar forced.
@@ -107,6 +109,7 @@ class Request:
     label: str = ""
     received_s: float = 0.0
     num_retractions: int = 0
+    num_redrawn: int = 0
     status: Status = Status.WAITING
     num_computed: int = 0
     num_cached: int = 0

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import anyio
 import msgspec
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from support.engine.plain_constrained import PlainConstrained, Written, written
-from support.fake_engine import TOKENIZER
+from support.fake_engine import TOKENIZER, FakeEngine
 from support.faults import has_param
 from support.logit_runner import logit_engine, logits_after
 from support.plain_engine import END_ID, PLAIN_IDS, fake_logprob, plain_engine, plain_token
 from support.plain_sampler import plain_token_of
+from support.small_tokenizers import byte_level_of
 
+from agentflow.engine.batch import BatchOutput, SampledRows
 from agentflow.engine.client import EngineClient
+from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.dfa import Dfa, build_dfa
 from agentflow.engine.grammar.regex import parse_regex
-from agentflow.engine.process.ipc import Finished, FromEngine, Submit
+from agentflow.engine.models.sampler import choose_tokens
+from agentflow.engine.process.ipc import Finished, FromEngine, Progress, Submit
 from agentflow.engine.process.request_journal import RequestJournal
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import RequestRefused
+from agentflow.kernels import torch_ops
 from agentflow.protocol.sampling import SamplingParams
 
 PATTERNS = [
@@ -173,6 +183,7 @@ def test_a_resubmitted_request_continues_as_the_first_engine_would_have(
             messages.extend(received)
 
     async def main() -> None:
+        received: list[str] = []
         async with plain_engine() as first:
             first.observe(Observer())
             await ask(first, asked)
@@ -182,13 +193,93 @@ def test_a_resubmitted_request_continues_as_the_first_engine_would_have(
         for message in messages[:num_received]:
             if not isinstance(message, Finished):
                 journal.receive(message)
+            if isinstance(message, Progress):
+                received.append(message.text)
         journal.process_died()
         (again,) = journal.release()
         async with plain_engine() as second:
-            end = await second._call(msgspec.structs.replace(again, request_id=999), None)
-        check_end(asked, end, "")
+            end = await second._call(
+                msgspec.structs.replace(again, request_id=999), lambda sent: received.append(sent.text)
+            )
+        check_end(asked, end, "".join(received))
 
     anyio.run(main)
+
+
+TO_HOLD = Tokenizer(byte_level_of(["the", " answer", " a", " question", "ab", "abc", "xc", "xcd"]))
+
+
+class EqualRunner(FakeRunner):
+    """A model to which all tokens are equally likely, with the real sampler."""
+
+    def choose(self, seen: list[NDArray[np.int64]], sampled: SampledRows) -> BatchOutput:
+        if not seen:
+            return BatchOutput(sampled.target_ids.copy(), None)
+        return choose_tokens(torch.zeros(len(seen), self.info.vocab_size), sampled, torch_ops)
+
+
+async def draws(pattern: str, seeds: range) -> list[tuple[Finished, str]]:
+    """Outputs under a pattern, each with the texts that were streamed."""
+    engine = FakeEngine(runner=EqualRunner(vocab_size=TO_HOLD.vocab_size), tokenizer=TO_HOLD)
+    compiled = CompiledConstraint(pattern, "dfa", build_dfa(parse_regex(pattern)).to_bytes())
+    found: list[tuple[Finished, str]] = []
+    async with engine.open_client() as client:
+        for seed in seeds:
+            texts: list[str] = []
+            params = SamplingParams(max_tokens=60, temperature=1.0)
+            end = await client.generate([5], params, seed=seed, on_text=texts.append, constraint=compiled)
+            found.append((end, "".join(texts)))
+    return found
+
+
+@pytest.mark.anyio
+async def test_f2a_what_is_drawn_again_after_forced_text_has_another_random_number() -> None:
+    """After "x" the forced "c" makes "xc", which might become "xcd": one draw in two takes that, and half of
+    the others continue with "d"."""
+    ends = [end.text for end, _ in await draws("(ab|x)c[de]", range(600))]
+    of_x = [text for text in ends if text.startswith("x")]
+    num_d = sum(text == "xcd" for text in of_x)
+    expected, deviation = 0.75 * len(of_x), math.sqrt(len(of_x) * 0.75 * 0.25)
+    assert len(of_x) > 100
+    assert abs(num_d - expected) < 4 * deviation
+
+
+@pytest.mark.anyio
+async def test_f3a_no_text_is_sent_again_after_a_restart() -> None:
+    """Of "the a", which was sent, "the" is left when " a" is held back and the engine dies."""
+    for end, streamed in await draws("the (answer|question)( is)?", range(20)):
+        assert end.text.startswith(streamed)
+    submit = Submit(7, [5], SamplingParams(max_tokens=60), constraint=None)
+    pattern = "the (answer|question)"
+    compiled = CompiledConstraint(pattern, "dfa", build_dfa(parse_regex(pattern)).to_bytes())
+    journal = RequestJournal()
+    journal.add(msgspec.structs.replace(submit, constraint=compiled))
+    journal.release()
+    the, a = TO_HOLD.encode("the", continues=True), TO_HOLD.encode(" a", continues=True)
+    journal.receive(Progress(7, "the a", [*the, *a], ()))
+    journal.receive(Progress(7, "", (), (), num_dropped=len(a)))
+    journal.process_died()
+    (again,) = journal.release()
+    texts = ["the a"]
+    engine = FakeEngine(runner=EqualRunner(vocab_size=TO_HOLD.vocab_size), tokenizer=TO_HOLD)
+    async with engine.open_client() as client:
+        end = await client._call(again, lambda sent: texts.append(sent.text))
+    assert "".join(texts) + end.text[len("".join(texts)) :] == end.text
+    assert len("".join(texts)) <= len(end.text)
+
+
+@pytest.mark.anyio
+async def test_f3b_the_log_probabilities_of_long_forced_text_are_reported_as_they_come() -> None:
+    pattern = f"({'The quick brown fox. ' * 40}){{2}}[ab]"
+    received: list[float] = []
+    params = SamplingParams(max_tokens=2000, logprobs=True)
+    compiled = CompiledConstraint(pattern, "dfa", build_dfa(parse_regex(pattern)).to_bytes())
+    config = SchedulerConfig(token_budget=64)
+    async with plain_engine(config) as client:
+        end = await client.generate(
+            [5], params, seed=0, on_progress=lambda sent: received.extend(sent.logprobs), constraint=compiled
+        )
+    assert received == end.logprobs
 
 
 @pytest.mark.anyio

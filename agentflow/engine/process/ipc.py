@@ -60,8 +60,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     computes the tokens only, or scores those from index ``score_from`` on, or scores each of ``choices`` as
     their continuation, or makes their embedding (``embeds``).
 
-    ``generated_ids``, ``generated_logprobs``, ``generated_top_logprobs``, ``generated_forced``: what an
-    engine that died had sent as ``Progress``. It counts as output, and its text is not sent again.
+    ``generated_ids``, ``generated_logprobs``, ``generated_top_logprobs``, ``generated_forced``,
+    ``generated_text``: the output that an engine that died had sent as ``Progress``; its text is not sent
+    again, also where the ids now end before it. ``num_redrawn``: how often it had replaced sampled tokens.
     ``constraint``: a grammar for the text, without its payload if this engine was already sent it.
     ``jump_forward``: append the tokens that the grammar forces without sampling them. ``thinking``: the
     output may begin with thoughts, to which neither constraint nor stops apply. ``calls``: it may have tool
@@ -83,6 +84,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     embeds: bool = False
     thinking: Thinking | None = None
     calls: CallMarks | None = None
+    generated_text: str = ""
+    num_redrawn: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -32,6 +32,8 @@ class _Entry:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopTokens] = field(default_factory=list)
     forced: list[tuple[int, int]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    num_redrawn: int = 0
     is_running: bool = False
     is_aborted: bool = False
     deaths: int = 0
@@ -45,16 +47,20 @@ class _Entry:
         """Drops the last ids. Of the others some may have no log-probability yet."""
         del self.ids[-num_tokens:]
         del self.logprobs[len(self.ids) :], self.top_logprobs[len(self.ids) :]
+        self.num_redrawn += 1
 
     def as_submitted(self) -> Submit:
-        if not self.ids:
+        if not (self.ids or self.texts or self.num_redrawn):
             return self.submit
+        self.texts = ["".join(self.texts)]
         return msgspec.structs.replace(
             self.submit,
             generated_ids=[*self.ids],
             generated_logprobs=[*self.logprobs],
             generated_top_logprobs=[*self.top_logprobs],
             generated_forced=[*self.forced],
+            generated_text=self.texts[0],
+            num_redrawn=self.num_redrawn,
         )
 
 
@@ -126,6 +132,8 @@ class RequestJournal:
                     if message.num_dropped:
                         entry.drop(message.num_dropped)
                     entry.ids += message.token_ids
+                    if message.text:
+                        entry.texts.append(message.text)
                     entry.logprobs += message.logprobs
                     entry.top_logprobs += message.top_logprobs
                     if message.forced is not None:

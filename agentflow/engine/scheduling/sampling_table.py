@@ -15,6 +15,12 @@ from agentflow.engine.grammar.grammar import TokenWords
 from agentflow.engine.request import Request
 
 _MASK_64 = 2**64 - 1
+_REDRAWN = 0x9FB21C651E98DF25  # odd, with bits set evenly
+
+
+def _seed_of(request: Request) -> int:
+    """The seed of what the request samples next."""
+    return (request.seed + request.num_redrawn * _REDRAWN) & _MASK_64
 
 
 class SamplingTable:
@@ -47,7 +53,7 @@ class SamplingTable:
         self._top_ps[row] = params.top_p
         self._top_ks[row] = params.top_k
         self._min_ps[row] = params.min_p
-        self._seeds[row] = request.seed & _MASK_64
+        self._seeds[row] = _seed_of(request)
         self._count(request, 1)
         self._attached.add(row)
 
@@ -61,6 +67,7 @@ class SamplingTable:
 
     def keep_output(self, request: Request, num_kept: int) -> None:
         """Only the first ``num_kept`` generated tokens of the request are unchanged."""
+        self._seeds[request.req_row] = _seed_of(request)
         special = self._special.get(request.req_row)
         if special is not None:
             special.keep_output(num_kept)

@@ -340,6 +340,7 @@ class Scheduler:
         grammar forces. The next steps compute these like a prompt; the KV of replaced tokens is freed."""
         start = request.num_prompt + num_kept
         end = start + len(token_ids)
+        request.num_redrawn += num_kept < request.num_generated
         self._counters.forced_tokens += len(token_ids)
         self._counters.generated(end - request.num_tokens)
         request.tokens[start:end] = token_ids

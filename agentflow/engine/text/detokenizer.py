@@ -236,6 +236,19 @@ class TextEnd:
         self._detokenizer.rewind(num_kept)
         return "".join([self.push(token_id, is_free=is_free) for token_id in token_ids])
 
+    def resume(self, text: str) -> None:
+        """The pushed ids are those of a generation that had delivered ``text``, which may be longer than
+        theirs if its last ids were replaced. It is not delivered again, and no stop is in it."""
+        if len(text) <= self._num_read:
+            return
+        if self._calls is not None:
+            self._calls.read(text[self._num_read :])
+        if self._pattern is not None:
+            self._pattern.skip(text[self._num_read :])
+        for stop in self._stops:
+            stop.num_matched = 0
+        self._held, self._num_read, self._num_delivered = "", len(text), len(text)
+
     def finish(self) -> Ending:
         """Ends the generation. Text held back is in ``rest``; bytes of an incomplete last character are
         dropped."""
