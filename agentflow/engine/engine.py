@@ -339,7 +339,7 @@ class Engine:
         if params.top_logprobs:
             request.top_logprobs += result.tops
         if result.token_id is None:
-            if request.id in self._texts and (result.logprobs or result.tops):  # of forced tokens
+            if request.id in self._texts and params.wants_logprobs and result.logprobs:  # of forced tokens
                 self._outbox.append(Progress(request.id, "", (), result.logprobs, result.tops))
             if request.num_to_compute == 0:
                 reason = self._finish_reasons.get(request.id, "length")

@@ -270,7 +270,7 @@ async def test_f3a_no_text_is_sent_again_after_a_restart() -> None:
 
 @pytest.mark.anyio
 async def test_f3b_the_log_probabilities_of_long_forced_text_are_reported_as_they_come() -> None:
-    pattern = f"({'The quick brown fox. ' * 40}){{2}}[ab]"
+    pattern = "The quick brown fox jumps over the lazy dog, " * 40 + "[ab]"
     received: list[float] = []
     params = SamplingParams(max_tokens=2000, logprobs=True)
     compiled = CompiledConstraint(pattern, "dfa", build_dfa(parse_regex(pattern)).to_bytes())

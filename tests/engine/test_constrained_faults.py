@@ -98,7 +98,9 @@ def test_constraints_combine_with_all_other_parameters(cases) -> None:
                 allowed = allowed - {END_ID}
             forbidden = set(range(TOKENIZER.vocab_size)) - allowed
             logits = logits_after([*prompt, *ids])
-            return plain_token_of(logits, params, prompt, ids, forbidden=forbidden, seed=seed)
+            return plain_token_of(
+                logits, params, prompt, ids, forbidden=forbidden, seed=seed, num_redrawn=text.num_redrawn
+            )
 
         text = PlainConstrained(DFAS[pattern], TOKENIZER, jumps)
         expected = written(text, choose, max_tokens=params.max_tokens, end_id=END_ID)

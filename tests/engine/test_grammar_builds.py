@@ -162,5 +162,6 @@ def test_f9e_thoughts_in_channels_keep_the_grammar_of_the_answer(monkeypatch: py
     written = f"{THOUGHTS_HEAD}Is it so? It is.{NEXT_MESSAGE}{ANSWER_HEAD}yes"
     for token_id in CHANNELS.tokenizer.encode_written(written):
         assert not text.is_complete()
-        text.take(token_id)
+        text.read(token_id)
+        text.update()
     assert text.is_complete()

@@ -90,14 +90,16 @@ def plain_token_of(
     *,
     forbidden: Collection[int] = (),
     seed: int = 0,
+    num_redrawn: int = 0,
 ) -> int:
-    """The whole pipeline: the token that follows prompt and output."""
+    """The whole pipeline: the token that follows prompt and output. ``num_redrawn``: how often a grammar
+    replaced sampled tokens of the output."""
     return plain_choice(
         plain_edits(logits, params, prompt, generated, forbidden).astype(float).tolist(),
         float(np.float32(params.temperature)),
         params.top_k,
         float(np.float32(params.top_p)),
         float(np.float32(params.min_p)),
-        seed,
+        (seed + num_redrawn * 0x9FB21C651E98DF25) & MASK,
         len(prompt) + len(generated),
     )

@@ -203,6 +203,7 @@ def test_what_is_streamed_is_the_answer_wherever_it_was_cut(answer: Any, data: s
             model="m",
             logprobs=None,
             top_logprobs=None,
+            tokens=None,
         ),
     )
     assert told == whole

@@ -134,8 +134,8 @@ def logprobs_of(answer: Answer) -> list[dict[str, Any]]:
 
 
 def _token(text: str | None, logprob: float | None) -> dict[str, Any]:
-    is_whole = text is not None and "\N{REPLACEMENT CHARACTER}" not in text
-    return {"token": text, "bytes": list(text.encode()) if is_whole else None, "logprob": logprob}
+    data = None if text is None or "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+    return {"token": text, "bytes": data, "logprob": logprob}
 
 
 def usage_of(answer: Answer) -> UsageMetadata:

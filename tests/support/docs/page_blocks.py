@@ -85,9 +85,11 @@ def _has_packages(block: Block) -> bool:
 
 def _is_installed(name: str) -> bool:
     try:
-        return importlib.util.find_spec(name) is not None
+        spec = importlib.util.find_spec(name)
     except ModuleNotFoundError:  # not even the package around it
         return False
+    # A folder of tests of that name is a package without a file.
+    return spec is not None and spec.origin is not None
 
 
 async def run_block(page: Path, block: Block, namespace: dict[str, Any]) -> None:

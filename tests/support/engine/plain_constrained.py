@@ -14,7 +14,8 @@ from agentflow.engine.text.tokenizer import Tokenizer
 @dataclass
 class PlainConstrained:
     """A text that grows under a DFA. ``ids``: its tokens; ``held``: what the next token must begin with;
-    ``shown``: the longest text so far. ``sampled``: for each byte, whether a sampled token brought it."""
+    ``shown``: the longest text so far. ``sampled``: for each byte, whether a sampled token brought it.
+    ``num_redrawn``: how often a jump replaced tokens."""
 
     dfa: Dfa
     tokenizer: Tokenizer
@@ -23,6 +24,7 @@ class PlainConstrained:
     held: bytes = b""
     shown: bytes = b""
     sampled: list[bool] = field(default_factory=list)
+    num_redrawn: int = 0
 
     @property
     def data(self) -> bytes:
@@ -90,6 +92,7 @@ class PlainConstrained:
                 self.ids, self.held = ids[:-1], last
         self.sampled = (self.sampled + [False] * len(self.data))[: len(self.data)]
         self.shown = max(self.shown, self.data, key=len)
+        self.num_redrawn += self.ids[: len(before)] != before
         return self.ids != before
 
     def forced_chars(self) -> set[int]:

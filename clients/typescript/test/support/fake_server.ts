@@ -77,6 +77,7 @@ export class FakeServer {
             model: "fake",
             roles: true,
             select: true,
+            batch_size: null,
             logprobs: true,
             seeds: true,
             max_context: null,
