@@ -49,7 +49,7 @@ def prometheus(url: str, folder: Path) -> Iterator[Callable[[str], list[float]]]
     def is_scraping() -> bool:
         try:
             return query("up") == [1]
-        except OSError:
+        except (OSError, AssertionError):  # it listens before it is ready, and answers 503
             return False
 
     with process(command, {}, folder / "prometheus.log"):

@@ -46,7 +46,14 @@ async function show(name: ViewName): Promise<void> {
 }
 
 function fetchAll(): void {
-  for (const load of Object.values(LOADERS)) void load().catch(() => undefined); // shown, it is tried again
+  for (const load of Object.values(LOADERS)) void load().catch(() => undefined); // shown, the view says so
+}
+
+// A document never fetches a module again whose fetch failed, so the page has to be loaded again, once the server
+// answers. The session's storage keeps the program and the chats.
+async function loadAgain(): Promise<void> {
+  const answer = await fetch(location.pathname, { cache: "no-store" }).catch(() => null);
+  if (answer?.ok) location.reload();
 }
 
 export function App() {
@@ -87,7 +94,7 @@ export function App() {
         {isMissing.value && (
           <p class="empty">
             This view could not be loaded from the server.{" "}
-            <button type="button" onClick={() => void show(route.peek().view)}>
+            <button type="button" onClick={() => void loadAgain()}>
               Try again
             </button>
           </p>
