@@ -176,8 +176,9 @@ class Stage:
         self._send(_Thoughts(text), to)
 
     def end(self, to: str = "", finish: str = "stop") -> None:
-        """Ends generations, successfully."""
-        self._send(_End(finish), to)
+        """Ends generations, successfully, and waits until they have."""
+        ending = self._send(_End(finish), to)
+        self._wait_until(lambda: not any(line in ending for line in self._generator.lines))
 
     def running(self, to: str = "") -> int:
         """Generations that wait for text."""
@@ -185,22 +186,28 @@ class Stage:
 
     def wait_running(self, count: int, to: str = "") -> None:
         """Waits until so many generations wait for text."""
+        self._wait_until(lambda: sum(to in line.prompt for line in self._generator.lines) == count)
 
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
         async def wait() -> None:
             with anyio.fail_after(20):
-                while sum(to in line.prompt for line in self._generator.lines) != count:
+                while not is_so():
                     await self._generator.changed.wait()
 
         self._portal.call(wait)
 
-    def _send(self, piece: str, to: str) -> None:
-        def send() -> int:
+    def _send(self, piece: str, to: str) -> list[_Line]:
+        """Returns the generations that get it."""
+
+        def send() -> list[_Line]:
             lines = [line for line in self._generator.lines if to in line.prompt]
             for line in lines:
                 line.pieces.send_nowait(piece)
-            return len(lines)
+            return lines
 
-        assert self._call(send), f"no generation waits for text after {to!r}"
+        lines = self._call(send)
+        assert lines, f"no generation waits for text after {to!r}"
+        return lines
 
     def _call(self, function: Callable[..., ResultT], *args: object) -> ResultT:
         return self._portal.call(function, *args)
