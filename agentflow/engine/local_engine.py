@@ -135,9 +135,15 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
     embeds = options.task == "embed"
     tokenizer = Tokenizer.from_folder(folder, embeds=embeds)
     embedding = read_embedding_folder(folder) if embeds else None
+    if options.deterministic:
+        from agentflow.kernels.native_library import keep_order
+
+        keep_order()
     if embedding is not None and not (embedding.takes_last and is_native(folder)):
         from agentflow.engine.models.embedding.encoder_runner import EncoderRunner
 
+        if options.deterministic:
+            raise _has_no_order(folder)
         if options.quantize is not None:
             raise BadArgument(
                 f"quantize needs a native architecture, and {folder.name} runs through transformers: leave "
@@ -162,10 +168,21 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
         num_threads=options.threads,
         embedding=embedding,
     )
+    if options.deterministic and not runner.keeps_order:
+        runner.close()
+        raise _has_no_order(folder)
     if not embeds:
         ends = all_end_ids(runner.info.end_token_ids, tokenizer, ChatTemplate.from_folder(folder))
         runner.info = dataclasses.replace(runner.info, end_token_ids=ends)
     return runner, tokenizer, True
+
+
+def _has_no_order(folder: Path) -> BadArgument:
+    return BadArgument(
+        "deterministic needs a model of the Llama family and the native kernels, which run on x86-64 CPUs "
+        f"with Linux: the sums of {folder.name} depend on the batch here",
+        param="deterministic",
+    )
 
 
 @asynccontextmanager

@@ -60,6 +60,13 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
         DEFAULT_POLICY
     )
     cache: Annotated[bool, doc("use the prefix cache")] = True
+    deterministic: Annotated[
+        bool,
+        doc(
+            "give a request with a seed the same answer whatever else the engine computes, also where that "
+            "is slower; a model that cannot is rejected"
+        ),
+    ] = False
     loras: Annotated[
         tuple[Annotated[str, Meta(min_length=1)], ...],
         doc(

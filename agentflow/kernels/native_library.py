@@ -11,6 +11,7 @@ names have a hash of the sources and options, so another version of agentflow ig
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -23,7 +24,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from platformdirs import user_cache_dir
@@ -60,6 +60,14 @@ class CompilerFails(NoNativeKernels):
 def native_level() -> str:
     """Returns the best of ``native_levels``."""
     return native_levels()[0]
+
+
+def keep_order() -> None:
+    """Makes this process use kernels that sum each row in the same order whatever else is in its batch. Only
+    those for AMX do not: they multiply many rows in tiles, and few without. Before any are loaded."""
+    with contextlib.suppress(NoNativeKernels):
+        if native_level() == "amx":
+            os.environ["AGENTFLOW_CPU"] = "avx512_bf16"
 
 
 def native_levels() -> list[str]:
@@ -204,7 +212,7 @@ def _compile(level: str, path: Path) -> None:
         raise NoNativeKernels(f"the library cannot be written to {path.parent}: {error}") from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Locks the folder itself, so that no lock file remains; the system unlocks it if the process dies."""
     opened = os.open(folder, os.O_RDONLY)

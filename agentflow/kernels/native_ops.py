@@ -36,7 +36,7 @@ from agentflow.kernels.inputs import (
     LowRank,
     QuantisedPanels,
 )
-from agentflow.kernels.native_library import load_best
+from agentflow.kernels.native_library import load_best, native_level
 from agentflow.kernels.native_structures import BLOCK_TYPES as BLOCK_TYPES
 from agentflow.kernels.native_structures import (
     LANES,
@@ -291,6 +291,7 @@ class NativeForward:
         self._weights, self._head = weights, head  # kept alive: the structures point to them
         self._decoder, self._native_head = native_decoder(weights), native_weight(head)
         self._library = library()  # the library that packed the weights
+        self.keeps_order = native_level() != "amx"
         self._is_bf16 = _is_bf16(weights.final_norm)
         self._layers: tuple[tuple[Tensor, ...], Any] = ((), None)  # the pool's layers and their addresses
         self._adapters: WeakKeyDictionary[Adapter, Any] = WeakKeyDictionary()  # their structures

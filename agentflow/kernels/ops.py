@@ -33,7 +33,10 @@ logger = logging.getLogger(__name__)
 
 class Forward(Protocol):
     """The forward pass of a whole model. ``meanwhile`` is called once while other threads compute; it must
-    not use kernels."""
+    not use kernels. ``keeps_order``: whether a row's sums have the same order whatever else is in the
+    batch."""
+
+    keeps_order: bool
 
     def hidden(self, given: ForwardInput, meanwhile: Callable[[], None]) -> Tensor:
         """Writes the KV of all rows. Returns the last hidden states of ``given.rows``, normed: [S,

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import (
+    IN_ORDER,
     NATIVE_KERNELS,
     SCALE,
     Case,
@@ -140,3 +141,72 @@ def test_arrays_of_any_stride_are_read_right(kernels: Kernels) -> None:
     assert_attends(kernels, part)
     case, rows = with_trees(case, [Tree(0, (-1, 0, 0, 1)), Tree(1, (-1, 0))], 0)
     assert_attends(kernels, case, replace(rows, paths=np.asfortranarray(rows.paths)))
+
+
+HEADS = st.sampled_from([(4, 2, 8), (9, 3, 64), (4, 4, 64), (6, 2, 128)])
+
+
+@IN_ORDER
+@DTYPES
+@given(st.data(), shapes(), st.sampled_from([1, 5, 12]), HEADS, st.integers(0, 1000))
+def test_f36a_a_row_is_the_same_in_any_company_and_chunk(
+    kernels: Kernels,
+    dtype: torch.dtype,
+    data: st.DataObject,
+    batch: list[Shape],
+    times: int,
+    heads: tuple[int, int, int],
+    seed: int,
+) -> None:
+    """To the last bit: prefixes that are shared or not, chunks, and the number of threads change nothing."""
+    num_heads, num_kv_heads, head_dim = heads
+    case = make_case(
+        stretched(batch, times),
+        seed=seed,
+        dtype=dtype,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+    )
+    plan = kernels.plan_attention(batch_of(case), dtype, case.q.device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: data.draw(st.integers(1, 3)))
+        expected = kernels.attention(case.q, case.kv_layer, plan, SCALE)
+    first_rows = np.cumsum(case.query_lens) - case.query_lens
+    members = data.draw(st.lists(st.sampled_from(range(len(batch))), min_size=1, unique=True))
+    begins = [data.draw(st.integers(0, case.query_lens[m] - 1)) for m in members]
+    ends = [data.draw(st.integers(b + 1, case.query_lens[m])) for m, b in zip(members, begins, strict=True)]
+    rows = np.concatenate(
+        [first_rows[m] + np.arange(b, e) for m, b, e in zip(members, begins, ends, strict=True)]
+    )
+    part = AttentionBatch(
+        case.req_to_token,
+        case.req_rows[members],
+        np.subtract(ends, begins),
+        case.kv_lens[members] - case.query_lens[members] + ends,
+        None,
+    )
+    plan = kernels.plan_attention(part, dtype, case.q.device)
+    assert torch.equal(kernels.attention(case.q[rows], case.kv_layer, plan, SCALE), expected[rows])
+
+
+@IN_ORDER
+@given(st.integers(2, 40), st.integers(16, 400), st.integers(1, 150), st.integers(0, 1000))
+def test_f36b_a_short_prefix_that_many_share_changes_no_bit(
+    kernels: Kernels, num_requests: int, shared: int, own: int, seed: int
+) -> None:
+    """Also where it ends within a block of keys, of which its rows share the layout only."""
+    made = [
+        Shape(-1, 0, shared + own, 1),
+        *[Shape(0, shared, shared + own + i % 3, 1) for i in range(num_requests)],
+    ]
+    case = make_case(made, seed=seed, dtype=torch.bfloat16, num_heads=6, num_kv_heads=2, head_dim=64)
+    plan = kernels.plan_attention(batch_of(case), torch.bfloat16, case.q.device)
+    together = kernels.attention(case.q, case.kv_layer, plan, SCALE)
+    for r in (0, num_requests // 2, num_requests):
+        one = slice(r, r + 1)
+        alone = AttentionBatch(
+            case.req_to_token, case.req_rows[one], case.query_lens[one], case.kv_lens[one], None
+        )
+        plan = kernels.plan_attention(alone, torch.bfloat16, case.q.device)
+        assert torch.equal(kernels.attention(case.q[one], case.kv_layer, plan, SCALE), together[one])

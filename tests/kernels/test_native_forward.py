@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import NATIVE_KERNELS, Shape, make_case
+from kernel_cases import IN_ORDER, NATIVE_KERNELS, Shape, make_case
 
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.forward.llama import LlamaModel
@@ -254,29 +254,55 @@ def test_tokens_are_those_of_the_logits(kernels: Kernels, dtype: torch.dtype, dr
     assert step.choose(model, kernels, choice) == expected
 
 
-@NATIVE_KERNELS
-def test_a_row_gives_the_same_whatever_else_is_in_the_batch(kernels: Kernels) -> None:
+@IN_ORDER
+@DTYPES
+def test_a_row_gives_the_same_whatever_else_is_in_the_batch(kernels: Kernels, dtype: torch.dtype) -> None:
     sizes = SIZES[0]
-    model = model_of(sizes, kernels, torch.float32)
-    together = step_of(sizes, [Shape(-1, 0, 300 + i, 1) for i in range(30)], [True], torch.float32, 1)
+    model = model_of(sizes, kernels, dtype)
+    together = step_of(sizes, [Shape(-1, 0, 300 + i, 1) for i in range(30)], [True], dtype, 1)
     hidden, _ = together.run(model, kernels)
     for row in (0, 13, 29):
-        batch = replace(
-            together.batch,
-            req_rows=together.batch.req_rows[row : row + 1],
-            query_lens=together.batch.query_lens[row : row + 1],
-            kv_lens=together.batch.kv_lens[row : row + 1],
-        )
-        one = slice(row, row + 1)
-        alone = replace(
-            together,
-            token_ids=together.token_ids[one].copy(),
-            positions=together.positions[one].copy(),
-            write_slots=together.write_slots[one].copy(),
-            batch=batch,
-            rows=np.array([0]),
-        )
-        torch.testing.assert_close(alone.run(model, kernels)[0][0], hidden[row], rtol=1e-5, atol=1e-5)
+        alone = part_of(together, row, slice(row, row + 1), together.batch.kv_lens[row])
+        assert torch.equal(alone.run(model, kernels)[0][0], hidden[row])
+
+
+@IN_ORDER
+@DTYPES
+@given(st.lists(st.integers(1, 150), min_size=1, max_size=4), st.integers(0, 200), st.integers(0, 99))
+def test_f36c_a_prompt_in_chunks_gives_the_same_as_in_one(
+    kernels: Kernels, dtype: torch.dtype, chunks: list[int], cached: int, seed: int
+) -> None:
+    sizes = SIZES[0]
+    model = model_of(sizes, kernels, dtype)
+    whole = step_of(sizes, [Shape(-1, 0, 20, 1), Shape(-1, 0, cached, sum(chunks))], [True], dtype, seed)
+    expected, expected_kv = whole.run(model, kernels)
+    kv, end = whole.kv, 0
+    for length in chunks:
+        rows = slice(1 + end, 1 + end + length)
+        end += length
+        chunk = replace(part_of(whole, 1, rows, cached + end), kv=kv)
+        hidden, kv = chunk.run(model, kernels)
+        assert torch.equal(hidden, expected[rows])
+    written = torch.from_numpy(whole.write_slots[1:])
+    assert torch.equal(kv[:, written], expected_kv[:, written])
+
+
+def part_of(step: Step, request: int, rows: slice, kv_len: int) -> Step:
+    """A step with some of a request's rows only."""
+    num = rows.stop - rows.start
+    return replace(
+        step,
+        token_ids=step.token_ids[rows].copy(),
+        positions=step.positions[rows].copy(),
+        write_slots=step.write_slots[rows].copy(),
+        batch=replace(
+            step.batch,
+            req_rows=step.batch.req_rows[request : request + 1],
+            query_lens=np.array([num]),
+            kv_lens=np.array([kv_len]),
+        ),
+        rows=np.arange(num),
+    )
 
 
 @pytest.mark.parametrize("token_id", [-1, VOCAB, 2**40])
@@ -295,8 +321,7 @@ def test_any_number_of_threads_gives_the_same(monkeypatch: pytest.MonkeyPatch) -
     for num_threads in (1, 2, 3, 5, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda num=num_threads: num)
         results.append(step.run(model, native_ops)[0])
-    for result in results[1:]:
-        torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])

@@ -170,6 +170,11 @@ class TorchRunner:
             architecture="" if isinstance(config, TransformersModel) else config.architecture,
         )
 
+    @property
+    def keeps_order(self) -> bool:
+        """Whether a row's sums have the same order whatever else is in its batch."""
+        return isinstance(self._model, LlamaModel) and self._model.keeps_order
+
     def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
         try:
             return self._run(batch, meanwhile)

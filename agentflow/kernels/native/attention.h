@@ -2,7 +2,8 @@
 //
 // Keys and values are laid out as panels, KEY_BLOCK at a time: keys as columns for the scores, dimensions as columns
 // for the weighted sum. Both products then use `tile`, for any number of rows. Sums are relative to the largest score
-// so far (online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691).
+// of their block, and of two blocks' sums one is rescaled when they are added (online softmax: Milakov and Gimelshein 2018,
+// arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691).
 #pragma once
 
 #include <memory>
@@ -28,29 +29,52 @@ struct Queries {
 // A thread's buffers for one task.
 template <class S>
 struct Scratch {
-    int64_t depth = 0, dims = 0;  // head_dim, padded as a depth and as columns
+    int64_t depth = 0, dims = 0, num_queries = 0;  // head_dim, padded as a depth and as columns
     std::vector<RowOf<S>> queries;  // [queries][depth]
-    std::vector<float> sums;        // [queries][dims]
-    std::vector<float> most, total; // [queries]: the largest score, and the sum of the weights relative to it
+    std::vector<float> sums;        // [nodes][queries][dims]
+    std::vector<float> most, total; // [nodes][queries]: the largest score, and the sum of the weights relative to it
     std::vector<S> keys, values;
 
-    void fit(int64_t num_queries, int64_t head_dim) {
+    void fit(int64_t num, int64_t num_nodes, int64_t head_dim) {
+        num_queries = num;
         depth = padded_depth<S>(head_dim);
         dims = round_up<int64_t>(head_dim, PANEL);
-        grow(queries, (num_queries + MAX_TILE_ROWS) * depth);
-        grow(sums, num_queries * dims);
-        grow(most, num_queries);
-        grow(total, num_queries);
+        grow(queries, (num + MAX_TILE_ROWS) * depth);
+        grow(sums, num_nodes * num * dims);
+        grow(most, num_nodes * num);
+        grow(total, num_nodes * num);
         grow(keys, KEY_BLOCK * depth);
         grow(values, KEY_BLOCK * dims);
     }
 };
 
+// One query's sums over some keys: the largest score, the sum of the weights relative to it, and the weighted sum of the
+// values [dims].
+struct Sums {
+    float &most, &total;
+    float* values;
+};
+
+// Adds the sums over other keys. The order of the operations does not depend on where it is inlined.
+ALWAYS_INLINE void add_sums(const Sums& to, const Sums& other, int64_t dims) {
+    if (other.most == MINUS_INFINITY) return;
+    const bool is_higher = other.most > to.most;
+    const float most = is_higher ? other.most : to.most, least = is_higher ? to.most : other.most;
+    const Vec factor = exp2(broadcast(least - most));
+    const Sums &high = is_higher ? other : to, &low = is_higher ? to : other;
+    const float total = std::fma(low.total, first_lane(factor), high.total);
+    for (int64_t dim = 0; dim < dims; dim += LANES) {
+        store(to.values + dim, fma(load(low.values + dim), factor, load(high.values + dim)));
+    }
+    to.most = most;
+    to.total = total;
+}
+
 // Turns the scores of one query with up to KEY_BLOCK keys, of which it sees `num_seen`, into weights relative to the
-// largest score so far. Returns the factor by which earlier sums must be multiplied.
+// largest score.
 template <class S>
-ALWAYS_INLINE float weigh(const float* scores, int num_seen, int num_lanes, float scale, float& most, float& total,
-                          RowOf<S>* weights) {
+ALWAYS_INLINE void weigh(const float* scores, int num_seen, int num_lanes, float scale, float& most, float& total,
+                         RowOf<S>* weights) {
     Vec seen[KEY_BLOCK / LANES];
     Vec highest = broadcast(MINUS_INFINITY);
     const int num_vecs = num_lanes / LANES;
@@ -60,11 +84,11 @@ ALWAYS_INLINE float weigh(const float* scores, int num_seen, int num_lanes, floa
         if (num < LANES) seen[v] = first_lanes(seen[v], num, MINUS_INFINITY);
         highest = max(highest, seen[v]);
     }
-    const float before = most;
-    most = std::max(before, largest(highest) * scale);
+    most = largest(highest) * scale;
+    total = 0;
     if (most == MINUS_INFINITY) {
         for (int v = 0; v < num_vecs; v++) store(weights + v * LANES, zero());
-        return 1.0f;
+        return;
     }
     const Vec factor = broadcast(scale), top = broadcast(-most);
     Vec all = zero();
@@ -73,13 +97,27 @@ ALWAYS_INLINE float weigh(const float* scores, int num_seen, int num_lanes, floa
         all = add(all, weight);
         store(weights + v * LANES, weight);
     }
-    const float decay = before == most ? 1.0f : std::exp2(before - most);
-    total = total * decay + sum(all);
-    return decay;
+    total = sum(all);
+}
+
+// Writes the result of a query [head_dim] to `out`.
+template <class S>
+void write_result(const Sums& sums, int64_t head_dim, RowOf<S>* out) {
+    const Vec share = broadcast(1.0f / sums.total);
+    for (int64_t dim = 0; dim < head_dim; dim += LANES) {
+        const int width = int(std::min<int64_t>(LANES, head_dim - dim));
+        store_first(out + dim, rounded<S>(mul(load(sums.values + dim), share)), width);
+    }
 }
 
 // The floats of a part for one head: the largest score, the sum of the weights, and the weighted sum of the values.
 inline int64_t part_size(const HeadShape& shape) { return 2 + round_up<int64_t>(shape.head_dim, PANEL); }
+
+// The sums of a part for one head; `parts`: [num_parts][num_heads][part_size].
+inline Sums sums_in(float* parts, int64_t part, int64_t head, const HeadShape& shape) {
+    float* at = parts + (part * shape.num_heads + head) * part_size(shape);
+    return {at[0], at[1], at + 2};
+}
 
 template <class S>
 class TaskRun {
@@ -89,22 +127,54 @@ class TaskRun {
             const KvLayer<S>& kv, float* parts, Scratch<S>& scratch)
         : plan_(plan), task_(task), next_(next), shape_(shape), q_(queries), kv_(kv), ahead_(kv), parts_(parts), s_(scratch),
           group_(int(shape.group())), per_head_(task.num_rows * group_) {
-        s_.fit(per_head_ * (task.end_head - task.first_head), shape.head_dim);
+        const int num_blocks = (task.num_keys + KEY_BLOCK - 1) / KEY_BLOCK;
+        s_.fit(per_head_ * (task.end_head - task.first_head), 2 * std::bit_width(unsigned(num_blocks)) + 1, shape.head_dim);
     }
 
     void run() {
         const TilesInUse tiles;
         gather_queries();
-        for (int first = 0; first < task_.num_keys; first += KEY_BLOCK) {
-            const int num = std::min(KEY_BLOCK, task_.num_keys - first);
-            const bool is_last = first + KEY_BLOCK >= task_.num_keys;
-            ahead_.begin(is_last ? next_ : &task_, is_last ? 0 : first + KEY_BLOCK, num_steps(num));
-            for (int head = task_.first_head; head < task_.end_head; head++) take_block(first, num, head);
-        }
+        if (task_.num_shared) take_own_blocks();
+        else take_blocks();
         hand_out();
     }
 
   private:
+    void take_blocks() {
+        for (int first = 0; first < task_.num_keys; first += KEY_BLOCK) {
+            const int num = std::min(KEY_BLOCK, task_.num_keys - first);
+            const bool is_last = first + KEY_BLOCK >= task_.num_keys;
+            ahead_.begin(is_last ? next_ : &task_, is_last ? 0 : first + KEY_BLOCK, num_steps(num));
+            nodes_[num_nodes_++] = {task_.first_block + first / KEY_BLOCK, 0};
+            std::fill_n(&s_.most[(num_nodes_ - 1) * s_.num_queries], s_.num_queries, MINUS_INFINITY);
+            for (int head = task_.first_head; head < task_.end_head; head++) take_block(first, num, head);
+            while (num_nodes_ > 1 && nodes_[num_nodes_ - 1].follows(nodes_[num_nodes_ - 2])) join_last();
+        }
+    }
+
+    // Takes a block whose first keys the rows share: these are laid out once, the others for each row.
+    void take_own_blocks() {
+        nodes_[num_nodes_++] = {task_.first_block, 0};
+        ahead_.begin(next_, 0, int(task_.num_rows) * num_steps(KEY_BLOCK));
+        for (int head = task_.first_head; head < task_.end_head; head++) {
+            pack_keys(kv_, task_.slots, 0, task_.num_shared, head, s_.keys.data());
+            pack_values(kv_, task_.slots, 0, task_.num_shared, head, s_.values.data());
+            const int32_t* packed = nullptr;
+            for (int row = 0; row < task_.num_rows; row++) {
+                const OwnBlock& own = plan_.own[task_.first_own + row];
+                if (own.slots != packed) {
+                    pack_keys(kv_, own.slots, task_.num_shared, own.num_keys, head, s_.keys.data());
+                    pack_values(kv_, own.slots, task_.num_shared, own.num_keys, head, s_.values.data());
+                    packed = own.slots;
+                }
+                const int base = place(head, row, 0);
+                each_tile<S>(group_, [&](int64_t at, int num_queries) {
+                    take_tile(base + int(at), num_queries, own.seen, [&](int) { return own.seen; });
+                });
+            }
+        }
+    }
+
     // Queries are ordered by KV head, then by row.
     int place(int head, int row, int i) const { return (head - task_.first_head) * per_head_ + row * group_ + i; }
 
@@ -117,23 +187,37 @@ class TaskRun {
                     RowOf<S>* to = s_.queries.data() + at * s_.depth;
                     copy_row(from + (head * group_ + i) * shape_.head_dim, shape_.head_dim, to);
                     std::fill(to + shape_.head_dim, to + s_.depth, RowOf<S>{});
-                    s_.most[at] = MINUS_INFINITY;
-                    s_.total[at] = 0;
-                    std::memset(s_.sums.data() + at * s_.dims, 0, s_.dims * sizeof(float));
                 }
             }
         }
     }
 
+    // The sums of query `at` over the keys of a node.
+    Sums sums_of(int node, int at) const {
+        const int64_t place = node * s_.num_queries + at;
+        return {s_.most[place], s_.total[place], s_.sums.data() + place * s_.dims};
+    }
+
+    // Those over the keys of the last block.
+    Sums sums_of(int at) const { return sums_of(num_nodes_ - 1, at); }
+
+    // Adds the sums of the last node to those of the one before.
+    void join_last() {
+        num_nodes_--;
+        for (int at = 0; at < s_.num_queries; at++) add_sums(sums_of(num_nodes_ - 1, at), sums_of(num_nodes_, at), s_.dims);
+        nodes_[num_nodes_ - 1].level++;
+    }
+
     void take_block(int first, int num, int head) {
         if (has_few()) return take_few(first, num, head);
-        pack_keys(kv_, task_.slots + first, num, head, s_.keys.data());
-        pack_values(kv_, task_.slots + first, num, head, s_.values.data());
+        pack_keys(kv_, task_.slots + first, 0, num, head, s_.keys.data());
+        pack_values(kv_, task_.slots + first, 0, num, head, s_.values.data());
         const int base = place(head, 0, 0);
         each_tile<S>(per_head_, [&](int64_t at, int num_queries) {
             const int last_row = int(at + num_queries - 1) / group_;
             const int64_t visible = std::min<int64_t>(num, seen(last_row) - first);
-            if (visible > 0) take_tile(base + int(at), int(at), num_queries, first, int(visible), num);
+            if (visible <= 0) return;
+            take_tile(base + int(at), num_queries, int(visible), [&](int i) { return seen((int(at) + i) / group_) - first; });
         });
     }
 
@@ -163,7 +247,6 @@ class TaskRun {
     void take_few(int first, int num, int head) {
         alignas(64) float scores[MAX_TILE_ROWS * KEY_BLOCK];
         alignas(64) bf16 weights[QUERIES * KEY_BLOCK];
-        float decays[QUERIES];
         const int at = place(head, 0, 0);
         const bf16* queries = s_.queries.data() + at * s_.depth;
         const int32_t* slots = task_.slots + first;
@@ -179,12 +262,12 @@ class TaskRun {
         }
         for (int i = 0; i < QUERIES; i++) {
             const int64_t visible = std::clamp<int64_t>(seen(i / group_) - first, 0, num);
-            decays[i] = weigh<S>(scores + i * PANEL, int(visible), round_up(num, LANES), q_.scale * LOG2_E,
-                                 s_.most[at + i], s_.total[at + i], weights + i * KEY_BLOCK);
+            const Sums sums = sums_of(at + i);
+            weigh<S>(scores + i * PANEL, int(visible), round_up(num, LANES), q_.scale * LOG2_E, sums.most, sums.total, weights + i * KEY_BLOCK);
         }
         for (int64_t dim = 0; dim < shape_.head_dim; dim += 64) {
             const auto value = [&](int key) { return kv_.value(slots[key], head) + dim; };
-            add_few<QUERIES>(weights, KEY_BLOCK, num, value, decays, s_.sums.data() + at * s_.dims + dim, s_.dims, step);
+            add_few<QUERIES>(weights, KEY_BLOCK, num, value, sums_of(at).values + dim, s_.dims, step);
         }
     }
 #endif
@@ -199,12 +282,12 @@ class TaskRun {
 
     int64_t seen(int row) const { return int64_t(task_.seen) + row; }
 
-    // Adds the first `num` keys of a block, of which `num_packed` are laid out, to the sums of some queries.
-    void take_tile(int query, int at, int num_queries, int first, int num, int num_packed) {
+    // Computes the sums of some queries over the first `num` keys that are laid out; seen_of(i): how many query i sees.
+    template <class SeenOf>
+    void take_tile(int query, int num_queries, int num, const SeenOf& seen_of) {
         alignas(64) float scores[MAX_TILE_ROWS * KEY_BLOCK];
         alignas(64) RowOf<S> weights[MAX_TILE_ROWS * KEY_BLOCK];
-        alignas(64) float sums[MAX_TILE_ROWS * PANEL];
-        float decays[MAX_TILE_ROWS];
+        alignas(64) float products[MAX_TILE_ROWS * PANEL];
         const int num_lanes = round_up(num, PANEL);
         for (int panel = 0; panel * PANEL < num; panel++) {
             tile<S>(num_queries, s_.queries.data() + query * s_.depth, s_.depth,
@@ -212,19 +295,18 @@ class TaskRun {
             ahead_.step();
         }
         for (int i = 0; i < num_queries; i++) {
-            const int64_t visible = std::clamp<int64_t>(seen((at + i) / group_) - first, 0, num);
-            decays[i] = weigh<S>(scores + i * PANEL, int(visible), num_lanes, q_.scale * LOG2_E, s_.most[query + i],
-                                 s_.total[query + i], weights + i * KEY_BLOCK);
+            const int64_t visible = std::clamp<int64_t>(seen_of(i), 0, num);
+            const Sums sums = sums_of(query + i);
+            weigh<S>(scores + i * PANEL, int(visible), num_lanes, q_.scale * LOG2_E, sums.most, sums.total, weights + i * KEY_BLOCK);
         }
-        const int64_t depth = padded_depth<S>(num), stride = padded_depth<S>(num_packed);
+        const int64_t depth = padded_depth<S>(num);
         for (int64_t dim = 0; dim < s_.dims; dim += PANEL) {
-            tile<S>(num_queries, weights, KEY_BLOCK, s_.values.data() + dim * stride, depth, sums);
+            tile<S>(num_queries, weights, KEY_BLOCK, s_.values.data() + dim * KEY_BLOCK, depth, products);
             ahead_.step();
             for (int i = 0; i < num_queries; i++) {
-                float* to = s_.sums.data() + (query + i) * s_.dims + dim;
-                const Vec decay = broadcast(decays[i]);
-                store(to, fma(load(to), decay, load(sums + i * PANEL)));
-                store(to + LANES, fma(load(to + LANES), decay, load(sums + i * PANEL + LANES)));
+                float* to = sums_of(query + i).values + dim;
+                store(to, load(products + i * PANEL));
+                store(to + LANES, load(products + i * PANEL + LANES));
             }
         }
     }
@@ -244,19 +326,17 @@ class TaskRun {
     }
 
     void write(int32_t row, int64_t q_head, int at) {
-        RowOf<S>* out = q_.out + row * q_.out_stride + q_head * shape_.head_dim;
-        const Vec share = broadcast(1.0f / s_.total[at]);
-        for (int64_t dim = 0; dim < shape_.head_dim; dim += LANES) {
-            const int width = int(std::min<int64_t>(LANES, shape_.head_dim - dim));
-            store_first(out + dim, rounded<S>(mul(load(s_.sums.data() + at * s_.dims + dim), share)), width);
-        }
+        for (int node = num_nodes_ - 1; node > 0; node--) add_sums(sums_of(node - 1, at), sums_of(node, at), s_.dims);
+        write_result<S>(sums_of(0, at), shape_.head_dim, q_.out + row * q_.out_stride + q_head * shape_.head_dim);
     }
 
     void keep(int32_t part, int64_t q_head, int at) {
-        float* to = parts_ + (part * shape_.num_heads + q_head) * part_size(shape_);
-        to[0] = s_.most[at];
-        to[1] = s_.total[at];
-        std::memcpy(to + 2, s_.sums.data() + at * s_.dims, s_.dims * sizeof(float));
+        for (int node = 0; node < num_nodes_; node++) {
+            const Sums from = sums_of(node, at), to = sums_in(parts_, part + node, q_head, shape_);
+            to.most = from.most;
+            to.total = from.total;
+            std::memcpy(to.values, from.values, s_.dims * sizeof(float));
+        }
     }
 
     const Plan& plan_;
@@ -269,27 +349,31 @@ class TaskRun {
     float* parts_;
     Scratch<S>& s_;
     const int group_, per_head_;
+    Node nodes_[2 * 32];  // whose sums there are
+    int num_nodes_ = 0;
 };
 
-// Merges the parts of a row into its result, after rescaling their sums to the largest score.
+// Adds the parts of a row as the nodes of its tree, and writes its result.
 template <class S>
-void merge_row(const Plan& plan, int32_t row, const HeadShape& shape, const float* parts, const Queries<S>& queries) {
-    const int64_t size = part_size(shape);
+void merge_row(const Plan& plan, int32_t row, const HeadShape& shape, float* parts, const Queries<S>& queries) {
+    const int64_t dims = part_size(shape) - 2;
     const int32_t first = plan.first_parts[row], end = plan.first_parts[row + 1];
+    static thread_local std::vector<std::pair<int32_t, Node>> nodes;  // with their parts
     for (int64_t head = 0; head < shape.num_heads; head++) {
-        const auto of = [&](int32_t part) { return parts + (part * shape.num_heads + head) * size; };
-        float most = MINUS_INFINITY, total = 0;
-        for (int32_t part = first; part < end; part++) most = std::max(most, of(part)[0]);
-        for (int32_t part = first; part < end; part++) total += std::exp2(of(part)[0] - most) * of(part)[1];
-        RowOf<S>* out = queries.out + row * queries.out_stride + head * shape.head_dim;
-        for (int64_t dim = 0; dim < shape.head_dim; dim += LANES) {
-            Vec sums = zero();
-            for (int32_t part = first; part < end; part++) {
-                const float weight = std::exp2(of(part)[0] - most) / total;
-                sums = fma(load(of(part) + 2 + dim), broadcast(weight), sums);
-            }
-            store_first(out + dim, rounded<S>(sums), int(std::min<int64_t>(LANES, shape.head_dim - dim)));
+        const auto join_last = [&] {
+            const int32_t last = nodes.back().first;
+            nodes.pop_back();
+            add_sums(sums_in(parts, nodes.back().first, head, shape), sums_in(parts, last, head, shape), dims);
+            nodes.back().second.level++;
+        };
+        nodes.clear();
+        for (int32_t part = first; part < end; part++) {
+            nodes.emplace_back(part, plan.nodes[part]);
+            while (nodes.size() > 1 && nodes.back().second.follows(nodes[nodes.size() - 2].second)) join_last();
         }
+        while (nodes.size() > 1) join_last();
+        write_result<S>(sums_in(parts, first, head, shape), shape.head_dim,
+                        queries.out + row * queries.out_stride + head * shape.head_dim);
     }
 }
 

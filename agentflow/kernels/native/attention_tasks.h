@@ -5,12 +5,20 @@
 // 2501.01005), if that saves more than storing and merging partial results costs. Only requests of few rows take part:
 // the rows of a long chunk read their keys together in any case. Long tasks are divided along their keys, to occupy all
 // threads. A row's partial results from several tasks are merged by log-sum-exp.
+//
+// A row's result is the same to the last bit however its keys are divided: its sums are those of blocks of KEY_BLOCK keys,
+// added as the nodes of a binary tree over the blocks (pairwise summation: Higham 1993, SIAM J. Sci. Comput. 14). A task
+// begins with a whole block, and gives the sums of the largest nodes that lie within it. Rows that share only the first keys
+// of a block make a task of their own, which lays these out once.
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <limits>
 #include <vector>
+
+#include "simd.h"
 
 namespace agentflow {
 
@@ -27,15 +35,42 @@ struct Batch {
     const int64_t* path_lens;
 };
 
-// Attention of num_rows rows over slots[0 .. num_keys), for the KV heads first_head to end_head. Row i is
-// Plan::rows[first_row + i]; it sees the first `seen + i` keys (all if there are fewer). Plan::parts[first_row + i] is
-// where its partial result goes; -1: the task's output is the row's result.
+// Attention of num_rows rows over slots[0 .. num_keys), which begin with block first_block of the rows' keys, for the KV heads
+// first_head to end_head. Row i is Plan::rows[first_row + i]; it sees the first `seen + i` keys (all if there are fewer).
+// Plan::parts[first_row + i] is where its partial results go; -1: the task's output is the row's result.
 struct Task {
     const int32_t* slots;
     int32_t num_keys, seen;
     int32_t num_rows, first_row;  // `first_row`: in Plan::rows
     int32_t first_head, end_head;
+    int32_t first_block;
+    int32_t num_shared = 0, first_own = 0;  // row i has the keys Plan::own[first_own + i], the first num_shared of them `slots`
 };
+
+// The keys of a row in a block whose first ones it shares: it sees the first `seen` of slots[0 .. num_keys).
+struct OwnBlock {
+    const int32_t* slots;
+    int32_t num_keys, seen;
+};
+
+// A node of the tree of a row's blocks: 2^level of them from `first` on, a multiple of that.
+struct Node {
+    int32_t first, level;
+
+    // Whether this and the node before are the children of one.
+    bool follows(const Node& before) const { return level == before.level && (first >> level) % 2 == 1 && before.first + (1 << level) == first; }
+};
+
+// Calls body for the largest nodes within blocks `first` to `end`, in order.
+template <class Body>
+void each_node(int32_t first, int32_t end, const Body& body) {
+    while (first < end) {
+        int32_t level = std::bit_width(uint32_t(end - first)) - 1;
+        if (first > 0) level = std::min(level, std::countr_zero(uint32_t(first)));
+        body(Node{first, level});
+        first += 1 << level;
+    }
+}
 
 struct HeadShape {
     int64_t num_heads, num_kv_heads, head_dim;
@@ -43,6 +78,7 @@ struct HeadShape {
 };
 
 constexpr int KEY_BLOCK = 128;      // keys that a task processes at once
+constexpr int PATH_BLOCK = 1 << 20; // the first block of a path, which is added to its prefix last
 constexpr int BLOCK_VALUES = 1 << 16;  // of a block's keys and values: the cache holds this block and the next one
 constexpr int MAX_QUERIES = 192;    // of a task: query rows times query heads per KV head
 constexpr int FEW_ROWS = 16;        // requests with at most this many rows share prefixes
@@ -56,8 +92,10 @@ class Plan {
   public:
     std::vector<Task> tasks;
     std::vector<int32_t> rows;         // rows of the batch, task after task
-    std::vector<int32_t> parts;        // of each entry of `rows`: its partial result, or -1
-    std::vector<int32_t> first_parts;  // [T + 1]: row t has the parts first_parts[t] to first_parts[t + 1]
+    std::vector<int32_t> parts;        // of each entry of `rows`: its first partial result, or -1
+    std::vector<Node> nodes;           // of each partial result
+    std::vector<OwnBlock> own;
+    std::vector<int32_t> first_parts;  // [T + 1]: row t has the parts first_parts[t] to first_parts[t + 1], in order
     std::vector<int32_t> merged_rows;  // rows with several parts
     int32_t num_parts = 0;
 
@@ -80,6 +118,8 @@ class Plan {
         int32_t end;     // the number of keys
         int32_t first_row, num_rows;
         int32_t start = 0;  // the first key that is in no shared run
+
+        bool is_tree() const { return limit == end; }
     };
 
     void add_readers() {
@@ -115,7 +155,8 @@ class Plan {
             if (end - first < 2) continue;
             const std::vector<int32_t> siblings(members.begin() + first, members.begin() + end);
             const int32_t common = common_end(siblings, depth);
-            const int32_t start = readers_[siblings[0]].start, length = common - start;
+            const int32_t start = readers_[siblings[0]].start, shared_end = common / KEY_BLOCK * KEY_BLOCK;
+            const int32_t length = shared_end - start;
             int32_t rows = 0;
             for (int32_t m : siblings) rows += readers_[m].num_rows;
             const int64_t saved = int64_t(siblings.size() - 1) * length;
@@ -123,12 +164,34 @@ class Plan {
                 std::vector<int32_t> all_rows;
                 for (int32_t m : siblings) {
                     add_range(all_rows, readers_[m].first_row, readers_[m].num_rows);
-                    readers_[m].start = common;
+                    readers_[m].start = shared_end;
                 }
-                add_tasks(readers_[siblings[0]].slots + start, length, ALL, all_rows);
+                add_tasks(readers_[siblings[0]].slots + start, start / KEY_BLOCK, length, ALL, all_rows);
             }
             share(siblings, common);
+            share_block(siblings, shared_end, (common - shared_end) / LANES * LANES);
         }
+    }
+
+    // Lets those of `siblings` whose runs end at `start` share the first `num` keys of the block there.
+    void share_block(std::vector<int32_t> siblings, int32_t start, int32_t num) {
+        std::erase_if(siblings, [&](int32_t m) { return readers_[m].start != start; });
+        int32_t num_rows = 0;
+        for (int32_t m : siblings) num_rows += readers_[m].num_rows;
+        if (int64_t(siblings.size() - 1) * num <= KEYS_PER_TASK + int64_t(num_rows) * KEYS_PER_PART) return;
+        std::vector<int32_t> all_rows;
+        const int32_t first_own = int32_t(own.size());
+        for (int32_t m : siblings) {
+            Reader& reader = readers_[m];
+            const int32_t num_keys = std::min(KEY_BLOCK, reader.end - start);
+            add_range(all_rows, reader.first_row, reader.num_rows);
+            for (int32_t i = 0; i < reader.num_rows; i++) {
+                const int32_t seen = reader.is_tree() ? num_keys : std::min(num_keys, reader.limit - start + 1 + i);
+                own.push_back({reader.slots + start, num_keys, seen});
+            }
+            reader.start = start + num_keys;
+        }
+        add_tasks(own[first_own].slots, start / KEY_BLOCK, own[first_own].num_keys, ALL, all_rows, num, first_own);
     }
 
     int32_t common_end(const std::vector<int32_t>& siblings, int32_t depth) const {
@@ -143,13 +206,12 @@ class Plan {
     }
 
     void add_tail(const Reader& reader) {
-        const bool is_tree = reader.limit == reader.end;
         const int32_t length = reader.end - reader.start;
         if (length == 0) return;
         std::vector<int32_t> all_rows;
         add_range(all_rows, reader.first_row, reader.num_rows);
-        const int32_t seen = is_tree ? ALL : reader.limit - reader.start + 1;
-        add_tasks(reader.slots + reader.start, length, seen, all_rows);
+        const int32_t seen = reader.is_tree() ? ALL : reader.limit - reader.start + 1;
+        add_tasks(reader.slots + reader.start, reader.start / KEY_BLOCK, length, seen, all_rows);
     }
 
     // Adds a task for each row of a tree: over its ancestors and itself.
@@ -164,7 +226,7 @@ class Plan {
             const int64_t* path = batch_.paths + b * batch_.path_stride;
             const size_t first = path_slots_.size();
             path_slots_.insert(path_slots_.end(), path, path + batch_.path_lens[b]);
-            add_tasks(path_slots_.data() + first, int32_t(batch_.path_lens[b]), ALL, {row});
+            add_tasks(path_slots_.data() + first, PATH_BLOCK, int32_t(batch_.path_lens[b]), ALL, {row});
         }
     }
 
@@ -173,7 +235,8 @@ class Plan {
     }
 
     // Adds tasks of at most MAX_QUERIES queries. If there are many queries, each KV head gets its own task.
-    void add_tasks(const int32_t* slots, int32_t num_keys, int32_t seen, const std::vector<int32_t>& all_rows) {
+    void add_tasks(const int32_t* slots, int32_t first_block, int32_t num_keys, int32_t seen, const std::vector<int32_t>& all_rows,
+                   int32_t num_shared = 0, int32_t first_own = 0) {
         const int32_t num = int32_t(all_rows.size()), group = int32_t(shape_.group());
         const int32_t most = std::max(1, MAX_QUERIES / group), num_blocks = (num + most - 1) / most;
         const int32_t heads = int32_t(shape_.num_kv_heads);
@@ -182,7 +245,7 @@ class Plan {
             const int32_t first = num * block / num_blocks, end = num * (block + 1) / num_blocks;
             const int32_t first_row = int32_t(rows.size());
             rows.insert(rows.end(), all_rows.begin() + first, all_rows.begin() + end);
-            Task task{slots, num_keys, seen == ALL ? ALL : seen + first, end - first, first_row, 0, heads};
+            Task task{slots, num_keys, seen == ALL ? ALL : seen + first, end - first, first_row, 0, heads, first_block, num_shared, first_own + first};
             if (seen != ALL) task.num_keys = std::min(num_keys, task.seen + task.num_rows - 1);
             const int32_t step = (end - first) * group >= MAX_QUERIES / 8 ? 1 : most_heads;
             for (task.first_head = 0; task.first_head < heads; task.first_head += step) {
@@ -207,13 +270,14 @@ class Plan {
         for (Task& task : tasks) {
             const int64_t wanted = num_threads == 1 ? 1 : (cost(task) + most - 1) / most;
             const int64_t pieces = std::clamp<int64_t>(task.num_keys / MIN_SPLIT_KEYS, 1, wanted);
-            const int32_t num_blocks = (task.num_keys + KEY_BLOCK - 1) / KEY_BLOCK;
+            const int32_t num_blocks = blocks_of(task);
             const int32_t rows_at = task.first_row;
             for (int64_t i = 0; i < pieces; i++) {
                 const int32_t first = int32_t(num_blocks * i / pieces) * KEY_BLOCK;
                 const int32_t end = std::min<int32_t>(task.num_keys, int32_t(num_blocks * (i + 1) / pieces) * KEY_BLOCK);
                 Task piece = task;
                 piece.slots += first;
+                piece.first_block += first / KEY_BLOCK;
                 piece.num_keys = end - first;
                 if (task.seen != ALL) piece.seen -= first;
                 // Tasks for other heads of the same rows share entries of `rows`; each piece needs its own.
@@ -237,19 +301,37 @@ class Plan {
         return to;
     }
 
+    static int32_t blocks_of(const Task& task) { return (task.num_keys + KEY_BLOCK - 1) / KEY_BLOCK; }
+
+    // Gives each row that has several tasks a part for each node of these, in order.
     void number_parts() {
-        first_parts.assign(num_rows_ + 1, 0);
-        for (int32_t row : rows) first_parts[row + 1]++;
-        std::vector<int32_t> next(num_rows_);
-        for (int32_t row = 0; row < num_rows_; row++) {
-            const int32_t num = first_parts[row + 1];
-            first_parts[row + 1] = first_parts[row] + (num > 1 ? num : 0);
-            next[row] = num > 1 ? first_parts[row] : -1;
-            if (num > 1) merged_rows.push_back(row);
+        struct Range {
+            int32_t first = 0, end = 0;
+        };
+        std::vector<Range> ranges(rows.size());  // of blocks, of each entry of `rows`
+        for (const Task& task : tasks) {
+            for (int32_t i = 0; i < task.num_rows; i++) ranges[task.first_row + i] = {task.first_block, task.first_block + blocks_of(task)};
         }
-        num_parts = first_parts[num_rows_];
-        parts.reserve(rows.size());
-        for (int32_t row : rows) parts.push_back(next[row] < 0 ? -1 : next[row]++);
+        std::vector<int32_t> first_entries(num_rows_ + 1), entries(rows.size());
+        for (int32_t row : rows) first_entries[row + 1]++;
+        for (int32_t row = 0; row < num_rows_; row++) first_entries[row + 1] += first_entries[row];
+        std::vector<int32_t> next(first_entries.begin(), first_entries.end() - 1);
+        for (int32_t entry = 0; entry < int32_t(rows.size()); entry++) entries[next[rows[entry]]++] = entry;
+        parts.assign(rows.size(), -1);
+        first_parts.assign(num_rows_ + 1, 0);
+        for (int32_t row = 0; row < num_rows_; row++) {
+            const auto begin = entries.begin() + first_entries[row], end = entries.begin() + first_entries[row + 1];
+            if (end - begin > 1) {
+                merged_rows.push_back(row);
+                std::sort(begin, end, [&](int32_t a, int32_t b) { return ranges[a].first < ranges[b].first; });
+                for (auto at = begin; at < end; at++) {
+                    parts[*at] = int32_t(nodes.size());
+                    each_node(ranges[*at].first, ranges[*at].end, [&](Node node) { nodes.push_back(node); });
+                }
+            }
+            first_parts[row + 1] = int32_t(nodes.size());
+        }
+        num_parts = int32_t(nodes.size());
     }
 
     struct Copy {

@@ -49,9 +49,9 @@ constexpr int MOST_FEW_QUERIES = 4;  // whose sums over 64 dimensions fit into r
 // Calls step() after every 4 loads, as add_few does.
 template <int QUERIES, int CHUNKS, class Step>
 void score_few(const bf16* queries, int64_t stride, const bf16* const (&keys)[LANES], Vec (&scores)[QUERIES], const Step& step) {
-    __m512 sums[QUERIES][2];
+    __m512 sums[QUERIES];  // in the order in which `tile` adds
 #pragma GCC unroll 4
-    for (int i = 0; i < QUERIES; i++) sums[i][0] = sums[i][1] = _mm512_setzero_ps();
+    for (int i = 0; i < QUERIES; i++) sums[i] = _mm512_setzero_ps();
 #pragma GCC unroll 4
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
         __m512i words[LANES];
@@ -66,19 +66,19 @@ void score_few(const bf16* queries, int64_t stride, const bf16* const (&keys)[LA
 #pragma GCC unroll 4
             for (int i = 0; i < QUERIES; i++) {
                 const __m512bh value = pair_of(queries + i * stride + chunk * 32 + 2 * j);
-                sums[i][j % 2] = _mm512_dpbf16_ps(sums[i][j % 2], value, reinterpret_cast<__m512bh>(words[j]));
+                sums[i] = _mm512_dpbf16_ps(sums[i], value, reinterpret_cast<__m512bh>(words[j]));
             }
         }
     }
 #pragma GCC unroll 4
-    for (int i = 0; i < QUERIES; i++) scores[i].v = _mm512_add_ps(sums[i][0], sums[i][1]);
+    for (int i = 0; i < QUERIES; i++) scores[i].v = sums[i];
 }
 
-// sums[i] [64] = decays[i] * sums[i] + the weighted sum of 64 dimensions of the values. The weight of a key for query i is
+// sums[i] [64] = the weighted sum of 64 dimensions of the values. The weight of a key for query i is
 // weights[i * weight_stride + key]; value(key) returns the key's value.
 template <int QUERIES, class Value, class Step>
-void add_few(const bf16* weights, int64_t weight_stride, int num, const Value& value, const float* decays,
-             float* sums, int64_t sums_stride, const Step& step) {
+void add_few(const bf16* weights, int64_t weight_stride, int num, const Value& value, float* sums,
+             int64_t sums_stride, const Step& step) {
     constexpr int CHUNKS = 2;  // of 32 dimensions
     __m512 parts[QUERIES][CHUNKS][2];
 #pragma GCC unroll 4
@@ -108,14 +108,11 @@ void add_few(const bf16* weights, int64_t weight_stride, int num, const Value& v
     const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
 #pragma GCC unroll 4
     for (int i = 0; i < QUERIES; i++) {
-        const Vec decay = broadcast(decays[i]);
 #pragma GCC unroll 2
         for (int c = 0; c < CHUNKS; c++) {
             float* to = sums + i * sums_stride + 32 * c;
-            const Vec x{_mm512_permutex2var_ps(parts[i][c][0], first, parts[i][c][1])};
-            const Vec y{_mm512_permutex2var_ps(parts[i][c][0], second, parts[i][c][1])};
-            store(to, fma(load(to), decay, x));
-            store(to + LANES, fma(load(to + LANES), decay, y));
+            store(to, Vec{_mm512_permutex2var_ps(parts[i][c][0], first, parts[i][c][1])});
+            store(to + LANES, Vec{_mm512_permutex2var_ps(parts[i][c][0], second, parts[i][c][1])});
         }
     }
 }

@@ -33,12 +33,13 @@ ALWAYS_INLINE void transpose_words(const uint32_t* const (&from)[16], uint32_t* 
 #endif
 }
 
-// Lays out keys as columns: panels [ceil(num / 32)][words of a key][32]. A word is a float or a pair of bfloat16.
+// Lays out keys `begin` to `num`, `begin` being a multiple of LANES, as columns: panels [ceil(num / 32)][words of a key][32]. A
+// word is a float or a pair of bfloat16.
 template <class S>
-void pack_keys(const KvLayer<S>& kv, const int32_t* slots, int num, int64_t head, S* panels) {
+void pack_keys(const KvLayer<S>& kv, const int32_t* slots, int begin, int num, int64_t head, S* panels) {
     constexpr int PAIR = Format<S>::PAIR;
     const int64_t words = padded_depth<S>(kv.head_dim) / PAIR, whole = kv.head_dim / PAIR;
-    for (int first = 0; first < round_up(num, PANEL); first += LANES) {
+    for (int first = begin; first < round_up(num, PANEL); first += LANES) {
         uint32_t* to = reinterpret_cast<uint32_t*>(panels) + first / PANEL * words * PANEL + first % PANEL;
         const uint32_t* from[LANES];
         for (int i = 0; i < LANES; i++) {
@@ -73,15 +74,15 @@ ALWAYS_INLINE void interleave(const bf16* a, const bf16* b, bf16* to) {
     }
 }
 
-// Lays out values with dimensions as columns: panels [ceil(head_dim / 32)][num, padded][32].
+// Lays out values `begin` to `num`, `begin` being even, with dimensions as columns: panels [ceil(head_dim / 32)][KEY_BLOCK][32].
 template <class S>
-void pack_values(const KvLayer<S>& kv, const int32_t* slots, int num, int64_t head, S* panels) {
+void pack_values(const KvLayer<S>& kv, const int32_t* slots, int begin, int num, int64_t head, S* panels) {
     constexpr int PAIR = Format<S>::PAIR;
     const int64_t depth = padded_depth<S>(num);
     for (int64_t first = 0; first < kv.head_dim; first += PANEL) {
         const int width = int(std::min<int64_t>(PANEL, kv.head_dim - first));
-        S* panel = panels + first / PANEL * PANEL * depth;
-        for (int64_t key = 0; key < depth; key += PAIR, panel += PANEL * PAIR) {
+        S* panel = panels + (first / PANEL * KEY_BLOCK + begin) * PANEL;
+        for (int64_t key = begin; key < depth; key += PAIR, panel += PANEL * PAIR) {
             if (key >= num) {
                 std::memset(panel, 0, PANEL * PAIR * sizeof(S));
                 continue;

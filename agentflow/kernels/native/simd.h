@@ -37,6 +37,7 @@ ALWAYS_INLINE Vec mul(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 ALWAYS_INLINE Vec div(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 ALWAYS_INLINE Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 ALWAYS_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+ALWAYS_INLINE float first_lane(Vec a) { return _mm512_cvtss_f32(a.v); }
 ALWAYS_INLINE float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
 ALWAYS_INLINE float largest(Vec a) { return _mm512_reduce_max_ps(a.v); }
 
@@ -151,6 +152,7 @@ ALWAYS_INLINE Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_
 ALWAYS_INLINE Vec fma(Vec a, Vec b, Vec c) {
     return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
 }
+ALWAYS_INLINE float first_lane(Vec a) { return _mm256_cvtss_f32(a.lo); }
 ALWAYS_INLINE float sum(Vec a) {
     const __m256 all = _mm256_add_ps(a.lo, a.hi);
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));

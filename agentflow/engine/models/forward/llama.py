@@ -54,6 +54,12 @@ class LlamaModel:
         nbytes = embedding_and_head_bytes(decoder.embedding, self._head) + decoder.final_norm.nbytes
         return nbytes + sum(layer.nbytes for layer in decoder.layers)
 
+    @property
+    def keeps_order(self) -> bool:
+        """Whether a row's sums have the same order whatever else is in its batch: those of kernels that are
+        called one by one do not."""
+        return self._whole_forward is not None and self._whole_forward.keeps_order
+
     def prepare(self, kv_layers: tuple[Tensor, ...]) -> None:
         """Captures the graphs of decode steps, on a GPU."""
         if self._graphs is not None:

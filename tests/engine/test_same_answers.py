@@ -1,0 +1,84 @@
+"""A request with a seed has the same answer whatever the engine does beside it, and has in its cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import anyio
+import numpy as np
+import pytest
+from support.chat_template_shapes import CHATML
+from support.engine.family_models import saved_model
+from support.engine.random_model import write_random_model
+from support.faults import has_param
+from support.server.http_clients import only_asyncio
+from support.small_tokenizers import byte_level, write_folder
+
+from agentflow.engine.client import EngineClient
+from agentflow.engine.local_engine import open_engine
+from agentflow.engine.options import EngineOptions
+from agentflow.errors import BadArgument
+from agentflow.kernels import native_library
+from agentflow.protocol.sampling import SamplingParams
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+anyio_backend = pytest.fixture(only_asyncio)
+RNG = np.random.default_rng(36)
+PREFIX = RNG.integers(10, 300, 200).tolist()
+PROMPTS = [[*PREFIX[: 37 * i], *RNG.integers(10, 300, 40 + 90 * i).tolist()] for i in range(6)]
+PARAMS = SamplingParams(max_tokens=40, temperature=1.0, ignore_eos=True)
+
+
+def options(folder: Path, **changed: object) -> EngineOptions:
+    given = {"device": "cpu", "kv_tokens": 8000, "threads": 2, "deterministic": True, **changed}
+    return EngineOptions(str(folder), **given)  # type: ignore[arg-type]
+
+
+async def answers(client: EngineClient) -> list[list[int]]:
+    """To all prompts at once."""
+    found: list[list[int]] = [[] for _ in PROMPTS]
+
+    async def one(index: int) -> None:
+        found[index] = (await client.generate(PROMPTS[index], PARAMS, seed=index)).token_ids
+
+    async with anyio.create_task_group() as group:
+        for index in range(len(PROMPTS)):
+            group.start_soon(one, index)
+    return found
+
+
+async def test_f36d_neither_company_nor_cache_nor_chunks_change_an_answer(model_folder: Path) -> None:
+    async with open_engine(options(model_folder)) as client:
+        cold = [
+            (await client.generate(prompt, PARAMS, seed=index)).token_ids
+            for index, prompt in enumerate(PROMPTS)
+        ]
+        assert await answers(client) == cold
+    async with open_engine(options(model_folder, cache=False, token_budget=50, threads=1)) as client:
+        assert await answers(client) == cold
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+async def test_f36e_deterministic_is_rejected_where_sums_depend_on_the_batch(
+    kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTFLOW_KERNELS", kernels)
+    if kernels == "torch":
+        write_random_model(tmp_path)
+    else:
+        saved_model("gemma3", tmp_path)
+        write_folder(tmp_path, byte_level(("<s>", "</s>"), vocab_size=300), {"eos_token": "</s>"}, CHATML)
+    with pytest.raises(BadArgument, check=has_param("deterministic")):
+        async with open_engine(options(tmp_path)):
+            pass
+
+
+def test_f36f_tiles_are_left_out_because_they_have_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTFLOW_CPU", "")
+    monkeypatch.setattr(native_library, "cpu_flags", lambda: frozenset(native_library.LEVELS["amx"]))
+    native_library.keep_order()
+    assert os.environ["AGENTFLOW_CPU"] == native_library.native_level() == "avx512_bf16"
+    monkeypatch.setenv("AGENTFLOW_CPU", "avx2")
+    native_library.keep_order()
+    assert native_library.native_level() == "avx2"
