@@ -73,10 +73,9 @@ class ConstrainedRequest:
         """Tokens of thoughts, marks included."""
         return 0 if self._thoughts is None else self._thoughts.num_tokens
 
-    @property
-    def num_forced_tokens(self) -> int:
-        """As ``ConstrainedText.num_forced_tokens``."""
-        return 0 if self._text is None else self._text.num_forced_tokens()
+    def num_forced(self, num_tokens: int) -> int:
+        """As ``ConstrainedText.num_forced_tokens``, of the first ``num_tokens`` of the whole output."""
+        return 0 if self._text is None else self._text.num_forced_tokens(num_tokens - self._num_before)
 
     @property
     def answer_at(self) -> int | None:

@@ -301,7 +301,7 @@ class Engine:
             text.push(token_id, is_free=constrained is not None and not constrained.read(token_id))
         text.resume(message.generated_text)
         jump = None if constrained is None else constrained.begin(message.generated_forced)
-        if jump is not None:
+        if jump is not None and not text.stopped:
             self._jump(request, text, jump)
 
     def _announce(self, batch: Batch) -> None:
@@ -377,13 +377,14 @@ class Engine:
         )
 
     def _jump(self, request: Request, text: TextEnd, jump: Jump) -> None:
-        """Appends the tokens that the grammar, or the budget of thoughts, forces."""
+        """Appends the tokens that the grammar, or the budget of thoughts, forces. None behind a stop."""
         num_dropped = request.num_generated - jump.num_kept
-        self.scheduler.replace_output(request, jump.num_kept, jump.token_ids)
         delta = text.replace(jump.num_kept, jump.token_ids, is_free=jump.is_free)
+        token_ids = jump.token_ids[: text.num_ids - jump.num_kept]
+        self.scheduler.replace_output(request, jump.num_kept, token_ids)
         answer_at = self._constrained[request.id].answer_at
         self._outbox.append(
-            Progress(request.id, delta, jump.token_ids, (), (), num_dropped, jump.forced, answer_at)
+            Progress(request.id, delta, token_ids, (), (), num_dropped, jump.forced, answer_at)
         )
 
     def _finish_if_complete(self, request: Request, text: TextEnd) -> None:
@@ -430,7 +431,7 @@ class Engine:
                 choice_logprobs=[] if tree is None else tree.by_choice(request.target_logprobs),
                 stopped_by=stopped_by if text_end is None or text_end.stop is None else text_end.stop,
                 forced=[] if constrained is None else constrained.forced_spans(len(text)),
-                forced_tokens=0 if constrained is None else constrained.num_forced_tokens,
+                forced_tokens=0 if constrained is None else constrained.num_forced(request.num_generated),
                 embedding=embedding,
                 thought_tokens=0 if constrained is None else constrained.num_thought_tokens,
                 answer_at=None if constrained is None else constrained.answer_at,

@@ -303,6 +303,45 @@ async def test_a_stop_string_inside_forced_text_ends_the_text(jumps: bool) -> No
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("logprobs", [True, False])
+async def test_f10a_forced_tokens_behind_a_stop_are_not_counted(logprobs: bool) -> None:
+    received: list[int] = []
+    async with plain_engine() as client:
+        end = await client.generate(
+            [5, 6],
+            SamplingParams(max_tokens=60, stop=("France",), logprobs=logprobs),
+            seed=0,
+            on_progress=lambda sent: received.extend(sent.token_ids),
+            constraint=constraint(PATTERNS[-1]),
+        )
+        stats = await client.stats()
+    assert "France" in TOKENIZER.decode(received)
+    assert "France" not in TOKENIZER.decode(received[:-1])
+    assert end.output_tokens == end.forced_tokens == len(received)
+    assert stats.generated_tokens == stats.forced_tokens == len(received)
+
+
+@pytest.mark.anyio
+async def test_f10a_a_request_that_was_stopped_in_forced_text_resumes_at_its_stop() -> None:
+    """An engine may die before the forced tokens are scored."""
+    params = SamplingParams(max_tokens=60, stop=("France",), logprobs=True)
+    sent: list[Progress] = []
+    asked = {"seed": 0, "constraint": constraint(PATTERNS[-1])}
+    async with plain_engine() as client:
+        end = await client.generate([5, 6], params, on_progress=sent.append, **asked)
+        journal = RequestJournal()
+        journal.add(Submit(100, [5, 6], params, **asked))
+        journal.release()
+        journal.receive(msgspec.structs.replace(sent[0], request_id=100))
+        journal.process_died()
+        [again] = journal.release()
+        resumed = await client._call(again, None)
+    assert (resumed.text, resumed.token_ids) == (end.text, end.token_ids)
+    assert resumed.output_tokens == end.output_tokens
+    assert resumed.logprobs == end.logprobs
+
+
+@pytest.mark.anyio
 async def test_forced_text_takes_few_steps_and_is_counted() -> None:
     async with plain_engine() as client:
         steps: list[int] = []

@@ -138,9 +138,9 @@ class ConstrainedText:
                 spans.append((first, length))
         return spans
 
-    def num_forced_tokens(self) -> int:
-        """The tokens whose bytes are all forced."""
-        ends = [*self._starts[1:], len(self._data)]
+    def num_forced_tokens(self, num_tokens: int) -> int:
+        """Those of the first ``num_tokens`` tokens whose bytes are all forced."""
+        ends = [*self._starts[1:], len(self._data)][:num_tokens]
         spans, count = iter(self.forced), 0
         begin, end = next(spans, (0, 0))
         for token_start, token_end in zip(self._starts, ends, strict=False):

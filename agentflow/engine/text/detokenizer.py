@@ -195,6 +195,11 @@ class TextEnd:
         return self._stopped_at is not None
 
     @property
+    def num_ids(self) -> int:
+        """The ids so far, up to the one that completed a stop."""
+        return len(self._detokenizer.ids)
+
+    @property
     def is_in_call(self) -> bool:
         """Whether the text so far ends inside a tool call."""
         return self._calls is not None and self._calls.is_inside

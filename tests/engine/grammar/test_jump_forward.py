@@ -81,7 +81,7 @@ def check_forced(text: ConstrainedText, plain: PlainConstrained) -> None:
         chars = [char for first, length in spans for char in range(first, first + length)]
         assert chars == sorted(char for char in plain.forced_chars() if char < most)
         assert len(spans) == sum(char - 1 not in chars for char in chars)  # neighbours are joined
-    assert text.num_forced_tokens() == plain.num_forced_tokens()
+    assert text.num_forced_tokens(len(text.token_ids)) == plain.num_forced_tokens()
     for at, is_sampled in enumerate(plain.sampled):
         if not is_sampled:
             assert plain.next_bytes(plain.data[:at]) == [plain.data[at]]
