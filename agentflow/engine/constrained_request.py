@@ -230,10 +230,10 @@ class ConstrainedRequest:
                     param="constraint",
                 )
             return words
-        if not words.any():
-            self._is_stuck = not self._end_words.any()
-            return self._end_words
         is_early = self._num_before + len(text.token_ids) < self._request.params.min_tokens
+        if not words.any():
+            self._is_stuck = is_early or not self._end_words.any()
+            return self._end_words
         return words if is_early else words | self._end_words
 
     def _thought_mask(self, rest: bytes) -> TokenWords:

@@ -34,7 +34,7 @@ from agentflow.engine.process.ipc import Finished, FromEngine, Progress, Submit
 from agentflow.engine.process.request_journal import RequestJournal
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.tokenizer import Tokenizer
-from agentflow.errors import RequestRefused
+from agentflow.errors import BadArgument, RequestRefused
 from agentflow.kernels import torch_ops
 from agentflow.protocol.sampling import SamplingParams
 
@@ -373,7 +373,37 @@ async def test_a_constraint_that_the_models_tokens_cannot_satisfy_is_rejected() 
 
 
 @pytest.mark.anyio
-async def test_a_complete_text_that_no_token_can_continue_is_over() -> None:
+async def test_f10b_a_request_whose_every_token_is_excluded_fails_with_one_error_and_alone() -> None:
+    """The token that the grammar requires is one that ends the text, before it may end."""
+    compiled = CompiledConstraint("zz", "dfa", build_dfa(parse_regex("zz|zzz")).to_bytes())
+    stop_ids = tuple(i for i in range(TOKENIZER.vocab_size) if TOKENIZER.decode([i]).startswith("z"))
+    received: list[int] = []
+    async with logit_engine() as client:
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(
+                max_tokens=9,
+                min_tokens=5,
+                temperature=temperature,
+                stop_token_ids=stop_ids,
+                logit_bias=((stop_ids[0], 100.0), (0, 100.0)),
+            )
+            with pytest.raises(BadArgument, check=has_param("min_tokens")):
+                await client.generate(
+                    [5, 6],
+                    params,
+                    seed=0,
+                    on_progress=lambda sent: received.extend(sent.token_ids),
+                    constraint=compiled,
+                    jump_forward=False,
+                )
+        assert not received
+        end = await client.generate([5, 6], SamplingParams(max_tokens=4), seed=0)
+        assert end.output_tokens
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("params", [{"ignore_eos": True}, {"min_tokens": 3}], ids=str)
+async def test_f10b_a_complete_text_that_no_token_can_continue_is_over(params: dict) -> None:
     """Also where no end token is allowed."""
     vocab_size = 60
     chars = [chr(n) for n in range(33, 127) if chr(n).isalnum()]
@@ -383,7 +413,7 @@ async def test_a_complete_text_that_no_token_can_continue_is_over() -> None:
     async with plain_engine(vocab_size=vocab_size, next_token=lambda tokens: 5) as client:
         end = await client.generate(
             [5, 6],
-            SamplingParams(max_tokens=4, ignore_eos=True),
+            SamplingParams(max_tokens=4, **params),
             seed=0,
             on_text=lambda text: None,
             constraint=CompiledConstraint("half writable", "dfa", dfa.to_bytes()),
