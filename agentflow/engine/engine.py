@@ -463,26 +463,26 @@ class Engine:
             self._adapters.leave(request.adapter)
 
     def _forward_failed(self, error: Exception) -> None:
-        """Called in the handler of ``error``. A batch that ran out of memory runs again in two halves. After
-        any other error, or if it cannot be halved, each of its requests runs again alone, and one whose own
-        pass fails is failed."""
+        """Called in the handler of ``error``. A batch that ran out of memory runs again in halves; a request
+        that does not fit alone is failed. After any other error, each request of the batch runs again alone,
+        and one whose own pass fails is failed."""
         if isinstance(error, AcceleratorFault):
             self._break(_logged("the accelerator failed"))
         if isinstance(error, OutOfMemory):
-            failed = self.scheduler.retry_smaller(one_by_one=False)
-            if not failed:
-                self._num_halved += 1
-                if self._num_halved.bit_count() == 1:  # log at 1, 2, 4, …: it may happen in every step
-                    text = "out of memory in a forward pass (%d so far), running its batch in halves: %s"
-                    logger.warning(text, self._num_halved, error)
+            failed = self.scheduler.retry_smaller()
+            if failed:
+                self._fail_all(failed, _logged("there is not enough memory to run this request"))
                 return
+            self._num_halved += 1
+            if self._num_halved.bit_count() == 1:  # log at 1, 2, 4, …: it may happen in every step
+                text = "out of memory in a forward pass (%d so far), running its batch in halves: %s"
+                logger.warning(text, self._num_halved, error)
+            return
         self._num_failures += 1
         failure = _logged("the forward pass failed")
         if self._num_failures == MAX_FAILURES_IN_A_ROW:
             self._break(failure)
-        if not isinstance(error, OutOfMemory):
-            failed = self.scheduler.retry_smaller(one_by_one=True)
-        self._fail_all(failed, failure)
+        self._fail_all(self.scheduler.retry_one_by_one(), failure)
 
     def _break(self, failure: EngineFailed) -> NoReturn:
         self._deliver_outbox()  # includes which requests were running

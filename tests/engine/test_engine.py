@@ -263,6 +263,64 @@ async def test_without_memory_for_one_token_its_request_fails():
         assert end.text == alone(PROMPT, SamplingParams(max_tokens=5)).text
 
 
+async def test_f10c_requests_that_do_not_fit_alone_fail_and_no_others():
+    huge = 12
+    sizes: list[int] = []
+
+    def on_step(batch: Batch) -> None:
+        if huge in batch.token_ids:
+            raise OutOfMemory
+        sizes.append(len(batch.token_ids))
+
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    num_failed = 0
+
+    async def fail(number: int) -> None:
+        nonlocal num_failed
+        with pytest.raises(EngineFailed):
+            await client.generate([huge, *[number] * 40], params, seed=0)
+        num_failed += 1
+
+    async def run(number: int) -> None:
+        assert (await client.generate([number] * 9, params, seed=0)).text == alone([number] * 9, params).text
+
+    async with plain_engine(on_step=on_step) as client:
+        for beside in (False, True):
+            async with anyio.create_task_group() as group:
+                for number in range(20, 26):
+                    group.start_soon(fail, number)
+                    if beside:
+                        group.start_soon(run, number)
+        assert num_failed == 12
+        sizes.clear()
+        await client.generate([9] * 150, params, seed=0)
+    assert sizes[0] == 150  # they taught the engine nothing about others
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_f10c_an_engine_that_ran_out_of_memory_learns_how_much_fits(whole: bool):
+    """It tries larger passes again only now and then."""
+    capacity = 16
+    sizes: list[int] = []
+
+    def on_step(batch: Batch) -> None:
+        sizes.append(len(batch.token_ids))
+        if sizes[-1] > capacity:
+            raise OutOfMemory
+
+    length = 12 if whole else 200
+    config = SchedulerConfig(max_running=8, whole_prompts=whole)
+    async with plain_engine(config, on_step=on_step) as client:
+        for _ in range(5):
+            async with anyio.create_task_group() as group:
+                for number in range(10, 18):
+                    group.start_soon(
+                        run_and_check, client, Job([number] * length, SamplingParams(max_tokens=9), "")
+                    )
+    assert sum(size > capacity for size in sizes) < 15
+    assert max(sizes[10:]) <= 2 * capacity
+
+
 @pytest.mark.parametrize("error", [AcceleratorFault("an illegal memory access"), ArithmeticError()], ids=repr)
 async def test_a_broken_accelerator_breaks_an_embedded_engine(error):
     is_broken = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -166,29 +167,30 @@ class InFlight:
         self._clear()
         return failed
 
-    def by_request(self) -> list[list[Work]]:
-        """The batch as one part for each request, with all its tokens and nodes."""
+    def by_request(self) -> list[Work]:
+        """What the batch computes of each request: all its tokens and nodes."""
         num_tokens: Counter[Request] = Counter()
         for request, num, _ in self.rows:
             num_tokens[request] += num
         for request, num in self.trees:
             num_tokens[request] += num
-        return [[item] for item in num_tokens.items()]
-
-    def halves(self) -> list[list[Work]]:
-        """The batch as two parts with equally many tokens, or one part if it has one token."""
-        items = [item for part in self.by_request() for item in part]
-        left = sum(num_tokens for _, num_tokens in items) // 2
-        first: list[Work] = []
-        second: list[Work] = []
-        for request, num_tokens in items:
-            num_here = min(num_tokens, left)
-            left -= num_here
-            if num_here:
-                first.append((request, num_here))
-            if num_here < num_tokens:
-                second.append((request, num_tokens - num_here))
-        return [part for part in (first, second) if part]
+        return [*num_tokens.items()]
 
     def _clear(self) -> None:
         self.rows, self.trees, self.scored = [], [], []
+
+
+def divided(work: Sequence[Work], num_tokens: int) -> list[list[Work]]:
+    """The work as parts of at most ``num_tokens`` tokens and nodes each."""
+    parts: list[list[Work]] = [[]]
+    room = num_tokens
+    for request, num_left in work:
+        while num_left:
+            if not room:
+                parts.append([])
+                room = num_tokens
+            num_here = min(num_left, room)
+            parts[-1].append((request, num_here))
+            num_left -= num_here
+            room -= num_here
+    return parts

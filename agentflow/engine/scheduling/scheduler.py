@@ -27,8 +27,9 @@ from agentflow.engine.request import CacheIdentity, Request, Status
 from agentflow.engine.scheduling.admission import OutputReserve
 from agentflow.engine.scheduling.batch_builder import Work, build_batch, scheduled_rows, scored_nodes
 from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, DEFAULT_POLICY, MAX_RUNNING
-from agentflow.engine.scheduling.in_flight import Counters, InFlight, StepResult
+from agentflow.engine.scheduling.in_flight import Counters, InFlight, StepResult, divided
 from agentflow.engine.scheduling.in_progress_prefixes import InProgressPrefixes
+from agentflow.engine.scheduling.pass_size import PassSize
 from agentflow.engine.scheduling.policies import policy_named
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.step_cost import Features, StepCost, batch_features
@@ -75,7 +76,7 @@ class RequestFault(Exception):
 class Scheduler:
     """Owns the KV memory of one model and decides who runs on it. Not thread-safe.
 
-    A step is ``schedule``, then one of ``complete``, ``discard`` and ``retry_smaller``.
+    A step is ``schedule``, then one of ``complete``, ``discard``, ``retry_smaller`` and ``retry_one_by_one``.
     """
 
     def __init__(self, *, num_slots: int, max_context: int, config: SchedulerConfig) -> None:
@@ -102,7 +103,8 @@ class Scheduler:
         self._in_flight = InFlight(self.memory, self._prefills, self._counters)
         self._features: Features | None = None  # of the batch in flight
         self._planned: Request | None = None  # whose turn it is while a step is planned
-        self._retries: deque[list[Work]] = deque()  # parts of failed batches, to run before anything else
+        self._retries: deque[list[Work]] = deque()  # parts of batches, to run before anything else
+        self._pass_size = PassSize()
 
     @property
     def counters(self) -> Counters:
@@ -126,6 +128,7 @@ class Scheduler:
             draft = self._next_retry() or self._plan()
             if draft is None:
                 return None
+            draft = self._limited(draft)
             try:
                 return self._build(draft)
             except Exception as error:
@@ -176,7 +179,8 @@ class Scheduler:
         while True:
             decoding = [r for r in self.running.values() if r not in self._prefills]
             # However many requests decode, a prompt gets at least one token.
-            limit = max(self.config.token_budget, len(decoding) + 1)
+            budget = int(min(self.config.token_budget, self._pass_size.limit))
+            limit = max(budget, len(decoding) + 1)
             draft = Draft(limit, dict.fromkeys(decoding, 1), len(decoding))
             for request in decoding:
                 if request.num_to_compute > 1:
@@ -277,6 +281,7 @@ class Scheduler:
         if took_s > 0 and self._features is not None:
             self.cost.observe(self._features, took_s)
         results = self._in_flight.complete(output)
+        self._pass_size.fits()
         self._counters.steps += 1
         self.memory.num_steps += 1
         self._reserve.stepped()
@@ -287,27 +292,62 @@ class Scheduler:
         must release."""
         return self._in_flight.discard()
 
-    def retry_smaller(self, *, one_by_one: bool) -> list[Request]:
-        """The batch of the last ``schedule`` failed: schedules it again before anything else, in two halves,
-        or each request alone (``one_by_one``). If it cannot be divided, discards it and returns its requests,
-        which the caller must release."""
-        parts = self._in_flight.by_request() if one_by_one else self._in_flight.halves()
+    def retry_one_by_one(self) -> list[Request]:
+        """The batch of the last ``schedule`` failed: runs each of its requests alone, before anything else.
+        If there is only one, returns it, and the caller must release it."""
+        return self._retry([[item] for item in self._in_flight.by_request()])
+
+    def retry_smaller(self) -> list[Request]:
+        """The batch of the last ``schedule`` ran out of memory: runs it again in halves, before anything
+        else, and keeps later passes as small. If it cannot be divided, returns its request, and the caller
+        must release it."""
+        work = self._in_flight.by_request()
+        num_tokens = sum([count for _, count in work])
+        cannot_divide = len(work) == 1 if self.config.whole_prompts else num_tokens == 1
+        if cannot_divide:
+            self._pass_size.does_not_fit()
+            return self._retry([work])
+        return self._retry(self._divided(work, self._pass_size.divide(num_tokens)))
+
+    def _retry(self, parts: list[list[Work]]) -> list[Request]:
         requests = self.discard()
         if len(parts) == 1:
             return requests
         self._retries.extendleft(reversed(parts))
         return []
 
+    def _divided(self, work: Sequence[Work], num_tokens: int) -> list[list[Work]]:
+        """Parts of at most ``num_tokens`` tokens each, or larger ones with a single prompt that must be
+        whole."""
+        if not self.config.whole_prompts:
+            return divided(work, num_tokens)
+        parts: list[list[Work]] = []
+        room = 0
+        for item in work:
+            if not parts or item[1] > room:
+                parts.append([])
+                room = num_tokens
+            parts[-1].append(item)
+            room -= item[1]
+        return parts
+
+    def _limited(self, draft: Draft) -> Draft:
+        """The draft, or its first part if memory is too short for all of it. The others are next."""
+        limit = self._pass_size.limit
+        if draft.num_tokens <= limit:
+            return draft
+        first, *others = self._divided([*draft.tokens.items()], int(limit))
+        self._retries.extendleft(reversed(others))
+        return Draft.of(first)
+
     def _next_retry(self) -> Draft | None:
         """The next part of a failed batch, without requests released since. Its slots are available: the
         whole batch had them, and nothing else has run."""
         while self._retries:
-            draft = Draft(limit=0)
-            for request, num_tokens in self._retries.popleft():
-                if request.status is Status.RUNNING:
-                    draft.add(request, num_tokens)
-            if draft.num_tokens:
-                return draft
+            left = [item for item in self._retries.popleft() if item[0].status is Status.RUNNING]
+            if left:
+                return Draft.of(left)
+        self._pass_size.planned()
         return None
 
     def finish(self, request: Request) -> None:
@@ -448,6 +488,14 @@ class Draft:
     num_tokens: int = 0
     num_decode: int = 0
     spare_s: float = math.inf
+
+    @classmethod
+    def of(cls, work: Sequence[Work]) -> Draft:
+        """A step of the work alone."""
+        draft = cls(limit=0)
+        for request, num_tokens in work:
+            draft.add(request, num_tokens)
+        return draft
 
     @property
     def num_free(self) -> int:
