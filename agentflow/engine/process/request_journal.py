@@ -9,6 +9,8 @@ crashes the process is blamed, and only it is failed.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -28,6 +30,7 @@ MAX_DEATHS = 10
 @dataclass(slots=True, eq=False)
 class _Entry:
     submit: Submit
+    added_s: float
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopTokens] = field(default_factory=list)
@@ -49,12 +52,14 @@ class _Entry:
         del self.logprobs[len(self.ids) :], self.top_logprobs[len(self.ids) :]
         self.num_redrawn += 1
 
-    def as_submitted(self) -> Submit:
+    def as_submitted(self, now_s: float) -> Submit:
+        """The request as an engine is to continue it, with the time that it has left."""
+        submit = _later(self.submit, now_s - self.added_s)
         if not (self.ids or self.texts or self.num_redrawn):
-            return self.submit
+            return submit
         self.texts = ["".join(self.texts)]
         return msgspec.structs.replace(
-            self.submit,
+            submit,
             generated_ids=[*self.ids],
             generated_logprobs=[*self.logprobs],
             generated_top_logprobs=[*self.top_logprobs],
@@ -66,9 +71,10 @@ class _Entry:
 
 class RequestJournal:
     """Does no input or output. A request is *queued* until ``release`` returns it, and then *sent* until it
-    ends or the process dies."""
+    ends or the process dies. ``clock``: in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._queued: dict[int, _Entry] = {}
         self._sent: dict[int, _Entry] = {}
         self._num_suspects = 0
@@ -83,7 +89,7 @@ class RequestJournal:
 
     def add(self, submit: Submit) -> None:
         """Queues a new request."""
-        self._queued[submit.request_id] = _Entry(submit)
+        self._queued[submit.request_id] = _Entry(submit, self._clock())
 
     def release(self) -> list[Submit]:
         """The requests to send to the process now."""
@@ -98,7 +104,8 @@ class RequestJournal:
         for entry in released:
             del self._queued[entry.submit.request_id]
             self._sent[entry.submit.request_id] = entry
-        return [entry.as_submitted() for entry in released]
+        now_s = self._clock()
+        return [entry.as_submitted(now_s) for entry in released]
 
     def resubmit(self, request_id: int) -> Submit | None:
         """A request to send to the process once more. None if it is no longer needed; it is dropped then."""
@@ -108,7 +115,7 @@ class RequestJournal:
         if entry.is_aborted:
             self._remove(self._sent, request_id)
             return None
-        return entry.as_submitted()
+        return entry.as_submitted(self._clock())
 
     def abort(self, request_id: int) -> bool:
         """Drops a request, at once if the process does not have it. Returns whether to forward the abort."""
@@ -173,6 +180,17 @@ class RequestJournal:
         entry = entries.pop(request_id, None)
         if entry is not None and entry.is_suspect:
             self._num_suspects -= 1
+
+
+def _later(submit: Submit, elapsed_s: float) -> Submit:
+    """The request with what is left of its deadline and patience, below 0 where they are over."""
+    origin = submit.origin
+    if origin.deadline_s is None and origin.patience_s is None:
+        return submit
+    deadline_s = None if origin.deadline_s is None else origin.deadline_s - elapsed_s
+    patience_s = None if origin.patience_s is None else origin.patience_s - elapsed_s
+    origin = msgspec.structs.replace(origin, deadline_s=deadline_s, patience_s=patience_s)
+    return msgspec.structs.replace(submit, origin=origin)
 
 
 def aborted(request_id: int) -> Failed:

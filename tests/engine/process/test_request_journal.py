@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.engine.process.ipc import Failed, Finished, Progress, Started, Submit
+from agentflow.engine.process.ipc import Failed, Finished, Origin, Progress, Started, Submit
 from agentflow.engine.process.request_journal import MAX_DEATHS, RequestJournal
 
 
@@ -53,6 +54,27 @@ def test_after_a_death_unfinished_requests_are_released_with_their_output():
     assert (again[0].generated_ids, again[0].generated_logprobs) == ([7, 8], [-0.5, -0.25])
     assert again[0].generated_top_logprobs == [[(7, -0.5), (3, -1.0)], [(8, -0.25)]]
     assert again[1:] == [submit(3), submit(4)]
+
+
+def test_f10d_a_request_that_is_sent_again_has_the_time_that_is_left():
+    now_s = 100.0
+    journal = RequestJournal(lambda: now_s)
+    origin = Origin(deadline_s=10.0, patience_s=3.0, label="timed")
+    journal.add(Submit(1, [1], None, origin=origin))
+    journal.add(submit(2))
+    now_s = 101.0
+    [timed, plain] = journal.release()
+    assert (timed.origin, plain) == (
+        msgspec.structs.replace(origin, deadline_s=9.0, patience_s=2.0),
+        submit(2),
+    )
+    journal.receive(Progress(1, "a", [7], ()))
+    for now_s, left_s in ((104.0, (6.0, -1.0)), (112.0, (-2.0, -9.0))):  # noqa: B007  the clock reads it
+        journal.process_died()
+        again = journal.release()[0]
+        assert (again.origin.deadline_s, again.origin.patience_s) == left_s
+        assert again.generated_ids == [7]
+        assert journal.resubmit(1) == again
 
 
 def test_an_aborted_request_ends_with_the_process_that_received_the_abort():
