@@ -1,59 +1,100 @@
-"""The adapters (LoRA) of an engine, by name, each kept until no request uses it."""
+"""The adapters (LoRA) of an engine, by their identities: read while its steps go on, and kept until no
+request uses them.
+
+The client knows which name stands for which identity. It unloads one after it has sent the last request that
+uses it, so that the engine, which reads its messages in order, always has the adapter of a request.
+"""
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from agentflow.engine.process.ipc import AdapterLoaded, LoadAdapter
-from agentflow.engine.runner import ModelRunner
-from agentflow.errors import BadModelFolder, UnknownModel, listed
+from agentflow.engine.runner import ModelRunner, ReadAdapter
+from agentflow.errors import BadModelFolder, UnknownModel
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRead:
+    """The end of the reading that ``message`` asked for. Exactly one of ``adapter`` and ``error`` is set."""
+
+    message: LoadAdapter
+    adapter: ReadAdapter | None = None
+    error: Exception | None = None
 
 
 class Adapters:
-    """Loads into and drops from ``runner``. Several names may have the same adapter."""
+    """Reads adapters one at a time, in a thread that starts with the first. It is a daemon: a slow disk may
+    hold it up. ``deliver`` is called there; all methods belong to the engine's thread."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, deliver: Callable[[AdapterRead], None]) -> None:
         self._runner = runner
-        self._identities: dict[str, str] = {}  # by name
-        self._num_uses: Counter[str] = Counter()  # of each identity, by names and requests
+        self._deliver = deliver
+        self._to_read: queue.SimpleQueue[LoadAdapter | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._num_uses: Counter[str] = Counter()  # of each identity, by loads and requests
 
-    def load(self, message: LoadAdapter) -> AdapterLoaded:
-        """``BadModelFolder`` or ``BadArgument`` if the model cannot have it; then nothing changes."""
-        info = self._runner.load_adapter(Path(message.folder))
-        self._num_uses[info.identity] += 1
-        if message.identity and info.identity != message.identity:
-            self._drop(info.identity)
+    def read(self, message: LoadAdapter) -> None:
+        """Begins to load an adapter. When it is read, the result is delivered, to be installed."""
+        self._to_read.put(message)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="agentflow-adapters", daemon=True)
+            self._thread.start()
+
+    def install(self, read: AdapterRead) -> AdapterLoaded:
+        """Ends a load. Raises what reading raised, or ``BadModelFolder`` if it is not the adapter that the
+        message wants; then nothing changes."""
+        message, adapter = read.message, read.adapter
+        if adapter is None:
+            assert read.error is not None
+            raise read.error
+        if message.identity and adapter.identity != message.identity:
             raise BadModelFolder(f"the adapter {message.name!r} in {message.folder} has changed on disk")
-        self.unload(message.name)
-        self._identities[message.name] = info.identity
+        info = self._runner.install_adapter(adapter)
+        self._num_uses[info.identity] += 1
         return AdapterLoaded(message.ticket, message.name, message.folder, info.identity, info.nbytes)
 
-    def unload(self, name: str) -> None:
-        """Drops the name. Unknown ones are ignored."""
-        identity = self._identities.pop(name, None)
-        if identity is not None:
+    def unload(self, identity: str) -> None:
+        """Reverses one load. Unknown identities are ignored."""
+        if identity in self._num_uses:
             self._drop(identity)
 
-    def use(self, name: str) -> str:
-        """The identity of the adapter of that name, for a request that must ``leave`` it. ``UnknownModel``.
-        An empty name is the model itself."""
-        if not name:
-            return ""
-        identity = self._identities.get(name)
-        if identity is None:
-            known = listed(sorted(self._identities))
-            raise UnknownModel(f"the adapter {name!r} is not loaded (there are: {known})")
+    def use(self, identity: str, name: str) -> None:
+        """For a request that must ``leave`` the adapter. ``UnknownModel``. An empty identity is the model
+        itself. ``name``: for the message."""
+        if not identity:
+            return
+        if identity not in self._num_uses:
+            raise UnknownModel(f"the adapter {name!r} is not loaded")
         self._num_uses[identity] += 1
-        return identity
 
     def leave(self, identity: str) -> None:
         """A request no longer uses it."""
         if identity:
             self._drop(identity)
 
+    def close(self) -> None:
+        """Ends the thread after the adapter that it reads, which is not delivered."""
+        self._is_closed = True
+        self._to_read.put(None)
+
     def _drop(self, identity: str) -> None:
         self._num_uses[identity] -= 1
         if not self._num_uses[identity]:
             del self._num_uses[identity]
             self._runner.drop_adapter(identity)
+
+    def _run(self) -> None:
+        while (message := self._to_read.get()) is not None:
+            try:
+                read = AdapterRead(message, self._runner.read_adapter(Path(message.folder)))
+            except Exception as error:
+                read = AdapterRead(message, error=error)
+            if not self._is_closed:
+                self._deliver(read)

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import anyio
 import anyio.lowlevel
+from msgspec.structs import replace
 
 from agentflow.engine.engine import Engine, EngineBroken, check_task
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
@@ -46,7 +47,15 @@ from agentflow.engine.text.detokenizer import CallMarks
 from agentflow.engine.text.thoughts import Thinking
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.watching.hub import WatchHub
-from agentflow.errors import AgentflowError, EngineDown, EngineFailed, Overloaded, from_code
+from agentflow.errors import (
+    AgentflowError,
+    EngineDown,
+    EngineFailed,
+    Overloaded,
+    UnknownModel,
+    from_code,
+    listed,
+)
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.limits import part_of
 from agentflow.runtime.task_group import loop_caller
@@ -213,7 +222,7 @@ class EngineClient:
         ``forget``."""
         request_id = next(self._ids)
         if self._ended_because is None and not self.info.embedding_size and self._has_room(origin.tenant):
-            with suppress(EngineFailed):  # it is down
+            with suppress(EngineFailed, UnknownModel):  # it is down, or its adapter is gone
                 self._submit(Submit(request_id, token_ids, None, origin=origin))
         return request_id
 
@@ -254,16 +263,31 @@ class EngineClient:
 
     async def load_adapter(self, name: str, folder: Path) -> AdapterLoaded:
         """Loads the adapter (LoRA) in ``folder`` for requests whose origin names it. It replaces a loaded one
-        of the same name. ``BadModelFolder``, ``BadArgument`` or ``EngineDown``."""
+        of the same name, which requests that were sent keep until they end. ``BadModelFolder``,
+        ``BadArgument`` or ``EngineDown``."""
         loaded = await self._query(lambda ticket: LoadAdapter(ticket, name, str(folder)))
         assert isinstance(loaded, AdapterLoaded)
-        self.adapters[name] = loaded
         return loaded
 
     def unload_adapter(self, name: str) -> None:
         """Requests that were sent keep it until they end. Unknown names are ignored."""
-        if self.adapters.pop(name, None) is not None:
-            self.engine.send(UnloadAdapter(name))
+        loaded = self.adapters.pop(name, None)
+        if loaded is not None:
+            self.engine.send(UnloadAdapter(loaded.identity))
+
+    def _adapter_loaded(self, loaded: AdapterLoaded) -> None:
+        self.unload_adapter(loaded.name)
+        self.adapters[loaded.name] = loaded
+
+    def _identity_of(self, adapter: str) -> str:
+        """The identity of the adapter of that name, empty for the model itself. ``UnknownModel``."""
+        if not adapter:
+            return ""
+        loaded = self.adapters.get(adapter)
+        if loaded is None:
+            known = listed(sorted(self.adapters))
+            raise UnknownModel(f"the adapter {adapter!r} is not loaded (there are: {known})")
+        return loaded.identity
 
     async def _query(self, make: Callable[[int], Query]) -> Answer:
         """The answer to a query with the ticket that ``make`` gets. ``EngineDown`` as for ``stats``."""
@@ -322,6 +346,8 @@ class EngineClient:
             )
 
     def _submit(self, message: Submit) -> None:
+        if message.origin.adapter and not message.adapter:
+            message = replace(message, adapter=self._identity_of(message.origin.adapter))
         self.engine.send(message)
         self._unfinished[message.request_id] = message.origin.tenant
         self._num_unfinished_of[message.origin.tenant] += 1
@@ -353,7 +379,10 @@ class EngineClient:
                 case Finished() | Failed():
                     self._has_ended(message.request_id)
                     self._end(message.request_id, message)
-                case EngineStats() | EngineSnapshot() | NodeTokens() | AdapterLoaded():
+                case AdapterLoaded():
+                    self._adapter_loaded(message)
+                    self._end(message.ticket, message)
+                case EngineStats() | EngineSnapshot() | NodeTokens():
                     self._end(message.ticket, message)
 
     def _has_ended(self, request_id: int) -> None:

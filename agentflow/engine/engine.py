@@ -24,7 +24,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from agentflow.engine.adapters import Adapters
+from agentflow.engine.adapters import AdapterRead, Adapters
 from agentflow.engine.batch import Batch
 from agentflow.engine.constrained_request import ConstrainedRequest, constrained_request
 from agentflow.engine.grammar.grammar_builder import BuiltGrammar, GrammarBuilder
@@ -105,12 +105,12 @@ class Engine:
         self._runner = runner
         self._tokenizer = tokenizer
         self._deliver = deliver
-        self._inbox: queue.SimpleQueue[ToEngine | BuiltGrammar] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[ToEngine | BuiltGrammar | AdapterRead] = queue.SimpleQueue()
         info = runner.info
         self.scheduler = Scheduler(num_slots=info.num_slots, max_context=info.max_context, config=config)
         self.times = StepTimes()
         self._watch = EngineWatch(self.scheduler)
-        self._adapters = Adapters(runner)
+        self._adapters = Adapters(runner, self._inbox.put)
         self._requests: dict[int, Request] = {}
         self._texts: dict[int, TextEnd] = {}
         self._constrained: dict[int, ConstrainedRequest] = {}
@@ -143,6 +143,7 @@ class Engine:
                     return
         finally:
             self._builder.close()
+            self._adapters.close()
             try:
                 self._runner.close()
             except Exception:  # a broken device may not even free its memory
@@ -218,9 +219,11 @@ class Engine:
                 case PeekRequest():
                     self._outbox.append(self._watch.peek(message))
                 case LoadAdapter():
-                    self._load_adapter(message)
+                    self._adapters.read(message)
+                case AdapterRead():
+                    self._install_adapter(message)
                 case UnloadAdapter():
-                    self._adapters.unload(message.name)
+                    self._adapters.unload(message.identity)
                 case Stop():
                     self._is_stopping = True
                     return
@@ -229,14 +232,12 @@ class Engine:
         num_unready = sum([len(messages) for messages in self._unready.values()])
         return engine_stats(ticket, self._runner.info.model, self.scheduler, self.times, num_unready)
 
-    def _load_adapter(self, message: LoadAdapter) -> None:
+    def _install_adapter(self, read: AdapterRead) -> None:
         try:
-            self._outbox.append(self._adapters.load(message))
-        except AgentflowError as error:
-            self._outbox.append(Failed(message.ticket, error.code, str(error), error.param))
-        except Exception:
-            failure = _logged("cannot load the adapter")
-            self._outbox.append(Failed(message.ticket, failure.code, str(failure)))
+            self._outbox.append(self._adapters.install(read))
+        except Exception as error:
+            failure = _as_failure(error, "cannot load the adapter")
+            self._outbox.append(Failed(read.message.ticket, failure.code, str(failure), failure.param))
 
     def _submit(self, message: Submit) -> None:
         """Checks a request and queues it. One whose grammar is not built yet waits for that first, without
@@ -248,12 +249,10 @@ class Engine:
         if new is not None and not new.payload:
             self._outbox.append(NeedPayload(message.request_id))
             return
-        identity = ""
         try:
-            identity = self._adapters.use(message.origin.adapter)
-            request = make_request(message, self._runner.info, self.scheduler.max_total_tokens, identity)
+            request = make_request(message, self._runner.info, self.scheduler.max_total_tokens)
+            self._adapters.use(message.adapter, message.origin.adapter)
         except Exception as error:
-            self._adapters.leave(identity)
             self._fail(message.request_id, _as_failure(error, "cannot accept the request"))
             return
         self._requests[request.id] = request
@@ -489,10 +488,10 @@ class Engine:
         raise EngineBroken(f"the engine is broken: {failure}")
 
 
-def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int, adapter: str = "") -> Request:
+def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Request:
     """The scheduler's request for a ``Submit``. Tokens that an engine generated before it died are part of
     it and will be computed again, as after a preemption. ``max_total_tokens``: limit of prompt and output.
-    ``adapter``: the identity of the one that it uses. ``BadArgument`` for a parameter out of range."""
+    ``BadArgument`` for a parameter out of range."""
     params, origin = message.params or _GREEDY, message.origin
     check_task(message.embeds, info)
     if not message.token_ids:
@@ -512,7 +511,7 @@ def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int, adapt
         seed=message.seed,
         tenant=origin.tenant,
         salt=origin.cache_salt,
-        adapter=adapter,
+        adapter=message.adapter,
         score_from=message.score_from,
         tree=token_tree(message.choices) if message.choices else None,
         embeds=message.embeds,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from agentflow.engine.batch import Batch, BatchOutput, LogitEdits, SampledRows, TokenMasks
 from agentflow.engine.grammar.grammar import TokenWords, is_allowed
-from agentflow.engine.runner import AdapterInfo, RunnerInfo, nothing
+from agentflow.engine.runner import AdapterInfo, ReadAdapter, RunnerInfo, nothing
 from agentflow.engine.store.adapter_folder import adapter_identity
 from agentflow.kernels.no_choice import NO_TOKEN
 from agentflow.runtime.word_embedding import word_embedding
@@ -81,10 +81,13 @@ class FakeRunner:
             return BatchOutput(batch.sampled.target_ids.copy(), None, embeddings=embeddings)
         return self.choose(seen, batch.sampled)
 
-    def load_adapter(self, folder: Path) -> AdapterInfo:
+    def read_adapter(self, folder: Path) -> ReadAdapter:
         """An adapter is its folder's files; it changes every token that the hash chooses."""
-        self.adapters.add(identity := adapter_identity(folder))
-        return AdapterInfo(identity, nbytes=1000)
+        return ReadAdapter(adapter_identity(folder), None)
+
+    def install_adapter(self, adapter: ReadAdapter) -> AdapterInfo:
+        self.adapters.add(adapter.identity)
+        return AdapterInfo(adapter.identity, nbytes=1000)
 
     def drop_adapter(self, identity: str) -> None:
         self.adapters.remove(identity)

@@ -32,6 +32,15 @@ class RunnerInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadAdapter:
+    """An adapter (LoRA) that was read and is not installed yet. ``identity``: of its weights and settings;
+    ``weights``: what its runner has made of them."""
+
+    identity: str
+    weights: object
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterInfo:
     """A loaded adapter (LoRA). ``identity``: of its weights and settings; ``nbytes``: its memory."""
 
@@ -52,21 +61,24 @@ def nothing() -> None:
 
 
 class ModelRunner(Protocol):
-    """Runs batches, in one thread only.
+    """Runs batches. All methods but ``read_adapter`` belong to one thread.
 
     ``run`` writes the KV of every scheduled token to its slot, and returns when the output is on the host. It
     calls ``meanwhile`` once: while the batch runs on a device, or else before. It raises ``AcceleratorFault``
     or ``OutOfMemory`` where these apply; any other exception blames the batch.
 
-    ``load_adapter`` reads the adapter in a folder, for batches that name its identity; ``BadModelFolder`` or
-    ``BadArgument`` if the model cannot have it. ``drop_adapter`` frees it.
+    ``read_adapter`` reads the adapter in a folder, in any thread and while batches run; ``BadModelFolder`` or
+    ``BadArgument`` if the model cannot have it. ``install_adapter`` makes it ready for batches that name its
+    identity, and takes little time; once more changes nothing. ``drop_adapter`` frees it.
     """
 
     info: RunnerInfo
 
     def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput: ...
 
-    def load_adapter(self, folder: Path) -> AdapterInfo: ...
+    def read_adapter(self, folder: Path) -> ReadAdapter: ...
+
+    def install_adapter(self, adapter: ReadAdapter) -> AdapterInfo: ...
 
     def drop_adapter(self, identity: str) -> None: ...
 

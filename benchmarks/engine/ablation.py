@@ -26,7 +26,7 @@ from agentflow.engine.engine import Engine
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.local_engine import limit_spinning
 from agentflow.engine.request import Request
-from agentflow.engine.runner import AdapterInfo, ModelRunner, nothing
+from agentflow.engine.runner import AdapterInfo, ModelRunner, ReadAdapter, nothing
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.chat_template import ChatTemplate
@@ -76,8 +76,11 @@ class LentRunner:
     def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
         return self.runner.run(batch, meanwhile)
 
-    def load_adapter(self, folder: Path) -> AdapterInfo:
-        return self.runner.load_adapter(folder)
+    def read_adapter(self, folder: Path) -> ReadAdapter:
+        return self.runner.read_adapter(folder)
+
+    def install_adapter(self, adapter: ReadAdapter) -> AdapterInfo:
+        return self.runner.install_adapter(adapter)
 
     def drop_adapter(self, identity: str) -> None:
         self.runner.drop_adapter(identity)

@@ -5,6 +5,12 @@ The fake runner raises if a request's slots were computed under another adapter,
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -13,14 +19,16 @@ import torch
 from support.engine.adapters import write_plain_adapter
 from support.fake_engine import TOKENIZER
 from support.faults import has_param
-from support.holds import Hold
+from support.holds import Hold, until
 from support.plain_engine import plain_engine, runner
-from support.process_engine import kill, process_engine
+from support.process_engine import Ticks, kill, process_engine
 
 from agentflow.engine.client import EngineClient, running_engine
+from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.process.ipc import Finished, Origin
+from agentflow.engine.runner import ReadAdapter
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.errors import BadModelFolder, UnknownModel
+from agentflow.errors import AgentflowError, BadModelFolder, EngineFailed, UnknownModel
 from agentflow.protocol.sampling import SamplingParams
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
@@ -121,6 +129,145 @@ async def test_a_damaged_adapter_changes_nothing(tmp_path: Path) -> None:
         await run(client, "one")
 
 
+async def test_f10e_requests_run_while_an_adapter_is_read(tmp_path: Path) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    class SlowReader(FakeRunner):
+        def read_adapter(self, folder: Path) -> ReadAdapter:
+            has_begun.set()
+            may_end.wait()
+            return super().read_adapter(folder)
+
+    async with plain_engine(kind=SlowReader) as client:
+        try:
+            with anyio.fail_after(20):
+                async with anyio.create_task_group() as group:
+                    group.start_soon(client.load_adapter, "one", adapter(tmp_path / "one"))
+                    await until(has_begun.is_set)
+                    assert (await run(client)).output_tokens == 4
+                    with pytest.raises(UnknownModel):
+                        await run(client, "one")
+                    may_end.set()
+        finally:
+            may_end.set()
+        assert (await run(client, "one")).output_tokens == 4
+
+
+async def test_f10e_an_adapter_that_is_read_slowly_is_no_hung_engine(tmp_path: Path) -> None:
+    ticks, hold = Ticks(), Hold(tmp_path / "hold")
+    async with process_engine(ticks=ticks, hold_adapter=hold.path) as client:
+        await run(client)
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as group:
+                group.start_soon(client.load_adapter, "one", adapter(tmp_path / "one"))
+                await hold.reached()
+                for _ in range(200):
+                    await ticks.tick()
+                hold.release()
+        assert (await run(client, "one")).output_tokens == 4
+        assert (await client.stats()).restarts == 0
+
+
+COUNT = 1100
+"""Tokens of a request that still runs when an adapter has been read."""
+
+
+class Replaced:
+    """Requests that run with the adapter "one" when a step is held, and then end."""
+
+    def __init__(self, client: EngineClient, hold: Hold) -> None:
+        self._client = client
+        self._hold = hold
+        self.ends: list[Finished] = []
+        self.errors: list[AgentflowError] = []
+
+    async def _keep(self) -> None:
+        try:
+            self.ends.append(await run(self._client, "one", count=COUNT))
+        except AgentflowError as error:
+            self.errors.append(error)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._keep)
+            await self._hold.reached()
+            yield
+
+
+async def expected_with(folder: Path) -> list[int]:
+    async with plain_engine(max_context=1200) as client:
+        await client.load_adapter("one", folder)
+        return (await run(client, "one", count=COUNT)).token_ids
+
+
+@pytest.mark.parametrize("is_replaced", [True, False], ids=["replaced", "unloaded"])
+async def test_f4a_a_request_keeps_its_adapter_in_a_new_process(tmp_path: Path, is_replaced: bool) -> None:
+    old, new = adapter(tmp_path / "old"), adapter(tmp_path / "new", 2.0)
+    first = Hold(tmp_path / "first")
+    steps = {str(step): str(tmp_path / "second") for step in range(8, COUNT)}  # there is none yet
+    async with process_engine(hold_at={"7": first.path, **steps}) as client:
+        await client.load_adapter("one", old)
+        replaced = Replaced(client, first)
+        async with replaced.running():
+            if is_replaced:
+                async with anyio.create_task_group() as group:
+                    group.start_soon(client.load_adapter, "one", new)
+                    first.release()
+                second = Hold(tmp_path / "second")
+                await second.reached()
+                kill(client, second)
+            else:
+                client.unload_adapter("one")
+                kill(client, first)
+        [end] = replaced.ends
+        assert end.token_ids == await expected_with(old)
+        if is_replaced:
+            assert (await run(client, "one", count=COUNT)).token_ids == await expected_with(new)
+        else:
+            with pytest.raises(UnknownModel):
+                await run(client, "one")
+
+
+async def test_f4b_a_request_whose_adapter_is_gone_fails_alone(tmp_path: Path) -> None:
+    """Its files were replaced in their folder, and nothing has the old ones when the process dies."""
+    folder = adapter(tmp_path / "one")
+    hold = Hold(tmp_path / "hold")
+    async with process_engine(hold_at={"7": hold.path}) as client:
+        await client.load_adapter("one", folder)
+        replaced = Replaced(client, hold)
+        async with replaced.running():
+            adapter(folder, 2.0)
+            kill(client, hold)
+            assert (await run(client)).output_tokens == 4
+        assert not replaced.ends
+        [error] = replaced.errors
+        assert isinstance(error, EngineFailed)
+        assert "adapter" in str(error)
+        await client.load_adapter("one", folder)
+        assert (await run(client, "one", count=COUNT)).token_ids == await expected_with(folder)
+
+
+async def test_f4c_an_adapter_is_kept_only_for_the_requests_that_use_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new = adapter(tmp_path / "old"), adapter(tmp_path / "new", 2.0)
+    hold = Hold(tmp_path / "hold")
+    async with process_engine(hold_at={"7": hold.path}) as client:
+        await client.load_adapter("one", old)
+        replaced = Replaced(client, hold)
+        async with replaced.running():
+            client.unload_adapter("one")
+            hold.release()
+        assert len(replaced.ends) == 1
+        await client.load_adapter("one", new)
+        shutil.rmtree(old)
+        os.kill(client.engine.pid, signal.SIGKILL)
+        await until(lambda: client.engine.restarts == 1 and client.engine.pid is not None)
+        assert (await run(client, "one", count=COUNT)).token_ids == await expected_with(new)
+    assert "could not be loaded again" not in caplog.text
+
+
 async def test_a_new_process_loads_the_adapters_again(tmp_path: Path) -> None:
     async with plain_engine() as client:
         await client.load_adapter("one", adapter(tmp_path / "one"))
@@ -133,7 +280,7 @@ async def test_a_new_process_loads_the_adapters_again(tmp_path: Path) -> None:
     hold = Hold(tmp_path / "hold")
     async with process_engine(hold_at={"7": hold.path}) as client:
         await client.load_adapter("one", tmp_path / "one")
-        await client.load_adapter("changed", adapter(tmp_path / "changed"))
+        await client.load_adapter("changed", adapter(tmp_path / "changed", 5.0))
         await client.load_adapter("gone", adapter(tmp_path / "gone"))
         client.unload_adapter("gone")
         async with anyio.create_task_group() as group:

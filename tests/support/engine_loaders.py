@@ -22,7 +22,7 @@ from support.small_tokenizers import byte_level
 from agentflow.engine.batch import Batch
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.process.ipc import Start
-from agentflow.engine.runner import AcceleratorFault
+from agentflow.engine.runner import AcceleratorFault, ReadAdapter
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadModelFolder
@@ -32,6 +32,18 @@ POISON = 8
 # And of those that do so at this length.
 SLOW_POISON = 9
 SLOW_LENGTH = 5
+
+
+class SlowReader(FakeRunner):
+    """Stands at a hold while it reads an adapter."""
+
+    def __init__(self, hold: str, **options) -> None:
+        super().__init__(**options)
+        self._hold = hold
+
+    def read_adapter(self, folder: Path) -> ReadAdapter:
+        stand(self._hold)
+        return super().read_adapter(folder)
 
 
 def start(**options) -> Start:
@@ -54,6 +66,7 @@ def load(
     poison: str = "kills",
     embedding_size: int = 0,
     says: str = "",
+    hold_adapter: str = "",
 ) -> tuple:
     """``hold_at``: step number to a hold before it. ``hold_load``: a hold while loading. ``kill_load``:
     it dies there. ``missing``: a file without which it is a bad folder. ``error``: what loading raises.
@@ -61,7 +74,8 @@ def load(
     ``fault_at``: step number to a file; if it is there, it goes, and the accelerator fails in that step.
     ``failing``: a file, while which is there all forward passes fail. ``poison``: what ``POISON`` does: it
     ``kills`` the process, or the pass ``fails``, or the accelerator (``faults``). ``embedding_size``: it
-    makes embeddings. ``says``: is logged while it loads, and before each step."""
+    makes embeddings. ``says``: is logged while it loads, and before each step. ``hold_adapter``: a hold
+    while an adapter is read."""
     logger = logging.getLogger("agentflow.engine.of_tests")
     if says:
         logger.warning("loading: %s\ud800", says)
@@ -102,7 +116,8 @@ def load(
         return None if is_random else plain_token(tokens)
 
     changed = Path(other).read_text() if other and Path(other).exists() else ""
-    runner = FakeRunner(
+    runner = SlowReader(
+        hold_adapter,
         num_slots=4096,
         max_context=1201 if changed == "model" else 1200,
         vocab_size=TOKENIZER.vocab_size,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,9 +64,33 @@ class _Projection:
     num_out: int
 
 
-def read_adapter(
-    folder: Path, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, kernels: Kernels
-) -> Adapter:
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """An adapter as read, in memory of the host. ``parts``: what changes each product of each layer."""
+
+    num_layers: int
+    parts: Mapping[tuple[int, Place], Sequence[tuple[_Projection, Tensor, Tensor]]]
+
+    @torch.inference_mode()
+    def packed(self, device: torch.device, kernels: Kernels) -> Adapter:
+        """The adapter on the model's device, in the layout of its kernels."""
+
+        def product(layer: int, place: Place) -> LowRank | None:
+            found = sorted(self.parts.get((layer, place), ()), key=lambda part: part[0].first)
+            if not found:
+                return None
+            downs = torch.cat([down for _, down, _ in found]).to(device)
+            ups = [(kernels.pack_linear(up.contiguous().to(device), None), one.first) for one, _, up in found]
+            return LowRank(kernels.pack_linear(downs, None), tuple(LowRankPart(*up) for up in ups))
+
+        layers = [
+            LayerAdapter(product(i, "qkv"), product(i, "output"), product(i, "gate_up"), product(i, "down"))
+            for i in range(self.num_layers)
+        ]
+        return Adapter(tuple(layers))
+
+
+def read_adapter(folder: Path, config: DecoderConfig, dtype: torch.dtype) -> AdapterWeights:
     """The adapter in ``folder``, which ``check_adapter`` accepts, for the model with this config.
     ``BadModelFolder`` if it is for another base model, or changes what cannot be changed here."""
     settings = read_json(folder / CONFIG) or {}
@@ -86,21 +110,7 @@ def read_adapter(
         )
         changed = (projection, down.to(dtype), (up.float() * scale).to(dtype))
         parts.setdefault((projection.layer, projection.place), []).append(changed)
-
-    def packed(layer: int, place: Place) -> LowRank | None:
-        found = sorted(parts.get((layer, place), ()), key=lambda part: part[0].first)
-        if not found:
-            return None
-        downs = torch.cat([down for _, down, _ in found]).to(device)
-        ups = [(kernels.pack_linear(up.contiguous().to(device), None), one.first) for one, _, up in found]
-        return LowRank(kernels.pack_linear(downs, None), tuple(LowRankPart(*up) for up in ups))
-
-    with torch.inference_mode():
-        layers = [
-            LayerAdapter(packed(i, "qkv"), packed(i, "output"), packed(i, "gate_up"), packed(i, "down"))
-            for i in range(config.num_layers)
-        ]
-    return Adapter(tuple(layers))
+    return AdapterWeights(config.num_layers, parts)
 
 
 def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -203,7 +213,7 @@ def _scale(folder: Path, rank: int, alpha: Any, settings: Mapping[str, Any]) -> 
 
 class _Patterns:
     """The settings of single modules, by patterns of their names. An adapter's patterns have ``PATTERNS_S``
-    seconds together, as the engine does nothing else meanwhile. ``BadModelFolder``."""
+    seconds together, as no other adapter is read meanwhile. ``BadModelFolder``."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self._settings = settings

@@ -19,11 +19,18 @@ from agentflow.engine.models.embedding.pooling import EmbeddingHead
 from agentflow.engine.models.families.registry import is_native, read_config
 from agentflow.engine.models.forward.llama import LlamaModel
 from agentflow.engine.models.kv_pool import KvPool
-from agentflow.engine.models.lora import read_adapter
+from agentflow.engine.models.lora import AdapterWeights, read_adapter
 from agentflow.engine.models.sampler import choice_rows, choose_tokens, embedded, wants_only_tokens
 from agentflow.engine.models.transformers_model import TransformersModel, load_transformers
 from agentflow.engine.models.weights.loader import CausalModel, LoadedModel, WeightFormat, load_model
-from agentflow.engine.runner import AcceleratorFault, AdapterInfo, OutOfMemory, RunnerInfo, nothing
+from agentflow.engine.runner import (
+    AcceleratorFault,
+    AdapterInfo,
+    OutOfMemory,
+    ReadAdapter,
+    RunnerInfo,
+    nothing,
+)
 from agentflow.engine.store.adapter_folder import adapter_bytes, adapter_identity
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.errors import BadArgument
@@ -205,7 +212,7 @@ class TorchRunner:
             outputs.append(self._choose(hidden[first:end], sampled.part(first, end)))
         return _joined(outputs)
 
-    def load_adapter(self, folder: Path) -> AdapterInfo:
+    def read_adapter(self, folder: Path) -> ReadAdapter:
         config = self._config
         if isinstance(config, TransformersModel):
             raise BadArgument(
@@ -213,12 +220,20 @@ class TorchRunner:
                 param="model",
             )
         identity = adapter_identity(folder)
-        if identity not in self._adapters:
-            self._check_room(adapter_bytes(folder, self._dtype.itemsize))
-            self._adapters[identity] = read_adapter(
-                folder, config, dtype=self._dtype, device=self._device, kernels=self._kernels
-            )
-        return AdapterInfo(identity, self._adapters[identity].nbytes)
+        self._check_room(adapter_bytes(folder, self._dtype.itemsize))
+        weights = read_adapter(folder, config, self._dtype)
+        if self._device.type == "cpu":
+            return ReadAdapter(identity, weights.packed(self._device, self._kernels))
+        return ReadAdapter(identity, weights)  # only the engine's thread uses the device
+
+    def install_adapter(self, adapter: ReadAdapter) -> AdapterInfo:
+        weights = adapter.weights
+        if adapter.identity not in self._adapters:
+            if isinstance(weights, AdapterWeights):
+                weights = weights.packed(self._device, self._kernels)
+            assert isinstance(weights, Adapter)
+            self._adapters[adapter.identity] = weights
+        return AdapterInfo(adapter.identity, self._adapters[adapter.identity].nbytes)
 
     def _check_room(self, nbytes: int) -> None:
         free = free_cuda_bytes() if self._device.type == "cuda" else None

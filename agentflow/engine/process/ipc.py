@@ -29,7 +29,7 @@ from agentflow.protocol.sampling import SamplingParams
 class Origin(msgspec.Struct, frozen=True, array_like=True):
     """Where a request comes from, and what the program says about it.
 
-    Requests share cached KV only if their ``tenant``, ``cache_salt`` and ``adapter`` are equal. ``adapter``:
+    Requests share cached KV only if their ``tenant``, ``cache_salt`` and adapter are equal. ``adapter``:
     the name of a loaded adapter (LoRA); empty for the model itself. ``state``: the program
     state that the request continues (0: none). ``task_group``: equal for sibling requests that one consumer
     waits for (0: none). ``output_tokens``: expected length of the output (0: unknown). ``deadline_s``:
@@ -66,7 +66,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ``constraint``: a grammar for the text, without its payload if this engine was already sent it.
     ``jump_forward``: append the tokens that the grammar forces without sampling them. ``thinking``: the
     output may begin with thoughts, to which neither constraint nor stops apply. ``calls``: it may have tool
-    calls, to which no stop applies."""
+    calls, to which no stop applies. ``adapter``: the identity of the adapter that had the name
+    ``origin.adapter`` when the request was sent, and which it keeps until it ends."""
 
     request_id: int
     token_ids: list[int]
@@ -86,6 +87,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     calls: CallMarks | None = None
     generated_text: str = ""
     num_redrawn: int = 0
+    adapter: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -129,8 +131,8 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Loads the adapter (LoRA) in ``folder``, for later requests that name it. It replaces a loaded one of
-    the same name, which unfinished requests still use. ``identity``: that it must have; empty for any."""
+    """Loads the adapter (LoRA) in ``folder``, for requests with its identity. ``name``: for messages.
+    ``identity``: that it must have; empty for any."""
 
     ticket: int
     name: str
@@ -139,10 +141,10 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Later requests cannot use the adapter; its memory is freed once no request uses it. Unknown names are
-    ignored."""
+    """Reverses one load of the adapter with this identity. After the last, no later request can use it, and
+    its memory is freed once no request uses it. Unknown identities are ignored."""
 
-    name: str
+    identity: str
 
 
 Query = StatsRequest | SnapshotRequest | PeekRequest | LoadAdapter

@@ -10,7 +10,7 @@ crashes the process is blamed, and only it is failed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -78,6 +78,7 @@ class RequestJournal:
         self._queued: dict[int, _Entry] = {}
         self._sent: dict[int, _Entry] = {}
         self._num_suspects = 0
+        self._missing: set[str] = set()  # adapters that the process does not have yet
 
     def __len__(self) -> int:
         return len(self._queued) + len(self._sent)
@@ -91,6 +92,27 @@ class RequestJournal:
         """Queues a new request."""
         self._queued[submit.request_id] = _Entry(submit, self._clock())
 
+    def needs(self, adapter: str) -> bool:
+        """Whether an unfinished request uses the adapter with this identity."""
+        entries = [*self._queued.values(), *self._sent.values()]
+        return any(entry.submit.adapter == adapter for entry in entries)
+
+    def wait_for(self, adapters: Iterable[str]) -> None:
+        """A new process loads the adapters with these identities: requests that use them wait meanwhile."""
+        self._missing = set(adapters)
+
+    def adapter_loaded(self, adapter: str) -> None:
+        """The process has the adapter with this identity."""
+        self._missing.discard(adapter)
+
+    def adapter_gone(self, adapter: str) -> list[Failed]:
+        """The process cannot have the adapter. Returns the requests that end because of this."""
+        self._missing.discard(adapter)
+        waiting = [entry for entry in self._queued.values() if entry.submit.adapter == adapter]
+        for entry in waiting:
+            self._remove(self._queued, entry.submit.request_id)
+        return [_without_adapter(entry) for entry in waiting]
+
     def release(self) -> list[Submit]:
         """The requests to send to the process now."""
         if not self._queued:
@@ -101,6 +123,8 @@ class RequestJournal:
             released = []  # its trial goes on
         else:
             released = [next(entry for entry in self._queued.values() if entry.is_suspect)]
+        if self._missing:
+            released = [entry for entry in released if entry.submit.adapter not in self._missing]
         for entry in released:
             del self._queued[entry.submit.request_id]
             self._sent[entry.submit.request_id] = entry
@@ -196,6 +220,12 @@ def _later(submit: Submit, elapsed_s: float) -> Submit:
 def aborted(request_id: int) -> Failed:
     """The answer to an aborted request."""
     return Failed(request_id, Cancelled.code, "the request was aborted")
+
+
+def _without_adapter(entry: _Entry) -> Failed:
+    name = entry.submit.origin.adapter
+    why = f"the engine restarted, and the adapter {name!r} of this request is gone: its files have changed"
+    return Failed(entry.submit.request_id, EngineFailed.code, why)
 
 
 def _blame(entry: _Entry) -> Failed:

@@ -151,8 +151,8 @@ LAST_WORDS_S = 1.0
 # Keys of constraints that the process was sent; all are dropped when there are this many.
 MAX_SENT_KEYS = 10_000
 
-# Of messages that are not answered to the client. Its own tickets begin at 1.
-_NO_TICKET = 0
+# The client's tickets begin at 1, those of adapters that are loaded again end before 0.
+_FIRST_RELOAD = -1_000_000
 
 RESTARTING = "the engine is restarting: it answers again in a few seconds"
 
@@ -214,6 +214,16 @@ class _LoadError(_Unusable):
         self.error = error
 
 
+@dataclass(slots=True, eq=False)
+class _Adapter:
+    """A load of an adapter. ``is_loaded``: this process has done it."""
+
+    name: str
+    folder: str
+    identity: str
+    is_loaded: bool = True
+
+
 def _log(lines: Sequence[object]) -> None:
     """Logs what the process has logged."""
     for line in lines:
@@ -252,7 +262,10 @@ class EngineSupervisor:
         self._outgoing: MemoryObjectSendStream[bytes] | None = None
         self._journal = RequestJournal()
         self._queries: set[int] = set()
-        self._adapters: dict[str, LoadAdapter] = {}  # that each new process must load
+        self._loads: set[int] = set()  # tickets of adapters, which may take long to read
+        self._adapters: list[_Adapter] = []  # that each new process must load
+        self._reloads: dict[int, _Adapter] = {}  # that this process is loading, by ticket
+        self._unneeded: list[str] = []  # identities of adapters, to be unloaded after their last request
         self._sent_keys: set[str] = set()  # of constraints that this process was sent
         self._deaths = 0  # in a row, of unknown cause
         self._blamed_deaths = 0  # in a row
@@ -284,9 +297,8 @@ class EngineSupervisor:
                     self._hand_over([aborted(message.request_id)])
                     self._forward()  # other requests may have waited for this suspect
             case UnloadAdapter():
-                self._adapters.pop(message.name, None)
-                if self._outgoing is not None:
-                    self._post(message)
+                self._unneeded.append(message.identity)
+                self._forward()
             case CloseState():
                 if self._outgoing is not None:
                     self._post(message)  # a new process has no states
@@ -294,6 +306,9 @@ class EngineSupervisor:
                 pass  # its scope ends the process
             case _ if self._outgoing is None:
                 raise EngineDown(self._down_because or RESTARTING)
+            case LoadAdapter():
+                self._loads.add(message.ticket)
+                self._post(message)
             case _:
                 self._queries.add(message.ticket)
                 self._post(message)
@@ -403,8 +418,7 @@ class EngineSupervisor:
         self._outgoing = outgoing
         try:
             with outgoing, to_write:
-                for adapter in self._adapters.values():  # before the requests that use them
-                    self._post(adapter)
+                self._load_adapters()
                 self._forward()
                 async with open_task_group() as group:
                     group.start_soon(_write, child, to_write)
@@ -450,38 +464,73 @@ class EngineSupervisor:
         last = messages[-1] if messages else None
         num_tokens = last.num_tokens if isinstance(last, StepBegins) else None
         self._pace.received(anyio.current_time(), num_tokens)
-        for position, message in enumerate(messages):
+        handed: list[FromEngine] = []
+        for message in messages:
             match message:
                 case EngineStats():
                     self._queries.discard(message.ticket)
-                    messages[position] = replace(message, restarts=self.restarts)
-                    continue
+                    message = replace(message, restarts=self.restarts)
                 case EngineSnapshot():
                     self._queries.discard(message.ticket)
                     stats = replace(message.stats, restarts=self.restarts)
-                    messages[position] = replace(message, stats=stats)
-                    continue
+                    message = replace(message, stats=stats)
                 case NodeTokens():
                     self._queries.discard(message.ticket)
+                case AdapterLoaded() if message.ticket in self._reloads:
+                    self._adapter_reloaded(message)
                     continue
                 case AdapterLoaded():
-                    self._queries.discard(message.ticket)
-                    again = LoadAdapter(_NO_TICKET, message.name, message.folder, message.identity)
-                    self._adapters[message.name] = again
+                    self._loads.discard(message.ticket)
+                    self._adapters.append(_Adapter(message.name, message.folder, message.identity))
+                case Failed() if message.request_id in self._reloads:
+                    handed += self._adapter_gone(message)
                     continue
-                case Failed() if message.request_id == _NO_TICKET:
-                    logger.error("an adapter could not be loaded again: %s", message.message)
-                    continue
-                case Failed() if message.request_id in self._queries:
+                case Failed():
                     self._queries.discard(message.request_id)
-                    continue
+                    self._loads.discard(message.request_id)
                 case Progress() | Finished():
                     self._deaths = self._blamed_deaths = 0
                 case NeedPayload():
                     self._send_whole(message.request_id)
             self._journal.receive(message)
-        self._hand_over(messages)
+            handed.append(message)
+        self._hand_over(handed)
         self._forward()
+
+    def _load_adapters(self) -> None:
+        """Loads in a new process what the last one had. Requests wait for their adapters."""
+        self._reloads = dict(enumerate(self._adapters, _FIRST_RELOAD))
+        self._journal.wait_for(adapter.identity for adapter in self._adapters)
+        for ticket, adapter in self._reloads.items():
+            adapter.is_loaded = False
+            self._post(LoadAdapter(ticket, adapter.name, adapter.folder, adapter.identity))
+
+    def _adapter_reloaded(self, message: AdapterLoaded) -> None:
+        adapter = self._reloads.pop(message.ticket)
+        adapter.is_loaded = True
+        self._journal.adapter_loaded(message.identity)
+        if adapter not in self._adapters:  # it was unloaded meanwhile
+            self._post(UnloadAdapter(message.identity))
+
+    def _adapter_gone(self, message: Failed) -> list[Failed]:
+        """An adapter could not be loaded again. Returns the requests that end because of this."""
+        gone = self._reloads.pop(message.request_id)
+        logger.error("an adapter could not be loaded again: %s", message.message)
+        is_hope_left = any(
+            one.identity == gone.identity and (one.is_loaded or one in self._reloads.values())
+            for one in self._adapters
+        )
+        return [] if is_hope_left else self._journal.adapter_gone(gone.identity)
+
+    def _unload_adapters(self) -> None:
+        """Unloads adapters that no name stands for any more, after the last request that uses them: until
+        then, a new process must load them again."""
+        for identity in [one for one in self._unneeded if not self._journal.needs(one)]:
+            self._unneeded.remove(identity)
+            adapter = next(one for one in self._adapters if one.identity == identity)
+            self._adapters.remove(adapter)
+            if adapter.is_loaded and self._outgoing is not None:
+                self._post(UnloadAdapter(identity))
 
     def _send_whole(self, request_id: int) -> None:
         """Sends the request once more, with the payload of its constraint."""
@@ -500,11 +549,14 @@ class EngineSupervisor:
             self._blamed_deaths += 1
         else:
             self._deaths += 1
-        ended += [Failed(ticket, EngineDown.code, RESTARTING) for ticket in self._queries]
+        ended += [Failed(ticket, EngineDown.code, RESTARTING) for ticket in self._queries | self._loads]
         self._queries.clear()
+        self._loads.clear()
         self._hand_over(ended)
 
     def _forward(self) -> None:
+        if self._unneeded:
+            self._unload_adapters()
         if self._outgoing is not None:
             for submit in self._journal.release():
                 self._post(self._without_known_payload(submit))

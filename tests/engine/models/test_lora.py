@@ -21,6 +21,7 @@ from support.faults import has_param
 
 from agentflow.engine.models import lora
 from agentflow.engine.models.torch_runner import TorchRunner
+from agentflow.engine.runner import AdapterInfo
 from agentflow.errors import BadArgument, BadModelFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT's own
@@ -52,6 +53,10 @@ ADAPTERS: dict[str, list[dict[str, Any]]] = {
     ],
     "mixtral": [{"target_modules": ALL[:4]}, {"target_modules": ["v_proj"]}, {"target_modules": ["q_proj"]}],
 }
+
+
+def load(runner: TorchRunner, folder: Path) -> AdapterInfo:
+    return runner.install_adapter(runner.read_adapter(folder))
 
 
 def logprobs_of(driver: Driver, walkers: list[Walker], *, max_chunk: int) -> list[list[float]]:
@@ -86,7 +91,7 @@ def errors_of(
     adapter has computed. ``gguf``: has the same values as ``model``, and is run instead."""
     errors: list[float] = []
     runner = TorchRunner(gguf or model, num_slots=600, device="cpu", dtype=dtype, quantize=quantize)
-    identities = [runner.load_adapter(folder).identity for folder in adapters]
+    identities = [load(runner, folder).identity for folder in adapters]
     driver = Driver(runner)
     folders: list[Path | None] = [*adapters, None, adapters[0]]
     texts = [torch.randint(10, 320, (length,)).tolist() for length in (50, 3, 34, 41, 12)]
@@ -154,7 +159,7 @@ def test_an_adapter_is_the_same_under_any_path_and_another_with_other_weights(tm
         for i in range(4)
     ]
     runner = TorchRunner(tmp_path / "model", num_slots=10, device="cpu", dtype="float32")
-    infos = [runner.load_adapter(folder) for folder in folders]
+    infos = [load(runner, folder) for folder in folders]
     identities = [info.identity for info in infos]
     assert identities[0] == identities[1] != identities[2] == identities[3]
     # A [4, 48] and B [48, 4] of float32, in three layers; B's panels are padded to 64 outputs.
@@ -181,7 +186,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> TorchRunner:
 
 
 def test_a_plain_adapter_is_accepted(runner: TorchRunner, tmp_path: Path) -> None:
-    runner.drop_adapter(runner.load_adapter(write_plain_adapter(tmp_path, GOOD)).identity)
+    runner.drop_adapter(load(runner, write_plain_adapter(tmp_path, GOOD)).identity)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +235,7 @@ def test_what_cannot_be_applied_is_rejected(
 ) -> None:
     monkeypatch.setattr(lora, "PATTERNS_S", 0.05)
     with pytest.raises(BadModelFolder, check=has_param(param)):
-        runner.load_adapter(write_plain_adapter(tmp_path, tensors, **changed))
+        load(runner, write_plain_adapter(tmp_path, tensors, **changed))
 
 
 def test_damaged_files_are_rejected(runner: TorchRunner, tmp_path: Path) -> None:
@@ -238,16 +243,16 @@ def test_damaged_files_are_rejected(runner: TorchRunner, tmp_path: Path) -> None
     weights = folder / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(BadModelFolder, check=has_param("adapter_model.safetensors")):
-        runner.load_adapter(folder)
+        load(runner, folder)
     weights.rename(folder / "adapter_model.bin")
     with pytest.raises(BadModelFolder, check=has_param("adapter_model.bin")):
-        runner.load_adapter(folder)
+        load(runner, folder)
     (folder / "adapter_config.json").write_text("[]")
     with pytest.raises(BadModelFolder, check=has_param("adapter_config.json")):
-        runner.load_adapter(folder)
+        load(runner, folder)
     (folder / "adapter_config.json").unlink()
     with pytest.raises(BadModelFolder, check=has_param("adapter_config.json")):
-        runner.load_adapter(folder)
+        load(runner, folder)
 
 
 @pytest.mark.parametrize(
@@ -274,14 +279,14 @@ def test_files_that_are_no_adapter(
     else:
         (folder / name).write_bytes(content)
     with pytest.raises(BadModelFolder, check=has_param(name)):
-        runner.load_adapter(folder)
+        load(runner, folder)
 
 
 def test_a_model_that_runs_through_transformers_has_no_adapters(tmp_path: Path) -> None:
     saved_model("stablelm", tmp_path / "model")
     runner = TorchRunner(tmp_path / "model", num_slots=10, device="cpu", dtype="float32")
     with pytest.raises(BadArgument, check=has_param("model")):
-        runner.load_adapter(write_plain_adapter(tmp_path / "adapter", GOOD))
+        load(runner, write_plain_adapter(tmp_path / "adapter", GOOD))
 
 
 @settings(max_examples=15, deadline=None)
@@ -299,7 +304,7 @@ def test_batch_mates_change_nothing(
         )
         for rank in (1, 4, 33)
     ]
-    identities = ["", *(runner.load_adapter(folder).identity for folder in folders)]
+    identities = ["", *(load(runner, folder).identity for folder in folders)]
     chosen = data.draw(
         st.lists(st.tuples(st.sampled_from(identities), st.integers(2, 30)), min_size=2, max_size=8)
     )

@@ -77,6 +77,41 @@ def test_f10d_a_request_that_is_sent_again_has_the_time_that_is_left():
         assert journal.resubmit(1) == again
 
 
+def test_f4d_requests_wait_for_their_adapters_and_fail_without_them():
+    journal = RequestJournal()
+    for number, adapter in enumerate(["", "here", "gone"], 1):
+        journal.add(Submit(number, [number], None, adapter=adapter))
+    journal.wait_for(["here", "gone"])
+    assert ids(journal.release()) == [1]
+    journal.adapter_loaded("here")
+    assert ids(journal.release()) == [2]
+    ended = journal.adapter_gone("gone")
+    assert [(end.request_id, end.code) for end in ended] == [(3, "engine_failed")]
+    journal.add(Submit(4, [4], None, adapter="gone"))
+    assert ids(journal.release()) == [4]  # for the engine to refuse
+    assert [journal.needs(adapter) for adapter in ("gone", "here", "other")] == [True, True, False]
+    journal.receive(finished(2))
+    assert not journal.needs("here")
+
+
+def test_f4d_a_suspect_is_tried_when_its_adapter_is_loaded():
+    journal = RequestJournal()
+    journal.add(Submit(1, [1], None, adapter="late"))
+    journal.add(submit(2))
+    journal.release()
+    journal.receive(Started([1, 2]))
+    journal.process_died()
+    journal.release()
+    journal.receive(Started([1, 2]))
+    journal.process_died()
+    journal.wait_for(["late"])
+    assert ids(journal.release()) == []
+    journal.adapter_loaded("late")
+    assert ids(journal.release()) == [1]
+    journal.receive(finished(1))
+    assert ids(journal.release()) == [2]
+
+
 def test_an_aborted_request_ends_with_the_process_that_received_the_abort():
     journal = journal_of(1, 2)
     journal.release()

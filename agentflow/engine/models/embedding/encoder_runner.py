@@ -39,7 +39,7 @@ from agentflow.engine.models.transformers_model import (
     pretrained_config,
     without_reports,
 )
-from agentflow.engine.runner import AdapterInfo, RunnerInfo, nothing
+from agentflow.engine.runner import AdapterInfo, ReadAdapter, RunnerInfo, nothing
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.errors import BadArgument, BadModelFolder
 
@@ -105,11 +105,15 @@ class EncoderRunner:
                 raise
             raise failure from error
 
-    def load_adapter(self, folder: Path) -> AdapterInfo:
+    def read_adapter(self, folder: Path) -> ReadAdapter:
         raise BadArgument("an encoder has no adapters: they need a native architecture", param="model")
 
+    def install_adapter(self, adapter: ReadAdapter) -> AdapterInfo:
+        """Never called: none can be read."""
+        raise NotImplementedError
+
     def drop_adapter(self, identity: str) -> None:
-        """Never called: none can be loaded."""
+        """Never called."""
 
     def close(self) -> None:
         """Frees the memory. The runner cannot be used afterwards."""
