@@ -79,6 +79,8 @@ class Request:
       found there when it was last admitted.
     - ``arrival``: its position among all requests, set once by the scheduler. ``received_s``: when it came,
       on the clock ``perf_counter``.
+    - ``is_held_back``: it does not fit into memory in this step. ``passed_until``: in steps before this one
+      others may start before it although it waits for memory (None: it has not been first in the queue).
     - ``num_charged``: up to this position its tokens and nodes have been charged to its tenant.
     - ``req_row``: its row of ``req_to_token`` while it runs. ``committed``: its locked prefix in the cache.
     """
@@ -116,6 +118,8 @@ class Request:
     num_shared: int = 0
     num_charged: int = 0
     was_admitted: bool = False
+    is_held_back: bool = False
+    passed_until: int | None = None
     req_row: int = -1
     committed: PrefixMatch | None = None
     num_nodes_computed: int = 0

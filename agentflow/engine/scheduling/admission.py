@@ -6,13 +6,35 @@ therefore learns from ended requests how long outputs become (``output_lengths``
 running request will end and free its slots, and so how many slots are needed at the worst moment (the idea of
 the Past-Future scheduler, Gong et al., ASPLOS 2025). Each retraction adds caution, which wears off slowly, so
 that a full pool settles instead of oscillating.
+
+**Reservation.** Let h be the first waiting request in the policy's order that does not fit. The same
+prediction tells when h will start: after the least number of steps T in which so many of the running requests
+end that h fits beside the others until its own end. Requests behind h may *pass* it, that is start before it,
+if T stays the same with them: they end before h starts, or fit beside it (backfilling as in EASY; Lifka, "The
+ANL/IBM SP Scheduling System", 1995). Let n be the step in which h was first blocked, with T steps to wait
+then. Requests pass h only in the steps before n + T, and no request passes one that was preempted. Then:
+
+1. If requests end when they are expected to, and the policy orders none before h that arrives later, h starts
+   in step n + T at the latest.
+2. In any case h starts at the latest when those have ended that started before step n + T or that the policy
+   orders before h.
+
+Proof. 1: A request that passes leaves the expected start of h where it is, and what is expected happens.
+2: From step n + T on, while h is blocked, only requests start that the policy orders before it. When none
+runs, h fits. ∎
+
+So passing costs h nothing if predictions are right, and is over at a time that is known when it begins if
+they are wrong.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.output_lengths import OutputLengths
@@ -21,6 +43,23 @@ MIN_RESERVED = 8
 """Tokens reserved for each request, however many it has generated."""
 CAUTION_PER_RETRACTION = 0.25
 CAUTION_KEPT_PER_STEP = 0.98
+MAX_HELD_BACK = 8
+"""A step tries no more requests after this many that do not fit."""
+
+Steps = NDArray[np.int64]
+Outlooks = NDArray[np.int64]
+"""Requests as rows, with the fields of ``Outlook`` as columns."""
+
+
+class Outlook(NamedTuple):
+    """What is expected of a request. ``left``: tokens that it still generates. ``own``: slots that only it
+    uses once its present tokens are computed. ``taken``: how many of them it has. ``steps``: until it ends.
+    """
+
+    left: int
+    own: int
+    taken: int
+    steps: int
 
 
 class OutputReserve:
@@ -43,25 +82,17 @@ class OutputReserve:
         """Slots that a running request will still take, for tokens to compute and to generate."""
         return request.num_tokens - request.num_computed + request.num_nodes_left + self.expected(request)
 
-    def need_at_peak(self, requests: Iterable[Request]) -> int:
-        """Slots that the requests together need beyond those they have, at the worst moment. All advance in
-        step, and each frees what only it uses after generating what is expected."""
-        needs = [
-            (
-                self.expected(r),
-                r.num_tokens + r.num_nodes - r.num_shared,
-                r.num_computed + len(r.node_slots) - r.num_shared,
-            )
-            for r in requests
-        ]
-        if not needs:
-            return 0
-        left, own, taken = np.array(needs).T
-        order = np.argsort(-left, kind="stable")
-        left, own = left[order], own[order]
-        # When a request ends, all before it in this order still run.
-        in_use = np.cumsum(own) + left * np.arange(1, len(left) + 1)
-        return max(0, int(in_use.max() - taken.sum()))
+    def outlook(self, request: Request, token_budget: int) -> Outlook:
+        """What is expected of the request, if steps compute ``token_budget`` tokens of its prompt."""
+        left = self.expected(request)
+        num_chunks = math.ceil(request.num_to_compute / token_budget)
+        return Outlook(
+            left,
+            request.num_tokens + request.num_nodes - request.num_shared,
+            request.num_computed + len(request.node_slots) - request.num_shared,
+            # The step that computes the last token of the prompt generates the first of the output.
+            max(1, num_chunks + left - 1),
+        )
 
     def finished(self, request: Request) -> None:
         """Learns from a request that ended by itself."""
@@ -75,3 +106,108 @@ class OutputReserve:
     def stepped(self) -> None:
         """Lets caution wear off, once per step."""
         self.caution *= CAUTION_KEPT_PER_STEP
+
+
+class Reservation(NamedTuple):
+    """A blocked request, as in the module's docstring. ``start``: in how many steps it is expected to start.
+    ``cached``: slots of its cached prefix that nothing else protects."""
+
+    head: Outlook
+    start: int
+    cached: int
+
+
+class Admission:
+    """Which waiting requests may start in one step, beside the ``running`` ones. ``step``: its number.
+
+    ``available``, in all methods: slots that are free or can be evicted, without the request's own prefix.
+    ``is_open``: whether further requests may be tried.
+    """
+
+    def __init__(
+        self, reserve: OutputReserve, running: Iterable[Request], token_budget: int, step: int
+    ) -> None:
+        self.is_open = True
+        self._reserve = reserve
+        self._running = [*running]
+        self._token_budget = token_budget
+        self._step = step
+        self._promised = sum(map(reserve.need, self._running))
+        self._outlooks: Outlooks | None = None  # of the running requests
+        self._reservation: Reservation | None = None
+        self._num_held_back = 0
+
+    def fits(self, request: Request, available: int) -> bool:
+        """Whether the request fits now, and does not delay the blocked one."""
+        if request.num_to_compute > available:
+            return False
+        if not self._running:
+            return True
+        # A bound that is cheap and often enough: all requests run to their end together.
+        if self._reservation is None and self._reserve.need(request) + self._promised <= available:
+            return True
+        together = np.vstack((self._running_outlooks(), self._outlook(request)))
+        if need_at_peak(together) > available:
+            return False
+        if self._reservation is None:
+            return True
+        head, start, cached = self._reservation
+        return bool(_fits_from(np.array([start]), head, together, available - cached)[0])
+
+    def admitted(self, request: Request) -> None:
+        """The request starts in this step."""
+        self._running.append(request)
+        self._promised += self._reserve.need(request)
+        if self._outlooks is not None:
+            self._outlooks = np.vstack((self._outlooks, self._outlook(request)))
+
+    def hold_back(self, request: Request, available: int, cached: int) -> None:
+        """The request does not fit. The first such request gets the reservation. ``cached``: see there."""
+        self._num_held_back += 1
+        if self._reservation is None and self._running:
+            outlooks, head = self._running_outlooks(), self._outlook(request)
+            starts = np.unique(outlooks[:, 3])
+            # It fits at the last of these, when no request runs.
+            start = int(starts[_fits_from(starts, head, outlooks, available)][0])
+            self._reservation = Reservation(head, start, cached)
+            if request.passed_until is None:
+                request.passed_until = self._step + start
+        is_over = request.passed_until is not None and request.passed_until <= self._step
+        self.is_open = self._reservation is not None and not is_over and self._num_held_back < MAX_HELD_BACK
+
+    def _running_outlooks(self) -> Outlooks:
+        if self._outlooks is None:
+            self._outlooks = np.array([self._outlook(request) for request in self._running], dtype=np.int64)
+        return self._outlooks
+
+    def _outlook(self, request: Request) -> Outlook:
+        return self._reserve.outlook(request, self._token_budget)
+
+
+def need_at_peak(outlooks: Outlooks) -> int:
+    """Slots that requests together need beyond those they have, at the worst moment. All advance in step, and
+    each frees what only it uses after generating what is expected."""
+    left, own, taken, _ = outlooks[np.argsort(-outlooks[:, 0], kind="stable")].T
+    return max(0, int(_in_use(left, own).max() - taken.sum()))
+
+
+def _fits_from(starts: Steps, head: Outlook, outlooks: Outlooks, available: int) -> NDArray[np.bool_]:
+    """For each of ``starts``, in steps: whether ``head`` fits into memory from then until its end, beside the
+    others that still run then. The use of memory is highest when one of them ends, before it frees its slots.
+    """
+    _, own, taken, ends = outlooks[np.argsort(-outlooks[:, 3], kind="stable")].T
+    capacity = available + int(taken.sum())
+    head_ends = starts + head.steps
+    is_beside = (ends > starts[:, None]) & (ends <= head_ends[:, None])
+    fits = (_in_use(ends, own) + head.own + ends - starts[:, None] <= capacity) | ~is_beside
+    num_beside = np.searchsorted(-ends, -head_ends, side="right")
+    beside = np.append(0, own.cumsum())[num_beside] + head_ends * num_beside
+    fits_at_end = beside + head.own + head.steps <= capacity
+    found: NDArray[np.bool_] = (fits.all(axis=1) & fits_at_end) | (ends[0] <= starts)
+    return found
+
+
+def _in_use(ends: Steps, own: Steps) -> Steps:
+    """Slots in use when each request ends, where all before it still run: ``ends`` descend."""
+    in_use: Steps = own.cumsum() + ends * np.arange(1, len(ends) + 1)
+    return in_use

@@ -10,8 +10,8 @@ being idle starts at the lowest charge of the active tenants: idle time earns no
 
 **Weights.** Let tenants a and b with weights s(a) and s(b) start at equal charges, and let both be able to
 use every chunk from then on: each has a running prompt with tokens left, or a waiting request that is not
-blocked and fits into memory. Let C(x) be what x was charged since, and G the most tokens that the requests of
-one tenant which run together generate from one moment on. Then::
+blocked and may start by the rules of ``admission``. Let C(x) be what x was charged since, and G the most
+tokens that the requests of one tenant which run together generate from one moment on. Then::
 
     | C(a) / s(a) - C(b) / s(b) |  <=  (c + G) / min(s(a), s(b))
 
@@ -35,7 +35,8 @@ advances.
 prompts of its tenant that have no higher priority, no deadline and the same objective. Let S be the tokens to
 compute of r and of the short requests before it, and a chunk for each overdue or retracted request that
 starts before it. Let P be the least number of prompt tokens that the tenant gets in a step, and P > 2c. Then,
-while r fits into memory and is not blocked, its prompt is computed after at most::
+while r is not blocked and may start by the rules of ``admission`` (it fits into memory and does not delay a
+request that has waited longer for memory), its prompt is computed after at most::
 
     ceil(4 S / (3 (P - c)))   steps, however many and however long the long prompts are.
 
@@ -53,6 +54,10 @@ the work of later arrivals of its tenant that were admitted (or left) while r wa
 any request. Then, not counting time in which a running request computes what r needs next::
 
     O(r) < M(r) + W
+
+This includes the requests that pass r while it does not fit into memory: if the oldest request does not fit
+and has been overtaken this far, no other of its tenant starts. Requests of other tenants may pass it, as long
+as the reservation in ``admission`` says.
 
 Proof. A request other than the oldest, h, is admitted only while O(h) < M(q) for all waiting q. Let x, later
 than r, be admitted while r waits. Then x is not the oldest, so O(h) < M(r) before. Every request that
@@ -287,8 +292,9 @@ class Tenant:
             due = self._first_due(is_blocked)
             if due is not None:
                 return due
-            chosen = self._first_waiting(is_blocked)
-            self.may_begin = chosen is not None  # within a step requests only become blocked
+            if self.may_begin:
+                chosen = self._first_waiting(is_blocked)
+                self.may_begin = chosen is not None  # within a step requests only become blocked
         if prompts:
             first = min(prompts, key=self._urgency)
             if chosen is None or self._urgency(chosen) >= self._urgency(first):
@@ -314,7 +320,11 @@ class Tenant:
         if retracted is not None:
             return retracted
         overdue = self.line.overdue()
-        if overdue is not None and not is_blocked(overdue, self.tiers[overdue.priority].match_of(overdue)):
+        if overdue is None:
+            return None
+        if overdue.is_held_back:
+            self.may_begin = False  # no other may pass it
+        elif not is_blocked(overdue, self.tiers[overdue.priority].match_of(overdue)):
             return overdue
         return None
 
@@ -517,6 +527,9 @@ class Siblings:
         index = 0
         while index < len(self._by_tokens):
             request = self._by_tokens[index]
+            if request.is_held_back:
+                index += 1
+                continue
             match = match_of(request)
             if not is_blocked(request, match):
                 return request

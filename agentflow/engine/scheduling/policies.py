@@ -101,8 +101,8 @@ class FirstCome(_SimplePolicy):
 
 
 class RandomOrder(FirstCome):
-    """In a random order, from a fixed seed. A request once drawn stays first until it is admitted, so that
-    smaller requests do not overtake one that waits for memory."""
+    """In a random order, from a fixed seed. A request once drawn stays first until it is admitted, also while
+    it waits for memory."""
 
     def __init__(self, peek: Peek, token_budget: int) -> None:
         super().__init__(peek, token_budget)

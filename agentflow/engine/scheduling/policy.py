@@ -16,8 +16,9 @@ from agentflow.engine.request import CacheIdentity, Request
 Peek = Callable[[CacheIdentity, TokenRun], int]
 """How many tokens of a run are cached under an identity. Changes nothing."""
 IsBlocked = Callable[[Request, int | None], bool]
-"""Whether a request should wait because a running one is computing what it needs next. The second argument is
-the request's match if the policy knows it."""
+"""Whether a request should wait because a running one is computing what it needs next, or because it does not
+fit into memory in this step (``Request.is_held_back``). The second argument is the request's match if the
+policy knows it."""
 
 
 class Policy(Protocol):

@@ -24,7 +24,7 @@ from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.cache.kv_manager import KVMemory
 from agentflow.engine.cache.radix_cache import TokenRun
 from agentflow.engine.request import CacheIdentity, Request, Status
-from agentflow.engine.scheduling.admission import OutputReserve
+from agentflow.engine.scheduling.admission import Admission, OutputReserve
 from agentflow.engine.scheduling.batch_builder import Work, build_batch, scheduled_rows, scored_nodes
 from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, DEFAULT_POLICY, MAX_RUNNING
 from agentflow.engine.scheduling.in_flight import Counters, InFlight, StepResult, divided
@@ -103,6 +103,7 @@ class Scheduler:
         self._in_flight = InFlight(self.memory, self._prefills, self._counters)
         self._features: Features | None = None  # of the batch in flight
         self._planned: Request | None = None  # whose turn it is while a step is planned
+        self._held_back: list[Request] = []  # waiting requests that do not fit in this step
         self._retries: deque[list[Work]] = deque()  # parts of batches, to run before anything else
         self._pass_size = PassSize()
 
@@ -198,14 +199,17 @@ class Scheduler:
 
     def _prefill(self, draft: Draft) -> None:
         """Fills the draft with chunks of prompts, in the order of the policy. Admits waiting requests as
-        their turn comes, until one does not fit into memory."""
+        their turn comes. One that does not fit into memory is held back, and others may pass it that do not
+        delay it (see ``admission``)."""
+        while self._held_back:
+            self._held_back.pop().is_held_back = False
         prompts = list(self._prefills)
         may_admit = self.memory.has_free_row and len(self.waiting) > 0
         if not prompts and not may_admit:
             return
         draft.spare_s = self._prompt_seconds(draft)
         chunk = max(MIN_CHUNK, draft.num_free // CHUNKS_PER_STEP)
-        promised: int | None = None
+        admission: Admission | None = None
         self.waiting.start_step(prompts)
         while draft.num_free > 0:
             self._planned = None
@@ -214,12 +218,14 @@ class Scheduler:
                 return
             self._planned = request
             if request.status is Status.WAITING:
-                if promised is None:
-                    promised = sum(map(self._reserve.need, self.running.values()))
-                if not self._admit(request, promised):
-                    may_admit = False
+                if admission is None:
+                    budget, step = self.config.token_budget, self.memory.num_steps
+                    admission = Admission(self._reserve, self.running.values(), budget, step)
+                if not self._admit(request, admission):
+                    request.is_held_back = True
+                    self._held_back.append(request)
+                    may_admit = admission.is_open
                     continue
-                promised += self._reserve.need(request)
                 may_admit = self.memory.has_free_row
                 prompts.append(request)
             num_tokens = self._chunk_size(request, draft, chunk)
@@ -232,14 +238,17 @@ class Scheduler:
             if not num_tokens or not draft.left_of(request):
                 prompts.remove(request)
 
-    def _admit(self, request: Request, promised: int) -> bool:
-        """Starts a waiting request if it fits into memory beside the running ones. ``promised``: slots that
-        these still need if all of them run to their end together, a bound that is cheap and often enough."""
+    def _admit(self, request: Request, admission: Admission) -> bool:
+        """Starts a waiting request if it fits into memory beside the running ones."""
+        available = self.memory.num_available
         match = self.memory.match(request)
         request.num_computed = request.num_shared = match.num_tokens
         fits = False
         try:
-            fits = self._fits(request, promised)
+            fits = self._fits(request, admission)
+            if not fits:
+                cached = available - self.memory.num_available
+                admission.hold_back(request, self.memory.num_available, cached)
         finally:
             if not fits:
                 request.num_computed = 0
@@ -247,6 +256,7 @@ class Scheduler:
         if not fits:
             return False
         self.waiting.admit(request)
+        admission.admitted(request)
         self.running[request.id] = request
         request.status = Status.RUNNING
         self.memory.attach(request, match)
@@ -261,14 +271,9 @@ class Scheduler:
             self._counters.cached_output_tokens += min(match.num_output, request.num_cached)
         return True
 
-    def _fits(self, request: Request, promised: int) -> bool:
+    def _fits(self, request: Request, admission: Admission) -> bool:
         available = self.memory.num_available
-        if not self.running:
-            fits = request.num_to_compute <= available
-        elif self._reserve.need(request) + promised <= available:
-            fits = True
-        else:
-            fits = self._reserve.need_at_peak([*self.running.values(), request]) <= available
+        fits = admission.fits(request, available)
         if fits and 2 * len(self.running) > self.config.max_running:
             # The batch is well filled: cached tokens that open states need next are worth a short wait.
             fits = request.num_to_compute + self.memory.num_expected <= available
@@ -371,6 +376,7 @@ class Scheduler:
         self._stop_running(request)
         request.status = Status.WAITING
         request.num_retractions += 1
+        request.passed_until = self.memory.num_steps
         self.waiting.restore(request)
         self._counters.retractions += 1
         self._reserve.retracted()
@@ -447,8 +453,11 @@ class Scheduler:
             self.waiting.charge(request, end - start)
 
     def _is_blocked(self, request: Request, match: int | None) -> bool:
-        """Whether a running prefill will compute the tokens that this request needs next. It then waits for
-        them, as they enter the cache chunk by chunk, instead of computing them a second time."""
+        """Whether the request does not fit into memory in this step, or a running prefill will compute the
+        tokens that it needs next. It then waits for them, as they enter the cache chunk by chunk, instead of
+        computing them a second time."""
+        if request.is_held_back:
+            return True
         if not self.config.use_cache or not len(self._prefills):
             return False
         if match is None:

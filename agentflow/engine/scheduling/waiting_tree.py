@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 
 from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun, common_prefix_len
 from agentflow.engine.request import Request
@@ -61,11 +61,22 @@ class WaitingNode:
         return self.run[:TOKEN_BYTES]
 
     def any_request(self) -> Request:
-        """A request here or below."""
+        """A request here or below, if possible one that is not held back, as a few of them are."""
         node = self
         while not node.requests:
             node = next(iter(node.children.values()))
-        return next(iter(node.requests.values()))
+        some = next(iter(node.requests.values()))
+        return some if not some.is_held_back else next(self._not_held_back(), some)
+
+    def _not_held_back(self) -> Iterator[Request]:
+        pending = [iter([self])]
+        while pending:
+            node = next(pending[-1], None)
+            if node is None:
+                pending.pop()
+                continue
+            yield from (request for request in node.requests.values() if not request.is_held_back)
+            pending.append(iter(node.children.values()))
 
 
 class WaitingTree:
@@ -237,7 +248,8 @@ def _unblocked(node: WaitingNode, match: int, is_blocked: IsBlocked) -> Request 
         request = node.any_request()
         return None if is_blocked(request, match) else request
     for request in node.requests.values():
-        return request  # nothing left to compute could be shared
+        if not request.is_held_back:
+            return request  # nothing left to compute could be shared
     for child in node.uncached.values():
         request = child.any_request()
         if not is_blocked(request, match):

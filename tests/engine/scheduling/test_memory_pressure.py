@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request, Status
 from agentflow.engine.scheduling import output_lengths
-from agentflow.engine.scheduling.admission import MIN_RESERVED, OutputReserve
+from agentflow.engine.scheduling.admission import MIN_RESERVED, OutputReserve, need_at_peak
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.simulation import simulate
 from agentflow.engine.simulator.workload import Arrival, Workload, unshared
@@ -23,7 +23,9 @@ def request(number: int, size: int, count: int, **kwargs) -> Request:
 
 
 running = st.lists(
-    st.tuples(st.integers(1, 30), st.integers(0, 30), st.integers(1, 40), st.integers(0, 29)), max_size=8
+    st.tuples(st.integers(1, 30), st.integers(0, 30), st.integers(1, 40), st.integers(0, 29)),
+    min_size=1,
+    max_size=8,
 )
 
 
@@ -42,7 +44,7 @@ def test_the_need_at_the_worst_moment_is_that_of_a_replay(rows):
     left = {r.id: r.max_new_tokens - r.num_generated for r in requests}
     own = {r.id: r.num_tokens - r.num_shared for r in requests}
     taken = sum(r.num_computed - r.num_shared for r in requests)
-    worst = sum(own.values()) - taken if requests else 0
+    worst = sum(own.values()) - taken
     alive = set(left)
     for _ in range(100):
         for number in alive:
@@ -50,8 +52,9 @@ def test_the_need_at_the_worst_moment_is_that_of_a_replay(rows):
             left[number] -= 1
         worst = max(worst, sum(own[number] for number in alive) - taken)
         alive = {number for number in alive if left[number]}
-    assert reserve.need_at_peak(requests) == max(0, worst)
-    assert reserve.need_at_peak(requests) <= sum(map(reserve.need, requests))
+    outlooks = np.array([reserve.outlook(r, token_budget=64) for r in requests])
+    assert need_at_peak(outlooks) == max(0, worst)
+    assert need_at_peak(outlooks) <= sum(map(reserve.need, requests))
 
 
 def ended(number: int, length: int, limit: int, **kwargs) -> Request:
