@@ -62,16 +62,8 @@ class TokenTree:
 
 def token_tree(choices: Sequence[Sequence[int]]) -> TokenTree:
     """The tree of ``choices``, which may share prefixes, be prefixes of each other, or be equal.
-    ``BadArgument`` if one has no token, or if they have more than ``MAX_CHOICE_TOKENS`` together."""
-    if not choices or not all(choices):
-        raise BadArgument("a choice needs at least one token to be scored", param="choices")
-    num_tokens = sum([len(choice) for choice in choices])
-    if num_tokens > MAX_CHOICE_TOKENS:
-        raise BadArgument(
-            f"the choices of a select have {num_tokens} tokens in total; the limit is {MAX_CHOICE_TOKENS}: "
-            "offer fewer or shorter ones",
-            param="choices",
-        )
+    ``BadArgument`` as of ``check_choices``."""
+    check_choices(choices)
     growth = _Growth(choices)
     going_on = list(range(len(choices)))
     depth = 0
@@ -88,6 +80,19 @@ def token_tree(choices: Sequence[Sequence[int]]) -> TokenTree:
         growth.choice_targets,
         depth,
     )
+
+
+def check_choices(choices: Sequence[Sequence[int]]) -> None:
+    """``BadArgument`` if one has no token, or if they have more than ``MAX_CHOICE_TOKENS`` together."""
+    if not choices or not all(choices):
+        raise BadArgument("a choice needs at least one token to be scored", param="choices")
+    num_tokens = sum([len(choice) for choice in choices])
+    if num_tokens > MAX_CHOICE_TOKENS:
+        raise BadArgument(
+            f"the choices of a select have {num_tokens} tokens in total; the limit is {MAX_CHOICE_TOKENS}: "
+            "offer fewer or shorter ones",
+            param="choices",
+        )
 
 
 class _Growth:

@@ -378,8 +378,8 @@ class EngineGenerator:
             yield admitted
 
     async def score(self, context: EngineContext, choices: Sequence[str], method: str) -> Scored:
-        """Scores all choices in one forward pass: the tokens of each that come after what all have in
-        common. The one that is chosen is appended with the ids that were scored."""
+        """Scores all choices: the tokens of each that come after what all have in common. The one
+        that is chosen is appended with the ids that were scored."""
         self.check_task(embeds=False)
         with self._admit(context.num_guessed_tokens) as admitted:
             admitted.prompt_tokens = 0  # until the engine has the request

@@ -1,27 +1,94 @@
-"""Scores a select's choices on the engine: all of them in one forward pass."""
+"""Scores a select's choices on the engine: short ones together as a tree, long ones as prompts.
+
+In a tree, choices share their starts, but each node reads its own path, so that nodes of long choices would
+make steps long. Choices of more than ``MAX_TREE_TOKENS`` tokens are therefore scored like prompts: in chunks,
+with the log-probabilities of their tokens. Long choices with the same start are divided where they differ:
+the start is scored once, and the rest after it, when it is cached.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import anyio
 import msgspec
 
+from agentflow.engine.cache.radix_cache import num_common_ids
 from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.context import EngineContext
-from agentflow.engine.process.ipc import Finished
+from agentflow.engine.process.ipc import Finished, Origin
 from agentflow.engine.text.choices import EncodedChoices, scores_of
+from agentflow.engine.token_tree import check_choices
+from agentflow.runtime.task_group import open_task_group
+
+MAX_TREE_TOKENS = 256
+"""Longer choices are no part of a tree."""
+MAX_AT_ONCE = 8
+"""Prompts of one select that the engine gets at once."""
+
+_Scored = tuple[list[list[float]], Finished]
 
 
 async def select_scores(
     client: EngineClient, context: EngineContext, encoded: EncodedChoices, method: str
 ) -> tuple[list[float], Finished]:
-    """The score of each choice by ``method``, and the end of the request that scored them."""
-    end = await client.score_choices(encoded.prefix, encoded.ends, origin=context.origin_now())
+    """The score of each choice by ``method``, and the end of the request that computed the prompt.
+    ``BadArgument`` for choices that are too long together."""
+    check_choices(encoded.ends)
+    origin = context.origin_now()
+    logprobs, end = await _Scoring(client, origin).scored(encoded.prefix, encoded.ends, origin)
     unconditional: list[list[float]] = []
     if method == "unconditional_likelihood_normalized":
         # Not as a request of the state, whose next request will continue its prompt instead.
-        origin = msgspec.structs.replace(context.origin_now(), state=0)
-        alone = await client.score_choices(_start_ids(client), encoded.ends, origin=origin)
-        unconditional = alone.choice_logprobs
-    return scores_of(method, encoded.ends, end.choice_logprobs, unconditional), end
+        stateless = msgspec.structs.replace(origin, state=0)
+        unconditional, _ = await _Scoring(client, origin).scored(_start_ids(client), encoded.ends, stateless)
+    return scores_of(method, encoded.ends, logprobs, unconditional), end
+
+
+class _Scoring:
+    """One select's requests."""
+
+    def __init__(self, client: EngineClient, origin: Origin) -> None:
+        self._client = client
+        self._stateless = msgspec.structs.replace(origin, state=0)
+        self._limiter = anyio.CapacityLimiter(MAX_AT_ONCE)
+
+    async def scored(self, prompt: list[int], choices: Sequence[list[int]], origin: Origin) -> _Scored:
+        """The log-probabilities of each choice's tokens after ``prompt``, and the end of the first request,
+        which computes the prompt and has this origin."""
+        short: list[int] = []
+        by_start: dict[tuple[int, ...], list[int]] = {}
+        for index, choice in enumerate(choices):
+            is_short = len(choice) <= MAX_TREE_TOKENS
+            (short if is_short else by_start.setdefault(tuple(choice[:MAX_TREE_TOKENS]), [])).append(index)
+        if short:
+            end = await self._client.score_choices(prompt, [choices[n] for n in short], origin=origin)
+        else:
+            end = await self._client.compute(prompt, origin=origin)
+        logprobs: list[list[float]] = [[] for _ in choices]
+        for index, values in zip(short, end.choice_logprobs, strict=True):
+            logprobs[index] = values
+
+        async def score(members: list[int]) -> None:
+            values = await self._as_prompts(prompt, [choices[n] for n in members])
+            for index, of_choice in zip(members, values, strict=True):
+                logprobs[index] = of_choice
+
+        async with open_task_group() as group:
+            for members in by_start.values():
+                group.start_soon(score, members)
+        return logprobs, end
+
+    async def _as_prompts(self, prompt: list[int], choices: Sequence[list[int]]) -> list[list[float]]:
+        """The same for long choices that begin with the same tokens."""
+        num_common = min(num_common_ids(choices[0], choice) for choice in choices)
+        path = prompt + choices[0][:num_common]
+        async with self._limiter:
+            end = await self._client.score(path, len(prompt), origin=self._stateless)
+        values = [value for value in end.logprobs if value is not None]
+        longer = [choice[num_common:] for choice in choices if len(choice) > num_common]
+        rest = iter((await self.scored(path, longer, self._stateless))[0] if longer else [])
+        return [values + (next(rest) if len(choice) > num_common else []) for choice in choices]
 
 
 def _start_ids(client: EngineClient) -> list[int]:

@@ -14,12 +14,14 @@ from support.process_engine import Hold, kill, process_engine
 
 import agentflow as af
 from agentflow.engine.client import EngineClient
+from agentflow.engine.generator import select
 from agentflow.engine.generator.context import EngineContext
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.process.ipc import Finished
 from agentflow.engine.runner import OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.text.choices import scores_of
+from agentflow.engine.text.choices import EncodedChoices, scores_of
+from agentflow.engine.token_tree import MAX_CHOICE_TOKENS
 from agentflow.protocol.sampling import SamplingParams
 
 pytestmark = pytest.mark.anyio
@@ -179,6 +181,67 @@ async def test_the_selected_choice_is_the_one_with_the_best_score(method, text, 
         scores = s["x"].choices
     assert list(scores) == choices
     assert max(scores, key=scores.__getitem__) == chosen
+
+
+long_choices = st.lists(
+    st.tuples(
+        st.sampled_from([[], [1] * 5, [1] * 5 + [2], [1, 2, 1, 2]]),
+        st.lists(st.integers(1, 2), min_size=1, max_size=8),
+        st.sampled_from([[], [], [3] * 6]),
+    ).map(lambda parts: [*parts[0], *parts[1], *parts[2]]),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(choices=long_choices, longest=st.integers(1, 6), budget=st.sampled_from([3, 8, 64]))
+async def test_f8a_long_choices_are_scored_as_one_by_one(choices, longest, budget):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(select, "MAX_TREE_TOKENS", longest)
+        async with plain_engine(SchedulerConfig(token_budget=budget)) as client:
+            _, context = opened(client, "the question", with_role=False)
+            encoded = EncodedChoices(0, "", [""] * len(choices), PROMPT, choices)
+            for method in METHODS:
+                scores, end = await select.select_scores(client, context, encoded, method)
+                start = [client.info.end_token_ids[0]]
+                unconditional = expected_logprobs(start, choices)
+                given_prompt = expected_logprobs(PROMPT, choices)
+                assert scores == scores_of(method, choices, given_prompt, unconditional)
+                assert end.prompt_tokens == len(PROMPT)
+
+
+async def test_f8b_a_select_of_long_choices_stalls_no_step():
+    """Each step has one chunk at most, no node of a tree has a long path, and a stream goes on meanwhile."""
+    choices = [[3, *[4] * 500, 5, *[6] * 500], [3, *[4] * 500, 7, *[8] * 500], [9] * 20]
+    most, longest = 0, 0
+
+    def on_step(batch) -> None:
+        nonlocal most, longest
+        most = max(most, len(batch.token_ids))
+        longest = max(longest, 0 if batch.trees is None else batch.trees.paths.shape[1])
+
+    config = SchedulerConfig(token_budget=64)
+    async with plain_engine(config, max_context=2048, on_step=on_step) as client:
+        _, context = opened(client, "the question", with_role=False)
+        encoded = EncodedChoices(0, "", [""] * 3, PROMPT, choices)
+        scores, _ = await select.select_scores(client, context, encoded, METHODS[0])
+        stats = await client.stats()
+    assert scores == scores_of(METHODS[0], choices, expected_logprobs(PROMPT, choices), [])
+    assert most <= 64
+    assert longest <= select.MAX_TREE_TOKENS
+    # What the long ones share is computed once, and a few tokens a second time for their logits.
+    assert stats.computed_tokens < len(PROMPT) + 3 * 501 + 19 + 10
+
+
+async def test_f8c_choices_that_are_too_long_together_fail_before_any_is_scored():
+    async with plain_engine() as client:
+        _, context = opened(client, "the question", with_role=False)
+        encoded = EncodedChoices(0, "", ["", ""], PROMPT, [[7], [7] * MAX_CHOICE_TOKENS])
+        with pytest.raises(af.BadArgument, check=has_param("choices")):
+            await select.select_scores(client, context, encoded, METHODS[0])
+        too_long = EncodedChoices(0, "", ["", ""], PROMPT, [[7], [7] * 600])
+        with pytest.raises(af.PromptTooLong, check=has_param("prompt")):
+            await select.select_scores(client, context, too_long, METHODS[0])
 
 
 async def test_the_pass_after_nothing_is_not_what_the_state_needs_next():
