@@ -9,7 +9,7 @@ import json
 from typing import Any, TypeAlias
 
 from agentflow.errors import BadArgument, ScriptMismatch
-from agentflow.language.typed.json_types import json_text
+from agentflow.language.typed.json_form import json_text
 from agentflow.language.typed.replies import Reply
 from agentflow.language.typed.tags import matches_whole, split_at_tags
 from agentflow.language.typed.tools import ToolCall

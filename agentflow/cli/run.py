@@ -32,8 +32,8 @@ from agentflow.cli.server_query import API_KEY_VARIABLE
 from agentflow.errors import AgentflowError, BadArgument
 from agentflow.language.batch.inputs import Parameters, Row, function_of
 from agentflow.language.batch.map import ProgramMap
-from agentflow.language.batch.results_file import to_json
 from agentflow.language.program import Program
+from agentflow.language.typed.json_form import json_text
 
 ProgramFunction = Callable[..., Awaitable[Any]]
 
@@ -242,7 +242,7 @@ def _line(item: Any, result: Any) -> str:
     is_failure = isinstance(result, Exception)
     ended = {"error": f"{type(result).__name__}: {result}"} if is_failure else {"result": result}
     try:
-        return to_json({"input": item, **ended}).decode()
+        return json_text({"input": item, **ended}, is_read_back=False)
     except ValueError as error:
         raise BadArgument(f"the program returned a value that has no form in JSON: {error}") from None
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec
 import anyio
 
 from agentflow.errors import BadArgument, Cancelled, short_repr
+from agentflow.language.by_name import by_name
 from agentflow.language.failures.mistakes import AsyncOnly, explain, needs_async_for
 from agentflow.language.failures.reported import left_by
 from agentflow.language.failures.user_code import UserCode
@@ -98,6 +99,9 @@ class Program(Generic[P, ResultT]):
                 "run it with flow.run(program, ...), or hand it the state of the program that calls it"
             )
         return await called(self._function, state, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return by_name(self, self._function) or (Program, (self._function,))
 
     def trace(self, /, *args: Any, **kwargs: Any) -> Graph:
         """The program as a graph, made by running it without a model: with these arguments after its state,

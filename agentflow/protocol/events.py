@@ -22,6 +22,7 @@ from agentflow.errors import (
     shown_error,
 )
 from agentflow.protocol.constraint import Constraint, ConstraintKind
+from agentflow.protocol.record import Record
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -99,7 +100,7 @@ class Capabilities(msgspec.Struct, frozen=True):
             raise NotSupported(f"{self.model} does not accept images: image() needs a model with vision")
 
 
-class Usage(msgspec.Struct, frozen=True):
+class Usage(Record, msgspec.Struct, frozen=True):
     """The tokens of one generation: of the prompt, those of them that were cached, of the output, and those
     of them that a constraint forced and that were not sampled, and those that a model's thoughts took. Usages
     can be added.
@@ -133,7 +134,7 @@ class Usage(msgspec.Struct, frozen=True):
         )
 
 
-class Stats(msgspec.Struct, frozen=True):
+class Stats(Record, msgspec.Struct, frozen=True):
     """Counters of the backend since its start, and current gauges. They count tokens unless the name says
     otherwise; ``steps`` are forward passes, ``*_slots`` tokens in the KV pool.
     None: a server does not show the counter, as it covers all tenants (``sees_metrics``).

@@ -35,7 +35,7 @@ from agentflow.language.program import StreamWork
 from agentflow.language.states.event_stream import TextDelta
 from agentflow.language.states.state import State, state_node
 from agentflow.language.states.variable import Variable
-from agentflow.language.typed.json_types import json_text
+from agentflow.language.typed.json_form import JsonRecord, json_text
 from agentflow.language.typed.replies import Reply
 from agentflow.language.typed.tools import (
     DescribedTool,
@@ -70,7 +70,7 @@ ERROR = "error: "
 """How the text of a failed call begins."""
 
 
-class RoundStarted(msgspec.Struct, frozen=True):
+class RoundStarted(JsonRecord, msgspec.Struct, frozen=True):
     """The model begins reply ``number`` of this ``af.act``, from 1.
 
     >>> async for event in af.act(s, tools=[weather]):
@@ -82,7 +82,7 @@ class RoundStarted(msgspec.Struct, frozen=True):
     number: int
 
 
-class ToolStarted(msgspec.Struct, frozen=True):
+class ToolStarted(JsonRecord, msgspec.Struct, frozen=True):
     """A tool call was approved, or rejected, and starts.
 
     >>> async for event in af.act(s, tools=[weather]):
@@ -93,7 +93,7 @@ class ToolStarted(msgspec.Struct, frozen=True):
     call: ToolCall
 
 
-class ToolDone(msgspec.Struct, frozen=True):
+class ToolDone(JsonRecord, msgspec.Struct, frozen=True):
     """A tool call has ended. ``text``: what the model gets. ``failed``: it is an error.
 
     >>> async for event in af.act(s, tools=[weather]):
@@ -106,7 +106,7 @@ class ToolDone(msgspec.Struct, frozen=True):
     failed: bool = False
 
 
-class ActDone(msgspec.Struct, frozen=True):
+class ActDone(JsonRecord, msgspec.Struct, frozen=True):
     """The loop has ended with ``result``. The last event.
 
     >>> async for event in af.act(s, tools=[weather]):
@@ -613,6 +613,6 @@ def _result_text(result: Any) -> str:
     """The result as the model gets it. Half a surrogate pair, which cannot be sent, is escaped.
     ``ValueError`` if the result has no such form."""
     if not isinstance(result, str):
-        return json_text(result)
+        return json_text(result, is_read_back=False)
     MARKERS.reject([result], "the result of a tool")
     return result.encode("utf-8", "backslashreplace").decode()

@@ -22,7 +22,7 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from agentflow.errors import BadArgument, NotSupported, RunFailed, ServerLost, ServerUnreachable
 from agentflow.language.expressions import Appendable, RoleExpression, Sequence_, image
-from agentflow.language.typed.json_types import json_text
+from agentflow.language.typed.json_form import json_text
 from agentflow.language.typed.tools import FunctionTool, tool
 from agentflow.protocol.ops import check_timeout
 from agentflow.runtime.task_group import first_of, open_task_group

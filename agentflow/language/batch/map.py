@@ -32,6 +32,7 @@ from agentflow.language.graphs.trace import GraphRun
 from agentflow.language.link import Link
 from agentflow.language.program import check_program, execute, name_of
 from agentflow.language.states.run import Run
+from agentflow.language.typed.json_form import as_plain
 from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import is_whole
 from agentflow.runtime.task_group import CallInLoop, loop_caller, open_task_group
@@ -102,8 +103,8 @@ class _MapWork(Generic[ResultT]):
         if resume is not None:
             from agentflow.language.batch import results_file  # not every program keeps its results
 
-            read = results_file.result_reader(program)
-            self._make_file = partial(results_file.ResultsFile.open, resume, program, read)
+            form = results_file.result_form(program)
+            self._make_file = partial(results_file.ResultsFile.open, resume, program, form)
             self._key_of = results_file.Keys(key)
         self._keys: list[Key] = []  # of the file, in the order of the inputs
         self._is_synced = True
@@ -543,10 +544,8 @@ def _pair(item: Any, result: Any) -> tuple[Any, Any]:
 def _fields(result: Any) -> dict[str, Any]:
     if isinstance(result, Exception):
         return {"error": f"{type(result).__name__}: {result}"}
-    from agentflow.language.batch.results_file import as_plain
-
     is_record = is_dataclass(result) or isinstance(result, Mapping | Struct) or hasattr(result, "model_dump")
-    return dict(as_plain(result)) if is_record else {"result": result}
+    return dict(as_plain(result, is_read_back=False)) if is_record else {"result": result}
 
 
 def _free_name(name: str, row: Mapping[str, Any]) -> str:

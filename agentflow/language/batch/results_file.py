@@ -16,7 +16,7 @@ import json
 import os
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, get_type_hints
 
@@ -25,7 +25,7 @@ import msgspec
 from agentflow.errors import AgentflowError, BadArgument, short_repr
 from agentflow.language.batch.inputs import Key, KeyOf, function_of
 from agentflow.language.graphs.graph import Graph
-from agentflow.language.typed.json_types import json_type, shown_type
+from agentflow.language.typed.json_form import JsonForm, as_plain, json_text
 from agentflow.protocol.events import Usage
 from agentflow.runtime.locked_file import open_locked, write_all
 from agentflow.version import __version__
@@ -65,22 +65,22 @@ class _Place(NamedTuple):
 
 
 class ResultsFile:
-    """Made by ``open``. ``read``: makes a result of its JSON."""
+    """Made by ``open``."""
 
-    def __init__(self, path: str, descriptor: int, read: Callable[[bytes], Any]) -> None:
+    def __init__(self, path: str, descriptor: int, form: JsonForm) -> None:
         self._path = path
         self._file = descriptor
-        self._read = read
+        self._form = form
         self._places: dict[Key, _Place] = {}
         self._num_lines = 0
         self._size = 0
         self._header = b""
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], program: Any, read: Callable[[bytes], Any]) -> ResultsFile:
+    def open(cls, path: str | os.PathLike[str], program: Any, form: JsonForm) -> ResultsFile:
         """Opens or creates the file, and locks it until ``close``. ``BadArgument`` if another map writes to
         it, if it is of another program, or if it is no such file."""
-        file = cls(os.fspath(path), _locked(os.fspath(path)), read)
+        file = cls(os.fspath(path), _locked(os.fspath(path)), form)
         try:
             file._load(_Header(FORMAT, __version__, program_name(program), _source(program)))
         except BaseException:
@@ -149,7 +149,7 @@ class ResultsFile:
 
     def _as_result(self, data: bytes, what: str) -> Any:
         try:
-            return self._read(data)
+            return self._form.read(data)
         except ValueError as error:
             raise self._wrong(f"{what} is not of the program's return type: {error}") from None
 
@@ -157,7 +157,7 @@ class ResultsFile:
         """Appends a result. Returns it as ``result`` will read it. ``BadArgument`` if it has no form in
         JSON."""
         try:
-            data = to_json(result)
+            data = json_text(self._form.plain(result)).encode()
         except ValueError as error:
             raise BadArgument(
                 f"resume: the program returned {short_repr(result)}, which cannot be kept as JSON: {error}",
@@ -250,7 +250,7 @@ def _locked(path: str) -> int:
 def _raw(item: Any) -> msgspec.Raw | msgspec.UnsetType:
     """The input as JSON; left out if it has no such form and a key identifies it."""
     with suppress(ValueError):
-        return msgspec.Raw(to_json(item))
+        return msgspec.Raw(json_text(item, is_read_back=False).encode())
     return msgspec.UNSET
 
 
@@ -258,33 +258,13 @@ def _tokens(usage: Usage) -> dict[str, int]:
     return {"prompt": usage.prompt_tokens, "cached": usage.cached_tokens, "output": usage.output_tokens}
 
 
-def to_json(value: Any, *, is_canonical: bool = False) -> bytes:
-    """A value as JSON in one line. ``ValueError`` if it has no such form. ``is_canonical``: with equal bytes
-    for equal values.
-
-    >>> to_json({"b": 1, "a": (1, 2)}, is_canonical=True)
-    b'{"a": [1, 2], "b": 1}'
-    """
+def identity_of(item: Any) -> bytes:
+    """JSON with equal bytes for equal inputs. ``ValueError`` if the input has no such form."""
     try:
-        plain = as_plain(value, order="deterministic" if is_canonical else None)
-        text = json.dumps(plain, ensure_ascii=False, allow_nan=False, sort_keys=is_canonical)
-        return text.encode()
+        plain = as_plain(item, is_read_back=False, order="deterministic")
+        return json.dumps(plain, ensure_ascii=False, allow_nan=False, sort_keys=True).encode()
     except (TypeError, RecursionError, msgspec.MsgspecError) as error:
         raise ValueError(str(error)) from None
-
-
-def as_plain(value: Any, *, order: Any = None) -> Any:
-    """A value as what JSON has: dicts, lists, strings, numbers. ``TypeError`` if it has no such form."""
-    return msgspec.to_builtins(value, enc_hook=_plain, str_keys=True, order=order)
-
-
-def _plain(value: Any) -> Any:
-    """What msgspec does not know: models of pydantic, and scalars and arrays of numpy and pandas."""
-    for method, arguments in (("model_dump", {"mode": "json"}), ("isoformat", {}), ("tolist", {})):
-        found = getattr(value, method, None)
-        if callable(found):
-            return found(**arguments)
-    raise TypeError(f"a {type(value).__name__} has no form in JSON")
 
 
 class Keys:
@@ -310,7 +290,7 @@ class Keys:
     def _found(self, item: Any) -> Key:
         if self._key is None:
             try:
-                return hashlib.blake2b(to_json(item, is_canonical=True), digest_size=12).hexdigest()
+                return hashlib.blake2b(identity_of(item), digest_size=12).hexdigest()
             except ValueError as error:
                 raise BadArgument(
                     f"map: resume identifies an input by its JSON, and {short_repr(item)} has none "
@@ -348,21 +328,16 @@ def _source(program: Any) -> str | None:
     return hashlib.blake2b(textwrap.dedent(source).encode(), digest_size=8).hexdigest()
 
 
-def result_reader(program: Any) -> Callable[[bytes], Any]:
-    """What reads a result of the program back: as its annotated return type, or else as plain JSON.
-    ``BadArgument`` if that type has no form in JSON."""
+def result_form(program: Any) -> JsonForm:
+    """The form of the program's results: of its annotated return type, or else plain JSON. ``BadArgument`` if
+    that type has no form in JSON, or cannot be read back from it."""
     kind: Any = Any
     if not isinstance(program, Graph):
         with suppress(Exception):  # an annotation may be undefined here
             kind = get_type_hints(function_of(program)).get("return", Any)
-    if kind in (Any, object):
-        return msgspec.json.decode
-    if kind is type(None):
-        return lambda data: None
+    if kind in (object, type(None)):
+        kind = Any
     try:
-        return json_type(kind)[1]
+        return JsonForm(kind, "map: resume keeps results as JSON")
     except BadArgument as error:
-        raise BadArgument(
-            f"map: resume keeps results as JSON, and the program returns {shown_type(kind)}: {error}",
-            param="resume",
-        ) from None
+        raise BadArgument(str(error), param="resume") from None

@@ -10,11 +10,12 @@ from typing import Any, Protocol
 import anyio
 import msgspec
 
+from agentflow.language.typed.json_form import JsonRecord
 from agentflow.language.typed.tools import ToolCall
 from agentflow.protocol.events import Usage, Value
 
 
-class TextDelta(msgspec.Struct, frozen=True):
+class TextDelta(JsonRecord, msgspec.Struct, frozen=True):
     """More text of variable ``name`` in the state at ``path`` of the fork tree; of a reply, more prose.
 
     >>> async for event in flow.stream(judge, essay):
@@ -28,7 +29,7 @@ class TextDelta(msgspec.Struct, frozen=True):
     text: str
 
 
-class VariableDone(msgspec.Struct, frozen=True):
+class VariableDone(JsonRecord, msgspec.Struct, frozen=True):
     """Variable ``name`` of the state at ``path`` is complete. ``value``: its text; of a reply, the prose.
     ``finish_reason``, ``usage`` (in tokens) and ``tool_calls`` are as in ``Variable``.
 
@@ -48,7 +49,7 @@ class VariableDone(msgspec.Struct, frozen=True):
     tool_calls: tuple[ToolCall, ...] = ()
 
 
-class RunDone(msgspec.Struct, frozen=True):
+class RunDone(JsonRecord, msgspec.Struct, frozen=True):
     """The program returned ``result``.
 
     >>> async for event in flow.stream(judge, essay):

@@ -22,7 +22,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, Final, Literal, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
 
 import jiter
 import msgspec
@@ -31,6 +31,7 @@ from agentflow.errors import BadArgument
 from agentflow.language.failures.mistakes import defined_at
 from agentflow.language.typed.decimals import MOST_DIGITS, Limit, decimal_pattern
 from agentflow.protocol.chat import hoisted
+from agentflow.protocol.record import Record
 from agentflow.protocol.schema_walk import FORMATS, PATTERN_OF_FORMAT, resolved, subschemas
 
 JsonSchema: TypeAlias = dict[str, Any]
@@ -44,9 +45,43 @@ _PYDANTIC: Final = frozenset({"pydantic", "pydantic_core", "annotated_types"})
 _INSTEAD = " (write a pydantic model, a dataclass, a TypedDict, or a type such as list[str])"
 
 
+class TypedJson(NamedTuple):
+    """A type as JSON. ``adapter``: pydantic's ``TypeAdapter``; None for a type that msgspec describes."""
+
+    schema: JsonSchema
+    read: Reader
+    adapter: Any = None
+
+
 def json_type(kind: Any, where: str = "gen: schema") -> tuple[JsonSchema, Reader]:
     """The schema of a type and the reader of its values. ``BadArgument``, which begins with ``where``, if the
     type has no form in JSON or is an instance."""
+    found = typed_json(kind, where)
+    return enforceable(found.schema), TypeReader(kind, found.read)
+
+
+class TypeReader:
+    """The reader of a type's values. It is pickled as the type."""
+
+    __slots__ = ("_kind", "_read")
+
+    def __init__(self, kind: Any, read: Reader) -> None:
+        self._kind = kind
+        self._read = read
+
+    def __call__(self, data: str | bytes) -> Any:
+        return self._read(data)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _reader_of, (self._kind,)
+
+
+def _reader_of(kind: Any) -> Reader:
+    return json_type(kind)[1]
+
+
+def typed_json(kind: Any, where: str) -> TypedJson:
+    """As ``json_type``, with keywords in the schema that a grammar cannot enforce."""
     shown = shown_type(kind)
     if isinstance(kind, str):
         raise BadArgument(f"{where}: give the type itself, not the string {kind!r:.80}", param="schema")
@@ -54,18 +89,17 @@ def json_type(kind: Any, where: str = "gen: schema") -> tuple[JsonSchema, Reader
         name = type(kind).__name__
         raise BadArgument(f"{where}: give the type {name}, not an instance of it", param="schema")
     try:
-        libraries = _libraries(kind)
+        libraries = libraries_of(kind)
         if {"msgspec", "pydantic"} <= libraries:
             raise TypeError("it has both msgspec's structs or constraints and pydantic's: use one of the two")
         if libraries == {"keys"} and importlib.util.find_spec("pydantic") is not None:
             libraries.add("pydantic")  # msgspec's schemas leave out what the keys of a dict may be
-        schema, read = _of_pydantic(kind) if "pydantic" in libraries else _of_either(kind)
+        return _of_pydantic(kind) if "pydantic" in libraries else _of_either(kind)
     except Exception as error:  # an annotation may be undefined, and pydantic has errors of many types
         why = _shown_error(error)
         raise BadArgument(
             f"{where}: {shown} cannot be expressed as JSON: {why}{_INSTEAD}", param="schema"
         ) from None
-    return enforceable(schema), read
 
 
 def parameters_type(name: str, function: Callable[..., Any]) -> tuple[JsonSchema, Reader]:
@@ -133,29 +167,6 @@ def _read_member(name: str, read: Reader, data: msgspec.Raw) -> Any:
         raise ValueError(f"parameter {name!r}: {error}") from None
 
 
-def json_text(value: Any) -> str:
-    """The value as JSON, with the compact white space of a schema. Takes what msgspec and pydantic take.
-    ``ValueError`` if it has no form in JSON.
-
-    >>> json_text({"day": datetime.date(2024, 5, 1), "is_open": True})
-    '{"day": "2024-05-01", "is_open": true}'
-    """
-    try:
-        plain = msgspec.to_builtins(value, enc_hook=_plain)
-        text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
-        text.encode()  # half a surrogate pair could not be sent
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(str(error)) from None
-    return text
-
-
-def _plain(value: Any) -> Any:
-    dump = getattr(value, "model_dump", None)  # pydantic, which need not be installed
-    if dump is None:
-        raise TypeError(f"{type(value).__name__} has no form in JSON")
-    return dump(mode="json")
-
-
 def _same(value: Any) -> Any:
     return value
 
@@ -192,7 +203,7 @@ def _shown_error(error: Exception) -> str:
     return line or type(error).__name__
 
 
-def _libraries(kind: Any) -> set[str]:
+def libraries_of(kind: Any) -> set[str]:
     """Which of msgspec and pydantic the type mentions, at any depth; ``keys`` for a dict whose keys are not
     plain strings."""
     found: set[str] = set()
@@ -211,6 +222,8 @@ def _libraries(kind: Any) -> set[str]:
         pending += [getattr(one, "__value__", None), get_origin(one)]  # of ``type X = ...``
         if not isinstance(one, type):
             continue
+        if issubclass(one, Record):
+            continue  # which either library reads and writes
         if hasattr(one, "__get_pydantic_core_schema__") or hasattr(one, "__pydantic_core_schema__"):
             found.add("pydantic")  # which looks into it itself
             continue
@@ -247,9 +260,9 @@ def _has_members(kind: type) -> bool:
     )
 
 
-def _of_either(kind: Any) -> tuple[JsonSchema, Reader]:
+def _of_either(kind: Any) -> TypedJson:
     try:
-        return _of_msgspec(kind), msgspec.json.Decoder(kind).decode
+        return TypedJson(_of_msgspec(kind), msgspec.json.Decoder(kind).decode)
     except Exception:  # a KeyError for two classes of one name
         if importlib.util.find_spec("pydantic") is None:
             raise
@@ -313,13 +326,20 @@ def _with_parts(kind: Any, change: Callable[[Any], Any]) -> Any:
     return origin[changed]
 
 
-def _of_pydantic(kind: Any) -> tuple[JsonSchema, Reader]:
+def type_adapter(kind: Any) -> Any:
+    """pydantic's ``TypeAdapter`` of a type."""
     if importlib.util.find_spec("pydantic") is None:
         raise TypeError("its constraints need pydantic, which is not installed")
     import pydantic
 
-    adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(_with_new_typed_dicts(kind))
-    schema = adapter.json_schema(schema_generator=_schema_generator())
+    return pydantic.TypeAdapter(_with_new_typed_dicts(kind))
+
+
+def _of_pydantic(kind: Any) -> TypedJson:
+    import pydantic
+
+    adapter = type_adapter(kind)
+    schema = adapter.json_schema(schema_generator=schema_generator())
 
     def read(data: str | bytes) -> Any:
         try:
@@ -327,7 +347,7 @@ def _of_pydantic(kind: Any) -> tuple[JsonSchema, Reader]:
         except pydantic.ValidationError as error:
             raise NotValid(error.errors(include_url=False)) from error
 
-    return schema, read
+    return TypedJson(schema, read, adapter)
 
 
 class NotValid(ValueError):
@@ -343,7 +363,7 @@ class NotValid(ValueError):
 
 
 @functools.cache
-def _schema_generator() -> Any:
+def schema_generator() -> Any:
     """pydantic's generator of schemas, with decimals as strings of bounded length, which keep every digit."""
     from pydantic.json_schema import GenerateJsonSchema
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from agentflow.errors import BadArgument
+from agentflow.language.typed.json_form import JsonRecord
 from agentflow.language.typed.tools import DescribedTool, ToolCall, plain_call
 from agentflow.protocol import chat
 
@@ -46,7 +48,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(JsonRecord):
     """A reply of the assistant: its prose, and its tool calls.
 
     >>> async with flow.state() as s:
@@ -80,16 +82,15 @@ def reader_of_replies(tools: Iterable[DescribedTool]) -> Callable[[str], Reply]:
     known = {tool.name: tool for tool in tools if tool.function is not None}
     if not known:
         return read_reply
+    return partial(_read_typed_reply, known)
 
-    def read(notation: str) -> Reply:
-        reply = read_reply(notation)
-        calls = [
-            known[call.name].call(call.text, call.id) if call.name in known else call
-            for call in reply.tool_calls
-        ]
-        return replace(reply, tool_calls=tuple(calls))
 
-    return read
+def _read_typed_reply(known: Mapping[str, DescribedTool], notation: str) -> Reply:
+    reply = read_reply(notation)
+    calls = [
+        known[call.name].call(call.text, call.id) if call.name in known else call for call in reply.tool_calls
+    ]
+    return replace(reply, tool_calls=tuple(calls))
 
 
 def reply_of(received: chat.Reply) -> Reply:

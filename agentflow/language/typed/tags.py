@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -95,13 +96,14 @@ def tagged_type(tags: Sequence[Tag]) -> ValueType:
     rules = tuple([tag._rule for tag in tags])
     source = msgspec.json.encode(rules).decode()
 
-    def read(text: str) -> list[str | Tagged]:
-        return [
-            piece if isinstance(piece, str) else _tagged(tags[piece.index], piece.text)
-            for piece in split_at_tags(text, rules)
-        ]
+    return ValueType("text with tags", Constraint("tags", source).check(), partial(_read_tags, tags, rules))
 
-    return ValueType("text with tags", Constraint("tags", source).check(), read)
+
+def _read_tags(tags: Sequence[Tag], rules: tuple[TagRule, ...], text: str) -> list[str | Tagged]:
+    return [
+        piece if isinstance(piece, str) else _tagged(tags[piece.index], piece.text)
+        for piece in split_at_tags(text, rules)
+    ]
 
 
 def _tagged(tag: Tag, text: str) -> Tagged:

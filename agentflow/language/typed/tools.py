@@ -8,17 +8,18 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, TypeAlias, overload
 
 import msgspec
 
 from agentflow.errors import BadArgument, InvalidValue, shown_error
+from agentflow.language.by_name import by_name
 from agentflow.language.failures.user_code import UserCode
+from agentflow.language.typed.json_form import JsonRecord, json_text
 from agentflow.language.typed.json_types import (
     NothingYet,
-    json_text,
     parameters_type,
     partial_value,
     with_definitions,
@@ -34,7 +35,7 @@ Tool: TypeAlias = "Callable[..., Any] | Mapping[str, Any] | FunctionTool"
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
+class ToolCall(JsonRecord):
     """A call that the model requests. ``id`` names it in the turn with its result. ``text``: the arguments as
     the model wrote them, a JSON object. ``function``: the tool, where it is known. ``fault``: why the call
     cannot run, because its arguments are truncated or invalid; then ``arguments`` are those that are certain,
@@ -64,6 +65,10 @@ class ToolCall:
             except ValueError as error:
                 raise BadArgument(f"ToolCall: the arguments are not JSON: {error}") from None
 
+    @classmethod
+    def _shown_fields(cls) -> tuple[str, ...]:
+        return "name", "arguments", "id"
+
     def __call__(self) -> Any:
         """Calls the function; an async function returns an awaitable. ``InvalidValue`` if the call has a
         fault."""
@@ -87,6 +92,10 @@ class FunctionTool:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = [getattr(self, one.name) for one in fields(self)]
+        return by_name(self, self.function) or (FunctionTool, tuple(values))
 
     def __get__(self, instance: object, owner: type | None = None) -> FunctionTool:
         """The tool of a bound method."""
@@ -256,7 +265,8 @@ class Toolbox:
 class DescribedTool:
     """A tool. ``parameters``: the schema of its arguments; ``read`` makes them of JSON. ``function``: None
     for a tool that was given as a schema. ``timeout_s`` and ``max_calls``: as in ``tool``. ``is_strict``: a
-    schema that is enforced exactly, as OpenAI's ``"strict": true`` says."""
+    schema that is enforced exactly, as OpenAI's ``"strict": true`` says. ``given``: what it was made of, and
+    is pickled as."""
 
     name: str
     description: str
@@ -267,6 +277,10 @@ class DescribedTool:
     max_calls: int | None = None
     is_typed: bool = False
     is_strict: bool = False
+    given: Tool | None = field(default=None, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return described_tool, (self.given,)
 
     @property
     def spec(self) -> ToolSpec:
@@ -328,6 +342,10 @@ _read_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 def described_tool(tool: Tool) -> DescribedTool:
     """The tool with its name, its schema and its limits. ``BadArgument`` if it is not a tool."""
+    return replace(_described(tool), given=tool)
+
+
+def _described(tool: Tool) -> DescribedTool:
     if isinstance(tool, Mapping):
         inner = tool.get("function", tool)  # OpenAI wraps it: {"type": "function", "function": {…}}
         given, parameters = inner.get("name"), inner.get("parameters", {"type": "object", "properties": {}})

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -115,8 +116,11 @@ def _of_type(wanted: type) -> ValueType:
     constraint = _SCALARS.get(wanted) if isinstance(wanted, type) else None
     if constraint is None:
         raise BadArgument(f"gen: type must be int, float, bool or str, not {wanted!r}; for others use schema")
-    read = _read_bool if wanted is bool else wanted
-    return ValueType(wanted.__name__, constraint, lambda text: read(text.strip()))
+    return ValueType(wanted.__name__, constraint, partial(_read_scalar, wanted))
+
+
+def _read_scalar(wanted: Callable[[str], Any], text: str) -> Any:
+    return (_read_bool if wanted is bool else wanted)(text.strip())
 
 
 def _read_bool(text: str) -> bool:

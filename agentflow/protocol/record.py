@@ -1,0 +1,57 @@
+"""The base of records that programs get, such as ``Usage``, and hand to a web framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+
+
+class Record:
+    """A mixin of structs and dataclasses that are shown as JSON objects.
+
+    ``to_dict`` and ``dict(record)`` give one, and pydantic describes, reads and writes the record as one, so
+    that an endpoint of FastAPI can return it.
+    """
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as a dict of what JSON has.
+
+        >>> af.Usage(prompt_tokens=12, output_tokens=5).to_dict()["prompt_tokens"]
+        12
+        """
+        return {name: msgspec.to_builtins(getattr(self, name)) for name in self._shown_fields()}
+
+    @classmethod
+    def _shown_fields(cls) -> tuple[str, ...]:
+        return cls.__match_args__  # type: ignore[attr-defined, no-any-return]  # of every struct and dataclass
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return iter(self.to_dict().items())
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        from pydantic import PlainSerializer, PlainValidator
+
+        def read(value: Any) -> Any:
+            return value if isinstance(value, cls) else msgspec.convert(value, cls)
+
+        return handler.generate_schema(Annotated[Any, PlainValidator(read), PlainSerializer(cls.to_dict)])
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
+        hints = get_type_hints(cls)
+        members = {name: _schema_of(hints[name]) for name in cls._shown_fields()}
+        return {"type": "object", "title": cls.__name__, "properties": members}
+
+
+def _schema_of(kind: Any) -> dict[str, Any]:
+    """The schema of a field; empty for a type that JSON Schema cannot describe in one place."""
+    try:
+        schema = msgspec.json.schema(kind)
+    except (TypeError, RecursionError):
+        return {}
+    return {} if "$defs" in schema else schema
