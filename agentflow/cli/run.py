@@ -314,9 +314,10 @@ or each row of a CSV file. The fields of an object or a row are the program's
 arguments; fields that it does not take stay in the output. Any other value is
 its one argument.
 
-The output has one JSON line for each input, with its "result" or "error". A
-file (-o) begins with a line that names the program; Ctrl-C or a crash loses no
-result in it, and --resume runs the rest.
+Standard output gets one JSON line for each input, with its "result" or "error".
+A file (-o FILE) gets the results alone, one a line, and FILE.resume next to it
+what --resume needs, and the errors. Ctrl-C or a crash loses no result, and
+--resume runs the rest.
 
 Exit status: 0 if all inputs have a result, 3 if some failed, 1 for any other
 error, 130 after Ctrl-C.""",

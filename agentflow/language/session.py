@@ -221,11 +221,12 @@ class Session(AsyncOnly):
         may pass: an overloaded or unreachable server (after the pause that it asks for), a failed engine, an
         invalid value, a ``ConnectionError`` or ``TimeoutError`` of the program.
 
-        ``resume``: a file that receives each input with its result or failure as it ends. A later map of the
-        same program takes the results from it, and runs only the other inputs and those that failed. Results
-        are kept as JSON and come back as the program's annotated return type. ``key``: a field or a function
-        that identifies an input there; by default, its JSON does. ``BadArgument`` for the file of another
-        program, or if another map writes to it.
+        ``resume``: a file that receives each result as a line of JSON when its input ends. A later map of the
+        same program takes the results from it, and runs only the other inputs and those that failed; what it
+        needs for that, and the failures, are in the file ``.resume`` next to it. Results come back as the
+        program's annotated return type. ``key``: a field or a function that identifies an input there; by
+        default, its JSON does. ``BadArgument`` for the file of another program, if another map writes to it,
+        or if values of the return type cannot be read back from their JSON.
 
         ``progress``: shows a bar on stderr with the rate, the time left, the failures, the tokens, and the
         share of the prompts that was cached.

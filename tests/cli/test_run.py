@@ -48,7 +48,7 @@ def _folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def results(name: str = "out.jsonl") -> list[object]:
-    return [json.loads(line).get("result") for line in Path(name).read_text().splitlines()[1:]]
+    return [json.loads(line) for line in Path(name).read_text().splitlines()]
 
 
 def test_results_are_printed_in_order_and_progress_is_not(capsys):

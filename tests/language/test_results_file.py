@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -45,81 +46,168 @@ async def untyped(s, item):
     return item
 
 
+def log_of(path: Path) -> Path:
+    return path.with_name(path.name + ".resume")
+
+
+def entries_of(path: Path) -> list[Any]:
+    return [json.loads(line) for line in log_of(path).read_text().splitlines()[1:]]
+
+
+def add(file: ResultsFile, **results: Any) -> None:
+    for key, result in results.items():
+        file.add_result(key, result, USED)
+
+
+def num_kept(path: Path, of: Any, keys: Any) -> list[bool]:
+    file = opened(path, of)
+    try:
+        return [file.has_result(key) for key in keys]
+    finally:
+        file.close()
+
+
+def test_f17b_the_file_has_the_results_and_nothing_else(tmp_path):
+    path = tmp_path / "run.jsonl"
+    file = opened(path, untyped)
+    add(file, a={"mark": 1}, b=None)
+    file.add_failure("c", af.EngineFailed("no c"), USED)
+    file.close()
+    assert path.read_text() == '{"mark": 1}\nnull\n'
+    header, *entries = map(json.loads, log_of(path).read_text().splitlines())
+    assert header["program"] == "untyped"
+    assert [entry["key"] for entry in entries] == ["a", "b", "c"]
+    assert entries[2]["error"] == {"code": "engine_failed", "message": "no c"}
+    assert entries[0]["tokens"] == {"prompt": 10, "cached": 4, "output": 2}
+
+
 @given(results=st.lists(JSON, max_size=5), data=st.data())
-def test_a_file_that_was_truncated_anywhere_has_every_line_before(results, data, tmp_path_factory):
+def test_f17b_files_that_were_truncated_anywhere_have_every_result_before(results, data, tmp_path_factory):
+    """The process is killed between any two bytes: a result is written before its entry."""
     path = tmp_path_factory.mktemp("results") / "run.jsonl"
     file = opened(path, untyped)
     for key, result in enumerate(results):
-        file.add_result(key, result, result, USED)
+        file.add_result(key, result, USED)
     file.close()
-    content = path.read_bytes()
+    content, log = path.read_bytes(), log_of(path).read_bytes()
     size = data.draw(st.integers(0, len(content)))
+    num_whole = content[:size].count(b"\n")
+    entries = log.splitlines(keepends=True)
+    least = len(b"".join(entries[: 1 + num_whole]))
+    if size < len(content) and not content[:size].endswith(b"\n"):
+        log_size = least  # the entry of a line comes after it
+    else:
+        least -= len(entries[num_whole]) if num_whole else len(entries[0])
+        log_size = data.draw(st.integers(least + 1, least + len(entries[num_whole])))
+        num_whole = max(0, log[:log_size].count(b"\n") - 1)
     path.write_bytes(content[:size])
-    num_whole = max(0, content[:size].count(b"\n") - 1)
+    log_of(path).write_bytes(log[:log_size])
+    if size and not log[:log_size].count(b"\n"):
+        return  # no writer leaves this
     file = opened(path, untyped)
     assert [file.has_result(key) for key in range(len(results))] == [
         key < num_whole for key in range(len(results))
     ]
     assert [file.result(key) for key in range(num_whole)] == results[:num_whole]
     for key in range(num_whole, len(results)):
-        file.add_result(key, results[key], results[key], USED)
+        file.add_result(key, results[key], USED)
     file.close()
     assert path.read_bytes() == content
+    assert log_of(path).read_bytes() == log
 
 
-def test_each_byte_of_a_whole_file(tmp_path, monkeypatch):
-    """The same for every position of one file, with zeros that a crash of the machine may leave behind."""
+def test_f17b_each_byte_of_either_file_after_a_crash_of_the_machine(tmp_path, monkeypatch):
+    """Any end of either file may be missing, or be zeros."""
     monkeypatch.setattr(ResultsFile, "sync", lambda file: None)
     path = tmp_path / "run.jsonl"
     file = opened(path)
-    for key in range(3):
-        file.add_result(key, "é", "\n", USED)
+    add(file, a="é", b="\n", c="x")
     file.close()
-    content = path.read_bytes()
-    for size in range(len(content) + 1):
-        for tail in (b"", b"\0" * 7):
-            if tail and not content[:size].count(b"\n"):
-                continue  # not even a header: then it may be any file
+    content, log = path.read_bytes(), log_of(path).read_bytes()
+    first = log.index(b"\n") + 1
+    for tail in (b"", b"\0" * 7):
+        for size in range(1, len(content) + 1):
             path.write_bytes(content[:size] + tail)
-            file = opened(path)
-            num_whole = content[:size].count(b"\n") - 1
-            assert [file.has_result(key) for key in range(3)] == [key < num_whole for key in range(3)]
-            file.close()
+            log_of(path).write_bytes(log)
+            num_whole = content[:size].count(b"\n")
+            assert num_kept(path, program, "abc") == [index < num_whole for index in range(3)]
+        for size in range(first, len(log) + 1):
+            path.write_bytes(content)
+            log_of(path).write_bytes(log[:size] + tail)
+            num_whole = log[:size].count(b"\n") - 1
+            assert num_kept(path, program, "abc") == [index < num_whole for index in range(3)]
 
 
 @pytest.mark.parametrize(
     "content",
     [b'{"question": "my own inputs"}\n', b"[1, 2", b"\n", b'{"a": 1}', b"\x00\x01", b"a,b\n1,2\n"],
 )
-def test_a_file_of_something_else_is_refused_and_left_alone(content, tmp_path):
+@pytest.mark.parametrize("log", [None, b"", b'{"agent', b"notes\n"])
+def test_a_file_of_something_else_is_refused_and_left_alone(content, log, tmp_path):
     path = tmp_path / "inputs.jsonl"
     path.write_bytes(content)
+    if log is not None:
+        log_of(path).write_bytes(log)
     with pytest.raises(af.BadArgument, match="not a file of results") as refused:
         opened(path)
     assert refused.value.param == "resume"
     assert path.read_bytes() == content
+    assert (log_of(path).read_bytes() if log_of(path).exists() else None) == log
+
+
+def test_f17b_a_file_of_an_earlier_version_is_refused_and_left_alone(tmp_path):
+    path = tmp_path / "run.jsonl"
+    content = '{"agentflow_map":1,"version":"0.1","program":"program"}\n{"key":"a","result":"x"}\n'
+    path.write_text(content)
+    with pytest.raises(af.BadArgument, match="earlier version"):
+        opened(path)
+    assert path.read_text() == content
 
 
 def test_the_file_of_another_program_or_format_is_refused(tmp_path):
     path = tmp_path / "run.jsonl"
-    opened(path, other).close()
+    file = opened(path, other)
+    add(file, a="x")
+    file.close()
     with pytest.raises(af.BadArgument, match=r"'other'.*'program'"):
         opened(path)
-    path.write_text('{"agentflow_map":2,"version":"9","program":"program"}\n')
-    with pytest.raises(af.BadArgument, match="format 2"):
+    log_of(path).write_text('{"agentflow_map":9,"version":"9","program":"program"}\n')
+    with pytest.raises(af.BadArgument, match="format 9"):
         opened(path)
     with pytest.raises(af.BadArgument, match="cannot be opened"):
         opened(tmp_path / "no folder" / "run.jsonl")
 
 
-def test_a_damaged_line_is_named(tmp_path):
+@pytest.mark.parametrize(("old", "new"), [(b"one", b"two"), (b'"one"', b'"longer"'), (b'"one"\n', b"")])
+def test_f17b_results_that_were_changed_are_refused_and_left_alone(old, new, tmp_path):
     path = tmp_path / "run.jsonl"
     file = opened(path)
-    file.add_result("a", "a", "x", USED)
+    add(file, a="one", b="middle", c="last, which is long")
     file.close()
-    path.write_bytes(path.read_bytes() + b"garbage\n" + b'{"key": "b", "result": 1}\n')
+    changed = path.read_bytes().replace(old, new)
+    path.write_bytes(changed)
+    with pytest.raises(af.BadArgument, match="not the one that was written"):
+        opened(path)
+    assert path.read_bytes() == changed
+
+
+def test_a_damaged_entry_is_named(tmp_path):
+    path = tmp_path / "run.jsonl"
+    file = opened(path)
+    add(file, a="x")
+    file.close()
+    log_of(path).write_bytes(log_of(path).read_bytes() + b"garbage\n" + b'{"key": "b"}\n')
     with pytest.raises(af.BadArgument, match="line 3"):
         opened(path)
+
+
+def test_f17b_without_the_results_all_inputs_run_again(tmp_path):
+    path = tmp_path / "run.jsonl"
+    file = opened(path, other)
+    add(file, a="x")
+    file.close()
+    path.unlink()
+    assert num_kept(path, program, "a") == [False]
 
 
 def test_two_writers_at_once_are_refused_also_after_the_file_was_replaced(tmp_path):
@@ -127,8 +215,7 @@ def test_two_writers_at_once_are_refused_also_after_the_file_was_replaced(tmp_pa
     file = opened(path)
     with pytest.raises(af.BadArgument, match="another map"):
         opened(path)
-    file.add_result("b", "b", "2", USED)
-    file.add_result("a", "a", "1", USED)
+    add(file, b="2", a="1")
     file.close(["a", "b"])
     second = opened(path)
     with pytest.raises(af.BadArgument, match="another map"):
@@ -137,61 +224,95 @@ def test_two_writers_at_once_are_refused_also_after_the_file_was_replaced(tmp_pa
     second.close()
 
 
-def test_a_closed_file_has_one_line_for_each_input_in_their_order(tmp_path):
+def test_closed_files_have_one_line_for_each_input_in_their_order(tmp_path):
     path = tmp_path / "run.jsonl"
     file = opened(path)
     for key in "zcab":
-        file.add_failure(key, key, af.EngineFailed(f"no {key}"), USED)
-    file.add_result("a", "a", "A", USED)
+        file.add_failure(key, af.EngineFailed(f"no {key}"), USED)
+    add(file, a="A")
     file.close()
-    assert len(path.read_text().splitlines()) == 6
     file = opened(path)
     assert not file.has_result("c")
     assert file.has_result("a")
-    file.add_result("c", "c", "C", USED)
+    add(file, z="Z", c="C")
     file.close(["a", "b", "c", "d"])
-    header, *lines = map(json.loads, path.read_text().splitlines())
-    assert header["program"] == "program"
-    assert [line["key"] for line in lines] == ["a", "b", "c", "z"]
-    assert [line.get("result") for line in lines] == ["A", None, "C", None]
-    assert lines[1]["error"] == {"code": "engine_failed", "message": "no b"}
-    assert lines[0]["tokens"] == {"prompt": 10, "cached": 4, "output": 2}
-    opened(path).close()
+    assert path.read_text() == '"A"\n"C"\n"Z"\n'
+    entries = entries_of(path)
+    assert [entry["key"] for entry in entries] == ["a", "b", "c", "z"]
+    assert entries[1]["error"] == {"code": "engine_failed", "message": "no b"}
+    assert num_kept(path, program, "abcz") == [True, False, True, True]
+    assert sorted(os.listdir(tmp_path)) == ["run.jsonl", "run.jsonl.resume"]
+
+
+@pytest.mark.parametrize("num_replaced", [0, 1])
+def test_f17b_a_rewrite_that_was_interrupted_is_finished_or_undone(num_replaced, tmp_path, monkeypatch):
+    path = tmp_path / "run.jsonl"
+    file = opened(path)
+    add(file, c="C", a="A", b="B")
+    replaced: list[str] = []
+
+    def replace(old: str, new: str) -> None:
+        if len(replaced) == num_replaced:
+            raise Killed
+        replaced.append(new)
+        os.rename(old, new)
+
+    monkeypatch.setattr("agentflow.language.batch.results_file.os.replace", replace)
+    monkeypatch.setattr("agentflow.language.batch.results_file.os.unlink", lambda path: None)
+    with pytest.raises(Killed):
+        file.close(["a", "b", "c"])
+    monkeypatch.undo()
+    file = opened(path)
+    assert [file.result(key) for key in "abc"] == ["A", "B", "C"]
+    file.close(["a", "b", "c"])
+    assert path.read_text() == '"A"\n"B"\n"C"\n'
+    assert sorted(os.listdir(tmp_path)) == ["run.jsonl", "run.jsonl.resume"]
+
+
+class Killed(BaseException):
+    """Ends a rewrite as the end of its process does."""
 
 
 def test_a_program_that_changed_is_noted(tmp_path):
     path = tmp_path / "run.jsonl"
-    opened(path).close()
-    changed = path.read_bytes().replace(b'"source":"', b'"source":"0')
-    path.write_bytes(changed)
+    file = opened(path)
+    add(file, a="x")
+    file.close()
+    log = log_of(path).read_bytes()
+    log_of(path).write_bytes(log.replace(b'"source":"', b'"source":"0'))
     with pytest.warns(UserWarning, match="changed"):
         opened(path).close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        path.write_bytes(b'{"agentflow_map":1,"version":"0","program":"program"}\n')
+        log_of(path).write_bytes(b'{"agentflow_map":2,"version":"0","program":"program"}\n')
         opened(path).close()
 
 
-def test_a_full_disk_leaves_no_part_of_a_line(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fails_at", [0, 1])
+def test_a_full_disk_leaves_no_part_of_a_line(fails_at, tmp_path, monkeypatch):
     path = tmp_path / "run.jsonl"
     file = opened(path)
-    file.add_result("a", "a", "A", USED)
-    real = __import__("os").write
+    add(file, a="A")
+    content, log = path.read_bytes(), log_of(path).read_bytes()
+    real, num_whole = os.write, 0
 
-    def half(descriptor: int, data: bytes) -> int:
+    def write(descriptor: int, data: bytes) -> int:
+        nonlocal num_whole
+        if num_whole < fails_at:
+            num_whole += 1
+            return real(descriptor, data)
         if len(data) < 10:
             raise OSError(28, "no space left on device")
         return real(descriptor, data[: len(data) // 2])
 
-    monkeypatch.setattr("agentflow.language.batch.results_file.os.write", half)
+    monkeypatch.setattr("agentflow.language.batch.results_file.os.write", write)
     with pytest.raises(OSError, match="no space"):
-        file.add_result("b", "b", "B", USED)
+        add(file, b="B" * 100)
     monkeypatch.undo()
-    file.add_result("c", "c", "C", USED)
+    assert (path.read_bytes(), log_of(path).read_bytes()) == (content, log)
+    add(file, c="C")
     file.close()
-    file = opened(path)
-    assert [file.has_result(key) for key in "abc"] == [True, False, True]
-    file.close()
+    assert num_kept(path, program, "abc") == [True, False, True]
 
 
 @dataclasses.dataclass

@@ -294,7 +294,7 @@ class _MapWork(Generic[ResultT]):
     def _keep(self, index: int, item: Any, result: ResultT, used: Usage) -> None:
         try:
             if self._file is not None:
-                result = self._file.add_result(self._keys[index], item, result, used)
+                result = self._file.add_result(self._keys[index], result, used)
                 self._begin_sync()
         except Exception as error:  # a result that has no form in JSON, or a full disk
             self._fail(error)
@@ -322,7 +322,7 @@ class _MapWork(Generic[ResultT]):
             return
         if self._file is not None:
             try:
-                self._file.add_failure(self._keys[index], item, error, used)
+                self._file.add_failure(self._keys[index], error, used)
             except OSError as lost:
                 self._fail(lost)
                 return

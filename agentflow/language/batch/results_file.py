@@ -1,11 +1,13 @@
-"""The results of a map in a file, from which a later map of the same program continues.
+"""The results of a map in a file, and a second file from which a later map of the same program continues.
 
-The first line names the program. Each further line is one input that has ended: its ``key``, its ``input``,
-its ``tokens``, and its ``result`` or ``error``. Lines are appended in the order in which the inputs end. When
-all have ended, the file is rewritten with one line for each, in the order of the inputs.
+The file of results has one line of JSON for each result and nothing else. Lines are appended in the order in
+which the inputs end; when all have ended, they are put into the order of the inputs. The log, ``.resume``
+next to it, has a line that names the program, and then an entry for each input that has ended: its ``key``,
+the place and the CRC-32 of its result or its ``error``, and its ``tokens``.
 
-A line is written before its result is used, so a process that is killed loses no result. ``sync`` makes the
-lines last through a crash of the machine. An incomplete last line is dropped when the file is opened.
+A result is written before its entry, and both before the result is used, so a process that is killed loses no
+result. ``sync`` makes them last through a crash of the machine. Opening the files drops what is incomplete at
+their ends: a line or an entry that was cut, a result without an entry, entries whose results are missing.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ import json
 import os
 import textwrap
 import warnings
+import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, get_type_hints
 
 import msgspec
 
-from agentflow.errors import AgentflowError, BadArgument, short_repr
+from agentflow.errors import AgentflowError, BadArgument, short_repr, shown_error
 from agentflow.language.batch.inputs import Key, KeyOf, function_of
 from agentflow.language.graphs.graph import Graph
 from agentflow.language.typed.json_form import JsonForm, as_plain, json_text
@@ -30,7 +33,8 @@ from agentflow.protocol.events import Usage
 from agentflow.runtime.locked_file import open_locked, write_all
 from agentflow.version import __version__
 
-FORMAT: Final = 1
+FORMAT: Final = 2
+LOG_SUFFIX: Final = ".resume"
 _MARK: Final = b'{"agentflow_map":'
 
 
@@ -48,73 +52,130 @@ class _Failure(msgspec.Struct):
     message: str
 
 
-class _Line(msgspec.Struct, omit_defaults=True):
+class _Entry(msgspec.Struct, omit_defaults=True):
+    """An input that has ended. ``at``, ``size`` and ``crc``: its line in the file of results, in bytes with
+    the line's end; a failure has none."""
+
     key: Key
-    input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    result: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    at: int = 0
+    size: int = 0
+    crc: int = 0
     error: _Failure | msgspec.UnsetType = msgspec.UNSET
     tokens: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Place(NamedTuple):
-    """Where the last line of a key is."""
+    """Where the last entry of a key is in the log, and where its result is; ``size`` is 0 without one."""
 
+    in_log: int
+    size_in_log: int
     at: int
     size: int
-    has_result: bool
+
+
+class _Changed(ValueError):
+    """A line is not the one that was written."""
 
 
 class ResultsFile:
     """Made by ``open``."""
 
-    def __init__(self, path: str, descriptor: int, form: JsonForm) -> None:
+    def __init__(self, path: str, results: int, form: JsonForm) -> None:
         self._path = path
-        self._file = descriptor
+        self._log_path = path + LOG_SUFFIX
+        self._results = results
+        self._log = -1
         self._form = form
         self._places: dict[Key, _Place] = {}
-        self._num_lines = 0
-        self._size = 0
+        self._num_entries = 0
+        self._size = os.fstat(results).st_size
+        self._log_size = 0
         self._header = b""
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], program: Any, form: JsonForm) -> ResultsFile:
-        """Opens or creates the file, and locks it until ``close``. ``BadArgument`` if another map writes to
-        it, if it is of another program, or if it is no such file."""
-        file = cls(os.fspath(path), _locked(os.fspath(path)), form)
-        try:
-            file._load(_Header(FORMAT, __version__, program_name(program), _source(program)))
-        except BaseException:
-            os.close(file._file)
-            raise
-        return file
+        """Opens or creates the two files, and locks them until ``close``. ``BadArgument`` if another map
+        writes to them, if they are of another program, or if the file was not written by a map."""
+        header = _Header(FORMAT, __version__, program_name(program), _source(program))
+        while True:
+            file = cls(os.fspath(path), _locked(os.fspath(path)), form)
+            try:
+                if file._load(header):
+                    return file
+            except BaseException:
+                file._release()
+                raise
+            file._release()  # the path names another file now
 
-    def _load(self, ours: _Header) -> None:
-        with open(self._file, "rb", closefd=False) as lines:
-            lines.seek(0)
-            first = lines.readline()
-            if not first.endswith(b"\n") and (_MARK.startswith(first) or first.startswith(_MARK)):
-                first = b""  # new, or its writer was stopped within the first line
-                os.ftruncate(self._file, 0)
-                self._write(msgspec.json.encode(ours) + b"\n")
-            else:
-                self._check_header(first, ours)
-                self._size = len(first)
-            self._header = first or msgspec.json.encode(ours) + b"\n"
-            for number, line in enumerate(lines, start=2):
-                if not line.endswith(b"\n"):
-                    os.ftruncate(self._file, self._size)
-                    break
+    def _load(self, ours: _Header) -> bool:
+        """Reads the log. False if it had to finish a rewrite first: then open the files again."""
+        entries = self._read_log(ours)
+        if self._finish_rewrite([entry for entry, _ in entries]):
+            return False
+        size = 0
+        for entry, size_in_log in entries:
+            if entry.size:
                 try:
-                    entry = msgspec.json.decode(line, type=_Line)
-                except msgspec.MsgspecError as error:
-                    raise self._wrong(f"line {number} is not a result of a map ({error})") from None
-                self._note(entry.key, len(line), entry.result is not msgspec.UNSET)
+                    if _line(self._results, entry) is None:
+                        os.ftruncate(self._log, self._log_size)  # this result is lost, and all later ones
+                        break
+                except _Changed:
+                    raise self._wrong(
+                        f"the line at byte {entry.at:,} is not the one that was written: undo the change, or "
+                        "give the path of a new file"
+                    ) from None
+                size = entry.at + entry.size
+            self._note(entry, size_in_log)
+        os.ftruncate(self._results, size)
+        self._size = size
+        return True
 
-    def _check_header(self, line: bytes, ours: _Header) -> None:
+    def _read_log(self, ours: _Header) -> list[tuple[_Entry, int]]:
+        """The entries and their sizes in the log, whose incomplete end is dropped."""
         try:
-            header = msgspec.json.decode(line, type=_Header)
+            with open(self._log_path, "rb") as file:
+                content = file.read()
+        except FileNotFoundError:
+            content = b""
+        is_log = content.startswith(_MARK) or _MARK.startswith(content)
+        lines = content.splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()
+        if not is_log or (self._size and not lines):
+            raise self._not_ours()
+        self._log = os.open(self._log_path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        if not lines or not self._size:  # new, or there is nothing to continue from
+            lines = [msgspec.json.encode(ours) + b"\n"]
+            os.ftruncate(self._log, 0)
+            write_all(self._log, lines[0])
+        self._header, *rest = lines
+        self._check_header(ours)
+        self._log_size = len(self._header)
+        os.ftruncate(self._log, sum(map(len, lines)))
+        entries = []
+        for number, line in enumerate(rest, start=2):
+            try:
+                entries.append((msgspec.json.decode(line, type=_Entry), len(line)))
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise self._wrong(f"line {number} of {self._log_path} is damaged: {error}") from None
+        return entries
+
+    def _not_ours(self) -> BadArgument:
+        if os.pread(self._results, len(_MARK), 0) == _MARK:
+            return self._wrong(
+                "an earlier version of agentflow wrote it, with a header and the inputs in it, and it cannot "
+                "be continued: give the path of a new file"
+            )
+        return self._wrong(
+            f"it is not a file of results, because {self._log_path} is not the log of a map: give the path "
+            "of a new file"
+        )
+
+    def _check_header(self, ours: _Header) -> None:
+        try:
+            header = msgspec.json.decode(self._header, type=_Header)
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            raise self._wrong("it is not a file of results: give the path of a new file") from None
+            raise self._not_ours() from None
         if header.agentflow_map != FORMAT:
             raise self._wrong(
                 f"agentflow {header.version} wrote it in format {header.agentflow_map}, and this is format "
@@ -138,14 +199,12 @@ class ResultsFile:
     def has_result(self, key: Key) -> bool:
         """Whether the input need not run again."""
         place = self._places.get(key)
-        return place is not None and place.has_result
+        return place is not None and place.size > 0
 
     def result(self, key: Key) -> Any:
         """The result of an input that has one. ``BadArgument`` if the program returns another type now."""
         place = self._places[key]
-        line = msgspec.json.decode(os.pread(self._file, place.size, place.at), type=_Line)
-        assert isinstance(line.result, msgspec.Raw)
-        return self._as_result(bytes(line.result), f"the result for key {key!r}")
+        return self._as_result(os.pread(self._results, place.size, place.at), f"the result for key {key!r}")
 
     def _as_result(self, data: bytes, what: str) -> Any:
         try:
@@ -153,52 +212,50 @@ class ResultsFile:
         except ValueError as error:
             raise self._wrong(f"{what} is not of the program's return type: {error}") from None
 
-    def add_result(self, key: Key, item: Any, result: Any, usage: Usage) -> Any:
+    def add_result(self, key: Key, result: Any, usage: Usage) -> Any:
         """Appends a result. Returns it as ``result`` will read it. ``BadArgument`` if it has no form in
         JSON."""
         try:
-            data = json_text(self._form.plain(result)).encode()
+            data = json_text(self._form.plain(result)).encode() + b"\n"
         except ValueError as error:
             raise BadArgument(
                 f"resume: the program returned {short_repr(result)}, which cannot be kept as JSON: {error}",
                 param="resume",
             ) from None
         found = self._as_result(data, "what the program returned")
-        self._add(_Line(key, _raw(item), msgspec.Raw(data), tokens=_tokens(usage)))
-        return found
-
-    def add_failure(self, key: Key, item: Any, error: Exception, usage: Usage) -> None:
-        """Appends a failure. The input runs again when the file is next opened."""
-        code = error.code if isinstance(error, AgentflowError) else type(error).__name__
-        message = str(error).encode(errors="replace").decode()  # a lone surrogate has no form in a file
-        self._add(_Line(key, _raw(item), error=_Failure(code, message), tokens=_tokens(usage)))
-
-    def _add(self, line: _Line) -> None:
-        data = msgspec.json.encode(line) + b"\n"
-        self._write(data)
-        self._size -= len(data)
-        self._note(line.key, len(data), line.result is not msgspec.UNSET)
-
-    def _note(self, key: Key, size: int, has_result: bool) -> None:
-        self._places[key] = _Place(self._size, size, has_result)
-        self._size += size
-        self._num_lines += 1
-
-    def _write(self, data: bytes) -> None:
+        _append(self._results, data, self._size)
         try:
-            write_all(self._file, data)
+            self._add(_Entry(key, self._size, len(data), zlib.crc32(data), tokens=_tokens(usage)))
         except OSError:
-            with suppress(OSError):  # a part of a line must not precede other lines
-                os.ftruncate(self._file, self._size)
+            with suppress(OSError):
+                os.ftruncate(self._results, self._size)
             raise
         self._size += len(data)
+        return found
+
+    def add_failure(self, key: Key, error: Exception, usage: Usage) -> None:
+        """Appends a failure. The input runs again when the file is next opened."""
+        code = error.code if isinstance(error, AgentflowError) else type(error).__name__
+        message = shown_error(error, str).encode(errors="replace").decode()  # no half of a surrogate pair
+        self._add(_Entry(key, error=_Failure(code, message), tokens=_tokens(usage)))
+
+    def _add(self, entry: _Entry) -> None:
+        data = msgspec.json.encode(entry) + b"\n"
+        _append(self._log, data, self._log_size)
+        self._note(entry, len(data))
+
+    def _note(self, entry: _Entry, size_in_log: int) -> None:
+        self._places[entry.key] = _Place(self._log_size, size_in_log, entry.at, entry.size)
+        self._log_size += size_in_log
+        self._num_entries += 1
 
     def sync(self) -> None:
         """Waits until what was added is on the disk."""
-        os.fsync(self._file)
+        os.fsync(self._results)
+        os.fsync(self._log)
 
     def close(self, order: Sequence[Key] | None = None) -> None:
-        """Syncs, unlocks and closes the file. ``order``: if all inputs have ended, their keys, for the
+        """Syncs, unlocks and closes the files. ``order``: if all inputs have ended, their keys, for the
         order of the lines; lines of other inputs follow."""
         try:
             self.sync()
@@ -206,32 +263,104 @@ class ResultsFile:
                 places = self._places
                 known = [key for key in order if key in places]
                 keys = dict.fromkeys([*known, *sorted(places, key=lambda key: places[key].at)])
-                starts = [places[key].at for key in keys]
-                if starts != sorted(starts) or self._num_lines > len(starts):
+                starts = [places[key].at for key in keys if places[key].size]
+                if starts != sorted(starts) or self._num_entries > len(keys):
                     self._rewrite([places[key] for key in keys])
         finally:
-            os.close(self._file)
+            self._release()
+
+    def _release(self) -> None:
+        os.close(self._results)
+        if self._log >= 0:
+            os.close(self._log)
+
+    @property
+    def _new_paths(self) -> tuple[str, str]:
+        """Where a rewrite puts the results and the log."""
+        return f"{self._log_path}.new-results", f"{self._log_path}.new"
 
     def _rewrite(self, places: Iterable[_Place]) -> None:
-        temporary = f"{self._path}.tmp"
+        """Puts the results and their entries into this order."""
+        new_results, new_log = self._new_paths
+        at = 0
         try:
-            with open(temporary, "wb") as file:
-                os.fchmod(file.fileno(), os.fstat(self._file).st_mode & 0o7777)
-                file.write(self._header)
+            with open(new_results, "wb") as results, open(new_log, "wb") as log:
+                os.fchmod(results.fileno(), os.fstat(self._results).st_mode & 0o7777)
+                os.fchmod(log.fileno(), os.fstat(self._log).st_mode & 0o7777)
+                log.write(self._header)
                 for place in places:
-                    file.write(os.pread(self._file, place.size, place.at))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self._path)
+                    entry = msgspec.json.decode(
+                        os.pread(self._log, place.size_in_log, place.in_log), type=_Entry
+                    )
+                    if place.size:
+                        results.write(os.pread(self._results, place.size, place.at))
+                        entry.at, at = at, at + place.size
+                    log.write(msgspec.json.encode(entry) + b"\n")
+                for file in (results, log):
+                    file.flush()
+                    os.fsync(file.fileno())
+            os.replace(new_log, self._log_path)
         except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
+            for path in self._new_paths:
+                with suppress(OSError):
+                    os.unlink(path)
             raise
+        # From here on, opening the files finishes the rewrite.
+        os.replace(new_results, self._path)
         folder = os.open(os.path.dirname(self._path) or ".", os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+    def _finish_rewrite(self, entries: Sequence[_Entry]) -> bool:
+        """Whether a rewrite was interrupted after it had replaced the log: then the results follow. The
+        files of one that was interrupted earlier are removed."""
+        new_results, new_log = self._new_paths
+        with suppress(FileNotFoundError):
+            os.unlink(new_log)
+        try:
+            descriptor = os.open(new_results, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            is_of_log = any(entry.size for entry in entries) and _fits(descriptor, entries)
+        finally:
+            os.close(descriptor)
+        if is_of_log:
+            os.replace(new_results, self._path)
+        else:
+            os.unlink(new_results)
+        return is_of_log
+
+
+def _line(results: int, entry: _Entry) -> bytes | None:
+    """The line of an entry. None if it is missing, as after a crash of the machine, which may leave zeros.
+    ``_Changed`` if it is another one."""
+    data = os.pread(results, entry.size, entry.at)
+    if len(data) < entry.size or b"\0" in data:
+        return None
+    if zlib.crc32(data) != entry.crc:
+        raise _Changed
+    return data
+
+
+def _fits(results: int, entries: Iterable[_Entry]) -> bool:
+    """Whether the file has the results of all entries."""
+    try:
+        return all(_line(results, entry) is not None for entry in entries if entry.size)
+    except _Changed:
+        return False
+
+
+def _append(descriptor: int, data: bytes, size: int) -> None:
+    """Appends a whole line to a file of this size, or nothing."""
+    try:
+        write_all(descriptor, data)
+    except OSError:
+        with suppress(OSError):  # a part of a line must not precede other lines
+            os.ftruncate(descriptor, size)
+        raise
 
 
 def _locked(path: str) -> int:
@@ -245,13 +374,6 @@ def _locked(path: str) -> int:
         ) from None
     except OSError as error:
         raise BadArgument(f"resume: {path} cannot be opened: {error.strerror}", param="resume") from None
-
-
-def _raw(item: Any) -> msgspec.Raw | msgspec.UnsetType:
-    """The input as JSON; left out if it has no such form and a key identifies it."""
-    with suppress(ValueError):
-        return msgspec.Raw(json_text(item, is_read_back=False).encode())
-    return msgspec.UNSET
 
 
 def _tokens(usage: Usage) -> dict[str, int]:

@@ -129,7 +129,7 @@ def as_plain(value: Any, *, is_read_back: bool = True, order: Order = None) -> A
         for method in ("isoformat", "tolist"):
             if callable(found := getattr(part, method, None)):
                 return again(found())
-        other = _adapter_of(kind, is_foreign=True)
+        other = _adapter_of(part.__class__, is_foreign=True)
         if other is None:
             raise TypeError(f"a {kind.__name__} has no form in JSON")
         return other.dumped(part, is_read_back=is_read_back)
@@ -286,7 +286,9 @@ class _Comparison:
                 return f"field {inner!r} is excluded from its JSON, or has another name there"
             if fault := self.fault(member, members[name], inner):
                 return fault
-        parts = [(reads.get(key), writes.get(key)) for key in ("items", "additionalProperties")]
+        parts: list[tuple[Any, Any]] = [
+            (reads.get(key), writes.get(key)) for key in ("items", "additionalProperties")
+        ]
         parts += zip(reads.get("prefixItems", ()), writes.get("prefixItems", ()), strict=False)
         patterns = (schema.get("patternProperties", {}).values() for schema in (reads, writes))
         parts += zip(*patterns, strict=False)
