@@ -30,6 +30,7 @@ from agentflow.errors import (
     DeadlineExceeded,
     EngineFailed,
     Overloaded,
+    PromptTooLong,
     ProtocolError,
     RunFailed,
     StateClosed,
@@ -618,7 +619,9 @@ class _OpExecution(Generic[ContextT]):
                 reservation.add(sys.getsizeof(piece))
             num_chars += len(piece)
             if num_chars > MAX_OP_CHARS:
-                raise RunFailed(f"with its variables, this text has more than {MAX_OP_CHARS:,} characters")
+                raise PromptTooLong(
+                    f"with its variables, this text has more than {MAX_OP_CHARS:,} characters"
+                )
             pieces.append(piece)
         return "".join(pieces)
 

@@ -26,6 +26,7 @@ from agentflow.errors import (
     Cancelled,
     LimitExceeded,
     Overloaded,
+    PromptTooLong,
     ProtocolError,
     RunFailed,
 )
@@ -472,7 +473,7 @@ class StateTree(Generic[ContextT]):
             for sibling in state.siblings:
                 self.cancel(sibling, cancelled)
             state = state.parent
-            error = derived_error(f"branch {index} of a fork failed", error, state)
+            error = derived_error(f"branch {index} of a fork failed", error, state, of_other=True)
         self._later(partial(self.end, state, error))
 
     def cancel(self, state: StateRecord[ContextT], error: Cancelled) -> None:
@@ -572,11 +573,18 @@ def _fail_expected(state: StateRecord[ContextT], error: AgentflowError) -> None:
     state.expected.clear()
 
 
-def derived_error(message: str, cause: AgentflowError, state: StateRecord[ContextT]) -> AgentflowError:
+def derived_error(
+    message: str, cause: AgentflowError, state: StateRecord[ContextT], *, of_other: bool = False
+) -> AgentflowError:
     """The error of what belongs to ``state`` and depends on what failed with ``cause``: ``Cancelled`` after a
-    cancellation, the error of a limit that the state exceeds too, otherwise ``RunFailed``."""
+    cancellation, the error of a limit that the state exceeds too, otherwise ``RunFailed``. What comes after a
+    prompt that is too long is too long itself, unless it was the prompt of another state (``of_other``)."""
     text, root = f"{message}: {cause}", root_cause(cause)
-    kind: type[AgentflowError] = Cancelled if isinstance(cause, Cancelled) else RunFailed
+    kind: type[AgentflowError] = RunFailed
+    if isinstance(cause, Cancelled):
+        kind = Cancelled
+    elif isinstance(cause, PromptTooLong) and not of_other:
+        kind = PromptTooLong
     error = exceeded_with(root, text, state.budgets) or kind(text)
     error.__cause__ = root
     return error
@@ -585,7 +593,8 @@ def derived_error(message: str, cause: AgentflowError, state: StateRecord[Contex
 def root_cause(error: AgentflowError) -> BaseException:
     """The root cause of ``error``. Derived errors name it directly, because a chain through many wired
     variables would grow without bound."""
-    is_derived = isinstance(error, RunFailed | Cancelled | LimitExceeded) and error.__cause__ is not None
+    derived = RunFailed | Cancelled | LimitExceeded | PromptTooLong
+    is_derived = isinstance(error, derived) and error.__cause__ is not None
     return (error.__cause__ or error) if is_derived else error
 
 

@@ -478,8 +478,44 @@ async def test_a_prompt_that_is_too_long_fails_its_own_state_only():
         assert await short["y"] in CHOICES
         with pytest.raises(af.PromptTooLong):
             await long["x"]
-        with pytest.raises(af.RunFailed, match="'y'") as caught:
+        with pytest.raises(af.PromptTooLong, match="'y'") as caught:
             await long["y"]
+        assert isinstance(caught.value.__cause__, af.PromptTooLong)
+        await engine.assert_idle()
+
+
+@pytest.mark.parametrize("num_words", [1_100, 2_000, 50_000])
+async def test_f24c_a_prompt_that_is_too_long_is_one_error_however_long_it_is(num_words):
+    engine = plain(FakeEngine())
+    async with af.session(backend=engine) as flow:
+        async with flow.state() as s:
+            s += "x " * num_words + af.gen("x", max_tokens=3)
+            for waits in (s["x"], s):
+                with pytest.raises(af.PromptTooLong):
+                    await waits
+        async with flow.state() as s:
+            s += "x " * num_words
+            for deeper in s.fork(2)[0].fork(2):
+                deeper += af.select("y", list(CHOICES))
+                with pytest.raises(af.PromptTooLong):
+                    await deeper["y"]
+        async with flow.state() as s:
+            s.set("long", "x " * num_words)
+            s += s["long"]
+            s += af.gen("x", max_tokens=3)
+            with pytest.raises(af.PromptTooLong):
+                await s["x"]
+        await engine.assert_idle()
+
+
+async def test_f24c_what_depends_on_another_states_prompt_has_it_as_its_cause():
+    engine = plain(FakeEngine())
+    async with af.session(backend=engine) as flow, flow.state() as s, flow.state() as other:
+        s += "x " * 50_000 + af.gen("x", max_tokens=3)
+        other += s["x"]
+        other += af.gen("y", max_tokens=3)
+        with pytest.raises(af.RunFailed) as caught:
+            await other["y"]
         assert isinstance(caught.value.__cause__, af.PromptTooLong)
         await engine.assert_idle()
 
