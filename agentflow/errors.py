@@ -56,7 +56,7 @@ import logging
 import reprlib
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 MAX_MESSAGE_CHARS = 4_000
@@ -521,6 +521,24 @@ def shown_error(error: BaseException, show: Callable[[object], str] = repr) -> s
         return show(error)
     except Exception:
         return type(error).__name__
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a note to an exception, unless it is one of the user that cannot be changed.
+
+    >>> error = OSError("no space")
+    >>> add_note(error, "in map")
+    >>> error.__notes__
+    ['in map']
+    """
+    with suppress(Exception):
+        error.add_note(note)
+
+
+def drop_traceback(error: BaseException) -> None:
+    """Drops the traceback, whose frames keep their locals alive, unless the exception cannot be changed."""
+    with suppress(Exception):
+        error.__traceback__ = None
 
 
 MAX_REPR = 120

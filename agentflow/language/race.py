@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 
 import anyio
 
-from agentflow.errors import BadArgument, short_repr
+from agentflow.errors import BadArgument, add_note, short_repr
 from agentflow.language.failures.user_code import UserCode
 from agentflow.language.link import TRACE
 from agentflow.language.op_log import WRITTEN
@@ -77,7 +77,7 @@ class _Race:
         if winner is None:
             failure = self._failures[0]
             if len(self._failures) > 1:
-                failure.add_note(f"in race: all {len(self._failures)} contenders failed, this one first")
+                add_note(failure, f"in race: all {len(self._failures)} contenders failed, this one first")
             raise failure from failure.__cause__
         kept = self._states(winner)
         for index in range(len(self._contenders)):

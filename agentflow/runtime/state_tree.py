@@ -29,6 +29,7 @@ from agentflow.errors import (
     PromptTooLong,
     ProtocolError,
     RunFailed,
+    drop_traceback,
 )
 from agentflow.protocol import ops
 from agentflow.protocol.chat import read_reply
@@ -613,5 +614,5 @@ def drop_tracebacks(error: BaseException) -> None:
     for _ in range(MAX_CAUSES):
         if link is None:
             return
-        link.__traceback__ = None
+        drop_traceback(link)
         link = link.__cause__ or link.__context__

@@ -69,6 +69,8 @@ async def open_task_group() -> AsyncIterator[TaskGroup]:
         lone = error
         while isinstance(lone, BaseExceptionGroup) and len(lone.exceptions) == 1:
             lone = lone.exceptions[0]
+        if isinstance(lone, KeyboardInterrupt | SystemExit) and cancel_requests() is not None:
+            raise  # by itself, it would stop asyncio's loop once more, before all blocks are left
     except anyio.get_cancelled_exc_class():
         if before is None or cancel_requests() != before:
             raise

@@ -6,17 +6,16 @@ import asyncio
 import functools
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import types
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import nullcontext
 from typing import Annotated, Any
 
 import anyio
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import AfterValidator
 
 import agentflow as af
@@ -40,6 +39,14 @@ class UnshowableValue(ValueError):
     __str__ = __repr__ = Unshowable.__str__
 
 
+class Unwritable(Exception):
+    """An exception that takes no notes."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "__traceback__":  # which contextlib sets
+            raise AttributeError("it cannot be changed")
+
+
 ENDINGS: list[Callable[[], BaseException]] = [
     asyncio.CancelledError,
     functools.partial(SystemExit, 3),
@@ -51,11 +58,12 @@ ENDINGS: list[Callable[[], BaseException]] = [
     UnshowableValue,
     functools.partial(BaseExceptionGroup, "two", [asyncio.CancelledError(), SystemExit(1)]),
     functools.partial(ExceptionGroup, "one", [ValueError("x")]),
+    Unwritable,
 ]
 
 
 # Python makes a RuntimeError of a StopIteration that leaves a coroutine.
-DEFINED = (af.AgentflowError, Unshowable, UnshowableValue, ExceptionGroup, RuntimeError)
+DEFINED = (af.AgentflowError, Unshowable, Unwritable, ValueError, ExceptionGroup, RuntimeError)
 
 
 def ends(make: Callable[[], BaseException], *args: Any) -> Any:
@@ -133,6 +141,73 @@ async def in_key(flow: af.Session, make: Any, *, is_async: bool) -> None:
         await (branches.best("answer", key=key) if is_async else branches.vote("answer", key=key))
 
 
+class Ends:
+    """Inputs whose reading ends oddly, with a close that does, too."""
+
+    def __init__(self, make: Callable[[], BaseException]) -> None:
+        self.make = make
+        self.num_left = 2
+
+    def __iter__(self) -> Ends:
+        return self
+
+    def __next__(self) -> int:
+        self.num_left -= 1
+        if self.num_left:
+            return self.num_left
+        raise self.make()
+
+    async def later(self) -> AsyncIterator[int]:
+        try:
+            yield 1
+            raise self.make()
+        finally:
+            raise self.make()
+
+
+async def in_inputs(flow: af.Session, make: Any, *, is_async: bool) -> None:
+    async def program(s: af.State, number: int) -> int:
+        return number
+
+    inputs = Ends(make).later() if is_async else Ends(make)
+    await flow.map(program, inputs, on_error="return")
+    if make is StopIteration and not is_async:
+        raise RuntimeError  # which ends every iterator
+
+
+async def in_close_of_inputs(flow: af.Session, make: Any, *, is_async: bool) -> None:
+    async def program(s: af.State, number: int) -> int:
+        raise ValueError("the first failure")
+
+    def soon() -> Iterator[int]:
+        try:
+            yield from range(99)
+        finally:
+            raise make()
+
+    with pytest.raises(ValueError, match="the first failure"):
+        await flow.map(program, soon(), concurrency=1)
+    raise RuntimeError
+
+
+async def in_key_of_inputs(flow: af.Session, make: Any, *, is_async: bool) -> None:
+    async def program(s: af.State, number: int) -> int:
+        return number
+
+    key = functools.partial(ends, make)
+    with tempfile.TemporaryDirectory() as folder:
+        await flow.map(program, range(2), resume=f"{folder}/x", key=key, on_error="return")
+
+
+async def in_kept_result(flow: af.Session, make: Any, *, is_async: bool) -> None:
+    async def program(s: af.State, number: int) -> Any:
+        return number
+
+    program.__annotations__["return"] = Annotated[int, AfterValidator(functools.partial(ends, make))]
+    with tempfile.TemporaryDirectory() as folder:
+        await flow.map(program, range(2), resume=f"{folder}/x", on_error="return")
+
+
 async def in_validator(flow: af.Session, make: Any, *, is_async: bool) -> None:
     async with flow.state() as s:
         kind = Annotated[int, AfterValidator(functools.partial(ends, make))]
@@ -141,12 +216,17 @@ async def in_validator(flow: af.Session, make: Any, *, is_async: bool) -> None:
 
 
 PLACES: list[Callable[..., Awaitable[None]]] = [
-    in_tool, in_approve, in_contender, in_run, in_stream, in_map, in_mapped_variable, in_key, in_validator
+    in_tool, in_approve, in_contender, in_run, in_stream, in_map, in_mapped_variable, in_key, in_validator,
+    in_inputs, in_close_of_inputs, in_key_of_inputs, in_kept_result,
 ]  # fmt: skip
 
 
-@given(place=st.sampled_from(PLACES), make=st.sampled_from(ENDINGS), is_async=st.booleans())
-async def test_f12a_code_that_ends_oddly_fails_its_call_alone(place, make, is_async):
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("make", ENDINGS)
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_f12a_code_that_ends_oddly_fails_its_call_alone(place, make, is_async, anyio_backend_name):
+    if place is in_approve and make in (Unshowable, UnshowableValue) and anyio_backend_name == "trio":
+        pytest.skip("trio shows the exceptions of its nurseries")
     script = {"calls": [[af.ToolCall("odd", {})], "done"], "answer": "done", "number": ["1"] * 9}
     async with af.session(backend=af.Scripted(script), seed=1) as flow:
         with nullcontext() if place is in_tool else pytest.raises(DEFINED), anyio.fail_after(10):
@@ -240,6 +320,93 @@ def test_f12c_ctrl_c_does_not_wait_for_the_thread_of_a_tool():
         finally:
             child.kill()
     assert b"KeyboardInterrupt" in stderr
+
+
+INTERRUPTED = """
+    import os, signal, sys
+    import anyio
+    import agentflow as af
+
+    class Stop({base}):
+        pass
+
+    def handle(number, frame):
+        raise Stop
+
+    signal.signal(signal.SIGINT, handle)
+
+    async def interrupts() -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        return "not interrupted"
+
+    async def waits() -> str:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            print("tool left", flush=True)
+
+    async def by_tool(s: af.State) -> None:
+        try:
+            s += af.user("?")
+            await af.act(s, tools=[waits, interrupts])
+        finally:
+            print("program left", flush=True)
+
+    async def by_itself(s: af.State) -> None:
+        try:
+            await interrupts()
+        finally:
+            print("program left", flush=True)
+
+    async def by_input(s: af.State, number: int) -> None:
+        await (by_itself(s) if number == 1 else waits())
+
+    class Backend(af.Scripted):
+        from contextlib import asynccontextmanager
+
+        @asynccontextmanager
+        async def connect(self, *args):
+            try:
+                async with super().connect(*args) as connection:
+                    yield connection
+            finally:
+                print("session left", flush=True)
+
+    backend = Backend([[af.ToolCall("waits", {{}}), af.ToolCall("interrupts", {{}})], "done"])
+    session = af.session(backend=backend)
+    {call}
+"""
+
+
+@pytest.mark.parametrize("base", ["KeyboardInterrupt", "SystemExit"])
+@pytest.mark.parametrize(
+    ("call", "left"),
+    [
+        ("af.run(by_itself, session=session)", ["program left", "session left"]),
+        ("af.run(by_tool, session=session)", ["tool left", "program left", "session left"]),
+        ("af.map(by_input, range(2), session=session)", ["tool left", "program left", "session left"]),
+        ("anyio.run(lambda: main())", ["program left", "session left"]),
+    ],
+)
+def test_f12d_an_exception_of_a_signal_handler_on_the_loop_ends_everything(base, call, left):
+    """It is raised wherever the loop is, here within code of the user, and every block is left."""
+    if "main" in call:
+        call = MAIN + "    " + call
+    script = textwrap.dedent(INTERRUPTED.format(base=base, call=call))
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert sorted(ended.stdout.splitlines()) == sorted(left), ended.stderr
+    assert ended.returncode != 0 or base == "SystemExit"
+    if base == "KeyboardInterrupt":
+        assert ended.stderr.rstrip().splitlines()[-1].endswith(("Stop", "KeyboardInterrupt")), ended.stderr
+    for trouble in ("never retrieved", "Exception ignored", "RunFailed"):
+        assert trouble not in ended.stderr
+
+
+MAIN = """async def main():
+        async with session as flow:
+            await flow.run(by_itself)
+
+"""
 
 
 async def test_f12c_a_plain_tool_may_call_back_into_the_loop():

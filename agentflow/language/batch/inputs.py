@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any, Final, Protocol, TypeAlias, TypeVar, get_origin, get_type_hints
 
 from agentflow.errors import BadArgument, short_repr
+from agentflow.language.failures.user_code import UserCode
 from agentflow.language.graphs.graph import Graph
 
 ItemT = TypeVar("ItemT")
@@ -77,19 +78,21 @@ class MapInputs:
 
     async def read(self) -> Any:
         """The next input, or ``END``."""
-        if isinstance(self._source, AsyncIterator):
-            try:
-                return await anext(self._source)
-            except StopAsyncIteration:
-                return END
-        return next(self._source, END)
+        with UserCode("reading the inputs"):
+            if isinstance(self._source, AsyncIterator):
+                try:
+                    return await anext(self._source)
+                except StopAsyncIteration:
+                    return END
+            return next(self._source, END)
 
     async def close(self) -> None:
         """Closes a generator now, instead of when it is garbage-collected."""
-        if inspect.isasyncgen(self._source):
-            await self._source.aclose()
-        elif inspect.isgenerator(self._source):
-            self._source.close()
+        with UserCode("closing the inputs"):
+            if inspect.isasyncgen(self._source):
+                await self._source.aclose()
+            elif inspect.isgenerator(self._source):
+                self._source.close()
 
 
 def _length(inputs: Any) -> int | None:

@@ -23,10 +23,11 @@ import anyio.to_thread
 from anyio.abc import TaskGroup
 from msgspec import Struct
 
-from agentflow.errors import BadArgument, Cancelled, short_repr
+from agentflow.errors import BadArgument, Cancelled, add_note, short_repr
 from agentflow.language.batch.inputs import END, Inputs, Key, KeyOf, MapInputs, Parameters, Row
 from agentflow.language.batch.retries import pause_s
 from agentflow.language.failures.mistakes import AsyncOnly, needs_async_for, unfit_arguments
+from agentflow.language.failures.user_code import UserCode
 from agentflow.language.graphs.graph import Graph
 from agentflow.language.graphs.trace import GraphRun
 from agentflow.language.link import Link
@@ -221,8 +222,12 @@ class _MapWork(Generic[ResultT]):
                     if not self._is_resumed(index, item):
                         self._num_running += 1
                         self._group.start_soon(self._run, index, run_index, item)
-            finally:
-                await self._inputs.close()
+            except BaseException as error:
+                # The first error counts. After a cancellation, closing may end with any other one.
+                with suppress(Exception if isinstance(error, Exception) else BaseException):
+                    await self._inputs.close()
+                raise
+            await self._inputs.close()
         except Exception as error:
             self._fail(error)
 
@@ -236,19 +241,22 @@ class _MapWork(Generic[ResultT]):
         try:
             return await self._inputs.read()
         except Exception as error:
-            error.add_note(f"in map: raised by the inputs, after {self._num_read:,} of them")
+            add_note(error, f"in map: raised by the inputs, after {self._num_read:,} of them")
             raise
 
     def _is_resumed(self, index: int, item: Any) -> bool:
         """Takes the result from the file, if it is there."""
         if self._file is None:
             return False
-        key = self._key_of(item)
+        with UserCode("the key of an input"):
+            key = self._key_of(item)
         self._keys.append(key)
         if not self._file.has_result(key):
             return False
         self.tally.num_resumed += 1
-        self._end_item(index, item, self._file.result(key))
+        with UserCode("reading a result"):
+            result = self._file.result(key)
+        self._end_item(index, item, result)
         self._refresh()
         return True
 
@@ -294,7 +302,8 @@ class _MapWork(Generic[ResultT]):
     def _keep(self, index: int, item: Any, result: ResultT, used: Usage) -> None:
         try:
             if self._file is not None:
-                result = self._file.add_result(self._keys[index], result, used)
+                with UserCode("keeping a result"):
+                    result = self._file.add_result(self._keys[index], result, used)
                 self._begin_sync()
         except Exception as error:  # a result that has no form in JSON, or a full disk
             self._fail(error)
@@ -330,9 +339,9 @@ class _MapWork(Generic[ResultT]):
         if self._on_error == "return":
             self._end_item(index, item, error)
         else:
-            error.add_note(f"in map: input {index} was {short_repr(item)}")
+            add_note(error, f"in map: input {index} was {short_repr(item)}")
             if (advice := unfit_arguments(error, item)) is not None:
-                error.add_note(advice)
+                add_note(error, advice)
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:

@@ -456,7 +456,7 @@ def result_form(program: Any) -> JsonForm:
     kind: Any = Any
     if not isinstance(program, Graph):
         with suppress(Exception):  # an annotation may be undefined here
-            kind = get_type_hints(function_of(program)).get("return", Any)
+            kind = get_type_hints(function_of(program), include_extras=True).get("return", Any)
     if kind in (object, type(None)):
         kind = Any
     try:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from agentflow.errors import BadArgument, UnknownVariable, short_repr, shown_error
+from agentflow.errors import BadArgument, UnknownVariable, add_note, short_repr, shown_error
 from agentflow.language.failures.frames import ProgramLine
 
 
@@ -62,8 +62,9 @@ def explain(error: BaseException) -> None:
     """Adds a note to a ``TypeError`` of Python itself that a variable in place of its value has caused, as in
     ``json.dumps(s["x"])``."""
     if isinstance(error, TypeError) and _REFERENCE.search(shown_error(error, str)):
-        error.add_note(
-            "a Variable is a reference, not its value: await it first, as in `value = await s['answer']`"
+        add_note(
+            error,
+            "a Variable is a reference, not its value: await it first, as in `value = await s['answer']`",
         )
 
 

@@ -26,7 +26,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.tenant import ANONYMOUS, Tenant
-from agentflow.errors import AgentflowError
+from agentflow.errors import AgentflowError, drop_traceback
 from agentflow.protocol.json_bounds import BODY_BOUNDS, JsonScan, TooMuchJson
 from agentflow.protocol.ops import MAX_TRACE_CHARS
 from agentflow.protocol.wire import HALF_PAIR, json_fault
@@ -439,7 +439,7 @@ def _drop_frames(error: BaseException | None) -> None:
     """Drops the traceback of a handled error. Its frames refer to the body and to what was decoded of it; an
     error from a thread forms a reference cycle with them, which keeps both until a garbage collection."""
     while error is not None:
-        error.__traceback__ = None
+        drop_traceback(error)
         error = error.__cause__ or error.__context__
 
 
