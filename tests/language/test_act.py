@@ -588,3 +588,10 @@ async def test_f24b_half_a_surrogate_pair_in_a_result_is_escaped() -> None:
         return "caf\ud83d\u00e9"
 
     assert await answered([odd], call("odd")) == ["caf\\ud83d\u00e9"]
+
+
+async def test_f24d_half_a_surrogate_pair_within_a_result_is_escaped() -> None:
+    def odd() -> dict[str, list[str]]:
+        return {"a": ["caf\ud83d"]}
+
+    assert await answered([odd], call("odd")) == ['{"a": ["caf\\ud83d"]}']

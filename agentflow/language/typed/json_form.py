@@ -91,8 +91,8 @@ def json_text(value: Any, *, is_read_back: bool = True) -> str:
     with _as_value_error():
         plain = as_plain(value, is_read_back=is_read_back)
         text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
-        text.encode()  # half a surrogate pair could not be sent
-        return text
+        # Half a surrogate pair cannot be sent. Its escape is JSON, but is not read everywhere.
+        return text.encode(errors="strict" if is_read_back else "backslashreplace").decode()
 
 
 def as_plain(value: Any, *, is_read_back: bool = True, order: Order = None) -> Any:
