@@ -173,7 +173,7 @@ class ToolOutput(PieceReader):
             self._begin_call(at - kept)
             return True
         unsure = max((overlap(self._held, m) for m in self._marks), default=0)
-        if is_over and not (self._is_truncated and unsure > 1):
+        if is_over and not self._is_truncated:
             unsure = 0
         self._emit_prose(len(self._held) - unsure)
         return is_over and unsure > 0 and self._drop_call()

@@ -120,8 +120,7 @@ def test_a_truncated_answer_has_no_markup_in_its_prose(name, constrained, some, 
     text = text[: data.draw(st.integers(0, len(text)))]
     found = summary_of(read(form, cut(text, data), constrained=constrained, truncated=True))
     prose = found.pop(0)[1] if found and found[0][0] == "prose" else ""
-    rest = prose.removeprefix(before) if prose.startswith(before) else ""
-    assert before.startswith(prose) or rest in (form.before[:1], form.mark[:1])
+    assert before.startswith(prose)
     whole, last = found[:-1], found[-1:]
     assert whole == [("call", *call) for call in some[: len(whole)]]
     for kind, name, text in last:
@@ -282,6 +281,15 @@ def test_a_call_that_is_cut_off_under_a_constraint():
             ("call", "weather", '{"city": "Os')
         ]
         assert read(HERMES, [text[:20]], constrained=constrained, truncated=True) == []
+
+
+@pytest.mark.parametrize("constrained", [True, False])
+@pytest.mark.parametrize("before", ["", "I look.\n"])
+def test_f42i_the_first_character_of_a_truncated_mark_is_no_content(before, constrained):
+    found = summary_of(read(HERMES, [before, "<"], constrained=constrained, truncated=True))
+    assert found == ([("prose", "I look.")] if before else [])
+    # An answer that ends by itself has all of its text.
+    assert summary_of(read(HERMES, [before, "<"], constrained=constrained)) == [("prose", before + "<")]
 
 
 @pytest.mark.parametrize("constrained", [True, False])
