@@ -129,6 +129,9 @@ PATTERN_OF_FORMAT: Final = {
 """What strings of a ``format`` of JSON schema match as a whole. Narrower than the format where parsers
 differ: years are 1000 to 9999, days exist in their month, seconds are below 60, durations have no weeks."""
 
+NAIVE_PATTERN_OF_FORMAT: Final = {"time": f"^{_CLOCK}$", "date-time": f"^{_DATE}T{_CLOCK}$"}
+"""The patterns of times without an offset, for which JSON schema has no format."""
+
 FORMATS: Final = frozenset([*PATTERN_OF_FORMAT, "email", "hostname", "ipv4", "ipv6", "uri"])
 """All of them. llguidance has grammars of its own for those without a pattern here."""
 

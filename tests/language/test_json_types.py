@@ -406,6 +406,66 @@ def test_f19a_times_are_constrained_wherever_they_are(kind, value):
         assert not takes(constraint, text.replace(moment, "tomorrow")) or moment not in text
 
 
+Naive = Annotated[datetime.datetime, msgspec.Meta(tz=False, description="local")]
+
+
+@dataclasses.dataclass
+class Local:
+    at: Naive
+    opens: Annotated[datetime.time, msgspec.Meta(tz=False)] | None = None
+
+
+class LocalModel(pydantic.BaseModel):
+    at: pydantic.NaiveDatetime
+    others: list[pydantic.NaiveDatetime | None] = []
+
+
+class AwareModel(pydantic.BaseModel):
+    at: pydantic.AwareDatetime
+
+
+WITHOUT = "2024-05-01T09:30:00"
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (pydantic.NaiveDatetime, WITHOUT),
+        (LocalModel, {"at": WITHOUT, "others": [WITHOUT, None]}),
+        (Naive, WITHOUT),
+        (Naive | None, WITHOUT),
+        (Local, {"at": WITHOUT, "opens": None}),
+        (Annotated[datetime.time, msgspec.Meta(tz=False)], "09:30:00"),
+    ],
+)
+def test_f19l_naive_times_forbid_an_offset(kind, value):
+    schema, read = json_type(kind)
+    constraint = compile_constraint(Constraint("schema", json.dumps(schema)))
+    text = json.dumps(value)
+    assert takes(constraint, text)
+    read(text)
+    for offset in ("Z", "+02:00"):
+        assert not takes(constraint, text.replace("09:30:00", f"09:30:00{offset}"))
+    assert not takes(constraint, text.replace("09:30:00", "noon"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (pydantic.AwareDatetime, MOMENT),
+        (AwareModel, {"at": MOMENT}),
+        (Annotated[datetime.datetime, msgspec.Meta(tz=True)], MOMENT),
+    ],
+)
+def test_f19l_aware_times_require_an_offset(kind, value):
+    schema, read = json_type(kind)
+    constraint = compile_constraint(Constraint("schema", json.dumps(schema)))
+    text = json.dumps(value)
+    assert takes(constraint, text)
+    read(text)
+    assert not takes(constraint, text.replace("+02:00", ""))
+
+
 LIMITS = st.decimals(-1000, 1000, places=3) | st.integers(-12, 12).map(Decimal)
 
 

@@ -32,7 +32,13 @@ from agentflow.language.failures.mistakes import defined_at
 from agentflow.language.typed.decimals import MOST_DIGITS, Limit, decimal_pattern
 from agentflow.protocol.chat import hoisted
 from agentflow.protocol.record import Record
-from agentflow.protocol.schema_walk import FORMATS, PATTERN_OF_FORMAT, resolved, subschemas
+from agentflow.protocol.schema_walk import (
+    FORMATS,
+    NAIVE_PATTERN_OF_FORMAT,
+    PATTERN_OF_FORMAT,
+    resolved,
+    subschemas,
+)
 
 JsonSchema: TypeAlias = dict[str, Any]
 Reader: TypeAlias = Callable[[str | bytes], Any]
@@ -301,14 +307,24 @@ def _classes_in(kind: Any) -> list[type]:
 
 
 def _with_offsets(kind: Any) -> Any:
-    """The type whose times require an offset, unless they say whether they have one. Those inside classes
-    stay."""
+    """The type whose times require an offset, unless they say whether they have one. Those without are
+    strings with a pattern, as msgspec's schema does not describe them. Those inside classes stay."""
     if kind in (datetime.datetime, datetime.time):
         return Annotated[kind, msgspec.Meta(tz=True)]
     origin, inner = get_origin(kind), get_args(kind)
-    if origin is Annotated and any(getattr(meta, "tz", None) is not None for meta in inner[1:]):
-        return kind
+    if origin is Annotated and inner[0] in (datetime.datetime, datetime.time):
+        metas = [meta for meta in inner[1:] if isinstance(meta, msgspec.Meta)]
+        has_offset = next((meta.tz for meta in reversed(metas) if meta.tz is not None), None)
+        if has_offset is False:
+            pattern = NAIVE_PATTERN_OF_FORMAT["time" if inner[0] is datetime.time else "date-time"]
+            told = [msgspec.Meta(**{name: getattr(meta, name) for name in _TOLD}) for meta in metas]
+            return Annotated[(str, *told, msgspec.Meta(pattern=pattern))]
+        if has_offset is not None:
+            return kind
     return _with_parts(kind, _with_offsets)
+
+
+_TOLD: Final = ("title", "description", "examples", "extra_json_schema")
 
 
 def _with_parts(kind: Any, change: Callable[[Any], Any]) -> Any:
@@ -364,7 +380,8 @@ class NotValid(ValueError):
 
 @functools.cache
 def schema_generator() -> Any:
-    """pydantic's generator of schemas, with decimals as strings of bounded length, which keep every digit."""
+    """pydantic's generator of schemas, with decimals as strings of bounded length, which keep every digit,
+    and with patterns for times that must not have an offset."""
     from pydantic.json_schema import GenerateJsonSchema
 
     class Generator(GenerateJsonSchema):
@@ -380,6 +397,16 @@ def schema_generator() -> Any:
                 places=places,
             )
             return {"type": "string", "pattern": pattern}
+
+        def datetime_schema(self, schema: Any) -> JsonSchema:
+            return self._without_offset(schema, "date-time") or super().datetime_schema(schema)
+
+        def time_schema(self, schema: Any) -> JsonSchema:
+            return self._without_offset(schema, "time") or super().time_schema(schema)
+
+        def _without_offset(self, schema: Any, kind: str) -> JsonSchema | None:
+            is_naive = schema.get("tz_constraint") == "naive"
+            return {"type": "string", "pattern": NAIVE_PATTERN_OF_FORMAT[kind]} if is_naive else None
 
         def dict_schema(self, schema: Any) -> JsonSchema:
             found = super().dict_schema(schema)
