@@ -195,7 +195,8 @@ class BatchOutput:
     unmodified logits (None if not needed). ``top_ids``, ``top_logprobs`` [S, any]: the likeliest tokens under
     the same logits, likeliest first, at least ``top_counts`` of them (None if not needed).
     ``scored_logprobs``: one for each of ``SampledRows.scored``. ``embeddings`` [S, any]: of a runner that
-    makes embeddings, which has nothing else.
+    makes embeddings, which has nothing else. ``ranks`` [S]: how many tokens are at least as likely as the
+    row's token, itself included, under the same logits (None if no row has a target, or not needed).
     """
 
     token_ids: IntArray
@@ -204,6 +205,7 @@ class BatchOutput:
     top_logprobs: FloatArray | None = None
     scored_logprobs: FloatArray | None = None
     embeddings: FloatArray | None = None
+    ranks: IntArray | None = None
 
     def top_of(self, row: int, count: int) -> list[tuple[int, float]]:
         """The ``count`` likeliest tokens of one sampled row, or all if there are fewer."""

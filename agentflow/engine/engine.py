@@ -335,6 +335,7 @@ class Engine:
         params = request.params
         if params.wants_logprobs or request.score_from:  # a batch has them for all requests or for none
             request.logprobs += result.logprobs
+            request.ranks += result.ranks
         if params.top_logprobs:
             request.top_logprobs += result.tops
         if result.token_id is None:
@@ -434,6 +435,7 @@ class Engine:
                 embedding=embedding,
                 thought_tokens=0 if constrained is None else constrained.num_thought_tokens,
                 answer_at=None if constrained is None else constrained.answer_at,
+                ranks=request.ranks,
             )
         )
         self.scheduler.finish(request)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +122,7 @@ class FakeRunner:
             token_ids=np.array(tokens, dtype=np.int64),
             logprobs=np.array(logprobs, dtype=np.float32) if sampled.needs_logprobs else None,
             scored_logprobs=None if sampled.scored is None else np.array(scored, dtype=np.float32),
+            ranks=np.ones(len(tokens), dtype=np.int64),
         )
         return output if sampled.top_counts is None else self._with_top(output, int(sampled.top_counts.max()))
 
@@ -155,7 +157,7 @@ class FakeRunner:
         rank = np.arange(count)
         ids = (output.token_ids[:, None] + rank) % self.info.vocab_size
         logprobs = output.logprobs[:, None] - rank.astype(np.float32)
-        return BatchOutput(output.token_ids, output.logprobs, ids, logprobs, output.scored_logprobs)
+        return replace(output, top_ids=ids, top_logprobs=logprobs)
 
 
 class _SlotsOfRows:

@@ -127,6 +127,7 @@ class Request:
     target_logprobs: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopTokens] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
 
     @classmethod
     def create(

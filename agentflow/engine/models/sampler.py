@@ -97,11 +97,13 @@ def choose_tokens(logits: Tensor, sampled: SampledRows, kernels: Kernels) -> Bat
     totals = logits.logsumexp(dim=-1)
     tokens = np.where(np.isfinite(to_host(totals)), tokens, NOT_FINITE)
     there = torch.from_numpy(tokens.clip(min=0)).to(logits.device)
-    logprobs = to_host(logits.gather(1, there.unsqueeze(1)).squeeze(1) - totals)
+    own = logits.gather(1, there.unsqueeze(1))
+    logprobs = to_host(own.squeeze(1) - totals)
+    ranks = (logits >= own).sum(dim=1).cpu().numpy() if (sampled.target_ids >= 0).any() else None
     scored = None if sampled.scored is None else _scored(logits, totals, sampled.scored)
     if sampled.top_counts is None:
-        return BatchOutput(tokens, logprobs, scored_logprobs=scored)
-    return BatchOutput(tokens, logprobs, *_top(logits, totals, sampled.top_counts > 0), scored)
+        return BatchOutput(tokens, logprobs, scored_logprobs=scored, ranks=ranks)
+    return BatchOutput(tokens, logprobs, *_top(logits, totals, sampled.top_counts > 0), scored, ranks=ranks)
 
 
 def embedded(sampled: SampledRows, embeddings: FloatArray) -> BatchOutput:

@@ -328,10 +328,13 @@ def _joined(outputs: list[BatchOutput]) -> BatchOutput:
     top_ids = [output.top_ids for output in outputs if output.top_ids is not None]
     top_logprobs = [output.top_logprobs for output in outputs if output.top_logprobs is not None]
     scored = [output.scored_logprobs for output in outputs if output.scored_logprobs is not None]
+    # A part without targets has none.
+    ranks = [np.zeros(len(one.token_ids), np.int64) if one.ranks is None else one.ranks for one in outputs]
     return BatchOutput(
         np.concatenate([output.token_ids for output in outputs]),
         np.concatenate(logprobs) if logprobs else None,
         np.concatenate(top_ids) if top_ids else None,
         np.concatenate(top_logprobs) if top_logprobs else None,
         np.concatenate(scored) if scored else None,
+        ranks=np.concatenate(ranks) if any(output.ranks is not None for output in outputs) else None,
     )

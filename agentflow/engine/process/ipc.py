@@ -199,7 +199,8 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     string or ``stop_token_ids`` id that ended it. ``forced``: the parts of ``text`` that a grammar forced and
     that were not sampled, as pairs of first character and number of characters; ``forced_tokens``: the tokens
     that lie wholly in such parts. ``embedding``: in float32, in the machine's order of bytes.
-    ``thought_tokens``: the tokens before the answer. ``answer_at``: as of ``Progress``."""
+    ``thought_tokens``: the tokens before the answer. ``answer_at``: as of ``Progress``. ``ranks``: one for
+    each scored token, 1 for the likeliest in its place."""
 
     request_id: int
     token_ids: list[int]
@@ -217,6 +218,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     embedding: bytes = b""
     thought_tokens: int = 0
     answer_at: int | None = None
+    ranks: list[int] = []
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):

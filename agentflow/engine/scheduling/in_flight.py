@@ -47,7 +47,7 @@ class StepResult(NamedTuple):
     """What one step gave a request: the sampled token (None while it prefills or scores), the
     log-probabilities of its sampled or scored tokens if its batch has them, for each of these tokens the
     likeliest tokens in its place, as many as the request asked for, and its embedding (float32). ``error``:
-    the fault of this row; the rest of the batch is not affected."""
+    the fault of this row; the rest of the batch is not affected. ``ranks``: of scored tokens."""
 
     request: Request
     token_id: int | None
@@ -55,6 +55,7 @@ class StepResult(NamedTuple):
     tops: list[TopTokens]
     embedding: bytes = b""
     error: Exception | None = None
+    ranks: Sequence[int] = ()
 
 
 class InFlight:
@@ -155,7 +156,10 @@ class InFlight:
         embedding = b""
         if targets and output.embeddings is not None:
             embedding = output.embeddings[end - 1].tobytes()
-        return StepResult(request, token_id, logprobs, tops, embedding)
+        ranks: Sequence[int] = ()
+        if request.score_from and output.ranks is not None:
+            ranks = output.ranks[first:end].tolist()
+        return StepResult(request, token_id, logprobs, tops, embedding, ranks=ranks)
 
     def discard(self) -> list[Request]:
         """The batch failed: frees its slots and returns its requests."""

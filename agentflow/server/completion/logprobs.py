@@ -59,11 +59,15 @@ class LogprobReader:
 
 
 def _token_logprob(
-    tokenizer: Tokenizer, token_id: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()
+    tokenizer: Tokenizer,
+    token_id: int,
+    logprob: float | None,
+    top: Sequence[tuple[int, float]] = (),
+    rank: int | None = None,
 ) -> TokenLogprob:
     shown = tokenizer.shown
     tops = tuple([TokenLogprob(other, *shown(other), value) for other, value in top])
-    return TokenLogprob(token_id, *shown(token_id), logprob, tops)
+    return TokenLogprob(token_id, *shown(token_id), logprob, tops, rank)
 
 
 def prompt_delta(
@@ -83,6 +87,7 @@ def prompt_delta(
         tokens.append(_token_logprob(tokenizer, token_ids[0], None))
     if scored is not None:
         tops: Sequence[TopTokens | None] = scored.top_logprobs or [None] * len(scored.logprobs)
-        for token_id, logprob, top in zip(token_ids[1:], scored.logprobs, tops, strict=True):
-            tokens.append(_token_logprob(tokenizer, token_id, logprob, top or ()))
+        rows = zip(token_ids[1:], scored.logprobs, tops, scored.ranks, strict=True)
+        for token_id, logprob, top, rank in rows:
+            tokens.append(_token_logprob(tokenizer, token_id, logprob, top or (), rank))
     return PromptDelta(0, text, tuple(token_ids), tuple(tokens), num_added)

@@ -78,13 +78,14 @@ class CompletionRequest:
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """A generated token. ``raw``: its bytes. ``logprob`` is None if the text was encoded anew. ``top``: the
-    most likely tokens at this position."""
+    most likely tokens at this position. ``rank``: of a token of the prompt, 1 for the likeliest."""
 
     token_id: int
     text: str
     raw: bytes
     logprob: float | None
     top: tuple[TokenLogprob, ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

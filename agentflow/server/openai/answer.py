@@ -101,7 +101,8 @@ def _prompt_logprob(token: TokenLogprob, num_top: int) -> dict[str, PromptLogpro
         str(top.token_id): PromptLogprob(logprob=top.logprob, rank=rank, decoded_token=top.text)
         for rank, top in enumerate(token.top[:num_top], 1)
     }
-    own = PromptLogprob(logprob=token.logprob, rank=None, decoded_token=token.text)
+    assert token.rank is not None, "of a scored token"
+    own = PromptLogprob(logprob=token.logprob, rank=token.rank, decoded_token=token.text)
     found.setdefault(str(token.token_id), own)
     return found
 

@@ -461,11 +461,10 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class PromptLogprob(msgspec.Struct, kw_only=True):
-    """A token of the prompt, or one of the likeliest in its place. ``rank``: 1 for the likeliest; null beyond
-    those that were requested."""
+    """A token of the prompt, or one of the likeliest in its place. ``rank``: 1 for the likeliest."""
 
     logprob: float | None
-    rank: int | None
+    rank: int
     decoded_token: str
 
 
