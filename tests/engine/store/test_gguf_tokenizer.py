@@ -34,6 +34,14 @@ EXPRESSIONS = {
     "llama-bpe": (rf"{_WORD}|\p{{N}}{{1,3}}|{_REST}",),
     "dbrx": (rf"{_WORD}|\p{{N}}{{1,3}}|{_REST}",),
     "hunyuan": (rf"{_WORD}|\p{{N}}|{_REST}",),
+    "deepseek-llm": (
+        r"[\r\n]",
+        r"\s?[A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u0386\u0388-\u03e1\u0400-\u0481]+",
+        r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        r"[一-龥ࠀ-一가-\ud7ff]+",
+        r"\p{N}+",
+    ),
     "deepseek-v3": (
         r"\p{N}{1,3}",
         r"[一-龥぀-ゟ゠-ヿ]+",

@@ -34,9 +34,12 @@ ARCHITECTURES = {
     "gemma3_text": MODEL_ARCH.GEMMA3,
     "gpt_oss": MODEL_ARCH.GPT_OSS,
     "gpt2": MODEL_ARCH.GPT2,
+    "deepseek_v2": MODEL_ARCH.DEEPSEEK2,
+    "starcoder2": MODEL_ARCH.STARCODER2,
 }
 PAIRED = ("llama", "mistral", "mixtral", "smollm3")
 SHIFTED = ("gemma2", "gemma3_text")
+TRANSPOSING = ("gpt2", "gpt_oss")
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight", "experts.gate_up_proj", "experts.down_proj")
 
 
@@ -47,11 +50,12 @@ def write_gguf(
     *,
     vocabulary: Callable[[GGUFWriter], None] | None = None,
     changes: Mapping[str, Any] | None = None,
+    is_absorbed: bool = False,
 ) -> None:
     """The model of ``folder`` with its matrices in the type ``kind``; rows that this type cannot hold,
     routers and vectors stay float32. ``vocabulary`` writes the tokenizer. ``changes``: metadata that is
-    replaced, or left out if None."""
-    config = json.loads((folder / "config.json").read_text())
+    replaced, or left out if None. ``is_absorbed``: latent attention in the form of newer files."""
+    config = json.loads((folder / "config.json").read_text()) | {"is_absorbed": is_absorbed}
     architecture = ARCHITECTURES[config["model_type"]]
     writer = GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
     _write_config(writer, config)
@@ -97,8 +101,9 @@ def write_vocabulary(folder: Path, writer: GGUFWriter) -> None:
 def round_weights(folder: Path, kind: str) -> None:
     """Rounds the weights of ``folder`` to what a GGUF file of that type holds."""
     weights = load_file(folder / "model.safetensors")
+    kind_of_model = json.loads((folder / "config.json").read_text())["model_type"]
     for name, values in weights.items():
-        is_transposed = name.endswith(TRANSPOSED)
+        is_transposed = kind_of_model in TRANSPOSING and name.endswith(TRANSPOSED)
         rows = values.swapaxes(-1, -2) if is_transposed else values
         rounding = kind_of("router" if _is_router(name) else name, rows, kind)
         rows = gguf.dequantize(gguf.quantize(np.ascontiguousarray(rows), rounding), rounding)
@@ -138,8 +143,14 @@ def _write_config(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_head_count_kv(1 if config["is_absorbed"] else config["num_key_value_heads"])
+    if config["model_type"] == "starcoder2":
+        writer.add_layer_norm_eps(config["norm_epsilon"])
+    else:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if config["model_type"] == "deepseek_v2":
+        _write_deepseek2(writer, config)
+        return
     if config.get("head_dim"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
@@ -166,6 +177,35 @@ def _write_config(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_used_count(config["num_experts_per_tok"])
         if size := config.get("moe_intermediate_size") or config["intermediate_size"]:
             writer.add_expert_feed_forward_length(size)
+
+
+def _write_deepseek2(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    sizes = config["qk_nope_head_dim"] + rotated, config["v_head_dim"]
+    if config["is_absorbed"]:
+        writer.add_key_length(rank + rotated)
+        writer.add_value_length(rank)
+        writer.add_key_length_mla(sizes[0])
+        writer.add_value_length_mla(sizes[1])
+    else:
+        writer.add_key_length(sizes[0])
+        writer.add_value_length(sizes[1])
+    writer.add_kv_lora_rank(rank)
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_rope_dimension_count(rotated)
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if (config.get("n_group") or 1) > 1:
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+    _write_rope(writer, config, rotated)
+    if mscale := config["rope_parameters"].get("mscale_all_dim"):
+        writer.add_rope_scaling_yarn_log_mul(0.1 * mscale)
 
 
 def _write_rope(writer: GGUFWriter, config: dict[str, Any], head_dim: int) -> None:
@@ -226,8 +266,14 @@ def _stored(weights: dict[str, Array], config: dict[str, Any]) -> Iterator[tuple
     kind = config["model_type"]
     experts: dict[str, list[Array]] = {}
     for name, values in sorted(weights.items(), key=lambda pair: _number_in(pair[0])):
-        stored = values.swapaxes(-1, -2) if name.endswith(TRANSPOSED) else values
-        if kind in SHIFTED and name.endswith("norm.weight"):
+        is_transposed = kind in TRANSPOSING and name.endswith(TRANSPOSED)
+        stored = values.swapaxes(-1, -2) if is_transposed else values
+        if config["is_absorbed"] and name.endswith("kv_b_proj.weight"):
+            by_head = stored.reshape(config["num_attention_heads"], -1, stored.shape[1])
+            keys, values_up = np.split(by_head, [config["qk_nope_head_dim"]], axis=1)
+            yield name.replace("kv_b_proj", "k_b_proj"), keys.swapaxes(1, 2)
+            yield name.replace("kv_b_proj", "v_b_proj"), values_up
+        elif kind in SHIFTED and name.endswith("norm.weight"):
             yield name, stored + np.float32(1)
         elif kind in PAIRED and ".self_attn." in name and name.split(".")[-2] in ("q_proj", "k_proj"):
             is_query = ".q_proj." in name

@@ -80,5 +80,11 @@ def _experts(raw: RawConfig) -> ExpertsShape:
 
 
 FAMILIES = (
-    Family("DeepseekV2ForCausalLM", "DeepSeek-V2, V2-Lite and their Coder models", read_deepseek_v2, NAMES),
+    Family(
+        "DeepseekV2ForCausalLM",
+        "DeepSeek-V2, V2-Lite and their Coder models",
+        read_deepseek_v2,
+        NAMES,
+        gguf=("deepseek2",),
+    ),
 )

@@ -27,4 +27,4 @@ def read_starcoder2(raw: RawConfig) -> DecoderConfig:
     )
 
 
-FAMILIES = (Family("Starcoder2ForCausalLM", "StarCoder2", read_starcoder2, NAMES),)
+FAMILIES = (Family("Starcoder2ForCausalLM", "StarCoder2", read_starcoder2, NAMES, gguf=("starcoder2",)),)

@@ -33,7 +33,8 @@ class Architecture:
     ``experts``: the names of a single expert's matrices, with its number for ``{}``. ``has_pairs``: query and
     key rows are stored in pairs. ``norm_shift``: added to norm weights. ``transposed``: parts of a layer that
     the model stores as inputs by outputs. ``is_fused``: the model has queries, keys and values in one
-    matrix. ``has_stacks``: the model has all experts in one tensor."""
+    matrix. ``has_stacks``: the model has all experts in one tensor. ``splits_latents``: what makes keys and
+    values out of latents may be two tensors, ``k_b_proj`` and ``v_b_proj``, and is one in the model."""
 
     read: Callable[[Metadata, Stored], Config]
     top: Mapping[str, str]
@@ -45,36 +46,49 @@ class Architecture:
     transposed: frozenset[str] = frozenset()
     is_fused: bool = False
     has_stacks: bool = False
+    splits_latents: bool = False
 
 
 def _common(data: Metadata, stored: Stored, architecture: str, model_type: str) -> Config:
     """What most architectures have in common."""
-    hidden_size, num_heads = data.whole(".embedding_length"), data.whole(".attention.head_count")
-    if num_heads < 1:
-        raise data.reject(".attention.head_count", "must be at least 1")
+    hidden_size, num_heads = data.whole(".embedding_length"), _num_heads(data)
     head_dim = data.whole(".attention.key_length", hidden_size // num_heads)
     if data.whole(".attention.value_length", head_dim) != head_dim:
         raise data.reject(
             ".attention.value_length", "differs from the length of keys, which is not supported"
         )
+    return _decoder(data, stored, architecture, model_type, head_dim) | {
+        "rms_norm_eps": data.number(".attention.layer_norm_rms_epsilon")
+    }
+
+
+def _decoder(data: Metadata, stored: Stored, architecture: str, model_type: str, head_dim: int) -> Config:
+    """What all decoders with rotated heads have in common. ``head_dim``: of the part that is rotated."""
+    num_heads = _num_heads(data)
     return {
         "architectures": [architecture],
         "model_type": model_type,
         "vocab_size": _vocab_size(data, stored),
         "max_position_embeddings": data.whole(".context_length"),
         "num_hidden_layers": _num_layers(data),
-        "hidden_size": hidden_size,
+        "hidden_size": data.whole(".embedding_length"),
         "intermediate_size": data.whole(".feed_forward_length"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": data.whole(".attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": data.number(".attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(data, stored, head_dim),
         "attention_bias": "blk.0.attn_q.bias" in stored,
         "mlp_bias": "blk.0.ffn_up.bias" in stored,
         "tie_word_embeddings": "output.weight" not in stored,
     }
+
+
+def _num_heads(data: Metadata) -> int:
+    count = data.whole(".attention.head_count")
+    if count < 1:
+        raise data.reject(".attention.head_count", "must be at least 1")
+    return count
 
 
 def _num_layers(data: Metadata) -> int:
@@ -255,6 +269,54 @@ def _gpt_oss(data: Metadata, stored: Stored) -> Config:
     }
 
 
+# Values of ``expert_gating_func`` in llama.cpp: not given, softmax; models with others are not read.
+_SOFTMAX_GATES: Final = (0, 1)
+
+
+def _deepseek2(data: Metadata, stored: Stored) -> Config:
+    """DeepSeek-V2. Files of its plain attention have its sizes under the usual keys; files of the absorbed
+    one, in which keys and values are latents, have them under keys of their own (``_mla``)."""
+    if (gating := data.whole(".expert_gating_func", 0)) not in _SOFTMAX_GATES:
+        raise data.reject(".expert_gating_func", f"is {gating}: of these models only DeepSeek-V2 is read")
+    rotated = data.whole(".rope.dimension_count")
+    key_dim = data.whole(".attention.key_length_mla", data.whole(".attention.key_length"))
+    num_groups = data.whole(".expert_group_count", 1)
+    config = _decoder(data, stored, "DeepseekV2ForCausalLM", "deepseek_v2", rotated)
+    rope = config["rope_parameters"]
+    if rope["rope_type"] == "yarn":
+        # The file has a tenth of mscale_all_dim, and angles are not scaled.
+        mscale = 10 * data.number(".rope.scaling.yarn_log_multiplier", 0.0)
+        rope |= {"attention_factor": 1.0, "mscale_all_dim": mscale}
+    return config | {
+        "rms_norm_eps": data.number(".attention.layer_norm_rms_epsilon"),
+        "q_lora_rank": data.whole(".attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": data.whole(".attention.kv_lora_rank"),
+        "qk_nope_head_dim": key_dim - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": data.whole(".attention.value_length_mla", data.whole(".attention.value_length")),
+        "first_k_dense_replace": data.whole(".leading_dense_block_count", 0),
+        "n_routed_experts": data.whole(".expert_count"),
+        "num_experts_per_tok": data.whole(".expert_used_count"),
+        "n_shared_experts": data.whole(".expert_shared_count", 0),
+        "moe_intermediate_size": data.whole(".expert_feed_forward_length"),
+        "routed_scaling_factor": data.number(".expert_weights_scale", 0.0) or 1.0,
+        "norm_topk_prob": data.flag(".expert_weights_norm", False),
+        "topk_method": "group_limited_greedy" if num_groups > 1 else "greedy",
+        "n_group": num_groups,
+        "topk_group": data.whole(".expert_group_used_count", num_groups),
+    }
+
+
+def _starcoder2(data: Metadata, stored: Stored) -> Config:
+    hidden_size = data.whole(".embedding_length")
+    head_dim = data.whole(".attention.key_length", hidden_size // _num_heads(data))
+    return _decoder(data, stored, "Starcoder2ForCausalLM", "starcoder2", head_dim) | {
+        "norm_epsilon": data.number(".attention.layer_norm_epsilon"),
+        "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window": data.whole(".attention.sliding_window", 0) or None,
+    }
+
+
 def _gpt2(data: Metadata, stored: Stored) -> Config:
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -290,6 +352,11 @@ _NORMS_AROUND: Final = _LAYER | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_EXPERTS: Final = {
+    "ffn_gate": "mlp.experts.{}.gate_proj",
+    "ffn_down": "mlp.experts.{}.down_proj",
+    "ffn_up": "mlp.experts.{}.up_proj",
+}
 _GPT2_MATRICES: Final = {
     "attn_qkv": "attn.c_attn",
     "attn_output": "attn.c_proj",
@@ -315,11 +382,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         read=_qwen3_moe,
         top=_TOP,
         layer=_LAYER | {"ffn_gate_inp": "mlp.gate"},
-        experts={
-            "ffn_gate": "mlp.experts.{}.gate_proj",
-            "ffn_down": "mlp.experts.{}.down_proj",
-            "ffn_up": "mlp.experts.{}.up_proj",
-        },
+        experts=_EXPERTS,
     ),
     "smollm3": Architecture(read=_smollm3, top=_TOP, layer=_LAYER, has_pairs=True),
     "olmo2": Architecture(read=_olmo2, top=_TOP, layer=_NORMS_AROUND),
@@ -339,6 +402,30 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         | {"attn_sinks": "self_attn.sinks", "ffn_down_exps": "mlp.experts.down_proj"},
         transposed=frozenset({"ffn_down_exps", "ffn_gate_exps", "ffn_up_exps"}),
         has_stacks=True,
+    ),
+    "deepseek2": Architecture(
+        read=_deepseek2,
+        top=_TOP,
+        layer=_LAYER
+        | {
+            "attn_q_a": "self_attn.q_a_proj",
+            "attn_q_a_norm": "self_attn.q_a_layernorm",
+            "attn_q_b": "self_attn.q_b_proj",
+            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+            "attn_kv_b": "self_attn.kv_b_proj",
+            "attn_k_b": "self_attn.k_b_proj",
+            "attn_v_b": "self_attn.v_b_proj",
+            "ffn_gate_inp": "mlp.gate",
+            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+            "ffn_up_shexp": "mlp.shared_experts.up_proj",
+            "ffn_down_shexp": "mlp.shared_experts.down_proj",
+        },
+        experts=_EXPERTS,
+        splits_latents=True,
+    ),
+    "starcoder2": Architecture(
+        read=_starcoder2, top=_TOP, layer=_LAYER | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
     ),
     "gpt2": Architecture(
         read=_gpt2,

@@ -12,7 +12,7 @@ from typing import Any
 from agentflow.engine.store.gguf.architectures import ARCHITECTURES, ROPE_TENSORS, Architecture
 from agentflow.engine.store.gguf.container import Container, StoredTensor, read_container
 from agentflow.engine.store.gguf.metadata import Metadata
-from agentflow.engine.store.gguf.tensors import GgufTensor, InterleavedTensor, ModelTensor
+from agentflow.engine.store.gguf.tensors import GgufTensor, InterleavedTensor, LatentTensor, ModelTensor
 from agentflow.engine.store.gguf.vocabulary import Vocabulary
 from agentflow.errors import BadModelFolder
 
@@ -109,6 +109,8 @@ class GgufFile:
             for stored in self._stored.values():
                 if stored.name not in ROPE_TENSORS:
                     found.update(names.tensors_of(stored))
+            if self._architecture.splits_latents:
+                return _with_latents(found)
             return _interleaved(found) if self._architecture.has_stacks else found
 
     @contextmanager
@@ -233,6 +235,25 @@ def _interleaved(tensors: Mapping[str, ModelTensor]) -> dict[str, ModelTensor]:
                 del joined[name], joined[name.replace(_GATE, _UP)]
                 shape = (*gate.shape[:-1], 2 * gate.shape[-1])
                 joined[name.replace(_GATE, _BOTH)] = InterleavedTensor(parts=(gate, up), shape=shape)
+    return joined
+
+
+_KEYS, _VALUES, _LATENTS = "self_attn.k_b_proj", "self_attn.v_b_proj", "self_attn.kv_b_proj"
+
+
+def _with_latents(tensors: Mapping[str, ModelTensor]) -> dict[str, ModelTensor]:
+    """The two stacks of each layer's latent attention as one tensor."""
+    joined = dict(tensors)
+    for name, keys in tensors.items():
+        values = tensors.get(name.replace(_KEYS, _VALUES)) if _KEYS in name else None
+        if not isinstance(keys, GgufTensor) or not isinstance(values, GgufTensor):
+            continue
+        if len(keys.shape) == 3 and values.shape[::2] == keys.shape[:2]:
+            heads, rank, key_dim = keys.shape
+            del joined[name], joined[name.replace(_KEYS, _VALUES)]
+            joined[name.replace(_KEYS, _LATENTS)] = LatentTensor(
+                parts=(keys, values), shape=(heads * (key_dim + values.shape[1]), rank)
+            )
     return joined
 
 

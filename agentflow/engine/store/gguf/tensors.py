@@ -92,7 +92,27 @@ class InterleavedTensor:
         return np.stack([part.dequantised() for part in self.parts], axis=-1).reshape(self.shape)
 
 
-ModelTensor = GgufTensor | InterleavedTensor
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentTensor:
+    """The matrix that makes keys and values out of latents, which the file stores as two stacks with a matrix
+    for each head: that of the keys, latents by keys, and that of the values, values by latents. ``shape``: of
+    the model's tensor, in which the rows of a head's keys come before those of its values."""
+
+    parts: tuple[GgufTensor, GgufTensor]
+    shape: tuple[int, ...]
+
+    @property
+    def type_name(self) -> str:
+        """The type of the stored values of the first part."""
+        return self.parts[0].type_name
+
+    def dequantised(self) -> NDArray[np.float32]:
+        """float32 in the model's layout."""
+        keys, values = (part.dequantised() for part in self.parts)
+        return np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(self.shape)
+
+
+ModelTensor = GgufTensor | InterleavedTensor | LatentTensor
 
 
 def dequantise(rows: NDArray[np.uint8], type_name: str) -> NDArray[np.float32]:

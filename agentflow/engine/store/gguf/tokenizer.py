@@ -31,6 +31,12 @@ _GPT4O = (
     rf"|\p{{N}}{{1,3}}|{_REST_SLASH}"
 )
 _TEKKEN = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_REST_SLASH}"
+# Letters with a case, without scripts and styles that few texts have.
+_DEEPSEEK = (
+    "[\\p{Lu}\\p{Ll}\\p{Lt}&&[^\u0560\u0588\u10c7\u10cd\u10d0-\u10ff\u1c80-\u1c88\u2d00-\u2d2d"
+    "\ua790-\ua7fa\uab30-\uab68\U00010570-\U000105bc\U00016e40-\U00016e7f\U0001d400-\U0001d7cb"
+    "\U0001df00-\U0001df1e]]"
+)
 _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -69,6 +75,16 @@ PRE_TOKENIZERS: Final = {
     "olmo": _Pre(has_gpt2=True, is_composed=True),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _Pre((_GPT4O,))),
     "tekken": _Pre((_TEKKEN,), adds_bos=True, ignores_merges=True),
+    "deepseek-llm": _Pre(
+        (
+            r"[\r\n]",
+            rf"\s?{_DEEPSEEK}+",
+            r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+            r"\s+$",
+            "[一-龥ࠀ-一가-\ud7ff]+",
+            r"\p{N}+",
+        )
+    ),
     "deepseek-coder": _Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", _DIGITS)),
     "deepseek-v3": _Pre((r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK3)),
 }

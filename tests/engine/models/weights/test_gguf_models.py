@@ -13,6 +13,7 @@ from support.engine.gguf_models import round_weights, write_gguf
 from support.engine.runner_driver import Driver
 
 from agentflow.engine.models.torch_runner import TorchRunner
+from agentflow.errors import BadModelFolder
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -23,6 +24,8 @@ LONGROPE = {
     "partial_rotary_factor": 0.75,
 }
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32}
+LATENT = {"num_key_value_heads": 4, "moe_intermediate_size": 32, "v_head_dim": 16}
+LATENT |= {"rope_parameters": YARN | {"mscale": 0.6, "mscale_all_dim": 0.6}}
 # What a file cannot say is as llama.cpp assumes it.
 CHANGED: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -45,6 +48,9 @@ CHANGED: dict[str, dict[str, Any]] = {
     "gemma3": GEMMA | {"_sliding_window_pattern": 6, "layer_types": None},
     "gpt_oss": {"head_dim": 32},
     "gpt2": {"n_embd": 64, "n_head": 4},
+    "deepseek_v2": LATENT,
+    "deepseek_v2_groups": LATENT,
+    "starcoder2": {},
 }
 """Names of ``family_models``, and how their configs differ here."""
 
@@ -79,6 +85,26 @@ def test_a_gguf_file_computes_what_its_folder_does(name: str, kind: str, tmp_pat
     assert np.ptp(expected) > 1
     for field in ("vocab_size", "max_context", "end_token_ids", "kv_bytes_per_token"):
         assert getattr(from_file.info, field) == getattr(from_folder.info, field)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v2_groups"])
+def test_f42j_files_with_absorbed_attention_compute_the_same(name: str, tmp_path: Path) -> None:
+    save_model(name, tmp_path)
+    write_gguf(tmp_path, file := tmp_path / "model.gguf", is_absorbed=True)
+    expected, from_folder = logprobs(tmp_path)
+    found, from_file = logprobs(file)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    assert from_file.info.kv_bytes_per_token == from_folder.info.kv_bytes_per_token
+    _, kept = logprobs(file, "auto")
+    assert kept.info.max_context == from_folder.info.max_context
+
+
+def test_f42j_relatives_of_deepseek_v2_are_refused(tmp_path: Path) -> None:
+    save_model("deepseek_v2", tmp_path)
+    write_gguf(tmp_path, file := tmp_path / "model.gguf", changes={"deepseek2.expert_gating_func": 2})
+    with pytest.raises(BadModelFolder) as caught:
+        logprobs(file)
+    assert caught.value.param == "deepseek2.expert_gating_func"
 
 
 @pytest.mark.parametrize(
