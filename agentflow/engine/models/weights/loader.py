@@ -22,6 +22,7 @@ from agentflow.engine.models.weights.packed.scheme import read_scheme
 from agentflow.engine.models.weights.packed.source import PackedCheckpoint
 from agentflow.engine.models.weights.quantising import BLOCK_SIZE, quantised
 from agentflow.engine.store.gguf.file import find_gguf
+from agentflow.errors import BadArgument
 from agentflow.kernels.inputs import BlockMatrix, DecoderWeights, LayerWeights, LinearWeight
 from agentflow.kernels.ops import Kernels
 
@@ -70,6 +71,7 @@ def load_model(
 
     Raises:
         BadModelFolder: tensors are missing, misshapen or left over.
+        BadArgument: ``weights`` are to be quantised, and no matrix can be.
     """
     with torch.inference_mode(), open_checkpoint(path, weights.dtype, device) as checkpoint:
         names = FAMILIES[config.architecture].names_among(checkpoint.names)
@@ -86,6 +88,7 @@ def load_model(
             config = replace(config, tie_word_embeddings=False)
         loader = _Loader(checkpoint, config, names, kernels, weights)
         model = loader.llama() if config.is_llama_shaped and is_standard else loader.decoder()
+        loader.check_quantising(path)
         checkpoint.refuse_leftovers(
             *names.ignored,
             *([f"{names.head}.weight"] if config.tie_word_embeddings else []),
@@ -131,6 +134,36 @@ class _Loader:
         self._weights = weights
         self.block_types: set[str] = set()
         self.is_as_stored = True
+        self._num_kept = self._num_rounded = self._num_unfit = 0
+
+    def check_quantising(self, path: Path) -> None:
+        """Warns about matrices that ``quantise`` did not change. ``BadArgument`` if it changed none."""
+        kept, unfit = self._num_kept, self._num_unfit
+        if not self._weights.quantise or not kept + unfit:
+            return
+        why = [f"{kept} are already quantised in its files, and stay as they are"] if kept else []
+        if unfit:
+            why.append(f"{unfit} have rows whose length is no multiple of {BLOCK_SIZE}, and stay dense")
+        if not self._num_rounded:
+            raise BadArgument(
+                f"quantize has no effect on {path.name}: of its matrices, {'; '.join(why)}: leave it out"
+                + (", or give dtype bfloat16, which rounds them again" if kept else ""),
+                param="quantize",
+            )
+        logger.warning(
+            "%s: quantize rounds %d of %d matrices: of the others, %s",
+            path.name,
+            self._num_rounded,
+            self._num_rounded + kept + unfit,
+            "; ".join(why),
+        )
+
+    def _fits_blocks(self, num_inputs: int) -> bool:
+        """Whether a matrix that is to be rounded can be; counts it."""
+        fits = num_inputs % BLOCK_SIZE == 0
+        self._num_rounded += fits
+        self._num_unfit += not fits
+        return fits
 
     def llama(self) -> LlamaModel:
         config, names = self._config, self._names
@@ -205,7 +238,9 @@ class _Loader:
             stored = (
                 self._checkpoint.take_blocks(name, size, num_inputs) if self._weights.keeps_blocks else None
             )
-            if stored is None and self._weights.quantise and num_inputs % BLOCK_SIZE == 0:
+            if stored is not None:
+                self._num_kept += 1
+            elif self._weights.quantise and self._fits_blocks(num_inputs):
                 self.is_as_stored = False
                 dense = self._dense({name: size}, num_inputs, is_transposed=is_transposed)
                 stored = quantised(dense, self._weights.quantise)
@@ -380,7 +415,9 @@ class _Loader:
         kernels = self._kernels
         if isinstance(matrix, Tensor) and quantise and kernels.BLOCK_TYPES:
             self.is_as_stored = False
-            matrix = quantised(matrix, quantise) if matrix.shape[1] % BLOCK_SIZE == 0 else matrix
+            matrix = quantised(matrix, quantise) if self._fits_blocks(matrix.shape[1]) else matrix
+        elif isinstance(matrix, BlockMatrix):
+            self._num_kept += 1
         if isinstance(matrix, Tensor):
             return kernels.pack_linear(matrix, bias)
         self.block_types.add(matrix.type)

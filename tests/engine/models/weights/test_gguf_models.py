@@ -13,7 +13,7 @@ from support.engine.gguf_models import round_weights, write_gguf
 from support.engine.runner_driver import Driver
 
 from agentflow.engine.models.torch_runner import TorchRunner
-from agentflow.errors import BadModelFolder
+from agentflow.errors import BadArgument, BadModelFolder
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -127,6 +127,39 @@ def test_quantised_weights_are_multiplied_as_they_are(name: str, source: str, tm
     assert "Q8_0" in kept.info.weights
     assert ("as in its file" in kept.info.weights) == (source == "gguf")
     assert dense.info.weights == "bfloat16 weights"
+
+
+def test_f42g_quantising_what_is_quantised_is_refused(tmp_path: Path) -> None:
+    save_model("llama_tied", tmp_path)
+    write_gguf(tmp_path, file := tmp_path / "model.gguf", "Q8_0")
+    with pytest.raises(BadArgument) as caught:
+        logprobs(file, "auto", "int4")
+    assert caught.value.param == "quantize"
+    _, rounded = logprobs(file, "bfloat16", "int4")
+    assert "Q4_1" in rounded.info.weights
+
+
+@pytest.mark.parametrize("part", ["width", "file"])
+def test_f42g_quantising_a_part_warns_once(
+    part: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows of 80 weights are no whole blocks; a file's routers are not quantised."""
+    if part == "width":
+        saved_model("llama", path := tmp_path, **(IN_BLOCKS | {"intermediate_size": 80}))
+    else:
+        save_model("gpt_oss", tmp_path)
+        write_gguf(tmp_path, path := tmp_path / "model.gguf", "Q8_0")
+    _, runner = logprobs(path, "auto", "int8")
+    assert "Q8_0" in runner.info.weights
+    messages = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert len([message for message in messages if "quantize" in message]) == 1
+
+
+def test_f42g_quantising_widths_without_blocks_is_refused(tmp_path: Path) -> None:
+    saved_model("llama", tmp_path, hidden_size=48, intermediate_size=80)
+    with pytest.raises(BadArgument) as caught:
+        logprobs(tmp_path, "bfloat16", "int8")
+    assert caught.value.param == "quantize"
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "mixtral"])
