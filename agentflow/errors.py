@@ -484,6 +484,15 @@ def listed(names: Iterable[str], most: int = 10) -> str:
     return (", ".join(every[:most]) or "none") + more
 
 
+def no_chat_template(model: str = "this model") -> NotSupported:
+    """The error for turns, conversations and tools if the model has no chat template: it says what to do."""
+    return NotSupported(
+        f"{model} has no chat template, so it takes no turns and no tools: use plain text (over HTTP: "
+        "/v1/completions), or give it a template where it is loaded (--chat-template FILE, or chat_template= "
+        "of af.session and af.Embedded)"
+    )
+
+
 def from_code(code: str, message: str, param: str | None = None) -> AgentflowError:
     """The error of this code. An unknown code gives ``AgentflowError``."""
     return _BY_CODE.get(code, AgentflowError)(message, param=param)

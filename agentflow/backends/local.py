@@ -5,6 +5,7 @@ imported only when a session opens; nothing else in the frontend needs it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from types import MappingProxyType
@@ -68,11 +69,12 @@ class Embedded:
     ``threads``; or ``task="embed"``: ``model`` itself makes them, and generates nothing. ``dtype``:
     ``auto``, ``bfloat16``, ``float16`` or ``float32``; ``auto`` is ``bfloat16``, but on a CPU quantised
     weights of a GGUF file stay as they are. ``quantize``: ``int8`` or ``int4``, for weights that are not
-    quantised. ``device``: ``cpu``, ``cuda``, or None to choose one. ``kv_tokens``: the size of the KV pool in
-    tokens, for the cache and running requests together; None to choose one. ``token_budget``: prompt tokens
-    per step. ``max_running``: requests per batch. ``threads``: CPU threads. ``cache=False`` turns the prefix
-    cache off. ``loras``: adapters (LoRA) as ``NAME=PATH``, and ``adapter``: the name of the one that the
-    session uses. The defaults are those of ``agentflow serve``.
+    quantised. ``chat_template``: a Jinja file that replaces the model's. ``device``: ``cpu``, ``cuda``, or
+    None to choose one. ``kv_tokens``: the size of the KV pool in tokens, for the cache and running requests
+    together; None to choose one. ``token_budget``: prompt tokens per step. ``max_running``: requests per
+    batch. ``threads``: CPU threads. ``cache=False`` turns the prefix cache off. ``loras``: adapters (LoRA) as
+    ``NAME=PATH``, and ``adapter``: the name of the one that the session uses. The defaults are those of
+    ``agentflow serve``.
 
     >>> async with af.session(backend=af.Embedded("smollm2-135m", dtype="float32")) as flow:
     ...     grade = await flow.run(judge, essay)
@@ -86,6 +88,7 @@ class Embedded:
         task: Literal["generate", "embed"] = "generate",
         dtype: str = "auto",
         quantize: str | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
         device: str | None = None,
         kv_tokens: int | None = None,
         token_budget: int | None = None,
@@ -99,6 +102,7 @@ class Embedded:
             "model": str(model),
             "dtype": dtype,
             "quantize": quantize,
+            "chat_template": None if chat_template is None else os.fspath(chat_template),
             "device": device,
             "kv_tokens": kv_tokens,
             "token_budget": token_budget,

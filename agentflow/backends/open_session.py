@@ -43,6 +43,7 @@ def session(
     model: str | None = None,
     embed_model: str | None = None,
     quantize: str | None = None,
+    chat_template: str | os.PathLike[str] | None = None,
     device: str | None = None,
     kv_tokens: int | None = None,
     api_key: str | None = None,
@@ -61,8 +62,9 @@ def session(
     file; default: ``smollm2-135m``. A model of the hub is pulled if it is missing. ``embed_model``: the one
     that makes the embeddings of ``flow.embed``, beside ``model``: without a url it is loaded, too; on a
     server it is the name of one that it has, by default its first. ``quantize`` (``int8`` or ``int4``),
-    ``device`` (``cpu`` or ``cuda``) and ``kv_tokens`` (the size of the KV pool) are for the engine in this
-    process; ``af.Embedded`` has its other options.
+    ``chat_template`` (a Jinja file that replaces the model's), ``device`` (``cpu`` or ``cuda``) and
+    ``kv_tokens`` (the size of the KV pool) are for the engine in this process; ``af.Embedded`` has its other
+    options.
 
     ``deadline_s`` and ``output_tokens``: the limits of all states of the session together, from when it is
     entered; beyond them ops fail with ``DeadlineExceeded`` or ``BudgetExceeded``. ``seed``: makes sampling
@@ -76,7 +78,12 @@ def session(
     """
     if hasattr(url, "connect"):
         raise BadArgument(f"session: {short_repr(url)} is no url: give a backend as backend=…", param="url")
-    of_engine = {"quantize": quantize, "device": device, "kv_tokens": kv_tokens}
+    of_engine = {
+        "quantize": quantize,
+        "chat_template": chat_template,
+        "device": device,
+        "kv_tokens": kv_tokens,
+    }
     of_engine = {name: value for name, value in of_engine.items() if value is not None}
     given = {"url": url, "model": model, "embed_model": embed_model, "api_key": api_key}
     for name, value in given.items():
@@ -134,6 +141,7 @@ async def open_session(
     model: str | None = None,
     embed_model: str | None = None,
     quantize: str | None = None,
+    chat_template: str | os.PathLike[str] | None = None,
     device: str | None = None,
     kv_tokens: int | None = None,
     api_key: str | None = None,
@@ -158,6 +166,7 @@ async def open_session(
             model=model,
             embed_model=embed_model,
             quantize=quantize,
+            chat_template=chat_template,
             device=device,
             kv_tokens=kv_tokens,
             api_key=api_key,

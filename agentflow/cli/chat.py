@@ -28,7 +28,7 @@ from agentflow.backends.open_session import session as open_session
 from agentflow.cli.command import Command, count
 from agentflow.cli.server_query import API_KEY_VARIABLE
 from agentflow.cli.word_wrap import WordWrap
-from agentflow.errors import AgentflowError, Cancelled, NotSupported
+from agentflow.errors import AgentflowError, Cancelled, no_chat_template
 from agentflow.language.expressions import assistant, system, user
 from agentflow.language.gen import gen
 from agentflow.language.session import Session
@@ -66,7 +66,7 @@ class Conversation:
 
     def __init__(self, flow: Session, *, system_text: str | None = None, **sampling: Any) -> None:
         if not flow.capabilities.roles:
-            raise NotSupported(f"{flow.capabilities.model} has no chat template, which a conversation needs")
+            raise no_chat_template(flow.capabilities.model)
         self._flow = flow
         self._sampling = sampling
         self._asked: State | None = None
@@ -323,6 +323,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a model's name, folder or GGUF file (default: smollm2-135m)",
     )
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="a Jinja file that replaces the model's chat template, without a server",
+    )
     add("--api-key", metavar="KEY", help=f"key for the server (default: {API_KEY_VARIABLE})")
     add("--system", metavar="TEXT", help="the system message")
     add(
@@ -348,6 +353,7 @@ def _run(options: argparse.Namespace) -> int:
     session = open_session(
         options.url,
         model=options.model,
+        chat_template=options.chat_template,
         api_key=options.api_key or os.environ.get(API_KEY_VARIABLE),
         seed=options.seed,
     )

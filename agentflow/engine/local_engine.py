@@ -61,7 +61,7 @@ async def open_engine(
         start = Start(f"{__name__}:{load_engine.__name__}", asdict(chosen), log_level)
         opening = supervised_engine(
             start,
-            lambda: Tokenizer.from_folder(folder, embeds=options.task == "embed"),
+            lambda: _read_texts(options, folder)[0],
             max_unfinished=options.max_unfinished,
             deadlines=deadlines_of(options, folder),
             exits_when_down=options.exit_on_engine_failure,
@@ -79,6 +79,12 @@ async def open_engine(
 def adapter_folders(options: EngineOptions) -> dict[str, Path]:
     """The adapters to load, by name. ``BadArgument``, ``UnknownModel`` or ``BadModelFolder``."""
     return {name: resolve_adapter(path) for name, path in named_adapters(options.loras).items()}
+
+
+def read_template(options: EngineOptions, folder: Path) -> ChatTemplate:
+    """The chat template of the model in ``folder``, or the one given for it. ``BadModelFolder`` or
+    ``BadArgument``."""
+    return ChatTemplate.from_folder(folder, None if options.task == "embed" else options.chat_template)
 
 
 def load_engine(**options: Any) -> tuple[ModelRunner, Tokenizer, SchedulerConfig]:
@@ -133,7 +139,7 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
     num_slots = options.kv_tokens if options.own_process else None
     num_slots = num_slots or _kv_tokens(options, folder, device)
     embeds = options.task == "embed"
-    tokenizer = Tokenizer.from_folder(folder, embeds=embeds)
+    tokenizer, template = _read_texts(options, folder)
     embedding = read_embedding_folder(folder) if embeds else None
     if options.deterministic:
         from agentflow.kernels.native_library import keep_order
@@ -172,9 +178,14 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
         runner.close()
         raise _has_no_order(folder)
     if not embeds:
-        ends = all_end_ids(runner.info.end_token_ids, tokenizer, ChatTemplate.from_folder(folder))
+        ends = all_end_ids(runner.info.end_token_ids, tokenizer, template)
         runner.info = dataclasses.replace(runner.info, end_token_ids=ends)
     return runner, tokenizer, True
+
+
+def _read_texts(options: EngineOptions, folder: Path) -> tuple[Tokenizer, ChatTemplate]:
+    template = read_template(options, folder)
+    return Tokenizer.from_folder(folder, template=template, embeds=options.task == "embed"), template
 
 
 def _has_no_order(folder: Path) -> BadArgument:
@@ -195,7 +206,7 @@ async def open_generator(**options: Any) -> AsyncIterator[EngineGenerator]:
         await fetch_model_async(path)
     name = served_name(chosen.model)
     chosen = replace(chosen, model=str(folder))
-    template = ChatTemplate.from_folder(folder)
+    template = read_template(chosen, folder)
     embeds = chosen.task == "embed"
     # The compiler first: its process loads at the same time as the model, and uses only what that leaves.
     compiling = nullcontext() if embeds else constraint_compiler()

@@ -40,6 +40,10 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
     quantize: Annotated[
         Literal["int8", "int4"] | None, doc("round weights that are not quantised to 8 or 4 bits, on a CPU")
     ] = None
+    chat_template: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        doc("a Jinja file that replaces the model's chat template", metavar="FILE"),
+    ] = None
     device: Annotated[
         Literal["cpu", "cuda"] | None, doc("where the model runs (not set: a GPU if there is one)")
     ] = None

@@ -18,6 +18,7 @@ from agentflow.errors import (
     RunFailed,
     UnknownModel,
     from_code,
+    no_chat_template,
     shortened,
     shown_error,
 )
@@ -61,6 +62,8 @@ class Capabilities(msgspec.Struct, frozen=True):
 
     def require_conversations(self) -> None:
         """Raises ``NotSupported`` if the backend does not accept whole conversations."""
+        if not self.roles:
+            raise no_chat_template(self.model)
         if not self.conversations:
             raise NotSupported(f"{self.model} does not accept whole conversations: append turns")
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from agentflow.errors import AgentflowError, BadArgument, NotSupported, ProtocolError
+from agentflow.errors import AgentflowError, BadArgument, NotSupported, ProtocolError, no_chat_template
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.events import Capabilities
@@ -84,7 +84,7 @@ def _require_gen(op: ops.Gen, capabilities: Capabilities) -> None:
 
 def _require_roles(op: ops.Begin | ops.End, capabilities: Capabilities) -> None:
     if not capabilities.roles:
-        raise NotSupported(f"{capabilities.model} has no chat template: use plain text instead of roles")
+        raise no_chat_template(capabilities.model)
 
 
 def _check_select(op: ops.Select) -> None:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from agentflow.engine.client import EngineClient
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits
-from agentflow.engine.local_engine import adapter_folders, open_engine
+from agentflow.engine.local_engine import adapter_folders, open_engine, read_template
 from agentflow.engine.machine import FreeMemory, MemoryNeed, divide_memory, free_memory, memory_need
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
@@ -88,7 +88,7 @@ async def open_models(
 
 def _read_folders(models: Mapping[str, EngineOptions]) -> tuple[dict[str, Path], dict[str, ChatTemplate]]:
     folders = {name: resolve_model(options.model) for name, options in models.items()}
-    return folders, {name: ChatTemplate.from_folder(folder) for name, folder in folders.items()}
+    return folders, {name: read_template(options, folders[name]) for name, options in models.items()}
 
 
 def _sized(

@@ -250,7 +250,7 @@ def test_a_session_has_one_backend(monkeypatch):
 
 def test_f25c_options_of_the_engine_in_this_process(monkeypatch):
     monkeypatch.delenv("AGENTFLOW_URL", raising=False)
-    options = {"quantize": "int8", "device": "cpu", "kv_tokens": 4000}
+    options = {"quantize": "int8", "chat_template": "a.jinja", "device": "cpu", "kv_tokens": 4000}
     backend = af.session(model="m", **options)._backend
     assert isinstance(backend, af.Embedded)
     assert {name: backend._options[name] for name in options} == options

@@ -27,8 +27,12 @@ import jinja2.parser
 import jinja2.sandbox
 
 from agentflow.engine.text.channels import has_channels
-from agentflow.engine.text.tokenizer_files import chat_template_source, named_special_tokens
-from agentflow.errors import BadModelFolder, NotSupported
+from agentflow.engine.text.tokenizer_files import (
+    chat_template_source,
+    given_chat_template,
+    named_special_tokens,
+)
+from agentflow.errors import BadModelFolder, NotSupported, no_chat_template
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.protocol.json_bounds import MOST_NESTING, nests_deeper
 from agentflow.protocol.schema_walk import ALL_TYPED, ANNOTATIONS
@@ -256,11 +260,11 @@ class ChatTemplate:
         return made
 
     @classmethod
-    def from_folder(cls, folder: Path) -> ChatTemplate:
-        """Reads the folder's default chat template, if any. ``BadModelFolder``."""
-        return cls(
-            chat_template_source(folder), named_special_tokens(folder), where=f"the chat template in {folder}"
-        )
+    def from_folder(cls, folder: Path, file: str | None = None) -> ChatTemplate:
+        """Reads the folder's default chat template, if any, or the one in ``file``. ``BadModelFolder`` or
+        ``BadArgument``."""
+        source = chat_template_source(folder) if file is None else given_chat_template(file)
+        return cls(source, named_special_tokens(folder), where=f"the chat template in {file or folder}")
 
     @property
     def has_template(self) -> bool:
@@ -293,7 +297,7 @@ class ChatTemplate:
         ``NotSupported`` if there is no template or it rejects these messages.
         """
         if self._template is None:
-            raise NotSupported("this model has no chat template: use plain text instead of roles")
+            raise no_chat_template()
         moment = now or datetime.now()
         if dialect is None:
             has_calls = any(message.tool_calls or message.tool_call_id for message in messages)

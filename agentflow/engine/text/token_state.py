@@ -23,7 +23,7 @@ from agentflow.engine.text.choices import EncodedChoices, encode_choices
 from agentflow.engine.text.detokenizer import Detokenizer
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_format import RESULT_BEGIN, RESULT_END
-from agentflow.errors import BadArgument, NotSupported
+from agentflow.errors import BadArgument, NotSupported, no_chat_template
 from agentflow.protocol.chat import Message, ToolSpec
 
 # The largest generated run (characters plus ids) whose slices are cached; the cache outlives its state.
@@ -362,7 +362,7 @@ class TokenState:
         if self._open_role is not None:
             raise BadArgument(f"role {role} begins inside role {self._open_role}: end that one first")
         if not self.template.has_template:
-            raise NotSupported("this model has no chat template: use plain text instead of roles")
+            raise no_chat_template()
         self._take_pending()
         is_answer = tool_call_id is not None or name is not None
         given = Message(role, "", tool_call_id=tool_call_id, name=name) if is_answer else None

@@ -231,11 +231,13 @@ class Tokenizer:
         self.prefix_ids: tuple[int, ...] = tuple(probe.ids[:first_text])
 
     @classmethod
-    def from_folder(cls, folder: Path, *, embeds: bool = False) -> Tokenizer:
-        """Reads ``tokenizer.json`` and the files beside it, or a GGUF file. ``embeds``: of an embedding
-        model. ``BadModelFolder``."""
+    def from_folder(
+        cls, folder: Path, *, template: ChatTemplate | None = None, embeds: bool = False
+    ) -> Tokenizer:
+        """Reads ``tokenizer.json`` and the files beside it, or a GGUF file. ``template``: the model's, if it
+        is not that of the folder. ``embeds``: of an embedding model. ``BadModelFolder``."""
         spec, where = read_tokenizer(folder), f"the tokenizer in {folder}"
-        template = ChatTemplate.from_folder(folder)
+        template = ChatTemplate.from_folder(folder) if template is None else template
         calls = tool_format(template)
         try:
             all_special = all(token["special"] for token in spec.get("added_tokens") or [])

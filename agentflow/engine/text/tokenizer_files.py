@@ -10,7 +10,7 @@ from typing import Any
 
 from agentflow.engine.store.gguf.file import find_gguf, open_gguf
 from agentflow.engine.store.gguf.tokenizer import tokenizer_spec
-from agentflow.errors import BadModelFolder
+from agentflow.errors import BadArgument, BadModelFolder
 
 NAMED_TOKENS = (
     "bos_token",
@@ -81,6 +81,18 @@ def named_special_tokens(folder: Path) -> dict[str, str]:
             else:
                 named.pop(name, None)
     return named
+
+
+def given_chat_template(file: str) -> str:
+    """The Jinja source in the file of the option ``chat_template``. ``BadArgument``."""
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise BadArgument(
+            f"chat_template: {file} cannot be read: {why}; give the path of a Jinja file",
+            param="chat_template",
+        ) from error
 
 
 def chat_template_source(folder: Path) -> str | None:

@@ -30,7 +30,7 @@ from agentflow.engine.text.thoughts import (
 )
 from agentflow.engine.text.tool_format import IN_CHANNELS, ToolFormat, as_plain_messages, tool_format
 from agentflow.engine.text.tool_output import ToolOutput
-from agentflow.errors import BadArgument, NotSupported
+from agentflow.errors import BadArgument, NotSupported, no_chat_template
 from agentflow.protocol.chat import (
     Conversation,
     Message,
@@ -145,7 +145,7 @@ def tool_use(template: ChatTemplate, conversation: Conversation) -> ToolUse:
     if not tools or choice.mode == "none":
         return ToolUse(messages, named, given, form)
     if not template.has_template:
-        raise NotSupported("this model has no chat template, so it cannot use tools")
+        raise no_chat_template()
     allowed = {number: tool for number, tool in enumerate(tools) if choice.name in (None, tool.name)}
     names = tuple([tool.name for tool in allowed.values()])
     calls = _calls(form, allowed, choice)

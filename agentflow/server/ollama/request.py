@@ -12,6 +12,7 @@ import msgspec
 
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.text.thoughts import thought_marks
+from agentflow.errors import no_chat_template
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_text, schema_constraint
@@ -125,7 +126,7 @@ def prompt_of(
     is_text = body.raw or not generator.capabilities.conversations
     for name, value in (("system", body.system), ("context", context)):
         if value and is_text:
-            why = "'raw' excludes it" if body.raw else "this model has no chat template"
+            why = "'raw' excludes it" if body.raw else str(no_chat_template())
             raise unsupported(name, why)
     if is_text:
         return prompt
