@@ -94,12 +94,12 @@ def choose_tokens(logits: Tensor, sampled: SampledRows, kernels: Kernels) -> Bat
             tokens = kernels.choose(logits, rows)
     if not sampled.needs_logprobs:
         return BatchOutput(tokens, None)
-    totals = logits.logsumexp(dim=-1)
+    totals = torch.cat([part.logsumexp(dim=-1) for part in logits.split(_ROWS_AT_ONCE)])
     tokens = np.where(np.isfinite(to_host(totals)), tokens, NOT_FINITE)
     there = torch.from_numpy(tokens.clip(min=0)).to(logits.device)
     own = logits.gather(1, there.unsqueeze(1))
     logprobs = to_host(own.squeeze(1) - totals)
-    ranks = (logits >= own).sum(dim=1).cpu().numpy() if (sampled.target_ids >= 0).any() else None
+    ranks = _ranks(logits, own) if (sampled.target_ids >= 0).any() else None
     scored = None if sampled.scored is None else _scored(logits, totals, sampled.scored)
     if sampled.top_counts is None:
         return BatchOutput(tokens, logprobs, scored_logprobs=scored, ranks=ranks)
@@ -132,6 +132,17 @@ def _scored(logits: Tensor, totals: Tensor, scored: ScoredTokens) -> FloatArray:
     rows = torch.from_numpy(scored.rows).to(logits.device)
     token_ids = torch.from_numpy(scored.token_ids).to(logits.device)
     return to_host(logits[rows, token_ids] - totals[rows])
+
+
+# Of intermediate results that are as large as the logits, or twice as large: torch counts flags in 8 bytes.
+_ROWS_AT_ONCE = 16
+
+
+def _ranks(logits: Tensor, own: Tensor) -> IntArray:
+    """How many logits of each row are at least ``own`` [S, 1]."""
+    parts = zip(logits.split(_ROWS_AT_ONCE), own.split(_ROWS_AT_ONCE), strict=True)
+    counts: IntArray = torch.cat([(part >= least).sum(dim=1) for part, least in parts]).cpu().numpy()
+    return counts
 
 
 def _top(logits: Tensor, totals: Tensor, chosen: NDArray[np.bool_]) -> tuple[IntArray, FloatArray]:
