@@ -24,11 +24,13 @@ ReqToToken = NDArray[np.int32]
 @dataclass(slots=True, frozen=True)
 class BlockMatrix:
     """A matrix [out, in] in blocks of quantised values, as GGUF files store them. ``type``: ggml's name, such
-    as "Q4_K". ``rows`` [out, bytes of a row] uint8."""
+    as "Q4_K". ``rows`` [out, bytes of a row] uint8. ``is_mapped``: these are pages of a file, which may be
+    released as they are read."""
 
     type: str
     rows: NDArray[np.uint8]
     shape: tuple[int, int]
+    is_mapped: bool = False
 
 
 @dataclass(slots=True, frozen=True)

@@ -58,7 +58,7 @@ from agentflow.kernels.native_structures import (
     native_weight,
     pointer,
 )
-from agentflow.kernels.page_advice import advise_huge_pages
+from agentflow.kernels.page_advice import advise_huge_pages, release_file_pages
 
 logger = logging.getLogger(__name__)
 
@@ -154,10 +154,20 @@ def _empty_panels(block_type: str, num_in: int, first: int, num: int, num_in_wei
     return QuantisedPanels(PANEL_FORMATS[team.af_block_format(number)], panels, num)
 
 
+_SLICE_BYTES = 16 << 20
+"""Pages of a file that are in memory beside the panels."""
+
+
 def _pack_part(part: BlockMatrix, first: int, gated_half: int, to: QuantisedPanels) -> None:
-    rows = np.ascontiguousarray(part.rows)
-    number = BLOCK_TYPES.index(part.type)
-    _team().af_pack_blocks(number, address(rows), *part.shape, first, gated_half, to.panels.data_ptr())
+    rows, num_in = np.ascontiguousarray(part.rows), part.shape[1]
+    number, is_mapped = BLOCK_TYPES.index(part.type), part.is_mapped and rows is part.rows
+    step = max(PANEL, _SLICE_BYTES // rows.shape[1] // PANEL * PANEL) if is_mapped else len(rows)
+    for begin in range(0, len(rows), step):
+        some = rows[begin : begin + step]
+        panels = to.panels.data_ptr()
+        _team().af_pack_blocks(number, address(some), len(some), num_in, first + begin, gated_half, panels)
+        if is_mapped:
+            release_file_pages(some.ctypes.data, some.nbytes)
 
 
 def pack_embedding(weight: Tensor, head: LinearWeight | None) -> LinearWeight:

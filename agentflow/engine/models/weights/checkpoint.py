@@ -221,7 +221,8 @@ class GgufCheckpoint(TensorSource):
         if (tensor.shape[::-1] if tensor.is_transposed else tensor.shape) != shape:
             return None  # ``take`` says what is wrong
         self._taken.add(name)
-        return _block_matrix(tensor.type_name, tensor.raw, (shape[0], shape[1]))
+        matrix = _block_matrix(tensor.type_name, tensor.raw, (shape[0], shape[1]))
+        return replace(matrix, is_mapped=np.may_share_memory(matrix.rows, tensor.stored.rows))
 
     def take_stacked_blocks(self, name: str, *shape: int) -> list[BlockMatrix] | None:
         tensor = self._tensors.get(name)

@@ -1,0 +1,50 @@
+"""What loading a model takes beside the model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.engine.family_models import saved_model
+from support.engine.gguf_models import write_gguf
+
+from agentflow.kernels import native_ops
+from agentflow.kernels.native_library import NoNativeKernels
+
+MEASURED = """
+import json, sys
+from pathlib import Path
+from agentflow.engine.models.torch_runner import TorchRunner
+
+def resident(name):
+    [line] = [line for line in open("/proc/self/status") if line.startswith(name)]
+    return 1024 * int(line.split()[1])
+
+runner = TorchRunner(Path(sys.argv[1]), num_slots=8, device="cpu", num_threads=1)
+runner.close()
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins again
+runner = TorchRunner(Path(sys.argv[1]), num_slots=8, device="cpu", num_threads=1)
+print(json.dumps([resident("VmHWM"), resident("VmRSS"), runner.info.weight_bytes]))
+"""
+
+
+def test_f42m_a_large_quantised_embedding_is_not_in_memory_twice(tmp_path: Path) -> None:
+    """While it is packed, the pages of the file that were read are released."""
+    try:
+        native_ops.library()
+    except NoNativeKernels as error:
+        pytest.skip(str(error))
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("the system does not tell the peak")
+    sizes = {"vocab_size": 160_000, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    saved_model("llama_tied", tmp_path, **sizes, num_attention_heads=4)
+    write_gguf(tmp_path, file := tmp_path / "model.gguf", "Q8_0")
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, file], check=True, capture_output=True, text=True, timeout=100
+    )
+    peak, after, weights = json.loads(done.stdout)
+    assert weights > 40e6
+    assert peak - after < 0.6 * weights
