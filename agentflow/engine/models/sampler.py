@@ -94,7 +94,7 @@ def choose_tokens(logits: Tensor, sampled: SampledRows, kernels: Kernels) -> Bat
             tokens = kernels.choose(logits, rows)
     if not sampled.needs_logprobs:
         return BatchOutput(tokens, None)
-    totals = torch.cat([part.logsumexp(dim=-1) for part in logits.split(_ROWS_AT_ONCE)])
+    totals = torch.cat([part.logsumexp(dim=-1) for part in torch.split(logits, _ROWS_AT_ONCE)])
     tokens = np.where(np.isfinite(to_host(totals)), tokens, NOT_FINITE)
     there = torch.from_numpy(tokens.clip(min=0)).to(logits.device)
     own = logits.gather(1, there.unsqueeze(1))
@@ -140,7 +140,7 @@ _ROWS_AT_ONCE = 16
 
 def _ranks(logits: Tensor, own: Tensor) -> IntArray:
     """How many logits of each row are at least ``own`` [S, 1]."""
-    parts = zip(logits.split(_ROWS_AT_ONCE), own.split(_ROWS_AT_ONCE), strict=True)
+    parts = zip(torch.split(logits, _ROWS_AT_ONCE), torch.split(own, _ROWS_AT_ONCE), strict=True)
     counts: IntArray = torch.cat([(part >= least).sum(dim=1) for part, least in parts]).cpu().numpy()
     return counts
 
