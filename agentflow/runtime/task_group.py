@@ -50,7 +50,8 @@ def loop_caller() -> CallInLoop:
 
 @asynccontextmanager
 async def open_task_group() -> AsyncIterator[TaskGroup]:
-    """A task group. If exactly one error ends it, that error is raised itself, not in a group."""
+    """A task group. If exactly one error ends it, that error is raised itself, not in a group, unless it has
+    stopped asyncio's event loop already."""
     before: int | None = None
     failure: BaseException | None = None
     lone: BaseException
@@ -69,8 +70,9 @@ async def open_task_group() -> AsyncIterator[TaskGroup]:
         lone = error
         while isinstance(lone, BaseExceptionGroup) and len(lone.exceptions) == 1:
             lone = lone.exceptions[0]
-        if isinstance(lone, KeyboardInterrupt | SystemExit) and cancel_requests() is not None:
-            raise  # by itself, it would stop asyncio's loop once more, before all blocks are left
+        is_of_task = lone is not failure and cancel_requests() is not None
+        if is_of_task and isinstance(lone, KeyboardInterrupt | SystemExit):
+            raise  # by itself, it would stop asyncio's loop again, before all blocks are left
     except anyio.get_cancelled_exc_class():
         if before is None or cancel_requests() != before:
             raise

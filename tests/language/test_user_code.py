@@ -20,6 +20,7 @@ from pydantic import AfterValidator
 
 import agentflow as af
 from agentflow.language.failures.user_code import UserCode
+from agentflow.runtime.task_group import open_task_group
 
 pytestmark = pytest.mark.anyio
 
@@ -400,6 +401,18 @@ def test_f12d_an_exception_of_a_signal_handler_on_the_loop_ends_everything(base,
         assert ended.stderr.rstrip().splitlines()[-1].endswith(("Stop", "KeyboardInterrupt")), ended.stderr
     for trouble in ("never retrieved", "Exception ignored", "RunFailed"):
         assert trouble not in ended.stderr
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+async def test_f12d_such_an_exception_of_a_block_leaves_it_as_itself(error):
+    async def block() -> None:
+        async with open_task_group() as group:
+            group.start_soon(anyio.sleep_forever)
+            await anyio.lowlevel.checkpoint()
+            raise error
+
+    with pytest.raises(type(error)):
+        await block()
 
 
 MAIN = """async def main():

@@ -143,7 +143,8 @@ class ResultsFile:
             lines.pop()
         if not is_log or (self._size and not lines):
             raise self._not_ours()
-        self._log = os.open(self._log_path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        mode = os.fstat(self._results).st_mode & 0o666
+        self._log = os.open(self._log_path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
         if not lines or not self._size:  # new, or there is nothing to continue from
             lines = [msgspec.json.encode(ours) + b"\n"]
             os.ftruncate(self._log, 0)

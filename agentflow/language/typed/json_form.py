@@ -112,9 +112,9 @@ def as_plain(value: Any, *, is_read_back: bool = True, order: Order = None) -> A
     if value is None or kind in _SCALARS:
         return value
     again = functools.partial(as_plain, is_read_back=is_read_back, order=order)
-    if kind in (list, tuple, collections.deque):
+    if kind is tuple or isinstance(value, list | collections.deque):
         return [again(one) for one in value]
-    if kind is dict:
+    if isinstance(value, dict):
         return {_plain_key(key): again(one) for key, one in value.items()}
     if isinstance(value, Record):
         return value.to_dict()
