@@ -22,7 +22,12 @@ async def test_the_scores_are_shown_and_a_second_run_asks_nothing(tmp_path):
     assert len(asked.prompts) == 2 * len(CASES)
     assert await shown(evaluation.main, scripted(asked), folder=tmp_path) == page
     assert len(asked.prompts) == 2 * len(CASES)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["brief.jsonl", "direct.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "brief.jsonl",
+        "brief.jsonl.resume",
+        "direct.jsonl",
+        "direct.jsonl.resume",
+    ]
 
 
 def test_an_answer_is_right_in_any_case_and_sentence():
