@@ -119,10 +119,8 @@ def measure_adapters(report: Report) -> None:
     config = runner._config
     assert isinstance(config, DecoderConfig)
     with tempfile.TemporaryDirectory() as adapters:
-        identities = [
-            runner.load_adapter(write_adapter(Path(adapters) / str(seed), config, seed)).identity
-            for seed in range(NUM_ADAPTERS)
-        ]
+        folders = [write_adapter(Path(adapters) / str(seed), config, seed) for seed in range(NUM_ADAPTERS)]
+        identities = [runner.install_adapter(runner.read_adapter(folder)).identity for folder in folders]
     plain = batch_of(BATCH, 20_000, runner.info.max_context)
     of_tokens = np.arange(BATCH.num_requests) % NUM_ADAPTERS
     adapted = replace(plain, adapters=BatchAdapters(tuple(identities), of_tokens))
