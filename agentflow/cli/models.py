@@ -18,7 +18,7 @@ from rich.text import Text
 
 from agentflow.cli.command import Command, printable
 from agentflow.cli.server_query import API_KEY_VARIABLE, http_url, query_server
-from agentflow.errors import BadModelFolder, EngineFailed, ProtocolError
+from agentflow.errors import BadArgument, BadModelFolder, EngineFailed, ProtocolError
 
 MODELS_PATH = "/v1/models"
 LOCAL_COLUMNS = ("model", "here", "size", "memory", "fits", "context", "chat", "tools", "licence")
@@ -35,6 +35,7 @@ _TOOLS = re.compile(r"\{[{%][^}]*?\btools\b")
 
 def local_models() -> list[tuple[str, ...]]:
     """A row of ``LOCAL_COLUMNS`` for each model with a short name, and each other one in the hub's cache."""
+    from agentflow.engine.machine import work_bytes
     from agentflow.engine.store.catalog import CATALOG
     from agentflow.engine.store.hub_names import HubName, cached_models
 
@@ -50,7 +51,9 @@ def local_models() -> list[tuple[str, ...]]:
         if folder is not None:
             rows.append((name, "yes", *describe_model(folder, room), model.licence))
             continue
-        needs = room.describe(2 * model.parameters, 2 * model.kv_numbers_per_token, model.context)
+        needs = room.describe(
+            2 * model.parameters + work_bytes(model.vocabulary), 2 * model.kv_numbers_per_token, model.context
+        )
         licence = f"{model.licence} (gated)" if model.is_gated else model.licence
         rows.append((name, "no", _size(model.disk_bytes), *needs, "-", "-", licence))
     for name, path in cached.items():
@@ -58,6 +61,15 @@ def local_models() -> list[tuple[str, ...]]:
         if "damaged" not in described:  # or no language model: the cache has models of any kind
             rows.append((name, "yes", *described, "-"))
     return rows
+
+
+def models_at(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """A row of ``LOCAL_COLUMNS`` for each of these folders, GGUF files or names. ``UnknownModel`` or
+    ``BadModelFolder``."""
+    from agentflow.engine.store.model_store import resolve_model
+
+    room = _Room()
+    return [(name, "yes", *_described(resolve_model(name), room), "-") for name in names]
 
 
 def _known_folder(name: str) -> Path | None:
@@ -81,12 +93,12 @@ class _Room:
             self.is_on_gpu = free.cuda_bytes is not None
             self._free_bytes = int(num_bytes * EngineConfig().memory_share)
 
-    def describe(self, weight_bytes: int, kv_bytes_per_token: int, context: int) -> tuple[str, str, str]:
+    def describe(self, fixed: int, per_token: int, context: int) -> tuple[str, str, str]:
         """The memory that a model needs with one whole context, whether it is there, and the context. Instead
-        of "yes", the tokens that fit if there is no room for the whole context."""
-        from agentflow.engine.machine import MIN_KV_TOKENS, PROCESS_BYTES
+        of "yes", the tokens that fit if there is no room for the whole context. ``fixed``: bytes without the
+        KV; ``per_token``: bytes of the KV of a token."""
+        from agentflow.engine.machine import MIN_KV_TOKENS
 
-        fixed, per_token = weight_bytes + PROCESS_BYTES, kv_bytes_per_token
         needed = _size(fixed + per_token * context)
         if self._free_bytes is None:
             return needed, "-", f"{context:,}"
@@ -97,20 +109,29 @@ class _Room:
 
 def describe_model(path: Path, room: _Room) -> tuple[str, ...]:
     """Size, memory, fit, context, chat template and tool support of a model folder or GGUF file, as shown."""
+    try:
+        return _described(path, room)
+    except (BadModelFolder, OSError, ValueError):
+        return (_size(_file_bytes(path)), "damaged", "-", "-", "-", "-")
+
+
+def _file_bytes(path: Path) -> int:
+    files = [path] if path.is_file() else [file for file in path.iterdir() if file.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
+def _described(path: Path, room: _Room) -> tuple[str, ...]:
     from agentflow.engine.machine import memory_need, read_shape
+    from agentflow.engine.models.text_config import text_config
     from agentflow.engine.text.tokenizer_files import chat_template_source
 
-    files = [path] if path.is_file() else [file for file in path.iterdir() if file.is_file()]
-    size = _size(sum(file.stat().st_size for file in files))
-    try:
-        need = memory_need("", path, "auto", None, on_gpu=room.is_on_gpu)
-        context = read_shape(path)[0].get("max_position_embeddings") or 2_048
-        template = chat_template_source(path)
-    except (BadModelFolder, OSError, ValueError):
-        return (size, "damaged", "-", "-", "-", "-")
+    need = memory_need("", path, "auto", None, on_gpu=room.is_on_gpu)
+    config = text_config(read_shape(path)[0])
+    context = config.get("max_position_embeddings") or config.get("n_positions") or 2_048
+    template = chat_template_source(path)
     return (
-        size,
-        *room.describe(need.weight_bytes, need.kv_bytes_per_token, int(context)),
+        _size(_file_bytes(path)),
+        *room.describe(need.fixed_bytes, need.kv_bytes_per_token, int(context)),
         _yes(template is not None),
         _yes(template is not None and names_tools(template)),
     )
@@ -176,17 +197,22 @@ def _yes(value: bool) -> str:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", nargs="*", metavar="MODEL", help="show only these: a model folder, a .gguf file, or a name"
+    )
     parser.add_argument("--url", help="list the models of this server, such as http://127.0.0.1:8410")
     parser.add_argument("--api-key", metavar="KEY", help=f"key for the server (default: {API_KEY_VARIABLE})")
 
 
 def _run(options: argparse.Namespace) -> int:
     console = Console()
+    if options.url is not None and options.model:
+        raise BadArgument("models: --url lists the models of a server: give it, or models of this machine")
     if options.url is not None:
         url = http_url(options.url)
         show(SERVER_COLUMNS, server_models(query_server(url, MODELS_PATH, options.api_key), url), console)
         return 0
-    show(LOCAL_COLUMNS, local_models(), console)
+    show(LOCAL_COLUMNS, models_at(options.model) if options.model else local_models(), console)
     if console.is_terminal:
         text = (
             "\nmemory: weights, the KV of one whole context, and the work; fits: in free memory\n"
@@ -201,13 +227,14 @@ COMMAND = Command(
     summary="list the models on this machine, or on a server",
     description="""\
 Lists the models with short names and those in the cache of the Hugging Face
-hub, with the memory that they need with --dtype auto (weights, the KV of one
+hub, or the given ones, with the memory that they need with --dtype auto (weights, the KV of one
 whole context, and the work), whether that is free here (or for how many
 tokens), and whether they have a chat template and support tools. The size of
 a model that is not here is that of its files. With --url: the models of a
 server. Without a terminal, tabs separate the columns.""",
     examples="""\
 agentflow models
+agentflow models ./my-llama tiny-Q4_K_M.gguf
 agentflow models --url http://127.0.0.1:8410
 agentflow models | cut -f 1          the first column
 """,

@@ -33,15 +33,18 @@ from agentflow.engine.models.weights.packed.scheme import Scheme, read_scheme
 from agentflow.engine.process.child import import_path
 from agentflow.engine.store.adapter_folder import adapter_bytes
 from agentflow.engine.store.embedding_folder import read_embedding_folder
-from agentflow.engine.store.model_folder import gguf_parts, json_object, weight_files
+from agentflow.engine.store.model_folder import json_object, weight_files
 from agentflow.errors import BadArgument, BadModelFolder, EngineFailed
 
 WANTED_KV_TOKENS = 65_536
 MIN_KV_TOKENS = 1_024
 # The largest fraction of the free memory for the KV pool of a single model.
 MAX_KV_FRACTION = 0.5
-# What a process needs beside weights and KV: torch, the tokenizer, activations.
+# What a process needs beside weights and KV: torch, the tokenizer, activations. Larger vocabularies need
+# more: the tokenizer of Gemma's 262,144 tokens takes 440 MB, and the logits of 256 rows 270 MB.
 PROCESS_BYTES = 500_000_000
+PROCESS_VOCABULARY = 50_000
+TOKEN_BYTES = 1_600
 ID_BYTES = 4
 """What a token takes in a model without keys and values in a pool: its id."""
 
@@ -65,8 +68,15 @@ def usable_cpus(root: Path = Path("/")) -> int:
 
 # Bytes of a weight in blocks of 32, with their scales.
 _QUANTIZED_ITEM_BYTES = {"int8": 34 / 32, "int4": 20 / 32}
-_PANELS_OF_STORED = 1.12
-"""The memory of quantised weights in the native kernels, over that in a GGUF file: K blocks share scales."""
+_PANEL_ITEM_BYTES = {
+    **dict.fromkeys(("Q4_0", "IQ4_NL"), 18 / 32),
+    **dict.fromkeys(("Q4_1", "Q4_K"), 20 / 32),
+    **dict.fromkeys(("Q5_0", "MXFP4"), 22 / 32),
+    **dict.fromkeys(("Q5_1", "Q5_K"), 24 / 32),
+    "Q6_K": 28 / 32,
+}
+"""Bytes of a weight in the native kernels, by its type in a GGUF file. Other quantised types become int8."""
+_DENSE_TYPES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +129,24 @@ def free_cuda_bytes() -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Of one model. ``kv_tokens``: the configured size of its pool, or None."""
+    """Of one model. ``kv_tokens``: the configured size of its pool, or None. ``vocabulary``: how many tokens
+    it knows."""
 
     name: str
     weight_bytes: int
     kv_bytes_per_token: int
     kv_tokens: int | None = None
+    vocabulary: int = 0
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What it needs beside the KV pool."""
+        return self.weight_bytes + work_bytes(self.vocabulary)
+
+
+def work_bytes(vocabulary: int) -> int:
+    """What the process of a model with so many tokens needs beside weights and KV."""
+    return PROCESS_BYTES + TOKEN_BYTES * max(0, vocabulary - PROCESS_VOCABULARY)
 
 
 def memory_need(
@@ -145,26 +167,32 @@ def memory_need(
     weight_bytes = num_parameters * item_bytes
     if quantize is not None:
         weight_bytes = int(num_parameters * _QUANTIZED_ITEM_BYTES[quantize])
-    if dtype == "auto" and not on_gpu and (panels := _panel_bytes(folder, config)):
+    if dtype == "auto" and not on_gpu and (panels := _panel_bytes(folder, config, quantize)):
         weight_bytes = min(weight_bytes, panels)
     weight_bytes += sum(adapter_bytes(adapter, item_bytes) for adapter in adapters)
+    size = text_config(config).get("vocab_size")
+    vocabulary = size if isinstance(size, int) else 0
     if task == "embed" and not read_embedding_folder(folder).takes_last:  # no keys and values are kept
-        return MemoryNeed(name, weight_bytes, ID_BYTES, kv_tokens)
+        return MemoryNeed(name, weight_bytes, ID_BYTES, kv_tokens, vocabulary)
     with _naming(folder):
-        return MemoryNeed(name, weight_bytes, kv_bytes_per_token(config, item_bytes), kv_tokens)
+        kv_bytes = kv_bytes_per_token(config, item_bytes)
+        return MemoryNeed(name, weight_bytes, kv_bytes, kv_tokens, vocabulary)
 
 
-def _panel_bytes(folder: Path, config: Mapping[str, Any]) -> int:
+def _panel_bytes(folder: Path, config: Mapping[str, Any], quantize: str | None) -> int:
     """About the memory of a model's quantised weights in the native kernels. 0 if they are not quantised."""
-    from agentflow.engine.store.gguf.file import find_gguf  # needs numpy; `doctor` does not
+    from agentflow.engine.store.gguf.file import find_gguf, open_gguf  # needs numpy; `doctor` does not
 
     if (file := find_gguf(folder)) is not None:
-        parts, growth = [file.with_name(name) for name in gguf_parts(file.name)], _PANELS_OF_STORED
-    elif (scheme := _scheme_of(config)) is not None:
-        parts, growth = [folder / name for name in weight_files(folder)], scheme.panels_of_stored
-    else:
+        dense = 2.0 if quantize is None else _QUANTIZED_ITEM_BYTES[quantize]
+        sizes = dict.fromkeys(_DENSE_TYPES, dense) | _PANEL_ITEM_BYTES
+        int8 = _QUANTIZED_ITEM_BYTES["int8"]
+        tensors = open_gguf(file).tensors.values()
+        return int(sum(math.prod(one.shape) * sizes.get(one.type_name, int8) for one in tensors))
+    if (scheme := _scheme_of(config)) is None:
         return 0
-    return int(sum(part.stat().st_size for part in parts if part.exists()) * growth)
+    parts = [folder / name for name in weight_files(folder)]
+    return int(sum(part.stat().st_size for part in parts if part.exists()) * scheme.panels_of_stored)
 
 
 @contextmanager
@@ -240,7 +268,7 @@ def fitting_kv_tokens(need: MemoryNeed, free_bytes: int) -> int:
     >>> fitting_kv_tokens(MemoryNeed("a", 500_000_000, 10_000), 1_100_000_000)
     10000
     """
-    left = free_bytes - need.weight_bytes - PROCESS_BYTES
+    left = free_bytes - need.fixed_bytes
     if (need.kv_tokens or MIN_KV_TOKENS) * need.kv_bytes_per_token > left:
         raise _does_not_fit([need], free_bytes)
     if need.kv_tokens is not None:
@@ -256,7 +284,7 @@ def divide_memory(needs: Sequence[MemoryNeed], budget_bytes: int) -> dict[str, i
     >>> divide_memory(two, 1_200_000_000)
     {'a': 65536, 'b': 33616}
     """
-    left = budget_bytes - sum(need.weight_bytes + PROCESS_BYTES for need in needs)
+    left = budget_bytes - sum(need.fixed_bytes for need in needs)
     kv_tokens = {need.name: need.kv_tokens for need in needs if need.kv_tokens is not None}
     left -= sum(kv_tokens[need.name] * need.kv_bytes_per_token for need in needs if need.name in kv_tokens)
     open_needs = [need for need in needs if need.kv_tokens is None]
@@ -279,10 +307,11 @@ def _does_not_fit(needs: Sequence[MemoryNeed], budget_bytes: int) -> BadArgument
         for need in needs
     ]
     models, fewer = ("models do", "fewer models") if len(needs) > 1 else ("model does", "a smaller model")
+    work = sum(work_bytes(need.vocabulary) for need in needs)
     return BadArgument(
         f"the {models} not fit into {budget_bytes / 1e9:.2f} GB of memory: {'; '.join(lines)}; plus "
-        f"{PROCESS_BYTES / 1e9:.2f} GB for the work of each: give smaller kv_tokens, dtype bfloat16 and not "
-        f"float32, {fewer}, or a server a larger memory_share",
+        f"{work / 1e9:.2f} GB for their work: give smaller kv_tokens, dtype bfloat16 and not float32, "
+        f"{fewer}, or a server a larger memory_share",
         param="kv_tokens",
     )
 

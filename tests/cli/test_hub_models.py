@@ -7,11 +7,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from support.engine.adapters import write_plain_adapter
+from support.engine.gguf_models import write_gguf, write_vocabulary
 from support.engine.random_model import write_random_model
 from support.hub_server import HubServer, hub_on_loopback, read_folder
 
@@ -104,6 +106,30 @@ def test_a_pulled_model_is_listed_with_what_it_needs(hub: HubServer, files: dict
     assert row["size"].endswith(" kB")
     assert row["size"] != "0 kB"
     assert row["memory"] == "500 MB"  # next to nothing beside the process
+
+
+def test_f42l_the_models_at_paths_are_shown(tmp_path: Path) -> None:
+    folder = write_random_model(tmp_path / "tiny")
+    write_gguf(folder, file := tmp_path / "tiny.gguf", vocabulary=partial(write_vocabulary, folder))
+    done = call_cli("models", str(folder), str(file))
+    assert done.returncode == 0, done.stderr
+    columns, *found = [line.split("\t") for line in done.stdout.splitlines()]
+    assert tuple(columns) == LOCAL_COLUMNS
+    shown = [dict(zip(columns, row, strict=True)) for row in found]
+    assert [row["model"] for row in shown] == [str(folder), str(file)]
+    assert [row["context"] for row in shown] == ["256", "256"]
+    assert [row["chat"] for row in shown] == ["yes", "no"]
+
+
+@pytest.mark.parametrize("content", [None, b"GGUF"])
+def test_f42l_a_path_without_a_model_is_one_line(content: bytes | None, tmp_path: Path) -> None:
+    file = tmp_path / "broken.gguf"
+    if content is not None:
+        file.write_bytes(content)
+    done = call_cli("models", str(file))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "broken.gguf" in done.stderr
 
 
 @pytest.mark.parametrize(

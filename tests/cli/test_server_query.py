@@ -151,7 +151,7 @@ def test_the_models_here(model_folder):
     header, *rows = (line.split("\t") for line in result.stdout.splitlines())
     row = dict(zip(header, rows[0], strict=True))
     assert row["model"] == "smollm2-135m"
-    assert (row["here"], row["memory"], row["context"]) == ("yes", "799 MB", "8,192")
+    assert (row["here"], row["memory"], row["context"]) == ("yes", "785 MB", "8,192")
     assert (row["chat"], row["tools"]) == ("yes", "no")
 
 

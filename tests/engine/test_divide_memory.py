@@ -97,6 +97,16 @@ def test_a_model_that_does_not_fit_is_named_with_what_it_needs():
     assert "large 14.00 GB of weights and 5.00 GB for 50,000 tokens" in message
 
 
+def test_f42k_large_vocabularies_need_more_for_the_work():
+    """Measured with Gemma's 262,144 tokens: 0.6 GB beside weights and KV, and logits of 256 rows."""
+    small, large = (MemoryNeed("m", 10**9, 1, None, vocabulary) for vocabulary in (49_152, 262_144))
+    assert small.fixed_bytes == 10**9 + PROCESS_BYTES
+    assert large.fixed_bytes - 10**9 > 0.58e9 + 0.9 * 256 * 262_144 * 4
+    assert divide_memory([large], large.fixed_bytes + 5_000) == {"m": 5_000}
+    with pytest.raises(BadArgument):
+        divide_memory([large], small.fixed_bytes + 5_000)
+
+
 def test_weights_are_counted_in_the_headers_of_their_files(tmp_path):
     config = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -12,6 +12,7 @@ from support.engine.family_models import IN_BLOCKS, YARN, saved_model
 from support.engine.gguf_models import round_weights, write_gguf
 from support.engine.runner_driver import Driver
 
+from agentflow.engine.machine import memory_need
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.errors import BadArgument, BadModelFolder
 
@@ -127,6 +128,17 @@ def test_quantised_weights_are_multiplied_as_they_are(name: str, source: str, tm
     assert "Q8_0" in kept.info.weights
     assert ("as in its file" in kept.info.weights) == (source == "gguf")
     assert dense.info.weights == "bfloat16 weights"
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0", "MXFP4", "F16"])
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_f42k_the_weights_take_what_was_estimated(name: str, kind: str, tmp_path: Path) -> None:
+    saved_model(name, tmp_path, **(IN_BLOCKS | {"vocab_size": 8192}))
+    write_gguf(tmp_path, file := tmp_path / "model.gguf", kind)
+    need = memory_need("", file, "auto", None)
+    _, runner = logprobs(file, "auto")
+    assert need.weight_bytes == pytest.approx(runner.info.weight_bytes, rel=0.05)
+    assert need.vocabulary == 8192
 
 
 def test_f42g_quantising_what_is_quantised_is_refused(tmp_path: Path) -> None:
