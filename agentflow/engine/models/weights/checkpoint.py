@@ -30,6 +30,7 @@ from agentflow.kernels.inputs import BlockMatrix
 from agentflow.kernels.page_advice import release_file_pages
 
 _ROWS_COMPARED = 1024
+_VALUES_CONVERTED = 1 << 22  # at once: as float32, they take 16 MB
 
 
 class TensorSource(ABC):
@@ -213,6 +214,23 @@ class GgufCheckpoint(TensorSource):
     @property
     def names(self) -> Collection[str]:
         return self._tensors.keys()
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        tensor = self._tensors.get(name)
+        if not isinstance(tensor, GgufTensor) or tensor.shape != shape or len(shape) != 2:
+            return super().take(name, *shape)
+        if tensor.is_transposed or tensor.paired_heads:
+            return super().take(name, *shape)
+        taken = torch.empty(shape, dtype=self._dtype, device=self._device)
+        step = max(1, _VALUES_CONVERTED // shape[1])
+        for begin in range(0, shape[0], step):
+            count = min(step, shape[0] - begin)
+            part = replace(tensor, first=tensor.first + begin, count=count, shape=(count, shape[1]))
+            values = np.require(part.dequantised(), requirements="W")
+            taken[begin : begin + count].copy_(torch.from_numpy(values))
+            release_file_pages(part.raw.ctypes.data, part.raw.nbytes)
+        self._taken.add(name)
+        return taken
 
     def take_blocks(self, name: str, *shape: int) -> BlockMatrix | None:
         tensor = self._tensors.get(name)

@@ -31,8 +31,12 @@ print(json.dumps([resident("VmHWM"), resident("VmRSS"), runner.info.weight_bytes
 """
 
 
-def test_f42m_a_large_quantised_embedding_is_not_in_memory_twice(tmp_path: Path) -> None:
-    """While it is packed, the pages of the file that were read are released."""
+@pytest.mark.parametrize(("kind", "most"), [("Q8_0", 0.6), ("F16", 1.3)])
+def test_f42m_a_large_embedding_takes_little_beside_its_panels(
+    kind: str, most: float, tmp_path: Path
+) -> None:
+    """Pages of the file are released as they are packed, or converted: a dense matrix is converted as a whole
+    before it is packed."""
     try:
         native_ops.library()
     except NoNativeKernels as error:
@@ -41,10 +45,10 @@ def test_f42m_a_large_quantised_embedding_is_not_in_memory_twice(tmp_path: Path)
         pytest.skip("the system does not tell the peak")
     sizes = {"vocab_size": 160_000, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
     saved_model("llama_tied", tmp_path, **sizes, num_attention_heads=4)
-    write_gguf(tmp_path, file := tmp_path / "model.gguf", "Q8_0")
+    write_gguf(tmp_path, file := tmp_path / "model.gguf", kind)
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, file], check=True, capture_output=True, text=True, timeout=100
     )
     peak, after, weights = json.loads(done.stdout)
     assert weights > 40e6
-    assert peak - after < 0.6 * weights
+    assert peak - after < most * weights
