@@ -2,7 +2,8 @@
 
 A state that is open will probably continue from what it computed last. Liveness ranks evictions and delays
 admissions, but never locks. The rank expires once much else was computed, and does not help if only kept
-tokens are left. The delay lasts two steps, and only while the batch is well filled.
+tokens are left. The delay lasts two steps. While the batch has room, it concerns only requests that would
+evict many of these tokens.
 """
 
 from __future__ import annotations

@@ -39,6 +39,8 @@ from agentflow.errors import PromptTooLong
 # turns like a prompt.
 MAX_FORCED_TOKENS = 32
 
+MAX_DISPLACED = 64
+"""A request may evict this many tokens that open states need next if the batch has room."""
 MAX_STRETCH = 2.75
 """Limit on the duration of a step that decodes for latency, relative to the same step without prompts."""
 MIN_STEP_S = 0.005
@@ -273,11 +275,13 @@ class Scheduler:
 
     def _fits(self, request: Request, admission: Admission) -> bool:
         available = self.memory.num_available
-        fits = admission.fits(request, available)
-        if fits and 2 * len(self.running) > self.config.max_running:
-            # The batch is well filled: cached tokens that open states need next are worth a short wait.
-            fits = request.num_to_compute + self.memory.num_expected <= available
-        return fits
+        if not admission.fits(request, available):
+            return False
+        # Cached tokens that open states need next would have to be computed again. They are worth a short
+        # wait, unless they are few and the batch has room.
+        displaced = request.num_to_compute + self.memory.num_expected - available
+        is_well_filled = 2 * len(self.running) > self.config.max_running
+        return not self.running or displaced <= (0 if is_well_filled else MAX_DISPLACED)
 
     def complete(self, output: BatchOutput, took_s: float = 0.0) -> list[StepResult]:
         """The batch of the last ``schedule`` has run. Appends new tokens to their requests and returns what

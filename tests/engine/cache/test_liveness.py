@@ -1,5 +1,5 @@
-"""What open states need is evicted last, is not given to new requests while it is about to be used and the
-batch is well filled, and is ordinary cache again when they are over or forgotten."""
+"""What open states need is evicted last, is not given to new requests while it is about to be used (if it
+is much, or the batch is well filled), and is ordinary cache again when they are over or forgotten."""
 
 import numpy as np
 import pytest
@@ -119,3 +119,37 @@ def test_a_new_request_waits_for_the_next_turn_of_an_open_state_where_the_batch_
     step()
     assert new.status is not Status.WAITING  # the state's tokens had to go
     assert all(one.status is Status.RUNNING for one in running)
+
+
+@pytest.mark.parametrize(("size", "waits"), [(240, True), (60, False)])
+def test_f46a_a_long_prompt_does_not_evict_what_an_open_state_is_about_to_need(size, waits):
+    """The batch has room. A short prompt, which costs the state few tokens, starts all the same."""
+    scheduler = Scheduler(num_slots=320, max_context=512, config=SchedulerConfig(max_running=8))
+    runner = FakeRunner(num_slots=320, max_context=512)
+
+    def request(number: int, tokens: list[int], count: int, **kwargs) -> Request:
+        made = Request.create(number, np.array(tokens, dtype=np.int32), count, SamplingParams(), **kwargs)
+        scheduler.add(made)
+        return made
+
+    def step() -> None:
+        batch = scheduler.schedule()
+        assert batch is not None
+        for result in scheduler.complete(runner.run(batch)):
+            if result.request.num_generated == result.request.max_new_tokens:
+                scheduler.finish(result.request)
+
+    other = request(1, [1] * 4, 30)
+    prefix = request(2, [2] * 250, 0, state="program")
+    step()
+    scheduler.release(prefix)
+    other_program = request(3, [3] * size, 1)
+    step()
+    assert (other_program.status is Status.WAITING) == waits
+    thought = request(4, [2] * 250 + [4], 4, state="thought")
+    step()
+    assert thought.status is Status.RUNNING
+    assert not waits or thought.num_cached == 250
+    while other.status is not Status.FINISHED:
+        step()
+    assert other_program.status is Status.FINISHED
