@@ -113,5 +113,5 @@ async def refuse(flow: af.Session) -> None:
             af.conversation(ASKED, **odd)
     async with flow.state() as s:
         s += af.conversation(ASKED * 9000) + af.reply("answer")
-        with pytest.raises(af.RunFailed):
+        with pytest.raises(af.PromptTooLong):
             await s["answer"]
