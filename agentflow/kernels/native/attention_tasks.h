@@ -7,9 +7,9 @@
 // threads. A row's partial results from several tasks are merged by log-sum-exp.
 //
 // A row's result is the same to the last bit however its keys are divided: its sums are those of blocks of KEY_BLOCK keys,
-// added as the nodes of a binary tree over the blocks (pairwise summation: Higham 1993, SIAM J. Sci. Comput. 14). A task
-// begins with a whole block, and gives the sums of the largest nodes that lie within it. Rows that share only the first keys
-// of a block make a task of their own, which lays these out once.
+// added as the nodes of a binary tree over the blocks (pairwise summation: Higham 1993, SIAM Journal on Scientific Computing
+// 14). A task begins with a whole block, and gives the sums of the largest nodes that lie within it. Rows that share only the
+// first keys of a block make a task of their own, which lays these out once.
 #pragma once
 
 #include <algorithm>
@@ -66,7 +66,7 @@ template <class Body>
 void each_node(int32_t first, int32_t end, const Body& body) {
     while (first < end) {
         int32_t level = std::bit_width(uint32_t(end - first)) - 1;
-        if (first > 0) level = std::min(level, std::countr_zero(uint32_t(first)));
+        if (first > 0) level = std::min(level, __builtin_ctz(uint32_t(first)));
         body(Node{first, level});
         first += 1 << level;
     }
