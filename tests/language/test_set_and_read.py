@@ -249,7 +249,7 @@ async def test_the_length_of_a_text_is_limited(how):
                 s += variable
                 variable = s.text()
                 s += variable
-        with pytest.raises(af.RunFailed, match="8,388,608 characters"):
+        with pytest.raises(af.PromptTooLong, match="8,388,608 characters"):
             await s
     assert_idle(backend)
 

@@ -398,7 +398,8 @@ def test_f12d_an_exception_of_a_signal_handler_on_the_loop_ends_everything(base,
     assert sorted(ended.stdout.splitlines()) == sorted(left), ended.stderr
     assert ended.returncode != 0 or base == "SystemExit"
     if base == "KeyboardInterrupt":
-        assert ended.stderr.rstrip().splitlines()[-1].endswith(("Stop", "KeyboardInterrupt")), ended.stderr
+        raised = [line.endswith(("Stop", "KeyboardInterrupt")) for line in ended.stderr.splitlines()]
+        assert any(raised), ended.stderr  # warnings of asyncio may follow
     for trouble in ("never retrieved", "Exception ignored", "RunFailed"):
         assert trouble not in ended.stderr
 
