@@ -145,7 +145,7 @@ class MemoryNeed:
 
 
 def work_bytes(vocabulary: int) -> int:
-    """What the process of a model with so many tokens needs beside weights and KV."""
+    """Bytes that the process of a model with this vocabulary needs beside weights and KV."""
     return PROCESS_BYTES + TOKEN_BYTES * max(0, vocabulary - PROCESS_VOCABULARY)
 
 

@@ -75,9 +75,8 @@ class GgufTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InterleavedTensor:
-    """Two tensors of the file that the model stores as one, with their values in turn on the last axis.
-    ``shape``: of the model's tensor."""
+class _TwoParts:
+    """Two tensors of the file that the model stores as one. ``shape``: of the model's tensor."""
 
     parts: tuple[GgufTensor, GgufTensor]
     shape: tuple[int, ...]
@@ -86,25 +85,24 @@ class InterleavedTensor:
     def type_name(self) -> str:
         """The type of the stored values of the first part."""
         return self.parts[0].type_name
+
+
+class InterleavedTensor(_TwoParts):
+    """Two tensors whose values come in turn on the last axis."""
+
+    __slots__ = ()
 
     def dequantised(self) -> NDArray[np.float32]:
         """float32 in the model's layout."""
         return np.stack([part.dequantised() for part in self.parts], axis=-1).reshape(self.shape)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentTensor:
+class LatentTensor(_TwoParts):
     """The matrix that makes keys and values out of latents, which the file stores as two stacks with a matrix
     for each head: that of the keys, latents by keys, and that of the values, values by latents. ``shape``: of
     the model's tensor, in which the rows of a head's keys come before those of its values."""
 
-    parts: tuple[GgufTensor, GgufTensor]
-    shape: tuple[int, ...]
-
-    @property
-    def type_name(self) -> str:
-        """The type of the stored values of the first part."""
-        return self.parts[0].type_name
+    __slots__ = ()
 
     def dequantised(self) -> NDArray[np.float32]:
         """float32 in the model's layout."""
