@@ -1,4 +1,4 @@
-"""The directions of import: which wing may know which, and what a light import must not load.
+"""Directions of import: between wings, between the rooms of a wing, and what a light import must not load.
 
 Imports run down the table ``MAY_IMPORT``, also those inside of functions and for the type checker alone. The
 frontend (``language`` and what stands beside it) and the server are two branches on the same ``runtime`` and
@@ -34,6 +34,50 @@ MAY_IMPORT = {
     "engine": _ENGINE,
     "server": (*_ENGINE, "server"),
     "cli": (*_ENGINE, *_FRONTEND, "server", "cli"),
+}
+# The rooms (modules and folders) of each wing from the ground up: a room imports only rooms before it.
+ROOMS = {
+    "protocol": (
+        "constraint",
+        "record",
+        "events",
+        "schema_walk",
+        "chat",
+        "client_pattern",
+        "sampling",
+        "transform",
+        "ops",
+        "backend",
+        "json_bounds",
+        "sized",
+        "op_table",
+        "stop_pattern",
+        "wire",
+    ),
+    "runtime": (
+        "backoff",
+        "declared",
+        "generator",
+        "limits",
+        "state_tree",
+        "observation",
+        "turns",
+        "interpreter",
+        "locked_file",
+        "task_group",
+        "telemetry",
+        "word_embedding",
+    ),
+    "backends": (
+        "local",
+        "websocket",
+        "remote",
+        "open_session",
+        "replay",
+        "scripted_answers",
+        "scripted",
+    ),
+    "recording": ("file", "places", "runs"),
 }
 # What is imported where it is used, against the table or the rule of light imports.
 LAZY = {
@@ -123,8 +167,51 @@ def wrong_imports(root: Path) -> list[str]:
     return wrong
 
 
+def upward_imports(root: Path) -> list[str]:
+    """Every import between two rooms of a wing against the order of ``ROOMS``, as ``file:line: module``."""
+    files = sorted((root / "agentflow").rglob("*.py"))
+    dotted = {file: ".".join(file.relative_to(root).with_suffix("").parts) for file in files}
+    known = {name.removesuffix(".__init__") for name in dotted.values()}
+    upward = []
+    for file in files:
+        wing, _, inner = dotted[file].removeprefix("agentflow.").partition(".")
+        room = inner.partition(".")[0]
+        if wing not in ROOMS or room == "__init__":
+            continue
+        lower = ROOMS[wing][: ROOMS[wing].index(room) + 1]
+        package = dotted[file].rpartition(".")[0]
+        for module, line in _imports(ast.parse(file.read_text(encoding="utf-8")), package, known):
+            if _is_below(module, f"agentflow.{wing}") and module.split(".")[2:3] not in [
+                [name] for name in lower
+            ]:
+                upward.append(f"{file.relative_to(root).as_posix()}:{line}: {module}")
+    return upward
+
+
 def test_agentflow_imports_in_the_right_directions() -> None:
     assert wrong_imports(ROOT) == []
+
+
+def test_rooms_import_only_rooms_below_them() -> None:
+    assert upward_imports(ROOT) == []
+
+
+@pytest.mark.parametrize("wing", ROOMS)
+def test_the_order_has_every_room_of_a_wing(wing: str) -> None:
+    folder = ROOT / "agentflow" / wing
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    folders = {path.parent.name for path in folder.glob("*/__init__.py")}
+    assert sorted(ROOMS[wing]) == sorted(modules | folders)
+
+
+def test_an_upward_import_is_found(tmp_path: Path) -> None:
+    room = tmp_path / "agentflow/recording/file.py"
+    room.parent.mkdir(parents=True)
+    for name in ("__init__", "runs", "places"):
+        (room.parent / f"{name}.py").touch()
+    room.write_text("from . import runs")
+    (room.parent / "runs.py").write_text("from .file import x\nfrom agentflow.recording import places")
+    assert upward_imports(tmp_path) == ["agentflow/recording/file.py:1: agentflow.recording.runs"]
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
