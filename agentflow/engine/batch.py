@@ -27,7 +27,8 @@ class Batch:
     ``req_to_token[req_rows[r], :kv_lens[r]]`` are the slots of request r by position, those written in this
     step included. ``query_lens`` [R]: scheduled tokens of each request. ``num_decode``: how many requests at
     the front have exactly one. ``trees``: describes tokens after those of the R requests, if there are any.
-    ``sampled``: which logits are needed. ``adapters``: None if no token uses one.
+    ``sampled``: which logits are needed. ``adapters``: None if no token uses one. ``pending``: tokens that
+    the batch before this one samples; None if all are known, as always if no other batch is in flight.
     """
 
     token_ids: IntArray
@@ -41,6 +42,17 @@ class Batch:
     sampled: SampledRows
     trees: TreeAttention | None = None
     adapters: BatchAdapters | None = None
+    pending: PendingTokens | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class PendingTokens:
+    """Tokens of a batch that are sampled by the batch launched before it: ``token_ids[places[i]]`` is the
+    token of row ``outputs[i]`` of that batch's ``BatchOutput``. Until then ``token_ids`` has any number
+    there."""
+
+    places: IntArray
+    outputs: IntArray
 
 
 @dataclass(slots=True, frozen=True)

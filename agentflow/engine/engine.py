@@ -18,9 +18,11 @@ import resource
 import secrets
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -55,7 +57,7 @@ from agentflow.engine.process.ipc import (
 )
 from agentflow.engine.request import Request, Status, TopTokens
 from agentflow.engine.runner import AcceleratorFault, ModelRunner, OutOfMemory, RunnerInfo
-from agentflow.engine.scheduling.in_flight import StepResult
+from agentflow.engine.scheduling.row import Row
 from agentflow.engine.scheduling.scheduler import RequestFault, Scheduler, SchedulerConfig
 from agentflow.engine.text.detokenizer import TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer
@@ -95,6 +97,19 @@ class StepTimes:
         self.phases[phase].count(STEP_BOUNDS_S, took_s)
 
 
+@dataclass(slots=True)
+class _InFlight:
+    """A batch that was launched and not collected. ``num_waiting``: requests in the queue when it was
+    launched. ``error``: why its launch failed."""
+
+    num_tokens: int
+    num_decode: int
+    num_waiting: int
+    began: float = 0.0
+    handle: Any = None
+    error: Exception | None = None
+
+
 class Engine:
     """Runs requests on ``runner``. ``send`` may be called from any thread. The engine's thread calls
     ``deliver`` with the messages of a step: while the next step runs, or at once if there is none."""
@@ -121,6 +136,9 @@ class Engine:
         self._started: set[int] = set()
         self._outbox: list[FromEngine] = []
         self._delivery_error: Exception | None = None
+        self._in_flight: deque[_InFlight] = deque()  # oldest first
+        self._num_ahead = 1 if info.launches_ahead else 0
+        self._collected = 0.0  # when the last batch was, on the clock ``perf_counter``
         self._num_failures = 0  # forward passes in a row
         self._num_halved = 0  # batches since the start
         self._is_stopping = False
@@ -150,51 +168,92 @@ class Engine:
                 logger.exception("cannot close the model runner")
 
     def step(self) -> bool:
-        """Runs one forward pass. Returns False if there was nothing to run."""
-        began = time.perf_counter()
+        """Launches the next batch, and collects the oldest one in flight unless another one may be launched
+        first. Returns False if there was nothing to run."""
         try:
-            batch = self.scheduler.schedule()
+            is_new = self._launch()
         except RequestFault as fault:
             self._fail_all(fault.requests, _logged("cannot schedule the request"))
             return True
+        if not self._in_flight:
+            return False
+        if not is_new or len(self._in_flight) > self._num_ahead or self._in_flight[-1].error is not None:
+            self._collect()
+        return True
+
+    def _launch(self) -> bool:
+        """Schedules and launches a batch, if there is one to run."""
+        began = time.perf_counter()
+        batch = self.scheduler.schedule()
         if batch is None:
             return False
-        self.times.count(_SCHEDULE, time.perf_counter() - began)
+        launched = _InFlight(
+            len(batch.token_ids), self.scheduler.num_decode_tokens, len(self.scheduler.waiting)
+        )
+        self._in_flight.append(launched)
         self._announce(batch)
-        num_waiting = len(self.scheduler.waiting)
-        began = time.perf_counter()
+        launched.began = time.perf_counter()
+        self.times.count(_SCHEDULE, launched.began - began)
         try:
-            output = self._runner.run(batch, self._meanwhile)
+            launched.handle = self._runner.launch(batch)
+        except Exception as error:  # raised when its turn comes: batches complete in order
+            launched.error = error
+        return True
+
+    def _collect(self) -> None:
+        """Waits for the oldest batch in flight, and reports its results."""
+        self._meanwhile()
+        launched = self._in_flight.popleft()
+        try:
+            if launched.error is not None:
+                raise launched.error
+            output = self._runner.collect(launched.handle)
         except Exception as error:
+            self._drain()
             self._forward_failed(error)
-            return True
+            return
         self._num_failures = 0
         if self._delivery_error is not None:
             raise self._delivery_error
         has_run = time.perf_counter()
-        self.times.count(_RUN, has_run - began)
+        took_s = has_run - max(launched.began, self._collected)
+        self._collected = has_run
+        self.times.count(_RUN, took_s)
         try:
-            results = self.scheduler.complete(output, has_run - began)
+            rows = self.scheduler.complete(output, took_s)
         except Exception:
+            self._drain()
             failed = self.scheduler.discard()
             if not failed:  # the next step would end in the same way
                 raise
             self._fail_all(failed, _logged("cannot read the forward pass's output"))
-            return True
-        for result in results:
+            return
+        for row in rows:
             try:
-                self._advance(result)
+                self._advance(row)
             except AgentflowError as error:
-                self._fail(result.request.id, error)
+                self._fail(row.request.id, error)
             except Exception:
-                self._fail(result.request.id, _logged("cannot process the request's output"))
-        self._watch.stepped(len(batch.token_ids), num_waiting, has_run - began)
+                self._fail(row.request.id, _logged("cannot process the request's output"))
+        self._watch.stepped(launched.num_tokens, launched.num_decode, launched.num_waiting, took_s)
         self.times.count(_COMPLETE, time.perf_counter() - has_run)
-        return True
+
+    def _drain(self) -> None:
+        """Collects the batches behind one that failed. Their outputs follow from it and do not count."""
+        while self._in_flight:
+            launched = self._in_flight.popleft()
+            try:
+                if launched.error is None:
+                    self._runner.collect(launched.handle)
+            except AcceleratorFault:
+                self._break(_logged("the accelerator failed"))
+            except Exception:
+                logger.debug("a batch failed behind one that had failed", exc_info=True)
 
     def take_messages(self) -> None:
         """Handles all queued messages. If there is nothing to run, waits for one first."""
-        is_idle = not self.scheduler.running and not len(self.scheduler.waiting) and not self._outbox
+        has_work = self.scheduler.running or len(self.scheduler.waiting) or self._in_flight
+        is_idle = not has_work and not self._outbox
         while True:
             try:
                 message = self._inbox.get(block=is_idle)
@@ -294,6 +353,7 @@ class Engine:
         under its grammar and the budget of its thoughts, and appends what these force first."""
         constrained = None
         if message.constraint is not None or message.thinking is not None:
+            request.is_steered = True
             constrained = constrained_request(request, message, self._grammars, self._tokenizer)
             self._constrained[request.id] = constrained
         for token_id in message.generated_ids:
@@ -325,55 +385,55 @@ class Engine:
             self._deliver(delivered)
             self.times.count(_DELIVER, time.perf_counter() - began)
 
-    def _advance(self, result: StepResult) -> None:
-        """Applies what one step gave a request, and reports it."""
-        request = result.request
+    def _advance(self, row: Row) -> None:
+        """Applies the results of one row to its request, and reports them."""
+        request = row.request
         if request.status is Status.FINISHED:
             return
-        if result.error is not None:
-            raise result.error
+        if row.error is not None:
+            raise row.error
         params = request.params
-        if params.wants_logprobs or request.score_from:  # a batch has them for all requests or for none
-            request.logprobs += result.logprobs
-            request.ranks += result.ranks
+        if request.wants_scores:  # a batch has log-probabilities for all requests or for none
+            request.logprobs += row.logprobs
+            request.ranks += row.ranks
         if params.top_logprobs:
-            request.top_logprobs += result.tops
-        if result.token_id is None:
-            if request.id in self._texts and params.wants_logprobs and result.logprobs:  # of forced tokens
-                self._outbox.append(Progress(request.id, "", (), result.logprobs, result.tops))
-            if request.num_to_compute == 0:
+            request.top_logprobs += row.tops
+        if not row.token_ids:
+            if request.id in self._texts and params.wants_logprobs and row.logprobs:  # of forced tokens
+                self._outbox.append(Progress(request.id, "", (), row.logprobs, row.tops))
+            if row.is_last:
                 reason = self._finish_reasons.get(request.id, "length")
-                self._finish(request, reason, embedding=result.embedding)
+                self._finish(request, reason, embedding=row.embedding)
             return
+        [token_id] = row.token_ids
         text, constrained = self._texts[request.id], self._constrained.get(request.id)
-        if result.token_id in self._runner.info.end_token_ids and not params.ignore_eos:
+        if token_id in self._runner.info.end_token_ids and not params.ignore_eos:
             jump = None if constrained is None else constrained.end_thoughts()
             if jump is None:
                 self._finish(request, "eos")
             else:
-                self._report(result, "", constrained)
+                self._report(row, "", constrained)
                 self._jump(request, text, jump)
-        elif result.token_id in params.stop_token_ids and not (
+        elif token_id in params.stop_token_ids and not (
             text.is_in_call or (constrained is not None and constrained.is_thinking)
         ):
-            self._finish(request, "stop", result.token_id)
+            self._finish(request, "stop", token_id)
         else:
-            is_free = constrained is not None and not constrained.read(result.token_id)
-            self._report(result, text.push(result.token_id, is_free=is_free), constrained)
+            is_free = constrained is not None and not constrained.read(token_id)
+            self._report(row, text.push(token_id, is_free=is_free), constrained)
             if constrained is not None and not text.stopped:
                 jump = constrained.update()
                 if jump is not None:
                     self._jump(request, text, jump)
             self._finish_if_complete(request, text)
 
-    def _report(self, result: StepResult, text: str, constrained: ConstrainedRequest | None) -> None:
-        """Reports a sampled token."""
-        assert result.token_id is not None
-        request = result.request
-        logprobs = result.logprobs if request.params.wants_logprobs else ()
+    def _report(self, row: Row, text: str, constrained: ConstrainedRequest | None) -> None:
+        """Reports sampled tokens."""
+        request = row.request
+        logprobs = row.logprobs if request.params.wants_logprobs else ()
         answer_at = None if constrained is None else constrained.answer_at
         self._outbox.append(
-            Progress(request.id, text, (result.token_id,), logprobs, result.tops, answer_at=answer_at)
+            Progress(request.id, text, row.token_ids, logprobs, row.tops, answer_at=answer_at)
         )
 
     def _jump(self, request: Request, text: TextEnd, jump: Jump) -> None:
@@ -534,6 +594,7 @@ def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Re
     request.num_tokens = end
     request.num_redrawn = message.num_redrawn
     request.logprobs += message.generated_logprobs
+    request.num_scored = len(request.logprobs)
     request.top_logprobs += message.generated_top_logprobs
     return request
 

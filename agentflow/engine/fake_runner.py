@@ -11,6 +11,7 @@ chosen. The likeliest tokens that it reports are the chosen one and its successo
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from agentflow.engine.batch import Batch, BatchOutput, LogitEdits, SampledRows, TokenMasks
 from agentflow.engine.grammar.grammar import TokenWords, is_allowed
-from agentflow.engine.runner import AdapterInfo, ReadAdapter, RunnerInfo, nothing
+from agentflow.engine.runner import AdapterInfo, ReadAdapter, RunnerInfo
 from agentflow.engine.store.adapter_folder import adapter_identity
 from agentflow.kernels.no_choice import NO_TOKEN
 from agentflow.runtime.word_embedding import word_embedding
@@ -30,9 +31,9 @@ NextToken = Callable[[NDArray[np.int64]], int | None]
 
 class FakeRunner:
     """``next_token(tokens)`` may choose the next token; without it, or if it returns None, a hash chooses
-    among ``vocab_size``. ``embedding_size``: makes embeddings of so many dimensions (``word_embedding`` of
-    the ids) and generates nothing. ``on_step`` is called with every batch before it runs, in the engine's
-    thread: tests block a step there, or raise."""
+    among ``vocab_size``. ``embedding_size``: makes embeddings of this many dimensions (``word_embedding`` of
+    the ids) and generates nothing. ``on_step`` is called with every batch when it is launched, in the
+    engine's thread: tests block a step there, or raise. ``launches_ahead``: as in ``RunnerInfo``."""
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class FakeRunner:
         embedding_size: int = 0,
         next_token: NextToken | None = None,
         on_step: Callable[[Batch], None] | None = None,
+        launches_ahead: bool = False,
     ) -> None:
         self.info = RunnerInfo(
             model="fake",
@@ -55,6 +57,7 @@ class FakeRunner:
             weight_bytes=0,
             embedding_size=embedding_size,
             weights="no weights",
+            launches_ahead=launches_ahead,
         )
         self._next_token = next_token
         self._on_step = on_step
@@ -62,11 +65,27 @@ class FakeRunner:
         self._slot_positions = np.full(num_slots, -1, dtype=np.int64)
         self._slot_adapters = np.zeros(num_slots, dtype=np.int64)
         self.adapters: set[str] = set()
+        self._launched: deque[Batch] = deque()
+        self._last_output: BatchOutput | None = None
 
-    def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
-        meanwhile()
+    def launch(self, batch: Batch) -> Batch:
         if self._on_step is not None:
             self._on_step(batch)
+        assert self.info.launches_ahead or not self._launched
+        assert batch.pending is None or self._launched
+        launched = replace(batch, req_to_token=batch.req_to_token.copy(), token_ids=batch.token_ids.copy())
+        self._launched.append(launched)
+        return launched
+
+    def collect(self, handle: Batch) -> BatchOutput:
+        assert self._launched.popleft() is handle
+        if handle.pending is not None:
+            assert self._last_output is not None
+            handle.token_ids[handle.pending.places] = self._last_output.token_ids[handle.pending.outputs]
+        self._last_output = self._run(handle)
+        return self._last_output
+
+    def _run(self, batch: Batch) -> BatchOutput:
         self._slot_tokens[batch.write_slots] = batch.token_ids
         self._slot_positions[batch.write_slots] = batch.positions
         adapters = self._adapters_of(batch)

@@ -52,10 +52,11 @@ class Request:
     """A generation (``max_new_tokens`` > 0), a prefill without output (0), a scoring, a select, or an
     embedding (``embeds``), which wants the hidden state of its last token.
 
-    ``tokens`` is a buffer of which the first ``num_tokens`` are known: the prompt, then the output. The KV of
-    ``num_computed`` of them is in the pool. A scoring has ``score_from`` > 0: it generates nothing and wants
-    the log-probability of each token from that index on. A select has a ``tree`` of choices below its tokens:
-    ``num_nodes_computed`` of the nodes have their KV in ``node_slots``, which are never cached, and
+    ``tokens`` is a buffer of which the first ``num_tokens`` are known: the prompt, then the output. Batches
+    in flight will append ``num_pending`` more. The KV of ``num_computed`` of all these is in the pool, or
+    will be when the batches in flight have run. A scoring has ``score_from`` > 0: it generates nothing and
+    wants the log-probability of each token from that index on. A select has a ``tree`` of choices below its
+    tokens: ``num_nodes_computed`` of the nodes have their KV in ``node_slots``, which are never cached, and
     ``target_logprobs`` are the results.
 
     What the program says about it:
@@ -73,8 +74,11 @@ class Request:
     - ``num_redrawn``: how often a grammar replaced sampled tokens. What is sampled after that has other
       random numbers: the same one at a position that is sampled again would favour some tokens.
     - ``end_ids``: tokens that end it; forbidden before ``params.min_tokens``.
-    - ``token_mask``: the tokens that its grammar allows next. ``is_complete``: its text is complete, and it
-      continues only to score tokens that the grammar forced.
+    - ``token_mask``: the tokens that its grammar allows next. ``is_steered``: a grammar or a budget may
+      change or replace its tokens after each one, so each is read before the next is computed.
+      ``is_complete``: its text is complete, and it continues only to score tokens that the grammar forced.
+    - ``wants_scores``: log-probabilities of its tokens are wanted. ``num_scored``: how many output tokens (of
+      a scoring: tokens from ``score_from`` on) have one, those of batches in flight included.
     - ``num_cached``: prompt tokens found in the cache when it was first admitted. ``num_shared``: tokens
       found there when it was last admitted.
     - ``arrival``: its position among all requests, set once by the scheduler. ``received_s``: when it came,
@@ -106,6 +110,7 @@ class Request:
     priority: int = 0
     weight: float = 1.0
     token_mask: TokenWords | None = None
+    is_steered: bool = False
     is_complete: bool = False
     arrival: int = -1
     label: str = ""
@@ -114,6 +119,9 @@ class Request:
     num_redrawn: int = 0
     status: Status = Status.WAITING
     num_computed: int = 0
+    num_pending: int = 0
+    wants_scores: bool = False
+    num_scored: int = 0
     num_cached: int = 0
     num_shared: int = 0
     num_charged: int = 0
@@ -177,6 +185,7 @@ class Request:
             seed=seed,
             extra_key=CacheIdentity(tenant, salt, adapter),
             score_from=score_from,
+            wants_scores=score_from > 0 or params.wants_logprobs,
             tree=tree,
             embeds=embeds,
             objective=objective,
@@ -205,21 +214,24 @@ class Request:
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens and nodes whose KV or logits are needed. The last token of a scoring is only a target."""
-        left = self.num_tokens - self.num_computed
+        """Tokens and nodes that no batch computes yet, and whose KV or logits are needed."""
+        return self.num_left_after(self.num_computed - self.num_pending, self.num_nodes_computed)
+
+    def num_left_after(self, num_tokens: int, num_nodes: int) -> int:
+        """Tokens and nodes to compute after the first ``num_tokens`` and ``num_nodes``. The last token of a
+        scoring is only a target."""
+        left = self.num_tokens - num_tokens
         if self.tree is not None:
-            return left + self.num_nodes_left
+            return left + self.tree.num_nodes - num_nodes
         return left - (1 if self.score_from or self.is_complete else 0)
 
     @property
     def first_unscored(self) -> int:
         """Index of the first token whose log-probability is still wanted: to be scored, or forced by a
         grammar. ``num_tokens`` if there is none."""
-        if self.score_from:
-            return min(self.score_from + len(self.logprobs), self.num_tokens)
-        if self.params.wants_logprobs:
-            return min(self.num_prompt + len(self.logprobs), self.num_tokens)
-        return self.num_tokens
+        if not self.wants_scores:
+            return self.num_tokens
+        return min((self.score_from or self.num_prompt) + self.num_scored, self.num_tokens)
 
     @property
     def num_nodes(self) -> int:

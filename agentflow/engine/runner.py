@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from agentflow.engine.batch import Batch, BatchOutput
 
@@ -16,7 +15,8 @@ class RunnerInfo:
     ``max_context``: longest sequence. ``end_token_ids``: the model's end tokens. ``weights``: for people, how
     they are held. ``embedding_size``: of a model that makes embeddings and generates nothing, their number of
     dimensions; 0: it generates. ``architecture``: of a native model, its class in transformers.
-    ``batch_size``: as of ``Capabilities``."""
+    ``batch_size``: as of ``Capabilities``. ``launches_ahead``: a batch may be launched while the one before
+    it runs."""
 
     model: str
     vocab_size: int
@@ -29,6 +29,7 @@ class RunnerInfo:
     embedding_size: int = 0
     architecture: str = ""
     batch_size: int | None = None
+    launches_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +57,16 @@ class OutOfMemory(Exception):
     """There is not enough memory for this batch. A smaller one may fit."""
 
 
-def nothing() -> None:
-    """The default for ``meanwhile``."""
-
-
 class ModelRunner(Protocol):
     """Runs batches. All methods but ``read_adapter`` belong to one thread.
 
-    ``run`` writes the KV of every scheduled token to its slot, and returns when the output is on the host. It
-    calls ``meanwhile`` once: while the batch runs on a device, or else before. It raises ``AcceleratorFault``
-    or ``OutOfMemory`` where these apply; any other exception blames the batch.
+    ``launch`` starts a batch and returns a handle for ``collect``, which waits until the batch has written
+    the KV of its tokens and its output is on the host. Batches run in the order of their launches and are
+    collected in that order; ``launch`` has read all arrays of the batch, ``req_to_token`` too, when it
+    returns. Only if ``info.launches_ahead`` is a batch launched before the one before it is collected, and
+    then it may have ``pending`` tokens. A runner on processors that the caller needs too may do all work in
+    ``collect``. Both raise ``AcceleratorFault`` or ``OutOfMemory`` where these apply; any other exception
+    blames the batch.
 
     ``read_adapter`` reads the adapter in a folder, in any thread and while batches run; ``BadModelFolder`` or
     ``BadArgument`` if the model cannot have it. ``install_adapter`` makes it ready for batches that name its
@@ -74,7 +75,9 @@ class ModelRunner(Protocol):
 
     info: RunnerInfo
 
-    def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput: ...
+    def launch(self, batch: Batch) -> Any: ...
+
+    def collect(self, handle: Any) -> BatchOutput: ...
 
     def read_adapter(self, folder: Path) -> ReadAdapter: ...
 
@@ -83,3 +86,8 @@ class ModelRunner(Protocol):
     def drop_adapter(self, identity: str) -> None: ...
 
     def close(self) -> None: ...
+
+
+def run_batch(runner: ModelRunner, batch: Batch) -> BatchOutput:
+    """Runs one batch by itself."""
+    return runner.collect(runner.launch(batch))

@@ -306,34 +306,44 @@ class NativeForward:
         self._layers: tuple[tuple[Tensor, ...], Any] = ((), None)  # the pool's layers and their addresses
         self._adapters: WeakKeyDictionary[Adapter, Any] = WeakKeyDictionary()  # their structures
 
-    def hidden(self, given: ForwardInput, meanwhile: Callable[[], None]) -> Tensor:
+    def start_hidden(self, given: ForwardInput) -> Callable[[], Tensor]:
         hidden_size = self._weights.embedding.shape[1]
         out = self._weights.final_norm.new_empty(len(given.rows), hidden_size)
-        self._run(given, meanwhile, out.data_ptr(), None, None, None)
-        return out
+        finish = self._start(given, out.data_ptr(), None, None, None)
 
-    def tokens(self, given: ForwardInput, choice: ChoiceRows, meanwhile: Callable[[], None]) -> IntArray:
+        def hidden() -> Tensor:
+            finish()
+            return out
+
+        return hidden
+
+    def start_tokens(self, given: ForwardInput, choice: ChoiceRows) -> Callable[[], IntArray]:
         out = np.empty(len(given.rows), dtype=np.int64)
         choices = native_choices(choice, self._head.shape[0])
-        self._run(given, meanwhile, None, self._native_head, choices, address(out))
-        return out
+        finish = self._start(given, None, self._native_head, choices, address(out))
 
-    def _run(self, given: ForwardInput, meanwhile: Callable[[], None], *wanted: Any) -> None:
+        def tokens() -> IntArray:
+            finish()
+            return out
+
+        return tokens
+
+    def _start(self, given: ForwardInput, *wanted: Any) -> Callable[[], None]:
+        """Starts the forward pass. Returns a function that waits for its end."""
         if given.kv_layers is not self._layers[0]:
             addresses = [layer.data_ptr() for layer in given.kv_layers]
             self._layers = (given.kv_layers, (ctypes.c_void_p * len(addresses))(*addresses))
         _set_num_threads(self._library)
-        # These must live until the forward pass has finished.
         rows = native_rows(given.token_ids, given.positions, given.write_slots, given.rows)
         batch = native_batch(given.plan)
         adapters = self._native_adapters(given.adapters) if given.adapters else None
-        self._library.af_start_forward(
-            self._is_bf16, self._decoder, rows, batch, adapters, self._layers[1], *wanted
-        )
-        try:
-            meanwhile()
-        finally:
+        arguments = (rows, batch, adapters, self._layers[1], *wanted)
+        self._library.af_start_forward(self._is_bf16, self._decoder, *arguments)
+
+        def finish(_kept_alive: Any = (given, arguments)) -> None:
             self._library.af_finish_forward()
+
+        return finish
 
     def _native_adapters(self, rows: Sequence[AdapterRows]) -> NativeAdapters:
         made = []

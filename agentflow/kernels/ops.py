@@ -32,18 +32,18 @@ logger = logging.getLogger(__name__)
 
 
 class Forward(Protocol):
-    """The forward pass of a whole model. ``meanwhile`` is called once while other threads compute; it must
-    not use kernels. ``keeps_order``: whether a row's sums have the same order whatever else is in the
-    batch."""
+    """The forward pass of a whole model, in other threads. Both methods start it, and return a function that
+    waits for its end and returns the result. It must be called before any other kernel. ``keeps_order``:
+    whether a row's sums have the same order whatever else is in the batch."""
 
     keeps_order: bool
 
-    def hidden(self, given: ForwardInput, meanwhile: Callable[[], None]) -> Tensor:
-        """Writes the KV of all rows. Returns the last hidden states of ``given.rows``, normed: [S,
+    def start_hidden(self, given: ForwardInput) -> Callable[[], Tensor]:
+        """Writes the KV of all rows. The result: the last hidden states of ``given.rows``, normed: [S,
         hidden_size]."""
 
-    def tokens(self, given: ForwardInput, choice: ChoiceRows, meanwhile: Callable[[], None]) -> IntArray:
-        """Like ``hidden``, but returns the tokens that ``Kernels.choose`` chooses from their logits: [S]."""
+    def start_tokens(self, given: ForwardInput, choice: ChoiceRows) -> Callable[[], IntArray]:
+        """The same, but the result are the tokens that ``Kernels.choose`` chooses from their logits: [S]."""
 
 
 class StaticPlans(Protocol):

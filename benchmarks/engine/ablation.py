@@ -26,7 +26,7 @@ from agentflow.engine.engine import Engine
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.local_engine import limit_spinning
 from agentflow.engine.request import Request
-from agentflow.engine.runner import AdapterInfo, ModelRunner, ReadAdapter, nothing
+from agentflow.engine.runner import AdapterInfo, ModelRunner, ReadAdapter
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.chat_template import ChatTemplate
@@ -73,8 +73,11 @@ class LentRunner:
     def __post_init__(self) -> None:
         self.info = replace(self.runner.info, num_slots=self.num_slots)
 
-    def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
-        return self.runner.run(batch, meanwhile)
+    def launch(self, batch: Batch) -> Any:
+        return self.runner.launch(batch)
+
+    def collect(self, handle: Any) -> BatchOutput:
+        return self.runner.collect(handle)
 
     def read_adapter(self, folder: Path) -> ReadAdapter:
         return self.runner.read_adapter(folder)

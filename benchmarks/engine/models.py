@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -24,6 +25,7 @@ import agentflow as af
 from agentflow.engine.batch import BatchAdapters
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.torch_runner import TorchRunner
+from agentflow.engine.runner import run_batch
 from agentflow.engine.store.model_store import resolve_model
 from benchmarks.report import Report, median_of
 from benchmarks.server.costs import fill_pool, free_port, start_server
@@ -81,7 +83,7 @@ def measure_shape(name: str, report: Report) -> None:
         shares, times = [], []
         for _ in range(runs):
             limits, byte_flops = measure_limits(3), measure_byte_flops(3)
-            took = median_ms(runner, batch, 5 if shape.num_rows == 1 else 1)
+            took = median_ms(runner.run, batch, 5 if shape.num_rows == 1 else 1)
             bytes_ms, flops_ms = least_ms(shape, config, limits, byte_flops, is_4_bit=is_4_bit)
             shares.append((bytes_ms if shape.num_rows == 1 else flops_ms) / took)
             times.append(took)
@@ -126,7 +128,7 @@ def measure_adapters(report: Report) -> None:
     adapted = replace(plain, adapters=BatchAdapters(tuple(identities), of_tokens))
     shares, best = [], [float("inf")] * 2
     for _ in range(7 if report.scale == "full" else 3):
-        took = [median_ms(runner, batch, 10) for batch in (plain, adapted)]
+        took = [median_ms(partial(run_batch, runner), batch, 10) for batch in (plain, adapted)]
         shares.append(took[0] / took[1])
         best = [min(pair) for pair in zip(best, took, strict=True)]
     note = (

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from rich.console import Console
 from torch import Tensor
 
 from agentflow.engine.models.torch_runner import TorchRunner
+from agentflow.engine.runner import run_batch
 from agentflow.engine.store.gguf.file import find_gguf
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.tokenizer import Tokenizer
@@ -89,7 +91,9 @@ def measure_steps(path: Path, report: Report) -> None:
         batch = batch_of(shape, NUM_SLOTS, dense.info.max_context)
         ratios, times = [], []
         for _ in range(runs):
-            dense_ms, quantised_ms = (median_ms(runner, batch, repeats) for runner in (dense, quantised))
+            dense_ms, quantised_ms = (
+                median_ms(partial(run_batch, runner), batch, repeats) for runner in (dense, quantised)
+            )
             ratios.append(dense_ms / quantised_ms)
             times.append((dense_ms, quantised_ms))
         best = [min(column) for column in zip(*times, strict=True)]
@@ -116,7 +120,7 @@ def measure_against_llamacpp(path: Path, report: Report) -> None:
         batch = batch_of(shape, NUM_SLOTS, runner.info.max_context)
         num_tokens, ratios, speeds = shape.num_requests * shape.num_rows, [], []
         for _ in range(5 if report.scale == "full" else 2):
-            ours = num_tokens / median_ms(runner, batch, repeats) * 1_000
+            ours = num_tokens / median_ms(partial(run_batch, runner), batch, repeats) * 1_000
             speeds.append((ours, theirs()))
             ratios.append(ours / speeds[-1][1])
         best = [max(column) for column in zip(*speeds, strict=True)]

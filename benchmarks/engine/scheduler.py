@@ -15,6 +15,7 @@ from rich.console import Console
 
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.request import Request
+from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, default_cost, features, fit_cost
 from agentflow.engine.simulator.simulation import Simulated, simulate
@@ -43,7 +44,7 @@ def fit_cost_model(console: Console) -> CostModel:
 
     def timed(batch: Batch) -> BatchOutput:
         start = time.perf_counter()
-        output = runner.run(batch)
+        output = run_batch(runner, batch)
         samples.append((features(batch), time.perf_counter() - start))
         return output
 

@@ -15,6 +15,7 @@ import numpy as np
 from agentflow.engine.local_engine import limit_spinning
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.request import Request
+from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import scheduler as scheduler_module
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.store.model_store import resolve_model
@@ -140,7 +141,7 @@ async def measure_long_prompt(report: Report, clients: LoadProcess) -> None:
                 batch = scheduler.schedule()
                 assert batch is not None
                 step_s = time.perf_counter()
-                output = runner.run(batch)
+                output = run_batch(runner, batch)
                 scheduler.complete(output, time.perf_counter() - step_s)
             took.append(time.perf_counter() - began_s)
             scheduler.release(request)

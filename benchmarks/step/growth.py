@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import psutil
 
 from agentflow.engine.batch import Batch
 from agentflow.engine.models.torch_runner import TorchRunner
+from agentflow.engine.runner import run_batch
 from benchmarks.engine.deep_queue import DeepQueue
 from benchmarks.report import Report, Result
 from benchmarks.step.growth_plot import Curve, plot
@@ -72,8 +74,8 @@ def tree_batch(leaves: int, num_slots: int, max_context: int) -> Batch:
 
 
 def _step_ms(runner: TorchRunner, batch: Batch, runs: int) -> float:
-    runner.run(batch)
-    return median_ms(runner, batch, runs)
+    run_batch(runner, batch)
+    return median_ms(partial(run_batch, runner), batch, runs)
 
 
 def _schedule_ms(depth: int, runs: int) -> float:

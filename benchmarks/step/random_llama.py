@@ -157,4 +157,7 @@ class RandomRunner:
     def run(self, batch: Batch) -> IntArray:
         """Returns the tokens of the batch's sampled rows."""
         given = forward_input_of(batch, self.kernels, self.pool.layers)
-        return self.model.choose(given, choice_rows(batch.sampled))
+        choice = choice_rows(batch.sampled)
+        if self.model.whole_forward is not None:
+            return self.model.whole_forward.start_tokens(given, choice)()
+        return self.kernels.choose(self.model.logits(self.model.forward(given)), choice)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -75,18 +75,12 @@ def _greedy(rows: np.ndarray[tuple[int], np.dtype[np.int64]], position: int) -> 
     )
 
 
-class RunsBatches(Protocol):
-    """A ``ModelRunner``, or what stands for one."""
-
-    def run(self, batch: Batch) -> object: ...
-
-
-def median_ms(runner: RunsBatches, batch: Batch, runs: int) -> float:
+def median_ms(run: Callable[[Batch], object], batch: Batch, runs: int) -> float:
     """Returns the median milliseconds of the batch's step."""
     took = []
     for _ in range(runs):
         began = time.perf_counter()
-        runner.run(batch)
+        run(batch)
         took.append(1e3 * (time.perf_counter() - began))
     return statistics.median(took)
 

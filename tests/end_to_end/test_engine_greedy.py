@@ -3,8 +3,9 @@ the batch, the cache, a fork, an eviction, or where prefill was cut. The first t
 transformers; the others compare to a lone request on an engine without a cache."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -18,7 +19,6 @@ from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.process.ipc import Origin
-from agentflow.engine.runner import nothing
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
@@ -55,8 +55,11 @@ class Kept:
         self.info = runner.info
         self._runner = runner
 
-    def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
-        return self._runner.run(batch, meanwhile)
+    def launch(self, batch: Batch) -> Any:
+        return self._runner.launch(batch)
+
+    def collect(self, handle: Any) -> BatchOutput:
+        return self._runner.collect(handle)
 
     def close(self) -> None:
         pass

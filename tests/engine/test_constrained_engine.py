@@ -120,14 +120,14 @@ async def ask(client: EngineClient, asked: Asked) -> None:
 
 
 @pytest.mark.parametrize("budget", [256, 8])
-@given(st.lists(ASKED, min_size=1, max_size=10), st.sampled_from([4096, 150]))
+@given(st.lists(ASKED, min_size=1, max_size=10), st.sampled_from([4096, 150]), st.booleans())
 def test_constrained_requests_in_any_batch_give_what_each_gives_alone(
-    budget: int, asked: Sequence[Asked], slots: int
+    budget: int, asked: Sequence[Asked], slots: int, ahead: bool
 ) -> None:
     async def main() -> None:
         config = SchedulerConfig(token_budget=budget, max_running=6)
         async with (
-            plain_engine(config, num_slots=slots, max_context=150) as client,
+            plain_engine(config, num_slots=slots, max_context=150, launches_ahead=ahead) as client,
             anyio.create_task_group() as group,
         ):
             for one in asked:

@@ -93,10 +93,14 @@ jobs = st.builds(
     max_running=st.integers(1, 6),
     token_budget=st.integers(1, 40),
     use_cache=st.booleans(),
+    ahead=st.booleans(),
 )
-async def test_requests_in_any_batch_give_what_each_gives_alone(jobs, max_running, token_budget, use_cache):
+async def test_requests_in_any_batch_give_what_each_gives_alone(
+    jobs, max_running, token_budget, use_cache, ahead
+):
     config = SchedulerConfig(max_running=max_running, token_budget=token_budget, use_cache=use_cache)
-    async with plain_engine(config, num_slots=600) as client, anyio.create_task_group() as group:
+    options = {"num_slots": 600, "launches_ahead": ahead}
+    async with plain_engine(config, **options) as client, anyio.create_task_group() as group:
         for job in jobs:
             group.start_soon(run_and_check, client, job)
 
@@ -233,16 +237,17 @@ async def test_a_request_whose_forward_pass_fails_fails_alone(caplog):
     max_running=st.integers(1, 6),
     token_budget=st.integers(1, 40),
     capacity=st.integers(1, 20),
+    ahead=st.booleans(),
 )
 async def test_a_batch_that_does_not_fit_into_memory_runs_in_halves(
-    jobs, max_running, token_budget, capacity
+    jobs, max_running, token_budget, capacity, ahead
 ):
     def on_step(batch: Batch) -> None:
         if len(batch.token_ids) > capacity:
             raise OutOfMemory
 
     config = SchedulerConfig(max_running=max_running, token_budget=token_budget)
-    options = {"num_slots": 600, "on_step": on_step}
+    options = {"num_slots": 600, "on_step": on_step, "launches_ahead": ahead}
     async with plain_engine(config, **options) as client, anyio.create_task_group() as group:
         for job in jobs:
             group.start_soon(run_and_check, client, job)

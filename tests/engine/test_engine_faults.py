@@ -66,9 +66,9 @@ PLACES: list[tuple[object, str, Callable[..., Request]]] = [
     (Scheduler, "_chunk_size", lambda self, request, *rest: request),
     (Scheduler, "_charge", lambda self, request, *rest: request),
     (SamplingTable, "attach", lambda self, request: request),
-    (KVMemory, "commit", lambda self, request: request),
-    (InProgressPrefixes, "advanced", lambda self, request: request),
-    (InFlight, "_result", lambda self, request, *rest: request),
+    (KVMemory, "commit", lambda self, request, count: request),
+    (InProgressPrefixes, "advanced", lambda self, request, *rest: request),
+    (InFlight, "_read", lambda self, row, *rest: row.request),
 ]
 
 
@@ -102,8 +102,11 @@ kinds = st.sampled_from(["generate", "generate", "score", "select", "compute"])
     faults=st.lists(st.tuples(st.sampled_from(PLACES), st.integers(1, 5)), min_size=1, max_size=2),
     max_running=st.integers(1, 6),
     token_budget=st.integers(1, 40),
+    ahead=st.booleans(),
 )
-async def test_f1_a_fault_in_a_row_fails_its_request_only(jobs, faults, max_running, token_budget) -> None:
+async def test_f1_a_fault_in_a_row_fails_its_request_only(
+    jobs, faults, max_running, token_budget, ahead
+) -> None:
     params = SamplingParams(max_tokens=8, logprobs=True)
 
     async def ask(client: EngineClient, kind: str, prompt: list[int]) -> None:
@@ -128,7 +131,7 @@ async def test_f1_a_fault_in_a_row_fails_its_request_only(jobs, faults, max_runn
             await ask(client, kind, [BAD, *prompt])
 
     config = SchedulerConfig(max_running=max_running, token_budget=token_budget)
-    async with plain_engine(config, num_slots=600) as client:
+    async with plain_engine(config, num_slots=600, launches_ahead=ahead) as client:
         with ExitStack() as stack:
             for place, first in faults:
                 stack.enter_context(failing(*place, first))
@@ -140,6 +143,7 @@ async def test_f1_a_fault_in_a_row_fails_its_request_only(jobs, faults, max_runn
         await ask(client, "generate", [BAD, 5, 6])
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
@@ -150,11 +154,12 @@ async def test_f1_a_fault_in_a_row_fails_its_request_only(jobs, faults, max_runn
     ],
 )
 async def test_f1_a_fault_of_a_whole_step_ends_its_requests_and_not_the_engine(
-    owner: object, name: str
+    owner: object, name: str, ahead: bool
 ) -> None:
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     errors: list[EngineFailed] = []
-    async with plain_engine(SchedulerConfig(max_running=2), num_slots=600) as client:
+    config = SchedulerConfig(max_running=2)
+    async with plain_engine(config, num_slots=600, launches_ahead=ahead) as client:
 
         async def run(number: int) -> None:
             try:
@@ -177,7 +182,7 @@ async def test_f1_a_fault_of_a_whole_step_ends_its_requests_and_not_the_engine(
 async def test_f1_a_request_that_cannot_be_cached_can_be_aborted() -> None:
     params = SamplingParams(max_tokens=200, ignore_eos=True)
     async with plain_engine(SchedulerConfig(), num_slots=600) as client:
-        with failing(KVMemory, "commit", lambda self, request: request, first=2):
+        with failing(KVMemory, "commit", lambda self, request, count: request, first=2):
             with anyio.CancelScope() as scope:
                 await client.generate([BAD, 5, 6], params, seed=0, on_text=lambda text: scope.cancel())
             assert scope.cancelled_caught

@@ -187,9 +187,10 @@ jobs = st.builds(
     num_slots=st.integers(64, 200),
     max_running=st.integers(1, 6),
     token_budget=st.integers(1, 40),
+    ahead=st.booleans(),
 )
 async def test_in_any_batch_each_request_draws_what_it_draws_alone(
-    work, num_slots, max_running, token_budget
+    work, num_slots, max_running, token_budget, ahead
 ):
     """With few slots, requests are preempted and restart: generated tokens still count."""
     config = SchedulerConfig(max_running=max_running, token_budget=token_budget)
@@ -202,7 +203,8 @@ async def test_in_any_batch_each_request_draws_what_it_draws_alone(
         assert (end.token_ids, end.text, end.finish_reason) == (expected.ids, expected.text, expected.reason)
         check_tops(job, end)
 
-    async with logit_engine(config, num_slots=num_slots) as client, anyio.create_task_group() as group:
+    options = {"num_slots": num_slots, "launches_ahead": ahead}
+    async with logit_engine(config, **options) as client, anyio.create_task_group() as group:
         for job in work:
             group.start_soon(run, client, job)
 

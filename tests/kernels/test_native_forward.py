@@ -7,7 +7,6 @@ import functools
 import os
 import signal
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +21,6 @@ from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.forward.llama import LlamaModel
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
-from agentflow.engine.runner import nothing
 from agentflow.kernels import native_ops, reference_ops
 from agentflow.kernels.inputs import AttentionBatch, ChoiceRows, DecoderWeights, ForwardInput, LayerWeights
 from agentflow.kernels.ops import Kernels
@@ -126,20 +124,20 @@ class Step:
     rows: Any
     kv: torch.Tensor
 
-    def run(
-        self, model: LlamaModel, kernels: Kernels, meanwhile: Callable[[], None] = nothing
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, model: LlamaModel, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden states, and the pool after them."""
         pool = self._pool(model.config)
         plan = kernels.plan_attention(self.batch, self.kv.dtype, CPU)
-        hidden = model.forward(self._given(pool, plan), meanwhile)
+        hidden = model.forward(self._given(pool, plan))
         return hidden, torch.stack(pool.layers)
 
     def choose(self, model: LlamaModel, kernels: Kernels, choice: ChoiceRows) -> list[int]:
         """The tokens of the wanted rows."""
         pool, plan = self._pool(model.config), kernels.plan_attention(self.batch, self.kv.dtype, CPU)
-        tokens: list[int] = model.choose(self._given(pool, plan), choice).tolist()
-        return tokens
+        given = self._given(pool, plan)
+        if model.whole_forward is not None:
+            return model.whole_forward.start_tokens(given, choice)().tolist()
+        return kernels.choose(model.logits(model.forward(given)), choice).tolist()
 
     def _pool(self, config: DecoderConfig) -> KvPool:
         pool = KvPool(

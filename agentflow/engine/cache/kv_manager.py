@@ -103,26 +103,29 @@ class KVMemory:
             self.slots.release(evicted)
         return self.slots.allocate(num_tokens)
 
-    def give_back(self, request: Request, count: int) -> None:
-        """Frees the last ``count`` slots given to the request, whose tokens were not computed."""
-        start = request.num_computed
-        self.slots.release(self.req_to_token[request.req_row, start : start + count])
-
-    def give_back_nodes(self, request: Request, count: int) -> None:
-        """The same for nodes of its tree."""
-        self.slots.release(request.node_slots[-count:])
-        request.node_slots = request.node_slots[:-count]
+    def take_back(self, request: Request, num_tokens: int, num_nodes: int) -> SlotArray:
+        """Takes the slots of the request's last ``num_tokens`` tokens and last ``num_nodes`` nodes, which
+        were not computed. ``slots.release`` makes them free."""
+        end = request.num_computed
+        row = self.req_to_token[request.req_row, end - num_tokens : end]
+        request.num_computed = end - num_tokens
+        if not num_nodes:
+            return row.copy()
+        slots = np.concatenate((row, request.node_slots[-num_nodes:]))
+        request.node_slots = request.node_slots[:-num_nodes]
+        request.num_nodes_computed -= num_nodes
+        return slots
 
     def release_nodes(self, request: Request) -> None:
         """Frees the slots of all nodes of the request's tree. May be repeated."""
         self.slots.release(request.node_slots)
         request.node_slots = request.node_slots[:0]
 
-    def commit(self, request: Request) -> None:
-        """Puts all computed tokens of a running request into the cache, locked."""
+    def commit(self, request: Request, count: int) -> None:
+        """Puts the first ``count`` tokens of a running request, which are computed, into the cache,
+        locked."""
         known = request.committed
         assert known is not None
-        count = request.num_computed
         if count == known.num_tokens or not self._use_cache:
             return
         row = self.req_to_token[request.req_row]
@@ -156,9 +159,10 @@ class KVMemory:
         request.num_computed = count
 
     def detach(self, request: Request) -> None:
-        """The request no longer runs. What it computed stays cached; its other slots become free."""
+        """The request no longer runs, in no batch. What it computed stays cached; its other slots become
+        free."""
         try:
-            self.commit(request)
+            self.commit(request, request.num_computed)
         except Exception:  # a request must be able to leave; its tokens are then computed again
             logger.exception("cannot cache the tokens of request %d", request.id)
         self.release_nodes(request)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agentflow.engine.batch import Batch, BatchOutput, SampledRows
+from agentflow.engine.batch import Batch, BatchOutput, IntArray, SampledRows
 from agentflow.engine.machine import free_cuda_bytes, free_host_bytes, usable_cpus
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.embedding.pooling import EmbeddingHead
@@ -29,12 +31,11 @@ from agentflow.engine.runner import (
     OutOfMemory,
     ReadAdapter,
     RunnerInfo,
-    nothing,
 )
 from agentflow.engine.store.adapter_folder import adapter_bytes, adapter_identity
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.errors import BadArgument
-from agentflow.kernels.inputs import Adapter, AdapterRows, AttentionBatch, ForwardInput
+from agentflow.kernels.inputs import Adapter, AdapterRows, AttentionBatch, ChoiceRows, ForwardInput
 from agentflow.kernels.ops import Kernels, kernels_for
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,17 @@ _MAX_LOGIT_ROWS = 256
 """The most rows of logits in memory at once: 200 kB each for a vocabulary of 50,000."""
 _MEMORY_WORDS = ("DefaultCPUAllocator", "_STATUS_ALLOC_FAILED", "out of memory")
 _FAULT_WORDS = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "Triton Error [CUDA]")
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A batch of ``TorchRunner`` that runs. ``tokens`` or ``hidden`` waits for its end. ``choice``: the rows
+    as ``Kernels.choose`` takes them, if only tokens are wanted."""
+
+    sampled: SampledRows
+    choice: ChoiceRows | None
+    tokens: Callable[[], IntArray] | None = None
+    hidden: Callable[[], Tensor] | None = None
 
 
 class TorchRunner:
@@ -182,28 +194,47 @@ class TorchRunner:
         """Whether a row's sums have the same order whatever else is in its batch."""
         return isinstance(self._model, LlamaModel) and self._model.keeps_order
 
-    def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
-        try:
-            return self._run(batch, meanwhile)
-        except (RuntimeError, MemoryError) as error:
-            failure = device_failure(error)
-            if failure is None:
-                raise
-            if isinstance(failure, OutOfMemory):
-                torch.cuda.empty_cache()  # the free memory may be fragmented
-            raise failure from error
+    def launch(self, batch: Batch) -> _Launched:
+        with _failures_of_the_device():
+            return self._launch(batch)
+
+    def collect(self, handle: _Launched) -> BatchOutput:
+        with _failures_of_the_device():
+            return self._collect(handle)
 
     @torch.inference_mode()
-    def _run(self, batch: Batch, meanwhile: Callable[[], None]) -> BatchOutput:
+    def _launch(self, batch: Batch) -> _Launched:
+        assert batch.pending is None
         adapters = _adapter_rows(batch, self._adapters)
         given = forward_input_of(batch, self._kernels, self._kv_pool.layers, adapters)
-        sampled = batch.sampled
+        sampled, model = batch.sampled, self._model
+        choice = None
+        if (
+            self._embedding_head is None
+            and len(sampled.rows) <= _MAX_LOGIT_ROWS
+            and wants_only_tokens(sampled)
+        ):
+            choice = choice_rows(sampled)
+        if isinstance(model, LlamaModel) and model.whole_forward is not None:
+            if choice is not None:
+                return _Launched(sampled, choice, tokens=model.whole_forward.start_tokens(given, choice))
+            return _Launched(sampled, choice, hidden=model.whole_forward.start_hidden(given))
+        if self._device.type == "cpu":  # this thread computes: later, so that results are delivered first
+            return _Launched(sampled, choice, hidden=partial(model.forward, given))
+        hidden = model.forward(given)  # launches kernels and does not wait for them
+        return _Launched(sampled, choice, hidden=lambda: hidden)
+
+    @torch.inference_mode()
+    def _collect(self, launched: _Launched) -> BatchOutput:
+        sampled = launched.sampled
+        if launched.tokens is not None:
+            return BatchOutput(launched.tokens(), None)
+        assert launched.hidden is not None
+        hidden = launched.hidden()
         if self._embedding_head is not None:
-            states = self._model.forward(given, meanwhile)
-            return embedded(sampled, self._embedding_head(states))
-        if len(sampled.rows) <= _MAX_LOGIT_ROWS and wants_only_tokens(sampled):
-            return BatchOutput(self._model.choose(given, choice_rows(sampled), meanwhile), None)
-        hidden = self._model.forward(given, meanwhile)
+            return embedded(sampled, self._embedding_head(hidden))
+        if launched.choice is not None:
+            return BatchOutput(self._kernels.choose(self._model.logits(hidden), launched.choice), None)
         if len(hidden) <= _MAX_LOGIT_ROWS:
             return self._choose(hidden, sampled)
         outputs = []
@@ -260,6 +291,20 @@ class TorchRunner:
         if not len(hidden):
             return BatchOutput(sampled.target_ids.copy(), None)
         return choose_tokens(self._model.logits(hidden), sampled, self._kernels)
+
+
+@contextmanager
+def _failures_of_the_device() -> Iterator[None]:
+    """Raises an error of a forward pass that the device caused as what it is."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        failure = device_failure(error)
+        if failure is None:
+            raise
+        if isinstance(failure, OutOfMemory):
+            torch.cuda.empty_cache()  # the free memory may be fragmented
+        raise failure from error
 
 
 def device_failure(error: RuntimeError | MemoryError) -> OutOfMemory | AcceleratorFault | None:

@@ -15,7 +15,7 @@ import importlib.util
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from agentflow.engine.models.config import RawConfig, architectures_of, end_token_ids, read_folder
-from agentflow.engine.runner import nothing
 from agentflow.errors import BadModelFolder
-from agentflow.kernels.inputs import ChoiceRows, ForwardInput, IntArray
+from agentflow.kernels.inputs import ForwardInput, IntArray
 from agentflow.kernels.masked_attention import AttentionRule, MaskedPlans, masked_attention
 from agentflow.kernels.ops import Kernels
 
@@ -127,22 +126,10 @@ class TransformersModel:
             )
         self.end_token_ids = end_token_ids(raw, generation)
 
-    def forward(self, given: ForwardInput, meanwhile: Callable[[], None] = nothing) -> Tensor:
+    def forward(self, given: ForwardInput) -> Tensor:
         """Computes T tokens and writes their KV. Returns the logits of ``given.rows``: [S, vocab_size]."""
-        if self._device.type == "cpu":
-            meanwhile()
-        logits = self._logits(
-            _Forward(given, self._device), given.token_ids, given.positions, given.rows
-        ).float()
-        if self._device.type != "cpu":  # all kernels are launched and running
-            meanwhile()
-        return logits
-
-    def choose(
-        self, given: ForwardInput, choice: ChoiceRows, meanwhile: Callable[[], None] = nothing
-    ) -> IntArray:
-        """``forward``, then the tokens that ``Kernels.choose`` chooses for the rows: [S]."""
-        return self._kernels.choose(self.forward(given, meanwhile), choice)
+        forward = _Forward(given, self._device)
+        return self._logits(forward, given.token_ids, given.positions, given.rows).float()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The result of ``forward``."""

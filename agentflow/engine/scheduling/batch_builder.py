@@ -1,4 +1,4 @@
-"""Builds a ``Batch`` from the scheduled rows: some tokens of each request, then some nodes of selects.
+"""Builds a ``Batch`` from rows: some tokens of each request, then some nodes of selects.
 
 The number of numpy calls does not depend on the number of requests; per request only Python lists grow.
 """
@@ -16,52 +16,64 @@ from agentflow.engine.batch import (
     BatchAdapters,
     BatchOutput,
     IntArray,
+    PendingTokens,
     SampledRows,
     ScoredTokens,
     TreeAttention,
 )
 from agentflow.engine.cache.radix_cache import SlotArray
 from agentflow.engine.request import Request
+from agentflow.engine.scheduling.row import SAMPLED_ONCE, Row, Targets
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 
 Work = tuple[Request, int]
-"""A request, and how many of its tokens (or of its tree's nodes) a step computes, from the first uncomputed
-one on."""
-
-Targets = Sequence[tuple[int, int]]
-"""The tokens of a row whose logits are needed, in order: index in the row, and target (-1: sample)."""
-_ONE_SAMPLED: Targets = ((0, -1),)
+"""A request, and how many of its tokens and nodes a step computes, from the first uncomputed one on."""
 
 
-Row = tuple[Request, int, Targets]
-"""One request's tokens in a batch: the request, how many of its tokens, and their targets. The record is made
-when the row is scheduled and read when the batch completes, so both agree on the targets."""
-
-
-def scheduled_rows(work: Sequence[Work]) -> list[Row]:
-    """The rows of the requests' next tokens."""
-    return [(request, num_tokens, _targets(request, num_tokens)) for request, num_tokens in work]
-
-
-def all_sampled_once(rows: Sequence[Row]) -> bool:
-    """Whether each row is one token, after which one is sampled, as in most steps."""
-    return [targets for _, _, targets in rows].count(_ONE_SAMPLED) == len(rows)
+def rows_of(work: Sequence[Work]) -> list[Row]:
+    """The records of the requests' next tokens and nodes: those with one token first, then those with more,
+    then those with nodes only."""
+    singles: list[Row] = []
+    chunks: list[Row] = []
+    nodes: list[Row] = []
+    for request, count in work:
+        start = request.num_computed
+        num_left = request.num_tokens + request.num_pending - start
+        num_tokens = count if count < num_left else num_left
+        if num_tokens:
+            row = Row(request, start, num_tokens, _targets(request, num_tokens))
+            (singles if num_tokens == 1 else chunks).append(row)
+        else:
+            row = Row(request, start, 0, ())
+            nodes.append(row)
+        if num_tokens < count:
+            row.first_node, row.num_nodes = request.num_nodes_computed, count - num_tokens
+    return singles + chunks + nodes
 
 
 def build_batch(
-    work: Sequence[Row],
+    rows: Sequence[Row],
     slots: NDArray[np.int32],
     req_to_token: NDArray[np.int32],
     sampling: SamplingTable,
-    trees: Sequence[Work] = (),
+    before: Sequence[Row] = (),
 ) -> Batch:
-    """The batch of ``work``, in its order (requests with one token come first), then of the nodes of
-    ``trees``. ``slots`` [T]: for all of these in that order. Writes them to ``req_to_token``, or for nodes to
-    their requests."""
-    num_tokens = [count for _, count, _ in work]
+    """The batch of ``rows``, which are in the order of ``rows_of``.
+
+    Args:
+        rows: The records of the batch.
+        slots: [T] for all tokens, then for all nodes, in the order of the rows. They are written to
+            ``req_to_token``, or for nodes to their requests.
+        req_to_token: The table of slots.
+        sampling: The parameters of the running requests.
+        before: The rows of the batch before this one, if it is in flight.
+    """
+    work = [row for row in rows if row.num_tokens] if rows and not rows[-1].num_tokens else rows
+    trees = [row for row in rows if row.num_nodes]
+    num_tokens = [row.num_tokens for row in work]
     num_single = num_tokens.count(1)
-    starts = np.array([request.num_computed for request, _, _ in work], dtype=np.int64)
-    req_rows = np.array([request.req_row for request, _, _ in work], dtype=np.int64)
+    starts = np.array([row.start for row in work], dtype=np.int64)
+    req_rows = np.array([row.request.req_row for row in work], dtype=np.int64)
     query_lens = np.array(num_tokens, dtype=np.int64)
     token_ids = _next_tokens(work, num_single)
     positions, rows_of_tokens = starts, req_rows
@@ -77,7 +89,6 @@ def build_batch(
         nodes, node_positions, tree_attention = _tree_part(trees, slots[len(token_ids) :])
         token_ids = np.concatenate((token_ids, nodes))
         positions = np.concatenate((positions, node_positions))
-    adapters = _adapters_of(work, trees) if sampling.num_adapted else None
     return Batch(
         token_ids=token_ids,
         positions=positions,
@@ -89,29 +100,46 @@ def build_batch(
         num_decode=num_single,
         sampled=sampled,
         trees=tree_attention,
-        adapters=adapters,
+        adapters=_adapters_of(work, trees) if sampling.any_adapted(rows) else None,
+        pending=_pending_tokens(work[:num_single], before) if before else None,
     )
 
 
-def _adapters_of(work: Sequence[Row], trees: Sequence[Work]) -> BatchAdapters | None:
-    """The adapters of the scheduled tokens; None if none has one."""
+def _pending_tokens(singles: Sequence[Row], before: Sequence[Row]) -> PendingTokens | None:
+    """Which of the single tokens the batch before samples, and where it does."""
+    awaited = {row.request: place for place, row in enumerate(singles) if row.start == row.request.num_tokens}
+    if not awaited:
+        return None
+    places: list[int] = []
+    outputs: list[int] = []
+    num_outputs = 0
+    for row in before:
+        num_outputs += len(row.targets)
+        place = awaited.get(row.request)
+        if place is not None and row.num_sampled:
+            places.append(place)
+            outputs.append(num_outputs - 1)
+    return PendingTokens(np.array(places, dtype=np.int64), np.array(outputs, dtype=np.int64))
+
+
+def _adapters_of(work: Sequence[Row], trees: Sequence[Row]) -> BatchAdapters:
+    """The adapters of the scheduled tokens."""
     places: dict[str, int] = {}
     of_requests: list[int] = []
-    counted = [*((request, num_tokens) for request, num_tokens, _ in work), *trees]
-    for request, _ in counted:
-        of_requests.append(places.setdefault(request.adapter, len(places)) if request.adapter else -1)
-    if not places:
-        return None
-    counts = np.array([count for _, count in counted], dtype=np.int64)
+    for row in (*work, *trees):
+        adapter = row.request.adapter
+        of_requests.append(places.setdefault(adapter, len(places)) if adapter else -1)
+    counts = np.array([*(row.num_tokens for row in work), *(row.num_nodes for row in trees)], dtype=np.int64)
     return BatchAdapters(tuple(places), np.repeat(np.array(of_requests, dtype=np.int64), counts))
 
 
 def _next_tokens(work: Sequence[Row], num_single: int) -> IntArray:
-    """The scheduled tokens in order; the first ``num_single`` requests have one each."""
-    token_ids = np.array([r.tokens[r.num_computed] for r, _, _ in work[:num_single]], dtype=np.int64)
+    """The scheduled tokens in order; the first ``num_single`` rows have one each. Those that are pending are
+    any number."""
+    token_ids = np.array([row.request.tokens[row.start] for row in work[:num_single]], dtype=np.int64)
     if num_single == len(work):
         return token_ids
-    prefilled = [r.tokens[r.num_computed : r.num_computed + count] for r, count, _ in work[num_single:]]
+    prefilled = [row.request.tokens[row.start : row.end] for row in work[num_single:]]
     return np.concatenate((token_ids, *prefilled), dtype=np.int64)
 
 
@@ -125,14 +153,20 @@ def _targets(request: Request, num_tokens: int) -> Targets:
         return ((num_tokens - 1, int(request.tree.targets[0])),)
     first_unscored = request.first_unscored
     if first_unscored == request.num_tokens:  # as in most steps
-        if not request.max_new_tokens or end < request.num_tokens:
+        if not request.max_new_tokens or end < request.num_tokens + request.num_pending:
             return ()
-        return _ONE_SAMPLED if num_tokens == 1 else ((num_tokens - 1, -1),)
+        return SAMPLED_ONCE if num_tokens == 1 else ((num_tokens - 1, -1),)
     scored = range(max(start, first_unscored - 1), min(end, request.num_tokens - 1))
     targets = [(p - start, int(request.tokens[p + 1])) for p in scored]
-    if request.max_new_tokens and not request.is_complete and end == request.num_tokens:
+    is_last = end == request.num_tokens + request.num_pending
+    if request.max_new_tokens and not request.is_complete and is_last:
         targets.append((num_tokens - 1, -1))
     return targets
+
+
+def all_sampled_once(rows: Sequence[Row]) -> bool:
+    """Whether each row is one token, after which one is sampled, as in most steps."""
+    return [row.targets for row in rows].count(SAMPLED_ONCE) == len(rows)
 
 
 def _sampled_rows(
@@ -141,21 +175,21 @@ def _sampled_rows(
     query_lens: IntArray,
     kv_lens: IntArray,
     sampling: SamplingTable,
-    trees: Sequence[Work],
+    trees: Sequence[Row],
 ) -> SampledRows:
     """The targets of all rows. In most steps each row samples after its last token."""
     rows: IntArray = query_lens.cumsum() - 1
     if not trees and all_sampled_once(work):
         return sampling.sampled_rows(rows, req_rows, kv_lens)
-    if trees or any(len(targets) > 1 or (targets and targets[0][1] >= 0) for _, _, targets in work):
+    if trees or any(len(row.targets) > 1 or (row.targets and row.targets[0][1] >= 0) for row in work):
         return _scored_and_sampled_rows(work, trees, sampling)
-    chosen = np.array([index for index, (_, _, targets) in enumerate(work) if targets], dtype=np.int64)
+    chosen = np.array([index for index, row in enumerate(work) if row.targets], dtype=np.int64)
     rows, req_rows, kv_lens = rows[chosen], req_rows[chosen], kv_lens[chosen]
     return sampling.sampled_rows(rows, req_rows, kv_lens)
 
 
 def _scored_and_sampled_rows(
-    work: Sequence[Row], trees: Sequence[Work], sampling: SamplingTable
+    work: Sequence[Row], trees: Sequence[Row], sampling: SamplingTable
 ) -> SampledRows:
     """The same if some tokens are scored, with the first target of each node."""
     rows: list[int] = []
@@ -164,23 +198,23 @@ def _scored_and_sampled_rows(
     positions: list[int] = []
     first_rows: list[int] = []  # of each of ``scored_nodes``
     first_token = 0
-    for request, num_tokens, row_targets in work:
-        for index, target in row_targets:
-            if request.tree is not None:
+    for row in work:
+        for index, target in row.targets:
+            if row.request.tree is not None:
                 first_rows.append(len(rows))
             rows.append(first_token + index)
             targets.append(target)
-            owners.append(request.req_row)
-            positions.append(request.num_computed + index + 1)
-        first_token += num_tokens
-    for request, num_nodes in trees:
-        tree, first = request.tree, request.num_nodes_computed
+            owners.append(row.request.req_row)
+            positions.append(row.start + index + 1)
+        first_token += row.num_tokens
+    for row in trees:
+        tree, first, num_nodes = row.request.tree, row.first_node, row.num_nodes
         assert tree is not None
         first_rows.append(len(rows))
         rows += range(first_token, first_token + num_nodes)
         targets += tree.targets[tree.first_targets[1 + first : 1 + first + num_nodes]].tolist()
-        owners += [request.req_row] * num_nodes
-        positions += (tree.depths[first : first + num_nodes] + request.num_tokens + 1).tolist()
+        owners += [row.request.req_row] * num_nodes
+        positions += (tree.depths[first : first + num_nodes] + row.request.num_tokens + 1).tolist()
         first_token += num_nodes
     return sampling.sampled_rows(
         np.array(rows, dtype=np.int64),
@@ -191,27 +225,29 @@ def _scored_and_sampled_rows(
     )
 
 
-def _tree_part(trees: Sequence[Work], slots: SlotArray) -> tuple[IntArray, IntArray, TreeAttention]:
+def _tree_part(trees: Sequence[Row], slots: SlotArray) -> tuple[IntArray, IntArray, TreeAttention]:
     """Token ids and positions of the next nodes of each request's tree, and what they attend to. ``slots``:
     one for each node; their requests own them from now on."""
     token_ids: list[IntArray] = []
     depths: list[IntArray] = []
     paths: list[IntArray] = []
     num_taken = 0
-    for request, num_nodes in trees:
-        tree, first = request.tree, request.num_nodes_computed
+    for row in trees:
+        request, first, end = row.request, row.first_node, row.first_node + row.num_nodes
+        tree = request.tree
         assert tree is not None
-        end = first + num_nodes
-        request.node_slots = np.concatenate((request.node_slots, slots[num_taken : num_taken + num_nodes]))
-        num_taken += num_nodes
+        request.node_slots = np.concatenate(
+            (request.node_slots, slots[num_taken : num_taken + row.num_nodes])
+        )
+        num_taken += row.num_nodes
         token_ids.append(tree.token_ids[first:end])
         depths.append(tree.depths[first:end])
         paths.append(request.node_slots[tree.paths(first, end)].astype(np.int64))
-    query_lens = np.array([num_nodes for _, num_nodes in trees], dtype=np.int64)
-    prefix_lens = np.array([request.num_tokens for request, _ in trees], dtype=np.int64)
+    query_lens = np.array([row.num_nodes for row in trees], dtype=np.int64)
+    prefix_lens = np.array([row.request.num_tokens for row in trees], dtype=np.int64)
     all_depths = np.concatenate(depths)
     attention = TreeAttention(
-        req_rows=np.array([request.req_row for request, _ in trees], dtype=np.int64),
+        req_rows=np.array([row.request.req_row for row in trees], dtype=np.int64),
         prefix_lens=prefix_lens,
         query_lens=query_lens,
         paths=_side_by_side(paths),
@@ -244,17 +280,14 @@ class ScoredNodes(NamedTuple):
         return slice(int(tree.first_targets[self.first]), int(tree.first_targets[self.end]))
 
 
-def scored_nodes(work: Sequence[Row], trees: Sequence[Work]) -> list[ScoredNodes]:
-    """The rows of trees in a step, in the order in which their targets are scored."""
-    if not trees and all_sampled_once(work):
-        return []
-    rows = [
-        ScoredNodes(request, 0, 1) for request, _, targets in work if request.tree is not None and targets
-    ]
-    for request, num_nodes in trees:
-        first = 1 + request.num_nodes_computed
-        rows.append(ScoredNodes(request, first, first + num_nodes))
-    return rows
+def scored_nodes(work: Sequence[Row], trees: Sequence[Row]) -> list[ScoredNodes]:
+    """The rows of trees in a step, in the order in which their targets are scored: after the last tokens of
+    prompts in ``work``, then after the nodes of ``trees``."""
+    found = [ScoredNodes(row.request, 0, 1) for row in work if row.targets and row.request.tree is not None]
+    for row in trees:
+        first = 1 + row.first_node
+        found.append(ScoredNodes(row.request, first, first + row.num_nodes))
+    return found
 
 
 def _scored_tokens(nodes: Sequence[ScoredNodes], first_rows: Sequence[int]) -> ScoredTokens:

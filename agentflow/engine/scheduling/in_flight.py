@@ -1,19 +1,29 @@
-"""The batch in flight: what it computes, and what it gives its requests once it has run."""
+"""The batches in flight: what each computes, and what it gives its requests once it has run."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from agentflow.engine.batch import BatchOutput
 from agentflow.engine.cache.kv_manager import KVMemory
-from agentflow.engine.request import Request, TopTokens
-from agentflow.engine.scheduling.batch_builder import Row, ScoredNodes, Targets, Work, store_scores
+from agentflow.engine.request import Request
+from agentflow.engine.scheduling.batch_builder import (
+    ScoredNodes,
+    Work,
+    all_sampled_once,
+    scored_nodes,
+    store_scores,
+)
 from agentflow.engine.scheduling.in_progress_prefixes import InProgressPrefixes
+from agentflow.engine.scheduling.row import Row
+from agentflow.engine.scheduling.step_cost import Features
 from agentflow.errors import BadArgument, EngineFailed, RequestRefused
 from agentflow.kernels.no_choice import NO_TOKEN, NOT_FINITE
+
+COMMIT_RUN = 64
+"""Generated tokens enter the cache in runs of at least this many; the rest when their request ends."""
 
 
 @dataclass(slots=True)
@@ -43,81 +53,117 @@ class Counters:
             self._num_recounted = 0
 
 
-class StepResult(NamedTuple):
-    """What one step gave a request: the sampled token (None while it prefills or scores), the
-    log-probabilities of its sampled or scored tokens if its batch has them, for each of these tokens the
-    likeliest tokens in its place, as many as the request asked for, and its embedding (float32). ``error``:
-    the fault of this row; the rest of the batch is not affected. ``ranks``: of scored tokens."""
+@dataclass(slots=True)
+class _Launched:
+    """A batch that was scheduled and has not completed. ``scored``: the rows and nodes of trees that have
+    tokens to score."""
 
-    request: Request
-    token_id: int | None
-    logprobs: list[float]
-    tops: list[TopTokens]
-    embedding: bytes = b""
-    error: Exception | None = None
-    ranks: Sequence[int] = ()
+    rows: list[Row]
+    scored: list[ScoredNodes]
+    features: Features
 
 
 class InFlight:
-    """``rows`` and ``trees``: the scheduled tokens of requests and nodes of trees, in the order of the batch.
-    ``scored``: the rows and nodes of trees that have tokens to score. All are empty if nothing runs."""
+    """The batches in flight, oldest first. Usually there is one at most; a runner that launches ahead has
+    two.
+
+    A request counts the tokens of its rows as computed, and their sampled tokens as pending, from the launch
+    on. ``complete`` makes them real; ``discard`` and ``withdraw`` take them back.
+    """
 
     def __init__(self, memory: KVMemory, prefills: InProgressPrefixes, counters: Counters) -> None:
-        self.rows: list[Row] = []
-        self.trees: list[Work] = []
-        self.scored: list[ScoredNodes] = []
+        self._launched: deque[_Launched] = deque()
         self._memory = memory
         self._prefills = prefills
         self._counters = counters
 
-    def complete(self, output: BatchOutput) -> list[StepResult]:
-        """The batch has run: appends new tokens to their requests and returns what each request got. A fault
-        in one row is that row's result. If this raises, the batch is still in flight: ``discard`` it."""
+    def __bool__(self) -> bool:
+        """Whether any batch is in flight."""
+        return bool(self._launched)
+
+    @property
+    def newest_rows(self) -> Sequence[Row]:
+        """The rows of the batch that was launched last; empty if none is in flight."""
+        return self._launched[-1].rows if self._launched else ()
+
+    @property
+    def features(self) -> Features:
+        """Of the oldest batch."""
+        return self._launched[0].features
+
+    def launch(self, rows: list[Row], features: Features) -> None:
+        """A batch of these rows is launched, after those in flight."""
+        scored = [] if all_sampled_once(rows) else scored_nodes(rows, [row for row in rows if row.num_nodes])
+        for row in rows:
+            request = row.request
+            request.num_computed = row.end
+            if row.num_nodes:
+                request.num_nodes_computed += row.num_nodes
+            request.num_pending += row.num_sampled
+            if request.wants_scores:
+                request.num_scored += len(row.targets)
+        self._launched.append(_Launched(rows, scored, features))
+
+    def complete(self, output: BatchOutput) -> list[Row]:
+        """The oldest batch has run: appends new tokens to their requests. Returns its rows with their
+        results, without those of requests that left it. A fault in one row is that row's error. If this
+        raises, the batch is still in flight: ``discard`` it."""
         token_ids = output.token_ids.tolist()
         has_faults = min(token_ids, default=0) < 0
         logprobs = None if output.logprobs is None else output.logprobs.tolist()
-        if self.scored:
-            store_scores(self.scored, output)
-        rows, trees = self.rows, self.trees
-        self._clear()
-        results: dict[int, StepResult] = {}
-        next_output = 0
-        for request, num_tokens, targets in rows:
+        launched = self._launched[0]
+        if launched.scored:
+            store_scores(launched.scored, output)
+        self._launched.popleft()
+        has_prefills = len(self._prefills) > 0
+        rows: list[Row] = []
+        next_output = num_computed = 0
+        for row in launched.rows:
             first = next_output
-            next_output += len(targets)
-            in_prompt = request.num_computed < request.num_prompt
-            request.num_computed += num_tokens
-            self._memory.num_computed += num_tokens
+            next_output += len(row.targets)
+            if row.withdrawn_slots is not None:
+                self._memory.slots.release(row.withdrawn_slots)
+                continue
+            rows.append(row)
+            request = row.request
+            num_computed += row.num_tokens + row.num_nodes
+            request.num_pending -= row.num_sampled
             try:
                 if has_faults:
                     self._check(request, token_ids[first:next_output])
-                if in_prompt:
-                    self._memory.commit(request)
-                self._prefills.advanced(request)
-                results[request.id] = self._result(request, targets, first, output, token_ids, logprobs)
+                assert request.committed is not None
+                is_prompt = row.start < request.num_prompt or row.num_tokens > 1
+                if is_prompt or row.end - request.committed.num_tokens >= COMMIT_RUN:
+                    self._memory.commit(request, row.end)
+                if has_prefills:
+                    self._prefills.advanced(request, row.end, row.first_node)
+                if row.targets:
+                    self._read(row, first, output, token_ids, logprobs)
             except Exception as error:
-                results[request.id] = StepResult(request, None, [], [], error=error)
-        for request, num_nodes in trees:
+                row.error = error
+        self._memory.num_computed += num_computed
+        for row in [row for row in launched.rows if row.num_nodes]:
             first = next_output
-            next_output += num_nodes
-            request.num_nodes_computed += num_nodes
-            self._memory.num_computed += num_nodes
-            result = results.setdefault(request.id, StepResult(request, None, [], []))
+            next_output += row.num_nodes
+            if row.withdrawn_slots is not None:
+                continue
+            request, num_nodes = row.request, row.first_node + row.num_nodes
             try:
-                self._prefills.advanced(request)
-                if not request.num_nodes_left:
+                self._prefills.advanced(request, row.end, num_nodes)
+                if num_nodes == request.num_nodes:
                     self._memory.release_nodes(request)
                 if has_faults:
                     self._check(request, token_ids[first:next_output])
             except Exception as error:
-                results[request.id] = result._replace(error=error)
-        return [*results.values()]
+                row.error = error
+        return rows
 
     def _check(self, request: Request, token_ids: list[int]) -> None:
         """Raises the error of a request if one of its rows has no token."""
         if NOT_FINITE in token_ids:
             # The keys and values of this step may be affected too, and must not reach the cache.
             assert request.committed is not None
+            self.withdraw(request)
             self._memory.roll_back(request, request.committed.num_tokens)
             raise EngineFailed(
                 "the model computed numbers that are not finite (NaN or infinity): its files are damaged, or "
@@ -132,56 +178,63 @@ class InFlight:
             )
         raise RequestRefused("no token may follow: the constraint excludes all of them")
 
-    def _result(
+    def _read(
         self,
-        request: Request,
-        targets: Targets,
+        row: Row,
         first: int,
         output: BatchOutput,
         token_ids: list[int],
-        all_logprobs: list[float] | None,
-    ) -> StepResult:
-        """The result of one row, whose outputs begin at ``first``. Appends its sampled token."""
-        end = first + len(targets)
-        token_id = None
-        if targets and targets[-1][1] < 0:
-            token_id = token_ids[end - 1]
-            request.tokens[request.num_tokens] = token_id
-            request.num_tokens += 1
-            self._counters.generated(1)
-        logprobs = [] if all_logprobs is None or request.tree is not None else all_logprobs[first:end]
-        tops: list[TopTokens] = []
+        logprobs: list[float] | None,
+    ) -> None:
+        """Stores the results of a row, whose outputs begin at ``first``, and appends its sampled tokens."""
+        request, num_sampled = row.request, row.num_sampled
+        end = first + len(row.targets)
+        if num_sampled:
+            row.token_ids = token_ids[end - num_sampled : end]
+            request.tokens[request.num_tokens : request.num_tokens + num_sampled] = row.token_ids
+            request.num_tokens += num_sampled
+            self._counters.generated(num_sampled)
+        if logprobs is not None and request.tree is None:
+            row.logprobs = logprobs[first:end]
         if request.params.top_logprobs:
-            tops = [output.top_of(i, request.params.top_logprobs) for i in range(first, end)]
-        embedding = b""
-        if targets and output.embeddings is not None:
-            embedding = output.embeddings[end - 1].tobytes()
-        ranks: Sequence[int] = ()
+            row.tops = [output.top_of(i, request.params.top_logprobs) for i in range(first, end)]
+        if output.embeddings is not None:
+            row.embedding = output.embeddings[end - 1].tobytes()
         if request.score_from and output.ranks is not None:
-            ranks = output.ranks[first:end].tolist()
-        return StepResult(request, token_id, logprobs, tops, embedding, ranks=ranks)
+            row.ranks = output.ranks[first:end].tolist()
 
     def discard(self) -> list[Request]:
-        """The batch failed: frees its slots and returns its requests."""
-        for request, num_tokens, _ in self.rows:
-            self._memory.give_back(request, num_tokens)
-        for request, num_nodes in self.trees:
-            self._memory.give_back_nodes(request, num_nodes)
-        failed = list(dict.fromkeys([*(row[0] for row in self.rows), *(one for one, _ in self.trees)]))
-        self._clear()
+        """The oldest batch failed: takes back all batches in flight, as the later ones follow from it.
+        Returns the requests of the oldest."""
+        failed = [request for request, _ in self.oldest_work()]
+        while self._launched:
+            for row in self._launched.pop().rows:
+                if row.withdrawn_slots is None:
+                    self._take_back(row)
+                assert row.withdrawn_slots is not None
+                self._memory.slots.release(row.withdrawn_slots)
         return failed
 
-    def by_request(self) -> list[Work]:
-        """What the batch computes of each request: all its tokens and nodes."""
-        num_tokens: Counter[Request] = Counter()
-        for request, num, _ in self.rows:
-            num_tokens[request] += num
-        for request, num in self.trees:
-            num_tokens[request] += num
-        return [*num_tokens.items()]
+    def withdraw(self, request: Request) -> None:
+        """The request leaves all batches in flight. Its slots there become free when these complete."""
+        for launched in reversed(self._launched):
+            for row in launched.rows:
+                if row.request is request and row.withdrawn_slots is None:
+                    self._take_back(row)
 
-    def _clear(self) -> None:
-        self.rows, self.trees, self.scored = [], [], []
+    def _take_back(self, row: Row) -> None:
+        request = row.request
+        request.num_pending -= row.num_sampled
+        if request.wants_scores:
+            request.num_scored -= len(row.targets)
+        row.withdrawn_slots = self._memory.take_back(request, row.num_tokens, row.num_nodes)
+
+    def oldest_work(self) -> list[Work]:
+        """What the oldest batch computes of each request: all its tokens and nodes."""
+        if not self._launched:
+            return []
+        rows = [row for row in self._launched[0].rows if row.withdrawn_slots is None]
+        return [(row.request, row.num_tokens + row.num_nodes) for row in rows]
 
 
 def divided(work: Sequence[Work], num_tokens: int) -> list[list[Work]]:

@@ -1,7 +1,8 @@
 """Which prefixes running requests are about to compute, so that waiting requests do not compute them too.
 
-A prefix in progress is found by its next uncomputed token. A waiting request that needs the same token next
-has the same prefix cached, because running requests commit their tokens to the cache step by step.
+A prefix in progress is found by its next token that is not cached. A waiting request that needs the same
+token next has the same prefix cached, because running requests commit their prompts to the cache step by
+step.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from collections.abc import Iterator
 
 from agentflow.engine.request import CacheIdentity, Request
 
-_Place = tuple[CacheIdentity, int, int]  # identity, position and id of the next uncomputed token
+_Place = tuple[CacheIdentity, int, int]  # identity, position and id of the next token that is not cached
 
 
 class InProgressPrefixes:
     """Running requests with more than one token to compute, and selects until they are done, in the order in
-    which they were admitted."""
+    which they were admitted. A request leaves when its last chunk has run."""
 
     def __init__(self) -> None:
         self._requests: dict[int, tuple[Request, _Place | None]] = {}
@@ -43,7 +44,8 @@ class InProgressPrefixes:
 
     def add(self, request: Request) -> None:
         """The request was just admitted."""
-        next_index = request.num_computed
+        assert request.committed is not None
+        next_index = request.committed.num_tokens
         if request.num_tokens - next_index <= 1 and request.tree is not None:
             self._requests[request.id] = request, None  # one token or nodes: not worth waiting for
             return
@@ -55,13 +57,13 @@ class InProgressPrefixes:
         else:
             here.append(request)
 
-    def advanced(self, request: Request) -> None:
-        """The request computed more tokens. Removes it if at most one token is left (for a select: none).
-        Unknown requests are ignored."""
+    def advanced(self, request: Request, num_tokens: int, num_nodes: int) -> None:
+        """The request has computed its first ``num_tokens`` tokens and ``num_nodes`` nodes. Removes it if at
+        most one token is left (for a select: none). Unknown requests are ignored."""
         known = self._requests.get(request.id)
         if known is not None:
             self._leave(*known)
-            if request.num_to_compute > (1 if request.tree is None else 0):
+            if request.num_left_after(num_tokens, num_nodes) > (1 if request.tree is None else 0):
                 self.add(request)  # keeps its place in the order
             else:
                 del self._requests[request.id]

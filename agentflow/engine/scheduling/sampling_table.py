@@ -2,10 +2,12 @@
 
 A request's parameters are written once, when it starts to run; each step gathers them for the rows of logits
 that it samples. One number in each array describes most requests. *Special* requests edit logits or want the
-likeliest tokens: what they need is made anew in each step, and a step without them does not look for it.
+likeliest tokens: their data is rebuilt in each step, and steps without them skip this.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 from agentflow.engine.batch import FloatArray, IntArray, LogitEdits, SampledRows, ScoredTokens, TokenMasks
 from agentflow.engine.grammar.grammar import TokenWords
 from agentflow.engine.request import Request
+from agentflow.engine.scheduling.row import Row
 
 _MASK_64 = 2**64 - 1
 _REDRAWN = 0x9FB21C651E98DF25  # odd, with bits set evenly
@@ -24,15 +27,12 @@ def _seed_of(request: Request) -> int:
 
 
 class SamplingTable:
-    """Parameters of at most ``max_running`` requests. ``num_adapted``: running requests that use an adapter.
+    """Parameters of at most ``max_running`` requests.
 
     Parameters that are gathered together are stored together: the time depends on the number of numpy calls.
     """
 
     def __init__(self, max_running: int) -> None:
-        self.num_adapted = 0
-        self._attached: set[int] = set()  # rows whose requests are counted
-        self._num_logprobs = 0
         self._floats: FloatArray = np.zeros((3, max_running), dtype=np.float32)
         self._temperatures, self._top_ps, self._min_ps = self._floats
         self._ints: IntArray = np.zeros((2, max_running), dtype=np.int64)
@@ -41,6 +41,8 @@ class SamplingTable:
         self._no_targets: IntArray = np.full(max_running, -1, dtype=np.int64)
         self._special: dict[int, _Special] = {}
         self._constrained: dict[int, Request] = {}
+        self._with_logprobs: set[int] = set()
+        self._adapted: set[int] = set()
 
     def attach(self, request: Request) -> None:
         """The request starts to run, in its row of ``req_to_token``."""
@@ -49,21 +51,22 @@ class SamplingTable:
             self._special[row] = _Special(request)
         if request.token_mask is not None:
             self._constrained[row] = request
+        if params.wants_logprobs:
+            self._with_logprobs.add(row)
+        if request.adapter:
+            self._adapted.add(row)
         self._temperatures[row] = params.temperature
         self._top_ps[row] = params.top_p
         self._top_ks[row] = params.top_k
         self._min_ps[row] = params.min_p
         self._seeds[row] = _seed_of(request)
-        self._count(request, 1)
-        self._attached.add(row)
 
     def detach(self, request: Request) -> None:
         """The request no longer runs, and is about to lose its row. ``attach`` may have failed."""
         self._special.pop(request.req_row, None)
         self._constrained.pop(request.req_row, None)
-        if request.req_row in self._attached:
-            self._attached.discard(request.req_row)
-            self._count(request, -1)
+        self._with_logprobs.discard(request.req_row)
+        self._adapted.discard(request.req_row)
 
     def keep_output(self, request: Request, num_kept: int) -> None:
         """Only the first ``num_kept`` generated tokens of the request are unchanged."""
@@ -72,11 +75,13 @@ class SamplingTable:
         if special is not None:
             special.keep_output(num_kept)
 
-    def _count(self, request: Request, change: int) -> None:
-        if request.adapter:
-            self.num_adapted += change
-        if request.params.wants_logprobs:
-            self._num_logprobs += change
+    def is_special(self, request: Request) -> bool:
+        """Whether the tokens so far or the logits of other tokens matter when its next token is sampled."""
+        return request.req_row in self._special
+
+    def any_adapted(self, rows: Iterable[Row]) -> bool:
+        """Whether a request of ``rows`` uses an adapter."""
+        return bool(self._adapted) and any(row.request.req_row in self._adapted for row in rows)
 
     def sampled_rows(
         self,
@@ -89,13 +94,13 @@ class SamplingTable:
         """The sampled rows after the scheduled tokens ``rows``, whose requests have ``req_rows``.
         ``target_ids``: as in ``SampledRows``, if any row has a target. Log-probabilities are computed for all
         rows or none. ``scored``: further tokens to score."""
+        floats: FloatArray = self._floats.take(req_rows, axis=1)
+        ints: IntArray = self._ints.take(req_rows, axis=1)
         edits, masks, top_counts = None, None, None
         if self._special:
             edits, top_counts = self._edits_of(req_rows, target_ids)
         if self._constrained:
             masks = self._masks_of(req_rows, target_ids)
-        floats: FloatArray = self._floats.take(req_rows, axis=1)
-        ints: IntArray = self._ints.take(req_rows, axis=1)
         return SampledRows(
             rows=rows,
             target_ids=self._no_targets[: len(rows)] if target_ids is None else target_ids,
@@ -105,7 +110,7 @@ class SamplingTable:
             min_ps=floats[2],
             seeds=ints[1].view(np.uint64),
             positions=positions,
-            needs_logprobs=self._num_logprobs > 0
+            needs_logprobs=bool(self._with_logprobs)
             or (target_ids is not None and bool((target_ids >= 0).any())),
             edits=edits,
             masks=masks,

@@ -25,14 +25,15 @@ from agentflow.engine.cache.kv_manager import KVMemory
 from agentflow.engine.cache.radix_cache import TokenRun
 from agentflow.engine.request import CacheIdentity, Request, Status
 from agentflow.engine.scheduling.admission import Admission, OutputReserve
-from agentflow.engine.scheduling.batch_builder import Work, build_batch, scheduled_rows, scored_nodes
+from agentflow.engine.scheduling.batch_builder import Work, build_batch, rows_of
 from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, DEFAULT_POLICY, MAX_RUNNING
-from agentflow.engine.scheduling.in_flight import Counters, InFlight, StepResult, divided
+from agentflow.engine.scheduling.in_flight import Counters, InFlight, divided
 from agentflow.engine.scheduling.in_progress_prefixes import InProgressPrefixes
 from agentflow.engine.scheduling.pass_size import PassSize
 from agentflow.engine.scheduling.policies import policy_named
+from agentflow.engine.scheduling.row import Row
 from agentflow.engine.scheduling.sampling_table import SamplingTable
-from agentflow.engine.scheduling.step_cost import Features, StepCost, batch_features
+from agentflow.engine.scheduling.step_cost import StepCost, batch_features
 from agentflow.errors import PromptTooLong
 
 # Tokens forced by a grammar are computed in the next step if they are at most this many. More of them take
@@ -79,6 +80,8 @@ class Scheduler:
     """Owns the KV memory of one model and decides who runs on it. Not thread-safe.
 
     A step is ``schedule``, then one of ``complete``, ``discard``, ``retry_smaller`` and ``retry_one_by_one``.
+    ``schedule`` may be called once more before: the second batch continues the requests of the first with the
+    tokens that it will sample. Whatever needs these tokens waits, and nothing is preempted.
     """
 
     def __init__(self, *, num_slots: int, max_context: int, config: SchedulerConfig) -> None:
@@ -87,7 +90,7 @@ class Scheduler:
         self.waiting = policy_named(config.policy, self._peek, config.token_budget)
         self.running: dict[int, Request] = {}
         self.num_decode_tokens = 0
-        """Of the batch in flight: the scheduled tokens of requests that decode."""
+        """Of the batch that was scheduled last: the scheduled tokens of requests that decode."""
         self._prefills = InProgressPrefixes()  # the running requests that do not decode yet
         self.memory = KVMemory(
             num_slots=num_slots,
@@ -103,7 +106,6 @@ class Scheduler:
         self._reserve = OutputReserve()
         self._arrivals = itertools.count()
         self._in_flight = InFlight(self.memory, self._prefills, self._counters)
-        self._features: Features | None = None  # of the batch in flight
         self._planned: Request | None = None  # whose turn it is while a step is planned
         self._held_back: list[Request] = []  # waiting requests that do not fit in this step
         self._retries: deque[list[Work]] = deque()  # parts of batches, to run before anything else
@@ -125,8 +127,11 @@ class Scheduler:
         self.waiting.add(request)
 
     def schedule(self) -> Batch | None:
-        """The next batch, with slots for all its tokens, or None if there is nothing to run. ``RequestFault``
-        after a fault. If a batch cannot be built, its requests run alone, which finds the one at fault."""
+        """The next batch, with slots for all its tokens, or None if there is nothing to run (before the batch
+        in flight completes, if there is one). ``RequestFault`` after a fault. If a batch cannot be built, its
+        requests run alone, which finds the one at fault."""
+        if self._in_flight and self._retries:
+            return None
         while True:
             draft = self._next_retry() or self._plan()
             if draft is None:
@@ -150,7 +155,7 @@ class Scheduler:
                 self._prefill(draft)
                 if draft.num_tokens:
                     return draft
-                if not self.running:
+                if not self.running or self._in_flight:
                     return None
                 self._retract_one(1)  # unfinished prefills use all slots together
         except Exception as error:
@@ -160,27 +165,29 @@ class Scheduler:
 
     def _build(self, draft: Draft) -> Batch:
         """The batch of a planned step, which is then in flight. If this raises, no slots are taken."""
-        work, trees = draft.parts()
-        rows = scheduled_rows(work)
-        scored = scored_nodes(rows, trees)
+        rows = rows_of([*draft.tokens.items()])
         slots = self.memory.allocate(draft.num_tokens)
+        before = self._in_flight.newest_rows
         try:
-            batch = build_batch(rows, slots, self.memory.req_to_token, self._sampling, trees)
-            self._features = batch_features(batch)
+            batch = build_batch(rows, slots, self.memory.req_to_token, self._sampling, before)
+            features = batch_features(batch)
         except Exception:
             self.memory.slots.release(slots)
-            for request, _ in trees:
+            for request in draft.tokens:
                 request.node_slots = request.node_slots[: request.num_nodes_computed]
             raise
         self.num_decode_tokens = draft.num_decode
-        self._in_flight.rows, self._in_flight.trees, self._in_flight.scored = rows, trees, scored
+        self._in_flight.launch(rows, features)
         return batch
 
     def _decode(self) -> Draft:
         """Schedules one token of each request that decodes, and with it the tokens that a grammar has forced
         since, as far as the budget allows. Retracts requests first if slots are missing."""
         while True:
-            decoding = [r for r in self.running.values() if r not in self._prefills]
+            if self._in_flight:
+                decoding = [r for r in self.running.values() if self._can_decode_ahead(r)]
+            else:
+                decoding = [r for r in self.running.values() if r not in self._prefills]
             # However many requests decode, a prompt gets at least one token.
             budget = int(min(self.config.token_budget, self._pass_size.limit))
             limit = max(budget, len(decoding) + 1)
@@ -191,6 +198,8 @@ class Scheduler:
             missing = draft.num_tokens - self.memory.num_available
             if missing <= 0:
                 break
+            if self._in_flight:
+                return Draft(0)
             self._retract_one(missing)
         draft.num_decode = draft.num_tokens
         for request, num_tokens in draft.tokens.items():
@@ -199,13 +208,25 @@ class Scheduler:
         self._planned = None
         return draft
 
+    def _can_decode_ahead(self, request: Request) -> bool:
+        """Whether the request's next token can be computed before the batch in flight has completed."""
+        left = request.num_to_compute
+        if left < 1 or (request in self._prefills and (left > 1 or request.tree is not None)):
+            return False
+        if not request.num_pending:
+            return True
+        ends = request.num_generated + request.num_pending >= request.max_new_tokens
+        return not ends and not self._sampling.is_special(request) and not request.is_steered
+
     def _prefill(self, draft: Draft) -> None:
         """Fills the draft with chunks of prompts, in the order of the policy. Admits waiting requests as
         their turn comes. One that does not fit into memory is held back, and others may pass it that do not
         delay it (see ``admission``)."""
         while self._held_back:
             self._held_back.pop().is_held_back = False
-        prompts = list(self._prefills)
+        prompts = [*self._prefills]
+        if self._in_flight:  # the last chunks of some are launched
+            prompts = [r for r in prompts if r.num_to_compute > (1 if r.tree is None else 0)]
         may_admit = self.memory.has_free_row and len(self.waiting) > 0
         if not prompts and not may_admit:
             return
@@ -283,12 +304,12 @@ class Scheduler:
         is_well_filled = 2 * len(self.running) > self.config.max_running
         return not self.running or displaced <= (0 if is_well_filled else MAX_DISPLACED)
 
-    def complete(self, output: BatchOutput, took_s: float = 0.0) -> list[StepResult]:
-        """The batch of the last ``schedule`` has run. Appends new tokens to their requests and returns what
-        each request got. ``took_s``: the duration of the pass, from which later steps are planned (0:
+    def complete(self, output: BatchOutput, took_s: float = 0.0) -> list[Row]:
+        """The oldest batch in flight has run. Appends new tokens to their requests, and returns the results
+        of each request. ``took_s``: the duration of the pass, from which later steps are planned (0:
         unknown). If this raises, the batch did not count: ``discard`` it."""
-        if took_s > 0 and self._features is not None:
-            self.cost.observe(self._features, took_s)
+        if took_s > 0:
+            self.cost.observe(self._in_flight.features, took_s)
         results = self._in_flight.complete(output)
         self._pass_size.fits()
         self._counters.steps += 1
@@ -297,20 +318,22 @@ class Scheduler:
         return results
 
     def discard(self) -> list[Request]:
-        """The batch of the last ``schedule`` failed: frees its slots. Returns its requests, which the caller
-        must release."""
+        """The oldest batch in flight failed: frees its slots, and those of the batch launched after it.
+        Returns its requests, which the caller must release."""
         return self._in_flight.discard()
 
     def retry_one_by_one(self) -> list[Request]:
-        """The batch of the last ``schedule`` failed: runs each of its requests alone, before anything else.
-        If there is only one, returns it, and the caller must release it."""
-        return self._retry([[item] for item in self._in_flight.by_request()])
+        """The oldest batch in flight failed: runs each of its requests alone, before anything else. If there
+        is only one, returns it, and the caller must release it."""
+        return self._retry([[item] for item in self._in_flight.oldest_work()])
 
     def retry_smaller(self) -> list[Request]:
-        """The batch of the last ``schedule`` ran out of memory: runs it again in halves, before anything
-        else, and keeps later passes as small. If it cannot be divided, returns its request, and the caller
-        must release it."""
-        work = self._in_flight.by_request()
+        """The oldest batch in flight ran out of memory: runs it again in halves, before anything else, and
+        keeps later passes as small. If it cannot be divided, returns its request, and the caller must release
+        it."""
+        work = self._in_flight.oldest_work()
+        if not work:  # its requests have left
+            return self.discard()
         num_tokens = sum([count for _, count in work])
         cannot_divide = len(work) == 1 if self.config.whole_prompts else num_tokens == 1
         if cannot_divide:
@@ -396,6 +419,7 @@ class Scheduler:
         request.tokens[start:end] = token_ids
         request.num_tokens = end
         del request.logprobs[num_kept:], request.top_logprobs[num_kept:]
+        request.num_scored = min(request.num_scored, num_kept)
         if request.status is not Status.RUNNING:
             return
         self._sampling.keep_output(request, num_kept)
@@ -484,6 +508,8 @@ class Scheduler:
         self.retract(min(self.running.values(), key=cost))
 
     def _stop_running(self, request: Request) -> None:
+        if self._in_flight:
+            self._in_flight.withdraw(request)
         self._sampling.detach(request)
         self.memory.detach(request)
         del self.running[request.id]
@@ -523,23 +549,6 @@ class Draft:
     def left_of(self, request: Request) -> int:
         """Tokens and nodes of the request that are not scheduled yet."""
         return request.num_to_compute - self.tokens.get(request, 0)
-
-    def parts(self) -> tuple[list[Work], list[Work]]:
-        """How many tokens of each request, those with one token first; and how many nodes of each select."""
-        work: list[Work] = []
-        trees: list[Work] = []
-        for request, num_tokens in self.tokens.items():
-            num_nodes = max(0, num_tokens - (request.num_tokens - request.num_computed))
-            if num_nodes < num_tokens:
-                work.append((request, num_tokens - num_nodes))
-            if num_nodes:
-                trees.append((request, num_nodes))
-        work.sort(key=_is_chunk)  # stable
-        return work, trees
-
-
-def _is_chunk(item: Work) -> bool:
-    return item[1] > 1
 
 
 def _check_size(request: Request, max_total_tokens: int, total_slots: int) -> None:

@@ -18,6 +18,7 @@ from agentflow.engine.batch import BatchOutput
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.defaults import SIMULATED_CONTEXT
 from agentflow.engine.scheduling.in_flight import Counters
+from agentflow.engine.scheduling.row import Row
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, default_cost
 from agentflow.engine.simulator.workload import Arrival, Workload
@@ -108,9 +109,8 @@ class _Run:
         self.now_s += step_s
         tokens = np.zeros(len(batch.sampled.rows), dtype=np.int64)
         start = time.perf_counter()
-        results = self.scheduler.complete(BatchOutput(tokens, None), step_s)
-        for result in results:
-            self._advance(result.request, result.token_id is not None)
+        for row in self.scheduler.complete(BatchOutput(tokens, None), step_s):
+            self._advance(row)
         return took_s + time.perf_counter() - start
 
     def _arrive(self, at_s: float, index: int) -> None:
@@ -137,7 +137,8 @@ class _Run:
             return
         self.served_of[index] = served
 
-    def _advance(self, request: Request, has_token: bool) -> None:
+    def _advance(self, row: Row) -> None:
+        request, has_token = row.request, bool(row.token_ids)
         served = self.served_of[request.id]
         output = served.arrival.output
         if has_token:
@@ -146,7 +147,7 @@ class _Run:
                 served.first_s = self.now_s
         if request.num_generated < min(len(output), request.max_new_tokens):
             return
-        if has_token or request.num_to_compute == 0:
+        if has_token or row.is_last:
             served.num_cached = request.num_cached
             served.first_s = served.first_s or self.now_s
             self.scheduler.finish(request)

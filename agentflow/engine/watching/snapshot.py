@@ -76,10 +76,10 @@ class EngineWatch:
         # The nodes of earlier snapshots that are still in the cache.
         self._shown: WeakValueDictionary[int, Node] = WeakValueDictionary()
 
-    def stepped(self, num_tokens: int, num_waiting: int, took_s: float) -> None:
-        """A batch of so many scheduled tokens has run."""
+    def stepped(self, num_tokens: int, num_decode: int, num_waiting: int, took_s: float) -> None:
+        """A batch of ``num_tokens`` scheduled tokens has run, ``num_decode`` of them of requests that
+        decode."""
         scheduler = self._scheduler
-        num_decode = scheduler.num_decode_tokens
         self._times.note(scheduler.memory.cache.clock, time.perf_counter() - self._began_s)
         self._steps.append(
             StepRecord(

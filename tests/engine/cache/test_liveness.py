@@ -11,6 +11,7 @@ from agentflow.engine.cache.liveness import Liveness
 from agentflow.engine.cache.radix_cache import PrefixMatch, RadixCache, token_run
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request, Status
+from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.protocol.sampling import SamplingParams
 
@@ -104,7 +105,7 @@ def test_a_new_request_waits_for_the_next_turn_of_an_open_state_where_the_batch_
     def step() -> None:
         batch = scheduler.schedule()
         assert batch is not None
-        for result in scheduler.complete(runner.run(batch)):
+        for result in scheduler.complete(run_batch(runner, batch)):
             if result.request.num_generated == result.request.max_new_tokens:
                 scheduler.release(result.request)
 
@@ -135,7 +136,7 @@ def test_f46a_a_long_prompt_does_not_evict_what_an_open_state_is_about_to_need(s
     def step() -> None:
         batch = scheduler.schedule()
         assert batch is not None
-        for result in scheduler.complete(runner.run(batch)):
+        for result in scheduler.complete(run_batch(runner, batch)):
             if result.request.num_generated == result.request.max_new_tokens:
                 scheduler.finish(result.request)
 

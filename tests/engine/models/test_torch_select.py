@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.request import Request
+from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.token_tree import token_tree
 from agentflow.protocol.sampling import SamplingParams
@@ -69,7 +70,7 @@ def run(
     for request in requests:
         scheduler.add(request)
     while (batch := scheduler.schedule()) is not None:
-        for result in scheduler.complete(runner.run(batch)):
+        for result in scheduler.complete(run_batch(runner, batch)):
             request = result.request
             request.logprobs += result.logprobs
             ended = request.num_generated >= request.max_new_tokens and request.num_to_compute <= 1
@@ -134,7 +135,7 @@ def test_a_thousand_choices(runner):
     steps = 0
     while (batch := scheduler.schedule()) is not None:
         steps += 1
-        scheduler.complete(runner.run(batch))
+        scheduler.complete(run_batch(runner, batch))
         if not select.num_to_compute:
             scheduler.release(select)
     num_rows = len(prompt) + 25 + 500

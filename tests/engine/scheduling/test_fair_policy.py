@@ -13,6 +13,7 @@ from support.faults import has_param
 
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import MAX_WEIGHT, MIN_WEIGHT, Request, Status
+from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import fair_policy
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -194,7 +195,7 @@ def test_tenants_that_flood_get_tokens_in_proportion_to_their_shares():
     while finished["three"] < 190:
         batch = scheduler.schedule()
         assert batch is not None
-        for result in scheduler.complete(runner.run(batch)):
+        for result in scheduler.complete(run_batch(runner, batch)):
             if result.request.num_generated == output:
                 scheduler.release(result.request)
                 finished[result.request.tenant] += 1
@@ -607,6 +608,6 @@ def test_f7f_siblings_that_wait_for_one_prefix_are_asked_about_together(num_sibl
         num_asked = 0
         batch = scheduler.schedule()
         assert batch is not None
-        scheduler.complete(runner.run(batch))
+        scheduler.complete(run_batch(runner, batch))
         assert len(scheduler.running) == 1
         assert num_asked <= 12

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request, Status
+from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import output_lengths
 from agentflow.engine.scheduling.admission import MIN_RESERVED, OutputReserve, need_at_peak
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -154,7 +155,7 @@ def test_f5d_cancelled_requests_teach_nothing():
     requests = [request(number, 5, 100) for number in range(40)]
     scheduler, runner = scheduler_with(requests, 4000)
     while (batch := scheduler.schedule()) is not None:
-        for result in scheduler.complete(runner.run(batch)):
+        for result in scheduler.complete(run_batch(runner, batch)):
             made = result.request
             if made.id % 2 and made.num_generated == 20:
                 scheduler.finish(made)
@@ -197,7 +198,7 @@ def test_the_request_that_frees_enough_and_costs_least_to_redo_is_preempted():
     for _ in range(3):
         batch = scheduler.schedule()
         assert batch is not None
-        scheduler.complete(runner.run(batch))
+        scheduler.complete(run_batch(runner, batch))
     assert all(r.status is Status.RUNNING for r in (long, shared, short))
     assert [scheduler.memory.redo_tokens(r) for r in (long, shared, short)] == [
         2,
@@ -218,7 +219,7 @@ def test_a_preempted_request_keeps_its_tokens_forced_tokens_and_place():
     for _ in range(4):
         batch = scheduler.schedule()
         assert batch is not None
-        scheduler.complete(runner.run(batch))
+        scheduler.complete(run_batch(runner, batch))
     scheduler.replace_output(second, second.num_generated, [5, 6])  # a grammar forces them
     streamed = second.tokens[: second.num_tokens].tolist()
     scheduler.retract(third)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request
+from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.protocol.sampling import SamplingParams
 
@@ -40,8 +41,8 @@ def computed(prompts: list[list[int]], policy: str, num_slots: int, token_budget
         tokens = np.array(prompt, dtype=np.int32)
         scheduler.add(Request.create(number, tokens, 1, SamplingParams()))
     while (batch := scheduler.schedule()) is not None:
-        for result in scheduler.complete(runner.run(batch)):
-            if result.token_id is not None:
+        for result in scheduler.complete(run_batch(runner, batch)):
+            if result.token_ids:
                 scheduler.release(result.request)
     scheduler.check_idle()
     return scheduler.counters.computed_tokens
@@ -71,7 +72,7 @@ def test_depth_first_enters_the_heaviest_branch_and_stays_there():
         scheduler.add(Request.create(number, np.array(prompt, dtype=np.int32), 1, SamplingParams()))
     order = []
     while (batch := scheduler.schedule()) is not None:
-        for result in scheduler.complete(runner.run(batch)):
+        for result in scheduler.complete(run_batch(runner, batch)):
             order.append(result.request.id)
             scheduler.release(result.request)
     assert order == [1, 2, 3, 0, 4]

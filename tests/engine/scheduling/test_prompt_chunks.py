@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request
+from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import scheduler as scheduler_module
 from agentflow.engine.scheduling.scheduler import MAX_STRETCH, MIN_CHUNK, Scheduler, SchedulerConfig
 from agentflow.engine.scheduling.step_cost import StepCost, batch_features
@@ -47,9 +48,9 @@ class Steps:
             return False
         self.batches.append(batch)
         took_s = self.cost.step_s(batch) if self.cost is not None else 0.0
-        for result in self.scheduler.complete(self.runner.run(batch), took_s):
+        for result in self.scheduler.complete(run_batch(self.runner, batch), took_s):
             is_over = result.request.num_generated == result.request.max_new_tokens
-            if is_over and (result.token_id is not None or not result.request.num_to_compute):
+            if is_over and (result.token_ids or not result.request.num_to_compute):
                 self.scheduler.release(result.request)
         return True
 

@@ -85,13 +85,19 @@ jobs = st.lists(
     policy=st.sampled_from(sorted(POLICIES)),
     use_cache=st.booleans(),
     fails_at=st.none() | st.integers(0, 12),
+    ahead=st.booleans(),
 )
 def test_any_mix_gives_what_each_gives_alone(
-    jobs, num_slots, token_budget, max_running, policy, use_cache, fails_at
+    jobs, num_slots, token_budget, max_running, policy, use_cache, fails_at, ahead
 ):
     """Under eviction, retraction and aborts, on cached prefixes, and after a forward pass that failed."""
     harness = Harness(
-        num_slots, token_budget=token_budget, max_running=max_running, policy=policy, use_cache=use_cache
+        num_slots,
+        ahead=ahead,
+        token_budget=token_budget,
+        max_running=max_running,
+        policy=policy,
+        use_cache=use_cache,
     )
     scheduler = harness.scheduler
     failed: set[int] = set()
@@ -105,9 +111,9 @@ def test_any_mix_gives_what_each_gives_alone(
                 scheduler.release(harness.requests[index])
                 scheduler.release(harness.requests[index])
                 harness.check()
-        if now == fails_at and scheduler.schedule() is not None:
-            dropped = scheduler.discard()
-            assert len({request.id for request in dropped}) == len(dropped) > 0
+        if now == fails_at:
+            dropped = harness.fail()
+            assert len({request.id for request in dropped}) == len(dropped)
             for request in dropped:
                 scheduler.release(request)
                 failed.add(request.id)

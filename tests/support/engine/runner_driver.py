@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentflow.engine.batch import Batch, BatchAdapters, BatchOutput, SampledRows
-from agentflow.engine.runner import ModelRunner
+from agentflow.engine.runner import ModelRunner, run_batch
 
 FOREIGN = 2**31 - 1
 """The value of req_to_token where no token is: no slot has this number."""
@@ -63,7 +63,7 @@ class Driver:
         self.allot_slots(work)
         ends = [sequence.num_computed + num_rows for sequence, num_rows in work]
         done = [end == len(sequence.tokens) for (sequence, _), end in zip(work, ends, strict=True)]
-        output = self.runner.run(self.batch(work, done, **sampling))
+        output = run_batch(self.runner, self.batch(work, done, **sampling))
         for (sequence, _), end in zip(work, ends, strict=True):
             sequence.num_computed = end
         if "rows" in sampling:

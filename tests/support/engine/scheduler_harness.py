@@ -5,6 +5,7 @@ sharing, chunking, eviction or retraction changes an output or raises.
 """
 
 import zlib
+from collections import deque
 
 import numpy as np
 
@@ -34,10 +35,12 @@ def expected_output(prompt: list[int], count: int) -> list[int]:
 
 class Harness:
     """A scheduler and a fake runner, stepped by hand, with the invariants checked at every step.
-    ``batches``: all that have run."""
+    ``batches``: all that were launched. ``ahead``: a batch is launched before the one before it is
+    collected, if there is one to launch."""
 
-    def __init__(self, num_slots: int = 256, **config) -> None:
-        self.runner = FakeRunner(num_slots=num_slots, max_context=128)
+    def __init__(self, num_slots: int = 256, *, ahead: bool = False, **config) -> None:
+        self.runner = FakeRunner(num_slots=num_slots, max_context=128, launches_ahead=ahead)
+        self.in_flight: deque[Batch] = deque()
         self.scheduler = Scheduler(num_slots=num_slots, max_context=128, config=SchedulerConfig(**config))
         self.requests: dict[int, Request] = {}
         self.batches: list[Batch] = []
@@ -56,7 +59,8 @@ class Harness:
         """The scheduled tokens of each batch."""
         return [len(batch.token_ids) for batch in self.batches]
 
-    def step(self) -> bool:
+    def launch(self) -> bool:
+        """Launches the next batch, if there is one."""
         batch = self.scheduler.schedule()
         if batch is None:
             return False
@@ -64,11 +68,31 @@ class Harness:
         num_tokens = batch.query_lens.sum() + (0 if batch.trees is None else batch.trees.query_lens.sum())
         assert len(batch.token_ids) == len(batch.positions) == len(batch.write_slots) == num_tokens
         assert len(np.unique(batch.write_slots)) == len(batch.write_slots)
-        for result in self.scheduler.complete(self.runner.run(batch)):
+        self.in_flight.append(self.runner.launch(batch))
+        self.check()
+        return True
+
+    def fail(self) -> list[Request]:
+        """The oldest batch in flight fails, if there is one or one can be launched. Returns its requests."""
+        if not self.in_flight and not self.launch():
+            return []
+        while self.in_flight:
+            self.runner.collect(self.in_flight.popleft())
+        failed = self.scheduler.discard()
+        self.check()
+        return failed
+
+    def step(self) -> bool:
+        is_new = self.launch()
+        if not self.in_flight:
+            return False
+        if is_new and self.runner.info.launches_ahead and len(self.in_flight) == 1:
+            return True
+        for result in self.scheduler.complete(self.runner.collect(self.in_flight.popleft())):
             request = result.request
             request.logprobs += result.logprobs
             ended = request.num_generated >= request.max_new_tokens and request.num_to_compute <= 1
-            if ended and (request.max_new_tokens or request.num_to_compute == 0):
+            if ended and (request.max_new_tokens or result.is_last):
                 self.scheduler.release(request)
         self.check()
         return True
@@ -83,6 +107,8 @@ class Harness:
         held = sum(
             r.num_computed - r.committed.num_tokens + len(r.node_slots) for r in scheduler.running.values()
         )
+        for launched in scheduler._in_flight._launched:
+            held += sum(len(row.withdrawn_slots) for row in launched.rows if row.withdrawn_slots is not None)
         memory = scheduler.memory
         assert memory.num_in_use == held
         assert memory.slots.num_free + memory.cache.num_cached + held == memory.slots.total

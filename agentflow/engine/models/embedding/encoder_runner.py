@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,7 +39,7 @@ from agentflow.engine.models.transformers_model import (
     pretrained_config,
     without_reports,
 )
-from agentflow.engine.runner import AdapterInfo, ReadAdapter, RunnerInfo, nothing
+from agentflow.engine.runner import AdapterInfo, ReadAdapter, RunnerInfo
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.errors import BadArgument, BadModelFolder
 
@@ -89,8 +89,11 @@ class EncoderRunner:
             embedding_size=self._head.size,
         )
 
-    def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
-        meanwhile()
+    def launch(self, batch: Batch) -> Batch:
+        return batch
+
+    def collect(self, handle: Batch) -> BatchOutput:
+        batch = handle
         self._slot_tokens[batch.write_slots] = batch.token_ids
         owners = np.repeat(np.arange(len(batch.query_lens)), batch.query_lens)[batch.sampled.rows]
         texts = [

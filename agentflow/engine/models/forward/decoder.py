@@ -14,8 +14,7 @@ from agentflow.engine.models.families.gpt_oss import ALPHA, LIMIT
 from agentflow.engine.models.forward.adapted_products import Products
 from agentflow.engine.models.forward.latent_attention import LatentAttention
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies, rope_angles
-from agentflow.engine.runner import nothing
-from agentflow.kernels.inputs import ChoiceRows, ForwardInput, IntArray, LinearWeight
+from agentflow.kernels.inputs import ForwardInput, LinearWeight
 from agentflow.kernels.masked_attention import AttentionRule, MaskedPlans, masked_attention
 from agentflow.kernels.ops import Kernels
 
@@ -132,22 +131,10 @@ class Decoder:
             for name, rope in self._ropes.items()
         }
 
-    def forward(self, given: ForwardInput, meanwhile: Callable[[], None] = nothing) -> Tensor:
+    def forward(self, given: ForwardInput) -> Tensor:
         """Computes T tokens and writes their KV. Returns the normed last hidden states of the rows in
-        ``given.rows``: [S, hidden_size]. ``meanwhile`` is called once, as in ``ModelRunner.run``."""
-        device = self._final_norm.weight.device
-        if device.type == "cpu":
-            meanwhile()
-        hidden = self._forward(_Batch(given, device, self._kernels))
-        if device.type != "cpu":  # all kernels are launched and running
-            meanwhile()
-        return hidden
-
-    def choose(
-        self, given: ForwardInput, choice: ChoiceRows, meanwhile: Callable[[], None] = nothing
-    ) -> IntArray:
-        """``forward``, then the tokens that ``Kernels.choose`` chooses for the rows: [S]."""
-        return self._kernels.choose(self.logits(self.forward(given, meanwhile)), choice)
+        ``given.rows``: [S, hidden_size]."""
+        return self._forward(_Batch(given, self._final_norm.weight.device, self._kernels))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden_size] to [S, vocab_size] in float32."""

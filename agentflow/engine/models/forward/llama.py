@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.forward.adapted_products import Products
 from agentflow.engine.models.forward.decode_graphs import DecodeGraphs, DeviceInput, on_device
 from agentflow.engine.models.rope import rope_angles
-from agentflow.engine.runner import nothing
 from agentflow.kernels.inputs import (
-    ChoiceRows,
     DecoderWeights,
     ForwardInput,
-    IntArray,
     LayerWeights,
     LinearWeight,
 )
@@ -42,7 +37,7 @@ class LlamaModel:
         self._kernels = kernels
         self._decoder = decoder
         self._head = head
-        self._whole_forward = kernels.whole_forward(decoder, head)
+        self.whole_forward = kernels.whole_forward(decoder, head)
         self._graphs: DecodeGraphs | None = None
         if decoder.final_norm.device.type == "cuda":
             self._graphs = DecodeGraphs(self._forward, kernels, config.num_heads, config.num_kv_heads)
@@ -58,35 +53,22 @@ class LlamaModel:
     def keeps_order(self) -> bool:
         """Whether a row's sums have the same order whatever else is in its batch: those of kernels that are
         called one by one do not."""
-        return self._whole_forward is not None and self._whole_forward.keeps_order
+        return self.whole_forward is not None and self.whole_forward.keeps_order
 
     def prepare(self, kv_layers: tuple[Tensor, ...]) -> None:
         """Captures the graphs of decode steps, on a GPU."""
         if self._graphs is not None:
             self._graphs.prepare(kv_layers)
 
-    def forward(self, given: ForwardInput, meanwhile: Callable[[], None] = nothing) -> Tensor:
+    def forward(self, given: ForwardInput) -> Tensor:
         """Computes T tokens and writes their KV. Returns the normed last hidden states of the rows in
-        ``given.rows``: [S, hidden_size]. ``meanwhile`` is called once, as in ``ModelRunner.run``."""
-        if self._whole_forward is not None:
-            return self._whole_forward.hidden(given, meanwhile)
-        device = self._decoder.final_norm.device
-        if device.type == "cpu":  # it is waited for
-            meanwhile()
+        ``given.rows``: [S, hidden_size]."""
+        if self.whole_forward is not None:
+            return self.whole_forward.start_hidden(given)()
         hidden = None if self._graphs is None else self._graphs.run(given)
-        if hidden is None:
-            hidden = self._forward(on_device(given, device))
-        if device.type != "cpu":  # all kernels are launched and running
-            meanwhile()
-        return hidden
-
-    def choose(
-        self, given: ForwardInput, choice: ChoiceRows, meanwhile: Callable[[], None] = nothing
-    ) -> IntArray:
-        """``forward``, then the tokens that ``Kernels.choose`` chooses for the rows: [S]."""
-        if self._whole_forward is not None:
-            return self._whole_forward.tokens(given, choice, meanwhile)
-        return self._kernels.choose(self.logits(self.forward(given, meanwhile)), choice)
+        return (
+            hidden if hidden is not None else self._forward(on_device(given, self._decoder.final_norm.device))
+        )
 
     def _forward(self, given: DeviceInput) -> Tensor:
         """The forward pass, kernel by kernel."""
