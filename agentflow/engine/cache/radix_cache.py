@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from agentflow.engine.cache import blocks
+from agentflow.engine.cache.blocks import BlocksRemoved, BlocksStored, OnBlocks
 from agentflow.engine.cache.holdings import Holding, Holdings
 
 TokenRun = bytes
@@ -67,6 +69,7 @@ def num_common_ids(old: list[int], new: list[int]) -> int:
 class Node:
     """One edge of the tree: ``run`` and the ``slots`` of its tokens, below ``parent``.
 
+    ``start``: tokens above it. ``digests``: of the blocks that end in it, if blocks are reported.
     ``num_prompt``: leading tokens that were part of a prompt when first computed; the others were generated.
     ``account``: its owner's. ``keeps``: number of open states that end here. ``moved_to``: a removed node's
     former parent. ``number``: identifies it, 0 for a root.
@@ -76,6 +79,7 @@ class Node:
         "__weakref__",
         "account",
         "children",
+        "digests",
         "extra_key",
         "keeps",
         "last_access",
@@ -86,12 +90,21 @@ class Node:
         "parent",
         "run",
         "slots",
+        "start",
     )
 
     def __init__(
-        self, run: TokenRun, slots: SlotArray, parent: Node | None, last_access: int, account: Account
+        self,
+        run: TokenRun,
+        slots: SlotArray,
+        parent: Node | None,
+        start: int,
+        last_access: int,
+        account: Account,
     ) -> None:
         self.account = account
+        self.start = start
+        self.digests: list[bytes] = []
         self.run = run
         self.slots = slots
         self.parent = parent
@@ -123,10 +136,20 @@ class RadixCache:
     ``num_cached``: tokens in the trees. ``num_locked``: those under a lock.
 
     ``owner_of``: returns the owner of an extra key. ``idle_after``: an owner that does not use the cache
-    while this many tokens enter it loses its claim to a part (0: never).
+    while this many tokens enter it loses its claim to a part (0: never). ``on_blocks``: is told which blocks
+    enter and leave; the first blocks follow ``blocks.root_digest(model, extra_key)``.
     """
 
-    def __init__(self, owner_of: Callable[[Any], Hashable] = lambda _: None, idle_after: int = 0) -> None:
+    def __init__(
+        self,
+        owner_of: Callable[[Any], Hashable] = lambda _: None,
+        idle_after: int = 0,
+        *,
+        model: str = "",
+        on_blocks: OnBlocks | None = None,
+    ) -> None:
+        self._model = model
+        self._on_blocks = on_blocks
         self._roots: dict[Hashable, Node] = {}
         self._accounts: dict[Hashable, Account] = {}
         self._holdings = Holdings(idle_after)
@@ -198,6 +221,8 @@ class RadixCache:
             self._grow(node, run, slots, existing, new_prompt)
         else:
             node = self._add_leaf(node, run, slots, existing, new_prompt)
+        if self._on_blocks is not None:
+            self._store_blocks(node, extra_key, run, existing, self._on_blocks)
         return PrefixMatch(node, end, num_output), existing
 
     def write_slots(self, match: PrefixMatch, row: SlotArray) -> None:
@@ -277,6 +302,8 @@ class RadixCache:
                 freed.append(node.slots[num_kept:])
                 if on_evict is not None:
                     self._report(node, num_kept, on_evict)
+                if node.digests and self._on_blocks is not None:
+                    self._remove_blocks(node, num_kept, self._on_blocks)
                 if num_kept:
                     self._shorten(node, num_kept)
                 else:
@@ -328,7 +355,7 @@ class RadixCache:
         root = self._roots.get(extra_key)
         if root is None:  # registered with its first child only, because clients choose the keys
             owner = self._owner_of(extra_key)
-            root = Node(b"", _EMPTY, None, 0, self._accounts.get(owner) or Account(owner))
+            root = Node(b"", _EMPTY, None, 0, 0, self._accounts.get(owner) or Account(owner))
             root.extra_key = extra_key
         self._holdings.used(root.account)
         return root
@@ -344,7 +371,8 @@ class RadixCache:
 
     def _add_leaf(self, parent: Node, run: TokenRun, slots: SlotArray, start: int, new_prompt: int) -> Node:
         # A copy: the caller's slots are a buffer that changes later.
-        leaf = Node(run[start * TOKEN_BYTES :], slots[start:].copy(), parent, self.clock, parent.account)
+        new = run[start * TOKEN_BYTES :]
+        leaf = Node(new, slots[start:].copy(), parent, start, self.clock, parent.account)
         leaf.num_prompt = new_prompt
         self._add(leaf)
         self._used(leaf)
@@ -398,8 +426,11 @@ class RadixCache:
         parent = node.parent
         assert parent is not None
         end = length * TOKEN_BYTES
-        upper = Node(node.run[:end], node.slots[:length], parent, node.last_access, node.account)
+        upper = Node(node.run[:end], node.slots[:length], parent, node.start, node.last_access, node.account)
         self._add(upper)
+        num_blocks = _num_blocks(node, length)
+        upper.digests, node.digests = node.digests[:num_blocks], node.digests[num_blocks:]
+        node.start += length
         upper.locks, upper.num_prompt = node.locks, min(node.num_prompt, length)
         parent.children[upper.run[:TOKEN_BYTES]] = upper
         node.run, node.slots = node.run[end:], node.slots[length:]
@@ -418,6 +449,31 @@ class RadixCache:
             above = above.parent
         assert above is not None
         on_evict(above.extra_key, lambda: b"".join(reversed(runs)), start + num_kept)
+
+    def _store_blocks(
+        self, node: Node, extra_key: Hashable, run: TokenRun, existing: int, on_blocks: OnBlocks
+    ) -> None:
+        """Reports the blocks of ``run``, which ends at ``node``, that end after its first ``existing``
+        tokens."""
+        size = blocks.BLOCK_TOKENS * TOKEN_BYTES
+        first = existing // blocks.BLOCK_TOKENS * size
+        new = run[first : len(run) // size * size]
+        if not new:
+            return
+        above: Node | None = node
+        while above is not None and not above.digests:
+            above = above.parent
+        parent = blocks.root_digest(self._model, extra_key) if above is None else above.digests[-1]
+        digests = blocks.chain(parent, new)
+        node.digests += digests
+        on_blocks(BlocksStored(extra_key, parent, digests, new))
+
+    def _remove_blocks(self, node: Node, num_kept: int, on_blocks: OnBlocks) -> None:
+        """Reports the blocks that end after the first ``num_kept`` tokens of a leaf."""
+        num_blocks = _num_blocks(node, num_kept)
+        if num_blocks < len(node.digests):
+            on_blocks(BlocksRemoved(node.digests[num_blocks:]))
+            del node.digests[num_blocks:]
 
     def _requeue(self, node: Node) -> None:
         if node.is_evictable:
@@ -452,6 +508,7 @@ class RadixCache:
             assert node.account is self._accounts[owner]
             assert node.parent is not None
             assert len(node.run) == len(node.slots) * TOKEN_BYTES > 0
+            assert node.start == node.parent.start + len(node.parent.slots)
             assert node.parent.children[node.run[:TOKEN_BYTES]] is node
             assert node.locks >= sum(child.locks for child in node.children.values())
             assert node.keeps >= 0
@@ -525,10 +582,15 @@ class EvictionQueue:
         return {entry[3] for entry in self._entries if _is_current(entry)}
 
 
+def _num_blocks(node: Node, length: int) -> int:
+    """How many blocks end within the first ``length`` tokens of the node."""
+    return (node.start + length) // blocks.BLOCK_TOKENS - node.start // blocks.BLOCK_TOKENS
+
+
 def _is_current(entry: _Entry) -> bool:
     is_kept, last_access, _, node = entry
     return node.last_access == last_access and node.is_evictable and (node.keeps > 0) == is_kept
 
 
 # The match of an empty prefix.
-_NOTHING = PrefixMatch(Node(b"", _EMPTY, None, 0, Account(None)), 0)
+_NOTHING = PrefixMatch(Node(b"", _EMPTY, None, 0, 0, Account(None)), 0)

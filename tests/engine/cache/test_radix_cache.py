@@ -2,6 +2,7 @@
 use."""
 
 import collections
+import hashlib
 import itertools
 
 import numpy as np
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from agentflow.engine.cache import holdings, radix_cache
+from agentflow.engine.cache import blocks, holdings, radix_cache
+from agentflow.engine.cache.blocks import BlocksRemoved
 from agentflow.engine.cache.kv_manager import KVSlots
 from agentflow.engine.cache.radix_cache import (
     PrefixMatch,
@@ -100,9 +102,28 @@ class RadixCacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = RadixCache()
+        self.stored: dict[bytes, list[int]] = {}
+        """The blocks that were reported as stored and not as removed, with their tokens."""
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(blocks, "BLOCK_TOKENS", 3)
+        self.cache = RadixCache(model="m", on_blocks=self.report)
         self.reference = PrefixList()
         self.free = KVSlots(400)
+
+    def teardown(self):
+        self.patch.undo()
+
+    def report(self, report):
+        if isinstance(report, BlocksRemoved):
+            for digest in report.digests:
+                del self.stored[digest]
+            return
+        parent = report.parent
+        assert parent in self.stored or parent == blocks.root_digest("m", report.extra_key)
+        tokens = np.frombuffer(report.run, np.int32).reshape(len(report.digests), 3).tolist()
+        for digest, block in zip(report.digests, tokens, strict=True):
+            assert digest not in self.stored
+            self.stored[digest] = block
 
     def slots_of(self, match):
         row = np.full(match.num_tokens + 2, -1, dtype=np.int32)
@@ -198,6 +219,18 @@ class RadixCacheMachine(RuleBasedStateMachine):
         assert self.cache.num_cached == len(self.reference.slots)
         assert self.cache.num_locked == sum(count > 0 for count in self.reference.locks.values())
         assert self.free.num_free + self.cache.num_cached == self.free.total
+
+    @invariant()
+    def the_reported_blocks_are_those_that_are_cached(self):
+        expected = {}
+        for extra, *tokens in self.reference.slots:
+            if len(tokens) % 3 == 0:
+                digest = hashlib.sha256(repr(("m", extra)).encode()).digest()
+                for start in range(0, len(tokens), 3):
+                    block = tokens[start : start + 3]
+                    digest = hashlib.sha256(digest + np.array(block, dtype=np.int32).tobytes()).digest()
+                expected[digest] = block
+        assert self.stored == expected
 
 
 TestRadixCache = RadixCacheMachine.TestCase
