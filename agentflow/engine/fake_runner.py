@@ -32,8 +32,8 @@ NextToken = Callable[[NDArray[np.int64]], int | None]
 class FakeRunner:
     """``next_token(tokens)`` may choose the next token; without it, or if it returns None, a hash chooses
     among ``vocab_size``. ``embedding_size``: makes embeddings of this many dimensions (``word_embedding`` of
-    the ids) and generates nothing. ``on_step`` is called with every batch when it is launched, in the
-    engine's thread: tests block a step there, or raise. ``launches_ahead``: as in ``RunnerInfo``."""
+    the ids) and generates nothing. ``on_step`` is called with every batch before it runs, in the engine's
+    thread: tests block a step there, or raise. ``launches_ahead``: as in ``RunnerInfo``."""
 
     def __init__(
         self,
@@ -69,8 +69,6 @@ class FakeRunner:
         self._last_output: BatchOutput | None = None
 
     def launch(self, batch: Batch) -> Batch:
-        if self._on_step is not None:
-            self._on_step(batch)
         assert self.info.launches_ahead or not self._launched
         assert batch.pending is None or self._launched
         launched = replace(batch, req_to_token=batch.req_to_token.copy(), token_ids=batch.token_ids.copy())
@@ -79,6 +77,8 @@ class FakeRunner:
 
     def collect(self, handle: Batch) -> BatchOutput:
         assert self._launched.popleft() is handle
+        if self._on_step is not None:
+            self._on_step(handle)
         if handle.pending is not None:
             assert self._last_output is not None
             handle.token_ids[handle.pending.places] = self._last_output.token_ids[handle.pending.outputs]

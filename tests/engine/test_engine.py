@@ -238,16 +238,23 @@ async def test_a_request_whose_forward_pass_fails_fails_alone(caplog):
     token_budget=st.integers(1, 40),
     capacity=st.integers(1, 20),
     ahead=st.booleans(),
+    at_launch=st.booleans(),
 )
 async def test_a_batch_that_does_not_fit_into_memory_runs_in_halves(
-    jobs, max_running, token_budget, capacity, ahead
+    jobs, max_running, token_budget, capacity, ahead, at_launch
 ):
-    def on_step(batch: Batch) -> None:
+    def check(batch: Batch) -> None:
         if len(batch.token_ids) > capacity:
             raise OutOfMemory
 
+    class ChecksAtLaunch(FakeRunner):
+        def launch(self, batch: Batch) -> Batch:
+            check(batch)
+            return super().launch(batch)
+
     config = SchedulerConfig(max_running=max_running, token_budget=token_budget)
-    options = {"num_slots": 600, "on_step": on_step, "launches_ahead": ahead}
+    options = {"kind": ChecksAtLaunch} if at_launch else {"on_step": check}
+    options |= {"num_slots": 600, "launches_ahead": ahead}
     async with plain_engine(config, **options) as client, anyio.create_task_group() as group:
         for job in jobs:
             group.start_soon(run_and_check, client, job)
