@@ -122,7 +122,9 @@ class Engine:
         self._deliver = deliver
         self._inbox: queue.SimpleQueue[ToEngine | BuiltGrammar | AdapterRead] = queue.SimpleQueue()
         info = runner.info
-        self.scheduler = Scheduler(num_slots=info.num_slots, max_context=info.max_context, config=config)
+        self.scheduler = Scheduler(
+            num_slots=info.num_slots, max_context=info.max_context, config=config, model=info.identity
+        )
         self.times = StepTimes()
         self._watch = EngineWatch(self.scheduler)
         self._adapters = Adapters(runner, self._inbox.put)

@@ -57,6 +57,7 @@ class FakeRunner:
             weight_bytes=0,
             embedding_size=embedding_size,
             weights="no weights",
+            identity="fake",
             launches_ahead=launches_ahead,
         )
         self._next_token = next_token

@@ -15,8 +15,8 @@ class RunnerInfo:
     ``max_context``: longest sequence. ``end_token_ids``: the model's end tokens. ``weights``: for people, how
     they are held. ``embedding_size``: of a model that makes embeddings and generates nothing, their number of
     dimensions; 0: it generates. ``architecture``: of a native model, its class in transformers.
-    ``batch_size``: as of ``Capabilities``. ``launches_ahead``: a batch may be launched while the one before
-    it runs."""
+    ``batch_size``: as of ``Capabilities``. ``identity``: equal for runners that compute the same keys and
+    values, on any machine. ``launches_ahead``: a batch may be launched while the one before it runs."""
 
     model: str
     vocab_size: int
@@ -29,6 +29,7 @@ class RunnerInfo:
     embedding_size: int = 0
     architecture: str = ""
     batch_size: int | None = None
+    identity: str = ""
     launches_ahead: bool = False
 
 

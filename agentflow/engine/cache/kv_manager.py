@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable
 import numpy as np
 from numpy.typing import NDArray
 
+from agentflow.engine.cache.blocks import OnBlocks
 from agentflow.engine.cache.liveness import Liveness
 from agentflow.engine.cache.radix_cache import PrefixMatch, RadixCache, SlotArray, TokenRun
 from agentflow.engine.request import CacheIdentity, Request
@@ -32,7 +33,8 @@ def _tenant_of(identity: CacheIdentity) -> Hashable:
 
 class KVMemory:
     """Slots, ``req_to_token``, radix cache and liveness of one model. ``on_cached`` and ``on_evict`` are
-    called for every token run that enters or leaves the cache."""
+    called for every token run that enters or leaves the cache. ``model``: its identity, which the digests of
+    blocks contain that ``on_blocks`` reports."""
 
     def __init__(
         self,
@@ -43,9 +45,11 @@ class KVMemory:
         use_cache: bool,
         on_cached: OnCached,
         on_evict: OnEvict,
+        model: str = "",
+        on_blocks: OnBlocks | None = None,
     ) -> None:
         self.slots = KVSlots(num_slots)
-        self.cache = RadixCache(_tenant_of, IDLE_AFTER_POOLS * num_slots)
+        self.cache = RadixCache(_tenant_of, IDLE_AFTER_POOLS * num_slots, model=model, on_blocks=on_blocks)
         self.liveness = Liveness(self.cache, num_slots)
         self.req_to_token: SlotArray = np.zeros((max_running, max_context), dtype=np.int32)
         self.num_computed = 0  # tokens, since the start

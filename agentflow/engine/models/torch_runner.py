@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from agentflow.engine.runner import (
 )
 from agentflow.engine.store.adapter_folder import adapter_bytes, adapter_identity
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
+from agentflow.engine.store.model_identity import model_identity
 from agentflow.errors import BadArgument
 from agentflow.kernels.inputs import Adapter, AdapterRows, AttentionBatch, ChoiceRows, ForwardInput
 from agentflow.kernels.ops import Kernels, kernels_for
@@ -186,6 +188,7 @@ class TorchRunner:
             weight_bytes=self._model.nbytes,
             embedding_size=0 if self._embedding_head is None else self._embedding_head.size,
             weights=described,
+            identity=identity_of_values(folder, described, torch_dtype),
             architecture="" if isinstance(config, TransformersModel) else config.architecture,
         )
 
@@ -346,6 +349,11 @@ def device_named(name: str | None) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise BadArgument("device is cuda, but torch finds no CUDA device", param="device")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def identity_of_values(folder: Path, weights: str, dtype: torch.dtype) -> str:
+    """The identity of a model in a folder, run in ``dtype`` with ``weights``."""
+    return hashlib.sha256(repr((model_identity(folder), weights, str(dtype))).encode()).hexdigest()
 
 
 def weights_in(dtype: torch.dtype) -> str:

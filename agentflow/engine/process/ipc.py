@@ -360,7 +360,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The engine is ready for messages. ``tokenizer``: the fingerprint of its tokenizer."""
+    """The engine is ready for messages. ``tokenizer``: the identity of its tokenizer."""
 
     info: RunnerInfo
     tokenizer: str

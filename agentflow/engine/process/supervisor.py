@@ -405,7 +405,7 @@ class EngineSupervisor:
             tokenizer = self._client.tokenizer
             if loaded.info != self._client.info:
                 raise _LoadError(BadModelFolder("the model differs from the one that was loaded before"))
-        if tokenizer is not None and loaded.tokenizer != tokenizer.fingerprint:
+        if tokenizer is not None and loaded.tokenizer != tokenizer.identity:
             raise _LoadError(BadModelFolder("the tokenizer differs from the one that was loaded before"))
 
     async def _converse(self, child: EngineChild) -> None:

@@ -98,7 +98,7 @@ class EngineProcess:
             module, _, name = start.loader.partition(":")
             load: LoadEngine = getattr(importlib.import_module(module), name)
             runner, tokenizer, config = load(**start.options)
-            answer = Loaded(runner.info, tokenizer.fingerprint)
+            answer = Loaded(runner.info, tokenizer.identity)
             return Engine(runner, tokenizer, config, self._deliver), answer
         except AgentflowError as error:
             return None, LoadFailed(error.code, str(error))

@@ -21,6 +21,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from agentflow.engine.batch import Batch, BatchOutput
+from agentflow.engine.cache.blocks import OnBlocks
 from agentflow.engine.cache.kv_manager import KVMemory
 from agentflow.engine.cache.radix_cache import TokenRun
 from agentflow.engine.request import CacheIdentity, Request, Status
@@ -82,9 +83,19 @@ class Scheduler:
     A step is ``schedule``, then one of ``complete``, ``discard``, ``retry_smaller`` and ``retry_one_by_one``.
     ``schedule`` may be called once more before: the second batch continues the requests of the first with the
     tokens that it will sample. Whatever needs these tokens waits, and nothing is preempted.
+
+    ``model``: its identity. ``on_blocks``: as of ``RadixCache``.
     """
 
-    def __init__(self, *, num_slots: int, max_context: int, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        max_context: int,
+        config: SchedulerConfig,
+        model: str = "",
+        on_blocks: OnBlocks | None = None,
+    ) -> None:
         self.config = config
         self.max_total_tokens = min(max_context, num_slots)
         self.waiting = policy_named(config.policy, self._peek, config.token_budget)
@@ -99,6 +110,8 @@ class Scheduler:
             use_cache=config.use_cache,
             on_cached=self.waiting.tokens_cached,
             on_evict=self.waiting.tokens_evicted,
+            model=model,
+            on_blocks=on_blocks,
         )
         self.cost = StepCost()
         self._sampling = SamplingTable(config.max_running)

@@ -159,7 +159,7 @@ class Tokenizer:
     ``{"bos_token": "<s>"}``. ``prefix_ids``: the ids that precede a text without a template (usually none or
     bos). ``space_prefix``: where encoding puts a space in front. ``mark_ids``: tokens that a model may write
     and contents may not, such as marks of tool calls or thoughts; they have text even if special.
-    ``fingerprint``: equal for tokenizers made from the same files.
+    ``identity``: a digest, equal for tokenizers made from the same files.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Tokenizer:
         embedding model. ``BadModelFolder``, whose message calls the tokenizer ``where``."""
         self.named_tokens = dict(named_tokens or {})
         parts = (spec, self.named_tokens, turn_markup, tool_markup, template_source)
-        self.fingerprint = hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+        self.identity = hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
         self._decoder: TokenDecoder = read_decoder(spec.get("decoder"), where, embeds=embeds)
         self._added: list[dict[str, Any]] = spec.get("added_tokens") or []
         named = set(self.named_tokens.values())

@@ -29,6 +29,7 @@ from agentflow.engine.models.torch_runner import (
     device_failure,
     device_named,
     dtype_on,
+    identity_of_values,
     use_threads,
     weights_in,
 )
@@ -86,6 +87,7 @@ class EncoderRunner:
             kv_bytes_per_token=ID_BYTES,
             weight_bytes=sum(parameter.nbytes for parameter in self._model.parameters()),
             weights=weights_in(torch_dtype),
+            identity=identity_of_values(folder, "", torch_dtype),
             embedding_size=self._head.size,
         )
 
