@@ -98,6 +98,7 @@ HEAVY = (
 # The scheduling core: the standard library, numpy, and these, which import no more.
 CORE = (
     "agentflow/engine/batch.py",
+    "agentflow/engine/media_run.py",
     "agentflow/engine/request.py",
     "agentflow/engine/token_tree.py",
     "agentflow/engine/cache/",
@@ -108,6 +109,7 @@ CORE_MAY_IMPORT = (
     "agentflow.errors",
     "agentflow.protocol.sampling",
     "agentflow.engine.batch",
+    "agentflow.engine.media_run",
     "agentflow.engine.request",
     "agentflow.engine.token_tree",
     "agentflow.engine.cache",

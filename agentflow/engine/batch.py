@@ -29,6 +29,7 @@ class Batch:
     the front have exactly one. ``trees``: describes tokens after those of the R requests, if there are any.
     ``sampled``: which logits are needed. ``adapters``: None if no token uses one. ``pending``: tokens that
     the batch before this one samples; None if all are known, as always if no other batch is in flight.
+    ``media``: None if no request has any.
     """
 
     token_ids: IntArray
@@ -43,6 +44,7 @@ class Batch:
     trees: TreeAttention | None = None
     adapters: BatchAdapters | None = None
     pending: PendingTokens | None = None
+    media: BatchMedia | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,6 +55,21 @@ class PendingTokens:
 
     places: IntArray
     outputs: IntArray
+
+
+@dataclass(slots=True, frozen=True)
+class BatchMedia:
+    """The media of a batch in which a request has any (see ``media_run``).
+
+    ``rope_positions`` [A, T]: the rotary positions of all scheduled tokens; ``Batch.positions`` are their
+    places in their sequences. ``identities``: of the media that the batch computes. ``of_tokens`` [T]: the
+    index of each token's medium, -1 for text. ``places`` [T]: the token's index in its medium, 0 for text.
+    """
+
+    rope_positions: IntArray
+    identities: tuple[str, ...]
+    of_tokens: IntArray
+    places: IntArray
 
 
 @dataclass(slots=True, frozen=True)

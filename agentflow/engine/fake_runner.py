@@ -1,6 +1,6 @@
 """A deterministic replacement for a model, to test everything above the runner without torch.
 
-Its "KV" is the token id and position written to each slot. The next token is a hash of all tokens that
+Its "KV" is the token id and positions written to each slot. The next token is a hash of all tokens that
 ``req_to_token`` shows, so a wrong slot or order, or a slot that another request overwrote, changes the
 output. A slot with the wrong position raises at once.
 
@@ -65,6 +65,7 @@ class FakeRunner:
         self._slot_tokens = np.full(num_slots, -1, dtype=np.int64)
         self._slot_positions = np.full(num_slots, -1, dtype=np.int64)
         self._slot_adapters = np.zeros(num_slots, dtype=np.int64)
+        self._slot_ropes = np.full(num_slots, -1, dtype=np.int64)
         self.adapters: set[str] = set()
         self._launched: deque[Batch] = deque()
         self._last_output: BatchOutput | None = None
@@ -91,6 +92,7 @@ class FakeRunner:
         self._slot_positions[batch.write_slots] = batch.positions
         adapters = self._adapters_of(batch)
         self._slot_adapters[batch.write_slots] = adapters
+        self._slot_ropes[batch.write_slots] = _ropes_of(batch)
         slots_of_rows = _SlotsOfRows(batch)
         seen = [
             self._tokens_in(slots_of_rows.seen_by(row, int(batch.positions[row]) + 1), int(adapters[row]))
@@ -154,7 +156,9 @@ class FakeRunner:
             raise RuntimeError("req_to_token shows a slot that has another position")
         if (self._slot_adapters[slots] != adapter).any():
             raise RuntimeError("req_to_token shows a slot of another adapter")
-        tokens = self._slot_tokens[slots]
+        tokens, ropes = self._slot_tokens[slots], self._slot_ropes[slots]
+        if (ropes != np.arange(len(slots))).any():
+            tokens = np.append(tokens, ropes)
         return np.append(adapter, tokens) if adapter else tokens
 
     def _choose(self, seen: NDArray[np.int64], temperature: float, seed: int) -> int:
@@ -178,6 +182,18 @@ class FakeRunner:
         ids = (output.token_ids[:, None] + rank) % self.info.vocab_size
         logprobs = output.logprobs[:, None] - rank.astype(np.float32)
         return replace(output, top_ids=ids, top_logprobs=logprobs)
+
+
+def _ropes_of(batch: Batch) -> NDArray[np.int64]:
+    """A number for each token's rotary positions: the position if it is the same on all axes."""
+    if batch.media is None:
+        assert (batch.token_ids >= 0).all()
+        return batch.positions
+    media = batch.media
+    assert ((media.of_tokens >= 0) == (batch.token_ids < 0)).all()
+    axes = media.rope_positions
+    mixed = np.array([zlib.crc32(column.tobytes()) for column in axes.T.astype(np.int64)], dtype=np.int64)
+    return np.where((axes == axes[0]).all(axis=0), axes[0], mixed)
 
 
 class _SlotsOfRows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from agentflow.engine.cache.radix_cache import PrefixMatch, SlotArray, TokenArray, TokenRun, token_run
 from agentflow.engine.grammar.grammar import TokenWords
+from agentflow.engine.media_run import MediaRun, Positions, pseudo_tokens, rope_positions
 from agentflow.engine.token_tree import TokenTree
 from agentflow.errors import BadArgument
 from agentflow.protocol.sampling import SamplingParams
@@ -57,7 +58,8 @@ class Request:
     will be when the batches in flight have run. A scoring has ``score_from`` > 0: it generates nothing and
     wants the log-probability of each token from that index on. A select has a ``tree`` of choices below its
     tokens: ``num_nodes_computed`` of the nodes have their KV in ``node_slots``, which are never cached, and
-    ``target_logprobs`` are the results.
+    ``target_logprobs`` are the results. ``media``: the runs of the prompt that are not text; ``rope``
+    [A, num_prompt + 1]: then the rotary positions of the prompt and of the first token after it.
 
     What the program says about it:
 
@@ -104,6 +106,8 @@ class Request:
     task_group: Hashable = None
     state: Hashable = None
     end_ids: tuple[int, ...] = ()
+    media: Sequence[MediaRun] = ()
+    rope: Positions | None = None
     expected_output: int = 0
     deadline: float = math.inf
     patience_end: float = math.inf
@@ -162,9 +166,10 @@ class Request:
         weight: float = 1.0,
         label: str = "",
         end_ids: tuple[int, ...] = (),
+        media: Sequence[MediaRun] = (),
     ) -> Request:
-        """A waiting request over a copy of ``prompt`` (int32, at least one token). ``BadArgument`` for a
-        priority or a share that is out of range."""
+        """A waiting request over a copy of ``prompt`` (int32, at least one token), in which ``media`` put
+        their pseudo-tokens. ``BadArgument`` for a priority or a weight that is out of range."""
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise BadArgument(
                 f"priority must be {-MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}", param="priority"
@@ -175,6 +180,10 @@ class Request:
             )
         tokens: TokenArray = np.empty(len(prompt) + max_new_tokens, dtype=np.int32)
         tokens[: len(prompt)] = prompt
+        for run in media:
+            tokens[run.start : run.end] = pseudo_tokens(run)
+        if score_from and any(run.end > score_from for run in media):
+            raise BadArgument("only text has log-probabilities, not an image", param="prompt")
         return cls(
             id=request_id,
             tokens=tokens,
@@ -198,6 +207,8 @@ class Request:
             weight=weight,
             label=label,
             end_ids=end_ids,
+            media=media,
+            rope=rope_positions(len(prompt), media) if media else None,
         )
 
     @property
@@ -207,6 +218,15 @@ class Request:
     @property
     def adapter(self) -> str:
         return self.extra_key.adapter
+
+    def rope_between(self, start: int, end: int) -> Positions:
+        """The rotary positions [A, end - start] of a request with ``media``."""
+        assert self.rope is not None
+        last = self.num_prompt
+        if end <= last:
+            return self.rope[:, start:end]
+        after = self.rope[:, last:] + np.arange(max(0, start - last), end - last)
+        return after if start >= last else np.concatenate((self.rope[:, start:last], after), axis=1)
 
     @property
     def num_generated(self) -> int:

@@ -208,6 +208,7 @@ class TorchRunner:
     @torch.inference_mode()
     def _launch(self, batch: Batch) -> _Launched:
         assert batch.pending is None
+        assert batch.media is None
         adapters = _adapter_rows(batch, self._adapters)
         given = forward_input_of(batch, self._kernels, self._kv_pool.layers, adapters)
         sampled, model = batch.sampled, self._model

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from agentflow.engine.batch import (
     Batch,
     BatchAdapters,
+    BatchMedia,
     BatchOutput,
     IntArray,
     PendingTokens,
@@ -101,6 +102,7 @@ def build_batch(
         sampled=sampled,
         trees=tree_attention,
         adapters=_adapters_of(work, trees) if sampling.any_adapted(rows) else None,
+        media=_media_of(work, trees, positions) if sampling.any_with_media(rows) else None,
         pending=_pending_tokens(work[:num_single], before) if before else None,
     )
 
@@ -131,6 +133,34 @@ def _adapters_of(work: Sequence[Row], trees: Sequence[Row]) -> BatchAdapters:
         of_requests.append(places.setdefault(adapter, len(places)) if adapter else -1)
     counts = np.array([*(row.num_tokens for row in work), *(row.num_nodes for row in trees)], dtype=np.int64)
     return BatchAdapters(tuple(places), np.repeat(np.array(of_requests, dtype=np.int64), counts))
+
+
+def _media_of(work: Sequence[Row], trees: Sequence[Row], positions: IntArray) -> BatchMedia:
+    """The media of the scheduled tokens, whose places in their sequences are ``positions``."""
+    num_axes = max(row.request.rope.shape[0] for row in (*work, *trees) if row.request.rope is not None)
+    rope = np.repeat(positions[np.newaxis], num_axes, axis=0)
+    of_tokens: IntArray = np.full(len(positions), -1, dtype=np.int64)
+    places: IntArray = np.zeros(len(positions), dtype=np.int64)
+    identities: dict[str, int] = {}
+    first = 0
+    for row in work:
+        request = row.request
+        if request.rope is not None:
+            rope[:, first : first + row.num_tokens] = request.rope_between(row.start, row.end)
+            for run in request.media:
+                start, end = max(run.start, row.start), min(run.end, row.end)
+                if start < end:
+                    here = slice(first + start - row.start, first + end - row.start)
+                    of_tokens[here] = identities.setdefault(run.identity, len(identities))
+                    places[here] = np.arange(start - run.start, end - run.start)
+        first += row.num_tokens
+    for row in trees:
+        request = row.request
+        if request.rope is not None:  # nodes are text after the prompt
+            shift = request.rope[:, -1:] - request.num_prompt
+            rope[:, first : first + row.num_nodes] = positions[first : first + row.num_nodes] + shift
+        first += row.num_nodes
+    return BatchMedia(rope, tuple(identities), of_tokens, places)
 
 
 def _next_tokens(work: Sequence[Row], num_single: int) -> IntArray:

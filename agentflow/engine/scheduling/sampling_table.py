@@ -43,6 +43,7 @@ class SamplingTable:
         self._constrained: dict[int, Request] = {}
         self._with_logprobs: set[int] = set()
         self._adapted: set[int] = set()
+        self._with_media: set[int] = set()
 
     def attach(self, request: Request) -> None:
         """The request starts to run, in its row of ``req_to_token``."""
@@ -55,6 +56,8 @@ class SamplingTable:
             self._with_logprobs.add(row)
         if request.adapter:
             self._adapted.add(row)
+        if request.media:
+            self._with_media.add(row)
         self._temperatures[row] = params.temperature
         self._top_ps[row] = params.top_p
         self._top_ks[row] = params.top_k
@@ -67,6 +70,7 @@ class SamplingTable:
         self._constrained.pop(request.req_row, None)
         self._with_logprobs.discard(request.req_row)
         self._adapted.discard(request.req_row)
+        self._with_media.discard(request.req_row)
 
     def keep_output(self, request: Request, num_kept: int) -> None:
         """Only the first ``num_kept`` generated tokens of the request are unchanged."""
@@ -82,6 +86,10 @@ class SamplingTable:
     def any_adapted(self, rows: Iterable[Row]) -> bool:
         """Whether a request of ``rows`` uses an adapter."""
         return bool(self._adapted) and any(row.request.req_row in self._adapted for row in rows)
+
+    def any_with_media(self, rows: Iterable[Row]) -> bool:
+        """Whether a request of ``rows`` has media."""
+        return bool(self._with_media) and any(row.request.req_row in self._with_media for row in rows)
 
     def sampled_rows(
         self,
@@ -224,7 +232,7 @@ class TokenCounts:
 
     def __init__(self, request: Request, *, with_prompt: bool) -> None:
         prompt = request.tokens[: request.num_prompt]
-        known = np.unique(prompt) if with_prompt else prompt[:0]
+        known = np.unique(prompt[prompt >= 0]) if with_prompt else prompt[:0]
         self._request = request
         self._counted: list[int] = []  # the generated tokens counted so far, in order
         self._num_fixed = self._num_ids = len(known)

@@ -1,0 +1,72 @@
+"""Parts of a prompt that are not text: each is a run of pseudo-tokens under the identity of its content.
+
+The radix cache, the scheduler and the slot tables see token ids only. Pseudo-tokens are below 0, so they are
+never those of text, and they are random bits of the identity: two media share cached KV only if they are the
+same. Rotary positions may have several axes (an image's rows and columns, a video's frames), and do not count
+tokens one by one; the positions that seeds and slots go by do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Positions = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MediaRun:
+    """A medium in a prompt.
+
+    - ``identity``: a digest of its content and of how it is encoded.
+    - ``start``: index of its first token.
+    - ``positions`` [A, n]: the rotary positions of its ``n`` tokens on ``A`` axes, relative to the first
+      position after the text before it.
+    """
+
+    identity: str
+    start: int
+    positions: Positions
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.positions[0])
+
+    @property
+    def end(self) -> int:
+        """Index of the first token after it."""
+        return self.start + self.num_tokens
+
+
+def pseudo_tokens(run: MediaRun) -> NDArray[np.int32]:
+    """The token ids that stand for the run, all below 0. Positions count: keys and values depend on them."""
+    content = run.identity.encode() + b"\0" + run.positions.tobytes()
+    bits = hashlib.shake_256(content).digest(4 * run.num_tokens)
+    return np.frombuffer(bits, dtype=np.int32) | np.int32(-(2**31))
+
+
+def rope_positions(num_prompt: int, media: Sequence[MediaRun]) -> Positions:
+    """The rotary positions of a prompt with ``media``, which are in order.
+
+    Text counts one position for each token on all axes, and continues after the largest position of a medium
+    (Wang et al., "Qwen2-VL", 2024, section 2.1).
+
+    Returns:
+        [A, num_prompt + 1]: the last column is the position of the first generated token.
+    """
+    num_axes = max(run.positions.shape[0] for run in media)
+    found: Positions = np.empty((num_axes, num_prompt + 1), dtype=np.int64)
+    done = position = 0
+    for run in media:
+        num_text = run.start - done
+        found[:, done : run.start] = np.arange(position, position + num_text)
+        position += num_text
+        found[:, run.start : run.end] = position + run.positions
+        position += int(run.positions.max()) + 1
+        done = run.end
+    found[:, done:] = np.arange(position, position + num_prompt + 1 - done)
+    return found
