@@ -42,8 +42,8 @@ from agentflow.protocol.wire import SESSION_PATH, SUBPROTOCOL
 from agentflow.runtime.generator import Generator
 from agentflow.server.completion.streaming import RELAXED, VIOLATED
 from agentflow.server.config.limits import HttpLimits, ServerLimits
+from agentflow.server.errors import ENDING, ApiError, api_error_of, not_ready
 from agentflow.server.http.call import address_of
-from agentflow.server.http.errors import ENDING, ApiError, api_error_of, not_ready
 from agentflow.server.http.openapi import openapi
 from agentflow.server.http.origin_guard import BrowserGuard, any_host, one_of, private_host
 from agentflow.server.http.routes import ROUTES, api_routes, error_response

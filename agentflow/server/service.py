@@ -14,7 +14,7 @@ from agentflow.engine.tenant import Tenant
 from agentflow.runtime.generator import Generator
 from agentflow.runtime.limits import TenantMemory
 from agentflow.server.config.limits import HttpLimits, ServerLimits
-from agentflow.server.http.errors import cut_off, not_ready
+from agentflow.server.errors import cut_off, not_ready
 from agentflow.server.models import Models
 from agentflow.server.openai.responses.background import BackgroundRuns
 from agentflow.server.openai.responses.store import ResponseStore

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from agentflow.cli.command import Command
 from agentflow.engine.process.child import lower_priority
+from agentflow.server.addresses import is_loopback
 from agentflow.server.config.config import add_config_flags, read_flags
 from agentflow.server.config.schema import NetworkConfig, ServeConfig
-from agentflow.server.http.addresses import is_loopback
 
 if TYPE_CHECKING:
     from agentflow.server.serve import RunningServer, Tls

@@ -36,8 +36,8 @@ from agentflow.server.completion.request import (
     ToolCallBegun,
     object_so_far,
 )
-from agentflow.server.http.errors import ApiError
-from agentflow.server.http.events import CONTENT_TYPE, EVENT_END, event, event_head
+from agentflow.server.errors import ApiError
+from agentflow.server.event_stream import CONTENT_TYPE, EVENT_END, event, event_head
 from agentflow.server.tenants.limit_headers import anthropic_limit_headers
 from agentflow.server.tenants.rate_limit import LimitState
 

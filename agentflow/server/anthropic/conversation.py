@@ -25,7 +25,7 @@ from agentflow.server.anthropic.types import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from agentflow.server.http.errors import invalid_field
+from agentflow.server.errors import invalid_field
 
 _BETWEEN_MESSAGES = "\n\n"
 

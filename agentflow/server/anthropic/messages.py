@@ -23,8 +23,8 @@ from agentflow.server.anthropic.types import CountAnswer, CountRequest, Messages
 from agentflow.server.completion.completion import completing, prompt_ids
 from agentflow.server.completion.request import CompletionRequest
 from agentflow.server.completion.streaming import report, stream_completion
+from agentflow.server.errors import ApiError, invalid_field, param_of_tool
 from agentflow.server.http.call import ALLOWED, ApiCall
-from agentflow.server.http.errors import ApiError, invalid_field, param_of_tool
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from agentflow.protocol.events import Usage
 from agentflow.server.completion.checks import shown
 from agentflow.server.completion.completion import Completion
 from agentflow.server.completion.request import CompletionDelta
+from agentflow.server.event_stream import comment
 from agentflow.server.http.call import ApiCall
-from agentflow.server.http.events import comment
 
 logger = logging.getLogger(__name__)
 

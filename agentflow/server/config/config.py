@@ -24,6 +24,7 @@ from typing import Any
 from agentflow.engine.store.hub_names import served_name
 from agentflow.errors import BadArgument
 from agentflow.protocol.wire import DEFAULT_MODEL
+from agentflow.server.addresses import is_loopback
 from agentflow.server.config.schema import (
     SECTIONS,
     TABLES,
@@ -36,7 +37,6 @@ from agentflow.server.config.schema import (
     model_settings,
     shared_names,
 )
-from agentflow.server.http.addresses import is_loopback
 
 MODELS = "models"
 

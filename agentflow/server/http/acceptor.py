@@ -25,8 +25,8 @@ import anyio.lowlevel
 import msgspec
 
 from agentflow.runtime.task_group import open_task_group
+from agentflow.server.addresses import client_of
 from agentflow.server.config.limits import ServerLimits
-from agentflow.server.http.addresses import client_of
 
 logger = logging.getLogger(__name__)
 

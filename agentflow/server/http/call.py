@@ -32,9 +32,9 @@ from agentflow.protocol.ops import MAX_TRACE_CHARS
 from agentflow.protocol.wire import HALF_PAIR, json_fault
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.runtime.task_group import open_task_group
-from agentflow.server.http import events
-from agentflow.server.http.errors import MAX_PARAM_CHARS, ApiError, api_error_of, not_ready, truncated
-from agentflow.server.http.events import EventStream
+from agentflow.server import event_stream
+from agentflow.server.errors import MAX_PARAM_CHARS, ApiError, api_error_of, not_ready, truncated
+from agentflow.server.event_stream import EventStream
 from agentflow.server.http.whole_numbers import (
     MAX_REWRITTEN_BYTES,
     options,
@@ -204,7 +204,7 @@ class ApiCall:
         """The scope in which events are sent. Sends the status and the headers at once, and keep-alive events
         when nothing else is sent, so that no proxy closes the connection as idle."""
         self.record.is_streamed = True
-        await self._start(200, self._error_format.stream_type.encode(), events.HEADERS)
+        await self._start(200, self._error_format.stream_type.encode(), event_stream.HEADERS)
         self._stream = EventStream(self._write, self._error_format.keepalive)
         async with open_task_group() as group:
             group.start_soon(self._stream.keep_alive, self.service.http_limits.stream_keepalive_s)

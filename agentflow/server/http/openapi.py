@@ -16,9 +16,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agentflow.server.http import events
+from agentflow.server import event_stream
+from agentflow.server.errors import ApiError
 from agentflow.server.http.call import ErrorFormat
-from agentflow.server.http.errors import ApiError
 from agentflow.server.http.routes import OPENAI, ROUTES, ApiRoute
 from agentflow.server.tenants.limit_headers import ANY_LIMITS
 from agentflow.version import __version__
@@ -35,7 +35,7 @@ _NAME = {"type": "string"}
 # Errors while the headers are read: they are too slow or too large, or there are too many connections.
 _IN_HEADERS = (408, 414, 429, 431, 503)
 _TEXT = {"text/plain": {"schema": _NAME}}
-_EVENTS = events.CONTENT_TYPE.partition(";")[0]
+_EVENTS = event_stream.CONTENT_TYPE.partition(";")[0]
 _EVENT = {
     "type": "object",
     "description": 'Each event, if the request has `"stream": true`.',

@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from agentflow.server.http.addresses import address_of, is_loopback
-from agentflow.server.http.errors import ApiError
+from agentflow.server.addresses import address_of, is_loopback
+from agentflow.server.errors import ApiError
 from agentflow.server.http.routes import error_response
 
 # Domains that are not in the public DNS (RFC 6762, RFC 8375, RFC 6761, and ICANN's for private use).

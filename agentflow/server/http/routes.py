@@ -21,8 +21,8 @@ from agentflow.server.anthropic.models import (
     list_anthropic_models,
 )
 from agentflow.server.anthropic.types import CountAnswer, CountRequest, MessageAnswer, MessagesRequest
+from agentflow.server.errors import ApiError
 from agentflow.server.http.call import ApiCall, ApiEndpoint, ErrorFormat, Handler, request_id_of
-from agentflow.server.http.errors import ApiError
 from agentflow.server.ollama.answer import OllamaErrorFormat
 from agentflow.server.ollama.embedding import embed, embed_prompt
 from agentflow.server.ollama.generation import chat, generate

@@ -27,7 +27,7 @@ from agentflow.server.completion.request import (
     ToolArguments,
     ToolCallBegun,
 )
-from agentflow.server.http.errors import ApiError
+from agentflow.server.errors import ApiError
 from agentflow.server.ollama.types import (
     CalledFunction,
     OllamaAnswerMessage,

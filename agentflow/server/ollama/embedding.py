@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from agentflow.protocol.events import Usage
 from agentflow.runtime.generator import EmbeddingOptions
+from agentflow.server.errors import invalid_field
 from agentflow.server.http.call import ApiCall
-from agentflow.server.http.errors import invalid_field
 from agentflow.server.ollama.request import model_of
 from agentflow.server.ollama.types import (
     OllamaEmbedAnswer,

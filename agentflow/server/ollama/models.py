@@ -12,8 +12,8 @@ from typing import Any
 
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.text.thoughts import thought_marks
+from agentflow.server.errors import ApiError
 from agentflow.server.http.call import ApiCall
-from agentflow.server.http.errors import ApiError
 from agentflow.server.models import Model
 from agentflow.server.ollama.request import LATEST, model_of
 from agentflow.server.ollama.types import (

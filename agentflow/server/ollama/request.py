@@ -18,8 +18,8 @@ from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_text, schema_constraint
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.completion.request import Continuation
+from agentflow.server.errors import invalid_field, unsupported
 from agentflow.server.http.call import ApiCall
-from agentflow.server.http.errors import invalid_field, unsupported
 from agentflow.server.ollama.types import (
     GivenToolCall,
     OllamaChatRequest,

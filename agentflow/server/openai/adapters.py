@@ -14,8 +14,8 @@ from msgspec import Meta
 
 from agentflow.engine.store.adapter_folder import check_name, resolve_adapter
 from agentflow.errors import BadArgument, BadModelFolder, UnknownModel, listed
+from agentflow.server.errors import ApiError, invalid_field
 from agentflow.server.http.call import ApiCall
-from agentflow.server.http.errors import ApiError, invalid_field
 from agentflow.server.models import EngineModel
 from agentflow.server.openai.models import card_of
 

@@ -13,8 +13,8 @@ import msgspec
 from agentflow.protocol.events import Usage
 from agentflow.server.completion.completion import Completion
 from agentflow.server.completion.request import Answer, TokenLogprob
-from agentflow.server.http.errors import ApiError
-from agentflow.server.http.events import CONTENT_TYPE, EVENT_END, comment, event, event_head
+from agentflow.server.errors import ApiError
+from agentflow.server.event_stream import CONTENT_TYPE, EVENT_END, comment, event, event_head
 from agentflow.server.openai.types import (
     CompletionDetails,
     PromptDetails,

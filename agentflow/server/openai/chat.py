@@ -28,8 +28,8 @@ from agentflow.server.completion.request import (
     ToolCallBegun,
 )
 from agentflow.server.completion.streaming import report, stream_completion
+from agentflow.server.errors import invalid_field, unsupported
 from agentflow.server.http.call import ApiCall
-from agentflow.server.http.errors import invalid_field, unsupported
 from agentflow.server.openai.answer import (
     AnswerIdentity,
     ChunkWriter,

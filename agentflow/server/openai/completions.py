@@ -24,8 +24,8 @@ from agentflow.server.completion.request import (
     TokenLogprob,
 )
 from agentflow.server.completion.streaming import stream_completion
+from agentflow.server.errors import invalid_field
 from agentflow.server.http.call import ApiCall
-from agentflow.server.http.errors import invalid_field
 from agentflow.server.openai.answer import (
     AnswerIdentity,
     ChunkWriter,

@@ -20,8 +20,8 @@ from agentflow.engine.generator.embedding import EmbeddingInput
 from agentflow.engine.request import MAX_PRIORITY
 from agentflow.runtime.generator import EmbeddingOptions
 from agentflow.server.completion.request import TokenIds
+from agentflow.server.errors import invalid_field
 from agentflow.server.http.call import ApiCall
-from agentflow.server.http.errors import invalid_field
 from agentflow.server.openai.completions import IdList, prompts_of
 from agentflow.server.openai.types import Count, TokenId
 

@@ -14,7 +14,7 @@ from agentflow.engine.grammar.ebnf import lark_of_ebnf
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.json_bounds import schema_constraint
-from agentflow.server.http.errors import invalid_field
+from agentflow.server.errors import invalid_field
 from agentflow.server.openai.types import SharedFields, is_given
 
 ANY_OBJECT = Constraint("schema", '{"type":"object"}')

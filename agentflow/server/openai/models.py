@@ -15,8 +15,8 @@ from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.completion.completion import COUNTED_CONTEXTS, prompt_ids
 from agentflow.server.completion.request import CompletionRequest
+from agentflow.server.errors import invalid_field
 from agentflow.server.http.call import ApiCall
-from agentflow.server.http.errors import invalid_field
 from agentflow.server.models import Model
 from agentflow.server.openai.request import (
     conversation_of,

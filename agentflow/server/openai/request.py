@@ -18,8 +18,8 @@ from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, VARIABLE_BOUNDS, JsonScan, object_of
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.completion.request import MAX_LOGPROB_TOKENS
+from agentflow.server.errors import ApiError, invalid_field, param_of_tool, unsupported
 from agentflow.server.http.call import decoded
-from agentflow.server.http.errors import ApiError, invalid_field, param_of_tool, unsupported
 from agentflow.server.openai.types import (
     AssistantMessage,
     AudioPart,

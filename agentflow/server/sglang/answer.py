@@ -24,7 +24,7 @@ from agentflow.server.completion.request import (
     TextDelta,
     TokenLogprob,
 )
-from agentflow.server.http.events import event
+from agentflow.server.event_stream import event
 from agentflow.server.openai.answer import DONE, encode_json
 from agentflow.server.sglang.types import (
     LoggedToken,

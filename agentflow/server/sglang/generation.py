@@ -16,8 +16,8 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.completion.completion import completing
 from agentflow.server.completion.request import CompletionRequest, TokenIds
 from agentflow.server.completion.streaming import report, stream_completion
+from agentflow.server.errors import api_error_of, invalid_field, unsupported
 from agentflow.server.http.call import ApiCall
-from agentflow.server.http.errors import api_error_of, invalid_field, unsupported
 from agentflow.server.openai.completions import Prompt, prompts_of
 from agentflow.server.openai.forms import forms_of, only_form
 from agentflow.server.openai.request import check_num_logprobs, naming_field, naming_param

@@ -45,7 +45,7 @@ import msgspec
 from agentflow.engine.request import MAX_WEIGHT, MIN_WEIGHT
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import BadArgument, NotAuthorized, RateLimited
-from agentflow.server.http.addresses import client_of
+from agentflow.server.addresses import client_of
 from agentflow.server.tenants.rate_limit import Bucket
 from agentflow.server.tenants.tickets import SessionTickets
 

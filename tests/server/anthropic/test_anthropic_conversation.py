@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.server.anthropic.conversation import conversation_of, tool_choice_of, tools_of
 from agentflow.server.anthropic.types import MAX_BLOCKS, MAX_MESSAGES, CountRequest, InputMessage
-from agentflow.server.http.errors import ApiError
+from agentflow.server.errors import ApiError
 
 WEATHER = {"name": "weather", "input_schema": {"type": "object"}}
 CLOCK = {"name": "clock", "description": "The time.", "input_schema": {"type": "object"}, "type": "custom"}

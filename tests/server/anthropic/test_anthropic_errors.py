@@ -17,7 +17,7 @@ from support.server.http_clients import CLIENTS
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import EngineFailed, NotAuthorized, Overloaded, RateLimited
 from agentflow.server.config.limits import HttpLimits
-from agentflow.server.http.errors import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS
+from agentflow.server.errors import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS
 from agentflow.server.tenants.keys import Tenants
 from agentflow.server.tenants.rate_limit import TenantGate
 

@@ -22,10 +22,10 @@ from support.holds import until
 from support.server.http_clients import only_asyncio
 
 from agentflow.runtime.task_group import open_task_group
+from agentflow.server.addresses import client_of, is_loopback
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.http import acceptor as acceptor_module
 from agentflow.server.http.acceptor import Acceptor, max_open_connections
-from agentflow.server.http.addresses import client_of, is_loopback
 from agentflow.server.serve import listen
 
 anyio_backend = pytest.fixture(only_asyncio)

@@ -24,8 +24,8 @@ from agentflow.errors import (
     UnknownModel,
 )
 from agentflow.runtime.task_group import open_task_group
+from agentflow.server.errors import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS, ApiError
 from agentflow.server.http.call import ApiCall, ApiEndpoint
-from agentflow.server.http.errors import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS, ApiError
 from agentflow.server.log import MAX_LOGGED_BYTES
 from agentflow.server.openai.answer import OpenAIErrorFormat
 from agentflow.server.openai.types import Unread

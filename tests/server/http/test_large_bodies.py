@@ -24,8 +24,8 @@ from agentflow.engine.tenant import Tenant
 from agentflow.errors import Overloaded
 from agentflow.protocol.json_bounds import BODY_BOUNDS, OBJECT_BOUNDS, PIECE_BYTES
 from agentflow.server.completion.completion import COUNTED_CONTEXTS
+from agentflow.server.errors import ApiError
 from agentflow.server.http.call import SMALL_BODY_BYTES, ApiCall
-from agentflow.server.http.errors import ApiError
 from agentflow.server.openai.types import ChatRequest
 from agentflow.server.tenants.rate_limit import BYTES_PER_TOKEN, MINUTE_NS, TenantGate
 

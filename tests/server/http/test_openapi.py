@@ -12,8 +12,8 @@ from support.api_server import api_server
 
 from agentflow.protocol.sampling import MAX_STOPS
 from agentflow.server.config.limits import ServerLimits
+from agentflow.server.errors import ApiError
 from agentflow.server.http.call import ApiCall
-from agentflow.server.http.errors import ApiError
 from agentflow.server.http.openapi import openapi_document
 from agentflow.server.http.routes import ROUTES, ApiRoute
 from agentflow.server.tenants.rate_limit import LimitState

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from support.api_server import MODEL, ApiServer
 from support.server.openai_peer import logit_server
 
+from agentflow.server.errors import ApiError
 from agentflow.server.http.call import decoded
-from agentflow.server.http.errors import ApiError
 
 SAYS = [{"role": "user", "content": "What do plants do?"}]
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
-from agentflow.server.http.errors import ApiError
+from agentflow.server.errors import ApiError
 from agentflow.server.openai.request import check_fields, conversation_of, tool_choice_of, tools_of
 from agentflow.server.openai.types import ChatRequest
 

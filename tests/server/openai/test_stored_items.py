@@ -20,7 +20,7 @@ from support.api_server import MODEL, ApiServer, api_server
 from agentflow.protocol.chat import CalledTool, Message
 from agentflow.protocol.sized import sized
 from agentflow.runtime.limits import MemoryBudget
-from agentflow.server.http.errors import ApiError
+from agentflow.server.errors import ApiError
 from agentflow.server.openai.responses.background import BackgroundRun, open_background_runs
 from agentflow.server.openai.responses.item import Item, Thoughts
 from agentflow.server.openai.responses.items import ItemReader, Turns

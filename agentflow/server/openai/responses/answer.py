@@ -24,8 +24,8 @@ from agentflow.server.completion.request import (
     ToolArguments,
     ToolCallBegun,
 )
-from agentflow.server.http.errors import ApiError
-from agentflow.server.http.events import EVENT_END, event, event_head
+from agentflow.server.errors import ApiError
+from agentflow.server.event_stream import EVENT_END, event, event_head
 from agentflow.server.openai.answer import OpenAIErrorFormat, encode_json
 from agentflow.server.openai.chat import token_logprob
 from agentflow.server.openai.responses.types import (

@@ -16,8 +16,8 @@ from functools import partial
 import msgspec
 
 from agentflow.protocol.chat import Message
+from agentflow.server.errors import ApiError, invalid_field
 from agentflow.server.http.call import ApiCall, decoded
-from agentflow.server.http.errors import ApiError, invalid_field
 from agentflow.server.openai.responses.item import Item
 from agentflow.server.openai.responses.items import ItemReader, Turns
 from agentflow.server.openai.responses.store import ResponseStore, StoredConversation

@@ -16,8 +16,8 @@ from msgspec import Meta
 
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_of
+from agentflow.server.errors import ApiError, invalid_field, unsupported
 from agentflow.server.http.call import decoded
-from agentflow.server.http.errors import ApiError, invalid_field, unsupported
 from agentflow.server.openai.request import NO_PARAMETERS
 from agentflow.server.openai.responses.item import Find, Item, Step, Thoughts
 from agentflow.server.openai.responses.types import MAX_ITEMS, FunctionTool, NamedChoice

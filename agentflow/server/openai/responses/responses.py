@@ -28,8 +28,8 @@ from agentflow.runtime.limits import MemoryBudget
 from agentflow.server.completion.completion import completing, prompt_ids
 from agentflow.server.completion.request import CompletionRequest
 from agentflow.server.completion.streaming import announce, report, stream_completion
+from agentflow.server.errors import ApiError, invalid_field, unsupported
 from agentflow.server.http.call import ApiCall
-from agentflow.server.http.errors import ApiError, invalid_field, unsupported
 from agentflow.server.openai.request import (
     NO_EFFORT,
     TEMPERATURE,

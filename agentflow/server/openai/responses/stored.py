@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from agentflow.server.errors import ApiError, invalid_field
 from agentflow.server.http.call import ApiCall
-from agentflow.server.http.errors import ApiError, invalid_field
 from agentflow.server.openai.responses.background import BackgroundRun, EventLog
 from agentflow.server.openai.responses.item import Item
 from agentflow.server.openai.responses.store import StoredResponse

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agentflow.runtime.task_group import open_task_group
-from agentflow.server.http.events import EventStream, comment, event
+from agentflow.server.event_stream import EventStream, comment, event
 
 pytestmark = pytest.mark.anyio
 KEEPALIVE = comment(b"keep-alive")
