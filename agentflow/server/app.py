@@ -50,7 +50,7 @@ from agentflow.server.http.routes import ROUTES, api_routes, error_response
 from agentflow.server.metrics.metrics import CONTENT_TYPE, ServerMetrics
 from agentflow.server.models import OpenModels
 from agentflow.server.ollama.models import MANAGEMENT, WHY_NOT_MANAGED
-from agentflow.server.openai.responses.background import open_background_runs
+from agentflow.server.responses.background import open_background_runs
 from agentflow.server.service import Service
 from agentflow.server.sglang.models import FLUSH, WHY_NOT_FLUSHED
 from agentflow.server.tenants.keys import Tenants, key_of_headers

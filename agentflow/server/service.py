@@ -16,8 +16,8 @@ from agentflow.runtime.limits import TenantMemory
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.errors import cut_off, not_ready
 from agentflow.server.models import Models
-from agentflow.server.openai.responses.background import BackgroundRuns
-from agentflow.server.openai.responses.store import ResponseStore
+from agentflow.server.responses.background import BackgroundRuns
+from agentflow.server.responses.store import ResponseStore
 from agentflow.server.tenants.keys import Tenants
 from agentflow.server.websocket.sessions import Sessions
 

@@ -11,7 +11,7 @@ from agentflow.errors import BadArgument, UnknownModel
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.models import EngineModel, Models, OneGenerator
-from agentflow.server.openai.responses.background import open_background_runs
+from agentflow.server.responses.background import open_background_runs
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import Tenants, hashed_key
 from agentflow.server.websocket.sessions import open_sessions

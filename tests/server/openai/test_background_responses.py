@@ -17,7 +17,7 @@ from support.server.openai_peer import sync_client
 
 from agentflow.errors import EngineFailed
 from agentflow.server.config.limits import HttpLimits
-from agentflow.server.openai.responses.background import EventLog
+from agentflow.server.responses.background import EventLog
 from agentflow.server.tenants.rate_limit import TenantGate
 
 ENDED = ("completed", "incomplete", "failed", "cancelled")

@@ -21,10 +21,10 @@ from agentflow.protocol.chat import CalledTool, Message
 from agentflow.protocol.sized import sized
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.server.errors import ApiError
-from agentflow.server.openai.responses.background import BackgroundRun, open_background_runs
-from agentflow.server.openai.responses.item import Item, Thoughts
 from agentflow.server.openai.responses.items import ItemReader, Turns
-from agentflow.server.openai.responses.store import History, ResponseStore, StoredResponse
+from agentflow.server.responses.background import BackgroundRun, open_background_runs
+from agentflow.server.responses.item import Item, Thoughts
+from agentflow.server.responses.store import History, ResponseStore, StoredResponse
 
 HELLO = {"role": "user", "content": "Hello."}
 JSON = st.recursive(

@@ -16,7 +16,7 @@ from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.http.call import ApiEndpoint, Handler
 from agentflow.server.models import Models, OneGenerator
 from agentflow.server.openai.answer import OpenAIErrorFormat
-from agentflow.server.openai.responses.background import open_background_runs
+from agentflow.server.responses.background import open_background_runs
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import Tenants
 from agentflow.server.websocket.sessions import open_sessions

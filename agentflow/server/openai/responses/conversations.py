@@ -18,9 +18,7 @@ import msgspec
 from agentflow.protocol.chat import Message
 from agentflow.server.errors import ApiError, invalid_field
 from agentflow.server.http.call import ApiCall, decoded
-from agentflow.server.openai.responses.item import Item
 from agentflow.server.openai.responses.items import ItemReader, Turns
-from agentflow.server.openai.responses.store import ResponseStore, StoredConversation
 from agentflow.server.openai.responses.stored import list_of, page_of
 from agentflow.server.openai.responses.types import (
     MAX_ITEMS,
@@ -33,6 +31,8 @@ from agentflow.server.openai.responses.types import (
     ItemQuery,
 )
 from agentflow.server.openai.types import Unread, is_given
+from agentflow.server.responses.item import Item
+from agentflow.server.responses.store import ResponseStore, StoredConversation
 
 logger = logging.getLogger(__name__)
 

@@ -38,14 +38,12 @@ from agentflow.server.openai.request import (
     naming_param,
 )
 from agentflow.server.openai.responses.answer import ResponseWriter
-from agentflow.server.openai.responses.background import BackgroundRun, EventLog
 from agentflow.server.openai.responses.conversations import (
     Turn,
     append_turn,
     check_room,
     conversation_of,
 )
-from agentflow.server.openai.responses.item import Item
 from agentflow.server.openai.responses.items import (
     ItemReader,
     Turns,
@@ -53,7 +51,6 @@ from agentflow.server.openai.responses.items import (
     tool_choice_of,
     tools_of,
 )
-from agentflow.server.openai.responses.store import History, StoredResponse
 from agentflow.server.openai.responses.stored import send_events, stored_response
 from agentflow.server.openai.responses.types import (
     ConversationId,
@@ -64,6 +61,9 @@ from agentflow.server.openai.responses.types import (
     SchemaFormat,
 )
 from agentflow.server.openai.types import is_given
+from agentflow.server.responses.background import BackgroundRun, EventLog
+from agentflow.server.responses.item import Item
+from agentflow.server.responses.store import History, StoredResponse
 
 _LOGPROBS = "message.output_text.logprobs"
 # The memory of a background response beside what it was sent, its items and its events.

@@ -8,10 +8,10 @@ import msgspec
 
 from agentflow.server.errors import ApiError, invalid_field
 from agentflow.server.http.call import ApiCall
-from agentflow.server.openai.responses.background import BackgroundRun, EventLog
-from agentflow.server.openai.responses.item import Item
-from agentflow.server.openai.responses.store import StoredResponse
 from agentflow.server.openai.responses.types import DeletedResponse, ItemList, ItemQuery, ResponseQuery
+from agentflow.server.responses.background import BackgroundRun, EventLog
+from agentflow.server.responses.item import Item
+from agentflow.server.responses.store import StoredResponse
 
 
 async def get_response(call: ApiCall) -> None:

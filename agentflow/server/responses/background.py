@@ -20,7 +20,7 @@ from agentflow.runtime.limits import MemoryBudget
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.errors import ApiError, api_error_of
 from agentflow.server.event_stream import EVENT_END
-from agentflow.server.openai.responses.item import Item
+from agentflow.server.responses.item import Item
 
 logger = logging.getLogger(__name__)
 

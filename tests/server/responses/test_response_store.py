@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.protocol.chat import Message
-from agentflow.server.openai.responses.item import Item
-from agentflow.server.openai.responses.store import ResponseStore, Stored, StoredConversation, StoredResponse
+from agentflow.server.responses.item import Item
+from agentflow.server.responses.store import ResponseStore, Stored, StoredConversation, StoredResponse
 
 MOST_BYTES, LIFETIME_S = 20_000, 10.0
 TENANTS = ("a", "b", "c")

@@ -19,8 +19,8 @@ from typing import TypeAlias
 
 from agentflow.protocol.chat import Message
 from agentflow.protocol.sized import sized
-from agentflow.server.openai.responses.background import EventLog
-from agentflow.server.openai.responses.item import Item
+from agentflow.server.responses.background import EventLog
+from agentflow.server.responses.item import Item
 
 _ENTRY_BYTES = 2_000
 """The memory of a response or conversation beside its JSON, texts and items."""
