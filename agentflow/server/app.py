@@ -48,7 +48,7 @@ from agentflow.server.http.openapi import openapi
 from agentflow.server.http.origin_guard import BrowserGuard, any_host, one_of, private_host
 from agentflow.server.http.routes import ROUTES, api_routes, error_response
 from agentflow.server.metrics.metrics import CONTENT_TYPE, ServerMetrics
-from agentflow.server.models import OpenModels
+from agentflow.server.models.models import OpenModels
 from agentflow.server.ollama.models import MANAGEMENT, WHY_NOT_MANAGED
 from agentflow.server.responses.background import open_background_runs
 from agentflow.server.service import Service

@@ -35,7 +35,7 @@ from agentflow.server.app import Access, create_app
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.http.acceptor import Acceptor, max_open_connections, with_descriptors
 from agentflow.server.http.protocol import TimedHttpProtocol, timed_http_protocol
-from agentflow.server.models import EngineModel, OpenModels
+from agentflow.server.models.models import EngineModel, OpenModels
 from agentflow.server.service import Service
 from agentflow.server.websocket.sessions import Sessions
 

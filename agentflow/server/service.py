@@ -15,7 +15,7 @@ from agentflow.runtime.generator import Generator
 from agentflow.runtime.limits import TenantMemory
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.errors import cut_off, not_ready
-from agentflow.server.models import Models
+from agentflow.server.models.models import Models
 from agentflow.server.responses.background import BackgroundRuns
 from agentflow.server.responses.store import ResponseStore
 from agentflow.server.tenants.keys import Tenants

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import psutil
 
 from agentflow.engine.options import EngineOptions
-from agentflow.server.open_models import open_models
+from agentflow.server.models.open_models import open_models
 from agentflow.server.serve import RunningServer, running_server
 from benchmarks.report import Report, Result, median_of
 from benchmarks.server.http_load import Outcome

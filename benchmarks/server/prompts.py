@@ -20,8 +20,8 @@ from agentflow.engine.scheduling import scheduler as scheduler_module
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.models import EngineModel
-from agentflow.server.open_models import open_models
+from agentflow.server.models.models import EngineModel
+from agentflow.server.models.open_models import open_models
 from agentflow.server.serve import RunningServer, running_server
 from benchmarks.report import Report, median_of
 from benchmarks.server.http_load import Outcome

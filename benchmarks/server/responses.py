@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 
 from agentflow.engine.options import EngineOptions
-from agentflow.server.open_models import open_models
+from agentflow.server.models.open_models import open_models
 from agentflow.server.serve import running_server
 from benchmarks.report import Report, median_of
 from benchmarks.server.http_load import WORDS

@@ -15,7 +15,7 @@ import anyio.to_thread
 
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.runtime.generator import Generator
-from agentflow.server.models import one_model
+from agentflow.server.models.models import one_model
 from agentflow.server.serve import running_server
 
 ENDLESS = " ".join(["word"] * 4096)

@@ -17,8 +17,8 @@ from agentflow.engine.process.child import lower_priority
 from agentflow.engine.process.ipc import FromEngine, Progress, Submit
 from agentflow.engine.tenant import ANONYMOUS
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.models import EngineModel
-from agentflow.server.open_models import open_models
+from agentflow.server.models.models import EngineModel
+from agentflow.server.models.open_models import open_models
 from agentflow.server.serve import RunningServer, running_server
 from benchmarks.report import Report, median_of
 from benchmarks.server.http_load import WORDS

@@ -7,7 +7,7 @@ import asyncio
 import statistics
 
 from agentflow.engine.process.child import lower_priority
-from agentflow.server.models import EngineModel
+from agentflow.server.models.models import EngineModel
 from benchmarks.report import Report, median_of
 from benchmarks.server.load_process import LoadProcess, load_process
 from benchmarks.server.prompts import port_of

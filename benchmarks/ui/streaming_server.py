@@ -19,7 +19,7 @@ from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.generator import Generated, Generator, OnText
 from agentflow.runtime.task_group import open_task_group
-from agentflow.server.models import one_model
+from agentflow.server.models.models import one_model
 from agentflow.server.serve import running_server
 
 WORDS = ("a", "river", "turns", "under", "the", "old", "stone", "bridge", "and", "light", "follows", "it")

@@ -18,7 +18,7 @@ from agentflow.backends.remote import Remote
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.protocol.backend import Backend
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.models import one_model
+from agentflow.server.models.models import one_model
 from agentflow.server.serve import running_server
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]

@@ -18,7 +18,7 @@ from support.session_peer import HangingGenerator
 
 import agentflow as af
 from agentflow.server.app import Access
-from agentflow.server.models import one_model
+from agentflow.server.models.models import one_model
 from agentflow.server.serve import running_server
 from agentflow.server.tenants.keys import Tenants
 

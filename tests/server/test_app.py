@@ -29,7 +29,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.wire import VERSION, Hello, encode
 from agentflow.server.app import Access, create_app
 from agentflow.server.config.limits import ServerLimits
-from agentflow.server.models import Models, OneGenerator, one_model
+from agentflow.server.models.models import Models, OneGenerator, one_model
 from agentflow.server.serve import running_server
 from agentflow.server.tenants.keys import Tenants
 

@@ -18,7 +18,7 @@ from agentflow.engine.tenant import ANONYMOUS
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import BadArgument, BadModelFolder
 from agentflow.server.config.config import Flags, load_config
-from agentflow.server.open_models import open_models
+from agentflow.server.models.open_models import open_models
 
 anyio_backend = pytest.fixture(only_asyncio)
 

@@ -23,7 +23,7 @@ from agentflow.protocol import ops
 from agentflow.runtime.generator import Generator
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.config.limits import ServerLimits
-from agentflow.server.models import one_model
+from agentflow.server.models.models import one_model
 from agentflow.server.serve import Tls, listen, running_server, serve
 
 TESTS = Path(__file__).parent.parent

@@ -32,7 +32,7 @@ from contextlib import asynccontextmanager
 import anyio
 from support.session_peer import HangingGenerator
 from agentflow.server import serve as serve_module
-from agentflow.server.models import one_model
+from agentflow.server.models.models import one_model
 
 listen = serve_module.listen
 

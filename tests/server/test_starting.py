@@ -27,7 +27,7 @@ from agentflow.runtime.generator import Generator
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server import serve as serve_module
 from agentflow.server.app import Access
-from agentflow.server.models import one_model
+from agentflow.server.models.models import one_model
 from agentflow.server.serve import RunningServer, listen, running_server
 from agentflow.server.tenants.keys import Tenants
 

@@ -23,7 +23,7 @@ from agentflow.runtime.task_group import open_task_group
 from agentflow.server.completion.completion import completing
 from agentflow.server.completion.request import CompletionRequest, TokenIds
 from agentflow.server.config.limits import ServerLimits
-from agentflow.server.models import EngineModel
+from agentflow.server.models.models import EngineModel
 from agentflow.server.tenants.rate_limit import MINUTE_NS, TenantGate
 from agentflow.server.websocket.sessions import open_sessions
 

@@ -24,7 +24,7 @@ from agentflow.engine.tenant import ANONYMOUS
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.server.app import Access
 from agentflow.server.config.limits import HttpLimits, ServerLimits
-from agentflow.server.models import EngineModel, Models
+from agentflow.server.models.models import EngineModel, Models
 from agentflow.server.serve import RunningServer, running_server
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import Tenants

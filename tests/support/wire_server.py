@@ -16,7 +16,7 @@ from support.session_peer import HangingGenerator
 from agentflow.runtime.generator import Generator
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.config.limits import ServerLimits
-from agentflow.server.models import one_model
+from agentflow.server.models.models import one_model
 from agentflow.server.serve import RunningServer, running_server
 
 ResultT = TypeVar("ResultT")

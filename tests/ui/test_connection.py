@@ -25,7 +25,7 @@ from agentflow.runtime.generator import Generator
 from agentflow.server import serve as serve_module
 from agentflow.server.app import Access
 from agentflow.server.config.limits import ServerLimits
-from agentflow.server.models import one_model
+from agentflow.server.models.models import one_model
 from agentflow.server.serve import listen, running_server
 
 Visit = Callable[..., Screen]

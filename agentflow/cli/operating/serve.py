@@ -40,7 +40,7 @@ def run_serve(
     from agentflow.engine.process.shutdown_budget import ShutdownBudget
     from agentflow.server.app import Access
     from agentflow.server.log import set_up_logs
-    from agentflow.server.open_models import open_models
+    from agentflow.server.models.open_models import open_models
     from agentflow.server.serve import serve
     from agentflow.server.tenants.keys import Tenants
     from agentflow.server.tenants.rate_limit import TenantGate

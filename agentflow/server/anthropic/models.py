@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from agentflow.server.http.call import ApiCall
-from agentflow.server.models import Model
+from agentflow.server.models.models import Model
 
 
 class AnthropicModel(msgspec.Struct, kw_only=True):

@@ -1,1 +1,1 @@
-"""Metrics for Prometheus: ``metrics`` collects and renders them, ``request_times`` measures requests."""
+"""Metrics for Prometheus: ``request_times`` measures requests, ``metrics`` collects and renders them all."""

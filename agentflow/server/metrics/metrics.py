@@ -26,7 +26,7 @@ from agentflow.engine.tenant import ANONYMOUS
 from agentflow.protocol.events import Stats
 from agentflow.runtime.generator import Generator
 from agentflow.server.metrics.request_times import TPOT_BOUNDS_S, WAIT_BOUNDS_S, RequestTimes
-from agentflow.server.models import Models
+from agentflow.server.models.models import Models
 from agentflow.server.websocket.sessions import Sessions
 
 Labelled = Sequence[tuple[Sequence[str], BucketCounts]]

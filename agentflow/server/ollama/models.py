@@ -14,7 +14,7 @@ from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.text.thoughts import thought_marks
 from agentflow.server.errors import ApiError
 from agentflow.server.http.call import ApiCall
-from agentflow.server.models import Model
+from agentflow.server.models.models import Model
 from agentflow.server.ollama.request import LATEST, model_of
 from agentflow.server.ollama.types import (
     Capability,

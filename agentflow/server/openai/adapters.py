@@ -16,7 +16,7 @@ from agentflow.engine.store.adapter_folder import check_name, resolve_adapter
 from agentflow.errors import BadArgument, BadModelFolder, UnknownModel, listed
 from agentflow.server.errors import ApiError, invalid_field
 from agentflow.server.http.call import ApiCall
-from agentflow.server.models import EngineModel
+from agentflow.server.models.models import EngineModel
 from agentflow.server.openai.models import card_of
 
 MAX_ADAPTERS = 1_000

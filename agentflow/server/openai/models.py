@@ -17,7 +17,7 @@ from agentflow.server.completion.completion import COUNTED_CONTEXTS, prompt_ids
 from agentflow.server.completion.request import CompletionRequest
 from agentflow.server.errors import invalid_field
 from agentflow.server.http.call import ApiCall
-from agentflow.server.models import Model
+from agentflow.server.models.models import Model
 from agentflow.server.openai.request import (
     conversation_of,
     naming_field,

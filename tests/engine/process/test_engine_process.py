@@ -22,7 +22,7 @@ from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.process.ipc import Finished
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.app import create_app
-from agentflow.server.models import one_model
+from agentflow.server.models.models import one_model
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 

@@ -17,7 +17,7 @@ from agentflow.server import serve as serve_module
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.http import protocol as http_protocol
 from agentflow.server.http.protocol import TimedHttpProtocol
-from agentflow.server.models import one_model
+from agentflow.server.models.models import one_model
 from agentflow.server.serve import RunningServer, listen, running_server
 
 anyio_backend = pytest.fixture(only_asyncio)

@@ -54,7 +54,7 @@ from agentflow.server.metrics.request_times import (
     RequestTimes,
     TokenUse,
 )
-from agentflow.server.models import EngineModel, Models, one_model
+from agentflow.server.models.models import EngineModel, Models, one_model
 
 pytestmark = pytest.mark.anyio
 

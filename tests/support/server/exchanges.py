@@ -14,7 +14,7 @@ from support.session_peer import HangingGenerator
 
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.http.call import ApiEndpoint, Handler
-from agentflow.server.models import Models, OneGenerator
+from agentflow.server.models.models import Models, OneGenerator
 from agentflow.server.openai.answer import OpenAIErrorFormat
 from agentflow.server.responses.background import open_background_runs
 from agentflow.server.service import Service

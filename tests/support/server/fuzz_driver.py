@@ -30,7 +30,7 @@ from agentflow.protocol.wire import VERSION, Bye, Events, Hello, Ops, Refused, R
 from agentflow.runtime.generator import Scored
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.config.limits import ServerLimits
-from agentflow.server.models import EngineModel
+from agentflow.server.models.models import EngineModel
 from agentflow.server.websocket.connection import WsSession
 from agentflow.server.websocket.sessions import open_sessions
 

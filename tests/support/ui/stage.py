@@ -20,7 +20,7 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.generator import Generated, Generator, OnText, Scored
 from agentflow.server.app import Access
 from agentflow.server.config.limits import ServerLimits
-from agentflow.server.models import one_model
+from agentflow.server.models.models import one_model
 from agentflow.server.serve import RunningServer, running_server
 
 ResultT = TypeVar("ResultT")

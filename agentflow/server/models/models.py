@@ -26,7 +26,7 @@ from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import Overloaded, UnknownModel, listed
 from agentflow.runtime.generator import Embedder, Generator
-from agentflow.server.metrics.request_spans import request_spans
+from agentflow.server.models.request_spans import request_spans
 from agentflow.server.tenants.rate_limit import TenantGate
 
 # The number of latest starts that the average covers.

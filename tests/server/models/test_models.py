@@ -10,7 +10,7 @@ from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import BadArgument, UnknownModel
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.config.limits import HttpLimits, ServerLimits
-from agentflow.server.models import EngineModel, Models, OneGenerator
+from agentflow.server.models.models import EngineModel, Models, OneGenerator
 from agentflow.server.responses.background import open_background_runs
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import Tenants, hashed_key

@@ -26,10 +26,10 @@ from agentflow.engine.options import EngineOptions
 from agentflow.engine.tenant import ANONYMOUS
 from agentflow.errors import BadArgument, BadModelFolder
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server import open_models as open_models_module
 from agentflow.server.config.schema import EngineConfig
-from agentflow.server.models import EngineModel
-from agentflow.server.open_models import open_models
+from agentflow.server.models import open_models as open_models_module
+from agentflow.server.models.models import EngineModel
+from agentflow.server.models.open_models import open_models
 
 VOCAB, WIDTH = 300, 32
 CONFIG = {

@@ -25,7 +25,7 @@ from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import BadArgument, BadModelFolder, EngineFailed
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.config.schema import EngineConfig
-from agentflow.server.models import EngineModel, Models
+from agentflow.server.models.models import EngineModel, Models
 from agentflow.server.tenants.rate_limit import TenantGate
 
 logger = logging.getLogger(__name__)
