@@ -1,5 +1,5 @@
 """The models of a server.
 
-``models`` finds a model by its name and admits requests to it, ``request_spans`` traces them, and
-``open_models`` starts models from their options.
+``admission`` rejects requests that would wait too long, ``request_spans`` traces requests, ``models`` finds a
+model by its name, and ``open_models`` starts models from their options.
 """

@@ -15,7 +15,7 @@ from support.clocks import ClockS
 from agentflow.engine.process.ipc import Failed, Finished, Origin, Started, Submit
 from agentflow.errors import Overloaded
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.models.models import MAX_IDLE_TENANTS, Admission
+from agentflow.server.models.admission import MAX_IDLE_TENANTS, Admission
 
 
 def submit(request_id: int, tenant: str = "ann", priority: int = 0) -> Submit:
