@@ -9,12 +9,13 @@ import msgspec
 import pytest
 
 from agentflow.engine.request import MAX_PRIORITY
+from agentflow.server.compatible.fields import MAX_MESSAGES
 from agentflow.server.completion.request import MAX_LOGPROB_TOKENS
 from agentflow.server.openai.completions import TextRequest
 from agentflow.server.openai.embeddings import EmbeddingsRequest
 from agentflow.server.openai.models import DetokenizeRequest, TokenizeRequest
 from agentflow.server.openai.responses.types import MAX_ITEMS, ResponseRequest
-from agentflow.server.openai.types import MAX_MESSAGES, ChatRequest
+from agentflow.server.openai.types import ChatRequest
 
 PAGES = Path(__file__).parents[2] / "docs" / "reference"
 PAGE = (PAGES / "http-api.md").read_text(encoding="utf-8")

@@ -17,9 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from agentflow.server import event_stream
+from agentflow.server.compatible.error_format import OPENAI
 from agentflow.server.errors import ApiError
 from agentflow.server.http.call import ErrorFormat
-from agentflow.server.http.routes import OPENAI, ROUTES, ApiRoute
+from agentflow.server.http.routes import ROUTES, ApiRoute
 from agentflow.server.tenants.limit_headers import ANY_LIMITS
 from agentflow.version import __version__
 

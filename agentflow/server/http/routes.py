@@ -21,6 +21,7 @@ from agentflow.server.anthropic.models import (
     list_anthropic_models,
 )
 from agentflow.server.anthropic.types import CountAnswer, CountRequest, MessageAnswer, MessagesRequest
+from agentflow.server.compatible.error_format import OPENAI
 from agentflow.server.errors import ApiError
 from agentflow.server.http.call import ApiCall, ApiEndpoint, ErrorFormat, Handler, request_id_of
 from agentflow.server.ollama.answer import OllamaErrorFormat
@@ -49,7 +50,6 @@ from agentflow.server.openai.adapters import (
     load_adapter,
     unload_adapter,
 )
-from agentflow.server.openai.answer import OpenAIErrorFormat
 from agentflow.server.openai.chat import create_chat_completion
 from agentflow.server.openai.completions import TextAnswer, TextRequest, create_completion
 from agentflow.server.openai.embeddings import EmbeddingsAnswer, EmbeddingsRequest, create_embeddings
@@ -112,7 +112,6 @@ from agentflow.server.sglang.types import (
 from agentflow.server.tenants.keys import key_of_headers
 from agentflow.server.tenants.tickets import SessionTicket
 
-OPENAI = OpenAIErrorFormat()
 OLLAMA = OllamaErrorFormat()
 ANTHROPIC = AnthropicErrorFormat()
 RESPONSES = ResponsesErrorFormat()

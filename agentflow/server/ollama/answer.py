@@ -15,6 +15,7 @@ import msgspec
 
 from agentflow.protocol.chat import CalledTool
 from agentflow.protocol.events import Usage
+from agentflow.server.compatible.logprobs import token_logprob
 from agentflow.server.completion.request import (
     Answer,
     AnswerEnded,
@@ -36,7 +37,6 @@ from agentflow.server.ollama.types import (
     OllamaLogprob,
     OllamaToolCall,
 )
-from agentflow.server.openai.chat import token_logprob
 from agentflow.server.tenants.limit_headers import openai_limit_headers
 from agentflow.server.tenants.rate_limit import LimitState
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from agentflow.protocol.events import Usage
 from agentflow.runtime.generator import EmbeddingOptions
+from agentflow.server.compatible.embeddings import reply_written
 from agentflow.server.errors import invalid_field
 from agentflow.server.http.call import ApiCall
 from agentflow.server.ollama.request import model_of
@@ -19,7 +20,6 @@ from agentflow.server.ollama.types import (
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
 )
-from agentflow.server.openai.embeddings import reply_written
 
 
 async def embed(call: ApiCall) -> None:

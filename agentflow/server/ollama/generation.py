@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 
 from agentflow.engine.generator.generator import EngineGenerator
+from agentflow.server.compatible.field_errors import naming_field
 from agentflow.server.completion.completion import completing
 from agentflow.server.completion.request import CompletionRequest
 from agentflow.server.completion.streaming import report, stream_completion
@@ -26,7 +27,6 @@ from agentflow.server.ollama.request import (
     tools_of,
 )
 from agentflow.server.ollama.types import OllamaChatRequest, OllamaGenerateRequest
-from agentflow.server.openai.request import naming_field
 
 
 async def chat(call: ApiCall) -> None:

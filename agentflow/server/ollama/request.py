@@ -17,6 +17,10 @@ from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_text, schema_constraint
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.server.compatible.field_errors import check_num_logprobs, naming_param
+from agentflow.server.compatible.fields import Unread, is_given
+from agentflow.server.compatible.forms import ANY_OBJECT
+from agentflow.server.compatible.functions import function_tool
 from agentflow.server.completion.request import Continuation
 from agentflow.server.errors import invalid_field, unsupported
 from agentflow.server.http.call import ApiCall
@@ -28,10 +32,6 @@ from agentflow.server.ollama.types import (
     OllamaTool,
     Options,
 )
-from agentflow.server.openai import request as openai
-from agentflow.server.openai.forms import ANY_OBJECT
-from agentflow.server.openai.request import naming_param
-from agentflow.server.openai.types import FunctionTool, Unread, is_given
 
 LATEST = ":latest"
 # The defaults of Ollama, but for its penalties of repetitions, which its newer engine does not have.
@@ -90,7 +90,7 @@ def sampling_of(body: Generation, generator: EngineGenerator) -> SamplingParams:
         logprobs=bool(body.logprobs),
         top_logprobs=body.top_logprobs or 0,
     )
-    openai.check_num_logprobs(params, generator, 1, "top_logprobs")
+    check_num_logprobs(params, generator, 1, "top_logprobs")
     return params
 
 
@@ -110,7 +110,10 @@ def constraint_of(form: Unread) -> Constraint | None:
 
 def tools_of(tools: Sequence[OllamaTool]) -> tuple[ToolSpec, ...]:
     """The tools that the model may call."""
-    return openai.tools_of([FunctionTool(tool.function) for tool in tools])
+    scan = JsonScan(OBJECT_BOUNDS)
+    return tuple(
+        [function_tool(tool.function, f"tools[{number}].function", scan) for number, tool in enumerate(tools)]
+    )
 
 
 def prompt_of(

@@ -13,18 +13,18 @@ import msgspec
 from msgspec import Meta
 
 from agentflow.protocol.sampling import MAX_INT, MAX_TOP_LOGPROBS
-from agentflow.server.openai.types import (
+from agentflow.server.compatible.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
     Count,
-    FunctionSpec,
     Penalty,
     Stop,
     TokenId,
     ToolName,
-    TopLogprob,
     Unread,
 )
+from agentflow.server.compatible.functions import FunctionSpec
+from agentflow.server.compatible.logprobs import TopLogprob
 
 _INT64 = 2**63
 _MAX_DURATION_CHARS = 32

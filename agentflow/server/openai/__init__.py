@@ -1,5 +1,6 @@
-"""OpenAI's API: chat completions, completions, models, and vLLM's tokenizer endpoints.
+"""OpenAI's API: chat completions, completions, embeddings, models, and vLLM's tokenizer endpoints.
 
 ``types`` has the JSON shapes, ``request`` translates their fields for the engine, and ``answer`` has what all
-answers share: errors, usage and streams. ``chat``, ``completions`` and ``models`` are the endpoints.
+answers share: usage and streams. ``chat``, ``completions``, ``embeddings``, ``models`` and ``adapters`` are
+the endpoints, and ``responses`` is the Responses API.
 """

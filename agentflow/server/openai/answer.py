@@ -1,4 +1,4 @@
-"""What all answers of OpenAI's API have in common: errors, usage, and the fields of chunks."""
+"""What all answers of OpenAI's API have in common: usage, and the fields of chunks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import msgspec
 from agentflow.protocol.events import Usage
 from agentflow.server.completion.completion import Completion
 from agentflow.server.completion.request import Answer, TokenLogprob
-from agentflow.server.errors import ApiError
-from agentflow.server.event_stream import CONTENT_TYPE, EVENT_END, comment, event, event_head
+from agentflow.server.event_stream import EVENT_END, event, event_head
 from agentflow.server.openai.types import (
     CompletionDetails,
     PromptDetails,
@@ -23,59 +22,10 @@ from agentflow.server.openai.types import (
     SharedFields,
     UsageBody,
 )
-from agentflow.server.tenants.limit_headers import openai_limit_headers
-from agentflow.server.tenants.rate_limit import LimitState
 from agentflow.version import __version__
 
 encode_json = msgspec.json.Encoder().encode
 DONE = event(b"[DONE]")
-# An unknown key or model is an invalid request in this API; the code has the cause.
-_ERROR_TYPES = {403: "permission_error", 429: "rate_limit_error"}
-
-
-class OpenAIError(msgspec.Struct, kw_only=True):
-    """``param``: the field of the request that is wrong, if any. ``code``: the cause."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class OpenAIErrorBody(msgspec.Struct):
-    """The body of an error."""
-
-    error: OpenAIError
-
-
-class OpenAIErrorFormat:
-    """The ``ErrorFormat`` of OpenAI's API."""
-
-    request_id_header = b"x-request-id"
-    processing_header = b"openai-processing-ms"
-    stream_type = CONTENT_TYPE
-    keepalive = comment(b"keep-alive")
-    body_type: type[msgspec.Struct] = OpenAIErrorBody
-
-    def status(self, error: ApiError) -> int:
-        return error.status
-
-    def body(self, error: ApiError, request_id: str) -> bytes:
-        shown = OpenAIError(
-            message=error.message,
-            type="server_error"
-            if error.status >= 500
-            else _ERROR_TYPES.get(error.status, "invalid_request_error"),
-            param=error.param,
-            code=error.code,
-        )
-        return msgspec.json.encode(OpenAIErrorBody(shown))
-
-    def limit_headers(self, limits: LimitState) -> dict[bytes, bytes]:
-        return openai_limit_headers(limits)
-
-    def in_stream(self, body: bytes) -> bytes:
-        return event(body)
 
 
 def usage_body(usage: Usage) -> UsageBody:

@@ -6,7 +6,6 @@ The answer is one JSON object, or a stream of chunks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import msgspec
 
@@ -14,6 +13,10 @@ from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.messages import PartedConstraint
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.json_bounds import schema_constraint
+from agentflow.server.compatible.field_errors import check_num_logprobs, naming_field, naming_param
+from agentflow.server.compatible.fields import is_given
+from agentflow.server.compatible.forms import ANY_OBJECT
+from agentflow.server.compatible.logprobs import token_logprob
 from agentflow.server.completion.completion import completing
 from agentflow.server.completion.request import (
     Answer,
@@ -39,14 +42,11 @@ from agentflow.server.openai.answer import (
     prompt_logprobs_of,
     usage_body,
 )
-from agentflow.server.openai.forms import ANY_OBJECT, constraint_of
 from agentflow.server.openai.request import (
     NO_EFFORT,
     check_fields,
-    check_num_logprobs,
+    constraint_of,
     conversation_of,
-    naming_field,
-    naming_param,
     sampling_of,
     template_values_of,
     tool_choice_of,
@@ -60,12 +60,9 @@ from agentflow.server.openai.types import (
     ChatAnswer,
     ChatChoice,
     ChatRequest,
-    ChatTokenLogprob,
     ChoiceLogprobs,
     ObjectFormat,
     SchemaFormat,
-    TopLogprob,
-    is_given,
 )
 
 _KIND = "chat.completion.chunk"
@@ -263,20 +260,3 @@ def _tool_call(delta: ToolCallBegun | ToolArguments) -> bytes:
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> ChoiceLogprobs:
     return ChoiceLogprobs(content=[token_logprob(token) for token in tokens])
-
-
-def token_logprob(token: TokenLogprob) -> ChatTokenLogprob:
-    return ChatTokenLogprob(
-        token=token.text,
-        bytes=_byte_values(token.raw),
-        logprob=token.logprob,
-        top_logprobs=[
-            TopLogprob(token=top.text, bytes=_byte_values(top.raw), logprob=top.logprob) for top in token.top
-        ],
-    )
-
-
-@lru_cache(maxsize=16_384)
-def _byte_values(raw: bytes) -> list[int]:
-    """The bytes as a list, which is shared and must not be changed."""
-    return list(raw)

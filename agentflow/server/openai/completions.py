@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Annotated, Literal, TypeAlias, cast
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -12,6 +12,8 @@ from msgspec.structs import replace
 
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.protocol.sampling import MAX_INT
+from agentflow.server.compatible.field_errors import check_num_logprobs, naming_field, naming_param
+from agentflow.server.compatible.prompts import Prompt, prompts_of
 from agentflow.server.completion.completion import completing
 from agentflow.server.completion.request import (
     Answer,
@@ -20,7 +22,6 @@ from agentflow.server.completion.request import (
     CompletionRequest,
     PromptDelta,
     TextDelta,
-    TokenIds,
     TokenLogprob,
 )
 from agentflow.server.completion.streaming import stream_completion
@@ -35,26 +36,13 @@ from agentflow.server.openai.answer import (
     prompt_logprobs_of,
     usage_body,
 )
-from agentflow.server.openai.forms import constraint_of
-from agentflow.server.openai.request import (
-    check_fields,
-    check_num_logprobs,
-    naming_field,
-    naming_param,
-    sampling_of,
-)
-from agentflow.server.openai.types import PromptLogprobs, SharedFields, TokenId, UsageBody
+from agentflow.server.openai.request import check_fields, constraint_of, sampling_of
+from agentflow.server.openai.types import PromptLogprobs, SharedFields, UsageBody
 
 # The limit of OpenAI's endpoint.
 MAX_LOGPROBS = 5
 _DEFAULT_MAX_TOKENS = 16
 _KIND = "text_completion"
-
-IdList: TypeAlias = Annotated[list[TokenId], Meta(min_length=1)]
-Prompt: TypeAlias = Annotated[
-    str | Annotated[list[str | TokenId | IdList], Meta(min_length=1)],
-    Meta(description="A text, a list of texts, token ids, or a list of lists of token ids."),
-]
 
 
 class TextRequest(SharedFields, kw_only=True):
@@ -170,20 +158,6 @@ def _requests_of(
         )
         for prompt in prompts
     ]
-
-
-def prompts_of(prompt: Prompt, param: str = "prompt") -> list[str | TokenIds]:
-    """The prompts of the field ``param``. ``ApiError`` for a list of mixed types."""
-    if isinstance(prompt, str):
-        return [prompt]
-    kinds = {type(member) for member in prompt}
-    if len(kinds) > 1:
-        raise invalid_field(
-            param, "it must be a text, a list of texts, a list of token ids, or a list of those"
-        )
-    if kinds == {int}:
-        return [TokenIds(tuple(cast("list[int]", prompt)))]
-    return [TokenIds(tuple(member)) if isinstance(member, list) else cast(str, member) for member in prompt]
 
 
 def _best(answers: Sequence[Answer], count: int) -> Sequence[Answer]:

@@ -7,10 +7,9 @@ of the model's own prompts.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Literal, TypeAlias
 
-import anyio.to_thread
 import msgspec
 import numpy as np
 from msgspec import Meta
@@ -19,14 +18,12 @@ from numpy.typing import NDArray
 from agentflow.engine.generator.embedding import EmbeddingInput
 from agentflow.engine.request import MAX_PRIORITY
 from agentflow.runtime.generator import EmbeddingOptions
+from agentflow.server.compatible.embeddings import reply_written
+from agentflow.server.compatible.fields import Count, TokenId
+from agentflow.server.compatible.prompts import IdList, prompts_of
 from agentflow.server.completion.request import TokenIds
 from agentflow.server.errors import invalid_field
 from agentflow.server.http.call import ApiCall
-from agentflow.server.openai.completions import IdList, prompts_of
-from agentflow.server.openai.types import Count, TokenId
-
-# More numbers are written in a thread.
-MAX_INLINE_NUMBERS = 16_384
 
 InputText: TypeAlias = Annotated[str, Meta(min_length=1)]
 Input: TypeAlias = Annotated[
@@ -101,22 +98,6 @@ async def create_embeddings(call: ApiCall) -> None:
         )
 
     await reply_written(call, vectors, answer)
-
-
-async def reply_written(
-    call: ApiCall, vectors: Sequence[NDArray[np.float32]], answer: Callable[[], msgspec.Struct]
-) -> None:
-    """Replies with what ``answer`` returns, which has these embeddings: if they are many, made and encoded in
-    a thread of the tenant."""
-
-    def written() -> bytes:
-        return msgspec.json.encode(answer())
-
-    if sum(map(len, vectors)) <= MAX_INLINE_NUMBERS:
-        await call.reply(written())
-        return
-    limiter = call.service.body_threads(call.tenant)
-    await call.reply(await anyio.to_thread.run_sync(written, limiter=limiter))
 
 
 def _inputs_of(given: Input, most: int) -> Sequence[EmbeddingInput]:

@@ -13,18 +13,15 @@ from msgspec import Meta
 
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.server.compatible.field_errors import naming_field, naming_param
+from agentflow.server.compatible.fields import MAX_MESSAGES, MAX_TOOLS, TokenId
 from agentflow.server.completion.completion import COUNTED_CONTEXTS, prompt_ids
 from agentflow.server.completion.request import CompletionRequest
 from agentflow.server.errors import invalid_field
 from agentflow.server.http.call import ApiCall
 from agentflow.server.models.models import Model
-from agentflow.server.openai.request import (
-    conversation_of,
-    naming_field,
-    naming_param,
-    tools_of,
-)
-from agentflow.server.openai.types import MAX_MESSAGES, MAX_TOOLS, ChatMessage, TokenId, Tool
+from agentflow.server.openai.request import conversation_of, tools_of
+from agentflow.server.openai.types import ChatMessage, Tool
 
 
 class ModelCard(msgspec.Struct):

@@ -6,19 +6,21 @@ Errors name the field that is wrong or not supported.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.text.chat_template import RESERVED_VALUES
-from agentflow.errors import BadArgument, PromptTooLong, RequestRefused
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
+from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, VARIABLE_BOUNDS, JsonScan, object_of
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.completion.request import MAX_LOGPROB_TOKENS
-from agentflow.server.errors import ApiError, invalid_field, param_of_tool, unsupported
+from agentflow.server.compatible.field_errors import naming_param
+from agentflow.server.compatible.fields import Unread, is_given
+from agentflow.server.compatible.forms import ANY_OBJECT, forms_of, only_form
+from agentflow.server.compatible.functions import function_tool
+from agentflow.server.errors import invalid_field, unsupported
 from agentflow.server.http.call import decoded
 from agentflow.server.openai.types import (
     AssistantMessage,
@@ -40,9 +42,7 @@ from agentflow.server.openai.types import (
     Tool,
     ToolChoiceField,
     ToolMessage,
-    Unread,
     UserMessage,
-    is_given,
 )
 
 # The default of OpenAI's API.
@@ -64,48 +64,8 @@ _WHY_UNSUPPORTED = {
 }
 # The values without effect.
 _NEUTRAL = {"store": False, "echo": False, "skip_special_tokens": True, "include_stop_str_in_output": False}
-NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _KIND_OF_PART = {ImagePart: "images", AudioPart: "audio", FilePart: "files"}
 _UNSUPPORTED_MEMBERS = {"audio": "the models generate no audio", "function_call": "use tool_calls"}
-
-
-@contextmanager
-def naming_param(param: str | None = None) -> Iterator[None]:
-    """Converts ``BadArgument`` to an ``ApiError`` that names the field ``param``, or the error's own."""
-    try:
-        yield
-    except BadArgument as error:
-        field = param or error.param
-        if field is None:
-            raise
-        raise ApiError(400, "invalid_value", str(error).removeprefix("gen: "), field) from error
-
-
-@contextmanager
-def naming_field(
-    generator: EngineGenerator,
-    prompt: str,
-    form: str = "response_format",
-    arguments: str = "function.parameters",
-) -> Iterator[None]:
-    """Makes errors of the engine name a field of the request: ``prompt`` if the prompt is too long, empty, or
-    has unknown ids, ``form`` if the constraint is rejected, and the ``arguments`` of a tool."""
-    try:
-        yield
-    except PromptTooLong as error:
-        # Agents that shorten their conversation recognise the error by these words.
-        text = f"This model's maximum context length is {generator.limits.max_tokens()} tokens: {error}"
-        raise ApiError(400, "context_length_exceeded", text, prompt) from error
-    except (BadArgument, RequestRefused) as error:
-        if error.param == "prompt":
-            error.param = prompt
-        elif error.param == "constraint":
-            error.param = form
-        elif error.param == "choice":
-            error.param = "tool_choice"
-        elif error.param is not None and error.param.startswith("tools["):
-            error.param = param_of_tool(error.param, arguments)
-        raise
 
 
 def check_fields(request: SharedFields, max_n: int, *, takes: Container[str] = ()) -> None:
@@ -188,24 +148,6 @@ def _bad_words(words: Sequence[str], generator: EngineGenerator) -> dict[int, fl
             raise unsupported(f"bad_words[{number}]", text)
         biases |= dict.fromkeys(single, -100.0)
     return biases
-
-
-def check_num_logprobs(
-    params: SamplingParams, generator: EngineGenerator, num_answers: int, param: str
-) -> None:
-    """``ApiError`` if a request asks for too many log-probabilities. An answer has at most as many tokens as
-    the context."""
-    if not params.wants_logprobs:
-        return
-    room = generator.capabilities.max_context or params.max_tokens
-    num_tokens = min(params.max_tokens, room)
-    num_logprobs = num_answers * num_tokens * (1 + params.top_logprobs)
-    if num_logprobs > MAX_LOGPROB_TOKENS:
-        raise invalid_field(
-            param,
-            f"{num_answers} answers of up to {num_tokens:,} tokens, with {params.top_logprobs} alternatives "
-            f"each, have {num_logprobs:,} log-probabilities; the limit is {MAX_LOGPROB_TOKENS:,}",
-        )
 
 
 def _or(value: float | None, default: float) -> float:
@@ -293,10 +235,7 @@ def tools_of(tools: Sequence[Tool]) -> tuple[ToolSpec, ...]:
 def _tool_spec(tool: Tool, place: str, scan: JsonScan) -> ToolSpec:
     if isinstance(tool, CustomTool):
         raise unsupported(f"{place}.type", "use tools of the type 'function'")
-    function, given, parameters = tool.function, tool.function.parameters, NO_PARAMETERS
-    if given is not None and is_given(given):
-        parameters = object_of(given, f"{place}.function.parameters", scan)
-    return ToolSpec(function.name, function.description or "", parameters, strict=bool(function.strict))
+    return function_tool(tool.function, f"{place}.function", scan)
 
 
 def tool_choice_of(choice: ToolChoiceField | None, *, has_tools: bool, parallel: bool | None) -> ToolChoice:
@@ -321,3 +260,36 @@ def template_values_of(given: msgspec.Raw | None) -> dict[str, Any]:
         if name in RESERVED_VALUES:
             raise invalid_field(f"{param}.{name[:100]}", "the server sets this variable itself")
     return values
+
+
+def constraint_of(
+    request: SharedFields, response_format: Constraint | None = None
+) -> tuple[str, Constraint | None]:
+    """The field that asks for a form, and its constraint. ``ApiError`` if there are several, ``BadArgument``
+    for a schema or a grammar that is not valid."""
+    found = [*_forms(request)]
+    if response_format is not None:
+        found.append(("response_format", response_format))
+    return only_form(found, "response_format")
+
+
+def _forms(request: SharedFields) -> Iterator[tuple[str, Constraint]]:
+    yield from forms_of("", regex=request.regex, grammar=request.grammar, ebnf=request.ebnf)
+    yield from forms_of(
+        "guided_",
+        json=request.guided_json,
+        regex=request.guided_regex,
+        choice=request.guided_choice,
+        grammar=request.guided_grammar,
+    )
+    if (asked := request.structured_outputs) is not None:
+        prefix = "structured_outputs."
+        found = [
+            *forms_of(prefix, json=asked.json, regex=asked.regex, choice=asked.choice, grammar=asked.grammar)
+        ]
+        if asked.json_object:
+            found.append((f"{prefix}json_object", ANY_OBJECT))
+        if not found:
+            text = "it needs one of json, regex, choice, grammar and json_object"
+            raise invalid_field("structured_outputs", text)
+        yield from found

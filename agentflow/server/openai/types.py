@@ -5,73 +5,51 @@ Every bound is part of a type, so the OpenAPI document has it too. Null is the s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from agentflow.engine.request import MAX_PRIORITY
-from agentflow.protocol.constraint import MAX_CONSTRAINT_CHOICES, MAX_SOURCE_CHARS
+from agentflow.protocol.constraint import MAX_CONSTRAINT_CHOICES
 from agentflow.protocol.ops import MAX_SALT_CHARS
 from agentflow.protocol.sampling import (
     MAX_BIASES,
     MAX_INT,
-    MAX_STOP_CHARS,
     MAX_STOPS,
     MAX_TOP_LOGPROBS,
 )
-
-if TYPE_CHECKING:
-    Unread: TypeAlias = msgspec.Raw | None
-else:
-    Unread = msgspec.Raw
-
-
-def is_given(value: object) -> bool:
-    """Whether a field has a value other than null.
-
-    >>> is_given(None), is_given(msgspec.Raw(b"null")), is_given(msgspec.Raw(b"[]"))
-    (False, False, True)
-    """
-    return value is not None and not (
-        isinstance(value, msgspec.Raw) and bytes(memoryview(value)[:5]) == b"null"
-    )
-
+from agentflow.server.compatible.fields import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Biases,
+    Count,
+    GivenObject,
+    GivenSchema,
+    OnlyFalse,
+    OnlyTrue,
+    Penalty,
+    Probability,
+    Repetition,
+    Source,
+    Stop,
+    StopString,
+    Temperature,
+    TokenId,
+    ToolName,
+    TopK,
+    Unread,
+    Unsupported,
+)
+from agentflow.server.compatible.functions import FunctionSpec
+from agentflow.server.compatible.logprobs import ChatTokenLogprob
 
 _INT64 = 2**63
 
-Count: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_INT)]
 ThoughtBudget: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_INT)]
-TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_INT)]
-Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
-Temperature: TypeAlias = Annotated[float, Meta(ge=0, le=100)]
-Probability: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
-TopK: TypeAlias = Annotated[int, Meta(ge=-1, le=MAX_INT)]
-Repetition: TypeAlias = Annotated[float, Meta(ge=0.01, le=100)]
-Source: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_SOURCE_CHARS)]
-StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
-Stop: TypeAlias = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
-Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
-Biases: TypeAlias = Annotated[
-    dict[TokenId, Bias],
-    Meta(
-        max_length=MAX_BIASES,
-        description="Token ids, as strings, with the values that are added to their logits.",
-        extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}},
-    ),
-]
-# A value that is not read is not decoded: a body is large enough for millions of objects.
-Unsupported: TypeAlias = Annotated[
-    Unread, Meta(extra_json_schema={"type": "null"}, description="Not supported.")
-]
-# An object that is decoded later, after its bounds are checked (protocol/json_bounds.py).
-GivenObject: TypeAlias = Annotated[Unread, Meta(extra_json_schema={"type": ["object", "null"]})]
-GivenSchema: TypeAlias = Annotated[Unread, Meta(extra_json_schema={"type": ["object", "string", "null"]})]
 Choices: TypeAlias = Annotated[
     list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=MAX_CONSTRAINT_CHOICES)
 ]
-OnlyTrue: TypeAlias = Annotated[bool, Meta(extra_json_schema={"const": True})]
-OnlyFalse: TypeAlias = Annotated[bool, Meta(extra_json_schema={"const": False})]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -144,11 +122,6 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     echo: OnlyFalse | None = None
     suffix: Unsupported = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-
-
-MAX_NAME_CHARS = 64
-
-ToolName: TypeAlias = Annotated[str, Meta(pattern=f"^[a-zA-Z0-9_-]{{1,{MAX_NAME_CHARS}}}$")]
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
@@ -266,16 +239,6 @@ ChatMessage: TypeAlias = (
 )
 
 
-class FunctionSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``parameters``: the JSON schema of an object; without it the tool has none. If it is not ``strict``,
-    what cannot be enforced is relaxed."""
-
-    name: ToolName
-    description: str | None = None
-    parameters: GivenObject = None
-    strict: bool | None = None
-
-
 class FunctionTool(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
     """A tool that the model may call. ``cache_control`` has no effect."""
 
@@ -317,10 +280,6 @@ class CustomChoice(msgspec.Struct, tag_field="type", tag="custom"):
 
 
 ToolChoiceField: TypeAlias = Literal["none", "auto", "required"] | NamedChoice | AllowedTools | CustomChoice
-
-
-MAX_MESSAGES = 2048
-MAX_TOOLS = 128
 
 
 class TextFormat(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
@@ -398,24 +357,6 @@ class UsageBody(msgspec.Struct, kw_only=True):
     total_tokens: int
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails
-
-
-class TopLogprob(msgspec.Struct, kw_only=True):
-    """A likely token at a position. ``bytes``: its text in UTF-8."""
-
-    token: str
-    bytes: list[int]
-    logprob: float | None
-
-
-class ChatTokenLogprob(msgspec.Struct, kw_only=True):
-    """A token of the answer. ``logprob`` is null if the text was encoded anew, which happens under a
-    constraint."""
-
-    token: str
-    bytes: list[int]
-    logprob: float | None
-    top_logprobs: list[TopLogprob]
 
 
 class ChoiceLogprobs(msgspec.Struct, kw_only=True):

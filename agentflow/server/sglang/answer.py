@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 from msgspec import UNSET
 
 from agentflow.protocol.events import Usage
@@ -25,7 +26,6 @@ from agentflow.server.completion.request import (
     TokenLogprob,
 )
 from agentflow.server.event_stream import event
-from agentflow.server.openai.answer import DONE, encode_json
 from agentflow.server.sglang.types import (
     LoggedToken,
     LoggedTops,
@@ -33,6 +33,9 @@ from agentflow.server.sglang.types import (
     SglangFinish,
     SglangMeta,
 )
+
+_encode_json = msgspec.json.Encoder().encode
+_DONE = event(b"[DONE]")
 
 GROWTH = 64
 """An event is sent when the text is longer by one part in so many."""
@@ -165,11 +168,11 @@ class AnswerEvents:
 
     def end(self, usage: Usage) -> bytes:
         """The end of the stream."""
-        return DONE
+        return _DONE
 
     def _event(self, index: int, answer: SglangAnswer) -> bytes:
         answer.index = index if self._form.is_list else UNSET
-        return event(encode_json(answer))
+        return event(_encode_json(answer))
 
 
 def _whole(written: _Written, end: AnswerEnded) -> Answer:

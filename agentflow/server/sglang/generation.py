@@ -13,15 +13,15 @@ from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.errors import AgentflowError
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.server.compatible.field_errors import check_num_logprobs, naming_field, naming_param
+from agentflow.server.compatible.fields import is_given
+from agentflow.server.compatible.forms import forms_of, only_form
+from agentflow.server.compatible.prompts import Prompt, prompts_of
 from agentflow.server.completion.completion import completing
 from agentflow.server.completion.request import CompletionRequest, TokenIds
 from agentflow.server.completion.streaming import report, stream_completion
 from agentflow.server.errors import api_error_of, invalid_field, unsupported
 from agentflow.server.http.call import ApiCall
-from agentflow.server.openai.completions import Prompt, prompts_of
-from agentflow.server.openai.forms import forms_of, only_form
-from agentflow.server.openai.request import check_num_logprobs, naming_field, naming_param
-from agentflow.server.openai.types import is_given
 from agentflow.server.sglang.answer import AnswerEvents, AnswerForm, LogprobForm
 from agentflow.server.sglang.types import SamplingFields, SglangRequest
 

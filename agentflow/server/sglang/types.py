@@ -13,8 +13,7 @@ from msgspec import UNSET, Meta, UnsetType
 from agentflow.engine.request import MAX_PRIORITY
 from agentflow.protocol.ops import MAX_SALT_CHARS
 from agentflow.protocol.sampling import MAX_BIASES, MAX_INT, MAX_STOP_REGEX_CHARS, MAX_TOP_LOGPROBS
-from agentflow.server.openai.completions import IdList
-from agentflow.server.openai.types import (
+from agentflow.server.compatible.fields import (
     Biases,
     Count,
     GivenSchema,
@@ -30,6 +29,7 @@ from agentflow.server.openai.types import (
     TopK,
     Unsupported,
 )
+from agentflow.server.compatible.prompts import IdList
 
 _MAX_ID_CHARS = 128
 

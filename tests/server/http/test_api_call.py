@@ -24,11 +24,11 @@ from agentflow.errors import (
     UnknownModel,
 )
 from agentflow.runtime.task_group import open_task_group
+from agentflow.server.compatible.error_format import OpenAIErrorFormat
+from agentflow.server.compatible.fields import Unread
 from agentflow.server.errors import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS, ApiError
 from agentflow.server.http.call import ApiCall, ApiEndpoint
 from agentflow.server.log import MAX_LOGGED_BYTES
-from agentflow.server.openai.answer import OpenAIErrorFormat
-from agentflow.server.openai.types import Unread
 from agentflow.server.tenants.keys import DEFAULT_TENANT, Tenants
 
 pytestmark = pytest.mark.anyio

@@ -367,7 +367,7 @@ def test_unsupported_parameters_are_rejected_by_name(server: ApiServer, name: st
 
 def test_too_many_log_probabilities_are_rejected(server: ApiServer) -> None:
     asked = {"return_logprob": True, "top_logprobs_num": 20}
-    with patch("agentflow.server.openai.request.MAX_LOGPROB_TOKENS", 2_000):
+    with patch("agentflow.server.compatible.field_errors.MAX_LOGPROB_TOKENS", 2_000):
         found = error(server, text="a", sampling_params={"max_new_tokens": 100}, **asked)
     assert found == (400, "invalid_value", "top_logprobs_num")
 

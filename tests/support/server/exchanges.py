@@ -12,10 +12,10 @@ from typing import Any
 import anyio
 from support.session_peer import HangingGenerator
 
+from agentflow.server.compatible.error_format import OpenAIErrorFormat
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.http.call import ApiEndpoint, Handler
 from agentflow.server.models.models import Models, OneGenerator
-from agentflow.server.openai.answer import OpenAIErrorFormat
 from agentflow.server.responses.background import open_background_runs
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import Tenants

@@ -16,6 +16,8 @@ from typing import Any
 
 from agentflow.protocol.chat import CalledTool, Message
 from agentflow.protocol.events import Usage
+from agentflow.server.compatible.error_format import OpenAIErrorFormat
+from agentflow.server.compatible.logprobs import ChatTokenLogprob, token_logprob
 from agentflow.server.completion.request import (
     AnswerEnded,
     CompletionDelta,
@@ -26,8 +28,7 @@ from agentflow.server.completion.request import (
 )
 from agentflow.server.errors import ApiError
 from agentflow.server.event_stream import EVENT_END, event, event_head
-from agentflow.server.openai.answer import OpenAIErrorFormat, encode_json
-from agentflow.server.openai.chat import token_logprob
+from agentflow.server.openai.answer import encode_json
 from agentflow.server.openai.responses.types import (
     FailureCode,
     FunctionCall,
@@ -44,7 +45,6 @@ from agentflow.server.openai.responses.types import (
     ResponseFailure,
     ResponseUsage,
 )
-from agentflow.server.openai.types import ChatTokenLogprob
 
 
 class ResponsesErrorFormat(OpenAIErrorFormat):

@@ -16,6 +16,7 @@ from functools import partial
 import msgspec
 
 from agentflow.protocol.chat import Message
+from agentflow.server.compatible.fields import Unread, is_given
 from agentflow.server.errors import ApiError, invalid_field
 from agentflow.server.http.call import ApiCall, decoded
 from agentflow.server.openai.responses.items import ItemReader, Turns
@@ -30,7 +31,6 @@ from agentflow.server.openai.responses.types import (
     DeletedConversation,
     ItemQuery,
 )
-from agentflow.server.openai.types import Unread, is_given
 from agentflow.server.responses.item import Item
 from agentflow.server.responses.store import ResponseStore, StoredConversation
 

@@ -16,11 +16,11 @@ from msgspec import Meta
 
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_of
+from agentflow.server.compatible.fields import Unread, is_given
+from agentflow.server.compatible.functions import NO_PARAMETERS
 from agentflow.server.errors import ApiError, invalid_field, unsupported
 from agentflow.server.http.call import decoded
-from agentflow.server.openai.request import NO_PARAMETERS
 from agentflow.server.openai.responses.types import MAX_ITEMS, FunctionTool, NamedChoice
-from agentflow.server.openai.types import Unread, is_given
 from agentflow.server.responses.item import Find, Item, Step, Thoughts
 
 _Id: TypeAlias = Annotated[str, Meta(max_length=256)]

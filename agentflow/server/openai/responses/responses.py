@@ -25,18 +25,14 @@ from agentflow.protocol.events import Usage
 from agentflow.protocol.json_bounds import schema_constraint
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.limits import MemoryBudget
+from agentflow.server.compatible.field_errors import check_num_logprobs, naming_field, naming_param
+from agentflow.server.compatible.fields import is_given
 from agentflow.server.completion.completion import completing, prompt_ids
 from agentflow.server.completion.request import CompletionRequest
 from agentflow.server.completion.streaming import announce, report, stream_completion
 from agentflow.server.errors import ApiError, invalid_field, unsupported
 from agentflow.server.http.call import ApiCall
-from agentflow.server.openai.request import (
-    NO_EFFORT,
-    TEMPERATURE,
-    check_num_logprobs,
-    naming_field,
-    naming_param,
-)
+from agentflow.server.openai.request import NO_EFFORT, TEMPERATURE
 from agentflow.server.openai.responses.answer import ResponseWriter
 from agentflow.server.openai.responses.conversations import (
     Turn,
@@ -60,7 +56,6 @@ from agentflow.server.openai.responses.types import (
     ResponseRequest,
     SchemaFormat,
 )
-from agentflow.server.openai.types import is_given
 from agentflow.server.responses.background import BackgroundRun, EventLog
 from agentflow.server.responses.item import Item
 from agentflow.server.responses.store import History, StoredResponse

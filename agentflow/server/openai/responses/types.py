@@ -14,16 +14,9 @@ from msgspec import Meta
 from agentflow.engine.request import MAX_PRIORITY
 from agentflow.protocol.ops import MAX_SALT_CHARS
 from agentflow.protocol.sampling import MAX_INT, MAX_TOP_LOGPROBS
-from agentflow.server.openai.types import (
-    MAX_TOOLS,
-    ChatTokenLogprob,
-    Count,
-    GivenObject,
-    StreamOptions,
-    ToolName,
-    Unread,
-    Unsupported,
-)
+from agentflow.server.compatible.fields import MAX_TOOLS, Count, GivenObject, ToolName, Unread, Unsupported
+from agentflow.server.compatible.logprobs import ChatTokenLogprob
+from agentflow.server.openai.types import StreamOptions
 
 MAX_ITEMS = 2048
 

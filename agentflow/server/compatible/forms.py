@@ -14,21 +14,10 @@ from agentflow.engine.grammar.ebnf import lark_of_ebnf
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.json_bounds import schema_constraint
+from agentflow.server.compatible.fields import is_given
 from agentflow.server.errors import invalid_field
-from agentflow.server.openai.types import SharedFields, is_given
 
 ANY_OBJECT = Constraint("schema", '{"type":"object"}')
-
-
-def constraint_of(
-    request: SharedFields, response_format: Constraint | None = None
-) -> tuple[str, Constraint | None]:
-    """The field that asks for a form, and its constraint. ``ApiError`` if there are several, ``BadArgument``
-    for a schema or a grammar that is not valid."""
-    found = [*_forms(request)]
-    if response_format is not None:
-        found.append(("response_format", response_format))
-    return only_form(found, "response_format")
 
 
 def only_form(found: Sequence[tuple[str, Constraint]], default: str) -> tuple[str, Constraint | None]:
@@ -36,28 +25,6 @@ def only_form(found: Sequence[tuple[str, Constraint]], default: str) -> tuple[st
     if len(found) > 1:
         raise invalid_field(found[-1][0], f"it excludes {found[0][0]}: give one of them")
     return found[0] if found else (default, None)
-
-
-def _forms(request: SharedFields) -> Iterator[tuple[str, Constraint]]:
-    yield from forms_of("", regex=request.regex, grammar=request.grammar, ebnf=request.ebnf)
-    yield from forms_of(
-        "guided_",
-        json=request.guided_json,
-        regex=request.guided_regex,
-        choice=request.guided_choice,
-        grammar=request.guided_grammar,
-    )
-    if (asked := request.structured_outputs) is not None:
-        prefix = "structured_outputs."
-        found = [
-            *forms_of(prefix, json=asked.json, regex=asked.regex, choice=asked.choice, grammar=asked.grammar)
-        ]
-        if asked.json_object:
-            found.append((f"{prefix}json_object", ANY_OBJECT))
-        if not found:
-            text = "it needs one of json, regex, choice, grammar and json_object"
-            raise invalid_field("structured_outputs", text)
-        yield from found
 
 
 def forms_of(

@@ -1,0 +1,69 @@
+"""Errors that name the field of a request that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from agentflow.engine.generator.generator import EngineGenerator
+from agentflow.errors import BadArgument, PromptTooLong, RequestRefused
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.server.completion.request import MAX_LOGPROB_TOKENS
+from agentflow.server.errors import ApiError, invalid_field, param_of_tool
+
+
+@contextmanager
+def naming_param(param: str | None = None) -> Iterator[None]:
+    """Converts ``BadArgument`` to an ``ApiError`` that names the field ``param``, or the error's own."""
+    try:
+        yield
+    except BadArgument as error:
+        field = param or error.param
+        if field is None:
+            raise
+        raise ApiError(400, "invalid_value", str(error).removeprefix("gen: "), field) from error
+
+
+@contextmanager
+def naming_field(
+    generator: EngineGenerator,
+    prompt: str,
+    form: str = "response_format",
+    arguments: str = "function.parameters",
+) -> Iterator[None]:
+    """Makes errors of the engine name a field of the request: ``prompt`` if the prompt is too long, empty, or
+    has unknown ids, ``form`` if the constraint is rejected, and the ``arguments`` of a tool."""
+    try:
+        yield
+    except PromptTooLong as error:
+        # Agents that shorten their conversation recognise the error by these words.
+        text = f"This model's maximum context length is {generator.limits.max_tokens()} tokens: {error}"
+        raise ApiError(400, "context_length_exceeded", text, prompt) from error
+    except (BadArgument, RequestRefused) as error:
+        if error.param == "prompt":
+            error.param = prompt
+        elif error.param == "constraint":
+            error.param = form
+        elif error.param == "choice":
+            error.param = "tool_choice"
+        elif error.param is not None and error.param.startswith("tools["):
+            error.param = param_of_tool(error.param, arguments)
+        raise
+
+
+def check_num_logprobs(
+    params: SamplingParams, generator: EngineGenerator, num_answers: int, param: str
+) -> None:
+    """``ApiError`` if a request asks for too many log-probabilities. An answer has at most as many tokens as
+    the context."""
+    if not params.wants_logprobs:
+        return
+    room = generator.capabilities.max_context or params.max_tokens
+    num_tokens = min(params.max_tokens, room)
+    num_logprobs = num_answers * num_tokens * (1 + params.top_logprobs)
+    if num_logprobs > MAX_LOGPROB_TOKENS:
+        raise invalid_field(
+            param,
+            f"{num_answers} answers of up to {num_tokens:,} tokens, with {params.top_logprobs} alternatives "
+            f"each, have {num_logprobs:,} log-probabilities; the limit is {MAX_LOGPROB_TOKENS:,}",
+        )

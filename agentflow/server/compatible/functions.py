@@ -1,0 +1,29 @@
+"""Functions that a model may call, as OpenAI's API declares them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from agentflow.protocol.chat import ToolSpec
+from agentflow.protocol.json_bounds import JsonScan, object_of
+from agentflow.server.compatible.fields import GivenObject, ToolName, is_given
+
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class FunctionSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``parameters``: the JSON schema of an object; without it the tool has none. If it is not ``strict``,
+    what cannot be enforced is relaxed."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: GivenObject = None
+    strict: bool | None = None
+
+
+def function_tool(function: FunctionSpec, place: str, scan: JsonScan) -> ToolSpec:
+    """The tool for a chat template. ``scan``: counts the parameters of all functions of the request."""
+    given, parameters = function.parameters, NO_PARAMETERS
+    if given is not None and is_given(given):
+        parameters = object_of(given, f"{place}.parameters", scan)
+    return ToolSpec(function.name, function.description or "", parameters, strict=bool(function.strict))
