@@ -3,9 +3,9 @@
 ::
 
     /v1/session     websocket, docs/reference/protocol.md
-    /v1/…           OpenAI's and Anthropic's APIs, tickets of sessions, http/routes.py
-    /api/…          Ollama's API, http/routes.py
-    /generate       SGLang's API, http/routes.py
+    /v1/…           OpenAI's and Anthropic's APIs, tickets of sessions, routes.py
+    /api/…          Ollama's API, routes.py
+    /generate       SGLang's API, routes.py
     /ui/            the page, ui/pages.py
     /               leads browsers to the page, and has the endpoints as JSON, or Ollama's text
     /health/live    200 while the process answers
@@ -44,13 +44,13 @@ from agentflow.server.completion.streaming import RELAXED, VIOLATED
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.errors import ENDING, ApiError, api_error_of, not_ready
 from agentflow.server.http.call import address_of
-from agentflow.server.http.openapi import openapi
-from agentflow.server.http.origin_guard import BrowserGuard, any_host, one_of, private_host
-from agentflow.server.http.routes import ROUTES, api_routes, error_response
 from agentflow.server.metrics.metrics import CONTENT_TYPE, ServerMetrics
 from agentflow.server.models.models import OpenModels
 from agentflow.server.ollama.models import MANAGEMENT, WHY_NOT_MANAGED
+from agentflow.server.openapi import openapi
+from agentflow.server.origin_guard import BrowserGuard, any_host, one_of, private_host
 from agentflow.server.responses.background import open_background_runs
+from agentflow.server.routes import ROUTES, api_routes, error_response
 from agentflow.server.service import Service
 from agentflow.server.sglang.models import FLUSH, WHY_NOT_FLUSHED
 from agentflow.server.tenants.keys import Tenants, key_of_headers

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agentflow.server.http.routes import OLLAMA, ROUTES
 from agentflow.server.ollama.models import MANAGEMENT
+from agentflow.server.ollama.routes import OLLAMA
 from agentflow.server.ollama.types import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
@@ -17,6 +17,7 @@ from agentflow.server.ollama.types import (
     OllamaGenerateRequest,
     Options,
 )
+from agentflow.server.routes import ROUTES
 from agentflow.server.sglang.models import FLUSH
 from agentflow.server.sglang.types import SamplingFields, SglangRequest
 

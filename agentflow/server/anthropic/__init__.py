@@ -1,5 +1,6 @@
-"""Anthropic's API: messages and token counts.
+"""Anthropic's API: messages, token counts, and models.
 
 ``types`` has the JSON shapes, ``conversation`` translates messages and tools into those of chat templates,
-``answer`` has whole answers, events and errors, and ``messages`` the endpoints.
+and ``answer`` has whole answers, events and errors. ``messages`` and ``models`` are the endpoints, and
+``routes`` has the paths.
 """

@@ -1,6 +1,5 @@
-"""HTTP: connections, requests, and the routes of the APIs.
+"""HTTP: connections, requests and routes.
 
-``acceptor`` accepts connections and ``protocol`` reads requests from them, within limits. ``origin_guard``
-rejects pages of other sites. ``routes`` has the paths and ``openapi`` describes them. ``call`` runs one
-request.
+``acceptor`` accepts connections, and ``protocol`` reads requests from them, within limits. ``call`` runs one
+request, for which ``whole_numbers`` reads integers that are written as floats. ``route`` declares a path.
 """

@@ -1,1 +1,4 @@
-"""Metrics for Prometheus: ``request_times`` measures requests, ``metrics`` collects and renders them all."""
+"""Metrics for Prometheus.
+
+``request_times`` measures requests, and ``metrics`` collects and renders all metrics.
+"""

@@ -2,5 +2,5 @@
 
 ``types`` has the JSON shapes, ``request`` translates their fields for the engine, and ``answer`` has what all
 answers share: usage and streams. ``chat``, ``completions``, ``embeddings``, ``models`` and ``adapters`` are
-the endpoints, and ``responses`` is the Responses API.
+the endpoints, ``responses`` is the Responses API, and ``routes`` has the paths.
 """

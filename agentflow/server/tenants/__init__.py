@@ -1,2 +1,5 @@
-"""Tenants: ``keys`` finds the tenant of an API key, ``rate_limit`` limits what each tenant may use, and
-``limit_headers`` writes what is left of it."""
+"""Tenants: API keys and rate limits.
+
+``rate_limit`` limits what each tenant may use, and ``limit_headers`` shows a client the rest of its limits.
+``tickets`` let pages open sessions without a key, and ``keys`` finds the tenant of a key or a ticket.
+"""

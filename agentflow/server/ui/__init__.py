@@ -1,4 +1,4 @@
 """The page: a playground, a chat, and live views of the engine, in a browser.
 
-``static`` has the built files, which the directory ``ui`` of the repository makes; ``pages`` serves them.
+``pages`` serves the files in ``static``, which the directory ``ui`` of the repository makes.
 """

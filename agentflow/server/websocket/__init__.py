@@ -1,5 +1,5 @@
 """Sessions over websockets.
 
-``connection`` serves one websocket, ``sessions`` keeps sessions that outlive a connection, and ``frames``
-checks received frames and splits events into frames.
+``sessions`` keeps sessions, which outlive their connections. ``frames`` checks received frames and splits
+events into frames, and ``connection`` serves one websocket.
 """

@@ -23,7 +23,7 @@ from agentflow.server.config.schema import (
     model_settings,
     shared_names,
 )
-from agentflow.server.http.origin_guard import one_of
+from agentflow.server.origin_guard import one_of
 
 
 def loaded(

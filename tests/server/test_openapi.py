@@ -14,8 +14,9 @@ from agentflow.protocol.sampling import MAX_STOPS
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.errors import ApiError
 from agentflow.server.http.call import ApiCall
-from agentflow.server.http.openapi import openapi_document
-from agentflow.server.http.routes import ROUTES, ApiRoute
+from agentflow.server.http.route import ApiRoute
+from agentflow.server.openapi import openapi_document
+from agentflow.server.routes import ROUTES
 from agentflow.server.tenants.rate_limit import LimitState
 
 

@@ -20,7 +20,8 @@ from agentflow.server import event_stream
 from agentflow.server.compatible.error_format import OPENAI
 from agentflow.server.errors import ApiError
 from agentflow.server.http.call import ErrorFormat
-from agentflow.server.http.routes import ROUTES, ApiRoute
+from agentflow.server.http.route import ApiRoute
+from agentflow.server.routes import ROUTES
 from agentflow.server.tenants.limit_headers import ANY_LIMITS
 from agentflow.version import __version__
 

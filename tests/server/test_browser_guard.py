@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentflow.server.http.origin_guard import BrowserGuard, one_of, private_host
+from agentflow.server.origin_guard import BrowserGuard, one_of, private_host
 
 pytestmark = pytest.mark.anyio
 

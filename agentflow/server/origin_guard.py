@@ -18,7 +18,7 @@ from starlette.websockets import WebSocket
 
 from agentflow.server.addresses import address_of, is_loopback
 from agentflow.server.errors import ApiError
-from agentflow.server.http.routes import error_response
+from agentflow.server.routes import error_response
 
 # Domains that are not in the public DNS (RFC 6762, RFC 8375, RFC 6761, and ICANN's for private use).
 PRIVATE_DOMAINS = ("local", "home.arpa", "localhost", "internal")

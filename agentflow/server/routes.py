@@ -1,0 +1,106 @@
+"""All routes of the HTTP APIs, and the format of errors of each path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import wraps
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from agentflow.server.anthropic.models import (
+    AnthropicModel,
+    AnthropicModelList,
+    get_anthropic_model,
+    list_anthropic_models,
+)
+from agentflow.server.anthropic.routes import ROUTES as ANTHROPIC_ROUTES
+from agentflow.server.compatible.error_format import OPENAI
+from agentflow.server.errors import ApiError
+from agentflow.server.http.call import ApiCall, ApiEndpoint, ErrorFormat, Handler, request_id_of
+from agentflow.server.http.route import ApiRoute
+from agentflow.server.ollama.routes import OLLAMA
+from agentflow.server.ollama.routes import ROUTES as OLLAMA_ROUTES
+from agentflow.server.openai.models import ModelCard, ModelList, get_model, list_models
+from agentflow.server.openai.routes import ROUTES as OPENAI_ROUTES
+from agentflow.server.sglang.routes import ROUTES as SGLANG_ROUTES
+from agentflow.server.tenants.keys import key_of_headers
+from agentflow.server.tenants.tickets import SessionTicket
+
+_OLLAMA_PATHS = "/api/"
+
+
+async def create_session_ticket(call: ApiCall) -> None:
+    """Returns a ticket with which a page opens one session."""
+    tenants = call.service.tenants
+    await call.reply(tenants.tickets.issue(call.tenant, key_of_headers(call.headers)))
+
+
+def _of_client(openai: Handler, anthropic: Handler) -> Handler:
+    """Both APIs have this route. Anthropic's clients name its version."""
+
+    @wraps(openai)
+    async def handle(call: ApiCall) -> None:
+        await (anthropic if "anthropic-version" in call.headers else openai)(call)
+
+    return handle
+
+
+ROUTES = (
+    ApiRoute("POST", "/v1/session-ticket", create_session_ticket, OPENAI, response=SessionTicket),
+    ApiRoute(
+        "GET",
+        "/v1/models",
+        _of_client(list_models, list_anthropic_models),
+        OPENAI,
+        response=(ModelList, AnthropicModelList),
+    ),
+    ApiRoute(
+        "GET",
+        "/v1/models/{name:path}",
+        _of_client(get_model, get_anthropic_model),
+        OPENAI,
+        response=(ModelCard, AnthropicModel),
+    ),
+    *OPENAI_ROUTES,
+    *ANTHROPIC_ROUTES,
+    *OLLAMA_ROUTES,
+    *SGLANG_ROUTES,
+)
+
+
+def api_routes() -> Sequence[BaseRoute]:
+    """The routes for starlette."""
+    return [
+        Route(
+            route.path,
+            ApiEndpoint(route.handler, route.error_format, route=route.path.partition("{")[0]),
+            methods=[route.method],
+        )
+        for route in ROUTES
+    ]
+
+
+def error_format_of(path: str) -> ErrorFormat:
+    """The format of errors of ``path``, which need not exist."""
+    for route in ROUTES:
+        if path == route.path or path.startswith(f"{route.path}/"):
+            return route.error_format
+    return OLLAMA if path.startswith(_OLLAMA_PATHS) else OPENAI
+
+
+def error_response(
+    path: str, request_headers: Headers, error: ApiError, headers: Mapping[str, str] | None = None
+) -> Response:
+    """The response for an error that occurs before a handler has the request. ``headers``: more headers of
+    the response."""
+    error_format = error_format_of(path)
+    request_id = request_id_of(request_headers)
+    own = {error_format.request_id_header.decode(): request_id}
+    return Response(
+        error_format.body(error, request_id),
+        status_code=error_format.status(error),
+        media_type="application/json",
+        headers={**(headers or {}), **own},
+    )
