@@ -78,7 +78,35 @@ ROOMS = {
         "scripted",
     ),
     "recording": ("file", "places", "runs"),
+    "server": (
+        "log",
+        "addresses",
+        "errors",
+        "event_stream",
+        "config",
+        "tenants",
+        "models",
+        "websocket",
+        "responses",
+        "metrics",
+        "service",
+        "http",
+        "completion",
+        "compatible",
+        "openai",
+        "anthropic",
+        "ollama",
+        "sglang",
+        "routes",
+        "openapi",
+        "origin_guard",
+        "ui",
+        "app",
+        "serve",
+    ),
 }
+# Rooms of which none imports another, whatever their order.
+SIBLINGS = {"server": {"openai", "anthropic", "ollama", "sglang"}}
 # What is imported where it is used, against the table or the rule of light imports.
 LAZY = {
     ("agentflow/backends/local.py", "agentflow.engine.local_engine"),
@@ -181,6 +209,8 @@ def upward_imports(root: Path) -> list[str]:
         if wing not in ROOMS or room == "__init__":
             continue
         lower = ROOMS[wing][: ROOMS[wing].index(room) + 1]
+        if room in SIBLINGS.get(wing, ()):
+            lower = (room, *[name for name in lower if name not in SIBLINGS[wing]])
         package = dotted[file].rpartition(".")[0]
         for module, line in _imports(ast.parse(file.read_text(encoding="utf-8")), package, known):
             if _is_below(module, f"agentflow.{wing}") and module.split(".")[2:3] not in [
@@ -214,6 +244,17 @@ def test_an_upward_import_is_found(tmp_path: Path) -> None:
     room.write_text("from . import runs")
     (room.parent / "runs.py").write_text("from .file import x\nfrom agentflow.recording import places")
     assert upward_imports(tmp_path) == ["agentflow/recording/file.py:1: agentflow.recording.runs"]
+
+
+def test_an_import_of_a_sibling_is_found(tmp_path: Path) -> None:
+    for room in ("openai", "ollama", "http"):
+        folder = tmp_path / "agentflow/server" / room
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+        (folder / "types.py").touch()
+    types = tmp_path / "agentflow/server/ollama/types.py"
+    types.write_text("from ..http import types as http\nfrom ..openai import types as openai")
+    assert upward_imports(tmp_path) == ["agentflow/server/ollama/types.py:2: agentflow.server.openai.types"]
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
