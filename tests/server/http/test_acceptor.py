@@ -22,7 +22,6 @@ from support.holds import until
 from support.server.http_clients import only_asyncio
 
 from agentflow.runtime.task_group import open_task_group
-from agentflow.server.addresses import client_of, is_loopback
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.http import acceptor as acceptor_module
 from agentflow.server.http.acceptor import Acceptor, max_open_connections
@@ -166,29 +165,6 @@ async def test_a_tls_handshake_that_does_not_come_counts_and_has_a_deadline() ->
                 with contextlib.suppress(anyio.BrokenResourceError):
                     assert b"!" not in b"".join([part async for part in stream])
         await until(lambda: one.num_connections == 0)
-
-
-@pytest.mark.parametrize(
-    ("host", "is_own"),
-    [
-        *((host, True) for host in ("localhost", "LOCALHOST", "localhost.", "127.0.0.1", "127.9.8.7")),
-        *((host, True) for host in ("::1", "[::1]", "0:0:0:0:0:0:0:1", "::ffff:127.0.0.1", "::1%lo")),
-        *(
-            (host, False)
-            for host in ("0.0.0.0", "::", "", "192.0.2.1", "::ffff:192.0.2.1", "localhost.example")
-        ),
-        *((host, False) for host in ("my-machine", "127.0.0.1.example", "1.127.0.0", "fe80::1%lo")),
-    ],
-)
-def test_one_predicate_says_what_is_loopback(host: str, is_own: bool) -> None:
-    assert is_loopback(host) == is_own
-    if is_own:
-        assert client_of(host) is None
-
-
-def test_an_ipv6_network_counts_as_one_client() -> None:
-    assert client_of("2001:db8::1") == client_of("2001:db8:0:0:ffff::") != client_of("2001:db8:0:1::1")
-    assert client_of("::ffff:192.0.2.1") == client_of("192.0.2.1") != client_of("192.0.2.2")
 
 
 RAISED = """
