@@ -158,15 +158,14 @@ def unready(reason: str) -> JSONResponse:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Access to the server. ``cors_origins``: origins whose pages may use it, beside its own.
-    ``allowed_hosts``: accepted host names; None: any, or without keys those that the public DNS cannot
-    resolve. ``logs_prompts``: the log has prompts and answers. ``has_page``: the page is at ``/ui``."""
+    """Access to the server."""
 
     tenants: Tenants = field(default_factory=Tenants)
-    cors_origins: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()  # other origins whose pages may use the server
+    # Accepted host names. None: any; on a server without keys, only names that the public DNS cannot resolve.
     allowed_hosts: tuple[str, ...] | None = None
-    logs_prompts: bool = False
-    has_page: bool = True
+    logs_prompts: bool = False  # the log has prompts and answers
+    has_page: bool = True  # the page is at ``/ui``
 
 
 def create_app(
@@ -318,7 +317,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 
 def _methods_of(request: Request) -> list[str]:
-    """The methods of the path. Starlette knows only those of the first route that has it."""
+    """The methods of the path. Starlette itself finds only the first route of a path."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     fitting = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
     return sorted({method for route in fitting for method in route.methods or ()})

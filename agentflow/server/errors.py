@@ -23,7 +23,7 @@ from agentflow.runtime.task_group import first_of
 
 # When the server does not know how long a limit stays reached.
 RETRY_AFTER_S = 1.0
-# Messages quote what the client sent, up to these lengths.
+# Messages quote the request, up to these lengths.
 MAX_MESSAGE_CHARS = 2_000
 MAX_PARAM_CHARS = 500
 ENDING = "the server is starting or shutting down: try again in a moment"
@@ -45,14 +45,13 @@ _STATUS_AND_CODE: dict[type[AgentflowError], tuple[int, str]] = {
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An error as it is answered. ``code``: its cause; ``param``: the field of the request that is wrong, if
-    any; ``retry_after_s``: the time to wait before a retry, if that helps."""
+    """An error that a client receives."""
 
     status: int
-    code: str
+    code: str  # the cause
     message: str
-    param: str | None = None
-    retry_after_s: float | None = None
+    param: str | None = None  # the field of the request that is wrong
+    retry_after_s: float | None = None  # the time to wait before a retry, if a retry can help
 
     @property
     def headers(self) -> dict[str, str]:
@@ -90,7 +89,7 @@ def unsupported(param: str, why: str) -> ApiError:
 
 
 def param_of_tool(param: str, member: str) -> str:
-    """The field of a request for a place in the schema of a tool. ``member``: that has the schema.
+    """The field of a request for a place in the schema of a tool, which is in the field ``member``.
 
     >>> param_of_tool("tools[1].properties.a", "input_schema")
     'tools[1].input_schema.properties.a'

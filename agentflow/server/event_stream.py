@@ -14,12 +14,12 @@ import anyio
 
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 EVENT_END = b"\n\n"
-# Ask browsers and proxies to pass events on at once.
+# Ask browsers and proxies to pass events on immediately.
 HEADERS = {b"cache-control": b"no-cache", b"x-accel-buffering": b"no"}
 
 
 def event_head(name: bytes = b"") -> bytes:
-    """What precedes the data of an event. Without a name it is a ``message`` event."""
+    """The bytes before the data of an event. Without a name it is a ``message`` event."""
     return b"event: %b\ndata: " % name if name else b"data: "
 
 
@@ -38,8 +38,12 @@ def comment(text: bytes) -> bytes:
 
 
 class EventStream:
-    """The events of one answer. ``write``: sends bytes, and whether more follow; it waits for a slow client.
-    ``keepalive``: an event that clients skip."""
+    """The events of one answer.
+
+    Args:
+        write: sends bytes, with whether more follow. It waits for a slow client.
+        keepalive: an event that clients skip.
+    """
 
     def __init__(self, write: Callable[[bytes, bool], Awaitable[None]], keepalive: bytes) -> None:
         self._write = write

@@ -59,14 +59,11 @@ class LoggedBody:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. ``error``: the code of its error, or ``client_gone``; ``param`` and ``message``: of the
-    error. ``relaxed``: the places in its schemas that the grammar does not keep; ``violated``: those that the
-    answer violates. ``asked`` and ``answered``: the bodies, if they are logged. ``path``: from
-    ``logged_path``."""
+    """One request."""
 
     id: str
     method: str
-    path: str
+    path: str  # from ``logged_path``
     status: int = 0
     took_s: float = 0.0
     tenant: str = ""
@@ -75,13 +72,13 @@ class RequestRecord:
     cached_tokens: int = 0
     output_tokens: int = 0
     is_streamed: bool = False
-    error: str | None = None
-    param: str | None = None
-    message: str | None = None
-    relaxed: str | None = None
-    violated: str | None = None
-    asked: LoggedBody | None = None
-    answered: LoggedBody | None = None
+    error: str | None = None  # the code of the error, or ``client_gone``
+    param: str | None = None  # the field that the error is about
+    message: str | None = None  # of the error
+    relaxed: str | None = None  # places in the request's schemas that the grammar does not enforce
+    violated: str | None = None  # the places among them that the answer violates
+    asked: LoggedBody | None = None  # the request's body, if bodies are logged
+    answered: LoggedBody | None = None  # the answer's body, if bodies are logged
 
     def count(self, usage: Usage) -> None:
         """Records the tokens of the request."""
@@ -159,8 +156,13 @@ class TextFormatter(logging.Formatter):
 
 
 def set_up_logs(level: str, shape: str, stream: TextIO | None = None) -> None:
-    """Configures agentflow's own loggers, on ``stream`` (default: standard error). ``level``: ``debug`` to
-    ``error``; ``shape``: ``text`` or ``json``. Can be called again."""
+    """Configures agentflow's loggers. Can be called again.
+
+    Args:
+        level: ``debug`` to ``error``.
+        shape: ``text`` or ``json``.
+        stream: standard error by default.
+    """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if shape == "json" else TextFormatter())
     logger = logging.getLogger(LOGGER)

@@ -32,7 +32,7 @@ Schema = dict[str, Any]
 # too many requests; a fault of the server; a server that is overloaded or shuts down.
 _ANY_CALL = (401, 408, 413, 415, 429, 500, 503)
 # Errors before the request reaches the API: a page of another site, a method that the path does not support.
-_BEFORE_API = (403, 405)  # in OpenAI's format, and in that of the path
+_BEFORE_API = (403, 405)  # in OpenAI's format, and in the format of the path
 _NAME = {"type": "string"}
 # Errors while the headers are read: they are too slow or too large, or there are too many connections.
 _IN_HEADERS = (408, 414, 429, 431, 503)
@@ -173,7 +173,7 @@ def _headers(error_format: ErrorFormat, status: int = 200) -> Schema:
 
 
 def _operations_paths(schemas: dict[type[Any], Schema]) -> dict[str, dict[str, Schema]]:
-    """The operations beside the APIs: health checks, metrics, this document."""
+    """The operations outside of the APIs: health checks, metrics, this document."""
     with_reason = {JSON: {"schema": _REASON}}
     outside = {JSON: {"schema": schemas[OPENAI.body_type]}}
     either = {JSON: {"schema": {"anyOf": [_REASON, schemas[OPENAI.body_type]]}}}

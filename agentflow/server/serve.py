@@ -106,11 +106,22 @@ def serve(
     on_ready: Callable[[RunningServer], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
     """Serves until SIGINT or SIGTERM. Then new requests are rejected, and running ones may continue for
-    ``shutdown.drain_s``. A second signal stops the server at once. ``on_ready`` runs beside it once it is
-    ready; without one, it prints its addresses.
+    ``shutdown.drain_s``. A second signal stops the server immediately.
 
-    ``PortInUse`` if the port is in use, ``ServerError`` if the address cannot be bound for another reason,
-    and the errors of ``open_models``.
+    Args:
+        open_models: opens the models.
+        host: the address to listen at.
+        port: the port to listen at.
+        limits: limits of connections and sessions.
+        http_limits: limits of the HTTP APIs.
+        access: the tenants, and the pages that may use the server.
+        tls: the certificate, for HTTPS.
+        shutdown: the time budget of the shutdown.
+        on_ready: runs when the server is ready, until it stops; by default the addresses are printed.
+
+    Raises:
+        PortInUse: the port is in use.
+        ServerError: the address cannot be bound for another reason.
     """
 
     limits = with_descriptors(limits or ServerLimits())
@@ -158,15 +169,24 @@ async def running_server(
     access: Access | None = None,
     tls: Tls | None = None,
 ) -> AsyncIterator[RunningServer]:
-    """Serves while the scope lasts, without signal handlers. Needs asyncio. Port 0: any free port.
+    """Serves while the scope lasts, without signal handlers. Needs asyncio.
 
     While models load, the server already answers that it is not ready. The scope is entered when they are
     loaded.
+
+    Args:
+        open_models: opens the models.
+        host: the address to listen at.
+        port: the port to listen at; 0: any free port.
+        limits: limits of connections and sessions.
+        http_limits: limits of the HTTP APIs.
+        access: the tenants, and the pages that may use the server.
+        tls: the certificate, for HTTPS.
     """
     limits = limits or ServerLimits()
     with contextlib.closing(listen(host, port)) as listener:
         app = create_app(open_models, limits, http_limits=http_limits, access=access)
-        # Before the models, so that a bad certificate fails at once.
+        # Before the models, so that a bad certificate fails immediately.
         server = _HttpServer(_config(app, limits, tls), limits, listener)
         async with open_task_group() as group:
             group.start_soon(server.run_shielded)
@@ -196,7 +216,7 @@ def listen(host: str, port: int) -> socket.socket:
             if os.name == "posix":  # elsewhere the option lets two programs share a port
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            # Now, not after the models load, so that a second server fails at once.
+            # Now, not after the models load, so that a second server fails immediately.
             listener.listen(socket.SOMAXCONN)
         except BaseException:
             listener.close()
@@ -242,7 +262,7 @@ def _config(app: Starlette, limits: ServerLimits, tls: Tls | None) -> uvicorn.Co
 
 class _HttpServer:
     """Serves the application on one socket. Replaces ``uvicorn.Server``, which installs signal handlers, and
-    which polls every 0.1 s for its end and for that of its connections."""
+    which polls every 0.1 s for the end of the server and of its connections."""
 
     def __init__(self, config: uvicorn.Config, limits: ServerLimits, listener: socket.socket) -> None:
         self._config = config

@@ -31,7 +31,7 @@ class CallsInFlight:
 
     @property
     def num(self) -> int:
-        """How many are in progress."""
+        """The number of requests in progress."""
         return len(self._scopes)
 
     @contextmanager
@@ -62,22 +62,19 @@ class CallsInFlight:
 
 @dataclass(eq=False)
 class Service:
-    """``is_draining``: the server shuts down; running requests may finish, new ones are rejected.
-    ``logs_prompts``: the log has the bodies of requests and answers. ``bodies``: the memory of requests'
-    bodies. ``responses``: those that later requests continue. ``background``: those that run without a
-    connection."""
+    """The parts of a running server, and its shutdown."""
 
     models: Models
     sessions: Sessions[Any]
     tenants: Tenants
     limits: ServerLimits
     http_limits: HttpLimits
-    background: BackgroundRuns
+    background: BackgroundRuns  # responses that run without a connection
     calls: CallsInFlight = field(default_factory=CallsInFlight)
-    bodies: TenantMemory = field(init=False)
-    responses: ResponseStore = field(init=False)
-    is_draining: bool = False
-    logs_prompts: bool = False
+    bodies: TenantMemory = field(init=False)  # the memory of the bodies of all requests
+    responses: ResponseStore = field(init=False)  # responses that later requests continue
+    is_draining: bool = False  # running requests may finish, and new ones are rejected
+    logs_prompts: bool = False  # the log has the bodies of requests and answers
     _body_threads: WeakValueDictionary[str, anyio.CapacityLimiter] = field(
         init=False, default_factory=WeakValueDictionary
     )
@@ -91,16 +88,16 @@ class Service:
         )
 
     def body_threads(self, tenant: Tenant) -> anyio.CapacityLimiter:
-        """Limits a tenant to one thread that reads large bodies, since several would compete for the
-        interpreter's lock, also with the event loop. Callers must keep a reference while they use it."""
+        """Limits a tenant to one thread that reads large bodies: several would compete for the interpreter's
+        lock, also with the event loop. Callers must keep a reference while they use it."""
         limiter = self._body_threads.get(tenant.name)
         if limiter is None:
             limiter = self._body_threads[tenant.name] = anyio.CapacityLimiter(1)
         return limiter
 
     def context_length(self, generator: Generator[Any]) -> int | None:
-        """The tokens that a prompt may have, which the APIs advertise as the model's context: the smallest of
-        the model's own, the KV pool and ``max_prompt_tokens``. None if the generator has no limit."""
+        """The most tokens of a prompt, which the APIs show as the model's context: the smallest of the
+        model's context, the KV pool and ``max_prompt_tokens``. None if the generator has no limit."""
         most, asked = generator.capabilities.max_context, self.http_limits.max_prompt_tokens
         return asked if most is None else min(most, asked or most)
 

@@ -65,14 +65,13 @@ _OVERLOADED_STATUS = 529
 
 @dataclass(frozen=True, slots=True)
 class AnswerFrame:
-    """The fields of an answer that are known at its beginning. ``max_tokens``: as requested; ``max_context``:
-    the model's limit of prompt and output together. ``shows_thoughts``: with their text."""
+    """The fields of an answer that are known at its beginning."""
 
     id: str
     model: str
-    max_tokens: int
-    max_context: int | None
-    shows_thoughts: bool = True
+    max_tokens: int  # as requested
+    max_context: int | None  # the model's limit of prompt and output together
+    shows_thoughts: bool = True  # the text of thoughts is shown
 
     @classmethod
     def new(

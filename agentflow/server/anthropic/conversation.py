@@ -1,4 +1,4 @@
-"""Translates the messages and tools of Anthropic's API into those of chat templates.
+"""Translates the messages and tools of Anthropic's API into turns and tools of chat templates.
 
 Consecutive messages of one role become one turn. The blocks of a message are joined without a separator, as
 templates write them. The user's messages of one turn are separated by an empty line; the assistant's are not.

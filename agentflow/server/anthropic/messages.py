@@ -1,7 +1,7 @@
 """``POST /v1/messages`` and ``POST /v1/messages/count_tokens``, as in Anthropic's API.
 
-A request is read with errors that name what is not supported, translated for the engine, and answered whole
-or as a stream of events.
+A request is read, with errors that name unsupported fields, translated for the engine, and answered whole or
+as a stream of events.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _AnyTools(msgspec.Struct):
 
 
 def read_request(call: ApiCall, kind: type[T]) -> T:
-    """The decoded body. ``ApiError`` names what is wrong or not supported."""
+    """The decoded body. ``ApiError`` names the field that is wrong or not supported."""
     try:
         return call.read(kind)
     except ApiError as error:
@@ -54,7 +54,7 @@ def read_request(call: ApiCall, kind: type[T]) -> T:
 
 
 def _explained(error: ApiError, call: ApiCall) -> ApiError:
-    """The error of a body, with ``unsupported`` for what Anthropic's own API accepts."""
+    """The error of a body, with ``unsupported`` for values that Anthropic's own API accepts."""
     param, message = error.param or "", error.message
     of_tools = _of_tools(call) if param.startswith("tools[") else None
     if of_tools is not None:
@@ -78,7 +78,7 @@ def _explained(error: ApiError, call: ApiCall) -> ApiError:
 
 
 def _of_tools(call: ApiCall) -> ApiError | None:
-    """The error for a tool that Anthropic's own servers run. It has fields of its own, which are not the
+    """The error for a tool that Anthropic's servers run. Such a tool has other fields, which are not the
     cause."""
     try:
         tools = call.read(_AnyTools).tools

@@ -18,8 +18,8 @@ MAX_INLINE_NUMBERS = 16_384
 async def reply_written(
     call: ApiCall, vectors: Sequence[NDArray[np.float32]], answer: Callable[[], msgspec.Struct]
 ) -> None:
-    """Replies with what ``answer`` returns, which has these embeddings: if they are many, made and encoded in
-    a thread of the tenant."""
+    """Replies with the result of ``answer``. If the embeddings have many numbers, the result is made and
+    encoded in a thread of the tenant."""
 
     def written() -> bytes:
         return msgspec.json.encode(answer())

@@ -1,4 +1,4 @@
-"""The format of errors of OpenAI's API, which is also that of all paths outside of other APIs."""
+"""The format of errors of OpenAI's API, which all paths outside of other APIs have, too."""
 
 from __future__ import annotations
 

@@ -37,7 +37,17 @@ def forms_of(
     grammar: str | None = None,
     ebnf: str | None = None,
 ) -> Iterator[tuple[str, Constraint]]:
-    """The constraint of each field that has a value, with the field's name, which begins with ``prefix``."""
+    """The constraint of each field that has a value, with the field's name.
+
+    Args:
+        prefix: the beginning of the fields' names.
+        json: a JSON schema, or its text.
+        json_schema: the same, under another name.
+        regex: a pattern.
+        choice: the allowed answers.
+        grammar: a grammar in Lark's notation, or in EBNF.
+        ebnf: a grammar in EBNF.
+    """
     for name, schema in (("json", json), ("json_schema", json_schema)):
         if schema is not None and is_given(schema):
             yield f"{prefix}{name}", _schema(schema, f"{prefix}{name}")

@@ -13,7 +13,7 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 class FunctionSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``parameters``: the JSON schema of an object; without it the tool has none. If it is not ``strict``,
-    what cannot be enforced is relaxed."""
+    keywords that cannot be enforced are relaxed."""
 
     name: ToolName
     description: str | None = None
@@ -22,7 +22,7 @@ class FunctionSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def function_tool(function: FunctionSpec, place: str, scan: JsonScan) -> ToolSpec:
-    """The tool for a chat template. ``scan``: counts the parameters of all functions of the request."""
+    """The tool for a chat template. ``place``: the field of the function; ``scan``: bounds all parameters."""
     given, parameters = function.parameters, NO_PARAMETERS
     if given is not None and is_given(given):
         parameters = object_of(given, f"{place}.parameters", scan)

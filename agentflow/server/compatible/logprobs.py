@@ -18,7 +18,7 @@ class TopLogprob(msgspec.Struct, kw_only=True):
 
 
 class ChatTokenLogprob(msgspec.Struct, kw_only=True):
-    """A token of the answer. ``logprob`` is null if the text was encoded anew, which happens under a
+    """A token of the answer. ``logprob`` is null if the text was encoded again, which happens under a
     constraint."""
 
     token: str
@@ -28,7 +28,7 @@ class ChatTokenLogprob(msgspec.Struct, kw_only=True):
 
 
 def token_logprob(token: TokenLogprob) -> ChatTokenLogprob:
-    """A token with its log-probability and those of the likeliest tokens."""
+    """A token with the log-probabilities of itself and of the likeliest tokens."""
     return ChatTokenLogprob(
         token=token.text,
         bytes=_byte_values(token.raw),

@@ -1,8 +1,8 @@
-"""Checks a finished call, or answer, against the schema of the client, where the grammar did not keep it.
+"""Checks a finished call, or answer, against the schema of the client, where the grammar does not enforce it.
 
 The ``jsonschema`` package checks, since its work can be counted: each keyword spends steps, patterns a time,
 and a check that needs more is given up. A compiled validator is faster, but nothing can interrupt it, and a
-schema of 1 kB can cost hours. Nothing is fetched.
+schema of 1 kB can cost hours. References are not fetched.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from agentflow.server.completion.request import Check, CompletionRequest
 Path: TypeAlias = tuple[str, ...]
 
 MOST_STEPS: Final = 20_000
-"""Of one check: about a tenth of a second."""
+"""The steps of one check, which take about a tenth of a second."""
 MOST_PATTERN_S: Final = 0.1
 MOST_VIOLATIONS: Final = 5
-"""Those that are reported of one check."""
+"""The most violations that one check reports."""
 _CHARS_OF_A_STEP: Final = 1_000
 _MOST_HEADER_CHARS: Final = 900
 
@@ -72,14 +72,14 @@ def violations(schema: dict[str, Any], text: str) -> list[Path] | None:
             return [tuple(map(str, error.absolute_schema_path)) for error in errors]
         finally:
             _work.reset(token)
-    # The library raises many kinds of errors for what is no schema, and the regex package for patterns.
+    # The library raises many kinds of errors for invalid schemas, and the regex package for patterns.
     except Exception:
         return None
 
 
 @dataclass(slots=True)
 class _Work:
-    """What a check may still cost. ``sizes``: the characters of each container, by its id."""
+    """The rest of a check's limits. ``sizes``: the characters of each container, by its id."""
 
     steps: int = MOST_STEPS
     pattern_s: float = MOST_PATTERN_S
@@ -203,7 +203,7 @@ def _validator(schema: dict[str, Any]) -> Any:
     draft, specification = _DRAFTS.get(named, _LATEST)
     plain = _plain(schema, is_draft_4=draft is Draft4Validator)
     if {"unevaluatedProperties", "patternProperties"} <= _keys(plain):
-        raise _CannotCheck  # the library searches names with patterns of its own accord
+        raise _CannotCheck  # here the library itself searches names with patterns
     resource: Any = specification.create_resource(plain)
     uri = resource.id() or ""
     # Read once: an incomplete registry would be read at each reference.
@@ -213,7 +213,7 @@ def _validator(schema: dict[str, Any]) -> Any:
 
 def _plain(schema: Any, *, is_draft_4: bool) -> Any:
     """A copy in which no inner schema names a draft, as it would get a validator that does not count. Limits
-    of draft 4 become those of later ones."""
+    in the form of draft 4 get the form of later drafts."""
     if isinstance(schema, list):
         return [_plain(one, is_draft_4=is_draft_4) for one in schema]
     if not isinstance(schema, dict):
@@ -241,8 +241,15 @@ async def check_answer(
     outputs: Sequence[tuple[str, str]],
     unkept: Collection[str],
 ) -> tuple[Check, ...]:
-    """Checks an answer in a thread of the tenant's. ``outputs``: the names of the tools that it calls, with
-    the arguments, or its text, without a name. ``unkept``: the names of the schemas that were relaxed."""
+    """Checks an answer in a thread of the tenant.
+
+    Args:
+        generator: the tenant's generator.
+        request: the request with the schemas.
+        end: the end of the answer.
+        outputs: the names of the called tools, with the arguments; or the text, without a name.
+        unkept: the names of the schemas that were relaxed.
+    """
     schemas = {tool.name: tool.parameters for tool in request.tools}
     if request.constraint is not None and "" in unkept:
         source = request.constraint.source

@@ -7,8 +7,8 @@
             …
 
 Several requests run as one: their answers are numbered consecutively, and an error of one is an error of all.
-Leaving the block aborts what still runs. Deltas that are not fetched in time are merged, so a slow consumer
-gets fewer and larger ones.
+Leaving the block aborts the answers that still run. Deltas that are not fetched in time are merged, so a slow
+consumer gets fewer and larger ones.
 
 ``Completion`` collects the deltas of all requests, ``_Run`` runs one request, and ``_AnswerReader`` and
 ``LogprobReader`` (in ``logprobs``) turn the engine's progress on one answer into deltas.
@@ -76,7 +76,7 @@ from agentflow.server.completion.request import (
 )
 
 COUNTED_CONTEXTS = 4
-"""Prompts of up to so many contexts are counted, so that clients learn how much to leave out."""
+"""Prompts of up to this many contexts are counted, so that clients learn how much to leave out."""
 _SEED_BITS = 62
 # An odd number near 2**63 divided by the golden ratio keeps the seeds of one request's answers far apart.
 _SEED_STEP = 5_700_357_409_661_598_991
@@ -100,7 +100,7 @@ async def completing(
     Raises:
         BadArgument: invalid parameters. The ``param`` is ``prompt``, ``constraint`` or ``tools``, or a
             sampling parameter.
-        RateLimited: the tenant may not send so many requests.
+        RateLimited: the tenant may not send this many requests.
     """
     for request in requests:
         request.params.check()
@@ -163,28 +163,28 @@ class Completion:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of the first request, once it is accepted."""
+        """The prompt tokens of the first request, once it is accepted."""
         return self.runs[0].num_prompt_tokens
 
     @property
     def times(self) -> Times:
-        """Of the first request."""
+        """The times of the first request."""
         return self.runs[0].times
 
     @property
     def relaxed(self) -> tuple[Relaxed, ...]:
-        """What the grammars of all requests do not keep of the client's schemas, once they are accepted."""
+        """The parts of the client's schemas that no grammar enforces, once all requests are accepted."""
         return tuple(dict.fromkeys([one for run in self.runs for one in run.relaxed]))
 
     @property
     def checks(self) -> list[Check]:
-        """The checks of what was generated under relaxed schemas, at the end."""
+        """The checks of calls and answers under relaxed schemas, at the end."""
         return self._checks
 
     @property
     def usage(self) -> Usage:
-        """Of all answers, at the end. What the first answer of a prompt computes does not count as cached,
-        although the other answers find it in the cache."""
+        """The usage of all answers, at the end. Tokens that the first answer of a prompt computes do not
+        count as cached, although the other answers find them in the cache."""
         total, start = Usage(), 0
         for run in self.runs:
             usages = [self._usages[start + number] for number in range(run.num_answers)]
@@ -198,12 +198,12 @@ class Completion:
         return total
 
     def usage_so_far(self) -> Usage:
-        """The prompts and what all answers have so far. The number of cached tokens is known at the end."""
+        """The tokens of the prompts, and of all answers so far. Cached tokens are known at the end."""
         num_prompt_tokens = sum(run.num_prompt_tokens for run in self.runs)
         return Usage(num_prompt_tokens, 0, sum(sum(run.num_output_tokens) for run in self.runs))
 
     def usage_of(self, index: int) -> Usage:
-        """Of one answer that has not ended, as ``usage_so_far``."""
+        """As ``usage_so_far``, of one answer that has not ended."""
         for run in self.runs:
             if index < run.num_answers:
                 break
@@ -345,8 +345,8 @@ class _Run:
                 generator.free(one)
 
     async def _return_prompt(self, context: EngineContext) -> None:
-        """Begins each answer with the prompt, scored if that was requested: in a request of its own, which
-        computes all rows of logits. Generation then finds the prompt in the cache."""
+        """Begins each answer with the prompt. If it is to be scored, a separate request computes all rows of
+        logits, and generation then finds the prompt in the cache."""
         generator, request = self._generator, self._request
         token_ids = await generator.prompt_ids(context)
         num_top = request.prompt_logprobs
@@ -415,7 +415,7 @@ class _Run:
             reader.push(progress)
 
         if constraint is None and use is not None and use.callable_names:
-            # Nothing shows where a call begins in this model's notation, so nothing of it is enforced.
+            # Nothing marks the begin of a call in this model's notation, so no part of it is enforced.
             self.relaxed = tuple([Relaxed(name, ()) for name in use.callable_names])
             unkept.update(use.callable_names)
         try:
@@ -445,7 +445,7 @@ class _Run:
 
 
 def _template_values(generator: EngineGenerator, request: CompletionRequest) -> dict[str, Any]:
-    """Those of the request come first."""
+    """The variables of the chat template. Those of the request take precedence."""
     values = thinking_values(generator.template.source, request.thinks, request.effort)
     return {**values, **request.template_values}
 

@@ -35,37 +35,27 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A prompt and how to answer it ``n`` times.
+    """A prompt and how to answer it ``n`` times."""
 
-    ``prompt``: a conversation, which the assistant continues (a last turn of the assistant is continued
-    itself); or text, in which special tokens count; or token ids; or token ids and further turns.
-    ``constraint`` applies to answers that call no tool. A higher ``priority`` is served first, among the
-    requests of one tenant. A prompt of more than ``max_prompt_tokens`` is rejected. ``opens_turn`` is False
-    where only the ids of the prompt are needed, without the opening of the assistant's turn.
-    ``returns_prompt``: a ``PromptDelta`` begins each answer. ``prompt_logprobs``: it has the
-    log-probabilities of the prompt, with so many alternatives. ``generates`` is False if the answer is the
-    prompt alone. ``template_values``: variables of the chat template. ``thinks``: whether a reasoning model
-    thinks first; None is what its template does. ``thought_budget``: the most tokens of its thoughts.
-    ``effort``: for templates that have a variable for it.
-    """
-
+    # A conversation, whose last turn is continued if it is the assistant's; or a text, in which special
+    # tokens count; or token ids; or token ids and further turns.
     prompt: tuple[Message, ...] | str | TokenIds | Continuation
     params: SamplingParams
-    constraint: Constraint | None = None
+    constraint: Constraint | None = None  # of answers that call no tool
     tools: tuple[ToolSpec, ...] = ()
     tool_choice: ToolChoice = FREE_CHOICE
     n: int = 1
     cache_salt: str = ""
-    priority: int = 0
-    max_prompt_tokens: int | None = None
-    opens_turn: bool = True
-    returns_prompt: bool = False
-    prompt_logprobs: int | None = None
-    generates: bool = True
-    template_values: Mapping[str, Any] = field(default_factory=dict)
-    thinks: bool | None = None
-    thought_budget: int | None = None
-    effort: str | None = None
+    priority: int = 0  # higher ones are served first, among the requests of one tenant
+    max_prompt_tokens: int | None = None  # longer prompts are rejected
+    opens_turn: bool = True  # False: the prompt ends before the opening of the assistant's turn
+    returns_prompt: bool = False  # a ``PromptDelta`` begins each answer
+    prompt_logprobs: int | None = None  # it has log-probabilities, with this many alternatives
+    generates: bool = True  # False if the answer is the prompt alone
+    template_values: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
+    thinks: bool | None = None  # whether a reasoning model thinks first; None: its template decides
+    thought_budget: int | None = None  # the most tokens of its thoughts
+    effort: str | None = None  # for templates that have a variable for it
 
     @property
     def conversation(self) -> Conversation:
@@ -77,15 +67,14 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A generated token. ``raw``: its bytes. ``logprob`` is None if the text was encoded anew. ``top``: the
-    most likely tokens at this position. ``rank``: of a token of the prompt, 1 for the likeliest."""
+    """A token of an answer or a prompt."""
 
     token_id: int
     text: str
-    raw: bytes
-    logprob: float | None
-    top: tuple[TokenLogprob, ...] = ()
-    rank: int | None = None
+    raw: bytes  # the text's bytes, of which the token may have parts of characters
+    logprob: float | None  # None if the text was encoded again
+    top: tuple[TokenLogprob, ...] = ()  # the most likely tokens at this position
+    rank: int | None = None  # of a token of the prompt: 1 for the likeliest
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +101,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class ThoughtDelta:
-    """More of what the model thinks before answer ``index``, with its tokens if log-probabilities were
+    """More text of the model's thoughts before answer ``index``, with its tokens if log-probabilities were
     requested."""
 
     index: int
@@ -168,8 +157,8 @@ class Check:
 @dataclass(frozen=True, slots=True)
 class AnswerEnded:
     """The last delta of an answer. ``stop``: the stop string, or the id of ``stop_token_ids``, that ended it;
-    None if the model ended it. ``token_ids``: those of the answer. ``checks``: of what was generated under
-    relaxed schemas."""
+    None if the model ended it. ``token_ids``: the answer's tokens. ``checks``: the checks of calls and
+    answers under relaxed schemas."""
 
     index: int
     finish_reason: FinishReason

@@ -31,12 +31,12 @@ class EventWriter(Protocol):
 
 RELAXED = "x-agentflow-relaxed"
 VIOLATED = "x-agentflow-violated"
-"""Headers with places in the schemas of the client: of keywords that the grammar does not keep, and of those
-that the answer violates. ``checks.shown`` writes them."""
+"""Headers with places in the client's schemas: keywords that the grammar does not enforce, and keywords that
+the answer violates. ``checks.shown`` writes them."""
 
 
 def announce(call: ApiCall, completion: Completion) -> None:
-    """Names what was relaxed in a header of the answer, and in the log. The requests must be accepted."""
+    """Lists the relaxed places in a header of the answer and in the log. The requests must be accepted."""
     if completion.relaxed and call.record.relaxed is None:
         text = shown([(one.name, one.path) for one in completion.relaxed])
         call.record.relaxed = call.reply_headers[RELAXED] = text
@@ -44,7 +44,7 @@ def announce(call: ApiCall, completion: Completion) -> None:
 
 
 def report(call: ApiCall, completion: Completion) -> None:
-    """Records the usage of a completion that has ended, and what it violates."""
+    """Records the usage of a completion that has ended, and the schema keywords that it violates."""
     call.record.count(completion.usage)
     announce(call, completion)
     found: list[tuple[str, tuple[str, ...]]] = []
@@ -64,9 +64,18 @@ async def stream_completion(
     writer: EventWriter,
     on_end: Callable[[], None] = lambda: None,
 ) -> None:
-    """Sends all answers. If the request is rejected, the error is raised before the status is sent; a later
-    error is the last event of the stream. As the headers are sent by then, violations of relaxed schemas are
-    a comment before the last event. ``on_end``: called before the last event is sent."""
+    """Sends all answers.
+
+    If the request is rejected, the error is raised before the status is sent. A later error is the last event
+    of the stream. Violations of relaxed schemas are a comment before the last event, since the headers were
+    sent at the beginning.
+
+    Args:
+        call: the request.
+        completion: its answers.
+        writer: writes the events in the format of the API.
+        on_end: called before the last event is sent.
+    """
     await completion.until_accepted()
     announce(call, completion)
     async with call.streaming() as stream:

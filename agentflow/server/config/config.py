@@ -43,10 +43,10 @@ MODELS = "models"
 
 @dataclass(frozen=True)
 class FileValues:
-    """``values``: the settings in the file, by name. ``models``: each model's own table."""
+    """The configuration file."""
 
-    values: dict[str, Any] = field(default_factory=dict)
-    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)  # the settings, by name
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)  # each model's own table
 
 
 def read_config_file(path: Path) -> FileValues:
@@ -119,23 +119,21 @@ FILE_FLAG, FILE_VARIABLE = "--config", f"{VARIABLE_PREFIX}CONFIG"
 
 @dataclass(frozen=True)
 class Flags:
-    """The command line. ``values``: the given settings, by name: a string, a list of strings, or a boolean.
-    ``models``: each ``NAME`` or ``NAME=PATH``."""
+    """The command line."""
 
-    values: Mapping[str, str | list[str] | bool]
-    models: tuple[str, ...] = ()
+    values: Mapping[str, str | list[str] | bool]  # the given settings, by name
+    models: tuple[str, ...] = ()  # each ``NAME`` or ``NAME=PATH``
     file: str | None = None
 
 
 @dataclass(frozen=True)
 class Effective:
-    """A configuration with its sources. ``sources``: of each setting, such as ``flag --port`` or ``default``.
-    ``own``: each model's own table. ``models_source``: where the models were named."""
+    """A configuration with its sources."""
 
     config: ServeConfig
-    sources: dict[str, str]
-    own: dict[str, dict[str, Any]]
-    models_source: str
+    sources: dict[str, str]  # of each setting, such as ``flag --port`` or ``default``
+    own: dict[str, dict[str, Any]]  # each model's own table
+    models_source: str  # where the models are named
 
 
 def load_config(flags: Flags, environment: Mapping[str, str]) -> Effective:

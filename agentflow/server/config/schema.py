@@ -117,7 +117,7 @@ class OverloadConfig(Struct, frozen=True, kw_only=True):
 
 
 class LogsConfig(Struct, frozen=True, kw_only=True):
-    """``[logs]``: what the server logs and records."""
+    """``[logs]``: the log, and the record of the workload."""
 
     log_level: Annotated[LogLevel, doc("log level; the log goes to standard error")] = "info"
     log_format: Annotated[Literal["text", "json"], doc("plain lines, or one JSON object per line")] = "text"
@@ -150,12 +150,11 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A field of ``ServeConfig``: its table in the file, its struct, and what its settings' names begin
-    with."""
+    """A field of ``ServeConfig``."""
 
-    table: str
+    table: str  # in the file
     struct: type[Struct]
-    prefix: str = ""
+    prefix: str = ""  # of the names of its settings
 
 
 SECTIONS = {
@@ -169,7 +168,7 @@ SECTIONS = {
     "logs": Section("logs", LogsConfig),
 }
 TABLES = tuple(dict.fromkeys(section.table for section in SECTIONS.values()))
-"""The tables of the file beside ``models``, in the order in which they are shown."""
+"""The tables of the file, without ``models``, in the order in which they are shown."""
 
 
 VARIABLE_PREFIX = "AGENTFLOW_SERVE_"
@@ -179,20 +178,18 @@ MAX_SHOWN = 60
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. ``section`` and ``field`` locate it in ``ServeConfig``, ``table`` and ``name`` in the
-    file. ``type``: the annotation; ``kind``: msgspec's view of it, without None; ``metavar``: stands for the
-    value in the help."""
+    """One setting."""
 
-    section: str
-    field: str
-    table: str
-    name: str
+    section: str  # the field of ``ServeConfig``
+    field: str  # the field of the section's struct
+    table: str  # in the file
+    name: str  # the key in the table
     help: str
     default: Any
-    type: Any
-    kind: inspect.Type
+    type: Any  # the annotation
+    kind: inspect.Type  # msgspec's view of the type, without None
     is_secret: bool
-    metavar: str
+    metavar: str  # stands for the value in the help
 
     @property
     def is_list(self) -> bool:

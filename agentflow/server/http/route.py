@@ -12,16 +12,13 @@ from agentflow.server.http.call import ErrorFormat, Handler
 
 @dataclass(frozen=True, slots=True)
 class ApiRoute:
-    """One method of one path. ``request``: the type of its body, if it has one; ``query``: the type of the
-    parameters of its address; ``response``: the type, or types, of the answer with status 200; ``streams``:
-    whether ``"stream": true`` gets server-sent events instead. The OpenAPI document is derived from these
-    (openapi.py)."""
+    """One method of one path. The OpenAPI document is made from all of them (openapi.py)."""
 
     method: str
     path: str
     handler: Handler
     error_format: ErrorFormat
-    response: type[Any] | tuple[type[Any], ...]
-    request: type[msgspec.Struct] | None = None
-    query: type[msgspec.Struct] | None = None
-    streams: bool = False
+    response: type[Any] | tuple[type[Any], ...]  # the type, or types, of the answer with status 200
+    request: type[msgspec.Struct] | None = None  # the type of the body
+    query: type[msgspec.Struct] | None = None  # the type of the address's parameters
+    streams: bool = False  # with ``"stream": true``, server-sent events are the answer

@@ -194,7 +194,7 @@ class MetricFamilies(Collector):
 def _histogram(
     name: str, text: str, bounds: Sequence[float], labelled: Labelled, label: str | None = None
 ) -> Metric:
-    """``label``: a second label beside ``model``."""
+    """A family of histograms. ``label``: a second label, after ``model``."""
     labels = ["model"] if label is None else ["model", label]
     family = HistogramMetricFamily(f"agentflow_{name}_seconds", text, labels=labels)
     edges = [*map(floatToGoString, bounds), "+Inf"]
@@ -319,8 +319,8 @@ class ServerMetrics:
         self.answers: Counter[tuple[str, int]] = Counter()
         """The number of answers of the HTTP APIs by route and status; 0: the client had disconnected."""
         self.relaxed: Counter[str] = Counter()
-        """Of ``requests`` with a relaxed schema, and of what was generated under one by the result of its
-        check: ``valid``, ``violated``, ``unchecked``."""
+        """The number of ``requests`` with a relaxed schema, and of answers and calls under one by the result
+        of their check: ``valid``, ``violated``, ``unchecked``."""
         self.num_tasks = 0
         self._compiled_before = CompileCounts()  # by the compilers of earlier models
         self._models: Models | None = None

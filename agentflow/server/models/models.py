@@ -54,9 +54,18 @@ class Model(Protocol):
 
 
 class EngineModel:
-    """A model on an engine. ``gate``: the rate limits of its tenants. ``max_wait_s``: the longest expected
-    wait of a request over HTTP; None: any. ``embedding``: as of ``EngineGenerator``. ``aliases``: its other
-    names."""
+    """A model on an engine.
+
+    Args:
+        name: its name on the server.
+        client: its engine.
+        template: its chat template.
+        compiler: compiles constraints.
+        gate: the rate limits of its tenants.
+        max_wait_s: the longest expected wait of a request over HTTP; None: any.
+        embedding: its embedding settings, as for ``EngineGenerator``.
+        aliases: its other names.
+    """
 
     def __init__(
         self,
@@ -100,8 +109,8 @@ class EngineModel:
         return tuple(self._adapted.values())
 
     def generator(self, tenant: Tenant, adapter: str = "", name: str = "") -> EngineGenerator:
-        """The generator of the tenant for the model, or with the adapter of that name. ``name``: the one that
-        answers show, if it is an alias."""
+        """The generator of the tenant for the model, or for the model with an adapter. ``name``: the alias
+        that answers show."""
         name = name or self.name
         generator = self._generators.get((tenant.name, name, adapter))
         if generator is None:
@@ -120,8 +129,8 @@ class EngineModel:
         return generator
 
     def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
-        """Applies new weights to states that are opened from now on, also in open sessions, and drops what is
-        kept for removed tenants."""
+        """Applies new weights to states that are opened from now on, also in open sessions, and drops the
+        generators of removed tenants."""
         self._tenants = {tenant.name: tenant for tenant in (ANONYMOUS, *tenants)}
         self._generators = {key: one for key, one in self._generators.items() if key[0] in self._tenants}
         for (name, _, _), generator in self._generators.items():
@@ -222,13 +231,17 @@ class OneGenerator:
         """Admits every request."""
 
     async def until_idle(self) -> None:
-        """Returns at once: the generator does not report whether it is busy."""
+        """Returns immediately: the generator does not report whether it is busy."""
 
 
 class Models:
     """At least one model; the first is the default. Iterating gives the models without their adapters.
-    ``compiler``: compiles the constraints of all models.
-    ``gate``: the rate limits of all tenants."""
+
+    Args:
+        models: the models, whose names differ.
+        compiler: compiles the constraints of all models.
+        gate: the rate limits of all tenants.
+    """
 
     def __init__(
         self,

@@ -45,19 +45,31 @@ async def open_models(
     shutdown: ShutdownBudget | None = None,
     aliases: Mapping[str, Sequence[str]] | None = None,
 ) -> AsyncIterator[Models]:
-    """The models by name, warmed up. ``aliases``: their other names. ``gate``: the rate limits of tenants.
-    ``max_wait_s``: the longest expected wait of a request over HTTP. ``record_to``: a file for the workload
-    of the only model. ``shutdown``: the time budget for stopping the engines. Raises ``BadArgument`` and
-    ``ModelError`` before it loads anything."""
+    """The models, warmed up.
+
+    Args:
+        models: the options of each model, by its name.
+        memory_share: the part of the free memory that all models may use.
+        compile_limits: limits on the compilation of constraints.
+        gate: the rate limits of tenants.
+        max_wait_s: the longest expected wait of a request over HTTP; None: any.
+        record_to: a file for the workload of the only model.
+        shutdown: the time budget for stopping the engines.
+        aliases: other names of models, by their names.
+
+    Raises:
+        BadArgument: an invalid option, before anything is loaded.
+        ModelError: an unusable model folder, before anything is loaded.
+    """
     if record_to is not None and len(models) > 1:
         raise BadArgument("a workload can be recorded of one model only: serve a single model")
-    # In a thread, so that the server answers meanwhile.
+    # In a thread, so that the server answers in the meantime.
     folders, templates = await anyio.to_thread.run_sync(_read_folders, models)
     free = await free_memory(options.device for options in models.values())
     sized = await anyio.to_thread.run_sync(_sized, models, folders, memory_share, free)
     async with AsyncExitStack() as stack:
         sink = None if record_to is None else stack.enter_context(open_sink(record_to))
-        # First, so that its process loads beside the models, at a lower priority.
+        # First, so that its process loads while the models do, at a lower priority.
         compiler = await stack.enter_async_context(constraint_compiler(limits=compile_limits))
         opened: list[EngineModel] = []
         for name, options in sized.items():
@@ -118,7 +130,7 @@ def _sized(
 
 
 async def _warm_up(client: EngineClient) -> None:
-    """Runs a first request, so that no client waits for what is initialized at first use."""
+    """Runs a first request, so that no client waits for parts that are initialized at first use."""
     tokenizer = client.tokenizer
     if client.info.embedding_size:
         await client.embed(tokenizer.encode_whole(["Once upon a time"])[0])

@@ -54,12 +54,12 @@ class OllamaErrorBody(msgspec.Struct, kw_only=True):
 
 
 class OllamaErrorFormat:
-    """The ``ErrorFormat`` of Ollama's API, which has no headers for limits: they are those of OpenAI's."""
+    """The ``ErrorFormat`` of Ollama's API, which has no headers for limits. They are named as in OpenAI's."""
 
     request_id_header = b"x-request-id"
     processing_header = b""
     stream_type = "application/x-ndjson"
-    # A line of its own would not be JSON, but a line may begin with spaces.
+    # An extra line would not be JSON, but a line may begin with spaces.
     keepalive = b" "
     body_type: type[msgspec.Struct] = OllamaErrorBody
 
@@ -77,9 +77,14 @@ class OllamaErrorFormat:
 
 
 class AnswerLines:
-    """The lines of one answer. ``model``: as the request names it. ``began_ns``: when the request was
-    received; ``times``: of the rest. ``is_chat``: of ``/api/chat``. ``has_context``: the last line has the
-    token ids."""
+    """The lines of one answer.
+
+    Args:
+        model: the model's name in the request.
+        began_ns: when the request was received, as ``time.perf_counter_ns``.
+        is_chat: whether the endpoint is ``/api/chat``.
+        has_context: whether the last line has the token ids.
+    """
 
     def __init__(self, model: str, began_ns: int, *, is_chat: bool, has_context: bool) -> None:
         self.times = Times()
@@ -190,7 +195,7 @@ def _shown(index: int, call: CalledTool) -> OllamaToolCall:
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> list[OllamaLogprob]:
-    """Without tokens that have none, because their text was encoded anew: clients need a number."""
+    """Leaves out tokens without a log-probability, whose text was encoded again: clients need a number."""
     shown = [(token_logprob(token), token.logprob) for token in tokens]
     return [
         OllamaLogprob(token=one.token, bytes=one.bytes, logprob=logprob, top_logprobs=one.top_logprobs)

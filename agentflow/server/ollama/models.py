@@ -28,7 +28,7 @@ from agentflow.server.ollama.types import (
     RunningModelList,
 )
 
-# Clients look at it to see which fields they may use: this one has those that the server takes.
+# Clients choose the fields of their requests by it: this version has the fields that the server accepts.
 API_VERSION = "0.13.0"
 MANAGEMENT = ("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs")
 """Paths of Ollama, with all below them, that the server does not have."""

@@ -129,8 +129,9 @@ class OllamaTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What chat and generate have in common. ``stream`` is true by default. ``truncate`` and ``shift`` have
-    no effect: a prompt that is too long is rejected, and an answer ends where the context does."""
+    """The fields that chat and generate have in common. ``stream`` is true by default. ``truncate`` and
+    ``shift`` have no effect: a prompt that is too long is rejected, and an answer ends where the context
+    does."""
 
     model: ModelName
     stream: bool | None = None
@@ -189,7 +190,7 @@ class OllamaToolCall(msgspec.Struct, kw_only=True):
 
 
 class OllamaAnswerMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The model's text, its tool calls, or both, and what it thought before."""
+    """The model's text, its tool calls, or both, and its reasoning before them."""
 
     content: str
     role: str
@@ -201,8 +202,8 @@ DoneReason: TypeAlias = Literal["stop", "length", "load"]
 
 
 class _Line(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What answers and their parts have in common. Only the last one has ``done_reason`` and the numbers.
-    Durations are in nanoseconds. ``load_duration``: until the request waits for the engine;
+    """The fields that answers and their parts have in common. Only the last one has ``done_reason`` and the
+    numbers. Durations are in nanoseconds. ``load_duration``: until the request waits for the engine;
     ``prompt_eval_duration``: from then to the first token; ``eval_duration``: from there to the last."""
 
     model: str
@@ -225,7 +226,7 @@ class OllamaChatAnswer(_Line, kw_only=True, omit_defaults=True):
 
 
 class OllamaGenerateAnswer(_Line, kw_only=True, omit_defaults=True):
-    """An answer, or a line of one, and what the model thought before. ``context``: the token ids of the
+    """An answer, or a line of one, and the model's reasoning before it. ``context``: the token ids of the
     prompt and the answer."""
 
     response: str
@@ -234,7 +235,7 @@ class OllamaGenerateAnswer(_Line, kw_only=True, omit_defaults=True):
 
 
 class OllamaEmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Texts to embed. ``dimensions``: only so many, the first ones, for models that are trained for it.
+    """Texts to embed. ``dimensions``: the number of first dimensions to keep, for models trained for it.
     ``truncate`` has no effect: a text that is too long is rejected."""
 
     model: ModelName

@@ -1,7 +1,7 @@
 """Loads and unloads adapters (LoRA) of running models. The paths and fields are vLLM's.
 
-Only tenants with ``manages_adapters`` may do so: a path is one on the server's disk, and
-an adapter changes what a model answers.
+Only tenants with ``manages_adapters`` may do so: paths are on the server's disk, and an adapter changes the
+answers of a model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentflow.server.models.models import EngineModel
 from agentflow.server.openai.models import card_of
 
 MAX_ADAPTERS = 1_000
-"""Of a model: each takes a place in every list of models."""
+"""The most adapters of a model: each is an entry in every list of models."""
 
 _Name = Annotated[str, Meta(min_length=1, max_length=500)]
 

@@ -1,4 +1,4 @@
-"""What all answers of OpenAI's API have in common: usage, and the fields of chunks."""
+"""The common parts of the answers of OpenAI's API: usage, and the fields of chunks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def usage_body(usage: Usage) -> UsageBody:
 
 
 def prompt_logprobs_of(answer: Answer, num_top: int | None) -> PromptLogprobs | msgspec.UnsetType:
-    """The log-probabilities of the prompt with so many alternatives; None: they were not requested."""
+    """The log-probabilities of the prompt, with ``num_top`` alternatives. None: they were not requested."""
     if answer.prompt is None or num_top is None:
         return msgspec.UNSET
     return [None, *[_prompt_logprob(token, num_top) for token in answer.prompt.tokens[1:]]]
@@ -71,7 +71,7 @@ class UsageChunks:
 
     @classmethod
     def of(cls, request: SharedFields, completion: Completion) -> UsageChunks:
-        """What the request asks for."""
+        """The usage that the request asks for."""
         options = request.stream_options
         if options is None or not options.include_usage:
             return cls(False)
@@ -96,12 +96,17 @@ class AnswerIdentity:
 
 
 class ChunkWriter:
-    """The chunks of one request. ``kind``: their ``object``. ``content``: the field of a choice that has its
-    content. Without the usage so far, the usage is null in all chunks but the last. Subclasses write the
-    deltas.
+    """The chunks of one request. Subclasses write the deltas.
 
     Thousands of chunks are written per second, so all but the content is prepared: ``fronts`` precede it, for
     each answer. ``rest`` follows it; after log-probabilities or a finish reason only ``tail`` does.
+
+    Args:
+        identity: the fields that all chunks share.
+        kind: the ``object`` of the chunks.
+        content: the field of a choice that has its content.
+        num_answers: the number of choices.
+        usage: which chunks have the usage. In the others it is null.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class TextRequest(SharedFields, kw_only=True):
 class TextLogprobs(msgspec.Struct, kw_only=True):
     """Each list has one item per token. ``text_offset``: where the token's text begins in the answer, in
     characters. A token that is not valid UTF-8 is written as ``bytes:\\x..``. ``token_logprobs`` is null if
-    the text was encoded anew, which happens under a constraint. With ``echo``, the tokens of the prompt come
+    the text was encoded again, which happens under a constraint. With ``echo``, the tokens of the prompt come
     first, and the very first has no log-probability."""
 
     tokens: list[str]
@@ -198,7 +198,7 @@ class _OffsetLogprobs:
         self._offset = 0
 
     def push(self, tokens: Sequence[TokenLogprob]) -> TextLogprobs:
-        """The log-probabilities of the next tokens; first those of the prompt."""
+        """The log-probabilities of the next tokens, which begin with the prompt's."""
         prompt, self._prompt = self._prompt, None
         num_added = 0
         if prompt is not None:

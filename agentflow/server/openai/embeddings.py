@@ -33,7 +33,7 @@ Input: TypeAlias = Annotated[
 
 
 class EmbeddingsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Texts to embed. ``dimensions``: only so many, the first ones, for models that are trained for it.
+    """Texts to embed. ``dimensions``: the number of first dimensions to keep, for models trained for it.
     ``prompt``: put before each text; ``prompt_name``: the model's prompt of this name instead."""
 
     model: str

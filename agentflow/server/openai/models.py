@@ -1,4 +1,4 @@
-"""What clients can ask of models without generating: ``/v1/models``, ``/tokenize`` and ``/detokenize``.
+"""Requests about models that generate nothing: ``/v1/models``, ``/tokenize`` and ``/detokenize``.
 
 The list of models is OpenAI's; the tokenizer's endpoints are vLLM's.
 """
@@ -70,7 +70,7 @@ def card_of(call: ApiCall, model: Model) -> ModelCard:
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
-    """What a client needs to know to prepare prompts itself. ``chat_template``: its Jinja source."""
+    """The facts with which a client can prepare prompts itself. ``chat_template``: its Jinja source."""
 
     tokenizer_class: str
     model_max_length: int | None

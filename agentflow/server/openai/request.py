@@ -103,7 +103,7 @@ def _check_stream_options(request: SharedFields, options: StreamOptions) -> None
 def sampling_of(
     request: SharedFields, generator: EngineGenerator, max_tokens: int | None, top_logprobs: int | None
 ) -> SamplingParams:
-    """The sampling parameters. ``max_tokens`` None: what the context has left. ``top_logprobs`` None: no
+    """The sampling parameters. ``max_tokens`` None: the rest of the context. ``top_logprobs`` None: no
     log-probabilities."""
     room = generator.capabilities.max_context or SamplingParams().max_tokens
     stop = [request.stop] if isinstance(request.stop, str) else request.stop
@@ -250,7 +250,7 @@ def tool_choice_of(choice: ToolChoiceField | None, *, has_tools: bool, parallel:
 
 
 def template_values_of(given: msgspec.Raw | None) -> dict[str, Any]:
-    """The variables of ``chat_template_kwargs``. ``ApiError`` for those that the server sets itself."""
+    """The variables of ``chat_template_kwargs``. ``ApiError`` for variables that the server sets itself."""
     if given is None or not is_given(given):
         return {}
     param = "chat_template_kwargs"

@@ -205,7 +205,7 @@ class MessageToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class AssistantMessage(_Message, tag="assistant", kw_only=True):
     """The model's text, its tool calls, or both. ``content`` may be null only with tool calls.
-    ``reasoning_content``, or ``reasoning``, if it is a text: what it thought before. ``parsed`` is not read,
+    ``reasoning_content``, or ``reasoning``, if it is a text: its reasoning before. ``parsed`` is not read,
     like ``parsed_arguments``, nor the ``provider_specific_fields`` that LiteLLM adds."""
 
     content: Content | None = None
@@ -291,8 +291,8 @@ class ObjectFormat(msgspec.Struct, tag_field="type", tag="json_object", forbid_u
 
 
 class SchemaSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A JSON schema (without one: any object). If it is not ``strict``, what cannot be enforced is
-    relaxed."""
+    """A JSON schema (without one: any object). If it is not ``strict``, keywords that cannot be
+    enforced are relaxed."""
 
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
@@ -382,7 +382,7 @@ class AnsweredToolCall(msgspec.Struct, kw_only=True):
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The model's text, its tool calls, or both. ``reasoning_content``: what it thought before."""
+    """The model's text, its tool calls, or both. ``reasoning_content``: its reasoning before."""
 
     role: Literal["assistant"]
     content: str | None

@@ -24,9 +24,9 @@ from agentflow.server.responses.item import Item
 
 logger = logging.getLogger(__name__)
 
-# The memory of an event beside its bytes.
+# The memory of an event, without its bytes.
 _EVENT_BYTES = 64
-# Events that a stream sends at once: a late one does not hold up the others of the server.
+# Events that a stream sends in one piece, so that a long stream does not delay others.
 _EVENTS_AT_ONCE = 256
 
 
@@ -62,8 +62,8 @@ class EventLog:
         self._notify()
 
     async def since(self, number: int) -> AsyncIterator[bytes]:
-        """The events from this number on, until there are no further ones; several at once if they are there.
-        Readers do not affect each other."""
+        """The events from this number on, until there are no further ones. Events that are already there come
+        in pieces of several. Readers do not affect each other."""
         while number < len(self._events) or not self._has_ended:
             if number < len(self._events):
                 some = self._events[number : number + _EVENTS_AT_ONCE]
@@ -78,9 +78,17 @@ class EventLog:
 
 
 class BackgroundRun:
-    """A response that runs. ``memory``: of what it keeps until it ends. ``shown``: returns the response so
-    far, as JSON. ``input_items``: of its turn. ``events``: those of a response that is streamed.
-    ``is_valid``: whether the API key of its request still identifies the tenant."""
+    """A response that runs.
+
+    Args:
+        response_id: its id.
+        tenant: the name of its tenant.
+        memory: the memory of its parts, which it releases at its end.
+        shown: returns the response so far, as JSON.
+        input_items: the items of its turn.
+        events: its events, if it is streamed.
+        is_valid: whether the API key of its request still identifies the tenant.
+    """
 
     def __init__(
         self,
@@ -166,7 +174,7 @@ class BackgroundRun:
 
 
 class BackgroundRuns:
-    """``most``: of one tenant at once. ``open_background_runs`` creates it."""
+    """The responses that run. ``most``: the limit for each tenant. ``open_background_runs`` creates it."""
 
     def __init__(self, group: TaskGroup, most: int) -> None:
         self._group = group

@@ -26,12 +26,12 @@ answers."""
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """``shown``: the item as it is listed, as JSON. ``num_bytes``: its memory."""
+    """An item of a conversation."""
 
     id: str
-    shown: bytes
+    shown: bytes  # the item in lists, as JSON
     step: Step
-    num_bytes: int
+    num_bytes: int  # its memory
 
     @classmethod
     def made(cls, item_id: str, shown: object, step: Step) -> Item:

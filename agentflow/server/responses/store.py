@@ -23,15 +23,15 @@ from agentflow.server.responses.background import EventLog
 from agentflow.server.responses.item import Item
 
 _ENTRY_BYTES = 2_000
-"""The memory of a response or conversation beside its JSON, texts and items."""
+"""The memory of a response or conversation, without its JSON, texts and items."""
 _REFERENCE_BYTES = 8
 _DROPPED_AT_ONCE = 5_000
 """The most entries that one addition drops, so that it takes milliseconds. The next one drops more."""
 
 
 class History:
-    """A conversation up to the end of a turn: the messages of the turns before it, which several histories
-    may share, and its own. ``num_bytes``: the memory of its own messages; ``total_bytes``: of all."""
+    """A conversation up to the end of a turn: the messages of earlier turns, which several histories may
+    share, and the turn's own. ``num_bytes``: the memory of the turn's messages; ``total_bytes``: of all."""
 
     __slots__ = ("__weakref__", "_before", "_own", "num_bytes", "total_bytes")
 
@@ -53,17 +53,15 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """``body``: the response as JSON. ``history``: the conversation up to its end, without instructions; None
-    if it failed or was cancelled. ``input_items`` and ``output_items``: of this turn. ``events``: of a
-    background response that is streamed."""
+    """A response that has ended."""
 
     id: str
-    body: bytes
-    history: History | None
-    input_items: tuple[Item, ...]
+    body: bytes  # the response as JSON
+    history: History | None  # up to its end, without instructions; None if it failed or was cancelled
+    input_items: tuple[Item, ...]  # of this turn
     output_items: tuple[Item, ...]
     is_background: bool = False
-    events: EventLog | None = None
+    events: EventLog | None = None  # of a background response that is streamed
 
     @property
     def items(self) -> tuple[Item, ...]:
@@ -79,15 +77,14 @@ class StoredResponse:
 
 @dataclass(frozen=True, slots=True)
 class StoredConversation:
-    """``items`` as they are listed, and ``messages`` as they are for the model. ``created_at``: Unix time.
-    ``item_bytes``: the memory of the items."""
+    """A conversation object."""
 
     id: str
-    created_at: int
+    created_at: int  # Unix time
     metadata: dict[str, str]
-    items: tuple[Item, ...] = ()
-    messages: tuple[Message, ...] = ()
-    item_bytes: int = 0
+    items: tuple[Item, ...] = ()  # as clients see them
+    messages: tuple[Message, ...] = ()  # as the model sees them
+    item_bytes: int = 0  # the memory of the items
 
     @property
     def num_bytes(self) -> int:
@@ -115,13 +112,13 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._lifetime_s = lifetime_s
         self._clock = clock
-        # Of each: when it expires, its size when it was stored, and itself.
+        # When each expires, its size when it was stored, and itself.
         self._of_tenant: dict[str, OrderedDict[str, tuple[float, int, Stored]]] = {}
-        # Of each item, by what contains it: a response and its conversation have the same ones.
+        # The items by the ids of the responses and conversations that contain them.
         self._items: dict[tuple[str, str], dict[str, Item]] = {}
         self._num_bytes: dict[str, int] = {}
         self._histories: weakref.WeakSet[History] = weakref.WeakSet()
-        # Of histories that are gone, also in other threads: their tenants and sizes.
+        # The tenants and sizes of histories that are gone, also in other threads.
         self._gone: deque[tuple[str, int]] = deque()
 
     @property

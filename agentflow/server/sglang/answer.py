@@ -1,9 +1,9 @@
 """The answers of ``/generate``, whole and as the events of a stream.
 
 An event has the whole text so far, as SGLang's clients expect. An event for each token would make the size
-of a stream quadratic in that of its answer, so an event is sent once the text is longer by 1/64, and at the
-end. All events together are then at most 65 times as large as the last text. Token ids and log-probabilities,
-which may change until the end of an answer with a form, are in its last event only.
+of a stream quadratic in the size of its answer, so an event is sent once the text is longer by 1/64, and at
+the end. All events together are then at most 65 times as large as the last text. Token ids and
+log-probabilities, which may change until the end of an answer with a form, are in its last event only.
 """
 
 from __future__ import annotations
@@ -38,20 +38,19 @@ _encode_json = msgspec.json.Encoder().encode
 _DONE = event(b"[DONE]")
 
 GROWTH = 64
-"""An event is sent when the text is longer by one part in so many."""
+"""An event is sent when the text is longer by 1/``GROWTH``."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobForm:
-    """Which log-probabilities answers have. ``start``: the first position in the prompt, -1 for none.
-    ``num_top``: alternatives. ``has_texts``: with the texts of tokens."""
+    """The log-probabilities that answers have."""
 
-    start: int
-    num_top: int
-    has_texts: bool
+    start: int  # the first position in the prompt; -1: only the output has log-probabilities
+    num_top: int  # the number of alternatives to each token
+    has_texts: bool  # tokens have texts
 
     def of_prompt(self, prompt: PromptDelta | None) -> tuple[Sequence[LoggedToken], LoggedTops]:
-        """Those of the prompt. The first position has none, wherever it is, as in SGLang."""
+        """The log-probabilities of the prompt. The first position has none, wherever it is, as in SGLang."""
         if prompt is None or self.start < 0:
             return [], []
         tokens = prompt.tokens[self.start :]
@@ -61,7 +60,7 @@ class LogprobForm:
         return shown, tops
 
     def of_tokens(self, tokens: Sequence[TokenLogprob]) -> tuple[list[LoggedToken], LoggedTops]:
-        """Those of an answer."""
+        """The log-probabilities of an answer."""
         return self._shown(tokens), [self._shown(token.top) for token in tokens]
 
     def _shown(self, tokens: Sequence[TokenLogprob]) -> list[LoggedToken]:
@@ -71,12 +70,11 @@ class LogprobForm:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """The form of a request's answers. ``began_s``: when it was received, as ``time.perf_counter``.
-    ``is_list``: they are a list, even of one."""
+    """The form of a request's answers."""
 
     id: str
-    began_s: float
-    is_list: bool
+    began_s: float  # when the request was received, as ``time.perf_counter``
+    is_list: bool  # the answers are a list, even of one
     logprobs: LogprobForm | None
 
     def begun(self, index: int, text: str, usage: Usage) -> SglangAnswer:

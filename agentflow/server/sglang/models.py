@@ -1,6 +1,6 @@
-"""What SGLang's clients ask of a server: ``/get_model_info`` and ``/get_server_info``, and newer names.
+"""Descriptions for SGLang's clients: ``/get_model_info``, ``/get_server_info``, and their newer names.
 
-The cache cannot be flushed: it is shared by all tenants, and what is not used leaves it.
+The cache cannot be flushed: all tenants share it, and unused entries are evicted.
 """
 
 from __future__ import annotations

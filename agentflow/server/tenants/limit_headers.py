@@ -1,4 +1,4 @@
-"""The headers that tell a client what is left of its tenant's limits per minute, in the spelling of each API.
+"""The headers that show a client the rest of its tenant's limits per minute, in the spelling of each API.
 
 They show the buckets that admit requests (``rate_limit``): while at least 1 of each limit remains, another
 request is admitted. A limit that the tenant does not have has no headers.
@@ -33,7 +33,7 @@ def openai_limit_headers(limits: LimitState) -> dict[bytes, bytes]:
 
 def anthropic_limit_headers(limits: LimitState, now_s: float | None = None) -> dict[bytes, bytes]:
     """``anthropic-ratelimit-{requests,tokens,input-tokens,output-tokens}-{limit,remaining,reset}``; the reset
-    is a time in RFC 3339. ``now_s``: Unix time, by default that of the clock."""
+    is a time in RFC 3339. ``now_s``: Unix time, by default from the clock."""
     now_s = time.time() if now_s is None else now_s
     headers: dict[bytes, bytes] = {}
     shown = [("requests", limits.requests), *[(name, limits.tokens) for name in _ANTHROPIC_TOKENS]]
@@ -64,7 +64,7 @@ def duration(ns: int) -> str:
 
 
 def _time(one: BucketState, now_s: float) -> str:
-    """When the limit is all there again, rounded up to seconds."""
+    """When the whole limit is available again, rounded up to seconds."""
     ns = int(now_s * _SECOND_NS) + one.reset_ns
     whole_s = -(-ns // _SECOND_NS)
     return (datetime.fromtimestamp(0, UTC) + timedelta(seconds=whole_s)).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,4 +1,4 @@
-"""Rate limits of a tenant: requests and tokens per minute, and unfinished requests at once.
+"""Rate limits of a tenant: requests and tokens per minute, and unfinished requests.
 
 Each limit per minute is a token bucket that has the capacity of one minute, begins full, and refills at a
 constant rate. A request takes one from the bucket of requests. It needs a positive level in the bucket of
@@ -7,8 +7,8 @@ its prompt is given back: which part is cached is not known before. Nothing is r
 level can become negative; then the tenant's requests are rejected until it is positive again. In any t
 minutes a tenant starts at most (1 + t) times its requests per minute.
 
-A large body is charged before it is read, with one token for each ``BYTES_PER_TOKEN``. Its request gets back
-what is charged for its prompt.
+A large body is charged before it is read, with one token for each ``BYTES_PER_TOKEN``. Of these, as
+many are given back as its prompt is charged.
 
 Times are in nanoseconds and levels in fractions of a token as integers, so that nothing is rounded.
 """
@@ -25,19 +25,18 @@ from agentflow.errors import NotAuthorized, RateLimited
 
 MINUTE_NS = 60_000_000_000
 BYTES_PER_TOKEN = 64
-"""Reading and encoding so many bytes of a body costs about as much as computing one token."""
+"""The bytes of a body that cost about as much to read and encode as one token costs to compute."""
 MIN_SWEPT = 64
-"""Idle accounts are removed only when there are at least so many."""
+"""The number of accounts at which idle ones are first removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketState:
-    """A limit per minute: ``limit``, how much of it is ``remaining`` and can be used at once, and the time
-    until all of it is there again, if nothing else is used."""
+    """The state of a limit per minute."""
 
     limit: int
-    remaining: int
-    reset_ns: int
+    remaining: int  # can be used immediately
+    reset_ns: int  # the time until the whole limit remains, if nothing else is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class Bucket:
         self._level = min(self._level - amount * MINUTE_NS, self.per_minute * MINUTE_NS)
 
     def state(self, now_ns: int) -> BucketState:
-        """The bucket as it is now. An empty one has nothing remaining, also if its level is negative."""
+        """The current state. An empty bucket has nothing remaining, also if its level is negative."""
         reset_ns = self.wait_ns(now_ns, self.per_minute)
         return BucketState(self.per_minute, max(0, self._level // MINUTE_NS), reset_ns)
 
@@ -119,8 +118,11 @@ def _limited(bucket: Bucket | None, per_minute: int | None, now_ns: int) -> Buck
 
 
 class TenantGate:
-    """Admits requests within the limits of their tenants. ``current``: returns the current limits of a
-    tenant, or raises ``NotAuthorized``. ``clock_ns``: nanoseconds. For one event loop.
+    """Admits requests within the limits of their tenants. For one event loop.
+
+    Args:
+        clock_ns: the time in nanoseconds.
+        current: returns a tenant with its current limits, or raises ``NotAuthorized``.
 
     >>> gate = TenantGate()
     >>> with gate.request(tenant, prompt_tokens=len(token_ids)) as admitted:
@@ -149,7 +151,7 @@ class TenantGate:
         return 0 if account is None else account.num_unfinished
 
     def check(self, tenant: Tenant, num_requests: int = 1) -> None:
-        """``RateLimited`` unless so many requests would all be admitted now."""
+        """``RateLimited`` unless ``num_requests`` requests would be admitted now."""
         self._admit(tenant, self._clock_ns(), num_requests)
 
     def is_unlimited(self, tenant: Tenant) -> bool:
@@ -161,8 +163,8 @@ class TenantGate:
         return now.tokens_per_minute is None and now.requests_per_minute is None
 
     def state(self, tenant: Tenant) -> LimitState:
-        """The tenant's limits per minute as they are now. A request that is within both of them is admitted,
-        unless too many are unfinished."""
+        """The state of the tenant's limits per minute. A request within both of them is admitted, unless too
+        many are unfinished."""
         now_ns = self._clock_ns()
         _, requests, tokens = self._buckets(tenant, now_ns)
         return LimitState(
@@ -207,7 +209,7 @@ class TenantGate:
     def _admit(
         self, tenant: Tenant, now_ns: int, num_requests: int = 1
     ) -> tuple[_Account, Bucket | None, Bucket | None]:
-        """The result of ``_buckets``, if so many requests may start."""
+        """The result of ``_buckets``, if ``num_requests`` requests may start."""
         if self._current is not None:
             tenant = self._current(tenant)
         account, requests, tokens = self._buckets(tenant, now_ns)

@@ -1,4 +1,4 @@
-"""Session tickets: how a page opens a websocket, whose headers a browser does not let it set.
+"""Session tickets, with which a page opens a websocket: browsers let no page set the headers of one.
 
 The page sends its key to ``POST /v1/session-ticket`` and offers the ticket as a subprotocol of the websocket.
 A ticket stands for the key once and for a short time, so one that a proxy's log has is worthless. The store
@@ -20,10 +20,10 @@ from agentflow.errors import RateLimited
 
 TICKET_LIFE_S = 30
 MAX_UNUSED_TICKETS = 64
-"""Of one tenant."""
+"""The most unused tickets of one tenant."""
 TICKET_BYTES = 32
 TICKET_SUBPROTOCOL = "agentflow.ticket."
-"""What comes before the ticket in a subprotocol that a websocket offers."""
+"""The prefix of the ticket in a subprotocol that a websocket offers."""
 
 
 class SessionTicket(msgspec.Struct, frozen=True):

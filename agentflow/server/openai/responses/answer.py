@@ -48,7 +48,7 @@ from agentflow.server.openai.responses.types import (
 
 
 class ResponsesErrorFormat(OpenAIErrorFormat):
-    """Errors as in OpenAI's other APIs; that of a stream has a name."""
+    """Errors as in OpenAI's other APIs, but the error in a stream is a named event."""
 
     def in_stream(self, body: bytes) -> bytes:
         return event(body, b"error")
@@ -113,7 +113,7 @@ class ResponseWriter:
         return closed + self._of_answer("failed")
 
     def cancel(self) -> bytes:
-        """The last events of a background response that was cancelled. The API has no event of its own for
+        """The last events of a background response that was cancelled. The API has no event for
         that: the response has the status."""
         closed = self._close("incomplete")
         self.answer.status = "cancelled"

@@ -1,7 +1,7 @@
 """Conversation objects: ``/v1/conversations``, and the turns that responses append to them.
 
 A conversation is in the store of responses. It changes as a whole: a turn, new items or a deletion replace it
-by the next version. Its messages are kept beside its items, so that a turn reads only its new ones.
+by the next version. Its messages are kept along with its items, so that a turn reads only new items.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def conversation_of(call: ApiCall, given: Unread) -> StoredConversation | None:
 
 
 def append_turn(responses: ResponseStore, tenant: str, conversation_id: str, turn: Turn) -> None:
-    """Appends a turn to what the conversation has now, unless it was deleted in the meantime."""
+    """Appends a turn to the conversation as it is now stored, unless it was deleted in the meantime."""
     found = responses.find_conversation(tenant, conversation_id)
     if found is None:
         return
@@ -147,7 +147,7 @@ def append_turn(responses: ResponseStore, tenant: str, conversation_id: str, tur
 
 
 def check_room(num_items: int, param: str) -> None:
-    """``ApiError`` if a conversation may not have so many items."""
+    """``ApiError`` if a conversation may not have this many items."""
     if num_items > MAX_ITEMS:
         text = f"the conversation would have {num_items:,} items; the limit is {MAX_ITEMS:,}"
         raise invalid_field(param, text)

@@ -93,8 +93,8 @@ class ItemReader:
         self._find = find
 
     def read(self, raw: msgspec.Raw, place: str) -> Item:
-        """Reads an item. A reference is the item that it refers to. ``ApiError`` names what is wrong or not
-        supported at ``place``."""
+        """Reads an item. A reference is the item that it refers to. ``ApiError`` names the field, below
+        ``place``, that is wrong or not supported."""
         kind = decoded(raw, _Head, place).type or "message"
         match kind:
             case "message":
@@ -183,7 +183,7 @@ class Turns:
         return self._messages
 
     def add(self, item: Item, place: str) -> None:
-        """Appends an item. ``ApiError`` names what does not fit at ``place``."""
+        """Appends an item. ``ApiError`` names the field, below ``place``, that does not fit."""
         match item.step:
             case Thoughts(text):
                 self._thoughts = text or None

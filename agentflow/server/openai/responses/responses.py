@@ -61,7 +61,7 @@ from agentflow.server.responses.item import Item
 from agentflow.server.responses.store import History, StoredResponse
 
 _LOGPROBS = "message.output_text.logprobs"
-# The memory of a background response beside what it was sent, its items and its events.
+# The memory of a background response, without its request, its items and its events.
 _RUN_BYTES = 20_000
 _UNSUPPORTED = {
     "moderation": "the server does not moderate",

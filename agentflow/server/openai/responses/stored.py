@@ -1,4 +1,4 @@
-"""Stored responses and those that run in the background: reading, streaming, cancelling and deleting them."""
+"""Stored and background responses: reading, streaming, cancelling and deleting them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def send_events(call: ApiCall, events: EventLog, start: int = 0) -> None:
 
 
 async def cancel_response(call: ApiCall) -> None:
-    """Cancels a background response. One that has ended is returned as it is."""
+    """Cancels a background response. One that has ended is returned unchanged."""
     found = _found(call)
     if isinstance(found, BackgroundRun):
         await found.cancel()

@@ -292,7 +292,7 @@ class ResponseQuery(msgspec.Struct, kw_only=True):
 
 
 class ItemQuery(msgspec.Struct, kw_only=True):
-    """A page of items: at most ``limit`` of those that follow the item ``after``."""
+    """A page of items: at most ``limit`` items that follow the item ``after``."""
 
     after: str | None = None
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
