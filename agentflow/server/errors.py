@@ -55,7 +55,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers that tell a client what to do."""
+        """The headers for the client's next step: when to try again, or how to authenticate."""
         headers: dict[str, str] = {}
         if self.retry_after_s is not None:
             headers["retry-after"] = f"{math.ceil(self.retry_after_s)}"

@@ -68,19 +68,19 @@ class RunningServer:
 
     @property
     def weights(self) -> dict[str, str]:
-        """How the weights of each model are held, for people."""
+        """A description of the weights of each model."""
         models = [model for model in self.service.models if isinstance(model, EngineModel)]
         return {model.name: model.client.info.weights for model in models}
 
     @property
     def service(self) -> Service:
-        """Its state."""
+        """The state of the server."""
         service: Service = self.app.state.service
         return service
 
     @property
     def sessions(self) -> Sessions[Any]:
-        """Its open sessions."""
+        """The open sessions."""
         return self.service.sessions
 
 

@@ -83,7 +83,7 @@ class ToolResultBlock(
 class ThinkingBlock(
     msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="thinking"
 ):
-    """What the assistant thought. The chat template decides whether the model sees it again. The signature is
+    """The assistant's reasoning. The chat template decides whether the model sees it again. The signature is
     not checked: a client may write the assistant's turns anyway."""
 
     thinking: str
@@ -93,7 +93,7 @@ class ThinkingBlock(
 class RedactedThinkingBlock(
     msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="redacted_thinking"
 ):
-    """Thoughts that only another server can read. It is dropped."""
+    """Reasoning that only another server can read. It is dropped."""
 
     data: str
 
@@ -246,7 +246,7 @@ class AnswerText(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
 
 
 class AnswerThinking(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
-    """What the model thought. ``signature``: a digest of it."""
+    """The model's reasoning. ``signature``: its digest."""
 
     thinking: str
     signature: str

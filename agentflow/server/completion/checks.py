@@ -266,7 +266,7 @@ async def check_answer(
 
 def shown(places: Sequence[tuple[str, Path]]) -> str:
     """Places in the schemas of tools as the value of a header: JSON pointers as fragments of URIs, after the
-    name of the tool. Those of an answer's form have no name.
+    name of the tool. Places in the form of an answer have no name.
 
     >>> shown([("find", ("properties", "a/b", "uniqueItems"))])
     'find#/properties/a~1b/uniqueItems'

@@ -278,7 +278,8 @@ class Completion:
 
 
 class _Run:
-    """One request, whose answers are numbered from ``first_index``. ``most_logprobs``: of its prompt."""
+    """One request, whose answers are numbered from ``first_index``. ``most_logprobs``: the limit for
+    its prompt."""
 
     def __init__(
         self,
@@ -375,7 +376,7 @@ class _Run:
             self._on_delta(AnswerEnded(self._first_index + number, "length", usage))
 
     async def _thinking(self, context: EngineContext) -> Thinking | None:
-        """How an answer may begin with thoughts."""
+        """The thoughts that an answer may begin with."""
         prompt = self._request.prompt
         if isinstance(prompt, str | TokenIds) or thought_marks(context.tokens.template.source) is None:
             return None
@@ -445,7 +446,7 @@ class _Run:
 
 
 def _template_values(generator: EngineGenerator, request: CompletionRequest) -> dict[str, Any]:
-    """The variables of the chat template. Those of the request take precedence."""
+    """The variables of the chat template. The request's own take precedence."""
     values = thinking_values(generator.template.source, request.thinks, request.effort)
     return {**values, **request.template_values}
 

@@ -20,13 +20,13 @@ class EventWriter(Protocol):
     """Writes the events of one stream, in the format of an API."""
 
     def start(self, prompt_tokens: int) -> bytes:
-        """The events before the first delta. ``prompt_tokens``: of the first prompt."""
+        """The events before the first delta. ``prompt_tokens``: the size of the first prompt."""
 
     def write(self, deltas: Sequence[CompletionDelta]) -> bytes:
         """The events of these deltas."""
 
     def end(self, usage: Usage) -> bytes:
-        """The events after the last delta. ``usage``: of all answers."""
+        """The events after the last delta. ``usage``: the usage of all answers."""
 
 
 RELAXED = "x-agentflow-relaxed"

@@ -290,7 +290,7 @@ class ModelMetrics:
         self._has_been_watched = False
 
     def watch(self, generator: Generator[Any]) -> None:
-        """Times the requests of this engine from now on. Its counters add to those of earlier engines."""
+        """Times the requests of this engine from now on. Its counters add to earlier engines'."""
         if self._has_been_watched:
             self.totals.next_engine()
             self.requests.forget_pending()

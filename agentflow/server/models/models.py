@@ -281,8 +281,8 @@ class Models:
         return {one.name: one.generator(tenant) for one in self.seen_by(tenant) if one.makes_embeddings}
 
     def seen_by(self, tenant: Tenant) -> list[Model]:
-        """The models that the tenant may use, under all of their names; those with adapters
-        (``MODEL:ADAPTER``) last."""
+        """The models that the tenant may use, under all of their names. Models with adapters
+        (``MODEL:ADAPTER``) are the last."""
         named = (one for model in self for one in (model, *model.named()))
         adapted = (one for model in self for one in model.adapted())
         return [model for model in (*named, *adapted) if tenant.may_use(model.name)]

@@ -62,7 +62,7 @@ def thinks(body: Generation) -> bool | None:
 
 
 def effort_of(body: Generation) -> str | None:
-    """How much it is to think, for templates that have a variable for it."""
+    """The effort of thinking, for templates that have a variable for it."""
     return body.think if isinstance(body.think, str) else None
 
 

@@ -49,7 +49,7 @@ Whole: TypeAlias = Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)]
 
 
 class Options(msgspec.Struct, kw_only=True):
-    """How to sample. The second half, from ``num_ctx`` on, has no effect: the server's settings decide how
+    """Sampling options. The second half, from ``num_ctx`` on, has no effect: the server's settings decide how
     models run. Neither have unknown options, as in Ollama. ``mirostat``, ``tfs_z`` and ``typical_p`` are only
     accepted where they are off."""
 
@@ -108,8 +108,8 @@ class GivenToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class OllamaMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A message. Only the assistant's may have ``tool_calls``. ``tool_name``, ``tool_call_id``: the call that
     a message of the role ``tool`` answers; without them it answers the first call that is open.
-    ``thinking``: of the assistant, which chat templates show where the model needs it. ``name`` has no
-    effect."""
+    ``thinking``: the assistant's reasoning, which chat templates show where the model needs it. ``name`` has
+    no effect."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -266,7 +266,7 @@ class OllamaEmbeddingsRequest(msgspec.Struct, kw_only=True, forbid_unknown_field
 
 
 class OllamaEmbeddingsAnswer(msgspec.Struct, kw_only=True):
-    """Its embedding."""
+    """The embedding of the text."""
 
     embedding: list[float]
 
@@ -284,7 +284,7 @@ class ModelDetails(msgspec.Struct, kw_only=True):
 
 
 class OllamaModel(msgspec.Struct, kw_only=True):
-    """A model. ``modified_at``: when the server loaded it. ``size``: of its weights in memory, in bytes.
+    """A model. ``modified_at``: when the server loaded it. ``size``: the bytes of its weights in memory.
     ``digest`` identifies the model on this server."""
 
     name: str

@@ -26,8 +26,8 @@ _Name = Annotated[str, Meta(min_length=1, max_length=500)]
 
 
 class LoadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``lora_path``: a folder on the server, or ``OWNER/NAME`` in its cache of the hub. ``model``: the one
-    that it is for; default: the first. ``load_inplace``: replaces a loaded adapter of the same name."""
+    """``lora_path``: a folder on the server, or ``OWNER/NAME`` in its cache of the hub. ``model``: the
+    model to load it for; default: the first. ``load_inplace``: replaces a loaded adapter of the same name."""
 
     lora_name: _Name
     lora_path: _Name

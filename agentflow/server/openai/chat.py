@@ -165,7 +165,7 @@ def _response_format(body: ChatRequest) -> Constraint | None:
 
 
 def _check_turns(body: ChatRequest) -> None:
-    """``ApiError`` if a field asks for another turn than the one that follows."""
+    """``ApiError`` if a field asks for another turn than the next one."""
     is_own = isinstance(body.messages[-1], AssistantMessage)
     if body.continue_final_message and not is_own:
         raise invalid_field("continue_final_message", "the last message is not the assistant's")

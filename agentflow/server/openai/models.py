@@ -27,7 +27,7 @@ from agentflow.server.openai.types import ChatMessage, Tool
 class ModelCard(msgspec.Struct):
     """A model. ``created``: when the server loaded it (Unix time). ``max_model_len``: the limit of prompt and
     output tokens together. ``embedding_size``: the dimensions of its embeddings; null: it generates text.
-    ``parent``: of a model with an adapter, the model itself."""
+    ``parent``: the model itself, if this is the model with an adapter."""
 
     id: str
     created: int

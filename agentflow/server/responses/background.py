@@ -230,7 +230,8 @@ class BackgroundRuns:
 
 @asynccontextmanager
 async def open_background_runs(most: int) -> AsyncIterator[BackgroundRuns]:
-    """The scope in which background responses run; leaving it cancels them. ``most``: of one tenant."""
+    """The scope in which background responses run; leaving it cancels them. ``most``: the limit for each
+    tenant."""
     async with open_task_group() as group:
         yield BackgroundRuns(group, most)
         group.cancel_scope.cancel()

@@ -41,7 +41,7 @@ class Item:
 
 
 _ITEM_BYTES = 400
-"""Of an item's object and its entry in the store's index."""
+"""The memory of an item's object and its entry in the store's index."""
 
 Find: TypeAlias = Callable[[str], Item | None]
 """Finds an item of a stored response by its id."""

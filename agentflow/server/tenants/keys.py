@@ -240,8 +240,8 @@ def key_of_headers(headers: Mapping[str, str]) -> str | None:
 class Tenants:
     """The tenants of a server, identified by the API keys of requests.
 
-    ``keys``: of the tenant ``default``. ``file``: a keys file. With neither, all requests belong to one
-    anonymous tenant. ``BadArgument`` for invalid keys or an invalid file.
+    ``keys``: the keys of the tenant ``default``. ``file``: a keys file. With neither, all requests belong to
+    one anonymous tenant. ``BadArgument`` for invalid keys or an invalid file.
 
     >>> tenants = Tenants(file=Path("keys.toml"))
     >>> tenants.of("af-…")

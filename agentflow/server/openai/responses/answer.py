@@ -2,9 +2,9 @@
 
 ``ResponseWriter`` reads the deltas of one answer. The events of a stream are ``response.created`` and
 ``response.in_progress``; for each item ``response.output_item.added``, its parts or its arguments, and
-``response.output_item.done``; and ``response.completed`` or ``response.incomplete``. Those of a background
-response have ``response.queued`` after the first one, and may end with ``response.failed``. All are numbered.
-The constant part of an item's deltas is encoded once.
+``response.output_item.done``; and ``response.completed`` or ``response.incomplete``. A background
+response has ``response.queued`` after the first event, and may end with ``response.failed``. Events are
+numbered. The constant part of an item's deltas is encoded once.
 """
 
 from __future__ import annotations

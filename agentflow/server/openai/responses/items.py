@@ -31,7 +31,7 @@ class _Head(msgspec.Struct):
 
 
 class _Fields(msgspec.Struct, kw_only=True):
-    """``status``: of an item that the API answered with."""
+    """The fields of all items. ``status``: set in items that the API has answered with."""
 
     id: _Id | None = None
     status: Annotated[str, Meta(max_length=64)] | None = None

@@ -202,7 +202,7 @@ class _Turn:
 
     def store(self, events: EventLog | None = None) -> None:
         """Keeps the response for later turns, unless ``store`` is false, and appends the turn to its
-        conversation. ``events``: of a background response that is streamed."""
+        conversation. ``events``: the events of a background response that is streamed."""
         answer, message = self.writer.answer, self.writer.message()
         has_answer = answer.status in ("completed", "incomplete")
         output_items = tuple([self._output_item(item) for item in answer.output])

@@ -1,7 +1,7 @@
 """The JSON shapes of OpenAI's Responses API: requests, items, and responses.
 
 Null is the same as leaving a field out. Items are decoded one by one (items.py), since their type may be left
-out, and clients send back the items of a response with all fields that those have.
+out, and clients send back the items of a response with all of their fields.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
 
 
 class OutputReasoning(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """What the model thought before it answered. There is no summary of it."""
+    """The model's reasoning before its answer. It has no summary."""
 
     id: str
     status: ItemStatus
@@ -276,7 +276,7 @@ class ResponseAnswer(msgspec.Struct, kw_only=True):
 
 
 class DeletedResponse(msgspec.Struct, kw_only=True):
-    """What was deleted."""
+    """The response that was deleted."""
 
     id: str
     object: Literal["response"] = "response"
@@ -284,8 +284,8 @@ class DeletedResponse(msgspec.Struct, kw_only=True):
 
 
 class ResponseQuery(msgspec.Struct, kw_only=True):
-    """How a stored response is returned. ``stream``: as the events of a background response that was created
-    as a stream, from the one after the number ``starting_after`` on."""
+    """The form of a stored response. ``stream``: the events of a background response that was created as a
+    stream, from the event after the number ``starting_after`` on."""
 
     stream: bool = False
     starting_after: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
@@ -347,7 +347,7 @@ class ConversationAnswer(msgspec.Struct, kw_only=True):
 
 
 class DeletedConversation(msgspec.Struct, kw_only=True):
-    """What was deleted."""
+    """The conversation that was deleted."""
 
     id: str
     object: Literal["conversation.deleted"] = "conversation.deleted"
