@@ -97,9 +97,14 @@ TOO_MANY = (
 class Acceptor:
     """Accepts the connections of one socket, and closes it at the end. ``run`` returns after ``close``.
 
-    ``max_connections``: the limit of open connections. ``max_per_address``: the limit for one client, as
-    ``client_of`` identifies it; further connections are closed at once, after an answer with status 429 if
-    there is no TLS. ``handshake_timeout_s``: the time limit of a TLS handshake.
+    Args:
+        listener: the listening socket.
+        make_protocol: creates the protocol of a connection.
+        max_connections: the limit of open connections.
+        max_per_address: the limit for one client, as ``client_of`` identifies it. Further connections are
+            closed immediately, after an answer with status 429 if there is no TLS.
+        tls: the server's certificate, for TLS.
+        handshake_timeout_s: the time limit of a TLS handshake.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """One HTTP request to an API: its tenant, its body, and its answer, whole or as a stream of events.
 
 ``ApiEndpoint`` authenticates a request, reads its body and calls a handler, which uses ``ApiCall`` to read
-and answer it. If the client disconnects, the handler is cancelled at once.
+and answer it. If the client disconnects, the handler is cancelled immediately.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 ArgTs = TypeVarTuple("ArgTs")
 JSON = b"application/json"
-# A body of so many counts nowhere: where large ones fill what there is, small ones are still answered. Nor is
-# it worth a thread.
+# Smaller bodies are not charged to the memory budget, so they are served even when large ones fill it. Nor
+# are they read in a thread.
 SMALL_BODY_BYTES = 32_768
 _UNKNOWN = "Object contains unknown field `"
 _MISSING = "Object missing required field `"
@@ -60,21 +60,19 @@ _GOT_FLOAT = "got `float`"
 # Beginnings of msgspec's messages.
 _BAD_CHOICES = ("Invalid value '", "Invalid enum value '")
 ALLOWED = "; allowed: "
-"""Between the message and the values of which one is required."""
-# A client's own request id is used where it looks like one.
+"""Separates a message from the allowed values."""
+# A client's request id of this form is used.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class ErrorFormat(Protocol):
-    """How an API writes its errors and streams, and the headers of its answers. ``body_type``: the type that
-    ``body`` encodes. ``stream_type``: the Content-Type of streams. ``keepalive``: what its clients skip in a
-    stream. ``processing_header``: for the milliseconds until the answer began; empty if the API has none."""
+    """How an API writes its errors and streams, and the headers of its answers."""
 
     request_id_header: bytes
-    processing_header: bytes
-    stream_type: str
-    keepalive: bytes
-    body_type: type[msgspec.Struct]
+    processing_header: bytes  # for the milliseconds until the answer began; empty: the API has none
+    stream_type: str  # the Content-Type of streams
+    keepalive: bytes  # the bytes of a stream that clients skip
+    body_type: type[msgspec.Struct]  # the type that ``body`` encodes
 
     def status(self, error: ApiError) -> int:
         """The status, which may differ from the error's."""
@@ -83,10 +81,10 @@ class ErrorFormat(Protocol):
         """The body of the error."""
 
     def in_stream(self, body: bytes) -> bytes:
-        """The last event of a stream that fails. ``body``: of the error."""
+        """The last event of a stream that fails. ``body``: the body of the error."""
 
     def limit_headers(self, limits: LimitState) -> dict[bytes, bytes]:
-        """The headers with what is left of the tenant's limits."""
+        """The headers with the rest of the tenant's limits."""
 
 
 class ApiCall:
@@ -132,7 +130,7 @@ class ApiCall:
 
     @property
     def relaxed(self) -> Counter[str]:
-        """What the metrics count of relaxed schemas."""
+        """The counters of relaxed schemas, for the metrics."""
         counted: Counter[str] = self._scope["app"].state.relaxed
         return counted
 
@@ -201,7 +199,7 @@ class ApiCall:
 
     @asynccontextmanager
     async def streaming(self) -> AsyncIterator[EventStream]:
-        """The scope in which events are sent. Sends the status and the headers at once, and keep-alive events
+        """The scope in which events are sent. Sends the status and the headers, then keep-alive events
         when nothing else is sent, so that no proxy closes the connection as idle."""
         self.record.is_streamed = True
         await self._start(200, self._error_format.stream_type.encode(), event_stream.HEADERS)
@@ -240,7 +238,7 @@ class ApiCall:
         )
 
     def _limit_headers(self) -> dict[bytes, bytes]:
-        """What is left when the answer begins: after its request was admitted, or after its end."""
+        """The rest of the limits when the answer begins: after its request was admitted, or after its end."""
         try:
             return self._error_format.limit_headers(self.service.models.gate.state(self.tenant))
         except (AgentflowError, ApiError):  # the key is unknown or revoked, or the server has stopped
@@ -255,7 +253,7 @@ class ApiCall:
         await self._send_message({"type": "http.response.body", "body": data, "more_body": more})
 
     async def _send_message(self, message: Message) -> None:
-        """``ClientGone`` if the connection fails. Any other ``OSError`` of a request is the server's own."""
+        """``ClientGone`` if the connection fails. Any other ``OSError`` is a fault of the server."""
         try:
             await self._send(message)
         except OSError as error:
@@ -303,7 +301,7 @@ class ApiCall:
             self.record.asked = LoggedBody(self._body)
 
     def _charge(self, num_bytes: int) -> None:
-        """Charges the tenant for a body of at least so many bytes, unless it is small."""
+        """Charges the tenant for a body of at least ``num_bytes`` bytes, unless it is small."""
         more = num_bytes // BYTES_PER_TOKEN - self._num_charged_tokens
         if num_bytes <= SMALL_BODY_BYTES or more <= 0:
             return
@@ -314,8 +312,8 @@ class ApiCall:
         self._num_charged_tokens += more
 
     def release_body(self) -> None:
-        """Releases the memory of the body. Of the tokens charged for it, the tenant gets back those that are
-        charged for the prompt, and all of them if the server could not serve the request."""
+        """Releases the memory of the body. Of the tokens charged for the body, the tenant gets back as many
+        as the prompt is charged, or all if the server could not serve the request."""
         self._body = bytearray()  # a decoded body may still refer to the old one
         if self._held is not None:
             self._held.close()
@@ -436,7 +434,7 @@ async def _cancel_when_gone(call: ApiCall, scope: anyio.CancelScope) -> None:
 
 
 def _drop_frames(error: BaseException | None) -> None:
-    """Drops the traceback of a handled error. Its frames refer to the body and to what was decoded of it; an
+    """Drops the traceback of a handled error. Its frames refer to the body and its decoded values; an
     error from a thread forms a reference cycle with them, which keeps both until a garbage collection."""
     while error is not None:
         drop_traceback(error)
