@@ -34,7 +34,7 @@ class EventLog:
     """The events of one response, numbered from 0.
 
     >>> log = EventLog()
-    >>> log.add(b"data: 1\\n\\ndata: 2\\n\\n")
+    >>> num_bytes = log.add(b"data: 1\\n\\ndata: 2\\n\\n")
     >>> log.end()
     >>> [events async for events in log.since(1)]
     [b'data: 2\\n\\n']
