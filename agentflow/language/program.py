@@ -19,13 +19,13 @@ import anyio
 from agentflow.errors import BadArgument, Cancelled, short_repr
 from agentflow.language.by_name import by_name
 from agentflow.language.failures.mistakes import AsyncOnly, explain, needs_async_for
-from agentflow.language.failures.reported import left_by
 from agentflow.language.failures.user_code import UserCode
 from agentflow.language.graphs.graph import Graph
 from agentflow.language.graphs.trace import called, trace
 from agentflow.language.link import Link
 from agentflow.language.markers import MARKERS
 from agentflow.language.states.event_stream import ProgramEvent, RunDone
+from agentflow.language.states.reported import left_by
 from agentflow.language.states.run import Run
 from agentflow.language.states.state import State
 from agentflow.language.states.variable import text_of_marked

@@ -16,9 +16,10 @@ from support.observed_backends import Stepped, settle
 from support.programs import echo
 
 import agentflow as af
-from agentflow.language.display import live
-from agentflow.language.display.outline import Piece, _CacheEstimate, elided, outline_of, shortened
+from agentflow.language.display.outline import Piece, elided, shortened
 from agentflow.language.display.terminal import show
+from agentflow.language.states import live
+from agentflow.language.states.outliner import _CacheEstimate, outline_of
 
 pytestmark = pytest.mark.anyio
 

@@ -1,5 +1,5 @@
-"""What a session's objects look like in a terminal and in a notebook.
+"""Drawings for terminals and notebooks, from plain data.
 
-Reading order: ``outline`` finds what is known of a state, ``terminal`` and ``html`` draw it, ``live`` redraws
-it while it is generated. ``svg`` draws graphs and runs.
+Reading order: ``outline`` is a state as data, which ``terminal`` and ``html`` draw. ``svg`` draws graphs and
+runs.
 """

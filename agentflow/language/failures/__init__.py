@@ -1,6 +1,5 @@
-"""What a program sees of failures.
+"""Failures that the program itself causes.
 
-Reading order: ``frames`` finds the program's own lines, ``mistakes`` says what to write instead, and
-``reported`` makes the exceptions for failures that the backend reports. ``user_code`` contains failures of
-the user's own code.
+Reading order: ``frames`` finds the program's lines in a traceback, ``mistakes`` has the messages for typical
+mistakes, and ``user_code`` contains failures of tools and other functions of the user.
 """

@@ -19,11 +19,11 @@ import msgspec
 from agentflow.errors import BadArgument, DataDependent, short_repr
 from agentflow.language.failures.frames import ProgramLine, calling_line
 from agentflow.language.failures.mistakes import defined_at
-from agentflow.language.failures.reported import left_by
 from agentflow.language.graphs.graph import Graph, Output
 from agentflow.language.link import TRACE, Link
 from agentflow.language.markers import MARKERS
 from agentflow.language.observing.spans import RunSpan
+from agentflow.language.states.reported import left_by
 from agentflow.language.states.run import Run, StateNode, VariableNode
 from agentflow.language.states.state import State
 from agentflow.language.states.variable import Reference, Variable, target_of

@@ -15,12 +15,12 @@ import anyio
 
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, InvalidValue, StateClosed
 from agentflow.language.failures.frames import ProgramLine, calling_line
-from agentflow.language.failures.reported import CauseFirst, cancelled, located
 from agentflow.language.link import Link
 from agentflow.language.observing.runs import RunRecord
 from agentflow.language.observing.spans import GenSpan, StateSpan
 from agentflow.language.op_log import InFlight, LineTable, SingleWriter, Transcript
 from agentflow.language.states.event_stream import EventStream, StateStream
+from agentflow.language.states.reported import CauseFirst, cancelled, located
 from agentflow.language.typed.replies import calls_of
 from agentflow.language.typed.tools import ToolCall
 from agentflow.language.typed.values import TEXT, ValueType

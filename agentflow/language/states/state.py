@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, TypeVar, get_args, overload
 
 from agentflow.errors import BadArgument, Cancelled, ForeignState, NotSupported, UnknownVariable
-from agentflow.language.display.live import ShownState
+from agentflow.language.display.html import as_html
+from agentflow.language.display.terminal import as_text
 from agentflow.language.expressions import (
     Appendable,
     Expression,
@@ -25,12 +26,14 @@ from agentflow.language.expressions import (
 )
 from agentflow.language.failures.frames import ProgramLine, calling_line
 from agentflow.language.failures.mistakes import AsyncOnly, explain, needs_async_for, unknown_variable
-from agentflow.language.failures.reported import left_by
 from agentflow.language.markers import MARKERS
 from agentflow.language.op_log import Content, TurnContent
 from agentflow.language.states.contest import Contest
 from agentflow.language.states.event_stream import EventStream
+from agentflow.language.states.live import in_notebook, show_state
+from agentflow.language.states.outliner import outline_of
 from agentflow.language.states.recorder import Recorder
+from agentflow.language.states.reported import left_by
 from agentflow.language.states.run import Path, StateNode, VariableNode
 from agentflow.language.states.variable import Reference, Variable, target_of, text_of
 from agentflow.language.typed.replies import Message
@@ -44,7 +47,7 @@ ValueT = TypeVar("ValueT")
 VariableName: TypeAlias = "str | GenExpression[Any] | SelectExpression"
 
 
-class State(ShownState):
+class State:
     """Made by a session, which passes the root to a program, or by ``fork``.
 
     ``s += x`` appends text, a variable, ``gen``, ``select`` or a role, and never waits. ``s["x"]`` is the
@@ -63,6 +66,19 @@ class State(ShownState):
     def __repr__(self) -> str:
         names = ", ".join(map(repr, self._node.names)) or "no variables"
         return f"<State{MARKERS.repr_tag} {self._node.path} with {names}>"
+
+    def __str__(self) -> str:
+        return as_text(outline_of(self._node))
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return as_html(outline_of(self._node))
+
+    def _ipython_display_(self) -> None:
+        """For notebooks. IPython uses the other representations if this raises ``NotImplementedError``."""
+        if not in_notebook():
+            raise NotImplementedError
+        show_state(self._node)
 
     @property
     def id(self) -> int:
@@ -355,6 +371,23 @@ class State(ShownState):
     async def _wait(self) -> None:
         await self._node.settled()
         self._node.raise_failure()
+
+    def show(self) -> None:
+        """Shows what is known of the conversation so far, with its branches: on stdout, in colours if it is a
+        terminal; in a notebook below the cell, redrawn while it is generated. Text that was cached and text
+        that was generated have colours of their own. ``print(s)`` writes the same without colours. Very long
+        texts are shortened in the middle.
+
+        >>> await s["answer"]
+        'Plants turn light into sugar.'
+        >>> s.show()
+        [user]
+        What do plants do?
+        [assistant]
+        Plants turn light into sugar.
+        ...
+        """
+        show_state(self._node)
 
     async def settled(self) -> None:
         """Waits until everything appended is done or the state has failed. Raises nothing; ``await s`` raises

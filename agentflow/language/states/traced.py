@@ -7,9 +7,9 @@ from typing import TypeVar
 
 import msgspec
 
-from agentflow.language.display.outline import known_text
 from agentflow.language.expressions import ImageExpression
 from agentflow.language.op_log import ToolCalls, Transcript, TurnBegins, TurnEnds
+from agentflow.language.states.outliner import known_text
 from agentflow.language.states.run import VariableNode
 from agentflow.protocol import ops
 

@@ -11,9 +11,9 @@ from typing import Any, Final
 import anyio
 
 from agentflow.language.display.html import as_html
-from agentflow.language.display.outline import outline_of
 from agentflow.language.display.terminal import as_text, show
 from agentflow.language.states.event_stream import EventStream, StreamedVariable
+from agentflow.language.states.outliner import outline_of
 from agentflow.language.states.run import StateNode, VariableNode
 
 logger = logging.getLogger(__name__)
@@ -26,42 +26,6 @@ def in_notebook() -> bool:
     ipython = sys.modules.get("IPython")  # imported wherever a kernel runs
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and getattr(shell, "kernel", None) is not None
-
-
-class ShownState:
-    """Base of ``State``: how it is shown."""
-
-    _node: StateNode
-
-    def __str__(self) -> str:
-        return as_text(outline_of(self._node))
-
-    def _repr_html_(self) -> str:
-        """For notebooks."""
-        return as_html(outline_of(self._node))
-
-    def _ipython_display_(self) -> None:
-        """For notebooks. IPython uses the other representations if this raises ``NotImplementedError``."""
-        if not in_notebook():
-            raise NotImplementedError
-        show_state(self._node)
-
-    def show(self) -> None:
-        """Shows what is known of the conversation so far, with its branches: on stdout, in colours if it is a
-        terminal; in a notebook below the cell, redrawn while it is generated. Text that was cached and text
-        that was generated have colours of their own. ``print(s)`` writes the same without colours. Very long
-        texts are shortened in the middle.
-
-        >>> await s["answer"]
-        'Plants turn light into sugar.'
-        >>> s.show()
-        [user]
-        What do plants do?
-        [assistant]
-        Plants turn light into sugar.
-        ...
-        """
-        show_state(self._node)
 
 
 def show_state(node: StateNode) -> None:
@@ -99,7 +63,7 @@ def _bundle(node: StateNode) -> dict[str, str]:
 
 
 class _Changes(EventStream):
-    """Tells that some variable has changed, and not which."""
+    """Wakes its reader whenever a variable changes; it does not say which one."""
 
     def touch(self, variable: StreamedVariable) -> None:
         self.wake()
