@@ -1,5 +1,7 @@
 """The backends that run a session's ops.
 
-``local`` interprets ops in this process, with an embedded engine; ``scripted`` with answers from a script.
-``remote`` sends them to a server over a ``websocket``. ``replay`` answers from a recording. ``open_session``
-is ``af.session``, which chooses among them."""
+Reading order: ``open_session`` is ``af.session``, which chooses a backend. ``local`` interprets ops in this
+process with an embedded engine. ``remote`` sends them to a server over a ``websocket``. ``scripted``
+interprets them with the answers of a script, which ``scripted_answers`` cuts to the gen's parameters.
+``replay`` answers from a recording.
+"""

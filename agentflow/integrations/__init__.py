@@ -1,7 +1,7 @@
 """The published interface for adapters of other frameworks, which import only this package and ``agentflow``.
 
-Read ``background_loop`` first: an event loop in a thread, callable from anywhere. ``client`` builds on it:
-one session per process, model calls as programs, retries.
+Reading order: ``background_loop`` is an event loop in a thread, callable from anywhere. ``client`` builds on
+it: one session per process, model calls as programs, retries.
 """
 
 from agentflow.integrations.client import (

@@ -1,10 +1,13 @@
-"""What programs are written in. Knows no backend: ops go through a link, and events come back.
+"""The language of programs: states, variables, forks and generations. It knows no backend: ops leave through
+a link, and events come back through it.
 
-Reading order: ``expressions`` and ``gen`` are what a program appends, ``typed`` the types of what is
-generated, ``markers`` what stands for both in strings. ``op_log`` keeps what was appended to a state.
-``link`` connects to the backend, and ``observing`` watches it. ``states`` are what a program sees, with the
-tree behind them. ``program``, ``batch``, ``race``, ``agents`` and ``graphs`` are the ways to run something;
-``session`` offers them, and ``host`` keeps one open without a block. ``display`` draws states, runs and
-graphs. ``by_name`` is how decorated functions are pickled. ``failures`` are errors as programs
-see them: where they come from, and what to write instead.
+Reading order: ``expressions`` has the items that a program appends, and ``gen`` makes the items that generate
+text. ``markers`` carries references through f-strings, and ``typed`` describes the types of values.
+``states`` has states, variables and branches; ``op_log`` keeps what was appended to a state. ``link`` sends
+ops to the backend and delivers its events. ``program`` makes a program of a function and runs it, ``graphs``
+compiles it into one op, ``batch`` runs it on many inputs, ``race`` runs several tasks for one result, and
+``agents`` lets a model call tools. ``session`` offers all of these, and ``host`` keeps a session open from
+one notebook cell to another. ``observing`` records runs and spans and warns of code that blocks the event
+loop, ``display`` draws states, runs and graphs, ``failures`` finds the line of the program that caused an
+error, and ``by_name`` pickles decorated functions.
 """

@@ -1,7 +1,10 @@
-"""The vocabulary that programs, the wire and the engine share.
+"""The vocabulary that the frontend, the wire and the engine share.
 
-``sampling``, ``constraint``, ``transform`` and ``chat`` are the parameters of generations; ``ops`` and
-``events`` go to a backend and come back; ``op_table`` has the properties of each op. ``backend`` is the
-interface of backends, ``wire`` the frames of the websocket protocol, ``json_bounds`` guards against hostile
-JSON, and ``schema_walk`` walks through JSON schemas. ``record`` is the base of records that programs show as
-JSON."""
+Reading order: ``ops`` has the operations of programs, ``events`` the answers of backends, and ``backend`` the
+interface between them. ``op_table`` lists the properties of each op. ``sampling``, ``constraint``,
+``transform`` and ``chat`` are the parameters of generations. ``wire`` has the frames of the websocket
+protocol, and ``record`` is the base of records that programs show as JSON. Input of clients has limits:
+``json_bounds`` checks JSON before it is decoded, ``sized`` measures kept objects, ``client_pattern`` bounds
+regular expressions, and ``stop_pattern`` searches for them in growing text. ``schema_walk`` walks through
+JSON schemas.
+"""

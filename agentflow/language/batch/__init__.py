@@ -1,6 +1,6 @@
 """One program on many inputs.
 
-Reading order: ``inputs`` reads them, also from dataframes; ``map`` runs the program on each; ``retries`` says
-which failures are run again; ``results_file`` keeps results, so that an interrupted batch goes on;
-``progress`` is the bar.
+Reading order: ``inputs`` reads inputs from iterables and tables, ``map`` runs the program on each, and
+``retries`` decides which failures are run again. ``results_file`` keeps results on disk, so that an
+interrupted map can continue. ``progress`` draws the progress bar. ``embeddings`` embeds many texts.
 """

@@ -1,3 +1,3 @@
-"""What a session shows of itself: ``runs`` that ended, ``spans`` for OpenTelemetry, and ``blocking``, the
-warning about lines that block the event loop.
+"""Observation of a session: ``runs`` lists its runs, ``spans`` reports them to OpenTelemetry, and
+``blocking`` warns of lines that block the event loop.
 """

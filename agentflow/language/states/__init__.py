@@ -1,9 +1,10 @@
-"""What a program sees: states, variables and the branches of a fork, and the tree behind them.
+"""States, variables and branches as a program sees them, and the tree behind them.
 
-Reading order: ``run`` has the tree of states and variables, which the link's events change
-(``event_stream``: the events of several variables as one stream; ``reported``: the exceptions for failures
-that the backend reports). ``variable`` is a value that is generated (``readers``: its value, and iterators
-over it as it grows). ``recorder`` turns appended items into ops (``traced``: under a span; ``validation``:
-generated again until valid). ``outliner`` makes the outline of a state for ``display``, and ``live`` redraws
-it in a notebook. ``contest`` chooses between branches. ``state`` is the interface to all of these.
+Reading order: ``state`` is the interface for programs: it appends, forks and joins. ``recorder`` turns
+appended items into ops; ``traced`` begins their spans, and ``validation`` generates again until a text is
+valid. ``run`` has the tree of states and variables, which the backend's events change, and ``reported`` makes
+the exceptions for failures among these events. ``variable`` is a value that is still being generated,
+``readers`` iterates over it as it grows, and ``event_stream`` has the events of several variables.
+``contest`` chooses between branches. ``outliner`` makes the outline of a state for drawings, and ``live``
+redraws it in a notebook.
 """

@@ -1,7 +1,8 @@
-"""Typed output: what ``gen``'s ``schema``, ``type``, ``tools`` and ``tags`` mean.
+"""Typed output: the arguments ``schema=``, ``type=``, ``tools=`` and ``tags=`` of ``gen``.
 
-Reading order: ``json_types`` describes Python types as JSON schemas and reads their values, also of JSON that
-is still generated. ``json_form`` writes values as their types read them. ``tools`` describes functions and
-reads calls of them. ``replies`` are turns of conversations. ``values`` makes a gen's type of its arguments.
-``tags`` constrains places in free text.
+Reading order: ``values`` makes a gen's type from its arguments. ``json_types`` describes Python types as JSON
+schemas and reads their values, also from JSON that is still being generated; ``recursion`` bounds the depth
+of recursive types, and ``decimals`` writes ranges of decimals as patterns. ``json_form`` writes values so
+that their types can read them again. ``tools`` describes functions and reads calls of them, ``replies`` has
+the turns of conversations, and ``tags`` constrains places in free text.
 """
