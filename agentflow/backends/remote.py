@@ -49,7 +49,7 @@ from agentflow.protocol.events import (
     Value,
     VarFailed,
 )
-from agentflow.protocol.op_table import GRAPH_TICKET, declared, opened
+from agentflow.protocol.op_table import GRAPH_TICKET, declared, kind_of, opened
 from agentflow.protocol.wire import (
     SESSION_PATH,
     TAKEN_OVER,
@@ -505,7 +505,7 @@ class OpQueue:
     def encoded(self, op: ops.Op) -> bytes:
         """The encoded op. ``FrameTooLarge`` if it does not fit into a frame, ``BadArgument`` if its text is
         not Unicode."""
-        name = type(op).__name__.lower()
+        name = kind_of(op)
         try:
             data = self._encoder.encode(op)
         except (UnicodeEncodeError, OverflowError) as error:
@@ -596,7 +596,7 @@ class Cursors:
             if op.state in self._states:  # type: ignore[union-attr]
                 self._states[op.state].num_unfinished += 1  # type: ignore[union-attr]
         match op:
-            case ops.Submit():
+            case ops.SubmitGraph():
                 self._states[op.state].ticket = GRAPH_TICKET
             case ops.Await():
                 if op.state in self._states:

@@ -175,7 +175,7 @@ class _ReplayConnection:
         """Answers one op. Returns the error with which the recorded op was rejected, if it was."""
         is_content = spec_of(op).is_content
         match op:
-            case ops.Open() | ops.Submit():
+            case ops.Open() | ops.SubmitGraph():
                 state = self._tree.open(op)
                 self._runs.add(state)
             case ops.GetStats():
@@ -188,7 +188,7 @@ class _ReplayConnection:
         match op:
             case _ if is_content:
                 rejection = self._handle_content(state, op)
-                if isinstance(op, ops.Submit) and rejection is None:
+                if isinstance(op, ops.SubmitGraph) and rejection is None:
                     self._handle_await(state, GRAPH_TICKET)
                 return rejection
             case ops.TaskGroup():

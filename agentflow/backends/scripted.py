@@ -486,7 +486,7 @@ class _ScriptedConnection:
                 self._queues[op.state].append(branches)
             case ops.Gen() | ops.Select():
                 self._queues[op.state].append(self._generator.sent_gen(op.name))
-            case ops.Submit():
+            case ops.SubmitGraph():
                 for part in expanded(op):
                     self._read(part)
             case ops.Close():

@@ -108,9 +108,9 @@ class OpSpec:
 
     ``is_content``: the op stands in its state's stream, and a replay compares it with the recorded one.
     ``is_numbered``: it counts among its state's ops, by which ``ErrorInfo.op`` names it. ``in_graph``: it may
-    stand in a ``Submit`` (``Open`` only as its first op). ``opens``: the field with the states that the op
-    creates. ``is_instant``: it neither waits nor fails, so it is done together with the op before it.
-    ``outcome``: what a variable that the op declares has not been, where the op did not run.
+    stand in a ``SubmitGraph`` (``Open`` only as its first op). ``opens``: the field with the states that the
+    op creates. ``is_instant``: it neither waits nor fails, so it is done together with the op before it.
+    ``outcome``: the participle for the error if the op never ran: "x was not *generated*".
 
     ``check`` raises ``BadArgument`` for a wrong value. ``require`` raises ``NotSupported`` where the backend
     cannot run the op. ``label``: its text in a drawing of a graph, given the names of variables; an op
@@ -132,7 +132,7 @@ _step = functools.partial(OpSpec, is_content=True, is_numbered=True, in_graph=Tr
 
 OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
     ops.Open: OpSpec(is_content=True, opens="state", check=_check_open),
-    ops.Submit: OpSpec(is_content=True, opens="state"),
+    ops.SubmitGraph: OpSpec(is_content=True, opens="state"),
     ops.Text: _step(check=_check_parts, label=_parts_label),
     ops.Image: _step(
         require=lambda op, capabilities: capabilities.require_images(),
@@ -206,9 +206,9 @@ def spec_of(op: ops.Op) -> OpSpec:
     return OPS[type(op)]
 
 
-def kind_of(op: ops.Op) -> str:
+def kind_of(op: ops.Op | ops.Rejected) -> str:
     """The value of the op's ``op`` field on the wire."""
-    return str(type(op).__struct_config__.tag)
+    return op.kind if isinstance(op, ops.Rejected) else str(type(op).__struct_config__.tag)
 
 
 def num_done_with(sequence: Sequence[ops.Op], index: int) -> int:
@@ -226,7 +226,7 @@ def check_sendable(op: ops.Op, capabilities: Capabilities) -> None:
     """Checks the types in ``op``, its values, and that the backend can run it; of a graph each op in it.
     ``BadArgument``, ``NotSupported``."""
     check_types(op)
-    for one in op.ops if isinstance(op, ops.Submit) else (op,):
+    for one in op.ops if isinstance(op, ops.SubmitGraph) else (op,):
         spec = spec_of(one)
         spec.check(one)
         for ref in _refs(one):
@@ -237,7 +237,7 @@ def check_sendable(op: ops.Op, capabilities: Capabilities) -> None:
 def check_types(value: msgspec.Struct) -> None:
     """Raises ``BadArgument`` where a field of ``value``, or of a struct in it, has the wrong type, or where a
     text is not Unicode: both could not be sent."""
-    name = type(value).__name__.lower()
+    name = type(value).__struct_config__.tag or type(value).__name__.lower()
     try:
         _decoder_of(type(value)).decode(_encoder.encode(value))
     except UnicodeEncodeError as error:
@@ -281,7 +281,7 @@ def opened(op: ops.Op) -> tuple[int, ...]:
 
 def declared(op: ops.Op) -> list[tuple[int, str]]:
     """The variables that the op declares, of a graph those that it reports: their numbers and names."""
-    if isinstance(op, ops.Submit):
+    if isinstance(op, ops.SubmitGraph):
         names = {one.var: one.name for one in op.ops if isinstance(one, ops.Declaring)}
         return [(op.session_number(number), names.get(number, "")) for number in op.outputs]
     return [(op.var, op.name)] if isinstance(op, ops.Declaring) else []
@@ -310,7 +310,7 @@ def moved(op: ops.Op, base: int) -> ops.Op:
     return msgspec.structs.replace(op, **changes)
 
 
-def expanded(graph: ops.Submit) -> Iterator[ops.Op]:
+def expanded(graph: ops.SubmitGraph) -> Iterator[ops.Op]:
     """The ops of a submitted graph with the session's numbers, and a ``Seal`` for each state that has none.
     ``ProtocolError`` where it is not a graph."""
     base = graph.state - ROOT

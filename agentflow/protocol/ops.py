@@ -248,7 +248,7 @@ class Limit(_Op, frozen=True):
     output_tokens: int | None = None
 
 
-class Submit(_Op, frozen=True):
+class SubmitGraph(_Op, frozen=True, tag="submit"):
     """Runs a whole graph. In ``ops`` states and variables are numbered from 1, the root first; number n is
     the session's ``state`` + n - 1. ``inputs``: the values of its expected variables. Only ``outputs`` of its
     variables are reported: each when it is complete, or if ``live`` also while it is generated. When all its
@@ -346,7 +346,7 @@ Declaring = Gen | Select | Set | Read | Embed | Done | Expect
 """Ops that declare a variable."""
 Op = (
     Open
-    | Submit
+    | SubmitGraph
     | Text
     | Image
     | Converse

@@ -96,7 +96,7 @@ class ForkTree(Generic[NodeT]):
         self._variables: dict[int, tuple[NodeT, int, str]] = {}
         self._declared: dict[int, list[int]] = {}
 
-    def open(self, op: ops.Open | ops.Submit) -> NodeT:
+    def open(self, op: ops.Open | ops.SubmitGraph) -> NodeT:
         """Adds the root of a new run."""
         self.num_runs += 1
         return self._add(op.state, self._make_node(self.num_runs - 1, (), None))
@@ -121,7 +121,7 @@ class ForkTree(Generic[NodeT]):
     def content(self, op: ops.Op, node: NodeT) -> Content:
         """The op's content, with places instead of numbers. A graph keeps its own numbers, which do not
         vary."""
-        if isinstance(op, ops.Submit):
+        if isinstance(op, ops.SubmitGraph):
             graph = msgspec.json.encode(([_unnamed(one) for one in op.ops], op.outputs, op.places)).decode()
             return Content("submit", (("ops", graph), ("inputs", tuple(op.inputs.items()))))
         fields: list[tuple[str, Any]] = []

@@ -229,7 +229,7 @@ class RecordedRuns:
         is_content = spec_of(op).is_content
         if not is_content and (rejection is not None or not isinstance(op, CONTROL)):
             return
-        if isinstance(op, ops.Open | ops.Submit):
+        if isinstance(op, ops.Open | ops.SubmitGraph):
             state = self._tree.open(op)
             self.runs.append(RecordedRun(state.run, state, {(): state}))
         else:
@@ -265,7 +265,7 @@ class RecordedRuns:
                 self._variables[state, len(state.variables)] = variable
                 state.variables.append(variable)
                 recorded.variables.append(variable)
-            if isinstance(op, ops.Submit):
+            if isinstance(op, ops.SubmitGraph):
                 state.ask(GRAPH_TICKET)
         state.ops.append(recorded)
 

@@ -43,6 +43,7 @@ from agentflow.protocol.op_table import (
     OP_BYTES,
     OPS,
     expanded,
+    kind_of,
     op_bytes,
     opened,
     references,
@@ -157,7 +158,7 @@ class Interpreter(Generic[ContextT]):
                 root.begin(context, Reservation(self._memory, 0))
                 if op.objective is not None:
                     self._generator.hint(context, StateHint(op.objective))
-            case ops.Submit():
+            case ops.SubmitGraph():
                 self._start_graph(op)
             case ops.GetStats():
                 self._stats.ask(op.ticket)
@@ -329,7 +330,7 @@ class Interpreter(Generic[ContextT]):
         except AgentflowError as error:
             self._fail(state, pending, error)
         except Exception as error:
-            self._fail(state, pending, self._fault(type(pending.op).__name__.lower(), error))
+            self._fail(state, pending, self._fault(kind_of(pending.op), error))
 
     def _fault(self, name: str, error: Exception) -> EngineFailed:
         """The error of an op that failed because of a fault of the backend."""
@@ -428,7 +429,7 @@ class Interpreter(Generic[ContextT]):
                     del self._variables[variable.id]
                 await turn.pause()
 
-    def _start_graph(self, op: ops.Submit) -> None:
+    def _start_graph(self, op: ops.SubmitGraph) -> None:
         """Enqueues all ops of a graph before the first one runs. If one is rejected, none runs."""
         outputs = {op.session_number(number) for number in op.outputs}
         inputs = {op.session_number(number): text for number, text in op.inputs.items()}

@@ -31,7 +31,7 @@ async def test_closing_a_graph_cancels_its_running_states(
     graph = (ops.Open(1), ops.Fork(1, (2,)), *WAITS[waiting], gen(2, 4))
     with anyio.fail_after(10):
         async with interpreted(generator, listener.deliver) as connection:
-            connection.send([ops.Submit(11, graph, outputs=(3, 4))])
+            connection.send([ops.SubmitGraph(11, graph, outputs=(3, 4))])
             await settle()
             connection.send([ops.Open(1), ops.Text(1, (ops.Ref(13),)), gen(1, 2), ops.Close(11)])
             await listener.wait_for(lambda received: {2, 13, 14} <= received.ends.keys())
@@ -49,7 +49,7 @@ async def test_a_reused_number_is_not_the_closed_state() -> None:
     graph = (ops.Open(1), ops.Fork(1, (2,)), *WAITS["gen"])
     with anyio.fail_after(10):
         async with interpreted(generator, listener.deliver) as connection:
-            connection.send([ops.Submit(11, graph, outputs=(3,)), ops.Close(12), ops.Close(11)])
+            connection.send([ops.SubmitGraph(11, graph, outputs=(3,)), ops.Close(12), ops.Close(11)])
             await listener.wait_for(lambda received: 13 in received.ends)
             connection.send([ops.Open(12), ops.Text(12, ("say again",)), ops.Await(12, 1)])
             await listener.wait_for(lambda received: received.reached.get(12) == 1)

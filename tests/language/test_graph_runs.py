@@ -41,7 +41,7 @@ async def test_a_mapped_graph_gives_what_the_program_gives() -> None:
     async with af.session(backend=backend, seed=1) as flow:
         graph = ask.trace()
         results = await flow.map(graph, inputs)
-        assert [op.ops[0].objective for op in backend.of(ops.Submit)] == ["throughput"] * 3
+        assert [op.ops[0].objective for op in backend.of(ops.SubmitGraph)] == ["throughput"] * 3
     async with af.session(backend=af.Scripted(answer), seed=1) as flow:
         assert results == await flow.map(ask, inputs)
 

@@ -363,7 +363,7 @@ async def test_a_run_has_the_name_of_its_program_as_a_label(observed):
         await flow.run(strange)
         flow.state(program="mine")
         assert [run.program for run in flow.runs[:-2]] == ["judge"] * 5
-    roots = [op.ops[0] if isinstance(op, ops.Submit) else op for op in observed.ops]
+    roots = [op.ops[0] if isinstance(op, ops.SubmitGraph) else op for op in observed.ops]
     roots = [op for op in roots if isinstance(op, ops.Open)]
     assert [(op.label, op.program) for op in roots] == [
         *[("judge", "")] * 5,

@@ -99,7 +99,7 @@ async def test_a_graph_is_one_op_and_returns_only_its_outputs():
         assert result["related"] == "yes"
         assert result["report"].startswith("saw ")
         assert [type(event).__name__ for event in backend.events] == ["Value", "Value", "Reached"]
-        assert [type(op).__name__ for op in backend.ops] == ["Submit", "Close"]
+        assert [type(op).__name__ for op in backend.ops] == ["SubmitGraph", "Close"]
         assert not flow._link.states
         assert not flow._link.variables
 

@@ -60,7 +60,7 @@ OPEN = ops.Open(1)
         (OPEN, ops.Open(2)),
         (OPEN, ops.Await(1, 1)),
         (OPEN, ops.Cancel(1)),
-        (OPEN, ops.Submit(2, (OPEN,))),
+        (OPEN, ops.SubmitGraph(2, (OPEN,))),
         (OPEN, ops.Text(2, ("x",))),
         (OPEN, ops.Text(1, (ops.Ref(9),))),
         (OPEN, ops.Gen(1, 2, "x", SamplingParams()), ops.Gen(1, 2, "x", SamplingParams())),
@@ -70,7 +70,7 @@ async def test_an_invalid_graph_fails_its_root(bad):
     generator = ScriptedGenerator(answer)
     events: list[Event] = []
     async with interpreted(generator, events.extend) as connection:
-        connection.send([ops.Submit(5, bad, outputs=(2,)), ops.Open(50), ops.Await(50, 1)])
+        connection.send([ops.SubmitGraph(5, bad, outputs=(2,)), ops.Open(50), ops.Await(50, 1)])
         while Reached(50, 1) not in events:
             await anyio.lowlevel.checkpoint()
         failed = [(event.state, event.error.code) for event in events if isinstance(event, StateFailed)]

@@ -45,7 +45,7 @@ def test_every_field_that_may_hold_numbers_has_one_of_the_known_names() -> None:
     for op in OPS:
         for field in msgspec.structs.fields(op):
             if field.type in (int, tuple[int, ...]) and (op, field.name) not in (
-                (ops.Submit, "outputs"),
+                (ops.SubmitGraph, "outputs"),
                 (ops.Watch, "max_nodes"),
                 (ops.Peek, "node"),
             ):
@@ -70,16 +70,16 @@ def test_the_functions_of_the_table_find_all_numbers() -> None:
 
 
 def test_a_graph_is_expanded_with_the_numbers_of_the_session_and_all_its_states_are_sealed() -> None:
-    graph = ops.Submit(11, GRAPH, outputs=(7,))
+    graph = ops.SubmitGraph(11, GRAPH, outputs=(7,))
     assert [*expanded(graph)] == [*[moved(op, 10) for op in GRAPH], ops.Seal(11), ops.Seal(14)]
     assert (opened(graph), declared(graph)) == ((11,), [(17, "end")])
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if not OPS[op].in_graph], ids=lambda op: op.__name__)
 def test_an_op_that_may_not_stand_in_a_graph_is_rejected(op: type[ops.Op]) -> None:
-    given = {ops.Await: (1, 1), ops.Submit: (1, ()), ops.Unwatch: (), ops.Peek: (1, 1)}
+    given = {ops.Await: (1, 1), ops.SubmitGraph: (1, ()), ops.Unwatch: (), ops.Peek: (1, 1)}
     with pytest.raises(ProtocolError):
-        [*expanded(ops.Submit(1, (ops.Open(1), op(*given.get(op, (1,))))))]
+        [*expanded(ops.SubmitGraph(1, (ops.Open(1), op(*given.get(op, (1,))))))]
 
 
 def test_a_rejected_op_names_what_it_would_have_declared() -> None:
@@ -87,5 +87,5 @@ def test_a_rejected_op_names_what_it_would_have_declared() -> None:
     assert rejected(GRAPH[4], error).names == {5: "x"}
     assert rejected(GRAPH[3], error).children == (3, 4)
     assert rejected(ops.Provide(2), error).names == {2: ""}
-    assert rejected(ops.Submit(11, GRAPH, outputs=(7,)), error).names == {17: "end"}
+    assert rejected(ops.SubmitGraph(11, GRAPH, outputs=(7,)), error).names == {17: "end"}
     assert {rejected(op, error).kind for op in GRAPH} == {kind_of(op) for op in GRAPH}

@@ -288,9 +288,9 @@ NONSENSE = [
     (ops.Text(1, (ops.Ref(3, (Transform("strip"),) * 17),)), 1, "bad_argument"),
     (ops.Limit(1, output_tokens=-1), 1, "bad_argument"),
     (ops.Await(1, 2**53), 1, "protocol_error"),
-    (ops.Submit(20, ()), 20, "protocol_error"),
-    (ops.Submit(20, (ops.Open(1), gen(1, 2), ops.Open(1)), outputs=(2,)), 20, "protocol_error"),
-    (ops.Submit(20, (ops.Open(1), ops.Fork(1, (3, 3)), gen(1, 2)), outputs=(2,)), 20, "protocol_error"),
+    (ops.SubmitGraph(20, ()), 20, "protocol_error"),
+    (ops.SubmitGraph(20, (ops.Open(1), gen(1, 2), ops.Open(1)), outputs=(2,)), 20, "protocol_error"),
+    (ops.SubmitGraph(20, (ops.Open(1), ops.Fork(1, (3, 3)), gen(1, 2)), outputs=(2,)), 20, "protocol_error"),
     (ops.Rejected(2, af.BadArgument("no"), "gen", {11: "x"}), 2, "bad_argument"),
     (ops.Rejected(2, af.BadArgument("no"), "fork", {}, (17,)), 2, "bad_argument"),
 ]
@@ -590,7 +590,7 @@ async def test_messages_of_consequent_failures_are_short(downwards):
     "op", [ops.Text(20, ("more",)), ops.Text(21, ("more",)), ops.Fork(20, (50,)), ops.Seal(20)], ids=repr
 )
 async def test_f29d_nothing_is_appended_to_the_states_of_a_graph(op: ops.Op) -> None:
-    graph = ops.Submit(20, (ops.Open(1), ops.Fork(1, (2,)), gen(1, 3), gen(2, 4)), outputs=(3, 4))
+    graph = ops.SubmitGraph(20, (ops.Open(1), ops.Fork(1, (2,)), gen(1, 3), gen(2, 4)), outputs=(3, 4))
     for extra, is_allowed in (((op,), False), ((ops.Limit(20, output_tokens=1_000), ops.Await(20, 5)), True)):
         async with bench(ScriptedGenerator(["x", "y"])) as at:
             at.submit(graph, *extra)

@@ -42,7 +42,7 @@ async def events_until(interpreter: Interpreter[ScriptedContext], last: type[Eve
 async def test_outputs_of_a_live_graph_are_reported_while_they_are_generated(live: bool) -> None:
     gens = [ops.Gen(1, var, "x", SamplingParams()) for var in (2, 3)]
     async with scripted() as interpreter:
-        interpreter.submit(ops.Submit(5, (ops.Open(1), *gens), outputs=(3,), live=live))
+        interpreter.submit(ops.SubmitGraph(5, (ops.Open(1), *gens), outputs=(3,), live=live))
         events = await events_until(interpreter, Reached)
     assert {event.var for event in events if isinstance(event, Delta | Value)} == {7}
     deltas = [event for event in events if isinstance(event, Delta)]

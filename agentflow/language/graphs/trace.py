@@ -225,7 +225,7 @@ class GraphRun:
         base = link.reserve_ids(max([max(numbers(op)) for op in graph.ops]))
         index = link.next_run_index() if index is None else index
         record = link.runs.begin(graph.name, link.spans)
-        op = ops.Submit(
+        op = ops.SubmitGraph(
             base + ROOT,
             _with_objective(graph.ops if record.span is None else _traced(graph.ops, record.span), objective),
             inputs=values,

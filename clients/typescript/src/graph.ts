@@ -2,7 +2,7 @@
 
 import type { AgentflowError } from "./agentflow_error.js";
 import { BadArgument, DataDependent, ForeignState } from "./errors.js";
-import { IN_GRAPH, MAX_GRAPH_OPS, type OpenOp, type Op, type SubmitOp } from "./protocol.js";
+import { IN_GRAPH, MAX_GRAPH_OPS, type OpenOp, type Op, type SubmitGraphOp } from "./protocol.js";
 import { State, type Link } from "./state.js";
 import { Variable } from "./variable.js";
 
@@ -65,12 +65,12 @@ export class Graph {
   }
 
   /** @internal */
-  submission(base: number, outputs: readonly Variable[], options: SubmitOptions): SubmitOp {
+  submission(base: number, outputs: readonly Variable[], options: SubmitOptions): SubmitGraphOp {
     const recorder = this.#recorder;
     if (recorder.ops.length > MAX_GRAPH_OPS) {
       throw new BadArgument(`a graph has at most ${MAX_GRAPH_OPS} ops, not ${recorder.ops.length}`);
     }
-    const op: SubmitOp = {
+    const op: SubmitGraphOp = {
       op: "submit",
       state: base,
       ops: [...recorder.ops],

@@ -18,7 +18,7 @@ export const MAX_GRAPH_OPS = 10000;
 
 export type Op =
   | OpenOp
-  | SubmitOp
+  | SubmitGraphOp
   | TextOp
   | ImageOp
   | ConverseOp
@@ -124,7 +124,7 @@ export interface OpenOp {
  * failed. `close` of the root closes all states of the graph and cancels what they still run. The states
  * of a graph have numbers of the session, so `cancel` of one of them cancels that branch alone.
  */
-export interface SubmitOp {
+export interface SubmitGraphOp {
   op: "submit";
   /** The number of the graph's root. */
   state: number;

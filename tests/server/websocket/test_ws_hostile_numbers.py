@@ -54,7 +54,7 @@ async def test_a_number_that_not_all_can_read_is_refused(wrong: Op, caplog: pyte
         (ops.Set(1, TOO_LARGE, "v", ("a",)), 1),
         (ops.Await(1, TOO_LARGE), 1),
         (ops.Fork(1, (2, TOO_LARGE)), 1),
-        (ops.Submit(MAX_NUMBER, GRAPH, outputs=(2,)), MAX_NUMBER),
+        (ops.SubmitGraph(MAX_NUMBER, GRAPH, outputs=(2,)), MAX_NUMBER),
     ],
 )
 async def test_a_number_that_not_all_can_read_fails_the_state_that_names_it(wrong: Op, state: int) -> None:

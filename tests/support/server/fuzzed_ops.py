@@ -326,7 +326,7 @@ class OpsWriter:
         outputs = tuple(var for var in inner._variables if self._random.random() < 0.5)
         inputs = {var: "given" for var in inner._expected if self._random.random() < 0.8}
         self._states.append(base)
-        return ops.Submit(base, tuple(written), inputs, outputs, "seeds", places)
+        return ops.SubmitGraph(base, tuple(written), inputs, outputs, "seeds", places)
 
 
 _Writer = Callable[[OpsWriter], Op]
