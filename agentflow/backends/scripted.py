@@ -219,7 +219,7 @@ class ScriptedGenerator:
     ) -> Generated:
         """The script's answer, truncated by the parameters. ``ScriptMismatch`` if the answer before
         ``max_tokens`` violates the constraint (of a schema, only that it is JSON is checked; of a grammar,
-        nothing). A script has no thoughts."""
+        nothing). A script has no reasoning."""
         call = self._call(context, "gen", params, constraint)
         return await self._stream(
             context, text_of(self._answer(call)), call.name, params, on_text, constraint

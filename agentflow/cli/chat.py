@@ -89,21 +89,21 @@ class Conversation:
             self._state.add(system(system_text))
 
     async def ask(
-        self, question: str, show: Callable[[str], None], show_thoughts: Callable[[str], None] | None = None
+        self, question: str, show: Callable[[str], None], show_reasoning: Callable[[str], None] | None = None
     ) -> Answered:
-        """Returns the answer. ``show`` gets its text as it arrives, ``show_thoughts`` what a reasoning model
-        thinks before it. An error, or ``stop`` before the first text, leaves the conversation unchanged."""
+        """Returns the answer. ``show`` gets its text as it arrives, ``show_reasoning`` the reasoning before
+        it. An error, or ``stop`` before the first text, leaves the conversation unchanged."""
         began_s = time.monotonic()
         first_s: float | None = None
         turn = self._state.copy()
-        streams = show_thoughts is not None
+        streams = show_reasoning is not None
         turn.add(user(question) + assistant(gen("answer", stream_reasoning=streams, **self._sampling)))
         variable = turn["answer"]
         self._asked = turn
         try:
-            if show_thoughts is not None:
-                async for thoughts in variable.reasoning_deltas():
-                    show_thoughts(thoughts)
+            if show_reasoning is not None:
+                async for reasoning in variable.reasoning_deltas():
+                    show_reasoning(reasoning)
             async for text in variable:
                 first_s = first_s or time.monotonic()
                 show(text)
@@ -157,11 +157,11 @@ def run_chat(
     read: Callable[[], str],
     console: Console,
     system: str | None,
-    thoughts: bool = True,
+    reasoning: bool = True,
     **sampling: Any,
 ) -> None:
     """Runs a conversation until ``read`` raises EOFError. ``console``: for everything but the answers.
-    ``thoughts``: it shows those of a reasoning model."""
+    ``reasoning``: whether to show the reasoning of a model."""
     with start_blocking_portal("asyncio") as portal:
         with console.status("loading the model…") if console.is_terminal else contextlib.nullcontext():
             opening = portal.wrap_async_context_manager(session)
@@ -170,12 +170,12 @@ def run_chat(
             stack.push(opening)
             conversation = portal.call(lambda: Conversation(flow, system_text=system, **sampling))
             console.print(Text(f"{flow.capabilities.model}: /help lists the commands"), style="dim")
-            _Terminal(portal, conversation, console, shows_thoughts=thoughts).talk(read)
+            _Terminal(portal, conversation, console, shows_reasoning=reasoning).talk(read)
 
 
 class _Terminal:
     def __init__(
-        self, portal: BlockingPortal, conversation: Conversation, console: Console, *, shows_thoughts: bool
+        self, portal: BlockingPortal, conversation: Conversation, console: Console, *, shows_reasoning: bool
     ) -> None:
         self._portal = portal
         self._conversation = conversation
@@ -183,7 +183,7 @@ class _Terminal:
         self._is_terminal = sys.stdout.isatty()
         can_wrap = self._is_terminal and console.is_terminal and not console.is_dumb_terminal
         self._wrap = WordWrap(lambda: console.width) if can_wrap else None
-        self._shows_thoughts = shows_thoughts
+        self._shows_reasoning = shows_reasoning
         self._is_thinking = False
 
     def talk(self, read: Callable[[], str]) -> None:
@@ -217,8 +217,8 @@ class _Terminal:
                     self._ask(line[1:] if line.startswith("//") else line)
 
     def _ask(self, question: str) -> None:
-        show_thoughts = self._show_thoughts if self._shows_thoughts else None
-        future = self._portal.start_task_soon(self._conversation.ask, question, self._show, show_thoughts)
+        show_reasoning = self._show_reasoning if self._shows_reasoning else None
+        future = self._portal.start_task_soon(self._conversation.ask, question, self._show, show_reasoning)
         try:
             try:
                 answered = future.result()
@@ -234,30 +234,30 @@ class _Terminal:
         self._say(stats_line(answered))
 
     def _show(self, text: str) -> None:
-        self._end_thoughts()
+        self._end_reasoning()
         if self._is_terminal:
             text = _without_controls(text)
         print(self._wrapped(text), end="", flush=True)
 
     def _end_answer(self) -> None:
-        self._end_thoughts()
+        self._end_reasoning()
         print(self._wrapped("\n"), end="", flush=True)
 
     def _wrapped(self, text: str) -> str:
         return text if self._wrap is None else self._wrap.push(text)
 
-    def _show_thoughts(self, text: str) -> None:
+    def _show_reasoning(self, text: str) -> None:
         if not self._is_thinking:
             self._is_thinking = True
             self._say("thinking…", style="dim italic")
-        self._write_thoughts(self._wrapped(_without_controls(text)))
+        self._write_reasoning(self._wrapped(_without_controls(text)))
 
-    def _end_thoughts(self) -> None:
+    def _end_reasoning(self) -> None:
         if self._is_thinking:
             self._is_thinking = False
-            self._write_thoughts(self._wrapped("\n\n"))
+            self._write_reasoning(self._wrapped("\n\n"))
 
-    def _write_thoughts(self, text: str) -> None:
+    def _write_reasoning(self, text: str) -> None:
         self._console.out(text, style="dim", end="", highlight=False)
 
     def _system(self, text: str) -> None:
@@ -286,7 +286,7 @@ def stats_line(answered: Answered) -> str:
         return f"(stopped after {answered.took_s:.1f} s)"
     parts = [f"{usage.output_tokens:,} token{'s' * (usage.output_tokens != 1)}"]
     if usage.thought_tokens:
-        parts.append(f"{usage.thought_tokens:,} of thoughts")
+        parts.append(f"{usage.thought_tokens:,} of reasoning")
     if answered.tokens_per_s is not None:
         parts.append(f"{answered.tokens_per_s:.1f} tokens/s")
     parts.append(f"first after {answered.ttft_s * 1000:,.0f} ms")
@@ -345,7 +345,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="sample only from the most likely tokens, up to this probability (%(default)s)",
     )
     add("--max-tokens", type=count, default=512, metavar="N", help="limit of one answer (%(default)s)")
-    add("--no-thoughts", action="store_true", help="do not show what a reasoning model thinks")
+    add("--no-reasoning", action="store_true", help="do not show the reasoning of a model")
     add("--seed", type=int, metavar="N", help="with the same seed, the same lines get the same answers")
 
 
@@ -363,7 +363,7 @@ def _run(options: argparse.Namespace) -> int:
         read=_read_line,
         console=Console(stderr=True),
         system=options.system,
-        thoughts=not options.no_thoughts,
+        reasoning=not options.no_reasoning,
         temperature=options.temperature,
         top_p=options.top_p,
         max_tokens=options.max_tokens,

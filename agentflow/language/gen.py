@@ -150,10 +150,10 @@ def gen(
     likely tokens at each position. ``SamplingParams`` defines the order in which all of these apply.
     ``BadArgument`` names an invalid argument; ``NotSupported`` an option that the backend does not have.
 
-    ``max_reasoning_tokens``: the most tokens that a reasoning model thinks with before the text; it then
-    writes the text with what it has. 0: it does not think. None (the default): it thinks as long as it wants
-    to, and not at all before a text that is constrained. Thoughts count for ``max_tokens``. Other models
-    ignore it. ``stream_reasoning``: ``s[name].reasoning_deltas()`` gives thoughts as they come.
+    ``max_reasoning_tokens``: the most reasoning tokens that a reasoning model generates before the text; it
+    then writes the text with the reasoning it has. 0: no reasoning. None (the default): no limit, but no
+    reasoning before a constrained text. Reasoning counts towards ``max_tokens``. Other models ignore it.
+    ``stream_reasoning``: ``s[name].reasoning_deltas()`` yields the reasoning while it is generated.
 
     At most one of these constrains the text and determines its value (without one, the text is the value):
     ``regex`` (all of the text matches it), ``choices`` (one of these strings), ``grammar`` (Lark's notation),

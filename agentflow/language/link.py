@@ -80,7 +80,7 @@ class VariableEvents(Protocol):
         """The text continues with ``text`` at character ``at``."""
 
     def think(self, at: int, text: str) -> None:
-        """The thoughts continue with ``text`` at character ``at``."""
+        """The reasoning continues with ``text`` at character ``at``."""
 
     def complete(self, value: Value) -> None:
         """The variable is complete."""

@@ -57,7 +57,7 @@ class CalledTool(msgspec.Struct, frozen=True):
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One turn of a conversation. ``generated``: a model wrote some of it. ``tool_calls``: of an assistant
     message. ``tool_call_id``: the call that a ``tool`` message answers, of the tool ``name``. ``reasoning``:
-    what the assistant thought before the content; chat templates show it where the model needs it."""
+    the assistant's reasoning before the content; chat templates show it where the model needs it."""
 
     role: str
     content: str
@@ -125,8 +125,8 @@ class TextPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class ThoughtPiece:
-    """More of the thoughts that precede an answer."""
+class ReasoningPiece:
+    """More of the reasoning that precedes an answer."""
 
     text: str
 
@@ -146,7 +146,7 @@ class Arguments:
     text: str
 
 
-Piece: TypeAlias = TextPiece | ThoughtPiece | CallBegun | Arguments
+Piece: TypeAlias = TextPiece | ReasoningPiece | CallBegun | Arguments
 
 
 class Reply(msgspec.Struct, frozen=True):

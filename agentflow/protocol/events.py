@@ -104,9 +104,7 @@ class Capabilities(msgspec.Struct, frozen=True):
 
 
 class Usage(Record, msgspec.Struct, frozen=True):
-    """The tokens of one generation: of the prompt, those of them that were cached, of the output, and those
-    of them that a constraint forced and that were not sampled, and those that a model's thoughts took. Usages
-    can be added.
+    """The number of tokens of one generation. Usages can be added.
 
     >>> await s["answer"]
     'Plants turn light into sugar.'
@@ -118,9 +116,12 @@ class Usage(Record, msgspec.Struct, frozen=True):
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    """Of the prompt: found in the prefix cache."""
     output_tokens: int = 0
     forced_tokens: int = 0
+    """Of the output: forced by a constraint, not sampled."""
     thought_tokens: int = 0
+    """Of the output: reasoning."""
 
     @property
     def hit_rate(self) -> float:
@@ -263,9 +264,9 @@ class _Event(msgspec.Struct, frozen=True, tag_field="event", tag=str.lower, omit
 
 
 class Delta(_Event, frozen=True):
-    """Variable ``var`` continues with ``text`` at character ``at``, and what a reasoning model thinks before
-    the text with ``reasoning`` at character ``reasoning_at``. Thoughts may be sent again, from their start,
-    after a connection broke."""
+    """Variable ``var`` continues with ``text`` at character ``at``, and the reasoning before the text with
+    ``reasoning`` at character ``reasoning_at``. After a broken connection, the reasoning may be sent again
+    from its start."""
 
     var: int
     at: int
@@ -278,8 +279,8 @@ class Value(_Event, frozen=True):
     """Variable ``var`` is complete: its text ends with ``text``, from character ``at`` on. ``choices``: the
     score of each choice of a select. ``top_logprobs``: for each token the most likely ones at its
     position. ``forced``: the parts of the whole text that a constraint forced and that were not sampled, as
-    pairs of the first character and the number of characters, in order. ``reasoning``: what a reasoning model
-    thought before the text. ``tokens``: the text of each token that ``logprobs`` has an entry for."""
+    pairs of the first character and the number of characters, in order. ``reasoning``: the reasoning before
+    the text. ``tokens``: the text of each token that ``logprobs`` has an entry for."""
 
     var: int
     at: int

@@ -98,8 +98,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     ``re``) that ends the text before its match, as soon as the text so far has one; ``$``, ``\\b`` and
     look-aheads see the text as if it ended there, so write ``END\\n`` rather than ``END$``. It must not match
     the empty text. ``stop_token_ids``: tokens that end the text. ``ignore_eos``: the model's own end token
-    does not end it. ``max_reasoning_tokens``: the most tokens of thoughts that a reasoning model writes
-    before the text, which count for ``max_tokens`` too; 0: it writes none. None is no limit, and 0 under a
+    does not end it. ``max_reasoning_tokens``: the most tokens of reasoning that a reasoning model writes
+    before the text, which count towards ``max_tokens`` too; 0: none. None is no limit, and 0 under a
     constraint.
 
     **Choice of tokens.** The logits are changed in this order:
@@ -119,8 +119,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     many most likely tokens at each position; implies ``logprobs``. Both are of the logits before all of the
     above.
 
-    **Thoughts.** ``stream_reasoning``: those of a reasoning model are sent as they come, and not only whole
-    with the value.
+    **Reasoning.** ``stream_reasoning``: the reasoning of a model is sent while it is generated, not only in
+    one piece with the value.
 
     >>> SamplingParams(temperature=0.8, top_p=0.9, logit_bias=((42, -100.0),)).check().top_p
     0.9

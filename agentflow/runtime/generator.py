@@ -186,8 +186,8 @@ class Generator(Embedder, Protocol[ContextT]):
         on_reasoning: OnText | None = None,
     ) -> Generated:
         """Generates a continuation under the constraint and appends it. ``on_text`` receives each delta. The
-        constraint is of a kind that ``capabilities`` names. ``on_reasoning`` receives each delta of thoughts;
-        it is given only if ``params.stream_reasoning``."""
+        constraint is of a kind that ``capabilities`` names. ``on_reasoning`` receives each delta of
+        reasoning; it is given only if ``params.stream_reasoning``."""
 
     async def score(self, context: ContextT, choices: Sequence[str], method: str) -> Scored:
         """Appends the choice with the highest score after the context."""

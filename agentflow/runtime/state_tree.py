@@ -156,7 +156,7 @@ class VariableRecord:
             self._events.mark(self)
 
     def extend_reasoning(self, delta: str) -> None:
-        """Appends thoughts, which the value will have too."""
+        """Appends reasoning, which the value will have too."""
         self.reasoning += delta
         if self.reports == "all":
             self._events.mark(self)
@@ -180,7 +180,7 @@ class VariableRecord:
             self._events.mark(self)
 
     def rewind(self, num_chars: int) -> None:
-        """The reader has received ``num_chars`` characters, and not the end. Thoughts are sent again."""
+        """The reader has received ``num_chars`` characters, and not the end. Reasoning is sent again."""
         self._num_reasoning_sent = 0
         self._num_sent, self._has_sent_end = max(0, min(num_chars, len(self.text))), False
         self._events.mark(self)
@@ -190,11 +190,11 @@ class VariableRecord:
             return []
         at, self._num_sent = self._num_sent, len(self.text)
         rest = self.text[at:]
-        thought_at, self._num_reasoning_sent = self._num_reasoning_sent, len(self.reasoning)
-        thoughts = self.reasoning[thought_at:]
+        reasoning_at, self._num_reasoning_sent = self._num_reasoning_sent, len(self.reasoning)
+        reasoning = self.reasoning[reasoning_at:]
         deltas: list[Event] = []
-        if rest or thoughts:
-            deltas = [Delta(self.id, at, rest, thoughts, thought_at if thoughts else 0)]
+        if rest or reasoning:
+            deltas = [Delta(self.id, at, rest, reasoning, reasoning_at if reasoning else 0)]
         if self.error is not None:
             self._has_sent_end = True
             return [*deltas, VarFailed(self.id, ErrorInfo.of(self.error))]

@@ -82,24 +82,24 @@ async def test_turns_follow_each_other_on_one_state():
         assert second.text == f"{prompt}{first.text}</assistant><user>And?</user><assistant>"
 
 
-async def test_thoughts_are_shown_as_they_come_and_are_no_part_of_the_answer():
+async def test_reasoning_is_shown_as_it_comes_and_is_no_part_of_the_answer():
     backend = Talkative()
     shown: list[str] = []
 
-    def show_thoughts(text: str) -> None:
+    def show_reasoning(text: str) -> None:
         shown.append(text)
         backend.goes_on.set()  # not before
 
     async with af.session(backend=backend) as flow:
         conversation = Conversation(flow)
-        answered = await conversation.ask("think and wait", shown.append, show_thoughts)
+        answered = await conversation.ask("think and wait", shown.append, show_reasoning)
         assert shown == ["It is\x1b[2J ", "hard.", "Yes."]
         assert answered.text == "Yes."
         assert (await conversation.ask("And?", print)).text.count("hard") == 0
 
 
-@pytest.mark.parametrize("thoughts", [True, False])
-def test_the_terminal_shows_thoughts_before_the_answer(capsys: pytest.CaptureFixture[str], thoughts: bool):
+@pytest.mark.parametrize("reasoning", [True, False])
+def test_the_terminal_shows_reasoning_before_the_answer(capsys: pytest.CaptureFixture[str], reasoning: bool):
     lines = iter(["think", "/exit"])
     console = Console(file=io.StringIO(), width=200)
     run_chat(
@@ -107,14 +107,14 @@ def test_the_terminal_shows_thoughts_before_the_answer(capsys: pytest.CaptureFix
         read=lambda: next(lines),
         console=console,
         system=None,
-        thoughts=thoughts,
+        reasoning=reasoning,
     )
     assert capsys.readouterr().out == "Yes.\n"  # answers alone are on standard output
     said = console.file.getvalue()
-    assert ("thinking…\nIt is[2J hard.\n" in said) == thoughts
-    assert ("hard" in said) == thoughts
+    assert ("thinking…\nIt is[2J hard.\n" in said) == reasoning
+    assert ("hard" in said) == reasoning
     assert "\x1b" not in said
-    assert "3 of thoughts" in said
+    assert "3 of reasoning" in said
 
 
 async def test_after_a_stop_what_was_said_stays():

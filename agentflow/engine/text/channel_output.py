@@ -20,7 +20,15 @@ from agentflow.engine.text.channels import (
     call_head,
 )
 from agentflow.engine.text.tool_output import JsonExtent, PieceReader, overlap
-from agentflow.protocol.chat import Arguments, CallBegun, CalledTool, Message, Piece, TextPiece, ThoughtPiece
+from agentflow.protocol.chat import (
+    Arguments,
+    CallBegun,
+    CalledTool,
+    Message,
+    Piece,
+    ReasoningPiece,
+    TextPiece,
+)
 
 _NEXT = NEXT_MESSAGE.encode()
 _BETWEEN = "\n\n"
@@ -51,7 +59,7 @@ class ChannelOutput(PieceReader):
 
     >>> output = ChannelOutput(())
     >>> output.push("<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>fin")
-    [ThoughtPiece(text='Easy.')]
+    [ReasoningPiece(text='Easy.')]
     >>> output.push("al<|message|>Hello")
     [TextPiece(text='Hello')]
 
@@ -92,7 +100,7 @@ class ChannelOutput(PieceReader):
             case _State.HEAD:
                 return self._read_head(is_over)
             case _State.THOUGHTS:
-                return self._read_text(ThoughtPiece, is_over)
+                return self._read_text(ReasoningPiece, is_over)
             case _State.TEXT:
                 return self._read_text(TextPiece, is_over)
             case _State.ARGUMENTS:
@@ -135,7 +143,7 @@ class ChannelOutput(PieceReader):
         self._is_new = True
         self._extent, self._num_read = JsonExtent(), 0
 
-    def _read_text(self, kind: type[TextPiece] | type[ThoughtPiece], is_over: bool) -> bool:
+    def _read_text(self, kind: type[TextPiece] | type[ReasoningPiece], is_over: bool) -> bool:
         start = self._num_plain
         at = min([place for end in _ENDS if (place := self._held.find(end, start)) >= 0], default=-1)
         is_ended = at >= 0
@@ -320,5 +328,5 @@ def read_channels(text: str, known: Message | None = None) -> Message:
         "".join([piece.text for piece in pieces if isinstance(piece, TextPiece)]),
         generated=True,
         tool_calls=tuple(calls),
-        reasoning="".join([piece.text for piece in pieces if isinstance(piece, ThoughtPiece)]) or None,
+        reasoning="".join([piece.text for piece in pieces if isinstance(piece, ReasoningPiece)]) or None,
     )

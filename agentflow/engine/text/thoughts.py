@@ -29,7 +29,7 @@ from agentflow.engine.text.channels import (
     has_channels,
 )
 from agentflow.engine.text.tool_output import ToolOutput, overlap
-from agentflow.protocol.chat import Piece, TextPiece, ThoughtPiece
+from agentflow.protocol.chat import Piece, ReasoningPiece, TextPiece
 
 WHITE_SPACE = " \t\r\n"
 SPACES = WHITE_SPACE.encode()
@@ -149,7 +149,7 @@ class ThoughtOutput:
 
     >>> output = ThoughtOutput(Thinking("<think>", "</think>", is_open=False))
     >>> output.push("<think>\nIt is a gre", -1) + output.push("eting.\n</think>\n\nHello", 37)
-    [ThoughtPiece(text='It is a gre'), ThoughtPiece(text='eting.'), TextPiece(text='Hello')]
+    [ReasoningPiece(text='It is a gre'), ReasoningPiece(text='eting.'), TextPiece(text='Hello')]
 
     How the text is split into pushes affects only where adjacent pieces of one kind are split. An output that
     ends within its thoughts has no answer.
@@ -230,7 +230,7 @@ class ThoughtOutput:
         bare = bare.rstrip(WHITE_SPACE)
         if bare:
             self._has_thoughts = True
-            pieces.append(ThoughtPiece(bare))
+            pieces.append(ReasoningPiece(bare))
         return thoughts[len(bare) :]
 
 
@@ -266,7 +266,7 @@ class ThoughtText:
 
     def take(self, pieces: Sequence[Piece]) -> None:
         """Appends what of the pieces is thoughts."""
-        self._texts += [piece.text for piece in pieces if isinstance(piece, ThoughtPiece)]
+        self._texts += [piece.text for piece in pieces if isinstance(piece, ReasoningPiece)]
 
     def new(self) -> str:
         """The thoughts since the last call."""

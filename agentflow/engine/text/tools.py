@@ -35,9 +35,9 @@ from agentflow.protocol.chat import (
     Conversation,
     Message,
     Piece,
+    ReasoningPiece,
     ReplyWriter,
     TextPiece,
-    ThoughtPiece,
     ToolChoice,
     ToolSpec,
     hoisted,
@@ -315,6 +315,6 @@ class ReplyText:
 
     def _write(self, pieces: list[Piece]) -> str:
         self.thoughts.take(pieces)
-        written = self._writer.push(piece for piece in pieces if not isinstance(piece, ThoughtPiece))
+        written = self._writer.push(piece for piece in pieces if not isinstance(piece, ReasoningPiece))
         self._written.append(written)
         return written

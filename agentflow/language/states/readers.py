@@ -1,4 +1,4 @@
-"""The value of a variable, and iterators over its text, its thoughts, and the value so far, from the start.
+"""The value of a variable, and iterators over its text, its reasoning, and the value so far, from the start.
 
 The iterators have no queue, so slow readers get fewer and larger steps, and they are no generators, so that
 they may be dropped anywhere.
@@ -85,7 +85,7 @@ class TextReader(_Reader):
 
 
 class ReasoningReader(_Reader):
-    """Iterates over the thoughts before the text. Ends where that begins, or with the variable."""
+    """Iterates over the reasoning before the text. Ends where the text begins, or with the variable."""
 
     async def __anext__(self) -> str:
         node = self._node

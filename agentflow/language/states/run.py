@@ -418,8 +418,8 @@ class VariableNode:
 
     ``is_shown``: whether the variable is the program's own, so that streams report it. ``is_generated``:
     whether it is appended where it is declared, as the value of a gen or select. ``notation``: the text
-    as it was received; that of a reply includes its tool calls. ``reasoning``: the thoughts so far, if they
-    are streamed. ``end_number``: its place in the order in
+    as it was received; that of a reply includes its tool calls. ``reasoning``: the reasoning so far, if it
+    is streamed. ``end_number``: its place in the order in
     which the run's variables ended. ``line``: the line of the program that declared it. ``outcome``: of a
     text that the client provides, how it was generated. ``front``: the ``Variable`` that programs use. The
     node keeps it, so that its markers stay valid for as long as the state exists; ``kept`` does so for what
@@ -553,7 +553,7 @@ class VariableNode:
         self.state.run.touch(self)
 
     def think(self, at: int, text: str) -> None:
-        """The thoughts continue with ``text`` at character ``at``."""
+        """The reasoning continues with ``text`` at character ``at``."""
         if text:
             self.reasoning = (self.reasoning if at == len(self.reasoning) else self.reasoning[:at]) + text
             self._wake()

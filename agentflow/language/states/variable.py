@@ -380,20 +380,20 @@ class Variable(Reference[ValueT_co]):
 
     @property
     def reasoning(self) -> str | None:
-        """What a reasoning model thought before it wrote the text; None if it did not. It is not part of the
-        value, and later turns have it as the model's chat template wants. Await the variable first.
+        """The reasoning that a model generated before the text; None if there is none. It is not part of the
+        value. The model's chat template decides whether later turns contain it. Await the variable first.
 
         >>> await s["answer"]
         'Plants turn light into sugar.'
-        >>> s["answer"].reasoning is None  # the model does not think
+        >>> s["answer"].reasoning is None  # no reasoning model
         True
         """
         return self._node.end.reasoning
 
     def reasoning_deltas(self) -> AsyncIterator[str]:
-        """The thoughts that come before the text, as they come with ``gen(..., stream_reasoning=True)``, and
-        otherwise whole when the variable is done. Ends where the text begins. A failure is raised by whatever
-        reads the text.
+        """Yields the reasoning that precedes the text. With ``stream_reasoning=True`` it comes in parts while
+        it is generated, otherwise in one piece when the variable is done. Failures are raised to the readers
+        of the text, not here.
 
         >>> s += af.user("Why?") + af.assistant(af.gen("why", stream_reasoning=True))
         >>> async for delta in s["why"].reasoning_deltas():

@@ -48,8 +48,8 @@ from agentflow.protocol.chat import (
     CalledTool,
     Message,
     Piece,
+    ReasoningPiece,
     TextPiece,
-    ThoughtPiece,
 )
 from agentflow.protocol.events import Usage
 from agentflow.runtime.task_group import first_of, open_task_group
@@ -620,7 +620,7 @@ class _AnswerReader:
             match piece:
                 case TextPiece():
                     self._emit_text(piece.text, ())
-                case ThoughtPiece():
+                case ReasoningPiece():
                     self._on_delta(ThoughtDelta(self._index, piece.text))
                 case CallBegun():
                     call += 1

@@ -215,7 +215,7 @@ export interface Message {
   tool_call_id?: string | null;
   /** Of a tool's turn: the name of the tool, if the call does not determine it. */
   name?: string | null;
-  /** Of an assistant's turn: what it thought before; the chat template decides where it is shown. */
+  /** Of an assistant's turn: the reasoning before it; the chat template decides where it is shown. */
   reasoning?: string | null;
 }
 
@@ -350,14 +350,11 @@ export interface SamplingParams {
   /** 0 to 20: also return this many likeliest tokens at each position; implies `logprobs`; by default `0`. */
   top_logprobs?: number;
   /**
-   * The most tokens of thoughts before the text, of a reasoning model: 0 is none; without it there is no
-   * limit, and no thoughts before a constrained text.
+   * The most tokens of reasoning before the text, of a reasoning model: 0 is none; without it there is no
+   * limit, and no reasoning before a constrained text.
    */
   max_reasoning_tokens?: number | null;
-  /**
-   * `delta`s have the thoughts of a reasoning model as they come; a `value` has them in any case; by
-   * default `false`.
-   */
+  /** `delta`s have the reasoning while it is generated; a `value` has it in any case; by default `false`. */
   stream_reasoning?: boolean;
 }
 
@@ -642,18 +639,18 @@ export interface PeekOp {
   node: number;
 }
 
-/** More text of a variable, or more thoughts before it. */
+/** More text of a variable, or more reasoning before it. */
 export interface DeltaEvent {
   event: "delta";
   var: number;
   /** The position of `text` in the variable's text, in code points. */
   at: number;
   text: string;
-  /** More thoughts, with `stream_reasoning`; by default `""`. */
+  /** More reasoning, with `stream_reasoning`; by default `""`. */
   reasoning?: string;
   /**
-   * The position of `reasoning` in the thoughts, in code points; after a connection broke, thoughts are
-   * sent again from their start; by default `0`.
+   * The position of `reasoning` in all reasoning, in code points; after a broken connection, reasoning is
+   * sent again from its start; by default `0`.
    */
   reasoning_at?: number;
 }
@@ -683,7 +680,7 @@ export interface ValueEvent {
    * position of each in code points and its length, in order; `null` if nothing was forced.
    */
   forced?: [number, number][] | null;
-  /** What a reasoning model thought before the text; it is no part of it. */
+  /** The reasoning before the text, which is no part of it. */
   reasoning?: string | null;
   /** The text of each token that `logprobs` has an entry for. */
   tokens?: string[] | null;
@@ -697,7 +694,7 @@ export interface Usage {
   output_tokens: number;
   /** Of the output, those that a constraint forced and that were not sampled. */
   forced_tokens: number;
-  /** Of the output, those that a reasoning model thought with. */
+  /** Of the output, the tokens of reasoning. */
   thought_tokens: number;
 }
 

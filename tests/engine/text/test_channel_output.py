@@ -11,7 +11,7 @@ from support.thinking_models import CHANNEL_MODEL, QWEN_MODEL
 
 from agentflow.engine.text.channel_output import ChannelOutput, ChannelTokens, read_channels
 from agentflow.engine.text.channels import ANSWER_HEAD, THOUGHTS_HEAD, call_head, has_channels
-from agentflow.protocol.chat import Arguments, CallBegun, Piece, TextPiece, ThoughtPiece
+from agentflow.protocol.chat import Arguments, CallBegun, Piece, ReasoningPiece, TextPiece
 
 NEXT = "<|end|><|start|>assistant"
 HEADS = {
@@ -59,7 +59,7 @@ def test_streamed_answers_are_read_as_what_was_written(messages, cuts, is_constr
         if kind == "look":
             expected += [(CallBegun, "look"), (Arguments, arguments)]
         elif words:
-            piece = ThoughtPiece if kind == "thoughts" else TextPiece
+            piece = ReasoningPiece if kind == "thoughts" else TextPiece
             expected.append((piece, ("\n\n" if piece in kinds_seen else "") + words))
             kinds_seen.add(piece)
     text = NEXT.join(written) + (end if written else "")
@@ -104,8 +104,8 @@ def test_how_an_output_is_split_changes_nothing(text, length, cuts, is_open, is_
 
 def test_pieces_are_delivered_as_they_come() -> None:
     reader = ChannelOutput(("look",), is_constrained=True)
-    assert reader.push("<|channel|>analysis<|message|>A bear") == [ThoughtPiece("A bear")]
-    assert reader.push("?<|end|><|start|>assistant<|channel|>comm") == [ThoughtPiece("?")]
+    assert reader.push("<|channel|>analysis<|message|>A bear") == [ReasoningPiece("A bear")]
+    assert reader.push("?<|end|><|start|>assistant<|channel|>comm") == [ReasoningPiece("?")]
     assert reader.may_begin
     assert reader.push("entary<|message|>I look.<|e") == [TextPiece("I look.")]
     begun, arguments = reader.push(f"nd|><|start|>assistant{call_head('look')}" + '{"a": ')

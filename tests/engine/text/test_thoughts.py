@@ -21,7 +21,7 @@ from agentflow.engine.text.thoughts import (
     thought_marks,
 )
 from agentflow.engine.text.token_state import TokenState
-from agentflow.protocol.chat import CalledTool, Message, Piece, TextPiece, ThoughtPiece
+from agentflow.protocol.chat import CalledTool, Message, Piece, ReasoningPiece, TextPiece
 
 OPEN = Thinking("<think>", "</think>", is_open=True)
 CLOSED = Thinking("<think>", "</think>", is_open=False)
@@ -63,10 +63,10 @@ def whole_of_tokens(tokens: Sequence[str], thinking: Thinking) -> tuple[str, str
 def joined(pieces: Sequence[Piece]) -> tuple[str, str]:
     """Thoughts and answer, which must come in this order."""
     kinds = [type(piece) for piece in pieces]
-    assert kinds == sorted(kinds, key=[ThoughtPiece, TextPiece].index)
+    assert kinds == sorted(kinds, key=[ReasoningPiece, TextPiece].index)
     assert all(piece.text for piece in pieces)
     return tuple(
-        "".join([one.text for one in pieces if type(one) is kind]) for kind in (ThoughtPiece, TextPiece)
+        "".join([one.text for one in pieces if type(one) is kind]) for kind in (ReasoningPiece, TextPiece)
     )
 
 
@@ -112,9 +112,9 @@ def test_thoughts_are_delivered_as_they_come(thinking) -> None:
     if not thinking.is_open:
         assert reader.push("<think>\n", -1) == []
     num_before = 0 if thinking.is_open else len("<think>\n")
-    assert reader.push("A bear", -1) == [ThoughtPiece("A bear")]
-    assert reader.push(" eats </", -1) == [ThoughtPiece(" eats")]
-    assert reader.push("fish> ", -1) == [ThoughtPiece(" </fish>")]
+    assert reader.push("A bear", -1) == [ReasoningPiece("A bear")]
+    assert reader.push(" eats </", -1) == [ReasoningPiece(" eats")]
+    assert reader.push("fish> ", -1) == [ReasoningPiece(" </fish>")]
     assert reader.push("</think>\n", -1) == []
     assert reader.push("\nYes", num_before + 30) == [TextPiece("Yes")]
 
