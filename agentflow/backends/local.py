@@ -1,4 +1,4 @@
-"""The embedded engine, whose model runs in this process, in a thread of its own.
+"""The embedded engine, whose model runs in a thread of this process.
 
 ``interpreted`` interprets ops in this process with any generator; ``Scripted`` uses it too. The engine is
 imported only when a session opens; nothing else in the frontend needs it."""
@@ -61,20 +61,27 @@ async def interpreted(
 
 
 class Embedded:
-    """An engine in this process, the default of ``af.session()``.
+    """An engine in this process, the default of ``af.session()``. Defaults are those of ``agentflow serve``.
 
-    ``model``: a short name (``agentflow models`` lists them), ``OWNER/NAME`` on the Hugging Face hub, a model
-    folder or a GGUF file. A model of the hub is pulled if it is missing. ``embed_model``: another one, which
-    makes embeddings for ``flow.embed``, in an engine of its own, with the same ``dtype``, ``device`` and
-    ``threads``; or ``task="embed"``: ``model`` itself makes them, and generates nothing. ``dtype``:
-    ``auto``, ``bfloat16``, ``float16`` or ``float32``; ``auto`` is ``bfloat16``, but on a CPU quantised
-    weights of a GGUF file stay as they are. ``quantize``: ``int8`` or ``int4``, for weights that are not
-    quantised. ``chat_template``: a Jinja file that replaces the model's. ``device``: ``cpu``, ``cuda``, or
-    None to choose one. ``kv_tokens``: the size of the KV pool in tokens, for the cache and running requests
-    together; None to choose one. ``token_budget``: prompt tokens per step. ``max_running``: requests per
-    batch. ``threads``: CPU threads. ``cache=False`` turns the prefix cache off. ``loras``: adapters (LoRA) as
-    ``NAME=PATH``, and ``adapter``: the name of the one that the session uses. The defaults are those of
-    ``agentflow serve``.
+    Args:
+        model: A short name (``agentflow models`` lists them), ``OWNER/NAME`` on the Hugging Face hub, a model
+            folder or a GGUF file. A model of the hub is pulled if it is missing.
+        embed_model: Another model, which makes the embeddings of ``flow.embed``. It runs in a separate engine
+            with the same ``dtype``, ``device`` and ``threads``.
+        task: ``embed``: ``model`` makes embeddings and generates nothing.
+        dtype: ``auto``, ``bfloat16``, ``float16`` or ``float32``. ``auto`` is ``bfloat16``; on a CPU,
+            quantised weights of a GGUF file keep their format.
+        quantize: ``int8`` or ``int4``, for weights that are not quantised.
+        chat_template: A Jinja file that replaces the model's chat template.
+        device: ``cpu`` or ``cuda``; None to choose one.
+        kv_tokens: The size of the KV pool in tokens, for the cache and running requests together; None to
+            choose one.
+        token_budget: The maximum number of prompt tokens per step.
+        max_running: The maximum number of requests per batch.
+        threads: The number of CPU threads.
+        cache: False turns the prefix cache off.
+        loras: Adapters (LoRA) as ``NAME=PATH``.
+        adapter: The name of the adapter that the session uses.
 
     >>> async with af.session(backend=af.Embedded("smollm2-135m", dtype="float32")) as flow:
     ...     grade = await flow.run(judge, essay)

@@ -1,5 +1,5 @@
 """The functions that open a session: ``af.session`` chooses its backend; ``af.open_session`` opens it without
-a block; ``af.run`` and ``af.map`` run a program from synchronous code, in an event loop of their own.
+a block; ``af.run`` and ``af.map`` run a program from synchronous code, in a new event loop.
 """
 
 from __future__ import annotations
@@ -55,21 +55,29 @@ def session(
 ) -> Session:
     """A session on a server, on an engine in this process, or on a given ``backend``.
 
-    ``url``: the server's (``ws://…`` or ``wss://…``); default: the environment variable AGENTFLOW_URL.
-    ``model``: its name on the server; default: the server's first model. ``api_key``: default: the
-    environment variable AGENTFLOW_API_KEY. Without a url, an engine in this process runs ``model``: a short
-    name (``agentflow models`` lists them), ``OWNER/NAME`` on the Hugging Face hub, a model folder or a GGUF
-    file; default: ``smollm2-135m``. A model of the hub is pulled if it is missing. ``embed_model``: the one
-    that makes the embeddings of ``flow.embed``, beside ``model``: without a url it is loaded, too; on a
-    server it is the name of one that it has, by default its first. ``quantize`` (``int8`` or ``int4``),
-    ``chat_template`` (a Jinja file that replaces the model's), ``device`` (``cpu`` or ``cuda``) and
-    ``kv_tokens`` (the size of the KV pool) are for the engine in this process; ``af.Embedded`` has its other
-    options.
-
-    ``deadline_s`` and ``output_tokens``: the limits of all states of the session together, from when it is
-    entered; beyond them ops fail with ``DeadlineExceeded`` or ``BudgetExceeded``. ``seed``: makes sampling
-    reproducible, except for gens with a seed of their own. ``record``: a file that receives all ops and
-    events, for ``af.Replay`` and ``agentflow replay``. It contains prompts and answers in plain text.
+    Args:
+        url: The server's address (``ws://…`` or ``wss://…``); default: the environment variable
+            AGENTFLOW_URL. Without an address, an engine in this process runs the model.
+        model: On a server, the name of one of its models; default: the first. In this process, a short name
+            (``agentflow models`` lists them), ``OWNER/NAME`` on the Hugging Face hub, a model folder or a
+            GGUF file; default: ``smollm2-135m``. A model of the hub is pulled if it is missing.
+        embed_model: The model for ``flow.embed``. On a server, the name of one of its embedding models;
+            default: the first. In this process, it is loaded in addition to ``model``.
+        quantize: ``int8`` or ``int4``. This and the next three options are for the engine in this process;
+            ``af.Embedded`` has its other options.
+        chat_template: A Jinja file that replaces the model's chat template.
+        device: ``cpu`` or ``cuda``.
+        kv_tokens: The size of the KV pool in tokens.
+        api_key: Default: the environment variable AGENTFLOW_API_KEY.
+        backend: A backend such as ``af.Embedded``, ``af.Remote`` or ``af.Scripted``, instead of a url or a
+            model.
+        seed: Makes sampling reproducible, except for gens with a seed.
+        deadline_s: The time limit of all states of the session together, in seconds from when it is entered;
+            beyond it ops fail with ``DeadlineExceeded``.
+        output_tokens: The maximum number of tokens that all states generate together; beyond it ops fail with
+            ``BudgetExceeded``.
+        record: A file that receives all ops and events, for ``af.Replay`` and ``agentflow replay``. It
+            contains prompts and answers in plain text.
 
     >>> async with af.session() as flow:
     ...     grade = await flow.run(judge, essay)
@@ -115,14 +123,15 @@ def session(
 
 
 Substitute: TypeAlias = Callable[[Callable[[], Backend]], tuple[Backend, Path | None]]
-"""Returns the backend of a session, and where to record it. Its argument returns the one that was chosen."""
+"""Returns the backend of a session, and where to record it. Its argument returns the backend that the session
+chose."""
 
 _substitute: Substitute | None = None
 
 
 @contextmanager
 def substituted(substitute: Substitute) -> Iterator[None]:
-    """In its scope, the sessions of this process that are given no ``backend`` get one from ``substitute``.
+    """A scope in which ``substitute`` chooses the backend of each session of this process that is given none.
     For tests of code that opens its own sessions."""
     global _substitute
     before, _substitute = _substitute, substitute

@@ -77,14 +77,20 @@ _API_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
 class Remote:
     """A server, the backend of ``af.session("ws://127.0.0.1:8410")``.
 
-    ``url``: ``ws://`` or ``wss://`` (``http://`` and ``https://`` mean the same); the path defaults to
-    ``/v1/session``. ``api_key`` is sent in the Authorization header. ``model``: its name on the server; None
-    for the first one. ``embed_model``: of the server's models for embeddings, the one that ``flow.embed``
-    uses. ``encoding``: of the frames; ``json`` is readable in a network trace. ``open_timeout_s``: for the
-    first answer. ``keepalive_s``: the client sends a ping after so much silence, and reconnects after as much
-    again. ``ssl_context``: for ``wss``, instead of the default. ``reconnect``: whether the client opens
-    another session on the server when it has lost one. What was running then fails with ``ServerLost``; what
-    begins while no server answers waits for ``open_timeout_s``, and then fails with ``ServerUnreachable``.
+    Args:
+        url: ``ws://`` or ``wss://`` (``http://`` and ``https://`` mean the same); the path defaults to
+            ``/v1/session``.
+        api_key: Sent in the Authorization header.
+        model: The name of a model of the server; None for the first one.
+        embed_model: The name of the server's embedding model that ``flow.embed`` uses.
+        encoding: The encoding of frames; ``json`` is readable in a network trace.
+        open_timeout_s: The time limit for the server's first answer, in seconds.
+        keepalive_s: The client sends a ping after this many seconds of silence, and reconnects after the same
+            time again.
+        ssl_context: Replaces the default context for ``wss``.
+        reconnect: Whether the client opens another session on the server when it has lost one. Running ops
+            then fail with ``ServerLost``. Ops that begin while no server answers wait for ``open_timeout_s``
+            seconds, and then fail with ``ServerUnreachable``.
 
     >>> server = af.Remote("ws://127.0.0.1:8410", encoding="json", open_timeout_s=2.5)
     >>> async with af.session(backend=server) as flow:

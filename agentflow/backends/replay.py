@@ -7,9 +7,9 @@ references are compared by their targets. When a state is closed, it must have r
 when the session ends, all recorded runs must have been repeated.
 
 **What is not compared.** Awaits change nothing, and are answered wherever they stand. ``Cancel`` and ``Seal``
-act at once, so their position depends on timing. Task groups are compared as a set for each state. A failure
-elsewhere or a cancellation stops a branch at a point that depends on timing, so such a state may receive
-fewer or more ops than were recorded.
+take effect immediately, so their position depends on timing. Task groups are compared as a set for each
+state. A failure elsewhere or a cancellation stops a branch at a point that depends on timing, so such a state
+may receive fewer or more ops than were recorded.
 
 **How runs are identified.** Concurrent runs may begin in another order (trio shuffles its tasks).
 ``_LiveRuns`` pairs a run with a recorded one when it first needs an answer, by the ops sent until then; of
@@ -73,8 +73,8 @@ class Replay:
     """Answers from a recording, as long as the program sends the same ops.
 
     Raises ``BadRecording`` for a file that is not a recording. At the first difference the session ends with
-    ``ReplayDiffers``, which names the place, the recorded op and the new one. One replay can serve several
-    sessions.
+    ``ReplayDiffers``, whose message has the place, the recorded op and the new one. One replay can serve
+    several sessions.
 
     >>> async with af.session(record="run.jsonl") as flow:
     ...     first = await flow.run(judge, essay)
@@ -85,7 +85,7 @@ class Replay:
     """
 
     is_replay = True
-    """It gives the texts that a client provided, such as the results of tools."""
+    """It has the texts that the client provided, such as the results of tools."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self._recording = read_recording(path)
@@ -521,8 +521,8 @@ _LATE = math.inf
 
 class _EventScheduler:
     """Sends events in the recorded order. ``expected``: the indices of the events that will be pushed if the
-    program sends the recorded ops. ``batches``: for each event the number of its delivery, which is repeated
-    as one."""
+    program sends the recorded ops. ``batches``: for each event the number of its delivery; events of one
+    delivery are sent together."""
 
     def __init__(self, expected: list[int], batches: list[int]) -> None:
         self.num_sent = 0  # content ops that the program has sent

@@ -50,12 +50,12 @@ MAX_CALLS = 10_000
 
 
 class ScriptedCall(str):
-    """One generation of an ``af.Scripted``: a string, the text of its prompt, with what the program wanted.
+    """One generation of an ``af.Scripted``: a string, the text of its prompt, with the arguments of the gen.
 
     ``name``: of the variable. ``kind``: ``gen``, ``reply`` or ``select``. ``messages``: the turns of the
-    prompt, as ``s.messages()`` gives them, with the open one if it has text. ``tools``: those of the
+    prompt, as ``s.messages()`` gives them, with the open one if it has text. ``tools``: the tools of the
     conversation. ``params`` and ``constraint``: of a gen or a reply, as they were sent. ``choices``: of a
-    select. ``answer``: what the script answered, before stops and limits truncated it; None until then.
+    select. ``answer``: the script's answer, before stops and limits truncated it; None until then.
 
     >>> backend = af.Scripted(lambda call: f"{call.name}, {call.params.max_tokens} tokens")
     >>> async with af.session(backend=backend) as flow, flow.state() as s:
@@ -95,17 +95,17 @@ class _SentGen:
 
 
 _Queue: TypeAlias = "deque[_SentGen | list[_Queue]]"
-"""The gens, selects and forks of a state that have not run yet, in order; of a fork, the queues of its
-branches. A state runs its ops in order and stops at the first that fails, so the first of the queue is the
-one that runs."""
+"""The gens, selects and forks of a state that have not run yet, in order; a fork is the list of its branches'
+queues. A state runs its ops in order and stops at the first that fails, so the first of the queue is the one
+that runs."""
 
 
 @dataclass
 class ScriptedContext:
     """A state as text, with turns as ``<role>…</role>``. ``may_call``: its conversation allows tool calls.
 
-    ``sent``: what was sent and has not run. ``messages``: the turns that have ended. ``turn_at``: where the
-    text of the open turn begins. ``calls_at``: where its tool calls begin. ``calls``: these."""
+    ``sent``: the ops that were sent and have not run. ``messages``: the turns that have ended. ``turn_at``:
+    where the text of the open turn begins. ``calls_at``: where its tool calls begin. ``calls``: these."""
 
     text: str = ""
     open_roles: list[str] = field(default_factory=list)
@@ -384,8 +384,8 @@ class ScriptedGenerator:
         self._opened.append(queue)
 
     def unused(self) -> dict[str, int]:
-        """How many answers no generation has used, by variable, or under "" those of a list. Of functions
-        nothing is known; a single answer of a variable is used by its first generation."""
+        """The number of answers that no generation has used, by variable; the answers of a list count under
+        "". Functions do not count; a single answer of a variable is used by its first generation."""
         script = self._script
         if isinstance(script, Mapping):
             left = {

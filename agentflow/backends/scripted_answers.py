@@ -1,4 +1,4 @@
-"""What an answer of a script becomes: the text of a generation, or a reply with tool calls.
+"""Converts an answer of a script into the text of a generation, or into a reply with tool calls.
 
 A text ends where the parameters of the gen end it, and must satisfy the constraint.
 """
@@ -18,7 +18,7 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.protocol.stop_pattern import StopPattern
 
 CHARS_PER_TOKEN = 4
-"""About as many as a model's tokens have: a ``stop_regex`` may use processor time for each token."""
+"""About the length of a model's tokens: a ``stop_regex`` may use processor time for each token."""
 
 Answer: TypeAlias = Any
 
@@ -59,7 +59,7 @@ def stopped(answer: str, params: SamplingParams) -> tuple[str, str]:
 
 
 def _stop_in(answer: str, params: SamplingParams, first: int) -> int | None:
-    """The start of the stop that is complete first, of those that begin at ``first`` or later."""
+    """The start of the stop that is complete first among the stops that begin at ``first`` or later."""
     pattern = None if params.stop_regex is None else StopPattern(params.stop_regex)
     if pattern is not None:
         pattern.skip(answer[:first])

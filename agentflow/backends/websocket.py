@@ -153,7 +153,7 @@ class WebSocket:
         self._collect()
 
     async def send_now(self, message: bytes) -> None:
-        """Sends a message at once; only while no writer runs."""
+        """Sends a message immediately; only while no writer runs."""
         self.send(message)
         await self._flush()
 
@@ -199,8 +199,8 @@ class WebSocket:
             raise WebSocketEnded(f"the connection broke while sending: {error!r}") from error
 
     async def _chunk_or_ping(self) -> bytes:
-        """The next bytes. Sends a ping after ``keepalive_s`` of silence; after as much again the connection
-        counts as broken."""
+        """The next bytes. Sends a ping after ``keepalive_s`` seconds of silence; after the same time again
+        the connection counts as broken."""
         with anyio.move_on_after(self._keepalive_s):
             return await self._chunk()
         self._protocol.send_ping(b"")

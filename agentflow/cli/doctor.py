@@ -1,4 +1,4 @@
-"""``agentflow doctor``: checks whether this machine can run agentflow, and says what to do where it cannot.
+"""``agentflow doctor``: checks whether this machine can run agentflow, and advises where it cannot.
 
 Each check is a function that returns a ``Check``. None of them loads torch or a model into this process,
 compiles or downloads anything, and all of them work in a bare install. With an NVIDIA driver and a CUDA build
@@ -50,7 +50,7 @@ MARKS: Mapping[Status, tuple[str, str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """``found``: what is there. ``advice``: what to do; empty if there is nothing to do."""
+    """``found``: the result. ``advice``: how to fix it; empty if nothing is wrong."""
 
     name: str
     status: Status
@@ -99,8 +99,7 @@ def check_python(running: str | None = None) -> Check:
 
 
 def check_packages() -> Iterator[Check]:
-    """Whether the packages that agentflow needs, and those of its extras, are there in the versions that it
-    declares."""
+    """Whether the packages of agentflow and of its extras are installed in the versions that it declares."""
     try:
         found = distribution(DISTRIBUTION)
     except PackageNotFoundError:

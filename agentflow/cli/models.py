@@ -1,4 +1,5 @@
-"""``agentflow models``: the models on this machine and those that can be pulled, or those of a server."""
+"""``agentflow models``: the models on this machine and the models that can be pulled, or the models of a
+server."""
 
 from __future__ import annotations
 

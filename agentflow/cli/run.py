@@ -163,7 +163,7 @@ class InputFile:
 
 
 def _scalar_types(program: ProgramFunction) -> dict[str, type]:
-    """The parameters that are numbers or booleans, which a CSV file has as texts."""
+    """The parameters that are numbers or booleans, which are texts in a CSV file."""
     try:
         hints = get_type_hints(function_of(program))
     except (NameError, TypeError):  # an annotation that is undefined here
@@ -172,7 +172,7 @@ def _scalar_types(program: ProgramFunction) -> dict[str, type]:
 
 
 class Batch:
-    """One run of the command. ``failures``: those so far."""
+    """One run of the command. ``failures``: the failures so far."""
 
     def __init__(self, options: argparse.Namespace, program: ProgramFunction, inputs: list[Any]) -> None:
         self._options = options
@@ -209,7 +209,7 @@ class Batch:
                         print(_line(item, result))
 
     def summary(self) -> int:
-        """Prints what failed. Returns the exit status."""
+        """Prints the failures. Returns the exit status."""
         if not self.failures:
             return 0
         first = self.failures[0]

@@ -10,12 +10,12 @@ TAB_CELLS = 8
 
 
 class WordWrap:
-    """Wraps text that comes in pieces. Each piece is written at once; a word that does not fit on its line is
-    erased there and written again on the next one. Lines may also end between wide characters, because
-    Chinese and Japanese have no spaces. A word longer than a line is left to the terminal, so that it can be
-    copied whole.
+    """Wraps text that comes in pieces. Each piece is written immediately; a word that does not fit on its
+    line is erased there and written again on the next one. Lines may also end between wide characters,
+    because Chinese and Japanese have no spaces. A word longer than a line is left to the terminal, so that it
+    can be copied whole.
 
-    ``width``: the cells of a line. It is asked for each character, as terminals are resized.
+    ``width``: returns the cells of a line. It is called for each character, because terminals are resized.
 
     >>> WordWrap(lambda: 10).push("The elephants")
     'The elepha\\x1b[6D\\x1b[K\\nelephants'

@@ -320,7 +320,7 @@ class _Call(Generic[ResultT]):
 
 
 class Mailbox(Generic[ItemT]):
-    """A queue from one writer to one reader, in two threads, that hands over all waiting items at once.
+    """A queue from one writer to one reader, in two threads, that hands over all waiting items together.
 
     ``wake`` is called in the writer's thread when there is something to take, and not again until ``take``.
     """

@@ -46,11 +46,11 @@ from agentflow.protocol.wire import DEFAULT_MODEL
 from agentflow.runtime.task_group import first_of
 from agentflow.runtime.telemetry import attached
 
-# For so many of a program's latest calls, the cached prefixes are evicted last.
+# The number of a program's latest calls whose cached prefixes are evicted last.
 MAX_KEPT: Final = 4
 # More programs than these end the oldest: callers may forget ``end_program``.
 MAX_PROGRAMS: Final = 1000
-# Of these the process keeps the objects; far fewer have a thread and a session.
+# The process keeps this many objects; far fewer have a thread and a session.
 MAX_CONNECTIONS: Final = 1000
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ Function = Callable[[Session], Awaitable[ResultT]]
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """``prompt``: what the state begins with. ``output``: the ``af.gen`` or ``af.reply`` to generate after
+    """``prompt``: the beginning of the state. ``output``: the ``af.gen`` or ``af.reply`` to generate after
     it, ``n`` times in parallel. Prompts share cached KV only under an equal ``cache_salt``."""
 
     prompt: ConversationExpression | str
@@ -340,7 +340,7 @@ class SharedSession:
     async def opened(self) -> Session:
         """Returns the open session. Must be called from a task in ``loop``."""
         if self._process != os.getpid():
-            self._begin()  # a forked process has a loop of its own, without the session's tasks
+            self._begin()  # the loop of a forked process does not have the session's tasks
         async with self._opening:
             if self._session is None or not self._session.is_alive:
                 self._replaced.set()
@@ -348,7 +348,7 @@ class SharedSession:
             return self._session
 
     def close(self) -> None:
-        """Closes the session and cancels what runs in it. The next call opens another one."""
+        """Closes the session and cancels its runs. The next call opens another one."""
         self.loop.close()
 
     async def _call(self, function: Function[ResultT]) -> ResultT:

@@ -1,4 +1,4 @@
-"""How what a decorator makes of a function is pickled: as the name under which it replaced the function."""
+"""Pickles the result of a decorator as the name under which it replaced the function."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 def by_name(made: object, function: Any) -> tuple[Callable[..., Any], tuple[str]] | None:
-    """For ``__reduce__``: how to find ``made`` under the name of ``function``. None if it is not there: the
-    function is local, or still has its name."""
+    """For ``__reduce__``: how to find ``made`` under the name of ``function``. None if the name does not lead
+    to it: the function is local, or the name still belongs to the function."""
     name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
     try:
         found = resolve_name(name)

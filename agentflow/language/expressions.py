@@ -1,5 +1,5 @@
-"""What can be appended to a state: text, variables, ``gen``, ``select``, roles, images, conversations, and
-sums of these.
+"""The items that can be appended to a state: text, variables, ``gen``, ``select``, roles, images,
+conversations, and sums of these.
 
 ``Expression`` is the base. An expression is inert: a state turns it into ops when it is appended
 (``recorder.Recorder``). ``select``, ``system``, ``user``, ``assistant``, ``tool_result``, ``image`` and
@@ -31,7 +31,7 @@ ValueT_co = TypeVar("ValueT_co", covariant=True)
 
 
 class Expression:
-    """Base of variables and of what ``gen``, ``select`` and the roles return. ``+`` concatenates."""
+    """Base of variables and of the results of ``gen``, ``select`` and the roles. ``+`` concatenates."""
 
     __slots__ = ()
 
@@ -76,8 +76,8 @@ class Offer(NamedTuple):
 
 class GenExpression(Expression, Generic[ValueT_co]):
     """A generation into variable ``name``. ``s[expression]`` is that variable, with its type. With
-    ``max_retries``, an invalid value is generated again; if ``asks_again``, after what is wrong with it.
-    ``offer``: None for a reply that may call the tools of the reply before it."""
+    ``max_retries``, an invalid value is generated again; if ``asks_again``, after a turn that explains the
+    fault. ``offer``: None for a reply that may call the tools of the reply before it."""
 
     __slots__ = ("asks_again", "max_retries", "name", "offer", "params", "timeout_s", "value_type")
 
@@ -113,7 +113,7 @@ class SelectExpression(Expression):
 
 
 class RoleExpression(Expression):
-    """A turn of a conversation. ``call``: the one that a tool's turn answers."""
+    """A turn of a conversation. ``call``: the call that a tool's turn answers."""
 
     __slots__ = ("call", "parts", "role")
 
@@ -150,9 +150,9 @@ def select(
     """The most likely of ``choices``, as variable ``name``.
 
     ``method``: the score of a choice. ``token_length_normalized``: the mean log-probability of its tokens.
-    ``greedy_token_selection``: for how many tokens it agrees with greedy decoding.
+    ``greedy_token_selection``: the number of its tokens that agree with greedy decoding.
     ``unconditional_likelihood_normalized``: the mean log-probability, minus the same without the prompt, so
-    that a choice does not win by being a common text. ``s["verdict"].choices`` has the score of each choice;
+    that a common text does not win for being common. ``s["verdict"].choices`` has the score of each choice;
     the highest is selected.
 
     Each choice is encoded together with the text before it, and its tokens count from the first one in which

@@ -27,7 +27,7 @@ MOST_RETRIES: Final = 20
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The options of ``gen`` that do not affect the type of its value; see there."""
+    """The options of ``gen`` that do not affect the type of its value."""
 
     max_tokens: int
     temperature: float
@@ -135,47 +135,61 @@ def gen(
 ) -> GenExpression[Any]:
     """Text that the model generates, as variable ``name``.
 
-    Ends after ``max_tokens`` tokens (256), before the first of the ``stop`` strings or the first match of
-    ``stop_regex`` (neither is part of the text), at one of ``stop_token_ids``, or at the model's end token
-    (unless ``ignore_eos``), but not before ``min_tokens`` tokens (0). The text before a gen should not end in
-    a space: in most models, tokens of words begin with the space.
+    A gen of a conversation is in an assistant's turn. Right after another turn, it begins a new one:
+    ``s += af.user("Why?") + af.gen("answer")``. Without turns, as for base models, it continues the text. The
+    text before a gen should not end in a space: in most models, tokens of words begin with the space.
 
-    ``temperature`` 0 (the default) is greedy; ``top_k`` (0: off), ``top_p`` (1.0: off) and ``min_p`` (0.0:
-    off) truncate the distribution. ``frequency_penalty`` and ``presence_penalty`` (-2 to 2, 0.0: off) apply
-    to generated tokens, ``repetition_penalty`` (1.0: off) also to those of the prompt. ``logit_bias`` maps
-    token ids to numbers that are added to their logits, -100 to 100. ``seed``: None derives one from the
-    session's.
+    At most one of ``regex``, ``schema``, ``choices``, ``type``, ``tools``, ``grammar`` and ``tags``
+    constrains the text and determines its value; without one, the text is the value. A value is invalid if
+    ``max_tokens`` truncated it, or if it violates a rule that a grammar cannot enforce, such as a validator
+    written in Python. Awaiting an invalid value raises ``InvalidValue``.
 
-    ``logprobs``: the variable gets ``logprobs``. ``top_logprobs`` (0 to 20): it also gets this many most
-    likely tokens at each position. ``SamplingParams`` defines the order in which all of these apply.
-    ``BadArgument`` names an invalid argument; ``NotSupported`` an option that the backend does not have.
+    Args:
+        name: The name of the variable.
+        max_tokens: The maximum number of tokens.
+        min_tokens: The minimum number of tokens.
+        temperature: 0 is greedy. ``SamplingParams`` defines the order in which the sampling options apply.
+        top_p: Samples only from the most likely tokens, up to this probability. 1.0: off.
+        top_k: Samples only from this many of the most likely tokens. 0: off.
+        min_p: Samples only from tokens with at least this fraction of the greatest probability. 0.0: off.
+        frequency_penalty: -2 to 2; lowers the logits of generated tokens with each occurrence. 0.0: off.
+        presence_penalty: -2 to 2; lowers the logits of generated tokens once. 0.0: off.
+        repetition_penalty: Reduces the logits of generated tokens and of tokens in the prompt. 1.0: off.
+        logit_bias: Maps token ids to numbers that are added to their logits, -100 to 100.
+        seed: None derives one from the session's seed.
+        stop: One string or several. The text ends before the first of them.
+        stop_regex: A regular expression. The text ends before its first match.
+        stop_token_ids: The text ends at one of these tokens.
+        ignore_eos: The model's end token does not end the text.
+        logprobs: The variable gets ``logprobs``.
+        top_logprobs: 0 to 20; the variable also gets this many of the most likely tokens at each position.
+        max_reasoning_tokens: The maximum number of tokens that a reasoning model spends on reasoning before
+            the text; they count towards ``max_tokens`` too. 0: no reasoning. None: no limit, but no reasoning
+            before a constrained text. Other models ignore it.
+        stream_reasoning: ``s[name].reasoning_deltas()`` yields the reasoning while it is generated.
+        timeout_s: The time limit in seconds from the start of the op; beyond it the gen fails with
+            ``DeadlineExceeded``.
+        regex: A regular expression that all of the text matches.
+        schema: A type that pydantic or msgspec can express as JSON, such as a model, ``list[Report]`` or
+            ``Annotated[int, Field(ge=1)]``, or a JSON schema as a dict.
+        choices: The text is one of these strings.
+        type: ``int``, ``float`` or ``bool``.
+        tools: Functions, or OpenAI's tool schemas; the value is a list of ``ToolCall``.
+        grammar: A grammar in Lark's notation.
+        tags: The text is free except in these places; the value is a list of strings and ``af.Tagged``.
+        whitespace: Between the parts of JSON: ``"compact"`` (one line, with ``, `` and ``: ``), ``"tight"``
+            (none) or ``"free"`` (the model's choice).
+        jump_forward: Appends text that the constraint forces without sampling it, which is faster.
+        on_invalid: ``"retry"`` generates an invalid value again, with another seed, and a greedy gen at
+            temperature 0.7. ``"reask"`` first tells the model about the fault, in a turn after the invalid
+            text. In both cases the state contains only the valid text. It waits for this text, and fails if
+            there is none. The variable gets no text before it is valid, and its ``usage`` counts all
+            attempts. A trace cannot contain such a gen.
+        max_retries: The maximum number of attempts after the first.
 
-    ``max_reasoning_tokens``: the most reasoning tokens that a reasoning model generates before the text; it
-    then writes the text with the reasoning it has. 0: no reasoning. None (the default): no limit, but no
-    reasoning before a constrained text. Reasoning counts towards ``max_tokens``. Other models ignore it.
-    ``stream_reasoning``: ``s[name].reasoning_deltas()`` yields the reasoning while it is generated.
-
-    At most one of these constrains the text and determines its value (without one, the text is the value):
-    ``regex`` (all of the text matches it), ``choices`` (one of these strings), ``grammar`` (Lark's notation),
-    ``type`` (``int``, ``float``, ``bool``), ``schema`` (any type that pydantic or msgspec express as JSON,
-    such as a model, ``list[Report]`` or ``Annotated[int, Field(ge=1)]``, or a JSON schema as a dict),
-    ``tools`` (functions, or OpenAI's tool schemas: the value is a list of ``ToolCall``), ``tags`` (free text
-    in which ``af.Tag`` constrains places: the value is a list of strings and ``af.Tagged``).
-
-    A value is invalid if ``max_tokens`` truncated it, or if it violates what a grammar cannot enforce, such
-    as a validator written in Python. Awaiting it raises ``InvalidValue``. ``on_invalid="retry"`` generates it
-    again instead, with other seeds, at most ``max_retries`` times (2); a greedy gen is retried at temperature
-    0.7. ``"reask"`` first tells the model what is wrong, in a turn after the invalid text. The state holds
-    nothing but the valid text; it waits for it, and fails if there is none. The variable gets no text before
-    it is valid, and its ``usage`` counts all attempts. A trace cannot contain such a gen.
-
-    ``whitespace`` between the parts of JSON: ``"compact"`` (one line, with ``, `` and ``: ``), ``"tight"``
-    (none) or ``"free"`` (the model's choice). ``jump_forward=False``: text that the constraint forces is
-    sampled token by token too, which is slower. ``timeout_s``: a gen that takes longer, counted from the
-    start of its op, fails with ``DeadlineExceeded``.
-
-    A gen of a conversation is in an assistant's turn. Right after another turn, it is a turn of its own:
-    ``s += af.user("Why?") + af.gen("answer")``. Without turns, as for base models, it continues the text.
+    Raises:
+        BadArgument: An argument is invalid; ``param`` is its name.
+        NotSupported: On appending, if the backend does not have an option.
 
     >>> s += af.user("What do plants do?")
     >>> s += af.assistant(af.gen("answer", max_tokens=32, stop="\\n"))
@@ -265,24 +279,30 @@ def reply(
     grammar: str | None = None,
     **options: Unpack[JsonOptions],
 ) -> GenExpression[Reply]:
-    """The assistant's reply, as variable ``name``: prose, and tool calls in the model's own notation. A reply
-    that ``max_tokens`` truncated is a value too; its last call may be incomplete.
+    """The assistant's reply, as variable ``name``: prose, and tool calls in the model's own notation.
 
-    A reply is a whole turn: it ends the assistant's turn that a conversation began, and begins and ends one
-    of its own outside a turn. In a turn that the program opened itself, the program ends it.
-
-    ``tools``: functions with annotated parameters, or schemas, that the model may call, under their schemas.
-    The chat template describes them to the model. ``None``: those of the reply before, or of the
-    conversation. ``choice``: whether the reply calls them: ``"auto"``, ``"required"``, ``"none"``, or the
-    name of the tool that it must call. ``parallel``: whether it may call several. The calls have the
-    functions, and arguments of the parameters' types; ``af.act`` runs them.
-
-    ``regex``, ``schema``, ``choices`` and ``grammar`` constrain a reply that calls no tool. The reply is then
-    either calls alone, or such a text. The other parameters are those of ``gen``.
+    A reply is a whole turn: it ends the assistant's turn that a conversation began, and outside a turn it
+    begins and ends one. In a turn that the program opened itself, the program ends it.
 
     The text of the variable is the prose: iterating yields it, and f-strings, transforms, ``join`` and other
     states use it. ``s["answer"].partials()`` yields ``Reply`` objects with the calls, each longer than the
-    one before. In ``s.messages()`` the calls are the ``tool_calls`` of the turn.
+    one before. In ``s.messages()`` the calls are the ``tool_calls`` of the turn. A reply that ``max_tokens``
+    truncated is a value too; its last call may be incomplete.
+
+    Args:
+        name: The name of the variable.
+        tools: Functions with annotated parameters, or schemas, that the model may call. The chat template
+            describes them to the model. None: the tools of the reply before, or of the conversation. The
+            calls have the functions, and arguments of the parameters' types; ``af.act`` runs them.
+        choice: Whether the reply calls tools: ``"auto"``, ``"required"``, ``"none"``, or the name of the tool
+            that it must call.
+        parallel: Whether it may call several tools.
+        regex: Constrains a reply that calls no tool, as in ``gen``. The reply is then either calls alone, or
+            such a text.
+        schema: As ``regex``.
+        choices: As ``regex``.
+        grammar: As ``regex``.
+        options: The other options of ``gen``.
 
     >>> async with flow.state() as s:
     ...     s += af.user("What is the weather in Oslo?")

@@ -1,8 +1,8 @@
 """A session without a block, which notebooks need: one cell opens it, another closes it.
 
-Each cell runs in a task of its own, and a task group must be left in the task that entered it. Such a session
-therefore lives in a task of its own, the host, which ends with the session. No task group can own the host:
-it is the one task in this package that does not belong to any.
+Each cell runs in a separate task, and a task group must be left in the task that entered it. Such a session
+therefore lives in a dedicated task, the host, which ends with the session. No task group can own the host: it
+is the one task in this package that does not belong to any.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class OpenSession(Session):
 
 
 class SessionHost:
-    """Enters ``session`` in a task of its own, and leaves it there. It holds no reference to the
-    ``OpenSession``, so that the garbage collector can notice a dropped one."""
+    """Enters and leaves ``session`` in a dedicated task. It holds no reference to the ``OpenSession``, so
+    that the garbage collector can notice a dropped one."""
 
     def __init__(self, session: Session) -> None:
         self.session = session

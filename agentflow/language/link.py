@@ -1,8 +1,8 @@
 """The link between a session's programs and its backend.
 
 States, variables and runs hold a ``Link`` instead of their ``Session``: it numbers them, sends their ops, and
-delivers the backend's events to them. ``Session`` opens and closes it. A trace has a link of its own
-(``trace.TraceLink``), which collects ops instead of sending them.
+delivers the backend's events to them. ``Session`` opens and closes it. A trace has a separate link
+(``graphs/trace``), which collects ops instead of sending them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TRACE: ContextVar[Link | None] = ContextVar("trace", default=None)
 
 
 class StateEvents(Protocol):
-    """What the link needs of a ``StateNode``."""
+    """The methods of a ``StateNode`` that the link calls."""
 
     def reach(self, ticket: int) -> None:
         """The backend has reached this ticket."""
@@ -74,7 +74,8 @@ class StateEvents(Protocol):
 
 
 class VariableEvents(Protocol):
-    """What the link needs of a ``VariableNode``, which removes itself from ``Link.variables`` when done."""
+    """The methods of a ``VariableNode`` that the link calls. It removes itself from ``Link.variables`` when
+    done."""
 
     def extend(self, at: int, text: str) -> None:
         """The text continues with ``text`` at character ``at``."""
@@ -90,8 +91,8 @@ class VariableEvents(Protocol):
 
 
 class Link:
-    """``seed``: the session's, from which runs derive theirs. ``states``: the open states by number;
-    ``variables``: those that are not done."""
+    """``seed``: the session's seed, from which runs derive their seeds. ``states``: the open states by
+    number. ``variables``: the unfinished variables by number."""
 
     is_tracing = False
     """Whether nothing runs, so that awaits return at once."""
@@ -120,7 +121,7 @@ class Link:
         self.runs = Runs()
 
     def limit(self, deadline_s: float | None, output_tokens: int | None) -> None:
-        """Limits all states, as ``Session.limit``."""
+        """Limits all states; see ``Session.limit``."""
         self.send([limit_op(0, deadline_s, output_tokens)])
         if deadline_s is not None:
             self.deadline = min(self.deadline, anyio.current_time() + deadline_s)
@@ -153,11 +154,11 @@ class Link:
     async def close(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cancels the tasks, closes the connection, and fails what is unfinished. Takes what ``__aexit__``
-        takes."""
+        """Cancels the tasks, closes the connection, and fails unfinished states and variables. The arguments
+        are those of ``__aexit__``."""
         assert self._tasks is not None
-        # An error of the block must leave as itself, not inside the task groups' exception groups;
-        # a cancellation is the task groups' own business.
+        # An error of the block must propagate as it is raised, not inside the task groups' exception groups;
+        # the task groups handle a cancellation themselves.
         is_cancelled = isinstance(error, anyio.get_cancelled_exc_class())
         try:
             if self._watch is not None:
@@ -179,7 +180,7 @@ class Link:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the backend can do."""
+        """The capabilities of the backend."""
         self.check_open()
         assert self._connection is not None
         return self._connection.capabilities
@@ -216,7 +217,7 @@ class Link:
 
     def check_loop(self) -> None:
         """``ProgramError`` outside the event loop of the session, whose tasks nothing would wake. A thread
-        between two runs of its event loop, as in IPython's terminal, is no other one."""
+        between two runs of its event loop, as in IPython's terminal, is allowed."""
         loop = running_loop()
         if loop is self._loop or (loop is None and threading.get_ident() == self._thread):
             return
@@ -284,10 +285,10 @@ class Link:
         return reply.stats
 
     def needs_values(self, what: str) -> None:
-        """Called where ``what`` needs a value. A trace raises ``DataDependent``."""
+        """Called before ``what`` uses a value. A trace raises ``DataDependent``."""
 
     def awaited(self, node: Any) -> Any:
-        """In a trace the stand-in for the value of a ``VariableNode``, otherwise None."""
+        """The stand-in for the value of a ``VariableNode`` in a trace, otherwise None."""
         return None
 
     def _deliver(self, events: Iterable[Event]) -> None:
@@ -302,7 +303,7 @@ class Link:
                         self._tokens_left = max(0, self._tokens_left - event.usage.output_tokens)
                     if (variable := self.variables.get(event.var)) is not None:
                         variable.complete(event)
-                case VarFailed():  # the state fails too, by an event of its own
+                case VarFailed():  # the state fails too, by a separate event
                     if (variable := self.variables.get(event.var)) is not None:
                         variable.fail(event.error)
                 case Reached():

@@ -1,4 +1,4 @@
-"""Markers: what stands in a string for a variable or an expression that is formatted into it.
+"""Markers: text that represents a variable or an expression in a string into which it was formatted.
 
 ``f"{s['x']}"`` holds a marker, and so does ``f"{af.gen('x')}"``. Appending the string to a state finds the
 variable or the expression again. A marker holds a 128-bit nonce of the process, so no text from elsewhere
@@ -59,8 +59,8 @@ class Markers:
         return self._num_marked
 
     def mark(self, number: int, variable: object, name: str) -> str:
-        """The marker of a variable, which its run keeps. ``number``: its own, of ``next_number``. ``name``:
-        for those who print the marker."""
+        """The marker of a variable, which its run keeps. ``number``: from ``next_number``. ``name``: for
+        people who print the marker."""
         self._variables[number] = variable
         return self._marker(number, name)
 
@@ -77,8 +77,8 @@ class Markers:
         return f"{_OPEN}{self._first}:{shown}{_READABLE}:{self._last}:{number}{_CLOSE}"
 
     def split(self, text: str) -> list[Any]:
-        """``text`` with its markers replaced by what they stand for. ``BadArgument`` for a damaged marker or
-        a repr, ``StateClosed`` for a marker whose variable is gone."""
+        """``text`` with its markers replaced by their variables and expressions. ``BadArgument`` for a
+        damaged marker or a repr, ``StateClosed`` for a marker whose variable is gone."""
         if not self._has_remains(text):
             return [text] if text else []
         parts: list[Any] = []
@@ -105,7 +105,7 @@ class Markers:
 
     async def resolved(self, value: Any, text_of: Callable[[Any], Awaitable[str]]) -> Any:
         """``value`` with the texts of variables in place of their markers: in a string, also inside JSON, and
-        in lists, tuples, sets and dicts. Other objects stay as they are, and so does ``value`` if it holds no
+        in lists, tuples, sets and dicts. Other objects are unchanged, and so is ``value`` if it holds no
         marker. Errors as in ``split``."""
         return (
             await self._with_texts(value, text_of) if self._num_marked and self._holds_one(value) else value
@@ -145,7 +145,7 @@ class Markers:
         return "".join(plain)
 
     async def _unescaped(self, text: str, text_of: Callable[[Any], Awaitable[str]]) -> str:
-        """With the variables of markers inside JSON."""
+        """The text with the variables of markers inside JSON."""
         pieces = self._escaped.split(text)
         for index in range(1, len(pieces), 2):
             found = await text_of(self._marked(int(pieces[index])))
@@ -171,4 +171,4 @@ class Markers:
 
 
 MARKERS: Final = Markers()
-"""Those of this process."""
+"""The markers of this process."""

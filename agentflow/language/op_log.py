@@ -1,4 +1,4 @@
-"""What a state keeps about the ops that it has appended.
+"""The log of a state's ops: their progress, their lines in the program, and their content.
 
 ``InFlight`` counts the ops that the backend has not finished. ``SingleWriter`` rejects concurrent appends.
 ``LineTable`` finds the line of the program that appended an op, so that a failure can name it. ``Transcript``
@@ -92,7 +92,7 @@ class InFlight:
 
 
 WRITTEN: ContextVar[tuple[dict[int, Any], ...]] = ContextVar("written", default=())
-"""For each race that the running task is a contender of: the states that the contender has appended to, by
+"""For each race in which the running task is a contender: the states to which the contender has appended, by
 number."""
 
 
@@ -108,8 +108,8 @@ class SingleWriter:
         self._last: list[weakref.ref[Any]] = []
 
     def check(self, last_line: ProgramLine | None) -> None:
-        """Records that the running task appends now, or raises ``ConcurrentAppend``. ``last_line``: of the
-        last append."""
+        """Records that the running task appends now, or raises ``ConcurrentAppend``. ``last_line``: the line
+        of the last append."""
         now = _running()
         if now is None or (self._last and self._last[-1]() is now):
             return
@@ -186,7 +186,7 @@ class TurnEnds(NamedTuple):
 
 
 class ToolCalls(NamedTuple):
-    """The turn calls tools: the given ones, or those of a variable that holds a reply."""
+    """The turn calls tools: the given calls, or the calls of a variable that holds a reply."""
 
     source: tuple[ToolCall, ...] | Expression
 
@@ -204,9 +204,10 @@ class TurnContent(NamedTuple):
 
 
 class TurnPlace(NamedTuple):
-    """Where a state is among its turns. ``open_role``: of the open turn. ``closes_with_reply``: that turn
-    ends with the next reply, because the program did not open it itself. ``last_role``: of the last turn that
-    has ended. ``has_text``: something was appended after it, outside turns."""
+    """The position of a state among its turns. ``open_role``: the role of the open turn.
+    ``closes_with_reply``: the open turn ends with the next reply, because the program did not open it itself.
+    ``last_role``: the role of the last turn that has ended. ``has_text``: something was appended after that
+    turn, outside turns."""
 
     open_role: Role | None = None
     closes_with_reply: bool = False
@@ -214,16 +215,16 @@ class TurnPlace(NamedTuple):
     has_text: bool = False
 
     def begun(self, role: Role) -> TurnPlace:
-        """After the begin of a turn."""
+        """The position after the begin of a turn."""
         return TurnPlace(role)
 
     def ended(self) -> TurnPlace:
-        """After the end of the open turn."""
+        """The position after the end of the open turn."""
         return TurnPlace(last_role=self.open_role)
 
     def check_own_turn(self, what: str) -> bool:
-        """Whether ``what``, a gen or select, makes a turn of its own: in a state with turns, outside of them.
-        ``BadArgument`` where it would continue what stands there."""
+        """Whether ``what``, a gen or select, begins a new turn: outside turns, in a state with turns.
+        ``BadArgument`` where it would continue other text."""
         if self.open_role is not None or self.last_role is None:
             return False
         if self.has_text:
@@ -242,8 +243,8 @@ class TurnPlace(NamedTuple):
 class Transcript:
     """The texts, variables, images and tool calls of a state, and where its turns begin and end. Append-only.
 
-    A fork's transcript continues its parent's first ``num_inherited`` entries without a copy. ``place``: of
-    its end. ``offer``: the tools that replies may call."""
+    A fork's transcript continues its parent's first ``num_inherited`` entries without a copy. ``place``: the
+    position at its end. ``offer``: the tools that replies may call."""
 
     def __init__(self, parent: Transcript | None = None) -> None:
         self._parent = parent
@@ -259,16 +260,16 @@ class Transcript:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was appended, here or before a fork."""
+        """Whether it has no entries, also none before a fork."""
         return next(self.all(), None) is None
 
     @property
     def own(self) -> Sequence[Entry]:
-        """What was appended since the fork. Not to be changed."""
+        """The entries since the fork; do not change them."""
         return self._entries
 
     def own_content(self) -> list[Content]:
-        """What was appended since the fork, without the marks of turns."""
+        """The content since the fork, without the marks of turns."""
         marks = TurnBegins | TurnEnds | ToolCalls
         return [entry for entry in self._entries if not isinstance(entry, marks)]
 
@@ -289,7 +290,8 @@ class Transcript:
         return found
 
     def all(self, num_own: int | None = None) -> Iterator[Entry]:
-        """All entries, those before the fork included; of its own only the first ``num_own``."""
+        """All entries, including the entries before the fork; of the own entries only the first
+        ``num_own``."""
         chain = [(self, len(self._entries) if num_own is None else num_own)]
         while (parent := chain[-1][0]._parent) is not None:
             chain.append((parent, chain[-1][0].num_inherited))

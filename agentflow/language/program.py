@@ -1,7 +1,7 @@
 """Programs: async functions whose first argument is a state.
 
-``program`` makes one of a function; ``execute`` calls it on the root state of a run and waits for everything
-it started. ``ProgramStream`` runs it in a task of the session and yields its events.
+``program`` makes a program of a function; ``execute`` calls it on the root state of a run and waits for
+everything it started. ``ProgramStream`` runs it in a task of the session and yields its events.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class ProgramStream(AsyncOnly):
                 raise
             return result  # type: ignore[no-any-return]
         finally:
-            # A traceback that is kept keeps this frame, which would keep a dropped stream alive.
+            # A stored traceback keeps this frame, which would keep a dropped stream alive.
             del self
 
     async def aclose(self) -> None:
@@ -228,7 +228,7 @@ class _Reader:
 
 
 class StreamWork:
-    """What runs behind a stream of events, such as a ``ProgramStream``, in a task of the session. It holds no
+    """The work behind a stream of events, such as a ``ProgramStream``, in a task of the session. It holds no
     reference to the stream, so that the garbage collector can notice a dropped one. ``wake`` is called at its
     end. ``was_left``: its last reader left it before that."""
 

@@ -29,7 +29,7 @@ async def race(*contenders: Awaitable[ResultT]) -> ResultT: ...
 async def race(*contenders: Any) -> Any:
     """The first result of several awaitables, such as calls of programs, variables, or ``flow.run(...)``. The
     result of a state is the state itself, once everything appended to it is done. Cancels the others, and the
-    states that they stand for or have appended to: give each program a state of its own.
+    states that they represent or have appended to: give each program a separate state.
 
     A contender that fails cannot win. If all fail, the first failure is raised. Of those that end in the same
     step of the event loop, the first in order wins.

@@ -45,8 +45,8 @@ ResultT = TypeVar("ResultT")
 
 class Session(AsyncOnly):
     """Made by ``af.session``. Everything that it starts ends with its block. A session on a server connects
-    again when the server is back: what was running fails with ``ServerLost``, and what begins later runs on
-    the new connection.
+    again when the server is back: unfinished ops fail with ``ServerLost``, and later ops run on the new
+    connection.
 
     >>> async with af.session() as flow:
     ...     print(flow.capabilities.model, flow.is_alive)
@@ -66,7 +66,7 @@ class Session(AsyncOnly):
         self._backend = backend
         has_limit = deadline_s is not None or output_tokens is not None
         if has_limit:
-            limit_op(0, deadline_s, output_tokens)  # raises at once for an invalid one
+            limit_op(0, deadline_s, output_tokens)  # raises immediately for an invalid one
         self._limit = (deadline_s, output_tokens) if has_limit else None
 
     def _share(self, other: Session) -> None:
@@ -77,7 +77,8 @@ class Session(AsyncOnly):
         try:
             await self._link.open(self._backend)
         except AgentflowError as error:
-            # What failed and what to do is in the message; where is of no use to a program.
+            # The message contains the fault and the advice; the place in the internals does not help a
+            # program.
             logger.debug("a session could not be opened", exc_info=error)
             raise error.with_traceback(None) from None
         if self._limit is not None:
@@ -203,33 +204,38 @@ class Session(AsyncOnly):
         resume: str | os.PathLike[str] | None = None,
         key: KeyOf | None = None,
     ) -> ProgramMap[Any]:
-        """Runs a program on each of many inputs, at most ``concurrency`` at once (by default, as many as the
-        backend runs well in one batch, at most 64). Results are in the order of the inputs. Await it for
-        their list, or iterate over it in bounded memory (see ``ProgramMap``; enter it if you may stop early).
+        """Runs a program on each of many inputs. Results are in the order of the inputs.
 
-        ``inputs``: any iterable or async iterable, also an endless one. Each input is the program's one
-        argument after the state. A tuple is its positional arguments, a dict its keyword arguments (type
-        checkers do not compare these with the program's). To pass a tuple or a dict itself, wrap it:
-        ``((item,) for item in items)``. A generator is closed when the map ends. ``inputs`` may also be a
-        dataframe (pandas, polars, pyarrow, or with ``__arrow_c_stream__``): the program gets those columns of
-        a row that are its parameters. ``program`` may be a graph (``program.trace(...)``), whose arguments
-        are texts.
+        Await it for the list of results, or iterate over it in bounded memory (see ``ProgramMap``; enter it
+        if you may stop early).
 
-        ``on_error``: with ``"raise"``, the first failure cancels the rest and is raised, with a note that
-        names the input; with ``"return"``, failures are among the results, and only errors that end the
-        session or come from ``inputs`` are raised. ``retries``: how often an input runs again whose failure
-        may pass: an overloaded or unreachable server (after the pause that it asks for), a failed engine, an
-        invalid value, a ``ConnectionError`` or ``TimeoutError`` of the program.
+        Args:
+            program: A program, or a graph (``program.trace(...)``), whose arguments are texts.
+            inputs: An iterable or async iterable, also an endless one; a generator is closed when the map
+                ends. Each input is the program's one argument after the state. A tuple is its positional
+                arguments, a dict its keyword arguments (type checkers do not compare these with the
+                program's). To pass a tuple or a dict itself, wrap it: ``((item,) for item in items)``. Of a
+                dataframe (pandas, polars, pyarrow, or with ``__arrow_c_stream__``), the program gets the
+                columns of a row that are its parameters.
+            concurrency: The maximum number of inputs that run at the same time; by default, as many as the
+                backend runs well in one batch, at most 64.
+            progress: Shows a bar on stderr with the rate, the time left, the failures, the tokens, and the
+                fraction of the prompts that was cached.
+            on_error: With ``"raise"``, the first failure cancels the rest and is raised, with a note that
+                contains the input. With ``"return"``, failures are among the results, and only errors that
+                end the session or come from ``inputs`` are raised.
+            retries: How often an input runs again after a failure that may pass: an overloaded or unreachable
+                server (after the pause that it asks for), a failed engine, an invalid value, a
+                ``ConnectionError`` or ``TimeoutError`` of the program.
+            resume: A file that receives each result as a line of JSON when its input ends. A later map of the
+                same program takes the results from it, and runs only the inputs that failed or are missing.
+                The file ``.resume`` next to it holds the failures and other data for resuming. Results that
+                are read back have the program's annotated return type.
+            key: A field or a function that identifies an input in ``resume``; by default, its JSON does.
 
-        ``resume``: a file that receives each result as a line of JSON when its input ends. A later map of the
-        same program takes the results from it, and runs only the other inputs and those that failed; what it
-        needs for that, and the failures, are in the file ``.resume`` next to it. Results come back as the
-        program's annotated return type. ``key``: a field or a function that identifies an input there; by
-        default, its JSON does. ``BadArgument`` for the file of another program, if another map writes to it,
-        or if values of the return type cannot be read back from their JSON.
-
-        ``progress``: shows a bar on stderr with the rate, the time left, the failures, the tokens, and the
-        share of the prompts that was cached.
+        Raises:
+            BadArgument: ``resume`` is the file of another program, or another map writes to it, or values of
+                the return type cannot be read back from their JSON.
 
         >>> grades = await flow.map(judge, essays, progress=True)
         >>> async for grade in flow.map(judge, essays):
@@ -264,12 +270,12 @@ class Session(AsyncOnly):
     def state(
         self, *, cache_salt: str = "", objective: Objective | None = None, program: str = ""
     ) -> RootState:
-        """A state without a program. ``async with flow.state() as s`` ends it with the block and cancels what
-        is unfinished; without ``async with`` it ends with ``s.close()`` or with the session.
+        """A state without a program. ``async with flow.state() as s`` ends it with the block and cancels
+        unfinished ops; without ``async with`` it ends with ``s.close()`` or with the session.
 
-        ``cache_salt``: states share cached KV only if theirs are equal. ``objective``: as in ``s.hint``.
-        ``program``: states with the same name are siblings to the scheduler, which finishes one program's
-        before it begins another's. Use it for one program that has a state for each call.
+        ``cache_salt``: states share cached KV only if their salts are equal. ``objective``: as in ``s.hint``.
+        ``program``: states with the same name are siblings to the scheduler, which finishes the states of one
+        program before it begins another's. Use it for one program that has a state for each call.
 
         >>> async with flow.state() as s:
         ...     s += af.user("What do plants do?") + af.assistant(af.gen("answer"))
@@ -315,18 +321,24 @@ class Session(AsyncOnly):
         prompt_name: str | None = None,
         progress: bool = False,
     ) -> list[float] | list[list[float]]:
-        """The embedding of a text, or those of several texts in their order, as lists of numbers. Many texts
-        are sent in parts, so that they take bounded memory and leave room for others' requests. Cancelling
-        the call cancels all of it.
+        """The embedding of a text, or the embeddings of several texts in their order, as lists of numbers.
 
-        ``model``: one of ``flow.capabilities.embedding_models``; by default the first. ``dimensions``: only
-        so many, the first ones, for models that are trained for it. ``prompt``: put before each text;
-        ``prompt_name``: the model's own prompt of this name instead, such as ``"query"``. ``progress``: shows
-        a bar on stderr.
+        Many texts are sent in parts, so that they take bounded memory and leave room for others' requests.
+        Cancelling the call cancels all of it.
 
-        ``NotSupported`` if the session has no model that makes embeddings (see ``embed_model`` of
-        ``af.session``), ``UnknownModel`` for another one, ``PromptTooLong`` for a text that is longer than
-        the model takes, ``BadArgument`` for an empty one.
+        Args:
+            texts: A text, or several.
+            model: One of ``flow.capabilities.embedding_models``; by default the first.
+            dimensions: Keeps only this many leading dimensions, for models that are trained for it.
+            prompt: A text to put before each text.
+            prompt_name: The name of a prompt of the model to use instead, such as ``"query"``.
+            progress: Shows a bar on stderr.
+
+        Raises:
+            NotSupported: The session has no embedding model (see ``embed_model`` of ``af.session``).
+            UnknownModel: ``model`` is not one of its embedding models.
+            PromptTooLong: A text is too long for the model.
+            BadArgument: A text is empty, or another argument is invalid.
 
         >>> vectors = await flow.embed(["Plants turn light into sugar.", "Bees make honey."])
         >>> len(vectors), len(await flow.embed("How do plants eat?", dimensions=32))
@@ -350,7 +362,7 @@ class Session(AsyncOnly):
         self._link.limit(deadline_s, output_tokens)
 
     async def stats(self) -> Stats:
-        """The counters of the backend since its start. Raises the error that ended the session, and
+        """The counters of the backend since its start. Raises the error that ended the session;
         ``EngineFailed`` while an engine restarts (the session then continues).
 
         >>> before = await flow.stats()
@@ -382,7 +394,7 @@ class Session(AsyncOnly):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the backend can do, and the name of its model.
+        """The capabilities of the backend, and the name of its model.
 
         >>> flow.capabilities.model
         'scripted'

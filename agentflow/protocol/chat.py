@@ -5,8 +5,8 @@ travels as text, like every value, so that it is streamed, resumed and recorded 
 a JSON list of parts, ``{"text": …}`` and ``{"id": …, "name": …, "arguments": …}``, the same for all models.
 The arguments of a call are a JSON object as text; a truncated reply may end within it.
 
-``ReplyWriter`` writes the notation piece by piece, ``ReplyReader`` reads it, and ``ReplySoFar`` collects what
-was read. In references, transforms and messages a reply stands for its prose."""
+``ReplyWriter`` writes the notation piece by piece, ``ReplyReader`` reads it, and ``ReplySoFar`` collects the
+result. In references, transforms and messages a reply stands for its prose."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROLES: Final = ("system", "user", "assistant", "tool")
 
 class ToolSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """A tool that the model may call. ``parameters``: the JSON schema of an object. If it is not ``strict``,
-    what cannot be enforced is relaxed, and the application must check the arguments."""
+    parts that cannot be enforced are relaxed, and the application must check the arguments."""
 
     name: str
     description: str
@@ -84,15 +84,16 @@ FREE_CHOICE = ToolChoice()
 
 class Conversation(msgspec.Struct, frozen=True, omit_defaults=True):
     """``messages``: the assistant's turn follows; if the last message is an assistant's, it is continued.
-    ``tools``: those that the model sees. ``choice``: which of them it may call."""
+    ``tools``: the tools that the model sees. ``choice``: which of them it may call."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
     choice: ToolChoice = FREE_CHOICE
 
     def check(self) -> Self:
-        """Returns itself. ``BadArgument``, whose ``param`` is ``messages``, ``tools`` or ``choice``, for an
-        unknown role or tool, tool calls outside of an assistant's message, or two tools of one name."""
+        """Returns itself. Raises ``BadArgument``, whose ``param`` is ``messages``, ``tools`` or ``choice``,
+        for an unknown role or tool, tool calls outside of an assistant's message, or two tools of one
+        name."""
         for message in self.messages:
             if message.role not in ROLES:
                 known = ", ".join(ROLES)
@@ -173,7 +174,7 @@ class ReplyWriter:
         self._is_text = False  # whether a part with prose is open
 
     def push(self, pieces: Iterable[Piece]) -> str:
-        """The notation of the pieces: what they append to the text."""
+        """Returns the notation of the pieces, to be appended to the text."""
         return "".join([self._write(piece) for piece in pieces])
 
     def finish(self) -> str:
@@ -241,7 +242,7 @@ class ReplyReader:
         return True
 
     def _read_text(self, piece: type[TextPiece | Arguments], pieces: list[Piece]) -> bool:
-        """Reads up to the quote that ends the text; keeps back an incomplete escape."""
+        """Reads up to the quote that ends the text; waits for the rest of an incomplete escape."""
         end = _WHOLE_CHARS.match(self._rest).end()  # type: ignore[union-attr]  # it matches nothing, too
         is_over = self._rest.startswith('"}', end)
         if end:

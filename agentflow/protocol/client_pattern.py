@@ -22,7 +22,7 @@ MAX_WRITTEN_OUT = 20_000
 """Characters, classes and groups after all counted repeats are expanded. At this limit compiling takes some
 milliseconds and 4 MB."""
 CACHE_BYTES = 16_000_000
-"""Of the compiled patterns that a process keeps: those used last."""
+"""The memory for compiled patterns that a process keeps, the most recently used ones."""
 
 _ENTRY_BYTES = 500
 _REPEATS = (_parser.MAX_REPEAT, _parser.MIN_REPEAT, _parser.POSSESSIVE_REPEAT)
@@ -59,7 +59,8 @@ def written_out(pattern: str) -> float:
 
 
 class PatternCache:
-    """Compiled patterns of ``num_bytes`` together, at most ``most_bytes``. All threads may use it.
+    """A cache of compiled patterns, which take ``num_bytes`` together and at most ``most_bytes``.
+    Thread-safe.
 
     >>> cache = PatternCache(10_000)
     >>> cache.compiled("a+") is cache.compiled("a+")
@@ -90,7 +91,7 @@ class PatternCache:
 
 
 compiled = PatternCache(CACHE_BYTES).compiled
-"""The compiled pattern, of those that all of a process share. ``InvalidPattern``."""
+"""Compiles a pattern, or finds it in the process's cache. Raises ``InvalidPattern``."""
 
 
 def _compile(source: str) -> regex.Pattern[str]:

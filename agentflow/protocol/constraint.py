@@ -53,18 +53,18 @@ class TagRule(msgspec.Struct, frozen=True, omit_defaults=True):
 class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     """``source``: the regular expression that the whole text matches, the JSON schema (as JSON), the grammar
     (in Lark's notation), or the tags that may stand in free text (a JSON list of ``TagRule``). ``choices``:
-    the texts of which one is generated. ``whitespace`` between the parts of a JSON value: ``compact`` is one
-    line with ``, `` and ``: ``, ``tight`` none, ``free`` any. ``jump_forward``: forced text may be appended
+    one of these texts is generated. ``whitespace`` between the parts of a JSON value: ``compact`` is one line
+    with ``, `` and ``: ``, ``tight`` none, ``free`` any. ``jump_forward``: forced text may be appended
     without sampling.
 
     Of tags: at most ``max_tags`` of them (None: any number), and no text after the last one allowed. With
     ``between`` there is no free text: at least one tag, and exactly this text between two. ``instead``: an
-    alternative constraint, of another kind than ``tags`` and without an alternative of its own; a text under
-    it begins with none of ``apart``, which tells the two apart.
+    alternative constraint, of another kind than ``tags`` and without an alternative itself; a text under it
+    begins with none of ``apart``, which tells the two apart.
 
     Of a schema: a string ends at the first chance after ``string_chars`` characters, a list or object after
-    ``list_items`` members (None: unlimited), so that a model cannot continue one for ever. This narrows the
-    schema only where it allows longer ones."""
+    ``list_items`` members (None: unlimited), so that a model cannot continue it forever. This narrows the
+    schema only where it allows longer values."""
 
     kind: ConstraintKind
     source: str = ""

@@ -1,5 +1,4 @@
-"""The events that a backend sends to the frontend, and what they carry: usage, counters, errors,
-capabilities.
+"""The events that a backend sends to the frontend, with usage, counters, errors and capabilities.
 
 Events describe the progress of variables and states, so a backend can make them at any time from its records:
 a slow reader gets larger deltas, and a client that resumes continues at an offset.
@@ -43,8 +42,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 class Capabilities(msgspec.Struct, frozen=True):
     """The features of a generator. Ops that need others are rejected before anything runs.
-    ``embedding_models``: those that make embeddings, the default one first. ``batch_size``: the requests that
-    run together before more of them make each one slower and all of them no faster; None if unknown."""
+    ``embedding_models``: the names of the models that make embeddings, the default first. ``batch_size``: the
+    number of concurrent requests beyond which the throughput no longer grows; None if unknown."""
 
     model: str
     roles: bool = True
@@ -77,8 +76,8 @@ class Capabilities(msgspec.Struct, frozen=True):
                 )
 
     def require_embeddings(self, model: str = "", param: str = "model") -> None:
-        """Raises ``NotSupported`` if the backend makes no embeddings, ``UnknownModel`` about ``param`` if not
-        with this model (empty: the default one)."""
+        """Raises ``NotSupported`` if the backend makes no embeddings, ``UnknownModel`` with ``param`` if it
+        has no embedding model of this name (empty: the default)."""
         if not self.embedding_models:
             raise NotSupported(
                 f"{self.model} makes no embeddings: give the session an embed_model, or serve one beside it"
@@ -90,7 +89,8 @@ class Capabilities(msgspec.Struct, frozen=True):
             )
 
     def embedding_with(self, model: str | None) -> Capabilities:
-        """These, with ``model`` as the default one for embeddings. Errors as ``require_embeddings``."""
+        """A copy with ``model`` as the default for embeddings. Raises the errors of
+        ``require_embeddings``."""
         if model is None:
             return self
         self.require_embeddings(model, "embed_model")
@@ -140,8 +140,8 @@ class Usage(Record, msgspec.Struct, frozen=True):
 
 class Stats(Record, msgspec.Struct, frozen=True):
     """Counters of the backend since its start, and current gauges. They count tokens unless the name says
-    otherwise; ``steps`` are forward passes, ``*_slots`` tokens in the KV pool.
-    None: a server does not show the counter, as it covers all tenants (``sees_metrics``).
+    otherwise; ``steps`` are forward passes, ``*_slots`` tokens in the KV pool. A counter is None if the
+    server hides it because it covers all tenants (``sees_metrics``).
 
     >>> await s
     >>> stats = await flow.stats()
@@ -225,7 +225,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def place(self) -> tuple[int, int] | None:
-        """The state and number of the op nearest to the root cause, of the errors that name one."""
+        """The state and op number of the error that is nearest to the root cause and has them."""
         found: tuple[int, int] | None = None
         info: ErrorInfo | None = self
         while info is not None:
@@ -235,7 +235,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
         return found
 
     def at(self, state: int, op: int) -> ErrorInfo:
-        """A copy in which the root cause names this op, if it named none."""
+        """A copy whose root cause has this state and op, unless it has others already."""
         if self.cause is not None:
             return msgspec.structs.replace(self, cause=self.cause.at(state, op))
         return self if self.op is not None else msgspec.structs.replace(self, state=state, op=op)
@@ -325,8 +325,8 @@ class StatsReply(_Event, frozen=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One forward pass: its ``number``, its scheduled tokens by kind, the requests that ran in it and those
-    that waited, the slots of the KV pool that running requests used, and its duration in milliseconds."""
+    """One forward pass: its ``number``, its scheduled tokens by kind, the running and the waiting requests,
+    the slots of the KV pool that running requests used, and its duration in milliseconds."""
 
     number: int
     prefill_tokens: int
@@ -354,10 +354,10 @@ class WatchedRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TreeNode(msgspec.Struct, frozen=True, array_like=True):
-    """One node of the radix tree. ``id``: its number in this watch; ``parent``: that of the node above, 0 at
-    the top. ``num_generated``: of its tokens, those that were generated. ``locks``: running requests that use
-    it. ``keeps``: open states that end here. ``age_s``: seconds from its last use to the event's ``time_s``.
-    ``tenant``: an index into ``TreeDelta.tenants``."""
+    """One node of the radix tree. ``id``: its number in this watch; ``parent``: the number of the node above,
+    0 at the top. ``num_generated``: how many of its tokens were generated. ``locks``: running requests that
+    use it. ``keeps``: open states that end here. ``age_s``: seconds from its last use to the event's
+    ``time_s``. ``tenant``: an index into ``TreeDelta.tenants``."""
 
     id: int
     parent: int
@@ -384,8 +384,8 @@ class TreeDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Watched(_Event, frozen=True):
     """The scheduler and the radix tree at ``time_s`` (the engine's clock), for the ``Watch`` with this
-    ticket. ``steps``: those since the last event, the newest 512; ``steps_skipped``: those before them.
-    ``requests``: 200 at most, running ones first. ``error``: why there is nothing to see now."""
+    ticket. ``steps``: the steps since the last event, at most the newest 512; ``steps_skipped``: the number
+    of older ones. ``requests``: 200 at most, running ones first. ``error``: why nothing can be shown now."""
 
     ticket: int
     time_s: float = 0.0
@@ -398,8 +398,8 @@ class Watched(_Event, frozen=True):
 
 
 class Peeked(_Event, frozen=True):
-    """Answers ``Peek`` with the text of the node's first 500 tokens and the number of all of them, or with
-    the error that prevented it."""
+    """Answers ``Peek`` with the text of the node's first 500 tokens and its number of tokens, or with the
+    error that prevented it."""
 
     ticket: int
     text: str = ""

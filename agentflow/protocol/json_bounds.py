@@ -46,8 +46,8 @@ _NOT_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 @dataclass(frozen=True, slots=True)
 class JsonBounds:
-    """``values``: the largest number of values of any kind. ``parts``: of objects, lists and strings, names
-    of members included, each of which becomes a Python object. ``depth``: levels of nesting. ``escapes``:
+    """``values``: the number of values of any kind. ``parts``: the number of objects, lists and strings,
+    names of members included; each becomes a Python object. ``depth``: levels of nesting. ``escapes``:
     backslash escapes in strings. ``bytes``: the length of the text. ``None``: unlimited."""
 
     values: int
@@ -58,7 +58,7 @@ class JsonBounds:
 
 
 BODY_BOUNDS: Final = JsonBounds(values=1_000_000, parts=100_000, escapes=4_000_000)
-"""Of a request's body: decoding takes 50 ms at most."""
+"""For a request's body: decoding takes 50 ms at most."""
 
 
 class TooMuchJson(Exception):
@@ -133,10 +133,10 @@ def pieces_of(data: bytes | memoryview) -> Iterator[bytes]:
 
 
 OBJECT_BOUNDS: Final = JsonBounds(values=40_000, parts=20_000, depth=MOST_NESTING, bytes=4_000_000)
-"""Of all tools of a request together, of all arguments of its tool calls, and of its schema: chat templates
-and grammar compilers walk through them. So many bytes are decoded in 15 ms."""
+"""For all tools of a request together, for all arguments of its tool calls, and for its schema: chat
+templates and grammar compilers walk through them. Decoding this many bytes takes 15 ms."""
 VARIABLE_BOUNDS: Final = replace(OBJECT_BOUNDS, bytes=65_536)
-"""Of the variables of a chat template: switches and short texts."""
+"""For the variables of a chat template: switches and short texts."""
 _MOST_BYTES: Final = 4  # of a character in UTF-8
 
 

@@ -1,4 +1,5 @@
-"""The table of ops: what each op is to the checks, the memory estimate, graphs, recordings and drawings.
+"""The table of ops: the properties by which checks, memory estimates, graphs, recordings and drawings treat
+each op.
 
 ``OPS`` has one ``OpSpec`` for each class in ``ops.Op``; the functions below derive the rest from it. A new op
 needs its class in ``ops``, its row here, its execution in the interpreter, and a test.
@@ -34,7 +35,7 @@ GRAPH_TICKET: Final = 1
 MAX_GRAPH_OPS: Final = 10_000
 
 OP_BYTES: Final = 600
-"""The memory of a waiting op beside the op itself."""
+"""The memory of a waiting op in bytes, without the op itself."""
 
 
 # Functions of the table's rows, by op.
@@ -217,14 +218,14 @@ def num_done_with(sequence: Sequence[ops.Op], index: int) -> int:
     return index + (2 if is_followed else 1)
 
 
-# What the frontend checks before it sends an op.
+# The frontend's checks before it sends an op.
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 def check_sendable(op: ops.Op, capabilities: Capabilities) -> None:
-    """Checks the types in ``op``, its values, and that the backend can run it; of a graph each op in it.
-    ``BadArgument``, ``NotSupported``."""
+    """Checks the types and values in ``op`` or in each op of a graph (``BadArgument``), and that the backend
+    can run it (``NotSupported``)."""
     check_types(op)
     for one in op.ops if isinstance(op, ops.SubmitGraph) else (op,):
         spec = spec_of(one)
@@ -280,7 +281,7 @@ def opened(op: ops.Op) -> tuple[int, ...]:
 
 
 def declared(op: ops.Op) -> list[tuple[int, str]]:
-    """The variables that the op declares, of a graph those that it reports: their numbers and names."""
+    """The numbers and names of the variables that the op declares, or that a graph reports."""
     if isinstance(op, ops.SubmitGraph):
         names = {one.var: one.name for one in op.ops if isinstance(one, ops.Declaring)}
         return [(op.session_number(number), names.get(number, "")) for number in op.outputs]

@@ -2,10 +2,9 @@
 
 The client numbers states and variables, from 1, unique in a session. The ops of one state run in the order in
 which they were submitted; ops of different states run concurrently. ``Cancel``, ``TaskGroup``, ``Limit`` and
-``Provide`` act at once, before ops that wait. ``op_table`` has the properties of each op.
+``Provide`` take effect immediately, before ops that wait. ``op_table`` has the properties of each op.
 
-A generation without a seed of its own gets a ``derived_seed``, which depends only on its place in the
-program."""
+A generation without a seed gets a ``derived_seed``, which depends only on its place in the program."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ ReadWhat = Literal["text", "token_ids", "tokens"]
 MAX_CHOICES = 1000
 MAX_EMBED_TEXTS = 256
 MAX_EMBED_CHARS = 200_000
-"""Of all texts of an ``Embed``, each with its prompt; a single text may have more."""
+"""The characters of all texts of an ``Embed``, each with its prompt; a single text may have more."""
 MAX_SALT_CHARS = 256
 MAX_TRACE_CHARS = 256
 WATCH_INTERVALS_S = (0.1, 60.0)
@@ -115,7 +114,7 @@ class Converse(_Op, frozen=True):
 
 class Tools(_Op, frozen=True):
     """From now on, a ``Gen`` with ``reply`` may call these tools, which the chat template describes to the
-    model. They replace those of the state's conversation or of an earlier op."""
+    model. They replace the tools of the state's conversation or of an earlier op."""
 
     state: int
     tools: tuple[ToolSpec, ...]
@@ -189,8 +188,8 @@ class Embed(_Op, frozen=True):
     """Sets variable ``var`` to the embeddings of ``texts``, in their order: a JSON list of strings, each of
     which has the float32 values (little-endian) of one embedding in base64. Appends nothing. A sealed state
     may have one. ``model``: one of ``Capabilities.embedding_models``; empty for the first. ``dimensions``:
-    only so many, the first ones. ``prompt``: put before each text; ``prompt_name``: the model's prompt of
-    this name instead."""
+    keep only this many leading dimensions. ``prompt``: a text to put before each text; ``prompt_name``: the
+    name of a prompt of the model to use instead."""
 
     state: int
     var: int
@@ -220,7 +219,7 @@ class Expect(_Op, frozen=True):
 
 
 class Provide(_Op, frozen=True):
-    """The value of an expected variable, or the error that prevented it. Acts at once."""
+    """The value of an expected variable, or the error that prevented it. Takes effect immediately."""
 
     var: int
     text: str = ""
@@ -241,7 +240,7 @@ class Hint(_Op, frozen=True):
 
 class Limit(_Op, frozen=True):
     """From now on the state and all its forks (0: all states of the session) may take ``deadline_s`` seconds,
-    and generate ``output_tokens`` tokens together. Beyond that their ops fail. Acts at once."""
+    and generate ``output_tokens`` tokens together. Beyond that their ops fail. Takes effect immediately."""
 
     state: int
     deadline_s: float | None = None
@@ -270,7 +269,7 @@ class SubmitGraph(_Op, frozen=True, tag="submit"):
 
 
 MAX_BRANCHES = 2_000
-"""Of one fork: a server creates their states in one turn of its event loop."""
+"""The branches of one fork: a server creates their states in one turn of its event loop."""
 
 
 class Fork(_Op, frozen=True):
@@ -281,7 +280,8 @@ class Fork(_Op, frozen=True):
 
 
 class TaskGroup(_Op, frozen=True):
-    """Couples forked states: when one fails, the others are cancelled and ``state`` fails. Acts at once."""
+    """Couples forked states: when one fails, the others are cancelled and ``state`` fails. Takes effect
+    immediately."""
 
     state: int
     children: tuple[int, ...]
@@ -302,7 +302,7 @@ class Await(_Op, frozen=True):
 
 
 class Cancel(_Op, frozen=True):
-    """Aborts the running and waiting ops of the state and its forks. Acts at once."""
+    """Aborts the running and waiting ops of the state and its forks. Takes effect immediately."""
 
     state: int
 
@@ -321,8 +321,8 @@ class GetStats(_Op, frozen=True):
 
 class Watch(_Op, frozen=True):
     """Requests ``Watched`` events with this ticket until ``Unwatch``, one per ``interval_s`` at most. A
-    session has one watch: another one replaces it. ``steps`` and ``tree``: whether the events have them.
-    ``max_nodes``: the most recently used nodes of the tree, so many."""
+    session has one watch: another one replaces it. ``steps`` and ``tree``: whether the events contain these.
+    ``max_nodes``: the tree has at most this many nodes, the most recently used ones."""
 
     ticket: int
     steps: bool = True
@@ -374,7 +374,7 @@ Op = (
 class Rejected:
     """Not on the wire: stands in a state's stream for an op that was rejected with ``error``. The op's
     ``state`` (0 if it has none) fails, and so do the variables (``names`` by number) and ``children`` that it
-    would have declared. ``kind``: the op's tag; of a ``provide``, ``names`` has the variable that it is
+    would have declared. ``kind``: the op's tag; the ``names`` of a ``provide`` have the variable that it was
     for."""
 
     state: int

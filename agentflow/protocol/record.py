@@ -18,7 +18,7 @@ class Record:
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as a dict of what JSON has.
+        """The record as a dict of JSON values.
 
         >>> af.Usage(prompt_tokens=12, output_tokens=5).to_dict()["prompt_tokens"]
         12

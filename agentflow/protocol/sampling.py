@@ -2,8 +2,8 @@
 
 ``check_stop_regex`` checks a ``stop_regex`` in the frontend and in the engine. The frontend compiles it with
 Python's ``re``; the engine searches with the package ``regex``, which can match growing text. Patterns that
-the two interpret differently are rejected, and so are those that would take much time or memory to compile:
-``regex`` expands counted repeats.
+the two interpret differently are rejected, and so are patterns that would take much time or memory to
+compile: ``regex`` expands counted repeats.
 
 ``is_whole`` and ``is_number`` check amounts that a program gives.
 """
@@ -47,7 +47,7 @@ def stop_regex_error(wrong: str, pattern: str) -> BadArgument:
 
 
 MATCHES_NOTHING = "must not match the empty text, or it would end every text at once"
-"""What is wrong with ``a*``. ``check_stop_regex`` does not find it: it runs no pattern, which could take
+"""The fault of ``a*``. ``check_stop_regex`` cannot find it, because it runs no pattern: that could take
 long."""
 
 
@@ -92,14 +92,14 @@ _Check = tuple[str, bool, str]
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Parameters of one generation.
 
-    **Length.** ``max_tokens``: the most tokens to generate. ``min_tokens``: nothing ends the text before so
-    many: the token ids that would are masked, and no stop begins in the text of these tokens. ``stop``:
-    strings that end the text and are not part of it. ``stop_regex``: a regular expression (of Python's
-    ``re``) that ends the text before its match, as soon as the text so far has one; ``$``, ``\\b`` and
-    look-aheads see the text as if it ended there, so write ``END\\n`` rather than ``END$``. It must not match
-    the empty text. ``stop_token_ids``: tokens that end the text. ``ignore_eos``: the model's own end token
-    does not end it. ``max_reasoning_tokens``: the most tokens of reasoning that a reasoning model writes
-    before the text, which count towards ``max_tokens`` too; 0: none. None is no limit, and 0 under a
+    **Length.** ``max_tokens``: the most tokens to generate. ``min_tokens``: the text has at least this many
+    tokens: token ids that would end it earlier are masked, and no stop begins in the text of these tokens.
+    ``stop``: strings that end the text and are not part of it. ``stop_regex``: a regular expression (of
+    Python's ``re``) that ends the text before its match, as soon as the text so far has one; ``$``, ``\\b``
+    and look-aheads see the text as if it ended there, so write ``END\\n`` rather than ``END$``. It must not
+    match the empty text. ``stop_token_ids``: tokens that end the text. ``ignore_eos``: the model's own end
+    token does not end it. ``max_reasoning_tokens``: the most tokens of reasoning that a reasoning model
+    writes before the text, which count towards ``max_tokens`` too; 0: none. None is no limit, and 0 under a
     constraint.
 
     **Choice of tokens.** The logits are changed in this order:
@@ -115,9 +115,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     ``seed``: the same seed and prompt give the same text. Without one the seed is derived from the session's
     seed and the op's place in its fork tree.
 
-    **Log-probabilities.** ``logprobs``: report the log-probability of each token. ``top_logprobs``: report so
-    many most likely tokens at each position; implies ``logprobs``. Both are of the logits before all of the
-    above.
+    **Log-probabilities.** ``logprobs``: report the log-probability of each token. ``top_logprobs``: report
+    this many of the most likely tokens at each position; implies ``logprobs``. Both are computed from the
+    logits before all of the above.
 
     **Reasoning.** ``stream_reasoning``: the reasoning of a model is sent while it is generated, not only in
     one piece with the value.

@@ -1,5 +1,4 @@
-"""JSON schemas: their keywords, which of these hold further schemas, what a reference refers to, and
-formats of strings."""
+"""JSON schemas: keywords, nested schemas, references, and formats of strings."""
 
 from __future__ import annotations
 
@@ -126,20 +125,20 @@ PATTERN_OF_FORMAT: Final = {
     "uuid": _uuid(variant="[0-9a-f]"),
     **{f"uuid{version}": _uuid(version) for version in "1345678"},
 }
-"""What strings of a ``format`` of JSON schema match as a whole. Narrower than the format where parsers
-differ: years are 1000 to 9999, days exist in their month, seconds are below 60, durations have no weeks."""
+"""The patterns that strings of a ``format`` match as a whole. Narrower than the format where parsers differ:
+years are 1000 to 9999, days exist in their month, seconds are below 60, durations have no weeks."""
 
 NAIVE_PATTERN_OF_FORMAT: Final = {"time": f"^{_CLOCK}$", "date-time": f"^{_DATE}T{_CLOCK}$"}
 """The patterns of times without an offset, for which JSON schema has no format."""
 
 FORMATS: Final = frozenset([*PATTERN_OF_FORMAT, "email", "hostname", "ipv4", "ipv6", "uri"])
-"""All of them. llguidance has grammars of its own for those without a pattern here."""
+"""All formats. For formats without a pattern here, llguidance has grammars."""
 
 _MOST_REFERENCES: Final = 8
 
 
 def inner_schemas(schema: Mapping[str, Any]) -> list[Any]:
-    """What the keywords of ``schema`` hold, one level down. Members that are no schemas are included.
+    """The members of ``schema`` that may be schemas, one level down; some of them are none.
 
     >>> inner_schemas({"type": "array", "items": {"type": "null"}, "anyOf": [True]})
     [{'type': 'null'}, True]

@@ -1,4 +1,4 @@
-"""The measured size of what a server keeps for clients."""
+"""Measures the memory of objects that a server keeps for clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CONSTANTS = frozenset({bool, type(None)})
 _NUMBER_BYTES = 32
 _TEXTS = frozenset({str, bytes, bytearray})
 _REST_OF_OBJECT = 16
-"""Of each object: what the allocator rounds up, and the header of the garbage collector."""
+"""Per object: the allocator's rounding, and the header of the garbage collector."""
 
 
 def sized(*kept: object) -> int:
@@ -52,7 +52,7 @@ def sized(*kept: object) -> int:
 
 
 _MANY = 64
-"""Of more parts, numbers are counted all at once: a million takes 50 ms."""
+"""Numbers in a collection of more parts are counted together: a million takes 50 ms."""
 
 
 def _parts_of(one: object) -> Sequence[object]:

@@ -57,7 +57,8 @@ class StopPattern:
         self._left_s = min(BURST_S, self._left_s + PER_TOKEN_S)
 
     def step(self) -> int | None:
-        """Reads one character. Where the match begins, if there is one now; not to be called after that."""
+        """Reads one character. Returns where the match begins, if there is one now; do not call it after
+        that."""
         self._num_read += 1
         found = self._search()
         if found is not None and not found.partial:

@@ -49,7 +49,7 @@ def check_written(transforms: tuple[Transform, ...]) -> None:
 
 def check_transforms(transforms: tuple[Transform, ...]) -> None:
     """Raises ``BadArgument`` for transforms that cannot be applied. Compiles the patterns, which may take
-    long: a server leaves that to ``apply_in_turn``."""
+    long: a server leaves it to ``apply_in_turn``."""
     check_written(transforms)
     for transform in transforms:
         if transform.name == "regex":

@@ -4,8 +4,8 @@ One websocket carries one session. The client's first frame decides the encoding
 text messages, or MessagePack in binary ones. ``docs/reference/protocol.md`` documents every field.
 
 Ops are numbered from 1 in the order of submission; an ``Ops`` frame carries a run of them. The server
-acknowledges the ops that it has taken, so that after a broken connection the client sends only the rest again
-and nothing runs twice. Each event carries its own position.
+acknowledges the ops that it has accepted, so that after a broken connection the client sends only the rest
+again and nothing runs twice. Each event carries its own position.
 
 The server decodes a frame first, and then each op in it separately: a malformed op fails its state, a
 malformed frame ends the session.
@@ -44,8 +44,8 @@ class _Frame(msgspec.Struct, frozen=True, tag_field="frame", tag=str.lower, omit
 
 
 class Resume(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the client has received before its connection broke: ``variables`` maps each unfinished variable
-    to the number of characters received, ``states`` each open state to the last ticket reached."""
+    """The client's position before its connection broke: ``variables`` maps each unfinished variable to the
+    number of characters received, ``states`` each open state to the last ticket reached."""
 
     session: str
     secret: str
@@ -89,7 +89,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Welcome(_Frame, frozen=True):
-    """Server, answers ``Hello``. ``ack``: the number of the last op taken (0 in a new session)."""
+    """Server, answers ``Hello``. ``ack``: the number of the last accepted op (0 in a new session)."""
 
     version: int
     session: str
@@ -100,7 +100,7 @@ class Welcome(_Frame, frozen=True):
 
 
 class Events(_Frame, frozen=True):
-    """Server: events, and the number of the last op taken."""
+    """Server: events, and the number of the last accepted op."""
 
     ack: int
     events: tuple[Event, ...] = ()
@@ -205,8 +205,8 @@ def server_frames() -> FrameDecoder[ServerFrame]:
 
 
 def json_fault(data: bytes | bytearray, error: Exception) -> str:
-    """Why msgspec cannot decode this text. For the escape of a first half of a surrogate pair close to the
-    end, msgspec itself reports truncated data.
+    """Explains why msgspec cannot decode this text. For the escape of a first half of a surrogate pair close
+    to the end, msgspec itself reports truncated data.
 
     >>> json_fault(b'{"a": "\\\\ud800"}', msgspec.DecodeError("Input data was truncated"))
     'a text in it has half a surrogate pair'

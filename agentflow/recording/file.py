@@ -77,7 +77,7 @@ class Recording:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the recording ends before all answers had come."""
+        """Whether the recording ends before the last answer."""
         return self.ending in (None, "cancelled")
 
 
@@ -104,7 +104,7 @@ class Recorded:
 
     @property
     def is_replay(self) -> bool:
-        """As of the backend that is recorded."""
+        """The value of the recorded backend."""
         return bool(getattr(self._backend, "is_replay", False))
 
     @asynccontextmanager

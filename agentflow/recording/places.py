@@ -3,7 +3,7 @@
 A client numbers states and variables in the order in which they are created, which may differ between two
 runs of a program with concurrent branches. A *place* does not differ: it is the run, the state's path in the
 fork tree, and the position in the state's stream. ``ForkTree`` follows the ops of a session and gives their
-``Content``, by which a replay compares ops with recorded ones; what only observers see is not in it.
+``Content``, by which a replay compares ops with recorded ones, without fields that only observers see.
 ``describe`` and ``difference`` put contents into words for error messages."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DERIVED = "derived"
 
 
 _FOR_OBSERVERS = ("label", "trace")
-"""Fields that have no effect on what a backend answers."""
+"""Fields that have no effect on a backend's answers."""
 
 
 def _unnamed(op: ops.Op) -> ops.Op:

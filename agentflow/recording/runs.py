@@ -48,9 +48,9 @@ class RecordedLoss:
 
 @dataclass(slots=True)
 class RecordedVariable:
-    """A variable and its events. ``events``: those that a replay sends, without those that came after the
-    program cancelled the state. ``end``: the last event, cancelled or not. ``is_reply``: ``text`` is the
-    notation of a reply."""
+    """A variable and its events. ``events``: the events that a replay sends, without events after the program
+    cancelled the state. ``end``: the last event, cancelled or not. ``is_reply``: ``text`` is the notation of
+    a reply."""
 
     name: str
     state: RecordedState
@@ -127,7 +127,7 @@ class RecordedState(Node):
         """The event after which the first ``position`` ops are done; None if the recording has none.
 
         A replay may await at other positions than the recording, so this is also derived from the variables
-        that the ops need; but not for a failed state, whose awaits were answered by the failure."""
+        that the ops need; but not for a failed state, because the failure answered its awaits."""
         index = bisect_left(self._done_events, (position, -1))
         if index < len(self._done_events):
             return self._done_events[index][1]
@@ -307,8 +307,8 @@ class RecordedRuns:
             self.origins.setdefault(error.origin, recorded)
 
     def _cause_of(self, state: RecordedState, failure: RecordedEvent) -> tuple[int, int | None]:
-        """What must happen before the state can fail as recorded: the number of its ops that were sent, and
-        the event that came before, if any."""
+        """The conditions for the state to fail as recorded: the number of its ops that were sent, and the
+        event that came before, if any."""
         assert isinstance(failure.event, StateFailed)
         for index, op in enumerate(state.ops):
             lasts = [variable.events[-1] for variable in op.variables if variable.events]
@@ -326,8 +326,8 @@ class RecordedRuns:
 
 
 def _without_unwinding(recording: Recording) -> list[Entry]:
-    """The entries without the final cancellations of a cancelled session, which are not the program's:
-    tasks that were waiting then wait in a replay, too, and fail with the reason why there is no answer."""
+    """The entries without the final cancellations of a cancelled session, which are not the program's: tasks
+    that were waiting then also wait in a replay, and fail with the reason for the missing answer."""
     entries = recording.entries
     if recording.ending != "cancelled":
         return entries

@@ -1,5 +1,4 @@
-"""How long to wait before another attempt: pauses that double, with jitter where many clients lose one
-server."""
+"""Pauses between attempts: they double, with jitter where many clients lose one server."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ def doubled_s(first_s: float, most_s: float, num_failed: int) -> float:
 
 
 def pauses_s(first_s: float, most_s: float) -> Iterator[float]:
-    """The pauses before the attempts to reach a server: none before the first, then ``doubled_s``, each less
-    up to a half of it, so that clients that lost the server together come back apart."""
+    """The pauses before the attempts to reach a server: none before the first, then ``doubled_s``, each
+    shortened by up to a half, so that clients that lost the server together come back at different times."""
     yield 0.0
     for num_failed in itertools.count(1):
         yield doubled_s(first_s, most_s, num_failed) * random.uniform(0.5, 1.0)

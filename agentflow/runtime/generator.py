@@ -44,7 +44,7 @@ class Generated(msgspec.Struct, frozen=True):
 
 class Scored(msgspec.Struct, frozen=True):
     """The outcome of a select: each choice's score under the method, and the ``index`` of the chosen one, the
-    first of those with the highest score."""
+    first with the highest score."""
 
     index: int
     scores: tuple[float, ...]
@@ -52,8 +52,8 @@ class Scored(msgspec.Struct, frozen=True):
 
 
 class EmbeddingOptions(msgspec.Struct, frozen=True):
-    """``prompt``: put before each text; ``prompt_name``: the model's prompt of this name instead.
-    ``dimensions``: only so many, the first ones (None: all)."""
+    """``prompt``: a text to put before each text; ``prompt_name``: the name of a prompt of the model to use
+    instead. ``dimensions``: keep only this many leading dimensions (None: all)."""
 
     prompt: str | None = None
     prompt_name: str | None = None
@@ -68,7 +68,7 @@ class Embedded(NamedTuple):
 
 
 class StateHint(msgspec.Struct, frozen=True):
-    """Advice about a state's next ops; see ``ops.Hint``. ``trace``: the ``traceparent`` of the next one."""
+    """Advice about a state's next ops; see ``ops.Hint``. ``trace``: the ``traceparent`` of the next op."""
 
     objective: Literal["latency", "throughput"] | None = None
     output_tokens: int | None = None
@@ -92,8 +92,8 @@ class SnapshotNode(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """What a session may see of the backend at ``time_s``, on the backend's clock. ``epoch``: another one
-    where its numbers started over. ``steps``: the last ones, at most 512. ``requests``: with the backend's
+    """The backend's state at ``time_s`` on its clock, as far as a session may see it. ``epoch``: changes when
+    the backend's numbers start over. ``steps``: the last ones, at most 512. ``requests``: with the backend's
     ids. ``nodes``: the most recently used ones, parents before their children, of ``num_nodes``."""
 
     epoch: int
@@ -106,25 +106,26 @@ class Snapshot(NamedTuple):
 
 
 class NodeText(NamedTuple):
-    """The text of a node's first tokens, and the number of all its tokens."""
+    """The text of a node's first tokens, and its number of tokens."""
 
     text: str
     num_tokens: int
 
 
 class View(Protocol):
-    """What one watch sees of the backend."""
+    """One watch's view of the backend."""
 
     async def snapshot(self, max_nodes: int, steps_after: int) -> Snapshot:
-        """A snapshot with so many nodes at most, and the steps after the one with this number. May wait, so
-        that watching does not slow the backend. ``EngineDown``."""
+        """A snapshot with at most ``max_nodes`` nodes, and the steps after number ``steps_after``. May wait,
+        so that watching does not slow the backend. Raises ``EngineDown``."""
 
     async def text_of(self, node: int) -> NodeText:
         """The text of a node of an earlier snapshot. ``BadArgument`` if it is gone, ``NotAuthorized`` if it
         is another tenant's, ``EngineDown``."""
 
     def spent(self, loop_s: float) -> None:
-        """Working on a snapshot took so much processor time of the event loop: the next ones come later."""
+        """Work on a snapshot took ``loop_s`` seconds of the event loop's processor time, so later ones are
+        delayed."""
 
 
 class Embedder(Protocol):
@@ -151,8 +152,8 @@ class Generator(Embedder, Protocol[ContextT]):
     def begin_role(
         self, context: ContextT, role: str, tool_call_id: str | None = None, name: str | None = None
     ) -> None:
-        """Opens a turn of the conversation. ``tool_call_id``, ``name``: of the call that a ``tool`` turn
-        answers."""
+        """Opens a turn of the conversation. ``tool_call_id`` and ``name``: the call that a ``tool`` turn
+        answers, and the tool."""
 
     def end_role(self, context: ContextT) -> None:
         """Closes the turn."""
@@ -205,7 +206,8 @@ class Generator(Embedder, Protocol[ContextT]):
         """The token ids of the context. ``NotSupported`` if ``capabilities.token_ids`` is False."""
 
     async def token_texts(self, context: ContextT) -> list[str]:
-        """The texts of the context's tokens, which joined are their text. ``NotSupported`` likewise."""
+        """The texts of the context's tokens; joined, they are its text. ``NotSupported`` as in
+        ``token_ids``."""
 
     def free(self, context: ContextT) -> None:
         """Releases the context: nothing will be appended or generated any more. ``text``, ``token_ids`` and

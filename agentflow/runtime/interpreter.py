@@ -3,8 +3,8 @@
 The ops of each state run in order, in a task that exists only while ops are waiting there; states run
 concurrently. ``state_tree`` describes how failures and cancellations spread between them.
 
-An op that is invalid, or for which there is no room, fails its state, as an op does that fails while it runs;
-the other states continue. Only an error that belongs to no state ends the session.
+An op fails its state if it is invalid, if there is no room for it, or if it fails while it runs; the other
+states continue. Only an error that belongs to no state ends the session.
 
 ``_OpExecution`` runs the ops that use their state's context, ``Interpreter`` all others.
 """
@@ -86,8 +86,8 @@ logger = logging.getLogger(__name__)
 # Twice what the frontend lets a program submit without awaiting.
 MAX_PENDING_OPS = 20_000
 OPS_PER_LOOK = 64
-"""Ops of one state that run between two looks at the clock."""
-# Rejected ops have a budget of their own: their states and variables must fail even if memory is exhausted.
+"""Ops of one state that run between two checks of the clock."""
+# Rejected ops have a separate budget: their states and variables must fail even if memory is exhausted.
 REJECTED_BYTES = 4_000_000
 _NUMBERED = {str(kind.__struct_config__.tag) for kind, spec in OPS.items() if spec.is_numbered}
 
@@ -95,8 +95,8 @@ _NUMBERED = {str(kind.__struct_config__.tag) for kind, spec in OPS.items() if sp
 class Interpreter(Generic[ContextT]):
     """Runs the ops of a session with ``generator``; ``events`` has the results. ``task_group`` owns all
     tasks: cancel it to end the session, then call ``close``. ``memory`` counts the memory of the session.
-    ``hides_faults``: clients see only an id for faults of the backend, which the log explains.
-    ``embedders``: models beside the generator's own that make embeddings, by name."""
+    ``hides_faults``: clients see only an id for faults of the backend, which the log explains. ``embedders``:
+    further models that make embeddings, by name."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Interpreter(Generic[ContextT]):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of the generator, and the models that make embeddings."""
+        """The capabilities of the generator, and the models that make embeddings."""
         own, names = self._generator.capabilities, tuple(self._embedders)
         return own if own.embedding_models == names else replace(own, embedding_models=names)
 
@@ -183,8 +183,8 @@ class Interpreter(Generic[ContextT]):
                 self._enqueue(self._states.open_state(op.state), op)
 
     def rewind(self, variables: dict[int, int], states: dict[int, int]) -> None:
-        """Moves the events back to what the client has received: characters of each unfinished variable, the
-        last ticket of each state."""
+        """Moves the events back to the client's position: the received characters of each unfinished
+        variable, and the last ticket of each state."""
         for var_id, num_chars in variables.items():
             if (variable := self._variables.get(var_id)) is not None:
                 variable.rewind(num_chars)
@@ -258,8 +258,8 @@ class Interpreter(Generic[ContextT]):
         self._kick(state)
 
     def _reject(self, op: ops.Rejected) -> None:
-        """Fails the state of a rejected op once its earlier ops are done, and at once the variables and
-        states that the op would have declared."""
+        """Fails the variables and states that a rejected op would have declared immediately, and the op's
+        state once its earlier ops are done."""
         if op.kind == "provide":
             for number in op.names:
                 self._provide(ops.Provide(number, error=ErrorInfo.of(op.error)))
@@ -286,7 +286,7 @@ class Interpreter(Generic[ContextT]):
         number_here = state.next_number() if op.kind in _NUMBERED else None
         can_begin = state.has_begun or state.parent is not None
         if isinstance(op.error, Overloaded) or not can_begin:
-            # At once, because waiting ops take room.
+            # Immediately, because waiting ops take room.
             self._states.end(state, with_place(op.error, state, number_here))
         else:
             state.pending.append(PendingOp(op, Reservation(self._memory_of_rejected, OP_BYTES), number_here))

@@ -1,7 +1,7 @@
 """Limits of a session: the tokens and seconds that states may still use, and the memory that it takes.
 
 ``Budget`` bounds the tokens and the time of a state and its forks. ``MemoryBudget`` bounds bytes. Byte counts
-are estimates, near what CPython allocates (a test compares them), of what grows with the client's input. A
+estimate the allocations of CPython (a test compares them) for objects that grow with the client's input. A
 ``Reservation`` counts bytes for as long as the object that owns it lives.
 """
 
@@ -30,14 +30,14 @@ _CHAR_BYTES = 16
 FORKED_CHAR_BYTES = 4
 """A character that a context has from its parent: texts are shared, lists of tokens are copied."""
 TURN_CHARS = 32
-"""A turn without its text counts like so many characters."""
+"""A turn without its text counts like this many characters."""
 _TOP_TOKEN_BYTES = 160
 
 
 class MemoryBudget:
     """At most ``most_bytes`` of memory. The error of an exceeded limit begins with ``subject`` and ends with
-    ``advice``. Bytes beyond ``free_bytes`` also count in ``within``, a budget that many share; the free bytes
-    are available even when that one is full.
+    ``advice``. Bytes beyond ``free_bytes`` also count in ``within``, a shared budget; the free bytes are
+    available even when the shared budget is full.
 
     >>> server = MemoryBudget(1_000, "all sessions together may hold")
     >>> session = MemoryBudget(800, within=server, free_bytes=100)

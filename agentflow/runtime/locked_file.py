@@ -1,4 +1,4 @@
-"""Files that one process at a time writes to."""
+"""Files that only one process at a time may write."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a client observes of the backend: its counters, and a watch of its scheduler and radix trees.
+"""Lets a client observe the backend: its counters, and a watch of its scheduler and radix trees.
 
-Like all events, those of a watch are made when the client reads: as the difference between the newest
-snapshot and what it has received. A snapshot is taken when the client has read the one before, so a slow
-reader costs nothing and skips what happened in between."""
+Like all events, the events of a watch are made when the client reads: each is the difference between the
+newest snapshot and the one that the client has. A snapshot is taken when the client has read the one before,
+so a slow reader costs nothing and skips what happened in between."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from agentflow.runtime.limits import MemoryBudget, Reservation
 from agentflow.runtime.state_tree import EventCursor
 
 MAX_PEEKS = 100
-"""Of one session: peeks without an answer, and answers that it has not received."""
+"""Per session: peeks without an answer, and answers that it has not received."""
 MAX_TENANTS = 1000
-"""When a watch has seen so many, it starts over: names of gone nodes must not accumulate."""
+"""When a watch has seen this many, it starts over: names of removed nodes must not accumulate."""
 WATCH_BYTES = 200_000
 NODE_BYTES = 1_000
 """Estimated memory of a watch, and of each of its nodes."""
@@ -80,8 +80,8 @@ class StatsAnswers(Generic[ContextT]):
 
 
 class SentTree:
-    """What one watch has sent of the radix tree. The client's ids of nodes and requests count from 1 in each
-    watch, because the backend's numbers would show what other tenants do."""
+    """The part of the radix tree that one watch has sent. The client's ids of nodes and requests count from 1
+    in each watch, because the backend's numbers would reveal the activity of other tenants."""
 
     def __init__(self) -> None:
         self._epoch: int | None = None
@@ -100,7 +100,7 @@ class SentTree:
         return self._numbers.get(node_id)
 
     def delta(self, snapshot: Snapshot) -> TreeDelta:
-        """What the client lacks of the snapshot."""
+        """The part of the snapshot that the client lacks."""
         is_reset = snapshot.epoch != self._epoch or len(self._tenants) > MAX_TENANTS
         if is_reset:
             self._epoch = snapshot.epoch

@@ -1,9 +1,9 @@
 """The states and variables of one session: their records, their events, and the tree of forks.
 
-``VariableRecord`` and ``StateRecord`` hold what the interpreter knows of each, and how much of it the reader
-of the events has received. Events are not queued: ``EventCursor.drain`` makes those that bring the reader up
-to date, so text that was generated while it did not read leaves as one delta. After a broken connection,
-``rewind`` moves a record back to the position that the client reports.
+``VariableRecord`` and ``StateRecord`` hold the interpreter's knowledge of each, and how much of it the reader
+of the events has received. Events are not queued: ``EventCursor.drain`` makes the events that bring the
+reader up to date, so text that was generated while it did not read is sent as one delta. After a broken
+connection, ``rewind`` moves a record back to the position that the client reports.
 
 ``StateTree`` knows which state was forked from which. A failure in a task group spreads up: to the siblings
 of the failed state and to their parent. A cancellation spreads down, to all forks of a state.
@@ -59,8 +59,8 @@ from agentflow.runtime.limits import (
 
 
 class Record(Protocol):
-    """A source of events that knows which of them the reader has taken: a variable, a state, the answers to
-    ``GetStats``."""
+    """A source of events that knows which of them the reader has received: a variable, a state, the answers
+    to ``GetStats``."""
 
     def take_events(self) -> list[Event]:
         """The events since the last call."""
@@ -76,7 +76,7 @@ class EventCursor:
 
     def mark(self, record: Record) -> None:
         """``record`` has new events."""
-        # To the end: what a state has reached is reported after the variables that it has reached.
+        # To the end: a state's ticket is reported after the variables before it.
         self._changed_records.pop(record, None)
         self._changed_records[record] = None
         self.wake()
@@ -90,8 +90,9 @@ class EventCursor:
         await self._changed.wait()
 
     def drain(self) -> list[Event]:
-        """New events, in the order in which their records last changed: at most those of
-        ``MAX_DRAINED_RECORDS``, or about ``MAX_DRAINED_CHARS``. If some are left, ``wait`` does not wait."""
+        """New events, in the order in which their records last changed: from at most ``MAX_DRAINED_RECORDS``
+        records, and about ``MAX_DRAINED_CHARS`` characters. If some are left, ``wait`` returns
+        immediately."""
         events: list[Event] = []
         records, num_chars = self._changed_records, 0
         for _ in range(MAX_DRAINED_RECORDS):
@@ -144,7 +145,7 @@ class VariableRecord:
 
     @property
     def content(self) -> str:
-        """The text that references to the complete variable stand for: of a reply the prose."""
+        """The text of references to the complete variable; for a reply, its prose."""
         if self._content is None:
             self._content = read_reply(self.text).text if self._is_reply else self.text
         return self._content
@@ -219,7 +220,7 @@ class PendingOp(Generic[ContextT]):
 
 class StateRecord(Generic[ContextT]):
     """One state: its context, its waiting ops, and its error. ``reservation``: its memory;
-    ``context_reservation``: that of its context."""
+    ``context_reservation``: the memory of its context."""
 
     def __init__(
         self,
@@ -342,9 +343,9 @@ MAX_STATES = 10_000
 # Each limit counts once for each state that it applies to: every op of the state checks it.
 MAX_LIMITS = 100_000
 MAX_LEVELS = 500
-"""The levels of a tree that a failure climbs at once."""
+"""The levels of a tree that a failure climbs in one turn of the event loop."""
 MAX_STOPPED = 1_000
-"""The states that a cancellation stops at once."""
+"""The states that a cancellation stops in one turn of the event loop."""
 MAX_SEALED_BYTES = 16 * 1024 * 1024
 """The memory of all sealed contexts of a session; beyond it the oldest are dropped."""
 
@@ -577,9 +578,9 @@ def _fail_expected(state: StateRecord[ContextT], error: AgentflowError) -> None:
 def derived_error(
     message: str, cause: AgentflowError, state: StateRecord[ContextT], *, of_other: bool = False
 ) -> AgentflowError:
-    """The error of what belongs to ``state`` and depends on what failed with ``cause``: ``Cancelled`` after a
-    cancellation, the error of a limit that the state exceeds too, otherwise ``RunFailed``. What comes after a
-    prompt that is too long is too long itself, unless it was the prompt of another state (``of_other``)."""
+    """The error of an op or variable of ``state`` that fails because of ``cause``: ``Cancelled`` after a
+    cancellation, the error of a limit that the state exceeds too, otherwise ``RunFailed``. A prompt after one
+    that is too long is too long itself, unless that was the prompt of another state (``of_other``)."""
     text, root = f"{message}: {cause}", root_cause(cause)
     kind: type[AgentflowError] = RunFailed
     if isinstance(cause, Cancelled):

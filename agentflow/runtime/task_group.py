@@ -86,7 +86,8 @@ async def open_task_group() -> AsyncIterator[TaskGroup]:
 
 
 def cancel_requests() -> int | None:
-    """The cancellations that this task has received and that are not taken back. None outside asyncio."""
+    """The number of cancellations that this task has received and that were not revoked. None outside
+    asyncio."""
     try:
         task = asyncio.current_task()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""OpenTelemetry, where the process uses it. Nothing here imports it otherwise, so that it costs nothing."""
+"""OpenTelemetry, where the process uses it. Otherwise nothing here imports it, so it costs nothing."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ class Turn:
     """Lets the event loop run when a piece of work has taken ``TURN_S``.
 
     Args:
-        units: calls of ``pause`` without a look at the clock, for units of work that take microseconds.
+        units: calls of ``pause`` between two checks of the clock, for units of work that take microseconds.
 
     >>> turn = Turn()
     >>> for child in children:

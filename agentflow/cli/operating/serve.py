@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def pull_missing(config: ServeConfig) -> None:
-    """Pulls those models and adapters of the configuration that can be pulled and are not here."""
+    """Pulls the models and adapters of the configuration that can be pulled and are missing."""
     from agentflow.engine.store.adapter_folder import missing_adapters
     from agentflow.engine.store.model_store import is_missing, pull_model
 

@@ -303,7 +303,7 @@ def scrape_server(url: str, api_key: str | None) -> Scrape:
 
 
 def parse_metrics(content: bytes, url: str, at_s: float) -> Scrape:
-    """Parses metrics. ``ProtocolError`` if they are not those of an agentflow server."""
+    """Parses metrics. ``ProtocolError`` if they do not come from an agentflow server."""
     from prometheus_client.parser import text_string_to_metric_families
 
     try:

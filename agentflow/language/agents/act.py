@@ -1,11 +1,11 @@
 """The loop of an agent: the model calls tools, gets their results, and goes on until it answers.
 
 ``act`` runs the loop on a state. Each round is one reply of the model. Its tool calls run in one task group,
-and their results are appended in the order of the calls. ``Act`` is what a program awaits, or iterates over
-for the events of the loop (``ActStream``).
+and their results are appended in the order of the calls. A program awaits an ``Act`` for the result, or
+iterates over it for the events of the loop (``ActStream``).
 
-A result is sent as the text of a variable, like that of ``Variable.map``. A recording therefore has it, and a
-replay takes it from there: neither the tools nor the approval hook run again.
+A result is sent as the text of a variable, as in ``Variable.map``. Recordings therefore contain it, and
+replays use it: neither the tools nor the approval hook run again.
 """
 
 from __future__ import annotations
@@ -62,12 +62,13 @@ ValueT = TypeVar("ValueT")
 
 Verdict: TypeAlias = bool | str | Mapping[str, Any]
 Approve: TypeAlias = Callable[[ToolCall], Verdict | Awaitable[Verdict]]
-"""Whether a call may run: True, False, the reason why not (for the model), or other arguments for it."""
+"""Whether a call may run: True, False, the reason for denying it (for the model), or other arguments for
+it."""
 
 MAX_THREADS = 16
-"""So many plain functions of one ``act`` run at once."""
+"""The maximum number of plain functions that one ``act`` runs concurrently."""
 ERROR = "error: "
-"""How the text of a failed call begins."""
+"""The beginning of the text of a failed call."""
 
 
 class RoundStarted(JsonRecord, msgspec.Struct, frozen=True):
@@ -94,7 +95,7 @@ class ToolStarted(JsonRecord, msgspec.Struct, frozen=True):
 
 
 class ToolDone(JsonRecord, msgspec.Struct, frozen=True):
-    """A tool call has ended. ``text``: what the model gets. ``failed``: it is an error.
+    """A tool call has ended. ``text``: the result for the model. ``failed``: it is an error.
 
     >>> async for event in af.act(s, tools=[weather]):
     ...     if isinstance(event, af.ToolDone) and event.failed:
@@ -198,25 +199,33 @@ def act(
 ) -> Act[Any]:
     """Lets the model call tools until it answers. Await it for the answer, or iterate over its events.
 
-    Each round, the model writes a reply (``af.reply``) as variable ``name``. Its tool calls run at the same
-    time; their results are appended in the order of the calls, and the next round begins. A reply without
-    calls ends the loop: its text is the result. With ``schema``, as in ``gen``, that text is such a value.
+    Each round, the model writes a reply (``af.reply``). Its tool calls run at the same time; their results
+    are appended in the order of the calls, and the next round begins. A reply without calls ends the loop:
+    its text is the result. A failed call does not end the loop: an exception, invalid arguments, an unknown
+    tool, and a call that is denied or above a limit are results that the model gets.
 
-    ``tools``: functions with annotated parameters, plain or async, what ``af.tool`` makes of them, or the
-    tools of ``af.mcp``. Plain functions run in threads, and go on there if their call is cancelled. Arguments
-    have the types of the parameters. A result is a text, or a value that becomes JSON. Failures are results:
-    an exception, invalid arguments, an unknown tool, a call that is denied or above a limit.
+    If the loop ends early, by an error or a cancellation, unfinished calls are cancelled, and a result in the
+    state tells the model so. The state stays a valid conversation, and the program may continue it.
 
-    ``call_timeout_s``: the time of one call. ``max_calls``: of all rounds together. ``approve``: a function
-    of the ``ToolCall``, plain or async, asked before each call, one after another; it returns True, False,
-    the reason for denying the call, or the arguments with which it runs instead, as a dict. ``choice``: of
-    the first round, as in ``af.reply``; later ones are free. ``parallel``: whether a reply may call several
-    tools. ``options``: as in ``gen``.
+    Args:
+        state: The state on which the loop runs.
+        tools: Functions with annotated parameters, plain or async, tools made by ``af.tool``, or the tools of
+            ``af.mcp``. Arguments have the types of the parameters. A result is a text, or a value that is
+            sent as JSON. Plain functions run in threads, and continue there if their call is cancelled.
+        schema: The type of the result, as in ``gen``; by default the result is text.
+        max_rounds: The maximum number of replies.
+        max_calls: The maximum number of calls in all rounds together.
+        call_timeout_s: The time limit of one call, in seconds.
+        approve: A function of the ``ToolCall``, plain or async, called before each call, for one call at a
+            time. It returns True, False, the reason for denying the call, or a dict of other arguments.
+        name: The name of the variable that holds each reply.
+        choice: Whether the first reply calls tools, as in ``af.reply``. Later replies are free to do so.
+        parallel: Whether one reply may call several tools.
+        options: The other options of ``gen``.
 
-    ``DeadlineExceeded`` if the deadline of the state or its session passes, also while tools run: their calls
-    are cancelled. ``LimitExceeded`` if reply ``max_rounds`` still calls tools. These calls are not run, and
-    the state says so. If the loop is cancelled, unfinished calls are cancelled, and the state says so too.
-    Either way the state stays a valid conversation, and the program may continue it.
+    Raises:
+        DeadlineExceeded: The deadline of the state or its session has passed, also while tools run.
+        LimitExceeded: Reply ``max_rounds`` still calls tools. These calls do not run.
 
     >>> s += af.user("What do plants do?")
     >>> await af.act(s, tools=[weather], max_rounds=4)
@@ -249,7 +258,7 @@ def act(
 
 
 class Act(Generic[ResultT]):
-    """What ``af.act`` returns: await it for the result, or iterate over its events. It runs once.
+    """The return value of ``af.act``: await it for the result, or iterate over its events. It runs once.
 
     >>> async with af.act(s, tools=[weather]) as events:  # leaving the block cancels the loop
     ...     async for event in events:
@@ -320,7 +329,7 @@ class ActStream:
                 await events.change()
             return events.waiting.popleft()
         finally:
-            # A traceback that is kept keeps this frame, which would keep a dropped stream alive.
+            # A stored traceback keeps this frame, which would keep a dropped stream alive.
             del self
 
     async def aclose(self) -> None:
@@ -353,7 +362,7 @@ class _Events:
 
 
 class _Loop:
-    """One ``act``. ``read``: makes the result of the last text; None: it is the text."""
+    """One ``act``. ``read``: makes the result from the last text; None: the text is the result."""
 
     def __init__(
         self,
@@ -423,7 +432,7 @@ def _ignore(event: ActEvent) -> None:
 
 
 class _Results:
-    """The results of one reply's calls: a variable for each, whose text is sent when it is there."""
+    """The results of one reply's calls: a variable for each, whose text is sent when it is known."""
 
     def __init__(self, state: State, calls: Sequence[ToolCall]) -> None:
         self.calls = calls
@@ -437,7 +446,7 @@ class _Results:
 
     @property
     def span(self) -> StateSpan | None:
-        """The span under which those of the calls come, if the state has one."""
+        """The parent span of the calls' spans, if the state has one."""
         return self._node.span
 
     @property
@@ -610,8 +619,8 @@ def _end(results: _Results, index: int, call: ToolCall, emit: Emit, text: str) -
 
 
 def _result_text(result: Any) -> str:
-    """The result as the model gets it. Half a surrogate pair, which cannot be sent, is escaped.
-    ``ValueError`` if the result has no such form."""
+    """The result as text for the model. Half a surrogate pair, which cannot be sent, is escaped.
+    ``ValueError`` if the result cannot be written as text."""
     if not isinstance(result, str):
         return json_text(result, is_read_back=False)
     MARKERS.reject([result], "the result of a tool")

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 30.0
 _LOST_CODES = frozenset([-32000, -32001, -32600])
-"""Of the errors of a lost connection, and of a session that a restarted server does not know."""
+"""The codes of a lost connection, and of a session that a restarted server does not know."""
 
 
 def mcp(
@@ -49,13 +49,13 @@ def mcp(
     """An MCP server, whose ``tools`` ``af.act`` takes. Enter it with ``async with``, and leave it in the same
     task.
 
-    If the connection is lost, or the server ends, the calls that wait for it fail, which ``af.act`` tells the
-    model. The next call connects again, or starts the command again.
+    If the connection is lost, or the server ends, the calls that wait for it fail, and ``af.act`` reports
+    this to the model. The next call connects again, or starts the command again.
 
     Args:
         server: A list of a command and its arguments, which starts the server (stdio); or the URL of a
             running one (streamable HTTP).
-        prefix: How the names of its tools begin, where two servers have tools of the same name.
+        prefix: Put before the names of its tools, for servers whose tools have the same names.
         env: Added to a small default environment of the command.
         cwd: The folder in which the command runs.
         headers: Sent with each request to the URL.
@@ -345,7 +345,7 @@ class McpServer:
         import httpx2
         from mcp.client.streamable_http import streamable_http_client
 
-        timeout = httpx2.Timeout(CONNECT_TIMEOUT_S, read=None)  # calls have limits of their own
+        timeout = httpx2.Timeout(CONNECT_TIMEOUT_S, read=None)  # calls have separate limits
         http = httpx2.AsyncClient(headers=dict(self._headers), timeout=timeout)
         return Client(streamable_http_client(self._server, http_client=await stack.enter_async_context(http)))
 
@@ -415,7 +415,7 @@ async def _listed(what: str, client: Any) -> list[Any]:
 
 
 def _says(texts: Sequence[str], value: Any) -> bool:
-    """Whether the texts of a result say its structured value: as JSON, item by item, or without the
+    """Whether the texts of a result contain its structured value: as JSON, item by item, or without the
     ``{"result": …}`` that servers put around values that are no objects.
 
     >>> [_says(["12"], {"result": 12}), _says(["a", "b"], {"result": ["a", "b"]}), _says(["12 degrees"], 12)]
@@ -441,7 +441,7 @@ def _part_of(block: Any) -> Appendable:
 
 
 def _text_of(block: Any) -> str:
-    """A part of a result as text. Of an image or a sound, its type."""
+    """A part of a result as text; for an image or a sound, its type."""
     match block.type:
         case "text":
             return str(block.text)

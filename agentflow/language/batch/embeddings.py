@@ -1,5 +1,6 @@
-"""Embeddings of many texts: ``flow.embed`` splits them into ops of bounded size. Some of these run at once,
-each in a branch of one run. Closing a branch frees the memory of its embeddings in the backend."""
+"""Embeddings of many texts: ``flow.embed`` splits them into ops of bounded size. A few of these run
+concurrently, each in a branch of one run. Closing a branch frees the memory of its embeddings in the
+backend."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from agentflow.runtime.task_group import open_task_group
 Vector: TypeAlias = list[float]
 
 CONCURRENCY: Final = 4
-"""Ops of one call that run at once: the engine then has work between two of them."""
+"""The number of ops of one call that run concurrently, so that the engine always has work."""
 
 
 async def embed_texts(link: Link, texts: Sequence[str], wanted: ops.Embed, show: Show | None) -> list[Vector]:
@@ -92,7 +93,7 @@ async def embed_texts(link: Link, texts: Sequence[str], wanted: ops.Embed, show:
 
 
 def _batches(texts: Sequence[str], prompt_chars: int) -> Iterator[list[str]]:
-    """Texts for one op each, as many as it may have."""
+    """Splits the texts into batches for one op each, as large as an op may be."""
     batch: list[str] = []
     num_chars = 0
     for text in texts:

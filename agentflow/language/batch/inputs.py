@@ -25,7 +25,7 @@ ItemT = TypeVar("ItemT")
 
 
 class Table(Protocol):
-    """A dataframe: pandas, polars, pyarrow, and what else exports Arrow data."""
+    """A dataframe: pandas, polars, pyarrow, or another type that exports Arrow data."""
 
     def __arrow_c_stream__(self, requested_schema: Any = None) -> Any: ...
 
@@ -174,9 +174,9 @@ class Parameters:
 
     def arguments(self, item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The program's arguments for one input: a tuple becomes its positional arguments, a dict its keyword
-        arguments, a row those that are columns, or the whole row if a dict is its one parameter, and anything
-        else its one argument. Instances of subclasses, such as named tuples, are values. ``BadArgument`` if a
-        row lacks a column."""
+        arguments, a row the arguments that are columns, or the whole row if a dict is the one parameter, and
+        anything else the one argument. Instances of subclasses, such as named tuples, are values.
+        ``BadArgument`` if a row lacks a column."""
         if type(item) is tuple:
             return item, {}
         if type(item) is dict:
@@ -194,7 +194,7 @@ class Parameters:
         return (), {name: value for name, value in item.items() if self._names is None or name in self._names}
 
     def columns(self, item: Any) -> dict[str, Any]:
-        """One input as columns: by the names that it has, or else by those of the program's parameters."""
+        """One input as columns, under its own names, or else under the names of the program's parameters."""
         if isinstance(item, dict):
             return dict(item)
         values = item if type(item) is tuple else (item,)

@@ -1,7 +1,7 @@
 """A program on many inputs: a list of results to await, or an ordered stream of them.
 
-``ProgramMap`` is what ``flow.map`` returns. Its ``_MapWork`` runs in a task of the session: it reads the
-inputs, runs the program on several at once, again where a failure may pass, and keeps the results in order.
+``flow.map`` returns a ``ProgramMap``. Its ``_MapWork`` runs in a task of the session: it reads the inputs,
+runs the program on several concurrently, retries failures that may pass, and keeps the results in order.
 ``Tally`` counts for the progress display.
 """
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class MapOptions(TypedDict, total=False):
-    """The other options of ``map``; see there."""
+    """The other options of ``Session.map``."""
 
     concurrency: int | None
     progress: bool
@@ -57,14 +57,14 @@ OnError = Literal["raise", "return"]
 
 READ_AHEAD = 4
 """At most this many times ``concurrency`` inputs are read ahead of the first result that was not taken. One
-slow run must not stall the others at once, and a slow reader must not fill the memory."""
+slow run must not stall the others too soon, and a slow reader must not fill the memory."""
 
 
 @dataclass
 class Tally:
     """The progress of a map, or of another call with this ``name``. ``total``: the number of inputs, if
     known. ``usage``: the sum over ended runs. ``num_retries``: the attempts after the first ones.
-    ``num_resumed``: of those done, how many an earlier map had done."""
+    ``num_resumed``: how many of the ended inputs an earlier map had completed."""
 
     total: int | None = None
     num_done: int = 0
@@ -215,8 +215,8 @@ class _MapWork(Generic[ResultT]):
         try:
             try:
                 while (item := await self._next_input()) is not END:
-                    # Numbered here, because event loops start tasks in different orders: with the same seed
-                    # of the session, each input samples the same.
+                    # Numbered here, because event loops start tasks in different orders: with the same
+                    # session seed, each input gets the same samples.
                     run_index = self._link.next_run_index()
                     index, self._num_read = self._num_read, self._num_read + 1
                     if not self._is_resumed(index, item):
@@ -267,7 +267,8 @@ class _MapWork(Generic[ResultT]):
             while True:
                 run: Run | None = None
                 try:
-                    # An attempt of its own run samples anew; the runs of other inputs keep their numbers.
+                    # Each attempt is a separate run with new samples; the runs of other inputs keep their
+                    # numbers.
                     run, result = self._begin(run_index + num_failed * _RUNS_OF_AN_ATTEMPT, item)
                     ended = await result()
                     break
@@ -291,7 +292,7 @@ class _MapWork(Generic[ResultT]):
             self._refresh()
 
     def _begin(self, run_index: int, item: Any) -> tuple[Run, Callable[[], Awaitable[ResultT]]]:
-        """The run of one attempt, and what waits for its result."""
+        """The run of one attempt, and the awaitable of its result."""
         args, kwargs = self.parameters.arguments(item)
         if isinstance(self._program, Graph):
             work = GraphRun(self._link, self._program, args, kwargs, index=run_index, objective="throughput")
@@ -370,13 +371,14 @@ def _do_nothing() -> None:
 
 
 DEFAULT_CONCURRENCY: Final = 64
-"""The most inputs that run at once by default; fewer if the backend's batches are smaller."""
+"""The maximum number of inputs that run concurrently by default; fewer if the backend's batches are
+smaller."""
 _RUNS_OF_AN_ATTEMPT: Final = 2**40
-"""No session has so many runs."""
+"""Larger than any run index."""
 
 
 class ProgramMap(AsyncOnly, Generic[ResultT]):
-    """What ``flow.map`` returns. Nothing runs before it is awaited, iterated or entered.
+    """The return value of ``flow.map``. Nothing runs before it is awaited, iterated or entered.
 
     ``await`` returns the list of all results that were not taken before. ``async for`` yields them one by
     one, in the order of the inputs and in bounded memory: at most ``4 * concurrency`` inputs are read ahead
@@ -475,7 +477,7 @@ class ProgramMap(AsyncOnly, Generic[ResultT]):
 
     @property
     def num_done(self) -> int:
-        """How many inputs have ended, those whose results were not read yet included.
+        """The number of inputs that have ended, including inputs whose results were not read yet.
 
         >>> results = flow.map(judge, essays)
         >>> await results
@@ -502,9 +504,9 @@ class ProgramMap(AsyncOnly, Generic[ResultT]):
         """The inputs and results as rows of a table, for ``pandas.DataFrame(rows)`` or
         ``polars.DataFrame(rows)``.
 
-        An input's columns are those of its table or dict, or else the program's parameters. A result that is
-        a record (a dict, a dataclass, a struct, a model) has a column for each field, any other one the
-        column ``result``; ``result_x`` where the input has a column ``x``. Failures, with
+        The columns of an input are the columns of its table or dict, or else the program's parameters. A
+        result that is a record (a dict, a dataclass, a struct, a model) has a column for each field, any
+        other one the column ``result``; ``result_x`` where the input has a column ``x``. Failures, with
         ``on_error="return"``, are in the column ``error``.
 
         >>> rows = await flow.map(judge, essays).to_dicts()
@@ -539,7 +541,7 @@ class ProgramMap(AsyncOnly, Generic[ResultT]):
 
 
 class _Owner:
-    """What a map and its ``pairs`` have in common: when both are dropped, the work ends."""
+    """The owner that a map and its ``pairs`` share: when both are dropped, the work ends."""
 
 
 def _result_only(item: Any, result: Any) -> Any:

@@ -24,7 +24,7 @@ MAX_BAR: Final = 40
 MIN_BAR: Final = 10
 DRAWN_PER_S: Final = 4
 S_BETWEEN_LINES: Final = 30.0
-# What a narrow line leaves out first: keys of ``MapProgress.parts``.
+# The parts that a narrow line omits first: keys of ``MapProgress.parts``.
 DISPENSABLE: Final = ("tokens", "resumed", "retries", "left", "cached", "rate", "failed")
 
 
@@ -152,7 +152,7 @@ class MapProgress:
 
 
 class _NotebookLine:
-    """One line below the cell, in which the rest of its output stays where it is."""
+    """One line below the cell, whose other output stays in place."""
 
     def __init__(self, progress: MapProgress, clock: Callable[[], float]) -> None:
         ipython = import_module("IPython.display")  # a notebook has it
@@ -190,7 +190,7 @@ class _Lines:
 
 
 def _amount(number: int) -> str:
-    """In at most five characters.
+    """The number in at most five characters.
 
     >>> _amount(950), _amount(12_345), _amount(3_200_000)
     ('950', '12.3k', '3.2M')

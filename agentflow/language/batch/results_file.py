@@ -6,8 +6,8 @@ next to it, has a line that names the program, and then an entry for each input 
 the place and the CRC-32 of its result or its ``error``, and its ``tokens``.
 
 A result is written before its entry, and both before the result is used, so a process that is killed loses no
-result. ``sync`` makes them last through a crash of the machine. Opening the files drops what is incomplete at
-their ends: a line or an entry that was cut, a result without an entry, entries whose results are missing.
+result. ``sync`` makes them last through a crash of the machine. Opening the files drops an incomplete end: a
+line or an entry that was cut, a result without an entry, entries whose results are missing.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class _Failure(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct, omit_defaults=True):
-    """An input that has ended. ``at``, ``size`` and ``crc``: its line in the file of results, in bytes with
-    the line's end; a failure has none."""
+    """An input that has ended. ``at``, ``size`` and ``crc``: the place, in bytes with the line's end, and the
+    checksum of its line in the file of results; a failure has none."""
 
     key: Key
     at: int = 0
@@ -95,7 +95,7 @@ class ResultsFile:
     @classmethod
     def open(cls, path: str | os.PathLike[str], program: Any, form: JsonForm) -> ResultsFile:
         """Opens or creates the two files, and locks them until ``close``. ``BadArgument`` if another map
-        writes to them, if they are of another program, or if the file was not written by a map."""
+        writes to them, if they belong to another program, or if the file was not written by a map."""
         header = _Header(FORMAT, __version__, program_name(program), _source(program))
         while True:
             file = cls(os.fspath(path), _locked(os.fspath(path)), form)
@@ -251,7 +251,7 @@ class ResultsFile:
         self._num_entries += 1
 
     def sync(self) -> None:
-        """Waits until what was added is on the disk."""
+        """Waits until everything that was added is on the disk."""
         os.fsync(self._results)
         os.fsync(self._log)
 
@@ -315,8 +315,8 @@ class ResultsFile:
             os.close(folder)
 
     def _finish_rewrite(self, entries: Sequence[_Entry]) -> bool:
-        """Whether a rewrite was interrupted after it had replaced the log: then the results follow. The
-        files of one that was interrupted earlier are removed."""
+        """Whether a rewrite was interrupted after it had replaced the log: then the results follow. The files
+        of a rewrite that was interrupted earlier are removed."""
         new_results, new_log = self._new_paths
         with suppress(FileNotFoundError):
             os.unlink(new_log)

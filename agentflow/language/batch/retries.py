@@ -1,4 +1,4 @@
-"""Which failures of a program may pass, and how long to wait before the next attempt."""
+"""Decides which failures of a program may pass, and how long to wait before the next attempt."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _TRANSIENT: Final = (
 
 
 def pause_s(error: Exception, num_failed: int, *also: type[Exception]) -> float | None:
-    """How many seconds to wait after ``num_failed`` failed attempts, the last with ``error``; None if another
-    attempt would fail too. ``also``: further errors that may pass. An invalid value is generated again at
-    once. A server that says when to retry is obeyed. Other pauses double.
+    """The seconds to wait after ``num_failed`` failed attempts, the last with ``error``; None if another
+    attempt would fail too. ``also``: further errors that may pass. An invalid value is generated again
+    without a pause. If the server says when to retry, the pause ends then. Other pauses double.
 
     >>> pause_s(EngineFailed("out of memory"), 1), pause_s(EngineFailed("out of memory"), 2)
     (0.5, 1.0)
@@ -42,7 +42,7 @@ def pause_s(error: Exception, num_failed: int, *also: type[Exception]) -> float 
         return max(known) if len(known) == len(pauses) else None
     origin: BaseException = error
     while not isinstance(origin, (*_TRANSIENT, *also)):
-        # What depends on a failure fails with it as its cause.
+        # Dependents of a failure fail with it as their cause.
         if not isinstance(origin, RunFailed | Cancelled) or origin.__cause__ is None:
             return None
         origin = origin.__cause__

@@ -23,7 +23,7 @@ from agentflow.language.display.outline import (
 from agentflow.protocol.events import Usage
 
 MAX_CHARS: Final = 60_000
-"""Of all texts of a state and its branches."""
+"""The characters of all texts of a state and its branches."""
 _STYLE: Final = """<style>
 .agentflow{font:13px/1.5 system-ui,sans-serif;max-width:72em}
 .agentflow .af-turn{display:flex;gap:.8em;padding:.25em 0}
@@ -127,7 +127,7 @@ class _Writer:
 
 
 def _about(piece: Piece) -> str:
-    """What the mouse shows of a gen."""
+    """The tooltip of a gen."""
     if piece.usage is None:
         return piece.name
     usage = piece.usage

@@ -1,6 +1,6 @@
 """The outline of a state: its turns, its branches, and which text was cached, as plain data.
 
-``states.outliner`` makes it; ``terminal`` and ``html`` draw it. Long texts and lists are cut in the middle.
+``states/outliner`` makes it; ``terminal`` and ``html`` draw it. Long texts and lists are cut in the middle.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from agentflow.language.typed.tools import ToolCall
 from agentflow.protocol.events import Usage
 
 MAX_PARTS: Final = 60
-"""Of more turns in a state, or pieces in a turn, those in the middle are left out."""
+"""The most turns of a state, or pieces of a turn, that are shown; the middle is left out."""
 MAX_PIECE_CHARS: Final = 4_000
 
 Kind = Literal["text", "generated", "inserted", "image"]
@@ -36,7 +36,7 @@ class Piece:
 
 @dataclass(slots=True)
 class LeftOut:
-    """So many turns, pieces or branches are not shown."""
+    """``count`` turns, pieces or branches are not shown."""
 
     count: int
 
@@ -61,7 +61,7 @@ class ForkOutline:
 
 @dataclass(slots=True)
 class StateOutline:
-    """A state: what it holds, from the beginning of its root or from its fork. ``error``: why it failed."""
+    """The content of a state, from the beginning of its root or from its fork. ``error``: why it failed."""
 
     path: tuple[int, ...]
     parts: list[Part]

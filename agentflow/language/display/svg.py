@@ -1,8 +1,7 @@
 """Drawings of graphs and runs as SVG, made from text. They need no other program.
 
-Notebooks may show an SVG as an image, which does not know the theme. So boxes have a light background of
-their own, and lines and other text are of a grey that is readable on light and dark pages. All text is
-escaped.
+Notebooks may show an SVG as an image, which does not know the theme. So boxes have a light background, and
+lines and other text have a grey that is readable on light and dark pages. All text is escaped.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ class _Layout:
 
 
 class Bar(NamedTuple):
-    """A run: when it began and ended in seconds, and what is written beside it."""
+    """A run: when it began and ended in seconds, and the label next to it."""
 
     name: str
     began_s: float

@@ -1,4 +1,4 @@
-"""A state as text for a terminal: what ``print(s)`` and ``s.show()`` write."""
+"""A state as text for a terminal, for ``print(s)`` and ``s.show()``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentflow.language.display.outline import (
 )
 
 MAX_CHARS: Final = 20_000
-"""Of all texts of a state and its branches."""
+"""The characters of all texts of a state and its branches."""
 _STYLES: Final = {
     "role": "bold",
     "cached": "blue",
@@ -31,7 +31,7 @@ _STYLES: Final = {
 }
 
 
-# Control characters become their pictures: a terminal would obey them.
+# Control characters become their pictures, because a terminal would interpret them.
 _VISIBLE: Final = {code: 0x2400 + code for code in range(32) if code not in (9, 10)}
 
 
@@ -68,7 +68,7 @@ class _Writer:
         self._num_chars_left = MAX_CHARS
 
     def state(self, outline: StateOutline, margin: str = "") -> Iterator[Segment]:
-        """The lines of a state. ``margin``: what each begins with."""
+        """The lines of a state. ``margin``: the beginning of each line."""
         for part in outline.parts:
             match part:
                 case TurnOutline():

@@ -1,4 +1,4 @@
-"""Which frames are the program's: not those of this package, of libraries, or of the event loop."""
+"""Finds the frames of the program among the frames of this package, of libraries and of the event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentflow.errors import AgentflowError
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 PACKAGE = os.path.abspath(__file__).removesuffix(os.path.join("language", "failures", "frames.py"))
-"""The beginning of the paths of this package's files."""
+"""The common beginning of the paths of this package's files."""
 
 
 class ProgramLine(NamedTuple):
@@ -84,7 +84,7 @@ def _kind_of(frame: FrameType) -> Kind:
 
 @lru_cache(maxsize=10_000)
 def kind_of(file: str, module: str) -> Kind:
-    """What a frame of ``file`` in ``module`` belongs to."""
+    """The owner of a frame of ``file`` in ``module``."""
     root = module.partition(".")[0]
     if root in _IGNORED or file.startswith("<frozen importlib"):
         return "ignored"
@@ -106,8 +106,8 @@ def raised_at(error: BaseException) -> ProgramLine | None:
 
 
 def without_internals(error: ErrorT) -> ErrorT:
-    """The error with a shorter traceback. Of an error of this package, it has only the program's frames. Of
-    another one, it begins with the program's first, and is complete if there is none."""
+    """The error with a shorter traceback. For errors of this package, it has only the program's frames. For
+    other errors, it begins with the program's first frame, and is complete if there is none."""
     steps = list(_steps(error.__traceback__))
     kept = [step for step in steps if _kind_of(step.tb_frame) == "program"]
     if not isinstance(error, AgentflowError):

@@ -1,4 +1,4 @@
-"""Messages for typical mistakes: what to write instead."""
+"""Messages for typical mistakes, with the code to write instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentflow.language.failures.frames import ProgramLine
 
 
 class AsyncOnly:
-    """Base of what works with ``async with`` and ``async for`` alone."""
+    """Base of classes that need ``async with`` or ``async for``."""
 
     __slots__ = ()
 
@@ -29,7 +29,7 @@ class AsyncOnly:
 
 
 def needs_async_for(item: object) -> BadArgument:
-    """The error for a ``for`` over what needs ``async for``."""
+    """The error for a ``for`` over an object that needs ``async for``."""
     return BadArgument(f"{_kind(item)} needs `async for`, in an async function, not `for`")
 
 
@@ -59,7 +59,7 @@ _REFERENCE = re.compile(r"\b(Variable|Transformed)\b")
 
 
 def explain(error: BaseException) -> None:
-    """Adds a note to a ``TypeError`` of Python itself that a variable in place of its value has caused, as in
+    """Adds a note to a ``TypeError`` of Python whose cause is a variable in place of its value, as in
     ``json.dumps(s["x"])``."""
     if isinstance(error, TypeError) and _REFERENCE.search(shown_error(error, str)):
         add_note(
@@ -77,7 +77,7 @@ def defined_at(function: Callable[..., Any]) -> str:
 
 
 def unfit_arguments(error: BaseException, item: object) -> str | None:
-    """What to write if the program did not accept ``item``, an input of ``flow.map``, as its arguments."""
+    """Advice if the program did not accept ``item``, an input of ``flow.map``, as its arguments."""
     if not isinstance(error, TypeError) or "argument" not in shown_error(error, str):
         return None
     if isinstance(item, tuple):

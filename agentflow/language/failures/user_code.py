@@ -1,4 +1,4 @@
-"""Code of the user, run so that however it ends, only its own call fails.
+"""Runs code of the user so that only its own call fails, however it ends.
 
 Tools, approval hooks, programs, contenders, inputs, mapped functions, keys and validators are code of the
 user. An ``Exception`` that leaves it is a failure that its caller handles. Other endings would cancel
@@ -86,7 +86,8 @@ async def call(
 ) -> Any:
     """Calls a function of the user: an async one here, a plain one in a thread.
 
-    If the call is cancelled, the thread goes on alone. Neither the caller nor the end of the process waits.
+    If the call is cancelled, the thread continues. Neither the caller nor the end of the process waits for
+    it.
 
     Args:
         what: The function's name in messages.
@@ -97,7 +98,7 @@ async def call(
         The function's result, awaited.
 
     Raises:
-        Exception: The function's own; ``RunFailed`` for how else it ended.
+        Exception: The function's exception; ``RunFailed`` if it ended in another way.
     """
     with UserCode(what):
         if _is_async(function):
@@ -160,7 +161,7 @@ def _as_exception(what: str, error: BaseException) -> Exception:
 
 
 def _is_odd(error: BaseException) -> bool:
-    """Whether it would mean something else to the code that it passes on its way."""
+    """Whether the error would have another meaning to the code that it passes through."""
     return not isinstance(error, Exception) or isinstance(error, StopIteration | StopAsyncIteration)
 
 
@@ -178,7 +179,7 @@ _RAISE: Final = dis.opmap["RAISE_VARARGS"]
 
 
 def _is_of_signal(error: BaseException) -> bool:
-    """Whether a handler of a signal raised it, which runs wherever the program happens to be."""
+    """Whether a signal handler raised it; such a handler may run at any line of the program."""
     if threading.current_thread() is not threading.main_thread():
         return False
     handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}

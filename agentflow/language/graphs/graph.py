@@ -33,16 +33,17 @@ class Edge(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Stands in a graph's result for the value of this variable."""
+    """Represents the value of this variable in a graph's result."""
 
     variable: int
 
 
 @dataclass(frozen=True)
 class Graph:
-    """``arguments``: name to variable, of the texts that ``flow.submit`` provides. ``result``: what the
-    program returned, with an ``Output`` for each value. ``places``: variable to place, from which the seed of
-    a gen without a seed is derived. ``value_types``: the types of variables whose value is not text.
+    """``arguments``: maps the names of the texts that ``flow.submit`` provides to variables. ``result``: the
+    program's return value, with an ``Output`` for each value. ``places``: maps each variable to its place,
+    from which the seed of a gen without a seed is derived. ``value_types``: the types of variables whose
+    value is not text.
 
     >>> graph = judge.trace(dimensions=("clarity", "evidence")).optimised()
     >>> graph
@@ -231,7 +232,7 @@ def _draw(graph: Graph) -> str:
 
 
 def _svg(graph: Graph) -> str:
-    """The drawing. The beginning of a turn is drawn with what comes first in it."""
+    """The drawing. The beginning of a turn is drawn with the first op in it."""
     items: list[Box | ForkMark] = [
         Box(f"a{variable}", name, "argument", None) for name, variable in graph.arguments.items()
     ]
@@ -299,7 +300,7 @@ def _shortened(label: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """``text`` for a quoted Mermaid label, which has entities of its own. The first replacement must come
+    """``text`` for a quoted Mermaid label; Mermaid has special entities. The first replacement must come
     first."""
     for char, entity in (("#", "#35;"), ('"', "#quot;"), ("<", "#lt;"), (">", "#gt;"), ("`", "#96;")):
         text = text.replace(char, entity)

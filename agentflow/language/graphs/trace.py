@@ -2,9 +2,8 @@
 
 ``trace`` calls the program with a ``TraceLink``, which collects its ops. Text arguments that are not given,
 and all awaited values, are stand-ins: they can be appended, transformed and returned, and any use that needs
-the value raises ``DataDependent`` with the line. What the program does between its ops, such as a loop over a
-given list, happens once, during the trace. ``GraphRun`` runs a graph: the backend gets it in one op and
-returns the result.
+the value raises ``DataDependent`` with the line. Code between the ops, such as a loop over a given list, runs
+once, during the trace. ``GraphRun`` runs a graph: the backend gets it in one op and returns the result.
 """
 
 from __future__ import annotations
@@ -148,8 +147,8 @@ def _data_dependent(what: str) -> DataDependent:
 def _bound(
     function: Callable[..., Any], root: StateNode, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, int], inspect.BoundArguments]:
-    """The graph's arguments, by name the number of their variable, and the arguments of the call. Stand-ins
-    take the place of missing text arguments. ``BadArgument`` for a missing argument of another type."""
+    """The variables of the graph's arguments, by name, and the arguments of the call. Stand-ins take the
+    place of missing text arguments. ``BadArgument`` for a missing argument of another type."""
     signature = inspect.signature(function)
     try:
         bound = signature.bind_partial(State(root), *args, **kwargs)
@@ -205,9 +204,9 @@ def _as_output(result: Any, name: str) -> Any:
 
 class GraphRun:
     """A graph that was sent with the texts of its arguments: ``args``, or one dict in it, and ``kwargs``.
-    ``index``, ``objective``: of its run. ``is_streamed``: the backend reports all generated texts, not only
-    those that the result needs. ``BadArgument`` if an argument is missing, unknown, given twice, or not a
-    text."""
+    ``index`` and ``objective``: the arguments of its ``Run``. ``is_streamed``: the backend reports all
+    generated texts, not only the texts that the result needs. ``BadArgument`` if an argument is missing,
+    unknown, given twice, or not a text."""
 
     def __init__(
         self,
@@ -263,7 +262,7 @@ class GraphRun:
         return states
 
     async def result(self) -> Any:
-        """What the program returned in the trace, with the values of its outputs."""
+        """The program's return value in the trace, with the values of its outputs."""
         root = self.run.root
         try:
             await State(root)
@@ -284,7 +283,7 @@ def _with_objective(graph_ops: tuple[ops.Op, ...], objective: ops.Objective | No
 
 
 def _traced(graph_ops: tuple[ops.Op, ...], span: RunSpan) -> tuple[ops.Op, ...]:
-    """The same with the run's span as the parent of the server's."""
+    """The ops with the run's span as the parent of the server's spans."""
     trace, gens = span.traceparent, ops.Gen | ops.Select
     traced = [msgspec.structs.replace(op, trace=trace) if isinstance(op, gens) else op for op in graph_ops]
     return tuple(traced)

@@ -1,11 +1,11 @@
 """Warns of code that blocks the event loop: ``time.sleep``, a synchronous HTTP client, a long computation.
 
 While such code runs, no other program of the session runs and no text arrives, and nothing shows why.
-``LoopWatch`` looks at the stack of the loop's thread from a thread of its own, twenty times a second while
-programs run, and does nothing else until it finds a line of the program there. Then it asks the loop for a
-sign of life and looks again until it comes. ``BlockingDetector`` decides whether one line has blocked the
-loop. A false alarm is worse than a miss, so a thread that only waits for a processor or for the interpreter's
-lock does not count.
+``LoopWatch`` reads the stack of the loop's thread from a separate thread, twenty times a second while
+programs run, and does nothing else until it finds a line of the program there. Then it schedules a call in
+the loop and takes samples until the loop runs it. ``BlockingDetector`` decides whether one line has blocked
+the loop. A false alarm is worse than a miss, so a thread that only waits for a processor or for the
+interpreter's lock does not count.
 
 Lines of this package, of the standard library and of installed packages are never blamed: the line of the
 program that called them is. Imports and debuggers are ignored.
@@ -48,8 +48,8 @@ def threshold_s(environment: Mapping[str, str] = os.environ) -> float:
 
 
 class ThreadUsage(NamedTuple):
-    """What the system knows about a thread: ``cpu_s``, its processor time; ``is_asleep``, whether it waits in
-    a system call; ``num_waits``, how many such waits there were. None: unknown."""
+    """The system's data about a thread: ``cpu_s``, its processor time; ``is_asleep``, whether it waits in a
+    system call; ``num_waits``, the number of such waits. None: unknown."""
 
     cpu_s: float | None = None
     is_asleep: bool | None = None
@@ -59,9 +59,9 @@ class ThreadUsage(NamedTuple):
 class BlockingDetector:
     """Finds the frame that has blocked the loop for ``threshold_s``, in samples of one step of the loop.
 
-    That frame is in every sample. The thread has computed for so long, or it has slept for so long without
-    waking. A thread that waits for the interpreter's lock wakes every 5 ms, one that waits for a processor is
-    not asleep, and samples that come late show a busy machine."""
+    That frame is in every sample. The thread has computed for ``threshold_s``, or slept for ``threshold_s``
+    without waking. A thread that waits for the interpreter's lock wakes every 5 ms, one that waits for a
+    processor is not asleep, and samples that come late show a busy machine."""
 
     def __init__(self, threshold_s: float) -> None:
         self._threshold_s = threshold_s
@@ -86,7 +86,7 @@ class BlockingDetector:
         return self._common[0] if has_slept or has_computed else None
 
     def forget(self) -> None:
-        """Lets go of the frames."""
+        """Drops the frames."""
         self._common = []
 
 
@@ -95,7 +95,7 @@ def _spent_s(began: ThreadUsage, now: ThreadUsage) -> float:
 
 
 def _slept(began: ThreadUsage, now: ThreadUsage) -> bool:
-    """Whether the thread has slept all the time, as far as is known."""
+    """Whether the thread has slept the whole time, as far as is known."""
     has_not_run = _spent_s(began, now) < _LITTLE_S and began.num_waits == now.num_waits
     return has_not_run and now.is_asleep is not False
 
@@ -139,11 +139,11 @@ class LoopWatch:
                     self._woken.clear()
                     if not self._is_active():  # it may have begun meanwhile
                         self._woken.wait()
-                elif self._frames():  # kept no longer: what frames refer to must not end in this thread
+                elif self._frames():  # not kept: objects of the frames must not be finalised in this thread
                     self._look_closely()
 
     def _look_closely(self) -> None:
-        """Takes samples until the loop goes on."""
+        """Takes samples until the loop continues."""
         detector = BlockingDetector(self._threshold_s)
         goes_on = threading.Event()
 

@@ -1,4 +1,4 @@
-"""The runs of a session, for ``flow.runs``: what each cost, and how it ended."""
+"""The runs of a session, for ``flow.runs``: their costs, and how they ended."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from agentflow.language.observing.spans import RunSpan, SessionSpan
 from agentflow.protocol.events import Usage
 
 MAX_RUNS: Final = 200
-"""A session keeps the latest so many runs."""
+"""The number of latest runs that a session keeps."""
 MAX_DRAWN: Final = 50
 
 
 class RunRecord:
     """A run: one call of a program, a graph, or a state without a program. ``program``: its name. ``usage``:
-    the tokens of what is complete. ``error``: the code or type of the error that it ended with, or ``""``."""
+    the tokens of its complete variables. ``error``: the code or type of the error that it ended with, or
+    ``""``."""
 
     __slots__ = ("_began_s", "_ended_s", "error", "program", "span", "usage")
 

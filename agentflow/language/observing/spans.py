@@ -38,8 +38,7 @@ CAPTURE_CONTENT = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 """The environment variable of the conventions that allows prompts and answers in spans."""
 _CAPTURES = {"true", "1", "span_only", "span_and_event"}
 _OP = "gen_ai.operation.name"
-# The parameters of a gen that are in its span unless they have these values, by the name that they have
-# there.
+# The parameters of a gen that its span contains unless they have these values, by their names in the span.
 _OPTIONAL: dict[str, tuple[str, Any]] = {
     "top_p": ("top_p", 1.0),
     "top_k": ("top_k", 0),
@@ -61,7 +60,8 @@ Prompt = Callable[[], list[tuple[str, str]]]
 
 
 class SessionSpan:
-    """The span of a session, and what all spans below it need. ``model``: known once it is open."""
+    """The span of a session, and the data that all spans below it need. ``model``: known once the session is
+    open."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
@@ -93,7 +93,7 @@ class SessionSpan:
         self._span.set_attribute("gen_ai.request.model", model)
 
     def end(self, error: BaseException | None) -> None:
-        """Ends the span, and those of runs that have not ended."""
+        """Ends the span, and the spans of runs that have not ended."""
         for run in list(self._open):
             run.end()
         if error is not None:
@@ -102,7 +102,7 @@ class SessionSpan:
 
 
 class StateSpan:
-    """A span under which the gens of a state come: of a run, or of a fork."""
+    """The parent span of a state's gens: the span of a run or of a fork."""
 
     def __init__(self, session: SessionSpan, span: Span, run: RunSpan | None) -> None:
         self._session = session
@@ -112,12 +112,12 @@ class StateSpan:
 
     @property
     def traceparent(self) -> str:
-        """What the spans of a graph's gens, which are the server's alone, refer to."""
+        """The parent for the spans of a graph's gens, which only the server makes."""
         return _traceparent(self.span)
 
     @property
     def run(self) -> RunSpan:
-        """The run's."""
+        """The span of the run."""
         assert self._run is not None
         return self._run
 
@@ -162,7 +162,7 @@ class StateSpan:
         return ToolSpan(self, span, self._session.captures_content)
 
     def _parent(self) -> Any:
-        """The context of a new span below this one. A span that the program has begun itself is between."""
+        """The context of a new span below this one. A span that the program has begun is in between."""
         from opentelemetry.trace import set_span_in_context
 
         current = _current()
@@ -200,7 +200,7 @@ class RunSpan(StateSpan):
         super().__init__(session, span, None)
         self._run = self
         self.outer = outer
-        self.forks: list[tuple[StateSpan, StateSpan]] = []  # with the one that each is below
+        self.forks: list[tuple[StateSpan, StateSpan]] = []  # each with its parent
         self._has_ended = False
 
     def current(self) -> AbstractContextManager[Any]:
@@ -227,7 +227,7 @@ class RunSpan(StateSpan):
 
 
 class GenSpan:
-    """The span of one gen or select. ``traceparent``: what the server's spans refer to."""
+    """The span of one gen or select. ``traceparent``: the parent of the server's spans."""
 
     def __init__(self, outer: StateSpan, span: Span, prompt: Prompt | None) -> None:
         self._outer = outer

@@ -1,5 +1,5 @@
-"""The first, the best, or the most frequent value of a fork's branches; what no longer matters is
-cancelled. A branch that was chosen stays open when the block of its fork is left.
+"""The first, the best, or the most frequent value of a fork's branches; the other branches are cancelled. A
+branch that was chosen stays open when the block of its fork is left.
 
 ``Contest`` reads one variable of each branch, in the order in which the backend completes them. ``Poll``
 counts votes until no further vote can change the winner.
@@ -19,7 +19,7 @@ from agentflow.protocol.sampling import is_whole
 
 Key = Callable[[Any], Any]
 Rank = Callable[[int, Any], Any]
-"""What is compared, of the number of a branch and its value."""
+"""The rank of a branch, from its number and its value."""
 
 
 class Contest:
@@ -130,7 +130,7 @@ _NO_VALUE: Final = object()
 
 
 class _Ends(EventStream):
-    """Waits for the end of any of some variables, which are of one run."""
+    """Waits until any of several variables of one run has ended."""
 
     def __init__(self, variables: Sequence[VariableNode]) -> None:
         super().__init__(lambda: False)
@@ -143,8 +143,8 @@ class _Ends(EventStream):
 
 
 class Poll:
-    """Counts ``num_voters`` votes. ``enough``: as many votes win at once. The winner has the most votes,
-    among equals the answer that had as many first.
+    """Counts ``num_voters`` votes. ``enough``: an answer with this many votes wins immediately. The winner
+    has the most votes; among equals, the answer that reached them first.
 
     >>> poll = Poll(3)
     >>> poll.add("yes")

@@ -65,7 +65,7 @@ ProgramEvent = TextDelta | VariableDone | RunDone
 
 
 class StreamedVariable(Protocol):
-    """What a stream reads of a ``VariableNode``."""
+    """The members of a ``VariableNode`` that a stream reads."""
 
     id: int
     name: str
@@ -82,11 +82,11 @@ class StreamedVariable(Protocol):
 
     @property
     def text(self) -> str:
-        """What was received so far."""
+        """The text received so far."""
 
     @property
     def end(self) -> Value:
-        """How it was completed."""
+        """The event that completed it."""
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
@@ -100,7 +100,7 @@ class StreamedVariable(Protocol):
 
 
 class StreamedState(Protocol):
-    """What a stream reads of a ``StateNode``."""
+    """The members of a ``StateNode`` that a stream reads."""
 
     @property
     def shown(self) -> Sequence[StreamedVariable]:

@@ -50,8 +50,8 @@ def known_text(content: Content) -> str:
 
 
 class _CacheEstimate:
-    """Distributes the cached tokens of a prompt over its new pieces. ``num_tokens``: of the text before
-    those."""
+    """Distributes the cached tokens of a prompt over its new pieces. ``num_tokens``: the tokens of the text
+    before these pieces."""
 
     def __init__(self, num_tokens: int = 0, pieces: Sequence[Piece] = ()) -> None:
         self.num_tokens = num_tokens
@@ -78,7 +78,7 @@ class _Outliner:
         self._num_states_left = MAX_STATES
 
     def whole(self, node: StateNode) -> StateOutline:
-        """The state with its branches, after what its parents hold before their forks."""
+        """The state with its branches, after the content of its parents before their forks."""
         chain = [node]
         while (parent := chain[-1].parent) is not None:
             chain.append(parent)
@@ -108,7 +108,7 @@ class _Outliner:
         return StateOutline(node.path, shortened(walk.parts), error)
 
     def _fork(self, children: list[StateNode], estimate: _CacheEstimate, role: str) -> ForkOutline:
-        # Those of this fork before the branches of the first of them.
+        # The branches of this fork are counted before the forks inside of its first branch.
         shown = shortened(children, min(MAX_BRANCHES, self._num_states_left))
         self._num_states_left -= len(shown)
         return ForkOutline(
@@ -120,7 +120,7 @@ class _Outliner:
 
 
 class _Walk:
-    """Walks over the entries of one state. ``role``: of the open turn."""
+    """Walks over the entries of one state. ``role``: the role of the open turn."""
 
     def __init__(
         self, node: StateNode, estimate: _CacheEstimate, role: str, num_entries: int | None = None

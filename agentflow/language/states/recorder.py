@@ -1,4 +1,4 @@
-"""From expressions to ops: what ``s += ...`` sends.
+"""Turns the expressions of ``s += ...`` into ops.
 
 A ``Recorder`` collects the ops of one append and submits them together: merged text, references to variables,
 marks of turns. The state does not change before that, so an error leaves it as it was.
@@ -40,7 +40,7 @@ from agentflow.protocol.transform import apply_transforms
 
 
 class _Declared(NamedTuple):
-    """A new variable. ``op_index``: of its op, among the recorded ones."""
+    """A new variable. ``op_index``: the index of its op among the recorded ops."""
 
     node: VariableNode
     is_gen: bool
@@ -59,7 +59,7 @@ class Recorder:
         self._offer = state.transcript.offer
         self._num_gens = 0
         self._text: list[str | ops.Ref] = []
-        self._sent: list[ops.Op] = []  # with those of other states
+        self._sent: list[ops.Op] = []  # with the ops of other states
         self._attempts: list[tuple[Attempts, int]] = []  # and the index of the fork for them
 
     def submit(self) -> None:
@@ -126,7 +126,7 @@ class Recorder:
         self._record(op)
 
     def begin(self, role: ops.Role, call: ToolCall | None = None) -> None:
-        """Begins a turn. ``call``: the one that a tool's turn answers."""
+        """Begins a turn. ``call``: the call that a tool's turn answers."""
         is_open = self._place.open_role
         if is_open is not None:
             raise BadArgument(
@@ -159,7 +159,7 @@ class Recorder:
         return Variable(node)
 
     def read(self, what: ops.ReadWhat, value_type: ValueType) -> Variable[Any]:
-        """Records a hidden variable that takes what the state holds here."""
+        """Records a hidden variable with the content of the state at this point."""
         node = self._declare(f"{what}()", value_type, is_shown=False)
         self._record(ops.Read(self._state.id, node.id, node.name, what))
         return Variable(node)
@@ -271,12 +271,13 @@ class Recorder:
         self._text.append(ops.Ref(node.id))
 
     def _traced(self, op: GenOp, node: VariableNode, num_entries: int) -> GenOp:
-        """The op with its span. ``num_entries``: those of this append that are before it."""
+        """The op with its span. ``num_entries``: the number of entries of this append before it."""
         num_entries += len(self._state.transcript.own)
         return traced(op, node, num_entries=num_entries, in_turn=self._place.open_role is not None)
 
     def _begin_reply(self, name: str) -> bool:
-        """A reply is in the assistant's turn: in an open one, or in one of its own. Whether it ends it."""
+        """Begins an assistant's turn for a reply unless one is open. Returns whether the reply ends the
+        turn."""
         is_open = self._place.open_role
         if is_open is None:
             self.begin("assistant")
@@ -285,7 +286,8 @@ class Recorder:
         return is_open is None or self._place.closes_with_reply
 
     def _begin_own(self, what: str) -> bool:
-        """A gen or select outside the turns of a state that has turns begins its own. Whether it did."""
+        """Begins a turn for a gen or select outside the turns of a state that has turns. Returns whether it
+        did."""
         if not self._place.check_own_turn(what):
             return False
         self.begin("assistant")

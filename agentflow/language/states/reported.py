@@ -1,8 +1,8 @@
 """Failures that the backend reports, as the tasks that wait for their states and variables raise them.
 
-A task that waits for a state or a variable that is cancelled raises ``Cancelled``, which names the state and
-the reason (``cancelled``, ``left_by``). If several tasks wait, one error must end their task group, not a
-group of consequences of one cause: ``CauseFirst`` orders them.
+A task that waits for a cancelled state or variable raises ``Cancelled`` with the state and the reason
+(``cancelled``, ``left_by``). If several tasks wait, one error must end their task group, not a group of
+consequences of one cause: ``CauseFirst`` orders them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def located(error: ErrorInfo, states: Mapping[int, StateEvents]) -> AgentflowErr
 
 
 def cancelled(error: Cancelled, path: tuple[int, ...], name: str | None) -> Cancelled:
-    """``error``, whose message is the reason, for who waits for the state at ``path`` or its variable
+    """``error``, whose message is the reason, for tasks that wait for the state at ``path`` or its variable
     ``name``."""
     what = f"state {path}" if name is None else f"variable {name!r} of state {path}"
     error.args = (f"{what} was cancelled: {error}",)
@@ -42,14 +42,14 @@ def cancelled(error: Cancelled, path: tuple[int, ...], name: str | None) -> Canc
 
 
 def left_by(error: BaseException) -> str:
-    """How a block ended that ``error`` left: for reasons of cancellations. Also outside event loops."""
+    """Describes how ``error`` ended a block, for the reasons of cancellations. Also outside event loops."""
     if not isinstance(error, Exception) and type(error).__name__ in ("CancelledError", "Cancelled"):
         return "by the cancellation of its task"
     return f"by {type(error).__name__}"
 
 
 _TURNS = 10
-"""Of the event loop. An error takes two of them for each task group that it leaves."""
+"""Turns of the event loop. An error takes two of them for each task group that it leaves."""
 
 
 class CauseFirst:

@@ -41,14 +41,14 @@ that."""
 
 
 def _label(name: str) -> str:
-    """A function may have any name: as much of it as an op may have."""
+    """The name of a function, cut to the length that an op may have."""
     return str(name)[: ops.MAX_SALT_CHARS].encode("utf-8", "replace").decode()
 
 
 class Run:
-    """``index``: seeds are derived from it. ``root_id``: of a root that a graph opens. ``objective``: a hint
-    for all states. ``program``: calls with the same name are siblings to the scheduler. ``name``: of the
-    program that runs, for watchers and for the ``record``, unless that has begun. ``places``: in a trace,
+    """``index``: seeds are derived from it. ``root_id``: the number of a root that a graph opens.
+    ``objective``: a hint for all states. ``program``: calls with the same name are siblings to the scheduler.
+    ``name``: the name of the running program, for watchers and for a new ``record``. ``places``: in a trace,
     where each gen stands."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Run:
         self._num_ended = 0
         self._raised: set[ErrorInfo] = set()
         self.cause_first = CauseFirst()
-        # Those that get all changes. Weak: a stream that was dropped needs no events.
+        # The streams that get all changes. Weak: a stream that was dropped needs no events.
         self.streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
         if root_id is None:
             root_id = link.next_id()
@@ -107,8 +107,7 @@ class Run:
                 stream.touch(variable)
 
     def seed_at(self, var_id: int, place: str) -> int | None:
-        """The seed of a gen at ``place`` that has none of its own. A trace records the place and returns
-        None."""
+        """The seed of a gen at ``place`` that is given none. A trace records the place and returns None."""
         if self.link.is_tracing:
             self.places[var_id] = place
             return None
@@ -143,11 +142,11 @@ class Run:
         return self.follow(EventStream(is_over, raw=raw), shown)
 
     def watch_state(self, state: StateNode) -> EventStream:
-        """The events of one state's variables, until all that it has then are done."""
+        """The events of one state's variables, until all variables that it has by then are done."""
         return self.follow(StateStream(state), state.shown)
 
     def follow(self, stream: StreamT, variables: Iterable[VariableNode]) -> StreamT:
-        """Reports these variables to the stream, and from now on each that changes."""
+        """Reports these variables to the stream, and later each variable that changes."""
         for variable in variables:
             stream.touch(variable)
         self.link.check_loop()
@@ -174,10 +173,10 @@ class Run:
 
 
 class StateNode:
-    """A state: what was appended to it, and how far the backend has got.
+    """A state: its content, and how far the backend has processed it.
 
-    ``names``: the latest variable of each name, those of the parent included. ``own``: the variables declared
-    here. ``closed``: why nothing can be appended any more."""
+    ``names``: the latest variable of each name, including the parent's variables. ``own``: the variables
+    declared here. ``closed``: why nothing can be appended any more."""
 
     def __init__(self, run: Run, state_id: int, path: Path, parent: StateNode | None = None) -> None:
         self.run = run
@@ -193,14 +192,14 @@ class StateNode:
         self.is_sealed = False
         self.is_chosen = False  # the end of its fork's block does not seal it
         self.mapped_lines: dict[int, ProgramLine | None] = {}  # mapped variable → the line that maps it
-        self.mapped_errors: dict[int, Exception] = {}  # and what its function raised
+        self.mapped_errors: dict[int, Exception] = {}  # and the error of its function
         self.parent = parent
         self.children: list[StateNode] = []
         self._forked_after = parent.in_flight.num_submitted if parent is not None else 0
         self.in_flight: InFlight = InFlight()
         self._lines = LineTable()
         self._writer = SingleWriter()
-        self.span: StateSpan | None = None  # under which its gens come
+        self.span: StateSpan | None = None  # the parent of its gens' spans
         self.is_hidden = False  # whether it is a detail of how a variable is generated
         self._deadline: float = math.inf if parent is None else parent._deadline
 
@@ -260,7 +259,7 @@ class StateNode:
         self.count_sent(len(recorded))
 
     def count_sent(self, num_ops: int) -> None:
-        """So many ops of this state were sent."""
+        """``num_ops`` ops of this state were sent."""
         self.in_flight.num_submitted += num_ops
         self._lines.add(self.in_flight.num_submitted, calling_line())
 
@@ -417,13 +416,12 @@ class VariableNode:
     """A variable's text as it grows, and how it ended. All readers share it.
 
     ``is_shown``: whether the variable is the program's own, so that streams report it. ``is_generated``:
-    whether it is appended where it is declared, as the value of a gen or select. ``notation``: the text
-    as it was received; that of a reply includes its tool calls. ``reasoning``: the reasoning so far, if it
-    is streamed. ``end_number``: its place in the order in
-    which the run's variables ended. ``line``: the line of the program that declared it. ``outcome``: of a
-    text that the client provides, how it was generated. ``front``: the ``Variable`` that programs use. The
-    node keeps it, so that its markers stay valid for as long as the state exists; ``kept`` does so for what
-    is made of the variable."""
+    whether it is appended where it is declared, as the value of a gen or select. ``notation``: the text as it
+    was received; the notation of a reply includes its tool calls. ``reasoning``: the reasoning so far, if it
+    is streamed. ``end_number``: its place in the order in which the run's variables ended. ``line``: the line
+    of the program that declared it. ``outcome``: how a text that the client provides was generated.
+    ``front``: the ``Variable`` that programs use. The node keeps it, so that its markers stay valid for as
+    long as the state exists; ``kept`` keeps objects that are made from the variable."""
 
     __slots__ = (
         "_changed",

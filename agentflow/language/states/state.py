@@ -91,7 +91,7 @@ class State:
 
     @property
     def path(self) -> Path:
-        """Its place in the fork tree: () is the root, (2,) its third branch, (2, 0) the first branch of that.
+        """Its place in the fork tree: () is the root, (2,) its third branch, (2, 0) the first branch of (2,).
 
         >>> s.path, branches[1].path
         ((), (1,))
@@ -100,7 +100,7 @@ class State:
 
     @property
     def variables(self) -> list[Variable[Any]]:
-        """The variables declared here, in order, without those of its parent.
+        """The variables declared here, in order, without the parent's variables.
 
         >>> [variable.name for variable in s.variables]
         ['answer']
@@ -194,8 +194,8 @@ class State:
         return Turn(self, "tool", call)
 
     def set(self, name: str, value: str | Reference[Any] | Sequence_) -> Variable[str]:
-        """A variable with a text of the program's own, which is not appended to the state. ``value`` may
-        contain variables that are not complete.
+        """A variable with a given text, which is not appended to the state. ``value`` may contain variables
+        that are not complete.
 
         >>> question = s.set("question", f"What follows from {s['answer']}")
         >>> await question
@@ -235,7 +235,7 @@ class State:
     async def messages(self) -> list[dict[str, Any]]:
         """The conversation so far in the format of chat APIs, ``{"role": ..., "content": ...}``, which
         ``af.conversation`` accepts. The tool calls of a reply are the ``tool_calls`` of its turn. Waits for
-        what is being generated. Leaves out text outside turns. ``NotSupported`` if a turn holds an image.
+        unfinished text. Leaves out text outside turns. ``NotSupported`` if a turn holds an image.
 
         >>> (await s.messages())[0]
         {'role': 'user', 'content': 'What do plants do?'}
@@ -256,8 +256,9 @@ class State:
         """Gives the scheduler information about the next ops. Changes no result.
 
         ``objective``: ``"latency"`` if a user waits for the next generations, ``"throughput"`` if only the
-        total matters. ``output_tokens``: how many tokens each will have. ``forks``: how many forks come next.
-        ``deadline_s``: in how many seconds they should be done; earlier deadlines are scheduled first.
+        total matters. ``output_tokens``: the expected number of tokens of each. ``forks``: the number of
+        forks that come next. ``deadline_s``: the seconds in which they should be done; earlier deadlines are
+        scheduled first.
 
         >>> s.hint(objective="throughput", output_tokens=64)
         """
@@ -327,7 +328,7 @@ class State:
         return self.fork(1)[0]
 
     def join(self, branches: Branches, *, separator: str = "") -> State:
-        """Appends what each branch of a fork of this state appended, in the order of the branches, with
+        """Appends the content of each branch of a fork of this state, in the order of the branches, with
         ``separator`` between them and without the marks of turns. Never waits: unfinished text is passed on
         by reference. A branch that failed or was cancelled fails this state, with its cause.
 
@@ -374,9 +375,9 @@ class State:
 
     def show(self) -> None:
         """Shows what is known of the conversation so far, with its branches: on stdout, in colours if it is a
-        terminal; in a notebook below the cell, redrawn while it is generated. Text that was cached and text
-        that was generated have colours of their own. ``print(s)`` writes the same without colours. Very long
-        texts are shortened in the middle.
+        terminal; in a notebook below the cell, redrawn while it is generated. Cached and generated text have
+        different colours. ``print(s)`` writes the same without colours. Very long texts are shortened in the
+        middle.
 
         >>> await s["answer"]
         'Plants turn light into sugar.'
@@ -480,7 +481,7 @@ class Branches(AsyncOnly, list[State]):
 
     ``async with s.fork(n) as branches`` makes them a task group: the failure of a branch cancels its siblings
     and is raised at the parent's next await. Leaving the block seals the branches without waiting for them,
-    except those that ``first`` or ``best`` chose in it; leaving it by an exception cancels them.
+    except branches that ``first`` or ``best`` chose in it; leaving it by an exception cancels them.
 
     There are three ways to join: ``await branches`` waits for all, ``await branches.gather("x")`` returns the
     values of ``x`` in the order of the branches, and ``s.join(branches)`` appends their texts. ``first``,
@@ -534,7 +535,7 @@ class Branches(AsyncOnly, list[State]):
     def variables(self, name: str) -> list[Variable[Any]]: ...
     def variables(self, name: VariableName) -> list[Variable[Any]]:
         """Variable ``name`` of each branch, in order, to be passed on unawaited. ``UnknownVariable`` if a
-        branch has none of that name. ``name``: as in ``s[name]``, here and in the other methods.
+        branch has no such variable. ``name``: as in ``s[name]``, here and in the other methods.
 
         >>> s += af.user("Two judges wrote:", *branches.variables("judgment"))
         """
@@ -560,9 +561,9 @@ class Branches(AsyncOnly, list[State]):
         return [await variable for variable in variables]
 
     def as_completed(self, name: VariableName) -> Completed:
-        """The branches, each as soon as its variable ``name`` has ended. One without a value comes too, and
-        awaiting its variable raises the failure. In ``async with s.fork(n)``, the failure of a branch is
-        raised, as anywhere. Cancels nothing.
+        """Yields each branch as soon as its variable ``name`` has ended. Branches without a value are
+        included; awaiting their variable raises the failure. In ``async with s.fork(n)``, the failure of a
+        branch is raised, as anywhere. Cancels nothing.
 
         >>> async for branch in branches.as_completed("judgment"):
         ...     print(await branch["judgment"])
@@ -613,9 +614,9 @@ class Branches(AsyncOnly, list[State]):
 
         Args:
             name: The variable, as in ``s[name]``.
-            n: Give the ``n`` best branches as a list, the best first; fewer if fewer have a value.
-            key: What is compared, of the value; by default the value itself.
-            branch_key: What is compared, of the branch.
+            n: Gives the ``n`` best branches as a list, the best first; fewer if fewer have a value.
+            key: A function of the value, whose results are compared; by default the value itself.
+            branch_key: A function of the branch, whose results are compared.
 
         Returns:
             The first one of equals; with ``n``, a list.
@@ -659,9 +660,9 @@ class Branches(AsyncOnly, list[State]):
         """The most frequent ``key(value)`` of variable ``name`` (by default the value itself). Returns as
         soon as no other answer can win, and cancels the branches that have not voted by then.
 
-        Of equally frequent answers, the one that had so many votes first wins. ``n``: so many votes for one
-        answer are enough. None, and a branch without a value, abstain; the result is None if all values do.
-        Failures are otherwise as in ``first``.
+        Of equally frequent answers, the one that reached its number of votes first wins. ``n``: the number of
+        votes that is enough for one answer. None, and a branch without a value, abstain; the result is None
+        if all values do. Failures are otherwise as in ``first``.
 
         >>> await branches.vote("judgment")
         'Plants turn light into sugar.'

@@ -19,9 +19,8 @@ GenOp = TypeVar("GenOp", ops.Gen, ops.Select)
 def traced(
     op: GenOp, node: VariableNode, *, num_entries: int, in_turn: bool, transcript: Transcript | None = None
 ) -> GenOp:
-    """The op with the span of its variable, if the state has one. ``num_entries``: how many entries of the
-    state's own transcript, or of ``transcript``, its prompt includes. ``in_turn``: whether it stands in a
-    turn."""
+    """The op with the span of its variable, if the state has one. ``num_entries``: the number of entries of
+    the state's own transcript, or of ``transcript``, in its prompt. ``in_turn``: whether it is in a turn."""
     state = node.state
     if state.span is None:
         return op

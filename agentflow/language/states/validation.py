@@ -4,8 +4,9 @@ Validators are Python functions of this process, so the backend cannot decide wh
 recorder forks the state where the gen stands, and appends a variable whose text the client provides, for
 which the state's later ops wait. ``Attempts`` forks that branch once for each attempt, generates, and
 provides the first valid text. So the state never holds an invalid text, and attempts share its prefix. The
-seed of an attempt is that of its place in the fork tree, as any other: recordings and replays need no more.
-``"reask"`` continues the branch of the invalid text instead, with a turn that says why it is invalid.
+seed of an attempt comes from its place in the fork tree, like any other seed, so recordings and replays need
+nothing more. ``"reask"`` continues the branch of the invalid text instead, with a turn that says why it is
+invalid.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from agentflow.protocol.events import ErrorInfo, Usage
 from agentflow.protocol.ops import derived_seed
 
 RETRY_TEMPERATURE: Final = 0.7
-"""Of the retries of a greedy gen, which would repeat itself."""
+"""The temperature for retries of a greedy gen, which would repeat itself."""
 
 
 class Attempts:
-    """The generations of ``variable``, whose state is forked before it. ``number``: of that branch, among the
-    state's. ``num_entries``: those of the state's transcript before the variable. ``role``: of the open
-    turn."""
+    """The generations of ``variable``, whose state is forked before it. ``number``: the number of that branch
+    in the state. ``num_entries``: the number of entries of the state's transcript before the variable.
+    ``role``: the role of the open turn."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class Attempts:
         self._begin(self._first)
 
     async def run(self) -> None:
-        """Provides the variable with a valid text, or with the error for which it has none."""
+        """Provides the variable with a valid text, or with an error."""
         variable, link = self._variable, self._variable.state.link
         try:
             link.send([await self._outcome()], quiet=True)
@@ -80,7 +81,7 @@ class Attempts:
             is_known = isinstance(error, AgentflowError)
             failure = error if is_known else RunFailed(f"validation failed: {shown_error(error)}")
             failure.__cause__ = None if failure is error else error
-            # With a place of its own, so that two failures with equal messages are two.
+            # With a separate place, so that two failures with equal messages count as two.
             info = ErrorInfo.of(failure).at(variable.state.id, FIRST_MAPPED + variable.id)
             link.send([ops.Provide(variable.id, error=info)], quiet=True)
         finally:
@@ -110,7 +111,7 @@ class Attempts:
         raise InvalidValue(f"{variable.invalid} (after {num_attempts} attempts)")
 
     def _again(self, index: int, last: VariableNode) -> VariableNode:
-        """Begins attempt number ``index``: of the prompt alone, or after what was wrong with the last one."""
+        """Begins attempt number ``index``: from the prompt alone, or after the fault of the last attempt."""
         if self._item.asks_again:
             branch = last.state
             before = self._correction(branch.id)
@@ -124,7 +125,7 @@ class Attempts:
         return node
 
     def _correction(self, state: int) -> list[ops.Op]:
-        """What the model is told of its last text, as a turn of the user."""
+        """The fault of the model's last text, as a turn of the user."""
         invalid, kind = self._variable.invalid, self._item.value_type.shown
         assert invalid is not None
         wrong = [

@@ -1,8 +1,9 @@
 """A variable: a value that is still being generated.
 
-``Reference`` stands for such a value and is passed on without waiting: it can be appended, formatted into an
+``Reference`` represents such a value and is passed on without waiting: it can be appended, formatted into an
 f-string, transformed, and awaited. ``Variable`` is the value of one op, ``Transformed`` its text after some
-transforms. All of one op share one ``VariableNode``, as do the ``readers`` that iterate over it as it grows.
+transforms. All references to one op share one ``VariableNode``, and so do the ``readers`` that iterate over
+it as it grows.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Reference(Expression, Generic[ValueT_co]):
     @property
     @abstractmethod
     def _label(self) -> str:
-        """How error messages call it."""
+        """Its name in error messages."""
 
     @abstractmethod
     def __await__(self) -> Generator[object, None, ValueT_co]:
@@ -81,8 +82,8 @@ class Reference(Expression, Generic[ValueT_co]):
         return self._then("first_line")
 
     def json(self, path: str = "") -> Transformed:
-        """The value at ``path`` (``"a.b.0"``; by default all of it) in a JSON text: a string as it is,
-        anything else as JSON. Fails with ``RunFailed`` if the text is not JSON or has no such value.
+        """The value at ``path`` (``"a.b.0"``; by default all of it) in a JSON text: a string unchanged, any
+        other value as JSON. Fails with ``RunFailed`` if the text is not JSON or has no such value.
 
         >>> record = s.set("record", '{"name": "Ada", "born": {"year": 1815}}')
         >>> await record.json("born.year")
@@ -92,7 +93,7 @@ class Reference(Expression, Generic[ValueT_co]):
 
     def regex(self, pattern: str) -> Transformed:
         """The first match of ``pattern`` in the text; its first group if it has groups. Fails with
-        ``RunFailed`` if nothing matches. Raises ``BadArgument`` at once if the pattern is invalid.
+        ``RunFailed`` if nothing matches. Raises ``BadArgument`` immediately if the pattern is invalid.
 
         >>> await s.set("x", "I give it 8 of 10.").regex(r"(\\d+) of 10")
         '8'
@@ -100,8 +101,8 @@ class Reference(Expression, Generic[ValueT_co]):
         return self._then("regex", pattern)
 
     def map(self, function: Callable[[ValueT_co], str]) -> Variable[str]:
-        """The result of ``function`` on the value; it must be a string. The function runs in this process and
-        its result is sent to the backend: a round trip that the other transforms save.
+        """The result of ``function`` for the value; it must be a string. The function runs in this process
+        and its result is sent to the backend. Other transforms run in the backend and save this round trip.
 
         >>> await s["answer"].map(lambda text: text.replace("sugar", "food"))
         'Plants turn light into food.'
@@ -213,8 +214,7 @@ class Reference(Expression, Generic[ValueT_co]):
 
 
 class Target(NamedTuple):
-    """The variable that a reference stands for. ``transforms`` apply to its text; ``label`` is for
-    messages."""
+    """The variable behind a reference. ``transforms`` apply to its text; ``label`` is for messages."""
 
     node: VariableNode
     transforms: tuple[Transform, ...]
@@ -232,7 +232,7 @@ async def text_of(reference: Reference[Any]) -> str:
 
 
 async def text_of_marked(item: Expression) -> str:
-    """The text of what a marker in a program's result stands for. ``BadArgument`` if it has none."""
+    """The text of the object behind a marker in a program's result. ``BadArgument`` if it has none."""
     if not isinstance(item, Reference):
         raise BadArgument("the program returns a text with an expression that was never appended to a state")
     return await text_of(item)
@@ -262,9 +262,9 @@ class Variable(Reference[ValueT_co]):
     """The value of one ``gen``, ``select`` or ``set``. States make variables; ``s["x"]`` finds them.
 
     Await a variable for its value. Iterate over it for its text as it grows. Append it, or an f-string with
-    it, to a state to pass it on by reference. If ``schema`` or ``tools`` make its value, iterating gives the
-    part of the value so far instead: plain JSON values, each longer than the one before, the last complete.
-    Iterating over a reply gives its prose; ``partials`` gives its tool calls too.
+    it, to a state to pass it on by reference. If its value comes from ``schema`` or ``tools``, iterating
+    gives the part of the value so far instead: plain JSON values, each longer than the one before, the last
+    complete. Iterating over a reply gives its prose; ``partials`` gives its tool calls too.
 
     >>> s += af.user(f"Shorten this: {s['answer']}") + af.assistant(af.gen("short"))
     >>> async for delta in s["short"]:
@@ -500,7 +500,7 @@ class Variable(Reference[ValueT_co]):
 
 
 async def _provide(variable: VariableNode, reference: Reference[Any], function: Callable[[Any], str]) -> None:
-    """Sends an expected variable its value, or the error for which it has none."""
+    """Sends an expected variable its value, or the error that prevented it."""
     source, link = reference._node, variable.state.link
     await source.settled()
     if source.error is not None:  # not awaited below: that would count as raised in the program
@@ -521,6 +521,6 @@ async def _provide(variable: VariableNode, reference: Reference[Any], function: 
         if not isinstance(error, AgentflowError):
             failure = RunFailed(f"map failed: {shown_error(error)}, raised at {raised_at(error)}")
             variable.state.mapped_errors[variable.id] = without_internals(error)
-        # With a place of its own, so that two failures with equal messages are two.
+        # With a separate place, so that two failures with equal messages count as two.
         info = ErrorInfo.of(failure).at(variable.state.id, FIRST_MAPPED + variable.id)
         link.send([ops.Provide(variable.id, error=info)], quiet=True)

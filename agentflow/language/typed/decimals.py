@@ -1,5 +1,5 @@
-"""Decimals within limits as a pattern, exact to the last digit, as ``json_scalars`` of the engine has it for
-numbers of JSON."""
+"""Patterns of decimals within limits, exact to the last digit. The engine's ``json_scalars`` does the same
+for numbers of JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Final, NamedTuple
 
 MOST_DIGITS: Final = 15
-"""Before the point, and after it."""
+"""The most digits before the point, and after it."""
 
 
 class Limit(NamedTuple):
@@ -120,7 +120,7 @@ def _same_length(low: str, high: str) -> str:
 
 
 def _more_digits(low: _Fraction | None, high: _Fraction | None, room: int) -> str | None:
-    """One to ``room`` digits, such that the fraction keeps within its limits. None if there are none."""
+    """One to ``room`` digits with which the fraction stays within its limits. None if there are none."""
     if room < 1:
         return None
     if low is not None and not low.digits and not low.is_open:
@@ -149,7 +149,7 @@ def _may_end(low: _Fraction | None, high: _Fraction | None) -> bool:
 
 
 def _tail(more: str | None, may_end: bool) -> list[str]:
-    """What follows: ``more``, nothing, or either. Empty if neither is possible."""
+    """The rest of the pattern: ``more``, nothing, or either. Empty if neither is possible."""
     if more is None:
         return [""] if may_end else []
     return [f"(?:{more})?" if may_end else more]

@@ -1,11 +1,12 @@
-"""How values are written as JSON, so that their types read them back.
+"""Writes values as JSON so that their types can read them back.
 
 A value is written by the library that describes its type (``json_types``), under the names that the type
 reads: aliases, without computed fields. ``JsonForm`` is the form of one type. ``json_text`` and ``as_plain``
-write values whose type is known only when they are there: each one through its own class.
+write values whose type is not known in advance, by the class of each value.
 
-Some types of pydantic write what they cannot read: fields that are excluded or have another name in JSON,
-serializers, secrets. ``_Adapter`` finds them by comparing the schemas of what the type reads and writes.
+Some types of pydantic write JSON that they cannot read: fields that are excluded or have another name in
+JSON, serializers, secrets. ``_Adapter`` finds them by comparing the type's schemas for reading and for
+writing.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Order = Literal["deterministic"] | None
 
 
 class JsonForm:
-    """How values of a type are written as JSON, and read.
+    """Writes values of a type as JSON, and reads them.
 
     Args:
         kind: The type.
@@ -61,7 +62,7 @@ class JsonForm:
             )
 
     def plain(self, value: Any) -> Any:
-        """The value as what JSON has. ``ValueError`` if it has no such form."""
+        """The value in the types of JSON. ``ValueError`` if it has no such form."""
         with _as_value_error():
             return as_plain(value) if self._adapter is None else self._adapter.dumped(value)
 
@@ -96,7 +97,7 @@ def json_text(value: Any, *, is_read_back: bool = True) -> str:
 
 
 def as_plain(value: Any, *, is_read_back: bool = True, order: Order = None) -> Any:
-    """The value as what JSON has: dicts, lists, strings, numbers.
+    """The value in the types of JSON: dicts, lists, strings, numbers.
 
     Args:
         value: What msgspec and pydantic take, by itself or in containers; scalars and arrays of numpy and
@@ -123,7 +124,7 @@ def as_plain(value: Any, *, is_read_back: bool = True, order: Order = None) -> A
         return adapter.dumped(value, is_read_back=is_read_back)
 
     def unknown(part: Any) -> Any:
-        """What msgspec does not know."""
+        """Converts a value of a type that msgspec does not know."""
         if type(part) is not kind:
             return again(part)
         for method in ("isoformat", "tolist"):
@@ -167,7 +168,7 @@ def _adapter_of(kind: type, *, is_foreign: bool = False) -> _Adapter | None:
 
 
 class _Adapter:
-    """A ``TypeAdapter`` of pydantic, and how its schemas of what it reads and of what it writes differ.
+    """A ``TypeAdapter`` of pydantic, and the difference between its schemas for reading and for writing.
 
     Attributes:
         fault: Why the type cannot be read back; empty if it can.
@@ -187,7 +188,7 @@ class _Adapter:
             self.fault = self.secret or _Comparison(reads, writes).fault(reads, writes, "")
 
     def dumped(self, value: Any, *, is_read_back: bool = True) -> Any:
-        """The value as what JSON has. ``ValueError`` if the type does not allow it."""
+        """The value in the types of JSON. ``ValueError`` if the type does not allow it."""
         fault = self.fault if is_read_back else self.secret
         if fault:
             raise ValueError(f"a {type(value).__name__} has no form in JSON that can be read: {fault}")
@@ -197,14 +198,14 @@ class _Adapter:
 
 
 _UNKNOWN: Final = "x-serializer"
-"""The key of a schema of what a function writes whose result has no annotation: the function's name."""
+"""The key in the schema of a serializer without a return annotation; its value is the function's name."""
 _SECRET: Final[JsonSchema] = {"type": "string", "format": "password", "writeOnly": True}
 """How pydantic describes a secret."""
 
 
 @functools.cache
 def _generator_of_written() -> Any:
-    """The generator of the schema of what a type writes with ``round_trip``."""
+    """The generator of a type's schema for writing with ``round_trip``."""
 
     class Generator(schema_generator()):  # type: ignore[misc]
         def generate_inner(self, schema: Any) -> JsonSchema:
@@ -240,7 +241,7 @@ def _is_secret(schema: JsonSchema) -> bool:
 
 
 class _Comparison:
-    """Of the schema of what a type reads with the schema of what it writes."""
+    """Compares a type's schema for reading with its schema for writing."""
 
     def __init__(self, reads: JsonSchema, writes: JsonSchema) -> None:
         self._reads = reads
@@ -248,7 +249,7 @@ class _Comparison:
         self._known: dict[tuple[Any, Any], str] = {}  # of pairs of definitions
 
     def fault(self, reads: JsonSchema, writes: JsonSchema, place: str) -> str:
-        """Why what is written at this place cannot be read; empty if it can."""
+        """The reason why the JSON written at this place cannot be read; empty if it can."""
         pair = reads.get("$ref"), writes.get("$ref")
         if pair == (None, None):
             return self._fault(reads, writes, place)

@@ -1,8 +1,9 @@
 """Python types as JSON schemas, and readers of their values.
 
-``json_type`` takes what pydantic's ``TypeAdapter`` or msgspec take. pydantic describes a type that mentions
-it anywhere (a model, a ``Field``, a validator), and those for which msgspec has no form; msgspec describes
-all others. No constraint is dropped: what a grammar cannot enforce is validated when the value is read.
+``json_type`` takes any type that pydantic's ``TypeAdapter`` or msgspec take. pydantic describes types that
+mention it anywhere (a model, a ``Field``, a validator), and types for which msgspec has no form; msgspec
+describes all others. No constraint is dropped: rules that a grammar cannot enforce are checked when the value
+is read.
 
 pydantic is imported only for types that need it. ``partial_value`` reads JSON that is still generated.
 """
@@ -42,7 +43,7 @@ from agentflow.protocol.schema_walk import (
 
 JsonSchema: TypeAlias = dict[str, Any]
 Reader: TypeAlias = Callable[[str | bytes], Any]
-"""Makes a value of JSON. ``ValueError`` if it is not valid."""
+"""Reads a value from JSON. ``ValueError`` if it is not valid."""
 
 _PYDANTIC: Final = frozenset({"pydantic", "pydantic_core", "annotated_types"})
 """Packages whose metadata in ``Annotated`` constrains a type. msgspec would ignore it."""
@@ -99,7 +100,7 @@ def typed_json(kind: Any, where: str) -> TypedJson:
         if {"msgspec", "pydantic"} <= libraries:
             raise TypeError("it has both msgspec's structs or constraints and pydantic's: use one of the two")
         if libraries == {"keys"} and importlib.util.find_spec("pydantic") is not None:
-            libraries.add("pydantic")  # msgspec's schemas leave out what the keys of a dict may be
+            libraries.add("pydantic")  # msgspec's schemas omit the types of dict keys
         return _of_pydantic(kind) if "pydantic" in libraries else _of_either(kind)
     except Exception as error:  # an annotation may be undefined, and pydantic has errors of many types
         why = _shown_error(error)
@@ -109,8 +110,9 @@ def typed_json(kind: Any, where: str) -> TypedJson:
 
 
 def parameters_type(name: str, function: Callable[..., Any]) -> tuple[JsonSchema, Reader]:
-    """The schema of an object with the function's parameters, and a reader that makes keyword arguments of
-    it. ``BadArgument`` if the function cannot be called by names, or a type has no form in JSON."""
+    """The schema of an object with the function's parameters, and a reader that makes keyword arguments from
+    it. ``BadArgument`` if the function cannot be called with keyword arguments, or a type has no form in
+    JSON."""
     try:
         parameters = inspect.signature(function, eval_str=True).parameters.values()
     except Exception as error:  # evaluating an annotation may raise anything
@@ -196,7 +198,7 @@ def shown_type(kind: Any) -> str:
 
 
 def _is_instance(kind: Any) -> bool:
-    """Whether it is an object of a type that was probably meant: a model, a struct or a dataclass."""
+    """Whether it is an object whose type was probably meant: a model, a struct or a dataclass."""
     if isinstance(kind, type) or get_origin(kind) is not None:
         return False
     of_model = hasattr(type(kind), "__pydantic_core_schema__")
@@ -213,7 +215,7 @@ def libraries_of(kind: Any) -> set[str]:
     """Which of msgspec and pydantic the type mentions, at any depth; ``keys`` for a dict whose keys are not
     plain strings."""
     found: set[str] = set()
-    pending, seen = [kind], dict[int, Any]()  # which keeps the objects, so that their ids stay theirs
+    pending, seen = [kind], dict[int, Any]()  # keeps the objects alive, so that their ids stay unique
     while pending:
         one = pending.pop()
         if id(one) in seen:
@@ -307,8 +309,9 @@ def _classes_in(kind: Any) -> list[type]:
 
 
 def _with_offsets(kind: Any) -> Any:
-    """The type whose times require an offset, unless they say whether they have one. Those without are
-    strings with a pattern, as msgspec's schema does not describe them. Those inside classes stay."""
+    """The type whose times require an offset, unless they declare otherwise. Times without an offset are
+    strings with a pattern, because msgspec's schema does not describe them. Times inside classes are
+    unchanged."""
     if kind in (datetime.datetime, datetime.time):
         return Annotated[kind, msgspec.Meta(tz=True)]
     origin, inner = get_origin(kind), get_args(kind)
@@ -431,7 +434,7 @@ _LIMITS: Final = ("ge", "gt", "le", "lt")
 
 def _with_new_typed_dicts(kind: Any) -> Any:
     """The type with ``typing_extensions.TypedDict`` for ``typing.TypedDict``, which pydantic rejects before
-    Python 3.12. Those inside classes stay."""
+    Python 3.12. Types inside classes are unchanged."""
     if sys.version_info >= (3, 12):
         return kind
     if isinstance(kind, type) and typing.is_typeddict(kind) and type(kind).__module__ == "typing":
@@ -517,8 +520,8 @@ def _pattern_of_names(names: JsonSchema) -> str | None:
 
 
 def _fit_discriminator(schema: JsonSchema, root: JsonSchema) -> None:
-    """The engine takes ``oneOf`` only of options that exclude each other by a required member; which of
-    several options a value is of, also by a function, is for the reader. A default makes the discriminator
+    """The engine accepts ``oneOf`` only for options that exclude each other by a required member. The reader
+    decides which of several options a value has, also by a function. A default makes the discriminator
     optional, but the reader requires it."""
     if "oneOf" not in schema or "anyOf" in schema:
         return
@@ -546,8 +549,8 @@ def partial_value(text: str) -> Any:
     """The part of a JSON value that ``text``, a prefix of it, determines. ``NothingYet`` if there is none, or
     if ``text`` is not a prefix of JSON.
 
-    What it returns never changes as the text grows: strings and lists become longer and records get more
-    fields. What may still become something else (``12`` of ``123``, ``tr`` of ``true``) is left out.
+    The result only grows with the text: strings and lists become longer and records get more fields. A part
+    that may still change (``12`` of ``123``, ``tr`` of ``true``) is left out.
 
     >>> partial_value('{"title": "Leav')
     {'title': 'Leav'}

@@ -11,16 +11,16 @@ from agentflow.protocol.schema_walk import HOLD_A_LIST, HOLD_A_SCHEMA, HOLD_NAME
 JsonSchema: TypeAlias = dict[str, Any]
 
 DEFAULT_DEPTH: Final = 8
-"""Of the values of a recursive type in each other."""
+"""The nesting of the values of a recursive type."""
 
 _MOST_CHARS: Final = 100_000
 _PREFIX: Final = "#/$defs/"
 
 
 def with_bounded_depth(schema: JsonSchema, depth: int = DEFAULT_DEPTH) -> JsonSchema:
-    """The schema of a type, with a copy of its recursive definitions for each level. The last level has no
-    further ones: lists are empty there, options and optional members are left out. The schema itself if it is
-    not recursive, has no value of that depth, or would be too large."""
+    """The schema of a type, with a copy of its recursive definitions for each level. The last level contains
+    no further values of the type: lists are empty there, options and optional members are left out. The
+    schema itself if it is not recursive, has no value of that depth, or would be too large."""
     definitions = schema.get("$defs", {})
     recursive = {name for name in definitions if _reaches(name, name, definitions)}
     if not recursive:

@@ -1,4 +1,5 @@
-"""Messages of a conversation, and replies to it, as programs see them. ``protocol.chat`` has what is sent."""
+"""Messages of a conversation, and replies to it, as programs see them. ``protocol/chat`` has the forms that
+are sent."""
 
 from __future__ import annotations
 
@@ -72,12 +73,12 @@ class Reply(JsonRecord):
 
 
 def read_reply(notation: str) -> Reply:
-    """The reply that is written so. ``ProtocolError`` if the notation is malformed or incomplete."""
+    """Reads a reply from its notation. ``ProtocolError`` if the notation is malformed or incomplete."""
     return reply_of(chat.read_reply(notation))
 
 
 def reader_of_replies(tools: Iterable[DescribedTool]) -> Callable[[str], Reply]:
-    """``read_reply``, whose calls of these tools have the functions, and arguments of the parameters' types.
+    """``read_reply`` for these tools: their calls have the functions, and arguments of the parameters' types.
     A call with arguments that are truncated or invalid has a fault."""
     known = {tool.name: tool for tool in tools if tool.function is not None}
     if not known:
@@ -109,7 +110,7 @@ def message_of(sent: chat.Message) -> Message:
 
 
 def sent_message(message: Message) -> chat.Message:
-    """The message as it is sent. ``BadArgument`` for tool calls that are none."""
+    """The message as it is sent. ``BadArgument`` for invalid tool calls."""
     for call in message.tool_calls:
         if not isinstance(call, ToolCall):
             raise BadArgument(
@@ -164,7 +165,7 @@ def read_message(message: Message | Mapping[str, Any]) -> chat.Message:
     """The message as it is sent, of a ``Message`` or a dict as in OpenAI's API. ``BadArgument``."""
     if isinstance(message, Message):
         return sent_message(message)
-    # Clients dump all fields of an answer; those that are null or empty say nothing.
+    # Clients dump all fields of an answer; fields that are null or empty have no meaning.
     said: Any = message
     if isinstance(message, Mapping):
         said = {key: value for key, value in message.items() if value is not None and value != []}

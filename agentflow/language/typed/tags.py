@@ -26,12 +26,22 @@ from agentflow.protocol.transform import REGEX_TIMEOUT_S
 
 
 class Tag:
-    """A place in the text of ``gen(tags=[...])``: its content, between ``begin`` and ``end``, matches a
-    ``schema``, a ``regex`` or a ``grammar`` (as in ``gen``), or is a call of one of the ``tools``. The text
-    around tags is free, and there may be no tags.
+    """A place in the text of ``gen(tags=[...])`` whose content is constrained. The text around tags is free,
+    and there may be no tags.
 
     The value of the gen is a list of pieces in order: a string for free text and an ``af.Tagged`` for each
-    tag. ``BadArgument`` if the arguments are invalid.
+    tag. Exactly one of ``schema``, ``regex``, ``grammar`` and ``tools`` must be given.
+
+    Args:
+        begin: The text that begins the tag.
+        end: The text that ends the tag.
+        schema: The type or JSON schema of the content, as in ``gen``.
+        regex: A regular expression that the content matches.
+        grammar: A grammar of the content, in Lark's notation.
+        tools: The content is a call of one of these tools.
+
+    Raises:
+        BadArgument: An argument is invalid.
 
     >>> call = af.Tag("<call>", tools=[weather], end="</call>")
     >>> reply = af.gen("reply", tags=[call])

@@ -30,7 +30,7 @@ from agentflow.protocol.sampling import is_whole
 from agentflow.runtime.task_group import first_of
 
 Tool: TypeAlias = "Callable[..., Any] | Mapping[str, Any] | FunctionTool"
-"""A function with annotated parameters, what ``af.tool`` makes of one, or a mapping with ``name``,
+"""A function with annotated parameters, a tool made by ``af.tool``, or a mapping with ``name``,
 ``parameters`` (a JSON schema) and optionally ``description``, as in OpenAI's API."""
 
 
@@ -38,7 +38,7 @@ Tool: TypeAlias = "Callable[..., Any] | Mapping[str, Any] | FunctionTool"
 class ToolCall(JsonRecord):
     """A call that the model requests. ``id`` names it in the turn with its result. ``text``: the arguments as
     the model wrote them, a JSON object. ``function``: the tool, where it is known. ``fault``: why the call
-    cannot run, because its arguments are truncated or invalid; then ``arguments`` are those that are certain,
+    cannot run, because its arguments are truncated or invalid; then ``arguments`` has only the certain ones,
     and calling it raises ``InvalidValue``.
 
     >>> calls = af.gen("calls", tools=[weather])
@@ -132,13 +132,18 @@ def tool(
     timeout_s: float | None = None,
     max_calls: int | None = None,
 ) -> Any:
-    """A function as a tool that needs more than its signature and docstring say. Also a decorator. Of a tool,
-    such as one of ``af.mcp``, a copy with these changes.
+    """Makes a tool of a function, if its signature and docstring are not enough. Also a decorator.
 
-    ``name`` and ``description``: for the model; by default the function's name and docstring. ``parameters``:
-    the JSON schema of its keyword arguments, which then arrive as plain JSON values. ``timeout_s``: in
-    ``af.act``, a call that takes longer fails. ``max_calls``: one ``af.act`` runs so many calls of it.
-    ``BadArgument`` for an invalid argument.
+    Args:
+        function: The function; or a tool, such as one of ``af.mcp``, which is copied with the given changes.
+        name: The tool's name for the model; by default the function's name.
+        description: The description for the model; by default the function's docstring.
+        parameters: The JSON schema of its keyword arguments, which then arrive as plain JSON values.
+        timeout_s: The time limit of one call in ``af.act``, in seconds.
+        max_calls: The maximum number of calls in one ``af.act``.
+
+    Raises:
+        BadArgument: An argument is invalid.
 
     >>> @af.tool(timeout_s=5, max_calls=3)
     ... async def search(query: str) -> list[str]:
@@ -263,10 +268,10 @@ class Toolbox:
 
 @dataclass(frozen=True, slots=True)
 class DescribedTool:
-    """A tool. ``parameters``: the schema of its arguments; ``read`` makes them of JSON. ``function``: None
-    for a tool that was given as a schema. ``timeout_s`` and ``max_calls``: as in ``tool``. ``is_strict``: a
-    schema that is enforced exactly, as OpenAI's ``"strict": true`` says. ``given``: what it was made of, and
-    is pickled as."""
+    """A tool. ``parameters``: the schema of its arguments; ``read`` reads them from JSON. ``function``: None
+    for a tool that was given as a schema. ``timeout_s`` and ``max_calls``: as in ``tool``. ``is_strict``: the
+    schema is enforced exactly, like OpenAI's ``"strict": true``. ``given``: the object that it was made of,
+    as which it is pickled."""
 
     name: str
     description: str
@@ -284,8 +289,8 @@ class DescribedTool:
 
     @property
     def spec(self) -> ToolSpec:
-        """Its description for the model. A schema that was given may have keywords that cannot be enforced;
-        one of a type has none."""
+        """Its description for the model. A given schema may have keywords that cannot be enforced; the schema
+        of a type has none."""
         strict = self.is_typed or self.is_strict
         return ToolSpec(self.name, self.description, self.parameters, strict=strict)
 
@@ -313,14 +318,14 @@ def plain_call(name: str, text: str, call_id: str) -> ToolCall:
 
 
 def _incompleteness(text: str) -> str:
-    """Why ``text`` is no JSON object; empty if it is one."""
+    """The reason why ``text`` is no JSON object; empty if it is one."""
     if CalledTool("", "", text).is_whole:
         return ""
     return f"its arguments are no whole JSON object (max_tokens may have cut them): {text[-100:]!r}"
 
 
 def _certain(text: str) -> dict[str, Any]:
-    """Of truncated arguments, those that are certain."""
+    """The certain part of truncated arguments."""
     try:
         found = partial_value(text)
     except NothingYet:
@@ -329,7 +334,7 @@ def _certain(text: str) -> dict[str, Any]:
 
 
 def shown_for_model(error: BaseException) -> str:
-    """The error as the model gets it. Text that could not be sent is escaped."""
+    """The error as text for the model. Text that could not be sent is escaped."""
     lone = first_of(error) if isinstance(error, Exception) else error
     name = "" if type(lone) is ValueError else f"{type(lone).__name__}: "
     shown = shown_error(lone, str)

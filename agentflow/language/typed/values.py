@@ -1,6 +1,6 @@
-"""What a gen generates: its ``ValueType`` has a constraint for the backend and a reader that makes a Python
-value of the text. ``value_type`` makes it of ``schema``, ``type``, ``choices``, ``tools``, ``regex`` or
-``grammar``.
+"""The type of a gen's value: a ``ValueType`` has a constraint for the backend and a reader that makes a
+Python value from the text. ``value_type`` makes it from ``schema``, ``type``, ``choices``, ``tools``,
+``regex`` or ``grammar``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from agentflow.protocol.schema_walk import KEYWORDS, TYPES, subschemas
 
 @dataclass(frozen=True, slots=True)
 class ValueType:
-    """``shown``: its name in messages. ``constraint``: on the text, if any. ``read``: makes the value of a
-    text; raises ``ValueError`` for an invalid one. ``comes_in_parts``: the text is JSON, and iterating over a
-    variable yields partial values instead of text. ``is_reply``: it is an assistant's whole reply, tool calls
-    included."""
+    """``shown``: its name in messages. ``constraint``: the constraint on the text, if any. ``read``: makes
+    the value from a text; raises ``ValueError`` for an invalid one. ``comes_in_parts``: the text is JSON, and
+    iterating over a variable yields partial values instead of text. ``is_reply``: it is an assistant's whole
+    reply, tool calls included."""
 
     shown: str
     constraint: Constraint | None
@@ -42,7 +42,7 @@ class ValueType:
         return self.constraint is None or self.constraint.kind == "tags" or self.is_reply
 
     def decoded(self, whitespace: Whitespace, jump_forward: bool) -> ValueType:
-        """The same with these options of its constraint. ``BadArgument`` if it has none."""
+        """A copy with these options of its constraint. ``BadArgument`` if it has no constraint."""
         if whitespace == "compact" and jump_forward is True:
             return self
         if self.constraint is None:
@@ -174,13 +174,13 @@ def _schema(schema: Mapping[str, Any]) -> Constraint:
 
 
 DEFAULT_STRING_CHARS: Final = 4_000
-"""Of a string in a value without ``maxLength``: about 1,000 tokens."""
+"""The maximum length of a string without ``maxLength`` in a value: about 1,000 tokens."""
 DEFAULT_LIST_ITEMS: Final = 200
-"""Of a list or dict in a value without ``maxItems``."""
+"""The maximum length of a list or dict without ``maxItems`` in a value."""
 
 
 def _longest(schema: Mapping[str, Any], default: int, *keys: str) -> int:
-    """The default, or the largest length that the schema names: what it allows is never shortened."""
+    """The default, or the largest length in the schema, so that no allowed value is cut."""
     found = [default]
     for part in subschemas(schema):
         named = [part.get(key) for key in keys]
@@ -191,8 +191,8 @@ def _longest(schema: Mapping[str, Any], default: int, *keys: str) -> int:
 
 
 def with_lengths(constraint: Constraint) -> str:
-    """The schema of the constraint, in which its lengths are those of strings and lists without one: for a
-    schema inside tags, whose lengths nothing but the grammar itself can count."""
+    """The schema of the constraint, whose strings and lists without a limit get the constraint's limits: for
+    a schema inside tags, where only the grammar itself can count lengths."""
     if constraint.kind != "schema":
         return constraint.source
     schema = json.loads(constraint.source)
@@ -210,7 +210,7 @@ _SETS_LENGTH: Final = frozenset({"maxLength", "pattern", "format", "enum", "cons
 
 
 def warn_of_length(name: str, text: str, constraint: Constraint | None) -> None:
-    """Warns if a part of the value is as long as the defaults allow, and was probably ended by them."""
+    """Warns if a part of the value has the default maximum length, which has probably cut it."""
     if constraint is None or constraint.string_chars is None or constraint.list_items is None:
         return
     if len(text) < min(constraint.string_chars, constraint.list_items):
