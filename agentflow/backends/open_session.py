@@ -267,7 +267,7 @@ def run(  # type: ignore[misc]  # ``session`` cannot be an argument of the progr
 
 
 class SessionMapOptions(MapOptions, total=False):
-    """The options of ``af.map``: those of ``flow.map``, and the session."""
+    """The options of ``flow.map``, and the session."""
 
     session: Session | None
 

@@ -1,11 +1,11 @@
-"""The client of a server: a session over as many websockets as it takes.
+"""The client of a server: one session over one or more websockets.
 
 After a broken connection the client resumes the session within the server's grace period; nothing is lost and
-nothing runs twice. A session that the server no longer has, after a restart for example, is lost: everything
-that it was running fails, and the client opens another one in its place. ``OpQueue`` keeps each op until the
-server acknowledges it. ``Cursors`` knows how much of each variable and state was received: it tells the
-server where to continue, and drops what the server repeats. ``RemoteConnection`` runs the session, ``Remote``
-opens its websockets."""
+nothing runs twice. A session that the server no longer has, after a restart for example, is lost: all its
+unfinished ops fail, and the client opens another one in its place. ``OpQueue`` keeps each op until the server
+acknowledges it. ``Cursors`` knows how much of each variable and state was received: it tells the server where
+to continue, and drops repeated events. ``RemoteConnection`` runs the session, ``Remote`` opens its
+websockets."""
 
 from __future__ import annotations
 
@@ -216,8 +216,8 @@ _GOODBYE_S = 1.0  # ``leave`` waits so long for the server
 _LAST_READ_S = 1.0
 _FIRST_BACKOFF_S = 0.05
 _LAST_BACKOFF_S = 1.0
-_LAST_BACKOFF_ANEW_S = 5.0
-# A frame may have events of thousands of variables; the loop yields after so many.
+_LAST_SESSION_BACKOFF_S = 5.0
+# A frame may have events of thousands of variables; the loop yields after this many.
 _EVENTS_PER_TURN = 128
 
 # Close codes of RFC 6455, section 7.4.1, and the server's own (docs/reference/protocol.md).
@@ -237,9 +237,17 @@ class RemoteConnection:
     """A client's connection, from the first ``Welcome`` to ``Bye``, over one session of the server after
     another.
 
-    ``reopen`` opens a websocket; ``url`` is for messages. ``embed_model``: the one that embeddings use by
-    default. ``patience_s``: how long ops wait for a server that can be reached, once a session is lost; None
-    to end with the first session."""
+    Args:
+        url: The server's address, for messages.
+        reopen: Opens a websocket.
+        websocket: The first websocket.
+        welcome: The server's answer on it.
+        deliver: Receives the events.
+        lost: Called when a session is lost.
+        embed_model: The default model for embeddings.
+        patience_s: How long ops wait for a reachable server after a session was lost; None to end with the
+            first session.
+    """
 
     def __init__(
         self,
@@ -265,7 +273,7 @@ class RemoteConnection:
         self._patience_s = patience_s
         self._decoder = server_frames()
         self._begin()
-        self._backoff = pauses_s(_FIRST_BACKOFF_S, _LAST_BACKOFF_ANEW_S)
+        self._backoff = pauses_s(_FIRST_BACKOFF_S, _LAST_SESSION_BACKOFF_S)
         self._has_answered = False
         self._failure: ErrorInfo | None = None
         self._is_leaving = False
@@ -274,7 +282,7 @@ class RemoteConnection:
         self._scope = anyio.CancelScope(shield=True)
 
     def _begin(self) -> None:
-        """Begins with a new session of the server, which knows no states yet."""
+        """Begins with a new session of the server, which has no states yet."""
         self._queue = OpQueue(binary=self._binary, frame_bytes=self._welcome.limits.frame_bytes)
         self._cursors = Cursors()
         self._waiting_since: float | None = None  # the first op that needs an answer, while disconnected
@@ -337,7 +345,7 @@ class RemoteConnection:
             except AgentflowError as error:
                 if self._patience_s is None or self._is_leaving or isinstance(error, NotAuthorized):
                     return error
-                final = await self._open_anew(error)
+                final = await self._open_another(error)
                 if final is not None:
                     return final
             else:
@@ -353,13 +361,13 @@ class RemoteConnection:
             self._check_resumable(ended)
             await self._reconnect(ended)
 
-    async def _open_anew(self, lost: AgentflowError) -> AgentflowError | None:
+    async def _open_another(self, lost: AgentflowError) -> AgentflowError | None:
         """Opens another session after one was lost. Returns the error with which the server rejects it."""
         await self._drop_websocket()
-        logger.warning("the session on %s is lost, and is opened anew: %s", self._url, lost)
+        logger.warning("the session on %s is lost, and another one is opened: %s", self._url, lost)
         self._lose(lost)
         if self._has_answered:  # otherwise the server ends each session immediately: pauses grow
-            self._has_answered, self._backoff = False, pauses_s(_FIRST_BACKOFF_S, _LAST_BACKOFF_ANEW_S)
+            self._has_answered, self._backoff = False, pauses_s(_FIRST_BACKOFF_S, _LAST_SESSION_BACKOFF_S)
         at_least_s = 0.0
         for delay_s in self._backoff:
             await anyio.sleep(max(delay_s, at_least_s))  # noqa: TID251  (a deliberate delay between attempts)
@@ -490,7 +498,8 @@ class RemoteConnection:
 
 # The size of an ``Ops`` frame without its ops, in either encoding: field names and two numbers.
 FRAME_OVERHEAD_BYTES = 64
-# A server decodes a frame at once, and rejects one with very many values, so many small ops take several.
+# A server decodes a frame in one step, and rejects a frame with very many values, so many small ops take
+# several frames.
 USUAL_FRAME_BYTES = 128 * 1024
 
 

@@ -87,7 +87,7 @@ Script = str | Callable[[ScriptedCall], Answer] | Mapping[str, Answer] | Sequenc
 @dataclass(frozen=True, slots=True)
 class _SentGen:
     """A gen or select that the program has appended. ``number``: in the order of the appends, from 0.
-    ``ordinal``: the same among those of its name."""
+    ``ordinal``: the same among gens of its name."""
 
     name: str
     number: int
@@ -161,7 +161,7 @@ class ScriptedGenerator:
     """Answers from a script, one word at a time, with a checkpoint between words. Tokens are words.
 
     ``max_tokens``, ``min_tokens``, ``stop`` and ``stop_regex`` truncate the answer as they would a model's
-    (an answer of fewer words than ``min_tokens`` stays as it is). Parameters of sampling are ignored:
+    (an answer of fewer words than ``min_tokens`` is unchanged). Parameters of sampling are ignored:
     ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``seed``, the penalties and ``logit_bias``; so are
     ``stop_token_ids`` and ``ignore_eos``, because words have no ids. Log-probabilities are ``NotSupported``.
     """
@@ -380,7 +380,7 @@ class ScriptedGenerator:
         return _SentGen(name, self._num_sent.total() - 1, self._num_sent[name] - 1)
 
     def will_open(self, queue: _Queue) -> None:
-        """The next context that opens is that of this queue."""
+        """The next context that opens belongs to this queue."""
         self._opened.append(queue)
 
     def unused(self) -> dict[str, int]:

@@ -249,8 +249,19 @@ async def open_websocket(
     binary: bool,
     keepalive_s: float,
 ) -> WebSocket:
-    """Connects and performs the handshake. ``ServerUnreachable`` if there is no server or it is not a
-    websocket server; the errors of ``handshake_error`` if it rejects the client."""
+    """Connects and performs the handshake.
+
+    Args:
+        uri: The server's address.
+        headers: Further headers of the handshake.
+        ssl_context: For ``wss``; None for the default.
+        binary: Whether messages are sent in binary frames.
+        keepalive_s: The seconds of silence after which the client sends a ping.
+
+    Raises:
+        ServerUnreachable: There is no server, or it is not a websocket server.
+        AgentflowError: The server rejects the client; see ``handshake_error``.
+    """
     try:
         stream = await _connect(uri, ssl_context)
     except OSError as error:

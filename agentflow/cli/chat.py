@@ -160,8 +160,16 @@ def run_chat(
     reasoning: bool = True,
     **sampling: Any,
 ) -> None:
-    """Runs a conversation until ``read`` raises EOFError. ``console``: for everything but the answers.
-    ``reasoning``: whether to show the reasoning of a model."""
+    """Runs a conversation.
+
+    Args:
+        session: The session, which is opened and closed here.
+        read: Returns the next line; raises ``EOFError`` to end the conversation.
+        console: Shows everything but the answers.
+        system: The system message, if any.
+        reasoning: Whether to show the reasoning of a model.
+        sampling: Arguments of each ``gen``.
+    """
     with start_blocking_portal("asyncio") as portal:
         with console.status("loading the model…") if console.is_terminal else contextlib.nullcontext():
             opening = portal.wrap_async_context_manager(session)

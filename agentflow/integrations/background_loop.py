@@ -206,7 +206,7 @@ class _LoopThread:
     def __init__(self, name: str) -> None:
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._calls: set[_Call[Any]] = set()  # those that have not ended
+        self._calls: set[_Call[Any]] = set()  # the calls that have not ended
         self._has_ended = False
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name=name, daemon=True)

@@ -381,8 +381,9 @@ def connection_to(
     url: str | None = None, model: str | None = None, api_key: str | None = None
 ) -> ModelConnection:
     """Returns the process's one connection to a server, or to a model in this process. The arguments are
-    those of ``af.session``. Its session is closed by ``close``, with the process, and while it has no call if
-    others were used more recently (``background_loop.MAX_THREADS``); the next call opens it again."""
+    those of ``af.session``. Its session ends with ``close`` and with the process, and is closed while it has
+    no call if others were used more recently (``background_loop.MAX_THREADS``); the next call opens it
+    again."""
     is_local = not (url or os.environ.get("AGENTFLOW_URL"))
     key = (None, model or DEFAULT_MODEL, None) if is_local else (url, model, api_key)
     return _connection(key, lambda: session(url, model=model, api_key=api_key))
@@ -391,8 +392,8 @@ def connection_to(
 def embedding_connection_to(
     url: str | None = None, model: str | None = None, api_key: str | None = None
 ) -> ModelConnection:
-    """As ``connection_to``, for embeddings: ``model`` makes them. A server has a default one; without a
-    server ``BadArgument`` for None."""
+    """As ``connection_to``, for embeddings: ``model`` makes them. A server has a default model; without a
+    server, None raises ``BadArgument``."""
     url = url or os.environ.get("AGENTFLOW_URL") or None
     if url is None and model is None:
         raise BadArgument(

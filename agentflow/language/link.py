@@ -326,9 +326,9 @@ class Link:
             self._failure = failure
         self._end_all(ErrorInfo.of(failure))
         if not is_final:
-            self._begin_anew()
+            self._begin_again()
 
-    def _begin_anew(self) -> None:
+    def _begin_again(self) -> None:
         """The backend has lost all states and the limits of the session, and can be used again."""
         self.states.clear()
         self._first_id = self.next_id()

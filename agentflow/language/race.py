@@ -31,7 +31,7 @@ async def race(*contenders: Any) -> Any:
     result of a state is the state itself, once everything appended to it is done. Cancels the others, and the
     states that they represent or have appended to: give each program a separate state.
 
-    A contender that fails cannot win. If all fail, the first failure is raised. Of those that end in the same
+    A contender that fails cannot win. If all fail, the first failure is raised. If several end in the same
     step of the event loop, the first in order wins.
 
     >>> await af.race(judge(s.copy(), essay), judge(s.copy(), essay, dimensions=("style",)))

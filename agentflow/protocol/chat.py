@@ -284,7 +284,7 @@ class ReplySoFar:
         return self._reader.is_over
 
     def follow(self, notation: str) -> Self:
-        """Reads ``notation``, which begins with what was read before. ``ProtocolError`` if it is
+        """Reads ``notation``, which continues the part that was read before. ``ProtocolError`` if it is
         malformed."""
         added, self._num_read = notation[self._num_read :], len(notation)
         for piece in self._reader.push(added) if added else ():

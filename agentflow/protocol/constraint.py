@@ -178,7 +178,7 @@ def _check_tags(tags: tuple[TagRule, ...]) -> None:
         tag.check()
     begins = [tag.begin for tag in tags]
     for index, begin in enumerate(begins):
-        # Otherwise a text could begin two tags at once.
+        # Otherwise one text could begin two tags.
         inside = next((other for other in begins[:index] + begins[index + 1 :] if begin in other), None)
         if inside is not None:
             raise BadArgument(

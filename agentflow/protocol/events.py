@@ -371,7 +371,7 @@ class TreeNode(msgspec.Struct, frozen=True, array_like=True):
 
 class TreeDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     """What has changed in the watched part of the radix tree since the last event: ``nodes`` that are new or
-    changed, parents before their children, and the ids of those that are ``gone``. ``reset``: forget all
+    changed, parents before their children, and the ids of removed nodes (``gone``). ``reset``: forget all
     earlier nodes first. ``tenants``: the names of all tenants of the nodes. ``num_nodes_left_out``: nodes of
     the tree beyond ``max_nodes``."""
 

@@ -202,8 +202,8 @@ class Embed(_Op, frozen=True):
 
 
 class Done(_Op, frozen=True):
-    """Sets variable ``var`` to the empty text when all earlier ops of the state are done, such as those of a
-    branch that is joined. A sealed state may have one."""
+    """Sets variable ``var`` to the empty text when all earlier ops of the state are done, such as the ops of
+    a branch that is joined. A sealed state may have one."""
 
     state: int
     var: int

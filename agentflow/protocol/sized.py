@@ -20,7 +20,7 @@ def sized(*kept: object) -> int:
     as often as they occur.
 
     Reads texts, numbers, the collections that JSON has, tuples, sets, structs of msgspec and objects with
-    slots. Other objects count without what they refer to. Does not recurse, so any depth can be measured.
+    slots. Other objects count without their references. Does not recurse, so any depth can be measured.
     """
     seen: set[int] = set()
     num_bytes = 0

@@ -77,7 +77,7 @@ class UnreadOps(_Frame, frozen=True, tag="ops"):
 
 
 class Bye(_Frame, frozen=True):
-    """Client, last frame: the session ends at once, without a grace period."""
+    """Client, last frame: the session ends immediately, without a grace period."""
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -240,7 +240,7 @@ def _with(content: Content, fields: dict[str, Any], names: list[str]) -> str:
 
 
 def _flat(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields, with those of nested structs in place of the struct."""
+    """The fields, with the fields of nested structs in place of the struct."""
     flat: dict[str, Any] = {}
     for name, value in fields.items():
         flat |= _flat(dict(value.fields)) if isinstance(value, Content) else {name: value}

@@ -136,7 +136,7 @@ class RecordedState(Node):
         return self._done[position]
 
     def finish(self) -> None:
-        """Computes the event after which each op was done (-1: before any), after those of the parents."""
+        """Computes the event after which each op was done (-1: before any); the parents come first."""
         parent = self.parent
         done = parent._done[self._fork_position] if isinstance(parent, RecordedState) else -1
         self._done = [done]
@@ -321,7 +321,7 @@ class RecordedRuns:
         for index, op in enumerate(state.ops[num_done:], start=num_done):
             if any(_failed_with(source, origin) for source in op.sources):
                 return index + 1, needed
-        # No op of its own failed, but one of its branches or its parent.
+        # None of its own ops failed, but a branch or the parent did.
         return (num_done if needed is not None else min(num_done + 1, len(state.ops))), needed
 
 

@@ -175,7 +175,7 @@ class Generator(Embedder, Protocol[ContextT]):
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
     ) -> Generated:
-        """As ``generate``, but the text is the notation of a reply (``protocol.chat``), which may call the
+        """As ``generate``, but the text is the notation of a reply (``protocol/chat``), which may call the
         tools of ``converse`` or ``offer_tools``. The constraint applies to replies without calls."""
 
     async def generate(
@@ -186,9 +186,15 @@ class Generator(Embedder, Protocol[ContextT]):
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
     ) -> Generated:
-        """Generates a continuation under the constraint and appends it. ``on_text`` receives each delta. The
-        constraint is of a kind that ``capabilities`` names. ``on_reasoning`` receives each delta of
-        reasoning; it is given only if ``params.stream_reasoning``."""
+        """Generates a continuation and appends it.
+
+        Args:
+            context: The prompt; the continuation is appended to it.
+            params: The sampling parameters.
+            on_text: Receives each delta of the text.
+            constraint: Constrains the text; its kind is among the ``capabilities``.
+            on_reasoning: Receives each delta of reasoning; given only if ``params.stream_reasoning``.
+        """
 
     async def score(self, context: ContextT, choices: Sequence[str], method: str) -> Scored:
         """Appends the choice with the highest score after the context."""

@@ -83,7 +83,7 @@ from agentflow.runtime.turns import Turn
 
 logger = logging.getLogger(__name__)
 
-# Twice what the frontend lets a program submit without awaiting.
+# Twice the number of ops that the frontend lets a program submit without awaiting.
 MAX_PENDING_OPS = 20_000
 OPS_PER_LOOK = 64
 """Ops of one state that run between two checks of the clock."""
@@ -93,10 +93,15 @@ _NUMBERED = {str(kind.__struct_config__.tag) for kind, spec in OPS.items() if sp
 
 
 class Interpreter(Generic[ContextT]):
-    """Runs the ops of a session with ``generator``; ``events`` has the results. ``task_group`` owns all
-    tasks: cancel it to end the session, then call ``close``. ``memory`` counts the memory of the session.
-    ``hides_faults``: clients see only an id for faults of the backend, which the log explains. ``embedders``:
-    further models that make embeddings, by name."""
+    """Runs the ops of a session; ``events`` has the results.
+
+    Args:
+        generator: Runs the generations.
+        task_group: Owns all tasks: cancel it to end the session, then call ``close``.
+        memory: Counts the memory of the session.
+        hides_faults: Clients see only an id for faults of the backend, which the log explains.
+        embedders: Further models that make embeddings, by name.
+    """
 
     def __init__(
         self,

@@ -35,9 +35,14 @@ _TOP_TOKEN_BYTES = 160
 
 
 class MemoryBudget:
-    """At most ``most_bytes`` of memory. The error of an exceeded limit begins with ``subject`` and ends with
-    ``advice``. Bytes beyond ``free_bytes`` also count in ``within``, a shared budget; the free bytes are
-    available even when the shared budget is full.
+    """A limit on memory.
+
+    Args:
+        most_bytes: The maximum number of bytes.
+        subject: The beginning of the error of an exceeded limit.
+        advice: The end of that error.
+        within: A shared budget in which bytes beyond ``free_bytes`` also count.
+        free_bytes: The bytes that are available even when the shared budget is full.
 
     >>> server = MemoryBudget(1_000, "all sessions together may hold")
     >>> session = MemoryBudget(800, within=server, free_bytes=100)

@@ -113,9 +113,17 @@ MAX_DRAINED_CHARS = 4_000_000
 
 
 class VariableRecord:
-    """One variable: its text so far, its end, and the position of the reader of its events. ``is_expected``:
-    the client provides the value. ``is_reply``: the text is the notation of a reply. ``reservation``: its
-    memory. ``reports``: which events it sends."""
+    """One variable: its text so far, its end, and the position of the reader of its events. ``reports``:
+    which events it sends.
+
+    Args:
+        var_id: Its number.
+        name: Its name.
+        events: The session's events.
+        reservation: Its memory.
+        is_expected: The client provides the value.
+        is_reply: The text is the notation of a reply.
+    """
 
     def __init__(
         self,
@@ -248,7 +256,7 @@ class StateRecord(Generic[ContextT]):
         self.num_limits = 0
         self.reservation = reservation
         self.context_reservation: Reservation | None = None
-        self.num_chars = 0  # of its context, those of its parents included
+        self.num_chars = 0  # of its context, including its parents'
         self.error: AgentflowError | None = None
         self.reached = 0
         self._events = events
@@ -351,9 +359,15 @@ MAX_SEALED_BYTES = 16 * 1024 * 1024
 
 
 class StateTree(Generic[ContextT]):
-    """The states of one session. ``free`` releases a context; ``kick`` starts a state's waiting ops, which
-    run or fail; ``later`` calls a function in another turn of the event loop. ``memory`` counts the memory of
-    the states."""
+    """The states of one session.
+
+    Args:
+        events: The session's events.
+        memory: Counts the memory of the states.
+        free: Releases a context.
+        kick: Starts a state's waiting ops, which run or fail.
+        later: Calls a function in another turn of the event loop.
+    """
 
     def __init__(
         self,
@@ -488,7 +502,7 @@ class StateTree(Generic[ContextT]):
             if not pending:
                 return
             state = pending.pop()
-            if not state.is_cancelled:  # with its forks: each level of a failure cancels what is below it
+            if not state.is_cancelled:  # with its forks: each level of a failure cancels the levels below it
                 state.is_cancelled = True
                 pending += state.children.values()
                 self.stop(state, error)

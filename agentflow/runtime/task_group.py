@@ -28,7 +28,7 @@ def running_loop() -> object | None:
 
 
 def forget_loop() -> None:
-    """Lets anyio start an event loop in this thread, whose context may be that of a task of another one."""
+    """Lets anyio start an event loop in this thread, whose context may come from a task of another loop."""
     with suppress(AttributeError, ImportError):  # versions of anyio differ here
         from anyio._core._eventloop import set_current_async_library
 

@@ -241,8 +241,16 @@ def run_top(
     interval_s: float,
     once: bool,
 ) -> None:
-    """Shows frames until it is interrupted, or a single one. ``wait(seconds)``: waits between two scrapes,
-    and returns True to end the view."""
+    """Shows frames until the view ends.
+
+    Args:
+        scrape: Reads the server's metrics.
+        wait: Waits for some seconds; returns True to end the view.
+        console: Shows the frames.
+        url: The server's address, for the heading.
+        interval_s: The seconds between two scrapes.
+        once: Ends after one frame.
+    """
     first = scrape()
     if wait(interval_s):
         return

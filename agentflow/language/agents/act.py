@@ -590,8 +590,7 @@ class _Calls:
 
 
 def _changed(call: ToolCall, tool: DescribedTool, arguments: Mapping[str, Any]) -> ToolCall:
-    """The call with other arguments, validated like those of the model. Values that the hook kept stay as the
-    model wrote them."""
+    """The call with other arguments, validated like the model's. Values that the hook kept are unchanged."""
     written = msgspec.json.decode(call.text, type=dict[str, msgspec.Raw])
     try:
         whole = {

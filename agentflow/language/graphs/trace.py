@@ -203,10 +203,20 @@ def _as_output(result: Any, name: str) -> Any:
 
 
 class GraphRun:
-    """A graph that was sent with the texts of its arguments: ``args``, or one dict in it, and ``kwargs``.
-    ``index`` and ``objective``: the arguments of its ``Run``. ``is_streamed``: the backend reports all
-    generated texts, not only the texts that the result needs. ``BadArgument`` if an argument is missing,
-    unknown, given twice, or not a text."""
+    """A graph that is sent with the texts of its arguments.
+
+    Args:
+        link: The session's link.
+        graph: The graph.
+        args: The texts by position, or one dict of all texts.
+        kwargs: The texts by name.
+        index: As in ``Run``.
+        objective: As in ``Run``.
+        is_streamed: The backend reports all generated texts, not only the texts that the result needs.
+
+    Raises:
+        BadArgument: An argument is missing, unknown, given twice, or not a text.
+    """
 
     def __init__(
         self,

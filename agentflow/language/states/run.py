@@ -46,10 +46,18 @@ def _label(name: str) -> str:
 
 
 class Run:
-    """``index``: seeds are derived from it. ``root_id``: the number of a root that a graph opens.
-    ``objective``: a hint for all states. ``program``: calls with the same name are siblings to the scheduler.
-    ``name``: the name of the running program, for watchers and for a new ``record``. ``places``: in a trace,
-    where each gen stands."""
+    """The tree of one call. ``places``: the place of each gen in a trace.
+
+    Args:
+        link: The session's link.
+        cache_salt: States share cached KV only if their salts are equal.
+        index: The run's number, from which its seeds are derived; by default the next one.
+        root_id: The number of a root that a graph opens; by default the run opens a root.
+        objective: A hint for all states.
+        program: Calls with the same name are siblings to the scheduler.
+        name: The name of the running program, for watchers and for a new ``record``.
+        record: The run's record, if it has begun.
+    """
 
     def __init__(
         self,

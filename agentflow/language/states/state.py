@@ -176,7 +176,7 @@ class State:
         return Turn(self, "user")
 
     def assistant(self) -> Turn:
-        """An assistant turn around a block, in which the program may await what it generates.
+        """An assistant turn around a block, in which the program may await generated text.
 
         >>> async with s.assistant():
         ...     s += "The answer is " + af.gen("answer", stop=".")
@@ -374,10 +374,9 @@ class State:
         self._node.raise_failure()
 
     def show(self) -> None:
-        """Shows what is known of the conversation so far, with its branches: on stdout, in colours if it is a
-        terminal; in a notebook below the cell, redrawn while it is generated. Cached and generated text have
-        different colours. ``print(s)`` writes the same without colours. Very long texts are shortened in the
-        middle.
+        """Shows the conversation so far, with its branches: on stdout, in colours if it is a terminal; in a
+        notebook below the cell, redrawn while it is generated. Cached and generated text have different
+        colours. ``print(s)`` writes the same without colours. Very long texts are shortened in the middle.
 
         >>> await s["answer"]
         'Plants turn light into sugar.'
@@ -434,7 +433,7 @@ class RootState(AsyncOnly, State):
     """A state without a program. The end of its ``async with`` block, or ``close``, ends it."""
 
     def close(self) -> None:
-        """Ends the state and its forks, and cancels what is unfinished.
+        """Ends the state and its forks, and cancels unfinished ops.
 
         >>> s = flow.state()
         >>> s += af.user("What do plants do?") + af.assistant(af.gen("answer"))

@@ -19,8 +19,15 @@ GenOp = TypeVar("GenOp", ops.Gen, ops.Select)
 def traced(
     op: GenOp, node: VariableNode, *, num_entries: int, in_turn: bool, transcript: Transcript | None = None
 ) -> GenOp:
-    """The op with the span of its variable, if the state has one. ``num_entries``: the number of entries of
-    the state's own transcript, or of ``transcript``, in its prompt. ``in_turn``: whether it is in a turn."""
+    """Begins the span of an op's variable, if the state has a span. Returns the op with it.
+
+    Args:
+        op: The gen or select.
+        node: Its variable.
+        num_entries: The number of own entries of the transcript in its prompt.
+        in_turn: Whether it is in a turn.
+        transcript: The transcript of its prompt; by default the state's.
+    """
     state = node.state
     if state.span is None:
         return op

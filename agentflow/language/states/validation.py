@@ -30,9 +30,15 @@ RETRY_TEMPERATURE: Final = 0.7
 
 
 class Attempts:
-    """The generations of ``variable``, whose state is forked before it. ``number``: the number of that branch
-    in the state. ``num_entries``: the number of entries of the state's transcript before the variable.
-    ``role``: the role of the open turn."""
+    """The generations of one variable.
+
+    Args:
+        item: The gen.
+        variable: Its variable, whose state is forked before it.
+        number: The number of that branch in the state.
+        num_entries: The number of entries of the state's transcript before the variable.
+        role: The role of the open turn.
+    """
 
     def __init__(
         self,
