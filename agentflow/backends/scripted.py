@@ -42,7 +42,7 @@ from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.events import Capabilities, Stats, Usage
 from agentflow.protocol.op_table import expanded
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.runtime.generator import Embedded, EmbeddingOptions, Generated, OnText, Scored, StateHint
+from agentflow.runtime.generator import EmbeddingOptions, Embeddings, Generated, OnText, Scored, StateHint
 from agentflow.runtime.word_embedding import word_embedding
 
 MAX_CALLS = 10_000
@@ -337,7 +337,7 @@ class ScriptedGenerator:
         """The text, with turns as ``<role>…</role>``."""
         return context.text
 
-    async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embedded:
+    async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embeddings:
         """Embeddings of ``EMBEDDING_SIZE`` dimensions (``word_embedding``): texts that have words in common
         are similar. The prompt changes nothing."""
         size = options.dimensions or EMBEDDING_SIZE
@@ -352,7 +352,7 @@ class ScriptedGenerator:
             vector = word_embedding([word.encode() for word in words], size)
             vectors.append(struct.pack(f"<{size}f", *vector))
         self._stats["prompt_tokens"] += num_words
-        return Embedded(vectors, Usage(prompt_tokens=num_words))
+        return Embeddings(vectors, Usage(prompt_tokens=num_words))
 
     async def token_texts(self, context: ScriptedContext) -> list[str]:
         """``NotSupported``."""

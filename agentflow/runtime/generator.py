@@ -60,7 +60,7 @@ class EmbeddingOptions(msgspec.Struct, frozen=True):
     dimensions: int | None = None
 
 
-class Embedded(NamedTuple):
+class Embeddings(NamedTuple):
     """Embeddings in the order of the texts, each in float32, little-endian, and the tokens of all texts."""
 
     vectors: list[bytes]
@@ -131,7 +131,7 @@ class View(Protocol):
 class Embedder(Protocol):
     """Makes embeddings with one model."""
 
-    async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embedded:
+    async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embeddings:
         """The embeddings of texts. Cancelling it aborts the work. ``BadArgument`` if the model generates
         text."""
 

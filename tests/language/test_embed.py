@@ -22,7 +22,7 @@ from agentflow.language.batch.embeddings import CONCURRENCY, _batches
 from agentflow.protocol import ops
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.op_table import spec_of
-from agentflow.runtime.generator import Embedded, EmbeddingOptions
+from agentflow.runtime.generator import EmbeddingOptions, Embeddings
 from agentflow.runtime.word_embedding import word_embedding
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
@@ -45,7 +45,7 @@ class Waiting:
         self._embed, self._fails_at = self.generator.embed, fails_at
         self.generator.embed = self.embed
 
-    async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embedded:
+    async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embeddings:
         self.now += 1
         self.most = max(self.most, self.now)
         self.begun.release()

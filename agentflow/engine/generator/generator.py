@@ -60,7 +60,7 @@ from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec, read_rep
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.events import Capabilities, Stats, Usage
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.runtime.generator import Embedded, EmbeddingOptions, Generated, OnText, Scored, StateHint
+from agentflow.runtime.generator import EmbeddingOptions, Embeddings, Generated, OnText, Scored, StateHint
 from agentflow.runtime.turns import Turn
 
 ResultT = TypeVar("ResultT")
@@ -396,10 +396,10 @@ class EngineGenerator:
         context.num_computed = len(encoded.prefix)
         return Scored(best, tuple(scores), usage_of(end))
 
-    async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embedded:
+    async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embeddings:
         """The embeddings of texts, as one request of the tenant."""
         vectors, usage = await self.embed_inputs(texts, options, param="texts")
-        return Embedded([vector.tobytes() for vector in vectors], usage)
+        return Embeddings([vector.tobytes() for vector in vectors], usage)
 
     async def embed_inputs(
         self,
