@@ -52,10 +52,15 @@ MAX_CALLS = 10_000
 class ScriptedCall(str):
     """One generation of an ``af.Scripted``: a string, the text of its prompt, with the arguments of the gen.
 
-    ``name``: of the variable. ``kind``: ``gen``, ``reply`` or ``select``. ``messages``: the turns of the
-    prompt, as ``s.messages()`` gives them, with the open one if it has text. ``tools``: the tools of the
-    conversation. ``params`` and ``constraint``: of a gen or a reply, as they were sent. ``choices``: of a
-    select. ``answer``: the script's answer, before stops and limits truncated it; None until then.
+    Attributes:
+        name: The name of the variable.
+        kind: ``gen``, ``reply`` or ``select``.
+        messages: The turns of the prompt, as ``s.messages()`` gives them, with the open one if it has text.
+        tools: The tools of the conversation.
+        params: The sampling parameters of a gen or a reply, as they were sent.
+        constraint: The constraint of a gen or a reply, as it was sent.
+        choices: The choices of a select.
+        answer: The script's answer, before stops and limits truncated it; None until then.
 
     >>> backend = af.Scripted(lambda call: f"{call.name}, {call.params.max_tokens} tokens")
     >>> async with af.session(backend=backend) as flow, flow.state() as s:
@@ -102,21 +107,18 @@ that runs."""
 
 @dataclass
 class ScriptedContext:
-    """A state as text, with turns as ``<role>…</role>``. ``may_call``: its conversation allows tool calls.
-
-    ``sent``: the ops that were sent and have not run. ``messages``: the turns that have ended. ``turn_at``:
-    where the text of the open turn begins. ``calls_at``: where its tool calls begin. ``calls``: these."""
+    """A state as text, with turns as ``<role>…</role>``."""
 
     text: str = ""
     open_roles: list[str] = field(default_factory=list)
-    may_call: bool = False
-    sent: _Queue = field(default_factory=deque)
+    may_call: bool = False  # its conversation allows tool calls
+    sent: _Queue = field(default_factory=deque)  # the ops that were sent and have not run
     tools: tuple[ToolSpec, ...] = ()
-    messages: tuple[Message, ...] = ()
-    turn_at: int = 0
-    calls_at: int | None = None
-    calls: tuple[ToolCall, ...] = ()
-    answered: tuple[str | None, str | None] = (None, None)
+    messages: tuple[Message, ...] = ()  # the turns that have ended
+    turn_at: int = 0  # where the text of the open turn begins
+    calls_at: int | None = None  # where its tool calls begin
+    calls: tuple[ToolCall, ...] = ()  # its tool calls
+    answered: tuple[str | None, str | None] = (None, None)  # the id of the call that it answers, and the tool
     num_calls: int = 0
 
     def begin(self, role: str, answered: tuple[str | None, str | None] = (None, None)) -> None:

@@ -204,15 +204,12 @@ class TurnContent(NamedTuple):
 
 
 class TurnPlace(NamedTuple):
-    """The position of a state among its turns. ``open_role``: the role of the open turn.
-    ``closes_with_reply``: the open turn ends with the next reply, because the program did not open it itself.
-    ``last_role``: the role of the last turn that has ended. ``has_text``: something was appended after that
-    turn, outside turns."""
+    """The position of a state among its turns."""
 
-    open_role: Role | None = None
-    closes_with_reply: bool = False
-    last_role: str | None = None
-    has_text: bool = False
+    open_role: Role | None = None  # the role of the open turn
+    closes_with_reply: bool = False  # the next reply ends that turn, which the program did not open itself
+    last_role: str | None = None  # the role of the last turn that has ended
+    has_text: bool = False  # something was appended after that turn, outside turns
 
     def begun(self, role: Role) -> TurnPlace:
         """The position after the begin of a turn."""

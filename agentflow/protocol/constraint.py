@@ -51,30 +51,26 @@ class TagRule(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``source``: the regular expression that the whole text matches, the JSON schema (as JSON), the grammar
-    (in Lark's notation), or the tags that may stand in free text (a JSON list of ``TagRule``). ``choices``:
-    one of these texts is generated. ``whitespace`` between the parts of a JSON value: ``compact`` is one line
-    with ``, `` and ``: ``, ``tight`` none, ``free`` any. ``jump_forward``: forced text may be appended
-    without sampling.
-
-    Of tags: at most ``max_tags`` of them (None: any number), and no text after the last one allowed. With
-    ``between`` there is no free text: at least one tag, and exactly this text between two. ``instead``: an
-    alternative constraint, of another kind than ``tags`` and without an alternative itself; a text under it
-    begins with none of ``apart``, which tells the two apart.
-
-    Of a schema: a string ends at the first chance after ``string_chars`` characters, a list or object after
-    ``list_items`` members (None: unlimited), so that a model cannot continue it forever. This narrows the
-    schema only where it allows longer values."""
+    """A constraint on the whole text. The fields after ``jump_forward`` belong to one kind: the first four to
+    ``tags``, the last two to ``schema``."""
 
     kind: ConstraintKind
+    # The regular expression that the whole text matches, the JSON schema (as JSON), the grammar (in Lark's
+    # notation), or the tags that may stand in free text (a JSON list of ``TagRule``).
     source: str = ""
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()  # the text is one of these
+    # Between the parts of a JSON value: ``compact`` is one line with ``, `` and ``: ``, ``tight`` none,
+    # ``free`` any.
     whitespace: Whitespace = "compact"
-    jump_forward: bool = True
-    between: str | None = None
-    max_tags: int | None = None
+    jump_forward: bool = True  # forced text may be appended without sampling
+    between: str | None = None  # no free text: at least one tag, and exactly this text between two
+    max_tags: int | None = None  # None: any number; no text may follow the last one allowed
+    # An alternative constraint, of another kind than ``tags`` and without an alternative itself.
     instead: Constraint | None = None
-    apart: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()  # a text under ``instead`` begins with none of these
+    # A string ends at the first chance after this many characters, a list or object after this many members
+    # (None: unlimited), so that a model cannot continue it forever. This narrows the schema only where it
+    # allows longer values.
     string_chars: int | None = None
     list_items: int | None = None
 

@@ -41,9 +41,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """The features of a generator. Ops that need others are rejected before anything runs.
-    ``embedding_models``: the names of the models that make embeddings, the default first. ``batch_size``: the
-    number of concurrent requests beyond which the throughput no longer grows; None if unknown."""
+    """The features of a generator. Ops that need others are rejected before anything runs."""
 
     model: str
     roles: bool = True
@@ -56,8 +54,8 @@ class Capabilities(msgspec.Struct, frozen=True):
     token_ids: bool = True
     conversations: bool = False
     watch: bool = False
-    embedding_models: tuple[str, ...] = ()
-    batch_size: int | None = None
+    embedding_models: tuple[str, ...] = ()  # their names, the default first
+    batch_size: int | None = None  # more concurrent requests do not raise the throughput; None: unknown
 
     def require_conversations(self) -> None:
         """Raises ``NotSupported`` if the backend does not accept whole conversations."""
@@ -184,18 +182,15 @@ MAX_CAUSES = 16
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An error of ``errors.py`` with its cause. ``state`` and ``op``: the state whose op failed, and the op's
-    number there, from 1, among the ops that ``op_table`` numbers (text, turns, gens and the like).
-    ``retry_after_s``: of an ``Overloaded``, when another attempt may succeed. ``param``: the argument that is
-    wrong."""
+    """An error of ``errors.py`` with its cause."""
 
     code: str
     message: str
     cause: ErrorInfo | None = None
-    state: int | None = None
-    op: int | None = None
-    retry_after_s: float | None = None
-    param: str | None = None
+    state: int | None = None  # whose op failed
+    op: int | None = None  # its number in the state, from 1, among the ops that ``op_table`` numbers
+    retry_after_s: float | None = None  # of an ``Overloaded``: when another attempt may succeed
+    param: str | None = None  # the argument that is wrong
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorInfo:
@@ -276,23 +271,21 @@ class Delta(_Event, frozen=True):
 
 
 class Value(_Event, frozen=True):
-    """Variable ``var`` is complete: its text ends with ``text``, from character ``at`` on. ``choices``: the
-    score of each choice of a select. ``top_logprobs``: for each token the most likely ones at its
-    position. ``forced``: the parts of the whole text that a constraint forced and that were not sampled, as
-    pairs of the first character and the number of characters, in order. ``reasoning``: the reasoning before
-    the text. ``tokens``: the text of each token that ``logprobs`` has an entry for."""
+    """Variable ``var`` is complete."""
 
     var: int
-    at: int
-    text: str
+    at: int  # where ``text`` begins, in characters
+    text: str  # the rest of the variable's text
     finish_reason: str
     usage: Usage
     logprobs: tuple[float | None, ...] | None = None
-    choices: dict[str, float] | None = None
-    top_logprobs: TopLogprobs | None = None
+    choices: dict[str, float] | None = None  # of a select: the score of each choice
+    top_logprobs: TopLogprobs | None = None  # for each token the most likely ones at its position
+    # The parts of the whole text that a constraint forced and that were not sampled, in order: the first
+    # character and the number of characters of each.
     forced: tuple[tuple[int, int], ...] | None = None
-    reasoning: str | None = None
-    tokens: tuple[str, ...] | None = None
+    reasoning: str | None = None  # before the text
+    tokens: tuple[str, ...] | None = None  # the text of each token in ``logprobs``
 
 
 class VarFailed(_Event, frozen=True):
@@ -338,63 +331,53 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WatchedRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One unfinished request. ``id``: its number in this watch. ``program``: the ``label`` of its root state,
-    or its ``program`` without one. ``prompt_tokens``, of them the ``cached_tokens``; ``computed_tokens`` of
-    prompt and output. ``age_s``: since the engine received it."""
+    """One unfinished request."""
 
-    id: int
+    id: int  # its number in this watch
     tenant: str
-    program: str
+    program: str  # the ``label`` of its root state, or its ``program`` without one
     status: Literal["running", "waiting"]
     prompt_tokens: int
-    cached_tokens: int
-    computed_tokens: int
+    cached_tokens: int  # of the prompt
+    computed_tokens: int  # of the prompt and the output
     output_tokens: int
-    age_s: float
+    age_s: float  # since the engine received it
 
 
 class TreeNode(msgspec.Struct, frozen=True, array_like=True):
-    """One node of the radix tree. ``id``: its number in this watch; ``parent``: the number of the node above,
-    0 at the top. ``num_generated``: how many of its tokens were generated. ``locks``: running requests that
-    use it. ``keeps``: open states that end here. ``age_s``: seconds from its last use to the event's
-    ``time_s``. ``tenant``: an index into ``TreeDelta.tenants``."""
+    """One node of the radix tree."""
 
-    id: int
-    parent: int
+    id: int  # its number in this watch
+    parent: int  # the number of the node above; 0 at the top
     num_tokens: int
-    num_generated: int
-    locks: int
-    keeps: int
-    age_s: float
-    tenant: int
+    num_generated: int  # how many of its tokens were generated
+    locks: int  # running requests that use it
+    keeps: int  # open states that end here
+    age_s: float  # from its last use to the event's ``time_s``
+    tenant: int  # an index into ``TreeDelta.tenants``
 
 
 class TreeDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What has changed in the watched part of the radix tree since the last event: ``nodes`` that are new or
-    changed, parents before their children, and the ids of removed nodes (``gone``). ``reset``: forget all
-    earlier nodes first. ``tenants``: the names of all tenants of the nodes. ``num_nodes_left_out``: nodes of
-    the tree beyond ``max_nodes``."""
+    """The changes in the watched part of the radix tree since the last event."""
 
-    reset: bool = False
-    nodes: tuple[TreeNode, ...] = ()
-    gone: tuple[int, ...] = ()
-    tenants: tuple[str, ...] = ()
-    num_nodes_left_out: int = 0
+    reset: bool = False  # forget all earlier nodes first
+    nodes: tuple[TreeNode, ...] = ()  # new or changed, parents before their children
+    gone: tuple[int, ...] = ()  # the numbers of removed nodes
+    tenants: tuple[str, ...] = ()  # the names of all tenants of the nodes
+    num_nodes_left_out: int = 0  # nodes of the tree beyond ``max_nodes``
 
 
 class Watched(_Event, frozen=True):
-    """The scheduler and the radix tree at ``time_s`` (the engine's clock), for the ``Watch`` with this
-    ticket. ``steps``: the steps since the last event, at most the newest 512; ``steps_skipped``: the number
-    of older ones. ``requests``: 200 at most, running ones first. ``error``: why nothing can be shown now."""
+    """The scheduler and the radix tree, for the ``Watch`` with this ticket."""
 
     ticket: int
-    time_s: float = 0.0
-    steps: tuple[StepRecord, ...] = ()
-    steps_skipped: int = 0
-    requests: tuple[WatchedRequest, ...] = ()
+    time_s: float = 0.0  # on the engine's clock
+    steps: tuple[StepRecord, ...] = ()  # since the last event, at most the newest 512
+    steps_skipped: int = 0  # the number of older ones
+    requests: tuple[WatchedRequest, ...] = ()  # at most 200, running ones first
     stats: Stats | None = None
     tree: TreeDelta | None = None
-    error: ErrorInfo | None = None
+    error: ErrorInfo | None = None  # why nothing can be shown now
 
 
 class Peeked(_Event, frozen=True):

@@ -105,28 +105,21 @@ def _require_read(op: ops.Read, capabilities: Capabilities) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpSpec:
-    """One row of the table.
+    """One row of the table."""
 
-    ``is_content``: the op stands in its state's stream, and a replay compares it with the recorded one.
-    ``is_numbered``: it counts among its state's ops, by which ``ErrorInfo.op`` names it. ``in_graph``: it may
-    stand in a ``SubmitGraph`` (``Open`` only as its first op). ``opens``: the field with the states that the
-    op creates. ``is_instant``: it neither waits nor fails, so it is done together with the op before it.
-    ``outcome``: the participle for the error if the op never ran: "x was not *generated*".
-
-    ``check`` raises ``BadArgument`` for a wrong value. ``require`` raises ``NotSupported`` where the backend
-    cannot run the op. ``label``: its text in a drawing of a graph, given the names of variables; an op
-    without one is not drawn. ``box``: the marks of its Mermaid node."""
-
-    is_content: bool = False
-    is_numbered: bool = False
-    in_graph: bool = False
-    is_instant: bool = False
-    opens: str = ""
-    outcome: str = "set"
+    is_content: bool = False  # stands in its state's stream; a replay compares it with the recorded op
+    is_numbered: bool = False  # counts among its state's ops, by which ``ErrorInfo.op`` refers to it
+    in_graph: bool = False  # may stand in a ``SubmitGraph`` (``Open`` only as its first op)
+    is_instant: bool = False  # neither waits nor fails, so it is done together with the op before it
+    opens: str = ""  # the field with the states that the op creates
+    outcome: str = "set"  # the participle for the error if the op never ran: "x was not *generated*"
+    # Raises ``BadArgument`` for a wrong value.
     check: Callable[[Any], None] = field(default=lambda op: None)
+    # Raises ``NotSupported`` where the backend cannot run the op.
     require: Callable[[Any, Capabilities], None] = field(default=lambda op, capabilities: None)
+    # Its text in a drawing of a graph, given the names of variables; an op without one is not drawn.
     label: Callable[[Any, Mapping[int, str]], str] = field(default=lambda op, names: "")
-    box: tuple[str, str] = ("[", "]")
+    box: tuple[str, str] = ("[", "]")  # the marks of its Mermaid node
 
 
 _step = functools.partial(OpSpec, is_content=True, is_numbered=True, in_graph=True)

@@ -187,18 +187,16 @@ class Read(_Op, frozen=True):
 class Embed(_Op, frozen=True):
     """Sets variable ``var`` to the embeddings of ``texts``, in their order: a JSON list of strings, each of
     which has the float32 values (little-endian) of one embedding in base64. Appends nothing. A sealed state
-    may have one. ``model``: one of ``Capabilities.embedding_models``; empty for the first. ``dimensions``:
-    keep only this many leading dimensions. ``prompt``: a text to put before each text; ``prompt_name``: the
-    name of a prompt of the model to use instead."""
+    may have one."""
 
     state: int
     var: int
     name: str
     texts: tuple[str, ...]
-    model: str = ""
-    dimensions: int | None = None
-    prompt: str | None = None
-    prompt_name: str | None = None
+    model: str = ""  # one of ``Capabilities.embedding_models``; empty for the first
+    dimensions: int | None = None  # keep only this many leading dimensions
+    prompt: str | None = None  # a text to put before each text
+    prompt_name: str | None = None  # the name of a prompt of the model to use instead
 
 
 class Done(_Op, frozen=True):
@@ -227,15 +225,13 @@ class Provide(_Op, frozen=True):
 
 
 class Hint(_Op, frozen=True):
-    """Advice to the scheduler about the state's next ops; changes no result. ``objective``: whether their
-    latency counts or only the total throughput. ``output_tokens``: the expected length of its gens.
-    ``forks``: the number of forks that come next. ``deadline_s``: when its gens should be done."""
+    """Advice to the scheduler about the state's next ops; changes no result."""
 
     state: int
-    objective: Objective | None = None
-    output_tokens: int | None = None
-    forks: int | None = None
-    deadline_s: float | None = None
+    objective: Objective | None = None  # whether their latency counts, or only the total throughput
+    output_tokens: int | None = None  # the expected length of its gens
+    forks: int | None = None  # the number of forks that come next
+    deadline_s: float | None = None  # when its gens should be done
 
 
 class Limit(_Op, frozen=True):
@@ -248,20 +244,17 @@ class Limit(_Op, frozen=True):
 
 
 class SubmitGraph(_Op, frozen=True, tag="submit"):
-    """Runs a whole graph. In ``ops`` states and variables are numbered from 1, the root first; number n is
-    the session's ``state`` + n - 1. ``inputs``: the values of its expected variables. Only ``outputs`` of its
-    variables are reported: each when it is complete, or if ``live`` also while it is generated. When all its
-    states have ended, the root reaches ticket 1, without an ``Await``. ``seeds`` and ``places``: the
-    arguments of ``derived_seed`` for gens without a seed. ``Close`` of the root closes all states of the
-    graph, and cancels the ops that still run."""
+    """Runs a whole graph. When all its states have ended, the root reaches ticket 1, without an ``Await``.
+    ``Close`` of the root closes all states of the graph, and cancels the ops that still run."""
 
-    state: int
+    state: int  # the number of its root
+    # The root comes first. Number n of a state or variable, from 1, is the session's ``state`` + n - 1.
     ops: tuple[Op, ...]
-    inputs: dict[int, str] = {}
-    outputs: tuple[int, ...] = ()
-    seeds: str = ""
-    places: dict[int, str] = {}
-    live: bool = False
+    inputs: dict[int, str] = {}  # the values of its expected variables
+    outputs: tuple[int, ...] = ()  # the variables that are reported
+    seeds: str = ""  # the ``run`` of ``derived_seed`` for gens without a seed
+    places: dict[int, str] = {}  # their ``place``, by variable
+    live: bool = False  # outputs are reported while they are generated, not only when they are complete
 
     def session_number(self, number: int) -> int:
         """The number in the session of the graph's state or variable ``number``."""
@@ -320,15 +313,14 @@ class GetStats(_Op, frozen=True):
 
 
 class Watch(_Op, frozen=True):
-    """Requests ``Watched`` events with this ticket until ``Unwatch``, one per ``interval_s`` at most. A
-    session has one watch: another one replaces it. ``steps`` and ``tree``: whether the events contain these.
-    ``max_nodes``: the tree has at most this many nodes, the most recently used ones."""
+    """Requests ``Watched`` events with this ticket until ``Unwatch``. A session has one watch: another one
+    replaces it."""
 
     ticket: int
-    steps: bool = True
-    tree: bool = True
-    interval_s: float = 0.5
-    max_nodes: int = 1000
+    steps: bool = True  # whether the events contain steps
+    tree: bool = True  # whether the events contain the radix tree
+    interval_s: float = 0.5  # at least, between two events
+    max_nodes: int = 1000  # of the tree, the most recently used ones
 
 
 class Unwatch(_Op, frozen=True):

@@ -38,28 +38,26 @@ Ending = Literal["complete", "failed", "cancelled"]
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The first line. ``recording``: the version of the format. ``seed``: the session's. ``started``: in
-    UTC."""
+    """The first line."""
 
-    recording: int
-    agentflow: str
-    started: str
-    seed: int
+    recording: int  # the version of the format
+    agentflow: str  # the version of the package
+    started: str  # in UTC
+    seed: int  # of the session
     capabilities: Capabilities
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line: one of the other fields, ``at_s`` seconds after the start. Consecutive events with the same
-    time were delivered together. ``refused``: the error with which ``send`` rejected ``ops``. ``lost``: the
-    error that ended the backend. ``ending``: in the last line only."""
+    """A line, with one of the fields after ``at_s``. Consecutive events with the same time were delivered
+    together."""
 
-    at_s: float
+    at_s: float  # after the start
     sent: Op | None = None
     received: Event | None = None
-    refused: ErrorInfo | None = None
+    refused: ErrorInfo | None = None  # the error with which ``send`` rejected ``ops``
     ops: tuple[Op, ...] = ()
-    lost: ErrorInfo | None = None
-    ending: Ending | None = None
+    lost: ErrorInfo | None = None  # the error that ended the backend
+    ending: Ending | None = None  # in the last line only
 
 
 @dataclass(frozen=True)

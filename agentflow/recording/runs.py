@@ -30,10 +30,10 @@ CONTROL = ops.TaskGroup | ops.Seal | ops.Await | ops.Cancel | ops.Close
 
 @dataclass(frozen=True, slots=True)
 class RecordedEvent:
-    """``seq``: its index among all events. ``num_ops``: content ops that had been sent before it."""
+    """An event, with its place in the recording."""
 
-    seq: int
-    num_ops: int
+    seq: int  # its index among all events
+    num_ops: int  # content ops that had been sent before it
     event: Event
 
 
@@ -48,19 +48,18 @@ class RecordedLoss:
 
 @dataclass(slots=True)
 class RecordedVariable:
-    """A variable and its events. ``events``: the events that a replay sends, without events after the program
-    cancelled the state. ``end``: the last event, cancelled or not. ``is_reply``: ``text`` is the notation of
-    a reply."""
+    """A variable and its events."""
 
     name: str
     state: RecordedState
     at_s: float
-    is_reply: bool = False
+    is_reply: bool = False  # ``text`` is the notation of a reply
+    # The events that a replay sends, without events after the program cancelled the state.
     events: list[RecordedEvent] = field(default_factory=list)
     text: str = ""
     first_s: float | None = None
     end_s: float | None = None
-    end: Value | VarFailed | None = None
+    end: Value | VarFailed | None = None  # the last event, cancelled or not
 
     @property
     def done(self) -> int | None:

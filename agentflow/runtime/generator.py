@@ -52,12 +52,11 @@ class Scored(msgspec.Struct, frozen=True):
 
 
 class EmbeddingOptions(msgspec.Struct, frozen=True):
-    """``prompt``: a text to put before each text; ``prompt_name``: the name of a prompt of the model to use
-    instead. ``dimensions``: keep only this many leading dimensions (None: all)."""
+    """The options of an ``ops.Embed``."""
 
-    prompt: str | None = None
-    prompt_name: str | None = None
-    dimensions: int | None = None
+    prompt: str | None = None  # a text to put before each text
+    prompt_name: str | None = None  # the name of a prompt of the model to use instead
+    dimensions: int | None = None  # keep only this many leading dimensions
 
 
 class Embeddings(NamedTuple):
@@ -92,17 +91,15 @@ class SnapshotNode(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """The backend's state at ``time_s`` on its clock, as far as a session may see it. ``epoch``: changes when
-    the backend's numbers start over. ``steps``: the last ones, at most 512. ``requests``: with the backend's
-    ids. ``nodes``: the most recently used ones, parents before their children, of ``num_nodes``."""
+    """The backend's state, as far as a session may see it."""
 
-    epoch: int
-    time_s: float
-    steps: Sequence[StepRecord]
-    requests: Sequence[WatchedRequest]
+    epoch: int  # changes when the backend's numbers start over
+    time_s: float  # on the backend's clock
+    steps: Sequence[StepRecord]  # the last ones, at most 512
+    requests: Sequence[WatchedRequest]  # with the backend's numbers
     stats: Stats
-    nodes: Sequence[SnapshotNode]
-    num_nodes: int
+    nodes: Sequence[SnapshotNode]  # the most recently used ones, parents before their children
+    num_nodes: int  # in the whole tree
 
 
 class NodeText(NamedTuple):

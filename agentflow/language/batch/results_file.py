@@ -53,24 +53,23 @@ class _Failure(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct, omit_defaults=True):
-    """An input that has ended. ``at``, ``size`` and ``crc``: the place, in bytes with the line's end, and the
-    checksum of its line in the file of results; a failure has none."""
+    """An input that has ended."""
 
     key: Key
-    at: int = 0
-    size: int = 0
-    crc: int = 0
+    at: int = 0  # where its line begins in the file of results, in bytes; a failure has no line
+    size: int = 0  # of the line, with its end
+    crc: int = 0  # of the line
     error: _Failure | msgspec.UnsetType = msgspec.UNSET
     tokens: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Place(NamedTuple):
-    """Where the last entry of a key is in the log, and where its result is; ``size`` is 0 without one."""
+    """Where the last entry of a key is in the log, and where its result is."""
 
     in_log: int
     size_in_log: int
     at: int
-    size: int
+    size: int  # 0 without a result
 
 
 class _Changed(ValueError):

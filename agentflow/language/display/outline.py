@@ -17,20 +17,20 @@ MAX_PARTS: Final = 60
 MAX_PIECE_CHARS: Final = 4_000
 
 Kind = Literal["text", "generated", "inserted", "image"]
+"""``generated``: a gen or select of this state. ``inserted``: another variable that was appended."""
 
 
 @dataclass(slots=True)
 class Piece:
-    """A piece of a turn. ``generated``: a gen or select of this state. ``inserted``: another variable that
-    was appended. ``error``: why a variable failed. ``usage``: of a complete variable."""
+    """A piece of a turn."""
 
     kind: Kind
     text: str
-    name: str = ""
+    name: str = ""  # of a variable
     is_running: bool = False
-    error: str = ""
+    error: str = ""  # why the variable failed
     finish_reason: str = ""
-    usage: Usage | None = None
+    usage: Usage | None = None  # of a complete variable
     cached_chars: int = 0
 
 
@@ -43,13 +43,12 @@ class LeftOut:
 
 @dataclass(slots=True)
 class TurnOutline:
-    """A turn, or text outside turns (``role`` is empty). ``calls``: the tools that it calls. ``continues``:
-    it begins before the state's fork."""
+    """A turn, or text outside turns."""
 
-    role: str
+    role: str  # empty outside turns
     pieces: list[Any] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
-    continues: bool = False
+    continues: bool = False  # it begins before the state's fork
 
 
 @dataclass(slots=True)

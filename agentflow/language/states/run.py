@@ -181,10 +181,7 @@ class Run:
 
 
 class StateNode:
-    """A state: its content, and how far the backend has processed it.
-
-    ``names``: the latest variable of each name, including the parent's variables. ``own``: the variables
-    declared here. ``closed``: why nothing can be appended any more."""
+    """A state: its content, and how far the backend has processed it."""
 
     def __init__(self, run: Run, state_id: int, path: Path, parent: StateNode | None = None) -> None:
         self.run = run
@@ -192,11 +189,12 @@ class StateNode:
         self.id = state_id
         self.path = path
         self.transcript: Transcript = Transcript(parent.transcript if parent is not None else None)
+        # The latest variable of each name, including the parent's variables.
         self.names: dict[str, VariableNode] = dict(parent.names) if parent is not None else {}
-        self.own: list[VariableNode] = []
+        self.own: list[VariableNode] = []  # the variables declared here
         self.num_gens = 0
         self.error: ErrorInfo | None = None
-        self.closed: str | None = None
+        self.closed: str | None = None  # why nothing can be appended any more
         self.is_sealed = False
         self.is_chosen = False  # the end of its fork's block does not seal it
         self.mapped_lines: dict[int, ProgramLine | None] = {}  # mapped variable → the line that maps it
@@ -421,15 +419,7 @@ class StateNode:
 
 
 class VariableNode:
-    """A variable's text as it grows, and how it ended. All readers share it.
-
-    ``is_shown``: whether the variable is the program's own, so that streams report it. ``is_generated``:
-    whether it is appended where it is declared, as the value of a gen or select. ``notation``: the text as it
-    was received; the notation of a reply includes its tool calls. ``reasoning``: the reasoning so far, if it
-    is streamed. ``end_number``: its place in the order in which the run's variables ended. ``line``: the line
-    of the program that declared it. ``outcome``: how a text that the client provides was generated.
-    ``front``: the ``Variable`` that programs use. The node keeps it, so that its markers stay valid for as
-    long as the state exists; ``kept`` keeps objects that are made from the variable."""
+    """A variable's text as it grows, and how it ended. All readers share it."""
 
     __slots__ = (
         "_changed",
@@ -467,19 +457,21 @@ class VariableNode:
         self.id = var_id
         self.name = name
         self.value_type = value_type
-        self.is_shown = is_shown
-        self.notation = ""
-        self.reasoning = ""
+        self.is_shown = is_shown  # whether it is the program's own, so that streams report it
+        self.notation = ""  # the text as it was received; for a reply, with its tool calls
+        self.reasoning = ""  # the reasoning so far, if it is streamed
         self.error: ErrorInfo | None = None
-        self.end_number = 0
-        self.line: ProgramLine | None = None
-        self.outcome: Value | None = None
+        self.end_number = 0  # its place in the order in which the run's variables ended
+        self.line: ProgramLine | None = None  # the line of the program that declared it
+        self.outcome: Value | None = None  # how a text that the client provides was generated
         self.read: tuple[Any, Exception | None] | None = None
         self.invalid: InvalidValue | None = None
+        # The ``Variable`` that programs use, and objects made from it. The node keeps them, so that markers
+        # stay valid for as long as the state exists.
         self.front: Any = None
         self.kept: dict[Any, Any] = {}
         self.span: GenSpan | None = None
-        self.is_generated = False
+        self.is_generated = False  # appended where it is declared, as the value of a gen or select
         self._reply = ReplySoFar() if value_type.is_reply else None
         self._value: Value | None = None
         self._changed: anyio.Event | None = None
