@@ -15,7 +15,7 @@ checks it again before it runs. Checks that need the session's states and variab
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from agentflow.errors import AgentflowError, BadArgument, NotSupported, Protocol
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.events import Capabilities
-from agentflow.protocol.sized import sized
+from agentflow.protocol.sized import sized, sizing
 from agentflow.protocol.transform import check_transforms, check_written
 
 ROOT: Final = 1
@@ -248,6 +248,11 @@ def _decoder_of(kind: type) -> msgspec.msgpack.Decoder[Any]:
 def op_bytes(op: ops.Op) -> int:
     """The memory of a waiting op."""
     return OP_BYTES + sized(op)
+
+
+def counting_bytes(op: ops.Op) -> Generator[None, None, int]:
+    """``op_bytes`` in short steps."""
+    return OP_BYTES + (yield from sizing(op))
 
 
 # The numbers in an op.

@@ -262,7 +262,7 @@ class SubmitGraph(_Op, frozen=True, tag="submit"):
 
 
 MAX_BRANCHES = 2_000
-"""The branches of one fork: a server creates their states in one turn of its event loop."""
+"""The branches of one fork."""
 
 
 class Fork(_Op, frozen=True):

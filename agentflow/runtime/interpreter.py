@@ -15,7 +15,7 @@ import base64
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Generic, Literal
 
@@ -42,6 +42,7 @@ from agentflow.protocol.events import Capabilities, ErrorInfo, Usage, Value
 from agentflow.protocol.op_table import (
     OP_BYTES,
     OPS,
+    counting_bytes,
     expanded,
     kind_of,
     op_bytes,
@@ -85,8 +86,8 @@ logger = logging.getLogger(__name__)
 
 # Twice the number of ops that the frontend lets a program submit without awaiting.
 MAX_PENDING_OPS = 20_000
-OPS_PER_LOOK = 64
-"""Ops of one state that run between two checks of the clock."""
+VARIABLES_PER_LOOK = 64
+"""Variables of a closed state that are removed between two checks of the clock."""
 # Rejected ops have a separate budget: their states and variables must fail even if memory is exhausted.
 REJECTED_BYTES = 4_000_000
 _NUMBERED = {str(kind.__struct_config__.tag) for kind, spec in OPS.items() if spec.is_numbered}
@@ -137,12 +138,18 @@ class Interpreter(Generic[ContextT]):
         """Accepts an op, without waiting for it to run. A rejected op fails its state. Raises an error that
         must end the session: ``ProtocolError`` if that state does not exist, ``Overloaded`` if too many ops
         were rejected."""
+        for _ in self.submitting(op):
+            pass
+
+    def submitting(self, op: ops.Op | ops.Rejected) -> Iterator[None]:
+        """``submit`` in short steps. Other tasks may run between them, but the next op must wait for the last
+        step."""
         if isinstance(op, ops.Rejected):
             self._reject(op)
             return
         try:
             self._check_not_in_graph(op)
-            self._accept(op)
+            yield from self._accept(op)
         except AgentflowError as error:
             self._reject(rejected(op, error))
 
@@ -153,8 +160,9 @@ class Interpreter(Generic[ContextT]):
             if state is not None and state.graph is not None:
                 raise ProtocolError(f"state {state.id} belongs to a graph: nothing can be appended to it")
 
-    def _accept(self, op: ops.Op) -> None:
-        """Starts or enqueues an op. An error leaves everything unchanged, except for a graph in part."""
+    def _accept(self, op: ops.Op) -> Iterator[None]:
+        """Starts or enqueues an op, in steps. An error leaves everything unchanged, except for a graph in
+        part."""
         match op:
             case ops.Open():
                 spec_of(op).check(op)
@@ -164,7 +172,7 @@ class Interpreter(Generic[ContextT]):
                 if op.objective is not None:
                     self._generator.hint(context, StateHint(op.objective))
             case ops.SubmitGraph():
-                self._start_graph(op)
+                yield from self._start_graph(op)
             case ops.GetStats():
                 self._stats.ask(op.ticket)
             case ops.Watch():
@@ -185,7 +193,7 @@ class Interpreter(Generic[ContextT]):
             case ops.TaskGroup():
                 self._states.couple(self._states.open_state(op.state), op.children)
             case _:
-                self._enqueue(self._states.open_state(op.state), op)
+                yield from self._enqueue(self._states.open_state(op.state), op)
 
     def rewind(self, variables: dict[int, int], states: dict[int, int]) -> None:
         """Moves the events back to the client's position: the received characters of each unfinished
@@ -218,7 +226,7 @@ class Interpreter(Generic[ContextT]):
             self._memory.close()
             self._memory_of_rejected.close()
 
-    def _enqueue(self, state: StateRecord[ContextT], op: ops.Op) -> None:
+    def _enqueue(self, state: StateRecord[ContextT], op: ops.Op) -> Iterator[None]:
         reservation = Reservation(self._memory, 0)
         if isinstance(op, ops.Close):  # always accepted, because it makes room
             reservation.count(op_bytes(op))
@@ -227,7 +235,7 @@ class Interpreter(Generic[ContextT]):
                 f"{MAX_PENDING_OPS} ops are waiting on state {state.id}: await some of them first"
             )
         else:
-            reservation.add(op_bytes(op))
+            reservation.add((yield from counting_bytes(op)))
         try:
             sources = tuple([self._variables[var_id] for var_id in references(op)])
         except KeyError as error:
@@ -251,7 +259,7 @@ class Interpreter(Generic[ContextT]):
                 if variable.is_expected:
                     state.expected.append(variable)
             case ops.Fork():
-                children = self._states.add_children(state, op.children)
+                children = yield from self._states.adding_children(state, op.children)
             case ops.Close():
                 state.is_closing = True
             case ops.Await():
@@ -302,14 +310,14 @@ class Interpreter(Generic[ContextT]):
             state.is_running = True
             self._tasks.start_soon(self._run, state)
 
-    def _later(self, call: Callable[[], None]) -> None:
+    def _later(self, call: Callable[[], object]) -> None:
         async def run() -> None:
             call()
 
         self._tasks.start_soon(run)
 
     async def _run(self, state: StateRecord[ContextT]) -> None:
-        turn = Turn(OPS_PER_LOOK)  # a stream of text ops never waits
+        turn = Turn()  # a stream of text ops never waits
         while state.pending:
             pending = state.pending.popleft()
             if state.error is None:
@@ -319,7 +327,7 @@ class Interpreter(Generic[ContextT]):
                     self._fail(state, pending, deadline_exceeded())
                 state.scope = None
             if state.error is not None:
-                await self._skip(state, pending, state.error)
+                await self._skip(state, pending, state.error, turn)
             await turn.pause()
         state.is_running = False
         if state.error is not None:
@@ -376,7 +384,7 @@ class Interpreter(Generic[ContextT]):
             self._generator.free(context)
 
     async def _skip(
-        self, state: StateRecord[ContextT], pending: PendingOp[ContextT], error: AgentflowError
+        self, state: StateRecord[ContextT], pending: PendingOp[ContextT], error: AgentflowError, turn: Turn
     ) -> None:
         """Skips an op of a failed state: its variable and its children fail too."""
         match op := pending.op:
@@ -388,6 +396,7 @@ class Interpreter(Generic[ContextT]):
                 for child in pending.children:
                     if self._states.waits_for_fork(child):
                         self._states.stop(child, derived_error("the fork did not happen", error, child))
+                        await turn.pause()
             case ops.Seal():
                 self._states.free(state)
             case ops.Close():
@@ -421,7 +430,7 @@ class Interpreter(Generic[ContextT]):
             variable.fail(error)
 
     async def _forget(self, state: StateRecord[ContextT]) -> None:
-        turn = Turn(OPS_PER_LOOK)
+        turn = Turn(VARIABLES_PER_LOOK)
         graph, state.graph = state.graph, None
         for one in [state] if graph is None else graph.states:
             if one is not state:  # its ops may still run
@@ -434,29 +443,35 @@ class Interpreter(Generic[ContextT]):
                     del self._variables[variable.id]
                 await turn.pause()
 
-    def _start_graph(self, op: ops.SubmitGraph) -> None:
-        """Enqueues all ops of a graph before the first one runs. If one is rejected, none runs."""
+    def _start_graph(self, op: ops.SubmitGraph) -> Iterator[None]:
+        """Enqueues all ops of a graph before the first one runs, in steps. If one is rejected, none runs."""
         outputs = {op.session_number(number) for number in op.outputs}
         inputs = {op.session_number(number): text for number, text in op.inputs.items()}
         reports: Literal["all", "end"] = "all" if op.live else "end"
         graph: GraphExecution[ContextT] | None = None
         try:
             for part in expanded(op):
-                self._accept(part)
+                yield from self._accept(part)
                 if isinstance(part, ops.Declaring):
                     self._variables[part.var].reports = reports if part.var in outputs else "nothing"
                     if part.var in inputs:
                         self._provide(ops.Provide(part.var, inputs[part.var]))
                 elif isinstance(part, ops.Open):
                     graph = GraphExecution(self._states.open_state(part.state))
+                    graph.root.is_running = True  # holds its ops back
                 if graph is not None:
                     for state_id in opened(part):
                         graph.add(self._states.open_state(state_id))
+                yield
         except AgentflowError as error:
             if graph is not None:
+                graph.root.is_running = False
                 for state in graph.states:
                     self._states.stop(state, error)
             raise
+        if graph is not None:
+            graph.root.is_running = False
+            self._kick(graph.root)
 
 
 # A text that refers twice to the one before doubles with every op: thirty small ops could exhaust the memory.
@@ -546,12 +561,20 @@ class _OpExecution(Generic[ContextT]):
     async def _fork(
         self, state: StateRecord[ContextT], context: ContextT, children: Sequence[StateRecord[ContextT]]
     ) -> None:
-        num_chars = state.num_chars
-        # Reserve first: there may be many copies.
-        reservations = [Reservation(self._memory, FORKED_CHAR_BYTES * num_chars) for _ in children]
+        num_chars, turn = state.num_chars, Turn()
+        reservations: list[Reservation] = []  # first, because there may be many copies
+        for _ in children:
+            reservations.append(Reservation(self._memory, FORKED_CHAR_BYTES * num_chars))
+            await turn.pause()
         contexts = await self._generator.fork(context, len(children))
-        for child, child_context, reservation in zip(children, contexts, reservations, strict=True):
-            self._start_child(child, child_context, reservation, num_chars)
+        forked = zip(children, contexts, reservations, strict=True)
+        try:
+            for child, child_context, reservation in forked:
+                self._start_child(child, child_context, reservation, num_chars)
+                await turn.pause()
+        finally:
+            for _, child_context, _ in forked:  # after a cancellation
+                self._generator.free(child_context)
 
     async def _read(self, op: ops.Read, state: StateRecord[ContextT], pending: PendingOp[ContextT]) -> None:
         context = state.sealed if state.context is None else state.context

@@ -12,7 +12,7 @@ of the failed state and to their parent. A cancellation spreads down, to all for
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Literal, Protocol
@@ -108,7 +108,7 @@ class EventCursor:
         return events
 
 
-MAX_DRAINED_RECORDS = 1_000
+MAX_DRAINED_RECORDS = 250
 MAX_DRAINED_CHARS = 4_000_000
 
 
@@ -322,7 +322,7 @@ class GraphExecution(Generic[ContextT]):
 
     def __init__(self, root: StateRecord[ContextT]) -> None:
         self.states: list[StateRecord[ContextT]] = []
-        self._root = root
+        self.root = root
         self._num_left = 0
 
     def add(self, state: StateRecord[ContextT]) -> None:
@@ -330,7 +330,7 @@ class GraphExecution(Generic[ContextT]):
         self.states.append(state)
         self._num_left += 1
         state.graph = self
-        state.is_silent = state is not self._root
+        state.is_silent = state is not self.root
 
     def state_ended(self) -> None:
         """A state of the graph has no more ops to run."""
@@ -339,21 +339,21 @@ class GraphExecution(Generic[ContextT]):
             return
         errors = [state.error for state in self.states if state.error is not None]
         failures = [error for error in errors if not isinstance(error, Cancelled)]
-        if self._root.error is None and failures:
-            self._root.error = failures[0]
-            self._root.mark()
-        elif self._root.error is None:
-            self._root.reach(GRAPH_TICKET)
+        if self.root.error is None and failures:
+            self.root.error = failures[0]
+            self.root.mark()
+        elif self.root.error is None:
+            self.root.reach(GRAPH_TICKET)
 
 
 MAX_STATES = 10_000
 """Of a session."""
 # Each limit counts once for each state that it applies to: every op of the state checks it.
 MAX_LIMITS = 100_000
-MAX_LEVELS = 500
-"""The levels of a tree that a failure climbs in one turn of the event loop."""
-MAX_STOPPED = 1_000
-"""The states that a cancellation stops in one turn of the event loop."""
+MAX_STOPPED = 200
+"""The states that a failure or a cancellation stops in one turn of the event loop."""
+_STEP = 100
+"""The states of a fork that are added in one step."""
 MAX_SEALED_BYTES = 16 * 1024 * 1024
 """The memory of all sealed contexts of a session; beyond it the oldest are dropped."""
 
@@ -376,7 +376,7 @@ class StateTree(Generic[ContextT]):
         *,
         free: Callable[[ContextT], None],
         kick: Callable[[StateRecord[ContextT]], None],
-        later: Callable[[Callable[[], None]], None],
+        later: Callable[[Callable[[], object]], None],
     ) -> None:
         self._events = events
         self._memory = memory
@@ -410,19 +410,26 @@ class StateTree(Generic[ContextT]):
         self._check_new((state_id,))
         return self._add(state_id, None, Reservation(self._memory, STATE_BYTES))
 
-    def add_children(
+    def adding_children(
         self, parent: StateRecord[ContextT], children: tuple[int, ...]
-    ) -> tuple[StateRecord[ContextT], ...]:
-        """Adds states that a fork will start. They accept ops from now on."""
+    ) -> Generator[None, None, tuple[StateRecord[ContextT], ...]]:
+        """Adds states that a fork will start, in steps. They accept ops after the last one."""
         if not children or len(set(children)) != len(children):
             raise ProtocolError("a fork needs one or more new states")
         if len(children) > MAX_BRANCHES:
             raise BadArgument(f"a fork has at most {MAX_BRANCHES:,} branches, not {len(children):,}")
         self._check_new(children)
-        reservations = [Reservation(self._memory, STATE_BYTES) for _ in children]  # all of them, or none
-        return tuple(
-            [self._add(child, parent, one) for child, one in zip(children, reservations, strict=True)]
-        )
+        reservations: list[Reservation] = []  # all of them, or none
+        for number in range(len(children)):
+            reservations.append(Reservation(self._memory, STATE_BYTES))
+            if number % _STEP == 0:
+                yield
+        added: list[StateRecord[ContextT]] = []
+        for child, reservation in zip(children, reservations, strict=True):
+            added.append(self._add(child, parent, reservation))
+            if len(added) % _STEP == 0:
+                yield
+        return tuple(added)
 
     def add_failed(
         self, state_id: int, parent: StateRecord[ContextT] | None, error: AgentflowError, memory: MemoryBudget
@@ -474,8 +481,9 @@ class StateTree(Generic[ContextT]):
 
     def end(self, state: StateRecord[ContextT], error: AgentflowError) -> None:
         """Fails the state with ``error``, its task group with it, and so on up the tree: at most
-        ``MAX_LEVELS`` now, and the others in later turns of the event loop."""
-        for _ in range(MAX_LEVELS):
+        ``MAX_STOPPED`` states now, and the others in later turns of the event loop."""
+        num_left = MAX_STOPPED
+        while num_left > 0:
             if state.error is not None:
                 return
             self.stop(state, error)
@@ -486,8 +494,7 @@ class StateTree(Generic[ContextT]):
             cause = root_cause(error)
             cancelled = Cancelled(f"branch {index} of its fork failed: {cause}")
             cancelled.__cause__ = cause
-            for sibling in state.siblings:
-                self.cancel(sibling, cancelled)
+            num_left = self._cancel_all(state.siblings[::-1], cancelled, num_left - 1)
             state = state.parent
             error = derived_error(f"branch {index} of a fork failed", error, state, of_other=True)
         self._later(partial(self.end, state, error))
@@ -495,19 +502,21 @@ class StateTree(Generic[ContextT]):
     def cancel(self, state: StateRecord[ContextT], error: Cancelled) -> None:
         """Stops the state and all its forks: at most ``MAX_STOPPED`` now, and the others in later turns of
         the event loop."""
-        self._cancel_all([state], error)
+        self._cancel_all([state], error, MAX_STOPPED)
 
-    def _cancel_all(self, pending: list[StateRecord[ContextT]], error: Cancelled) -> None:
-        for _ in range(MAX_STOPPED):
-            if not pending:
-                return
+    def _cancel_all(self, pending: list[StateRecord[ContextT]], error: Cancelled, num_left: int) -> int:
+        """Stops states and their forks, the last one first: at most ``num_left`` now. Returns how many more
+        the caller may stop now."""
+        while pending and num_left > 0:
             state = pending.pop()
             if not state.is_cancelled:  # with its forks: each level of a failure cancels the levels below it
                 state.is_cancelled = True
                 pending += state.children.values()
                 self.stop(state, error)
+                num_left -= 1
         if pending:
-            self._later(partial(self._cancel_all, pending, error))
+            self._later(partial(self._cancel_all, pending, error, MAX_STOPPED))
+        return num_left
 
     def stop(self, state: StateRecord[ContextT], error: AgentflowError) -> None:
         """Stops the state, so that its waiting ops fail. Has no effect after a failure."""
@@ -566,7 +575,8 @@ class StateTree(Generic[ContextT]):
     def _add(
         self, state_id: int, parent: StateRecord[ContextT] | None, reservation: Reservation
     ) -> StateRecord[ContextT]:
-        state = self._states[state_id] = StateRecord[ContextT](state_id, parent, self._events, reservation)
+        state: StateRecord[ContextT] = StateRecord(state_id, parent, self._events, reservation)
+        self._states[state_id] = state
         if parent is None:
             state.budgets = self._budgets
         else:

@@ -28,12 +28,17 @@ class Turn:
         self._units = self._num_left = units
         self._end = time.perf_counter() + TURN_S
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the turn has taken ``TURN_S``."""
+        return time.perf_counter() > self._end
+
     async def pause(self) -> None:
         """Lets the event loop run if the turn is over, and begins the next one."""
         self._num_left -= 1
         if self._num_left > 0:
             return
         self._num_left = self._units
-        if time.perf_counter() > self._end:
+        if self.is_over:
             await anyio.lowlevel.checkpoint()
             self._end = time.perf_counter() + TURN_S

@@ -34,6 +34,7 @@ MODEL = b"smollm2-135m"
 BODY_BYTES = 15_900_000
 FRAME_BYTES = 7_900_000
 PARTS = 99_000  # just within the bound
+WIDE_BYTES = 7_900_000  # just within the bound
 TICK_S = 0.001
 
 CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
@@ -68,6 +69,7 @@ def bodies() -> Iterator[tuple[str, str, bytes]]:
     yield "text", CHAT, said % (b"word, " * (BODY_BYTES // 6))
     yield "text of escapes", CHAT, said % (b"\\n" * (BODY_BYTES // 2))
     yield "text of 3 bytes a character", CHAT, said % ("€".encode() * (BODY_BYTES // 3))
+    yield "text of 2 bytes a character, few", CHAT, said % ("д".encode() * (WIDE_BYTES // 2))
     yield "unread lists", CHAT, HEAD + USER + b'],"prediction":[' + repeated(b"[]") + b"]}"
     yield (
         "unread members, few",
@@ -113,6 +115,10 @@ def frames() -> Iterator[tuple[str, bool, bytes]]:
         for is_binary in (True, False):
             frame = Ops(1, (ops.Open(1), ops.Converse(1, conversation), ops.Await(1, 1)))
             yield f"{name}, {'msgpack' if is_binary else 'JSON'}", is_binary, encode(frame, binary=is_binary)
+    for is_binary in (True, False):
+        frame = Ops(1, (ops.Open(1), ops.Text(1, ("д" * (FRAME_BYTES // 2),)), ops.Await(1, 1)))
+        name = f"op of 2 bytes a character, {'msgpack' if is_binary else 'JSON'}"
+        yield name, is_binary, encode(frame, binary=is_binary)
 
 
 def sequences() -> Iterator[tuple[str, list[ops.Op]]]:
@@ -122,6 +128,13 @@ def sequences() -> Iterator[tuple[str, list[ops.Op]]]:
     sets: list[ops.Op] = [ops.Open(1), ops.Set(1, 1, "v", (text,))]
     sets += [ops.Text(1, (ops.Ref(1, transforms),) * 20)] * 10
     yield "20 references through 16 transforms", [*sets, ops.Await(1, 1)]
+    yield (
+        "a value of 4,000,000 characters",
+        [ops.Open(1), ops.Set(1, 1, "v", ("д" * 3_900_000,)), ops.Await(1, 1)],
+    )
+    branches = [ops.Fork(1, (state,)) for state in range(2, 2_500)]
+    graph: tuple[ops.Op, ...] = (ops.Open(1), *branches, *[ops.Hint(1)] * (9_999 - len(branches)))
+    yield "a graph of 10,000 ops", [ops.Submit(1, graph)]
     forks: list[ops.Op] = [ops.Open(1)]
     for first in range(2, 8_002, 2_000):
         forks.append(ops.Fork(1, tuple(range(first, first + 2_000))))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import AsyncIterator, Generator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -13,7 +16,12 @@ from hypothesis import strategies as st
 import agentflow as af
 from agentflow.backends.scripted import ScriptedGenerator
 from agentflow.protocol import ops, transform
+from agentflow.protocol import sized as sized_module
+from agentflow.protocol.chat import ToolSpec
 from agentflow.protocol.events import Event, Reached, StateFailed, Value
+from agentflow.protocol.op_table import GRAPH_TICKET, counting_bytes, op_bytes
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sized import sized, sizing
 from agentflow.protocol.transform import Transform, apply_transforms
 from agentflow.runtime import state_tree, turns
 from agentflow.runtime.interpreter import Interpreter
@@ -93,12 +101,12 @@ class Session:
             self.events += self.interpreter.events.drain()
 
 
-@pytest.mark.parametrize("num_levels", [2, 30])
+@pytest.mark.parametrize("num_stopped", [2, 30])
 async def test_f27d_a_failure_climbs_a_chain_of_task_groups_once(
-    monkeypatch: pytest.MonkeyPatch, num_levels: int
+    monkeypatch: pytest.MonkeyPatch, num_stopped: int
 ) -> None:
     """Each level cancels what is below it, which has been cancelled then."""
-    monkeypatch.setattr(state_tree, "MAX_LEVELS", num_levels)
+    monkeypatch.setattr(state_tree, "MAX_STOPPED", num_stopped)
     num_stops = 0
     stop = StateTree.stop
 
@@ -154,3 +162,189 @@ async def test_f27f_a_fork_has_a_bounded_number_of_branches() -> None:
         with pytest.raises(af.Overloaded):  # there is no room for so many failed states either
             session.submit(ops.Fork(1, tuple(range(2, ops.MAX_BRANCHES + 3))))
         group.cancel_scope.cancel()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=8) | st.dictionaries(st.text(max_size=5), inner, max_size=8),
+    max_leaves=60,
+)
+
+
+def run(steps: Generator[None, None, int]) -> tuple[int, int]:
+    """The result and the number of steps before it."""
+    result = 0
+
+    def through() -> Generator[None, None, None]:
+        nonlocal result
+        result = yield from steps
+
+    num_steps = sum(1 for _ in through())
+    return result, num_steps
+
+
+@given(value=JSON, copies=st.integers(1, 300), step=st.integers(1, 9), size=st.integers(1, 9))
+def test_sizes_are_measured_in_steps_as_at_once(value: Any, copies: int, step: int, size: int) -> None:
+    kept = [value, [value] * copies, list(range(copies))]
+    expected = sized(*kept)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sized_module, "_STEP", step)
+        patch.setattr(sized_module, "_SLICE", size)
+        measured, num_steps = run(sizing(*kept))
+    assert measured == expected
+    assert copies <= 64 or num_steps >= copies // size
+
+
+class Turns:
+    """Counts the turns of the event loop that another task gets."""
+
+    num_turns = 0
+
+    async def count(self) -> None:
+        while True:
+            await anyio.lowlevel.checkpoint()
+            self.num_turns += 1
+
+
+@asynccontextmanager
+async def counted_turns(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Turns]:
+    """Each turn is over immediately."""
+    monkeypatch.setattr(turns, "TURN_S", -1)
+    counted = Turns()
+    async with anyio.create_task_group() as group:
+        group.start_soon(counted.count)
+        yield counted
+        group.cancel_scope.cancel()
+
+
+async def all_freed(generator: ScriptedGenerator) -> None:
+    with anyio.fail_after(10):
+        while generator.num_open:
+            await anyio.lowlevel.checkpoint()
+
+
+NUM_BRANCHES = 200
+CHILDREN = tuple(range(2, 2 + NUM_BRANCHES))
+
+
+async def test_branches_begin_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with counted_turns(monkeypatch) as counted, anyio.create_task_group() as group:
+        session = Session(Interpreter(ScriptedGenerator("x"), group))
+        session.submit(ops.Open(1), ops.Fork(1, CHILDREN), *(ops.Await(child, 1) for child in CHILDREN))
+        reached: list[Event] = []
+        while len(reached) < NUM_BRANCHES:
+            await session.interpreter.events.wait()
+            reached += session.interpreter.events.drain()
+        group.cancel_scope.cancel()
+    assert sorted([event.state for event in reached if isinstance(event, Reached)]) == list(CHILDREN)
+    assert counted.num_turns > NUM_BRANCHES
+
+
+async def test_branches_of_a_failed_state_fail_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with counted_turns(monkeypatch) as counted, anyio.create_task_group() as group:
+        session = Session(Interpreter(ScriptedGenerator("x"), group))
+        session.submit(ops.Open(1), ops.End(1), ops.Fork(1, CHILDREN))  # there is no turn to end
+        failed = await session.until(1 + NUM_BRANCHES)
+        group.cancel_scope.cancel()
+    assert {event.state for event in failed} == {1, *CHILDREN}
+    assert counted.num_turns > NUM_BRANCHES
+
+
+@pytest.mark.parametrize("num_turns", [3, 50, NUM_BRANCHES + 5])
+async def test_a_fork_that_is_cancelled_frees_the_branches_that_have_not_begun(
+    monkeypatch: pytest.MonkeyPatch, num_turns: int
+) -> None:
+    generator = ScriptedGenerator("x")
+    async with counted_turns(monkeypatch), anyio.create_task_group() as group:
+        session = Session(Interpreter(generator, group))
+        session.submit(ops.Open(1), ops.Fork(1, CHILDREN))
+        for _ in range(num_turns):
+            await anyio.lowlevel.checkpoint()
+        session.submit(ops.Cancel(1))
+        failed = await session.until(1 + NUM_BRANCHES)
+        await all_freed(generator)
+        group.cancel_scope.cancel()
+    assert {event.error.code for event in failed} == {"cancelled"}
+
+
+@pytest.mark.parametrize("num_stopped", [1, 7, 1_000])
+async def test_the_siblings_of_a_failed_branch_are_cancelled_a_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, num_stopped: int
+) -> None:
+    monkeypatch.setattr(state_tree, "MAX_STOPPED", num_stopped)
+    in_turn: list[int] = [0]
+    stop = StateTree.stop
+
+    def counted(self: Any, state: Any, error: Any) -> None:
+        in_turn[-1] += 1
+        stop(self, state, error)
+
+    monkeypatch.setattr(StateTree, "stop", counted)
+
+    def begin_turn(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            in_turn.append(0)
+            return function(*args)
+
+        return call
+
+    async with anyio.create_task_group() as group:
+        session = Session(Interpreter(ScriptedGenerator("x"), group))
+        later = session.interpreter._states._later
+        monkeypatch.setattr(session.interpreter._states, "_later", lambda call: later(begin_turn(call)))
+        session.submit(ops.Open(1), ops.Fork(1, CHILDREN), ops.TaskGroup(1, CHILDREN))
+        session.submit(ops.Gen(2, 1, "x", SamplingParams(max_tokens=1)), ops.End(3))
+        failed = await session.until(1 + NUM_BRANCHES)
+        group.cancel_scope.cancel()
+    assert {event.state for event in failed} == {1, *CHILDREN}
+    assert max(in_turn) <= num_stopped
+    assert [event.state for event in failed if event.error.code != "cancelled"].count(3) == 1
+
+
+GRAPH = ops.Submit(
+    1,
+    (
+        ops.Open(1),
+        ops.Text(1, ("say",)),
+        ops.Fork(1, (2, 3)),
+        *(ops.Text(2, ("a",)) for _ in range(50)),
+        ops.Set(2, 1, "v", ("done",)),
+    ),
+    outputs=(1,),
+)
+
+
+async def test_no_op_of_a_graph_runs_before_all_are_submitted() -> None:
+    generator = ScriptedGenerator("x")
+    async with anyio.create_task_group() as group:
+        session = Session(Interpreter(generator, group))
+        for _ in session.interpreter.submitting(GRAPH):
+            await anyio.lowlevel.checkpoint()
+            assert generator.num_open <= 1
+            assert not session.interpreter.events.drain()
+        while Reached(1, GRAPH_TICKET) not in session.events:
+            await session.interpreter.events.wait()
+            session.events += session.interpreter.events.drain()
+        group.cancel_scope.cancel()
+    assert [event.text for event in session.events if isinstance(event, Value)] == ["done"]
+
+
+async def test_no_op_of_a_rejected_graph_runs() -> None:
+    generator = ScriptedGenerator("x")
+    wrong = msgspec.structs.replace(GRAPH, ops=(*GRAPH.ops, ops.Text(9, ("b",))))
+    async with anyio.create_task_group() as group:
+        session = Session(Interpreter(generator, group))
+        for _ in session.interpreter.submitting(wrong):
+            await anyio.lowlevel.checkpoint()
+        [failed] = await session.until(1)
+        assert failed.state == 1
+        await all_freed(generator)
+        group.cancel_scope.cancel()
+
+
+def test_an_op_of_many_parts_is_counted_in_many_steps() -> None:
+    spec = ToolSpec("a", "", {"enum": [[] for _ in range(20_000)]})
+    op = ops.Tools(1, (spec,))
+    num_bytes, num_steps = run(counting_bytes(op))
+    assert num_bytes == op_bytes(op) > 20_000 * 56
+    assert num_steps >= 20

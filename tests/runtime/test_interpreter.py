@@ -576,7 +576,8 @@ async def test_messages_of_consequent_failures_are_short(downwards):
         at.submit(*[] if downwards else [ops.End(num_states)])
         at.submit(ops.Set(1 if not downwards else num_states, 1, "value", ("x",)))
         await at.until_idle()
-        at.listen()
+        while at.listen():
+            pass
         failed = {state: event.error for state, event in at.listener.failed.items()}
         assert len(failed) == num_states
         first, last = (1, num_states) if downwards else (num_states, 1)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Generic, NoReturn, TypeAlias
 
 import anyio
+import anyio.lowlevel
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from agentflow.errors import (
@@ -48,7 +49,7 @@ from agentflow.protocol.wire import (
     op_reader,
 )
 from agentflow.runtime.generator import ContextT, Embedder, Generator
-from agentflow.server.websocket.frames import check_frame, event_frames
+from agentflow.server.websocket.frames import SMALL_FRAME_BYTES, check_frame, event_frames
 from agentflow.server.websocket.sessions import IsValid, ServedSession, Sessions, always_valid, revoked
 
 logger = logging.getLogger(__name__)
@@ -254,7 +255,10 @@ class WsSession(Generic[ContextT]):
             )
         self._num_unacked_bytes += num_bytes
         await check_frame(data)
-        return self._decoder.decode(data)
+        frame = self._decoder.decode(data)
+        if num_bytes > SMALL_FRAME_BYTES:
+            await anyio.lowlevel.checkpoint()  # decoding was one turn
+        return frame
 
     async def _send(self, frame: ServerFrame) -> None:
         await self._send_bytes(encode(frame, binary=self._binary))

@@ -84,7 +84,14 @@ class ServedSession(Generic[ContextT]):
         turn = Turn()
         for number, data in enumerate(frame.ops, frame.first):
             if number > self.num_taken:
-                self.interpreter.submit(read(data))
+                op = read(data)
+                await turn.pause()
+                for _ in self.interpreter.submitting(op):
+                    if turn.is_over:
+                        with anyio.CancelScope(shield=True):  # an op is taken as a whole, or not at all
+                            await turn.pause()
+                        if self.has_ended:
+                            return
                 self.num_taken = number
                 await turn.pause()
 
