@@ -72,6 +72,14 @@ def test_escapes_of_strings_are_counted(value: str, cuts: list[int], is_ascii: b
     assert escapes == 0 or not passes(text, cuts, escapes=escapes - 1)
 
 
+@given(st.text(alphabet='a"\\\u00e9\u20ac\U0001f600', max_size=30), st.lists(st.integers(0, 200)))
+def test_bytes_beyond_ascii_are_counted(value: str, cuts: list[int]) -> None:
+    text = json.dumps([value], ensure_ascii=False).encode()
+    wide_bytes = sum(len(char.encode()) for char in value if not char.isascii())
+    assert passes(text, cuts, wide_bytes=wide_bytes)
+    assert wide_bytes == 0 or not passes(text, cuts, wide_bytes=wide_bytes - 1)
+
+
 def test_several_texts_share_a_bound() -> None:
     scan = JsonScan(JsonBounds(values=100, parts=3, depth=1))
     scan.push(b'["a"]')

@@ -301,7 +301,7 @@ async def test_the_siblings_of_a_failed_branch_are_cancelled_a_few_at_a_time(
     assert [event.state for event in failed if event.error.code != "cancelled"].count(3) == 1
 
 
-GRAPH = ops.Submit(
+GRAPH = ops.SubmitGraph(
     1,
     (
         ops.Open(1),

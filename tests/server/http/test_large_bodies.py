@@ -88,9 +88,16 @@ def test_a_body_of_too_many_values_is_refused(server: ApiServer, body: dict[str,
     assert refused(post(server, "/v1/chat/completions", **body)) == (413, "request_too_large", None)
 
 
-async def test_such_a_body_is_refused_before_all_of_it_was_read() -> None:
-    pieces = [b"[]," * (PIECE_BYTES // 3)] * 100
-    client = Exchange(b'{"word": "a", "unread": [', *pieces)
+@pytest.mark.parametrize(
+    ("start", "part", "num_pieces"),
+    [(b'{"word": "a", "unread": [', b"[],", 100), (b'{"word": "', "€".encode(), 230)],
+    ids=["lists", "wide"],
+)
+async def test_such_a_body_is_refused_before_all_of_it_was_read(
+    start: bytes, part: bytes, num_pieces: int
+) -> None:
+    pieces = [part * (PIECE_BYTES // 3)] * num_pieces
+    client = Exchange(start, *pieces)
     await exchange(_never, client)
     assert (client.status, client.error["code"]) == (413, "request_too_large")
     assert len(client._messages) > 90
