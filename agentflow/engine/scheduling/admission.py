@@ -8,23 +8,24 @@ the Past-Future scheduler, Gong et al., ASPLOS 2025). Each retraction adds cauti
 that a full pool settles instead of oscillating.
 
 **Reservation.** Let h be the first waiting request in the policy's order that does not fit. The same
-prediction tells when h will start: after the least number of steps T in which so many of the running requests
-end that h fits beside the others until its own end. Requests behind h may *pass* it, that is start before it,
-if T stays the same with them: they end before h starts, or fit beside it (backfilling as in EASY; Lifka, "The
-ANL/IBM SP Scheduling System", 1995). Let n be the step in which h was first blocked, with T steps to wait
-then. Requests pass h only in the steps before n + T, and no request passes one that was preempted. Then:
+prediction tells when h will start: after the smallest number of steps T after which enough running requests
+have ended for h to fit next to the others until its own end. Requests behind h may *pass* it, that is start
+before it, if T stays the same with them: they end before h starts, or fit next to it (backfilling as in EASY;
+Lifka, "The ANL/IBM SP Scheduling System", 1995). Let n be the step in which h was first blocked, with T steps
+to wait then. Requests pass h only in the steps before n + T, and no request passes one that was preempted.
+Then:
 
-1. If requests end when they are expected to, and the policy orders none before h that arrives later, h starts
-   in step n + T at the latest.
-2. In any case h starts at the latest when those have ended that started before step n + T or that the policy
-   orders before h.
+1. If requests end when they are expected to, and the policy orders no later request before h, h starts in
+   step n + T at the latest.
+2. In any case h starts at the latest when all requests have ended that started before step n + T or that the
+   policy orders before h.
 
-Proof. 1: A request that passes leaves the expected start of h where it is, and what is expected happens.
-2: From step n + T on, while h is blocked, only requests start that the policy orders before it. When none
-runs, h fits. ∎
+Proof. 1: A request that passes h does not change its expected start, and the expected start is the actual
+one. 2: From step n + T on, while h is blocked, only requests start that the policy orders before it. When
+none runs, h fits. ∎
 
-So passing costs h nothing if predictions are right, and is over at a time that is known when it begins if
-they are wrong.
+So passing costs h nothing if predictions are right. If they are wrong, it ends in a step that is known from
+the beginning.
 """
 
 from __future__ import annotations
