@@ -283,42 +283,31 @@ async def test_f3b_the_log_probabilities_of_long_forced_text_are_reported_as_the
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("jumps", [True, False])
-async def test_a_stop_string_inside_forced_text_ends_the_text(jumps: bool) -> None:
-    deltas: list[str] = []
-    async with plain_engine() as client:
-        end = await client.generate(
-            [5, 6],
-            SamplingParams(max_tokens=60, stop=("France",), logprobs=True),
-            seed=0,
-            on_text=deltas.append,
-            constraint=constraint(PATTERNS[-1]),
-            jump_forward=jumps,
-        )
-    assert end.text == "The capital of "
-    assert "".join(deltas) == "The capital of "
-    assert end.finish_reason == "stop"
-    assert len(end.logprobs) == len(end.token_ids)
-    assert (end.forced, end.forced_tokens > 0) == (([(0, len(end.text))], True) if jumps else ([], False))
-
-
-@pytest.mark.anyio
 @pytest.mark.parametrize("logprobs", [True, False])
-async def test_f10a_forced_tokens_behind_a_stop_are_not_counted(logprobs: bool) -> None:
-    received: list[int] = []
+@pytest.mark.parametrize("jumps", [True, False])
+async def test_f10a_a_stop_string_inside_forced_text_ends_the_text(jumps: bool, logprobs: bool) -> None:
+    """Forced tokens behind it are not counted."""
+    sent: list[Progress] = []
     async with plain_engine() as client:
         end = await client.generate(
             [5, 6],
             SamplingParams(max_tokens=60, stop=("France",), logprobs=logprobs),
             seed=0,
-            on_progress=lambda sent: received.extend(sent.token_ids),
+            on_progress=sent.append,
             constraint=constraint(PATTERNS[-1]),
+            jump_forward=jumps,
         )
         stats = await client.stats()
+    received = [token for progress in sent for token in progress.token_ids]
+    assert end.text == "The capital of "
+    assert "".join([progress.text for progress in sent]) == "The capital of "
+    assert end.finish_reason == "stop"
+    assert len(end.logprobs) == (len(end.token_ids) if logprobs else 0)
+    assert end.forced == ([(0, len(end.text))] if jumps else [])
     assert "France" in TOKENIZER.decode(received)
     assert "France" not in TOKENIZER.decode(received[:-1])
-    assert end.output_tokens == end.forced_tokens == len(received)
-    assert stats.generated_tokens == stats.forced_tokens == len(received)
+    assert end.output_tokens == stats.generated_tokens == len(received)
+    assert end.forced_tokens == stats.forced_tokens == (len(received) if jumps else 0)
 
 
 @pytest.mark.anyio

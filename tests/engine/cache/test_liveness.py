@@ -91,29 +91,37 @@ def test_tokens_that_will_be_needed_are_counted_once_each(plan):
             assert live.num_expected(step) == len(needed)
 
 
-@pytest.mark.parametrize("num_running", [1, 2])
-def test_a_new_request_waits_for_the_next_turn_of_an_open_state_where_the_batch_is_filled(num_running):
-    runner = FakeRunner(num_slots=64, max_context=64)
-    scheduler = Scheduler(num_slots=64, max_context=64, config=SchedulerConfig(max_running=3))
+class Scheduled:
+    """A scheduler with a runner."""
 
-    def request(number: int, size: int, count: int, **kwargs) -> Request:
-        tokens = np.full(size, number, dtype=np.int32)
-        made = Request.create(number, tokens, count, SamplingParams(), **kwargs)
-        scheduler.add(made)
+    def __init__(self, *, num_slots: int, max_context: int, max_running: int) -> None:
+        config = SchedulerConfig(max_running=max_running)
+        self.scheduler = Scheduler(num_slots=num_slots, max_context=max_context, config=config)
+        self._runner = FakeRunner(num_slots=num_slots, max_context=max_context)
+
+    def request(self, number: int, tokens: list[int], count: int, **kwargs) -> Request:
+        made = Request.create(number, np.array(tokens, dtype=np.int32), count, SamplingParams(), **kwargs)
+        self.scheduler.add(made)
         return made
 
-    def step() -> None:
-        batch = scheduler.schedule()
+    def step(self) -> None:
+        """Runs a batch. Requests with all of their tokens are finished."""
+        batch = self.scheduler.schedule()
         assert batch is not None
-        for result in scheduler.complete(run_batch(runner, batch)):
+        for result in self.scheduler.complete(run_batch(self._runner, batch)):
             if result.request.num_generated == result.request.max_new_tokens:
-                scheduler.release(result.request)
+                self.scheduler.finish(result.request)
 
-    of_state = request(1, 30, 1, state="talk")
-    running = [request(number + 2, 4, 8) for number in range(num_running)]
+
+@pytest.mark.parametrize("num_running", [1, 2])
+def test_a_new_request_waits_for_the_next_turn_of_an_open_state_where_the_batch_is_filled(num_running):
+    scheduled = Scheduled(num_slots=64, max_context=64, max_running=3)
+    request, step = scheduled.request, scheduled.step
+    of_state = request(1, [1] * 30, 1, state="talk")
+    running = [request(number, [number] * 4, 8) for number in range(2, 2 + num_running)]
     step()
     assert of_state.status is Status.FINISHED
-    new = request(9, 28, 1)
+    new = request(9, [9] * 28, 1)
     for _ in range(liveness.EXPECTED_STEPS):
         assert new.status is Status.WAITING or num_running == 1
         step()
@@ -125,25 +133,12 @@ def test_a_new_request_waits_for_the_next_turn_of_an_open_state_where_the_batch_
 @pytest.mark.parametrize(("size", "waits"), [(240, True), (60, False)])
 def test_f46a_a_long_prompt_does_not_evict_what_an_open_state_is_about_to_need(size, waits):
     """The batch has room. A short prompt, which costs the state few tokens, starts all the same."""
-    scheduler = Scheduler(num_slots=320, max_context=512, config=SchedulerConfig(max_running=8))
-    runner = FakeRunner(num_slots=320, max_context=512)
-
-    def request(number: int, tokens: list[int], count: int, **kwargs) -> Request:
-        made = Request.create(number, np.array(tokens, dtype=np.int32), count, SamplingParams(), **kwargs)
-        scheduler.add(made)
-        return made
-
-    def step() -> None:
-        batch = scheduler.schedule()
-        assert batch is not None
-        for result in scheduler.complete(run_batch(runner, batch)):
-            if result.request.num_generated == result.request.max_new_tokens:
-                scheduler.finish(result.request)
-
+    scheduled = Scheduled(num_slots=320, max_context=512, max_running=8)
+    request, step = scheduled.request, scheduled.step
     other = request(1, [1] * 4, 30)
     prefix = request(2, [2] * 250, 0, state="program")
     step()
-    scheduler.release(prefix)
+    scheduled.scheduler.release(prefix)
     other_program = request(3, [3] * size, 1)
     step()
     assert (other_program.status is Status.WAITING) == waits
