@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentflow.engine.process.ipc import AdapterLoaded, LoadAdapter
-from agentflow.engine.runner import ModelRunner, ReadAdapter
-from agentflow.errors import BadModelFolder, UnknownModel
+from agentflow.engine.runner import AdapterRunner, ModelRunner, ReadAdapter
+from agentflow.errors import BadArgument, BadModelFolder, UnknownModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Adapters:
     hold it up. ``deliver`` is called there; all methods belong to the engine's thread."""
 
     def __init__(self, runner: ModelRunner, deliver: Callable[[AdapterRead], None]) -> None:
-        self._runner = runner
+        self._runner = runner if isinstance(runner, AdapterRunner) else None
         self._deliver = deliver
         self._to_read: queue.SimpleQueue[LoadAdapter | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -56,6 +56,7 @@ class Adapters:
             raise read.error
         if message.identity and adapter.identity != message.identity:
             raise BadModelFolder(f"the adapter {message.name!r} in {message.folder} has changed on disk")
+        assert self._runner is not None
         info = self._runner.install_adapter(adapter)
         self._num_uses[info.identity] += 1
         return AdapterLoaded(message.ticket, message.name, message.folder, info.identity, info.nbytes)
@@ -88,11 +89,16 @@ class Adapters:
         self._num_uses[identity] -= 1
         if not self._num_uses[identity]:
             del self._num_uses[identity]
+            assert self._runner is not None
             self._runner.drop_adapter(identity)
 
     def _run(self) -> None:
         while (message := self._to_read.get()) is not None:
             try:
+                if self._runner is None:
+                    raise BadArgument(
+                        "this model has no adapters: they need a native architecture", param="model"
+                    )
                 read = AdapterRead(message, self._runner.read_adapter(Path(message.folder)))
             except Exception as error:
                 read = AdapterRead(message, error=error)

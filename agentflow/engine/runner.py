@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from agentflow.engine.batch import Batch, BatchOutput
 
@@ -59,7 +59,7 @@ class OutOfMemory(Exception):
 
 
 class ModelRunner(Protocol):
-    """Runs batches. All methods but ``read_adapter`` belong to one thread.
+    """Runs batches. All methods belong to one thread.
 
     ``launch`` starts a batch and returns a handle for ``collect``, which waits until the batch has written
     the KV of its tokens and its output is on the host. Batches run in the order of their launches and are
@@ -68,10 +68,6 @@ class ModelRunner(Protocol):
     then it may have ``pending`` tokens. A runner on processors that the caller needs too may do all work in
     ``collect``. Both raise ``AcceleratorFault`` or ``OutOfMemory`` where these apply; any other exception
     blames the batch.
-
-    ``read_adapter`` reads the adapter in a folder, in any thread and while batches run; ``BadModelFolder`` or
-    ``BadArgument`` if the model cannot have it. ``install_adapter`` makes it ready for batches that name its
-    identity, and takes little time; once more changes nothing. ``drop_adapter`` frees it.
     """
 
     info: RunnerInfo
@@ -80,13 +76,23 @@ class ModelRunner(Protocol):
 
     def collect(self, handle: Any) -> BatchOutput: ...
 
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class AdapterRunner(ModelRunner, Protocol):
+    """A ``ModelRunner`` whose model can have adapters (LoRA).
+
+    ``read_adapter`` reads the adapter in a folder, in any thread and while batches run; ``BadModelFolder`` or
+    ``BadArgument`` if the model cannot have it. ``install_adapter`` makes it ready for batches that name its
+    identity, and takes little time; a repeated call changes nothing. ``drop_adapter`` frees it.
+    """
+
     def read_adapter(self, folder: Path) -> ReadAdapter: ...
 
     def install_adapter(self, adapter: ReadAdapter) -> AdapterInfo: ...
 
     def drop_adapter(self, identity: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def run_batch(runner: ModelRunner, batch: Batch) -> BatchOutput:

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from agentflow.engine.engine import Engine
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.local_engine import limit_spinning
 from agentflow.engine.request import Request
-from agentflow.engine.runner import AdapterInfo, ModelRunner, ReadAdapter
+from agentflow.engine.runner import ModelRunner
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.chat_template import ChatTemplate
@@ -78,15 +77,6 @@ class LentRunner:
 
     def collect(self, handle: Any) -> BatchOutput:
         return self.runner.collect(handle)
-
-    def read_adapter(self, folder: Path) -> ReadAdapter:
-        return self.runner.read_adapter(folder)
-
-    def install_adapter(self, adapter: ReadAdapter) -> AdapterInfo:
-        return self.runner.install_adapter(adapter)
-
-    def drop_adapter(self, identity: str) -> None:
-        self.runner.drop_adapter(identity)
 
     def close(self) -> None:
         """Does nothing: the model stays loaded."""

@@ -28,7 +28,7 @@ from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.process.ipc import Finished, Origin
 from agentflow.engine.runner import ReadAdapter
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.errors import AgentflowError, BadModelFolder, EngineFailed, UnknownModel
+from agentflow.errors import AgentflowError, BadArgument, BadModelFolder, EngineFailed, UnknownModel
 from agentflow.protocol.sampling import SamplingParams
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
@@ -127,6 +127,21 @@ async def test_a_damaged_adapter_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(BadModelFolder, check=has_param("adapter_config.json")):
             await client.load_adapter("one", tmp_path)
         await run(client, "one")
+
+
+class PlainRunner:
+    """A runner whose model cannot have adapters."""
+
+    def __init__(self) -> None:
+        fake = runner()
+        self.info, self.run, self.close = fake.info, fake.run, fake.close
+
+
+async def test_a_model_without_adapters_rejects_them(tmp_path: Path) -> None:
+    async with running_engine(lambda: (PlainRunner(), TOKENIZER, SchedulerConfig())) as client:
+        with pytest.raises(BadArgument, check=has_param("model")):
+            await client.load_adapter("one", adapter(tmp_path / "one"))
+        assert (await run(client)).output_tokens == 4
 
 
 async def test_f10e_requests_run_while_an_adapter_is_read(tmp_path: Path) -> None:

@@ -40,9 +40,9 @@ from agentflow.engine.models.transformers_model import (
     pretrained_config,
     without_reports,
 )
-from agentflow.engine.runner import AdapterInfo, ReadAdapter, RunnerInfo
+from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
-from agentflow.errors import BadArgument, BadModelFolder
+from agentflow.errors import BadModelFolder
 
 logger = logging.getLogger(__name__)
 
@@ -109,16 +109,6 @@ class EncoderRunner:
             if failure is None:
                 raise
             raise failure from error
-
-    def read_adapter(self, folder: Path) -> ReadAdapter:
-        raise BadArgument("an encoder has no adapters: they need a native architecture", param="model")
-
-    def install_adapter(self, adapter: ReadAdapter) -> AdapterInfo:
-        """Never called: none can be read."""
-        raise NotImplementedError
-
-    def drop_adapter(self, identity: str) -> None:
-        """Never called."""
 
     def close(self) -> None:
         """Frees the memory. The runner cannot be used afterwards."""
