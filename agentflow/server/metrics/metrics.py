@@ -23,6 +23,7 @@ from agentflow.engine.client import RequestObserver
 from agentflow.engine.grammar.compiler.compiler import CompileCounts
 from agentflow.engine.process.ipc import PHASES, STEP_BOUNDS_S, BucketCounts, EngineStats
 from agentflow.engine.tenant import ANONYMOUS
+from agentflow.errors import AgentflowError
 from agentflow.protocol.events import Stats
 from agentflow.runtime.generator import Generator
 from agentflow.server.metrics.request_times import TPOT_BOUNDS_S, WAIT_BOUNDS_S, RequestTimes
@@ -305,8 +306,10 @@ class ModelMetrics:
             with anyio.move_on_after(SCRAPE_TIMEOUT_S):
                 self.totals.update(await _stats_of(generator))
                 self.is_engine_up = True
-        except Exception as error:  # any error means that the engine has no stats now
+        except AgentflowError as error:
             logger.debug("the engine returned no stats: %s", error)
+        except Exception:  # one model's fault must not end the scrape
+            logger.exception("the stats of an engine could not be read")
 
 
 class ServerMetrics:
