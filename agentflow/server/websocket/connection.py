@@ -240,6 +240,8 @@ class WsSession(Generic[ContextT]):
         if message["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(message.get("code") or 1006, message.get("reason"))
         data: bytes | str = message["bytes"] if message.get("bytes") is not None else message["text"]
+        if len(data) > SMALL_FRAME_BYTES:
+            await anyio.lowlevel.checkpoint()  # receiving was one turn
         is_binary = not isinstance(data, str)
         if first:
             self._binary = is_binary
