@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-WINGS = ("language", "protocol", "runtime", "backends", "recording", "integrations", "cli", "kernels")
+WINGS = (
+    "server",
+    "language",
+    "protocol",
+    "runtime",
+    "backends",
+    "recording",
+    "integrations",
+    "cli",
+    "kernels",
+)
 # Names of modules, and paths to them. Names of commands, classes and arguments look different.
 _MODULE = re.compile(r"``([a-z_][a-z0-9_]*(?:/[a-z_][a-z0-9_]*)*)/?``")
 

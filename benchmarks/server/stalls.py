@@ -134,7 +134,7 @@ def sequences() -> Iterator[tuple[str, list[ops.Op]]]:
     )
     branches = [ops.Fork(1, (state,)) for state in range(2, 2_500)]
     graph: tuple[ops.Op, ...] = (ops.Open(1), *branches, *[ops.Hint(1)] * (9_999 - len(branches)))
-    yield "a graph of 10,000 ops", [ops.Submit(1, graph)]
+    yield "a graph of 10,000 ops", [ops.SubmitGraph(1, graph)]
     forks: list[ops.Op] = [ops.Open(1)]
     for first in range(2, 8_002, 2_000):
         forks.append(ops.Fork(1, tuple(range(first, first + 2_000))))
