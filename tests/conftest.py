@@ -161,6 +161,14 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_tls_context() -> None:
+    """All HTTP clients share a context: to create one takes longer than several requests."""
+    import httpcore2
+
+    httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
+
+
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
     """The default model's folder in the user's own store; the first test that asks for it pulls it."""

@@ -18,7 +18,6 @@ from support.api_server import ApiServer, api_server
 from support.fake_engine import FakeEngine
 from support.faulty_servers import failing_engine
 from support.server.anthropic_peer import anthropic_peer, asking
-from support.server.http_clients import TLS
 from support.server.openai_peer import sync_client
 
 from agentflow.server.config.limits import HttpLimits
@@ -106,11 +105,8 @@ def test_openais_client_skips_them(silent: ApiServer) -> None:
 
 
 def test_anthropics_client_skips_them(silent: ApiServer) -> None:
-    http_client = anthropic.DefaultHttpxClient(verify=TLS)
     with (
-        anthropic.Anthropic(
-            api_key="none", base_url=silent.url, max_retries=0, http_client=http_client
-        ) as client,
+        anthropic.Anthropic(api_key="none", base_url=silent.url, max_retries=0) as client,
         client.messages.stream(**request_fields()) as stream,
     ):
         message = stream.get_final_message()

@@ -11,7 +11,7 @@ import anthropic
 import anyio
 from support.api_server import MODEL, ApiServer, api_server
 from support.sent_requests import SentRequests
-from support.server.http_clients import TLS, ClientKind, only_asyncio
+from support.server.http_clients import ClientKind, only_asyncio
 
 HELLO = [{"role": "user", "content": "What do plants do?"}]
 
@@ -33,12 +33,8 @@ class AnthropicPeer:
         the client's."""
 
         async def call() -> Any:
-            http_client = anthropic.DefaultAsyncHttpxClient(verify=TLS)
             async with anthropic.AsyncAnthropic(
-                api_key=key or self.client.api_key,
-                base_url=self.server.url,
-                max_retries=0,
-                http_client=http_client,
+                api_key=key or self.client.api_key, base_url=self.server.url, max_retries=0
             ) as client:
                 if method != "stream":
                     return await getattr(client.messages, method)(**asked)

@@ -3,7 +3,6 @@ asks the engine without HTTP."""
 
 from __future__ import annotations
 
-import ssl
 from typing import Literal
 
 from support.api_server import ApiServer
@@ -13,8 +12,6 @@ from agentflow.server.completion.request import Answer, CompletionRequest
 
 ClientKind = Literal["sync", "async"]
 CLIENTS: tuple[ClientKind, ...] = ("sync", "async")
-# Created once: that takes as long as several requests, and each client would create its own.
-TLS = ssl.create_default_context()
 
 
 def only_asyncio() -> str:

@@ -12,7 +12,7 @@ import openai
 from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import FakeEngine
 from support.logit_runner import logit_runner
-from support.server.http_clients import TLS, ClientKind, only_asyncio
+from support.server.http_clients import ClientKind, only_asyncio
 
 from agentflow.engine.process.ipc import Submit
 from agentflow.protocol.chat import Message
@@ -38,15 +38,12 @@ def logit_server() -> Iterator[ApiServer]:
 
 def sync_client(server: ApiServer, **options: Any) -> openai.OpenAI:
     """As users make it, but it never tries again."""
-    http_client = openai.DefaultHttpxClient(verify=TLS)
-    made = {"api_key": "none", "max_retries": 0, "http_client": http_client} | options
-    return openai.OpenAI(base_url=f"{server.url}/v1", **made)
+    return openai.OpenAI(base_url=f"{server.url}/v1", **{"api_key": "none", "max_retries": 0, **options})
 
 
 @asynccontextmanager
 async def async_client(server: ApiServer, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-    http_client = openai.DefaultAsyncHttpxClient(verify=TLS)
-    made = {"api_key": "none", "max_retries": 0, "http_client": http_client} | options
+    made = {"api_key": "none", "max_retries": 0, **options}
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", **made) as client:
         yield client
 
