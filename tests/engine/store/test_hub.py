@@ -361,7 +361,11 @@ def test_a_file_that_was_damaged_in_the_cache_is_fetched_again(tiny: HubServer) 
         assert weights.read_bytes() == content
 
 
-def test_an_interrupted_pull_leaves_no_model_and_continues(tiny: HubServer) -> None:
+def test_an_interrupted_pull_leaves_no_model_and_continues(
+    tiny: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 8000)  # few stops in the weights, each a pull
+
     class Stop(Exception):
         pass
 
