@@ -169,6 +169,16 @@ def _one_tls_context() -> None:
     httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _prompt_compiling() -> Iterator[None]:
+    """Constraints are compiled at the priority of the tests."""
+    from agentflow.engine.grammar.compiler.worker_handle import CompileWorkerHandle
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompileWorkerHandle, "module", "support.compile_worker")
+        yield
+
+
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
     """The default model's folder in the user's own store; the first test that asks for it pulls it."""

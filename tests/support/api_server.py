@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import anyio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
+from support.direct_compiler import direct_compiler
 from support.fake_engine import TEMPLATE, FakeEngine
 from support.holds import until
 from support.sent_requests import SentRequests
@@ -104,8 +105,8 @@ def api_server(
 ) -> Iterator[ApiServer]:
     """A server on a free port, whose model is called ``fake``. ``embedder``: the engine of another model, of
     this name. ``embedding``: of the one that makes embeddings. ``gate``: what its tenants' requests pass
-    through. ``constraints``: with a process that compiles them and runs ``compile_loader``. ``hosts``: names
-    that it is known by."""
+    through. ``constraints``: compiles them; under ``compile_limits`` or by another ``compile_loader``, in a
+    process. ``hosts``: names that it is known by."""
     engine = engine or FakeEngine()
 
     @asynccontextmanager
@@ -114,8 +115,11 @@ def api_server(
             client = await stack.enter_async_context(engine.open_client())
             compiler: ConstraintCompiler | None = None
             if constraints:
+                is_direct = compile_limits is None and compile_loader == LOADER
                 compiler = await stack.enter_async_context(
-                    constraint_compiler(compile_limits, loader=compile_loader)
+                    direct_compiler()
+                    if is_direct
+                    else constraint_compiler(compile_limits, loader=compile_loader)
                 )
             model = EngineModel(
                 MODEL,

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.lowlevel
 from support.chat_template_shapes import CHATML
+from support.direct_compiler import direct_compiler
 from support.small_tokenizers import byte_level
 
 from agentflow.backends.local import interpreted
@@ -16,7 +17,6 @@ from agentflow.engine.batch import Batch
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.generator.generator import EngineGenerator
-from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
@@ -135,7 +135,7 @@ class ConstrainedEngine(FakeEngine):
 
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
-        async with self.open_client() as client, constraint_compiler() as compiler:
+        async with self.open_client() as client, direct_compiler() as compiler:
             generator = EngineGenerator(client, self.template, compiler=compiler)
             async with interpreted(generator, deliver) as connection:
                 yield connection

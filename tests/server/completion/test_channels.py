@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
-import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_engine import ConstrainedEngine
 from support.server.http_clients import only_asyncio
 from support.thinking_models import CHANNEL_MODEL, in_channels
-from test_thinking import JSON, ask, asking, check_resumed, deltas_of, generator_of
+from test_thinking import JSON, CheckResumed, ask, asking, deltas_of, generator_of, resuming
 
 import agentflow as af
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
@@ -167,18 +167,25 @@ async def test_the_next_turn_has_the_tokens_that_were_generated() -> None:
         assert (await ask(generator, again)).text == "A bear."
 
 
-@given(st.integers(1, 60), st.sampled_from([None, 0, 1, 4]), st.sampled_from(["text", "form", "call"]))
-def test_a_request_that_is_resumed_goes_on_where_it_was(num_tokens, budget, kind) -> None:
+@pytest.fixture(scope="module")
+def check_channels_resumed() -> Iterator[CheckResumed]:
+    with resuming(CHANNEL_MODEL) as check:
+        yield check
+
+
+@given(
+    num_tokens=st.integers(1, 60),
+    budget=st.sampled_from([None, 0, 1, 4]),
+    kind=st.sampled_from(["text", "form", "call"]),
+)
+def test_a_request_that_is_resumed_goes_on_where_it_was(
+    check_channels_resumed: CheckResumed, num_tokens: int, budget: int | None, kind: str
+) -> None:
     """As after the death of an engine process, which had sent some of the output."""
     head = "" if budget == 0 else THINK
     script = {"text": SCRIPT, "form": head + '«channel»final«message»{"a": "b"}', "call": head + CALL}[kind]
     fields = {"text": {}, "form": {"constraint": JSON}, "call": TOOLS}[kind]
-
-    async def main() -> None:
-        async with generator_of(CHANNEL_MODEL) as generator:
-            await check_resumed(generator, asking(script, thought_budget=budget, **fields), num_tokens)
-
-    anyio.run(main)
+    check_channels_resumed(asking(script, thought_budget=budget, **fields), num_tokens)
 
 
 async def test_contents_have_no_tokens_of_the_notation() -> None:

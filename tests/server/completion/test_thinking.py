@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
-import anyio
 import pytest
+from anyio.from_thread import start_blocking_portal
 from hypothesis import given
 from hypothesis import strategies as st
+from support.direct_compiler import direct_compiler
 from support.fake_engine import FakeEngine
 from support.thinking_models import DEEPSEEK_MODEL, MODELS, QWEN_MODEL, SPELLED_MODEL, ThinkingModel
 
 from agentflow.engine.generator.generator import EngineGenerator
-from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.engine.process.ipc import FromEngine, Submit
 from agentflow.engine.process.request_journal import RequestJournal
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
@@ -47,7 +47,7 @@ EACH = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @asynccontextmanager
 async def generator_of(model: ThinkingModel, **options) -> AsyncIterator[EngineGenerator]:
     engine = FakeEngine(runner=model.runner(**options), tokenizer=model.tokenizer)
-    async with engine.open_client() as client, constraint_compiler() as compiler:
+    async with engine.open_client() as client, direct_compiler() as compiler:
         yield EngineGenerator(client, model.template, compiler=compiler)
         await engine.assert_idle()
 
@@ -186,29 +186,44 @@ async def test_several_answers_with_log_probabilities() -> None:
     assert len(of_thoughts) > len(of_answers) > 0
 
 
-@given(st.integers(1, 60), st.sampled_from([None, 0, 1, 4]), st.booleans())
-def test_a_request_that_is_resumed_goes_on_where_it_was(num_tokens, budget, is_constrained) -> None:
+CheckResumed = Callable[[CompletionRequest, int], None]
+
+
+@contextmanager
+def resuming(model: ThinkingModel) -> Iterator[CheckResumed]:
+    """``check_resumed`` on one engine, for all examples of a test."""
+    with (
+        start_blocking_portal("asyncio") as portal,
+        portal.wrap_async_context_manager(generator_of(model)) as generator,
+    ):
+        yield lambda request, num_tokens: portal.call(check_resumed, generator, request, num_tokens)
+
+
+@pytest.fixture(scope="module")
+def check_qwen_resumed() -> Iterator[CheckResumed]:
+    with resuming(QWEN_MODEL) as check:
+        yield check
+
+
+@given(num_tokens=st.integers(1, 60), budget=st.sampled_from([None, 0, 1, 4]), is_constrained=st.booleans())
+def test_a_request_that_is_resumed_goes_on_where_it_was(
+    check_qwen_resumed: CheckResumed, num_tokens: int, budget: int | None, is_constrained: bool
+) -> None:
     """As after the death of an engine process, which had sent some of the output."""
     constraint = JSON if is_constrained else None
     script = JSON_SCRIPT if is_constrained else SCRIPT
-
-    async def main() -> None:
-        async with generator_of(QWEN_MODEL) as generator:
-            request = asking(script, constraint=constraint, thought_budget=budget)
-            await check_resumed(generator, request, num_tokens)
-
-    anyio.run(main)
+    check_qwen_resumed(asking(script, constraint=constraint, thought_budget=budget), num_tokens)
 
 
-async def check_resumed(generator, request, num_tokens) -> None:
+async def check_resumed(generator: EngineGenerator, request: CompletionRequest, num_tokens: int) -> None:
     """The request has the same output when it is resumed after ``num_tokens``."""
     journal = Journal()
     generator.observe(journal)
     whole = await ask(generator, request)
     resumed = journal.after(num_tokens)
+    journal.num_left = None
     if resumed is None:
         return
-    journal.num_left = None
     end = await generator._client._call(resumed, None)
     assert end.token_ids == [*whole.token_ids]
     assert end.thought_tokens == whole.usage.thought_tokens

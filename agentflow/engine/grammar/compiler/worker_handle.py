@@ -40,8 +40,9 @@ class CannotCompile(Exception):
 
 class CompileWorkerHandle(ChildProcess):
     """Created by ``start``. After ``ready``, it takes constraints while ``is_usable``; ``end`` ends the
-    process. ``has_died``: the process died while compiling."""
+    process. ``module``: runs in the process. ``has_died``: the process died while compiling."""
 
+    module = "agentflow.engine.grammar.compiler.worker"
     is_usable = True
     has_died = False
     _limits: CompileLimits
@@ -50,7 +51,7 @@ class CompileWorkerHandle(ChildProcess):
     def start(cls, loader: str, limits: CompileLimits) -> CompileWorkerHandle:
         """Starts a process, which begins to load. OSError if no process can be created."""
         first = StartCompiling(loader, limits.cpu_s, limits.memory_bytes, limits.compiled_bytes)
-        worker = cls.run("agentflow.engine.grammar.compiler.worker", first, **ONE_THREAD)
+        worker = cls.run(cls.module, first, **ONE_THREAD)
         worker._limits = limits
         return worker
 

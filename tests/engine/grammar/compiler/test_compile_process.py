@@ -16,6 +16,7 @@ from support.compile_loaders import LOADER
 from support.holds import Hold, until
 
 from agentflow.engine.grammar.compiler import compiler as compiler_module
+from agentflow.engine.grammar.compiler import worker
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler, constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits, end_decoder
 from agentflow.engine.grammar.compiler.worker_handle import CompileWorkerHandle
@@ -208,7 +209,8 @@ async def test_the_process_ignores_sigint_and_sigterm():
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="the platform has no such class")
-async def test_the_process_runs_at_idle_priority():
+async def test_the_process_runs_at_idle_priority(monkeypatch):
+    monkeypatch.setattr(CompileWorkerHandle, "module", worker.__name__)  # tests have another one
     async with opened() as compiler:
         process = await process_of(compiler)
         assert os.sched_getscheduler(process) == os.SCHED_IDLE
