@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # other work runs on the same cores
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Containers often forbid it: hundreds of child processes, and each worker, would compile all modules again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Without a GPU, Triton's interpreter runs the kernels that are for one.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
