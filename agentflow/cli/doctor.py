@@ -277,7 +277,8 @@ def check_memory(name: str, folder: Path, *, asks_gpu: bool) -> Check:
     """Whether the model fits into the memory that is free now."""
     import anyio
 
-    from agentflow.engine.machine import divide_memory, free_memory, memory_need
+    from agentflow.engine.machine import free_memory
+    from agentflow.engine.models.memory_need import divide_memory, memory_need
 
     try:
         free = anyio.run(free_memory, [None if asks_gpu else "cpu"])

@@ -36,7 +36,7 @@ _TOOLS = re.compile(r"\{[{%][^}]*?\btools\b")
 
 def local_models() -> list[tuple[str, ...]]:
     """A row of ``LOCAL_COLUMNS`` for each model with a short name, and each other one in the hub's cache."""
-    from agentflow.engine.machine import work_bytes
+    from agentflow.engine.models.memory_need import work_bytes
     from agentflow.engine.store.catalog import CATALOG
     from agentflow.engine.store.hub_names import HubName, cached_models
 
@@ -98,7 +98,7 @@ class _Room:
         """The memory that a model needs with one whole context, whether it is there, and the context. Instead
         of "yes", the tokens that fit if there is no room for the whole context. ``fixed``: bytes without the
         KV; ``per_token``: bytes of the KV of a token."""
-        from agentflow.engine.machine import MIN_KV_TOKENS
+        from agentflow.engine.models.memory_need import MIN_KV_TOKENS
 
         needed = _size(fixed + per_token * context)
         if self._free_bytes is None:
@@ -122,7 +122,7 @@ def _file_bytes(path: Path) -> int:
 
 
 def _described(path: Path, room: _Room) -> tuple[str, ...]:
-    from agentflow.engine.machine import memory_need, read_shape
+    from agentflow.engine.models.memory_need import memory_need, read_shape
     from agentflow.engine.models.text_config import text_config
     from agentflow.engine.text.tokenizer_files import chat_template_source
 

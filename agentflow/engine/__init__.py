@@ -1,9 +1,14 @@
 """One model, served: from a ``Submit`` to the tokens that it gets.
 
-To learn how it works, read ``request``, ``batch``, ``cache/radix_cache``, ``cache/kv_manager``,
-``scheduling/fair_policy``, ``scheduling/scheduler``, ``engine``, ``runner`` and ``models/llama``, in this
-order. Around this core: ``generator/`` and ``client`` are the event loop's side, ``local_engine``
-starts an engine, ``process/`` runs it in a process of its own, ``grammar/`` constrains its output, ``text/``
-has the tokenizer and chat templates, ``store/`` the model files, and ``simulator/`` schedules without a
-model.
+To learn how it works, read ``messages`` (what an engine is asked and answers), ``request`` with
+``token_tree`` (the choices of a select) and ``media_run`` (images in a prompt), ``batch``, ``runner`` (the
+interface to a model) with ``fake_runner`` (its stand-in without a model), ``cache`` from
+``cache/radix_cache`` on, ``scheduling`` from ``scheduling/scheduler`` on, and ``engine``, in this order.
+
+Below this core: ``child_process``, ``machine`` (processors and free memory), ``store`` (model files),
+``grammar`` (constraints and their automata), ``text`` (tokenizer, chat templates, tools), ``models`` (forward
+passes on torch), and ``tenant`` (whose states and cache a snapshot shows). Around it: ``request_checks``,
+``adapters`` and ``constrained`` are parts of the engine, and ``watching`` shows what it does. ``client`` and
+``generator`` are the event loop's side, ``process`` runs an engine in a separate process, ``options`` are its
+settings, and ``local_engine`` starts one. ``simulator`` schedules without a model.
 """

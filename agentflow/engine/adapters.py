@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentflow.engine.process.ipc import AdapterLoaded, LoadAdapter
+from agentflow.engine.messages import AdapterLoaded, LoadAdapter
 from agentflow.engine.runner import AdapterRunner, ModelRunner, ReadAdapter
 from agentflow.errors import BadArgument, BadModelFolder, UnknownModel
 

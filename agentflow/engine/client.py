@@ -18,9 +18,9 @@ import anyio
 import anyio.lowlevel
 from msgspec.structs import replace
 
-from agentflow.engine.engine import Engine, EngineBroken, check_task
+from agentflow.engine.engine import Engine, EngineBroken
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
-from agentflow.engine.process.ipc import (
+from agentflow.engine.messages import (
     Abort,
     AdapterLoaded,
     Answer,
@@ -41,6 +41,7 @@ from agentflow.engine.process.ipc import (
     ToEngine,
     UnloadAdapter,
 )
+from agentflow.engine.request_checks import check_task
 from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.detokenizer import CallMarks

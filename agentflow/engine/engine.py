@@ -1,18 +1,16 @@
 """The engine of one model: schedule, run the batch, read the output, report, in a loop.
 
 An ``Engine`` runs in a thread of its own, away from the event loop, or in a process of its own. It speaks
-only in the messages of ``process/ipc``: ``send`` queues one, and each step delivers a list of them. With
+only in the messages of ``messages``: ``send`` queues one, and each step delivers a list of them. With
 nothing to run, the engine blocks on its inbox.
 
-Below the engine: ``make_request`` turns a ``Submit`` into a ``Request``, ``check_request`` is the part of its
-checks that a client can run in advance, and ``engine_stats`` reads the counters. ``constrained_request``
-keeps a request under its grammar and the budget of its thoughts.
+``request_checks`` turns a ``Submit`` into a ``Request``, ``constrained`` keeps a request under its grammar
+and the budget of its thoughts, and ``engine_stats`` reads the counters.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import resource
 import secrets
@@ -24,15 +22,13 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import numpy as np
-
 from agentflow.engine.adapters import AdapterRead, Adapters
 from agentflow.engine.batch import Batch
-from agentflow.engine.constrained_request import ConstrainedRequest, constrained_request
-from agentflow.engine.grammar.grammar_builder import BuiltGrammar, GrammarBuilder
-from agentflow.engine.grammar.grammar_cache import GrammarCache
-from agentflow.engine.grammar.jump_forward import Jump
-from agentflow.engine.process.ipc import (
+from agentflow.engine.constrained.constrained_request import ConstrainedRequest, constrained_request
+from agentflow.engine.constrained.grammar_builder import BuiltGrammar, GrammarBuilder
+from agentflow.engine.constrained.grammar_cache import GrammarCache
+from agentflow.engine.constrained.jump_forward import Jump
+from agentflow.engine.messages import (
     PHASES,
     STEP_BOUNDS_S,
     Abort,
@@ -56,28 +52,24 @@ from agentflow.engine.process.ipc import (
     UnloadAdapter,
 )
 from agentflow.engine.request import Request, Status, TopTokens
-from agentflow.engine.runner import AcceleratorFault, ModelRunner, OutOfMemory, RunnerInfo
+from agentflow.engine.request_checks import make_request
+from agentflow.engine.runner import AcceleratorFault, ModelRunner, OutOfMemory
 from agentflow.engine.scheduling.row import Row
 from agentflow.engine.scheduling.scheduler import RequestFault, Scheduler, SchedulerConfig
 from agentflow.engine.text.detokenizer import TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer
-from agentflow.engine.token_tree import token_tree
 from agentflow.engine.watching.snapshot import EngineWatch
 from agentflow.errors import (
     AgentflowError,
-    BadArgument,
     Cancelled,
     EngineFailed,
-    PromptTooLong,
 )
-from agentflow.protocol.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 Deliver = Callable[[list[FromEngine]], None]
 # After this many failed forward passes in a row the engine counts as broken.
 MAX_FAILURES_IN_A_ROW = 3
-_GREEDY = SamplingParams()
 _SCHEDULE, _RUN, _COMPLETE, _DELIVER = range(len(PHASES))
 
 
@@ -550,104 +542,6 @@ class Engine:
     def _break(self, failure: EngineFailed) -> NoReturn:
         self._deliver_outbox()  # includes which requests were running
         raise EngineBroken(f"the engine is broken: {failure}")
-
-
-def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Request:
-    """The scheduler's request for a ``Submit``. Tokens that an engine generated before it died are part of
-    it and will be computed again, as after a preemption. ``max_total_tokens``: limit of prompt and output.
-    ``BadArgument`` for a parameter out of range."""
-    params, origin = message.params or _GREEDY, message.origin
-    check_task(message.embeds, info)
-    if not message.token_ids:
-        raise EngineFailed("a request needs at least one token")
-    token_ids = np.array(message.token_ids, dtype=np.int32)
-    if (last := int(token_ids.max())) >= info.vocab_size:
-        raise BadArgument(
-            f"the prompt has the token {last}, which the tokenizer knows and the model does not: its ids are "
-            f"0 to {info.vocab_size - 1}",
-            param="prompt",
-        )
-    request = Request.create(
-        message.request_id,
-        token_ids,
-        _output_limit(message, max_total_tokens),
-        params,
-        seed=message.seed,
-        tenant=origin.tenant,
-        salt=origin.cache_salt,
-        adapter=message.adapter,
-        score_from=message.score_from,
-        tree=token_tree(message.choices) if message.choices else None,
-        embeds=message.embeds,
-        objective=origin.objective,
-        task_group=origin.task_group or None,
-        state=origin.state or None,
-        expected_output=origin.output_tokens,
-        deadline=_time_in(origin.deadline_s),
-        patience_end=_time_in(origin.patience_s),
-        priority=origin.priority,
-        weight=origin.weight,
-        label=origin.label,
-        end_ids=_end_ids(params, info),
-    )
-    request.received_s = time.perf_counter()
-    end = request.num_prompt + len(message.generated_ids)
-    request.tokens[request.num_prompt : end] = message.generated_ids
-    request.num_tokens = end
-    request.num_redrawn = message.num_redrawn
-    request.logprobs += message.generated_logprobs
-    request.num_scored = len(request.logprobs)
-    request.top_logprobs += message.generated_top_logprobs
-    return request
-
-
-def check_task(embeds: bool, info: RunnerInfo) -> None:
-    """``BadArgument`` if a model that generates is asked for an embedding, or the reverse."""
-    if embeds and not info.embedding_size:
-        raise BadArgument(
-            "this model generates text: serve it, or an embedding model, with --task embed for embeddings",
-            param="model",
-        )
-    if info.embedding_size and not embeds:
-        raise BadArgument(
-            "this model makes embeddings only (--task embed): take another one to generate text",
-            param="model",
-        )
-
-
-def check_request(num_prompt: int, params: SamplingParams, info: RunnerInfo) -> None:
-    """Raises what the engine would reject a generation with: ``BadArgument`` for a bias outside the
-    vocabulary, or ``PromptTooLong``. For clients that must know before they submit."""
-    _end_ids(params, info)
-    limit = min(info.max_context, info.num_slots)
-    if num_prompt >= limit:
-        raise PromptTooLong(
-            f"the prompt has {num_prompt:,} tokens; with at least one of output it must fit into "
-            f"{limit:,} (the smaller of the model's context and the KV pool): shorten it",
-            param="prompt",
-        )
-
-
-def _output_limit(message: Submit, max_total_tokens: int) -> int:
-    if message.params is None or message.score_from:
-        return 0
-    return min(message.params.max_tokens, max(1, max_total_tokens - len(message.token_ids)))
-
-
-def _time_in(seconds: float | None) -> float:
-    return math.inf if seconds is None else time.monotonic() + seconds
-
-
-def _end_ids(params: SamplingParams, info: RunnerInfo) -> tuple[int, ...]:
-    """Tokens of the vocabulary that end a generation. ``BadArgument`` for a bias outside the vocabulary."""
-    for token_id, _ in params.logit_bias:
-        if token_id >= info.vocab_size:
-            raise BadArgument(
-                f"gen: logit_bias names token {token_id}; this model's ids are 0 to {info.vocab_size - 1}",
-                param="logit_bias",
-            )
-    own = () if params.ignore_eos else info.end_token_ids
-    return tuple({token_id for token_id in (*own, *params.stop_token_ids) if token_id < info.vocab_size})
 
 
 def _text_end(message: Submit, tokenizer: Tokenizer) -> TextEnd | None:

@@ -15,9 +15,10 @@ from msgspec.structs import asdict, replace
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
-from agentflow.engine.machine import fitting_kv_tokens, free_cuda_bytes, free_host_bytes, memory_need
+from agentflow.engine.machine import free_cuda_bytes, free_host_bytes
+from agentflow.engine.messages import Start
+from agentflow.engine.models.memory_need import fitting_kv_tokens, memory_need
 from agentflow.engine.options import EngineOptions
-from agentflow.engine.process.ipc import Start
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.process.supervisor import Deadlines, supervised_engine
 from agentflow.engine.runner import ModelRunner

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from agentflow.engine.client import EngineClient
 from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
-from agentflow.engine.process.ipc import Finished
+from agentflow.engine.messages import Finished
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
 from benchmarks.engine.foundation import engine

@@ -7,7 +7,7 @@ from collections import Counter
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.grammar.compiler.compile import compile_constraint
-from agentflow.engine.process.ipc import Finished
+from agentflow.engine.messages import Finished
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams

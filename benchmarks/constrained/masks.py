@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from agentflow.engine.constrained.grammar_cache import GrammarCache
 from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.grammar import Grammar, Matcher
-from agentflow.engine.grammar.grammar_cache import GrammarCache
 from agentflow.engine.grammar.token_dfa import DfaMatcher
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.tokenizer import Tokenizer

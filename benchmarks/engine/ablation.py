@@ -18,7 +18,6 @@ from rich.table import Table
 import agentflow as af
 from agentflow.backends.local import interpreted
 from agentflow.engine.batch import Batch, BatchOutput
-from agentflow.engine.cache.liveness import Liveness
 from agentflow.engine.cache.radix_cache import PrefixMatch, RadixCache, TokenRun, token_run
 from agentflow.engine.client import running_engine
 from agentflow.engine.engine import Engine
@@ -26,6 +25,7 @@ from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.local_engine import limit_spinning
 from agentflow.engine.request import Request
 from agentflow.engine.runner import ModelRunner
+from agentflow.engine.scheduling.liveness import Liveness
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.chat_template import ChatTemplate

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
+from agentflow.engine.child_process import to_frame
 from agentflow.engine.engine import Engine
 from agentflow.engine.machine import collect_garbage_rarely
+from agentflow.engine.messages import PHASES, Abort, FromEngine, Submit
 from agentflow.engine.models.torch_runner import TorchRunner
-from agentflow.engine.process.child import to_frame
-from agentflow.engine.process.ipc import PHASES, Abort, FromEngine, Submit
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.detokenizer import TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer

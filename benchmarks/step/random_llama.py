@@ -10,7 +10,7 @@ from torch import Tensor
 
 from agentflow.engine.batch import Batch, IntArray
 from agentflow.engine.models.config import DecoderConfig
-from agentflow.engine.models.forward.llama import LlamaModel
+from agentflow.engine.models.forward.fused_decoder import LlamaModel
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
 from agentflow.engine.models.sampler import choice_rows

@@ -21,7 +21,8 @@ from agentflow.cli import models
 from agentflow.cli.models import LOCAL_COLUMNS, local_models
 from agentflow.cli.operating.serve import pull_missing
 from agentflow.engine import machine
-from agentflow.engine.machine import PROCESS_BYTES, FreeMemory
+from agentflow.engine.machine import FreeMemory
+from agentflow.engine.models.memory_need import PROCESS_BYTES, memory_need
 from agentflow.engine.store.adapter_folder import resolve_adapter
 from agentflow.engine.store.catalog import CATALOG
 from agentflow.engine.store.hub_names import hub_name
@@ -176,8 +177,8 @@ def test_a_damaged_model_in_the_cache_is_not_listed(hub: HubServer) -> None:
 def test_the_weights_of_other_layouts_are_not_counted(hub: HubServer, files: dict[str, bytes]) -> None:
     hub.repositories[NAME].files["consolidated.safetensors"] = files["model.safetensors"]
     snapshot = pull_model(NAME, progress=False)
-    before = machine.memory_need("", snapshot, "bfloat16", None)
+    before = memory_need("", snapshot, "bfloat16", None)
     (snapshot / "consolidated.safetensors").write_bytes(files["model.safetensors"])
-    assert machine.memory_need("", snapshot, "bfloat16", None) == before
+    assert memory_need("", snapshot, "bfloat16", None) == before
     assert before.kv_bytes_per_token == 2 * 2 * 2 * 8 * 2
     assert json.loads(files["config.json"])["num_hidden_layers"] == 2

@@ -21,7 +21,7 @@ from agentflow.cli.operating.top import (
     quantile,
     run_top,
 )
-from agentflow.engine.process.ipc import BucketCounts
+from agentflow.engine.messages import BucketCounts
 from agentflow.errors import ProtocolError
 from agentflow.server.metrics.metrics import ServerMetrics
 from agentflow.server.metrics.request_times import WAIT_BOUNDS_S

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from support.commands import engine_of, served
 
-from agentflow.engine.process.child import NICENESS
+from agentflow.engine.child_process import NICENESS
 from agentflow.server.metrics.metrics import SCRAPE_TIMEOUT_S
 from agentflow.server.serve import SHUTDOWN_S
 

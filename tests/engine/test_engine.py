@@ -20,7 +20,7 @@ from agentflow.engine.batch import Batch
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.engine import Engine
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.process.ipc import (
+from agentflow.engine.messages import (
     Abort,
     EngineStats,
     Failed,

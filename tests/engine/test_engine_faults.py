@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plain_engine import PLAIN_IDS, alone, fake_logprob, plain_engine
 
-from agentflow.engine.cache.kv_manager import KVMemory
 from agentflow.engine.client import EngineClient
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling import batch_builder
 from agentflow.engine.scheduling.in_flight import InFlight
 from agentflow.engine.scheduling.in_progress_prefixes import InProgressPrefixes
+from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.text.thoughts import Thinking

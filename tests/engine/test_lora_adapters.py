@@ -25,7 +25,7 @@ from support.process_engine import Ticks, kill, process_engine
 
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.process.ipc import Finished, Origin
+from agentflow.engine.messages import Finished, Origin
 from agentflow.engine.runner import ReadAdapter
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.errors import AgentflowError, BadArgument, BadModelFolder, EngineFailed, UnknownModel

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from support.faults import has_param
 
-from agentflow.engine.engine import check_request, make_request
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.process.ipc import Origin, Submit
+from agentflow.engine.messages import Origin, Submit
+from agentflow.engine.request_checks import check_request, make_request
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.protocol.sampling import SamplingParams

@@ -18,8 +18,8 @@ from support.plain_engine import END_ID, PLAIN_IDS
 from support.plain_sampler import MASK, plain_token_of
 
 from agentflow.engine.batch import SampledRows
+from agentflow.engine.messages import Finished, Origin, Submit
 from agentflow.engine.models.sampler import choose_tokens
-from agentflow.engine.process.ipc import Finished, Origin, Submit
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.scheduler import SchedulerConfig

@@ -17,7 +17,7 @@ import torch
 from kernel_cases import Shape
 from test_native_forward import NUM_LAYERS, SIZES, VOCAB, Step, model_of, step_of
 
-from agentflow.engine.models.forward.llama import LlamaModel
+from agentflow.engine.models.forward.fused_decoder import LlamaModel
 from agentflow.kernels import native_ops
 from agentflow.kernels.inputs import AttentionBatch, ChoiceRows, ForwardInput
 

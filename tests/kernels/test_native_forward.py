@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kernel_cases import IN_ORDER, NATIVE_KERNELS, Shape, make_case
 
 from agentflow.engine.models.config import DecoderConfig
-from agentflow.engine.models.forward.llama import LlamaModel
+from agentflow.engine.models.forward.fused_decoder import LlamaModel
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
 from agentflow.kernels import native_ops, reference_ops

@@ -19,7 +19,7 @@ from support.sent_requests import SentRequests
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import LOADER, ConstraintCompiler, constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits
-from agentflow.engine.process.ipc import EngineStats
+from agentflow.engine.messages import EngineStats
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.tenant import ANONYMOUS
 from agentflow.engine.text.chat_template import ChatTemplate

@@ -21,7 +21,7 @@ from support.small_tokenizers import byte_level
 
 from agentflow.engine.batch import Batch
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.process.ipc import Start
+from agentflow.engine.messages import Start
 from agentflow.engine.runner import AcceleratorFault, ReadAdapter
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.tokenizer import Tokenizer

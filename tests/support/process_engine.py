@@ -15,7 +15,7 @@ from support.holds import Hold
 from support.plain_engine import alone
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.process.ipc import Finished
+from agentflow.engine.messages import Finished
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.process.supervisor import Deadlines, supervised_engine
 from agentflow.protocol.sampling import SamplingParams

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import anyio
 from support.fake_engine import TOKENIZER
 
-from agentflow.engine.process.ipc import FromEngine, Submit
+from agentflow.engine.messages import FromEngine, Submit
 
 
 class SentRequests:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentflow.cli.command import Command
-from agentflow.engine.process.child import lower_priority
+from agentflow.engine.child_process import lower_priority
 from agentflow.server.addresses import is_loopback
 from agentflow.server.config.config import add_config_flags, read_flags
 from agentflow.server.config.schema import NetworkConfig, ServeConfig

@@ -1,2 +1,5 @@
-"""The KV cache: ``radix_cache`` (which token sequences are cached, and what is evicted), ``kv_manager`` (the
-slots of running requests around it), ``liveness`` (what open states of programs keep)."""
+"""The KV cache: which token sequences are cached.
+
+Read ``radix_cache`` (the trees, and what is evicted), ``holdings`` (which tenants lose tokens) and ``blocks``
+(the digests by which other processes see the cache).
+"""

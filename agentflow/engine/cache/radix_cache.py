@@ -57,15 +57,6 @@ def common_prefix_len(a: TokenRun, b: TokenRun) -> int:
     return int(differs.argmax())
 
 
-def num_common_ids(old: list[int], new: list[int]) -> int:
-    """The same for lists of ids; fast if ``new`` continues ``old``."""
-    if new[: len(old)] == old:
-        return len(old)
-    return next(
-        (n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new))
-    )
-
-
 class Node:
     """One edge of the tree: ``run`` and the ``slots`` of its tokens, below ``parent``.
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from agentflow.engine.process.ipc import Finished, Origin
+from agentflow.engine.messages import Finished, Origin
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.thoughts import Thinking, shown_thoughts, thinking_after, thought_marks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agentflow.engine.client import OnProgress
-from agentflow.engine.process.ipc import Finished, Progress
+from agentflow.engine.messages import Finished, Progress
 from agentflow.engine.request import TopTokens
 from agentflow.engine.text.thoughts import AnswerText
 from agentflow.engine.text.tokenizer import Tokenizer

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentflow.engine.client import EngineClient, OnProgress, RequestObserver
-from agentflow.engine.engine import check_request, check_task
 from agentflow.engine.generator.context import (
     CHARS_PER_TOKEN,
     EngineContext,
@@ -43,7 +42,8 @@ from agentflow.engine.generator.generated import generated_of, reporting, usage_
 from agentflow.engine.generator.select import select_scores
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
-from agentflow.engine.process.ipc import EngineStats, Finished, Origin, Progress
+from agentflow.engine.messages import EngineStats, Finished, Origin, Progress
+from agentflow.engine.request_checks import check_request, check_task
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.tenant import ANONYMOUS, AdmittedRequest, RequestGate, Tenant

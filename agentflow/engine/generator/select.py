@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import anyio
 import msgspec
 
-from agentflow.engine.cache.radix_cache import num_common_ids
 from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.context import EngineContext
-from agentflow.engine.process.ipc import Finished, Origin
+from agentflow.engine.messages import Finished, Origin
 from agentflow.engine.text.choices import EncodedChoices, scores_of
+from agentflow.engine.text.token_state import num_common_ids
 from agentflow.engine.token_tree import check_choices
 from agentflow.runtime.task_group import open_task_group
 

@@ -1,7 +1,7 @@
 """Models on torch: a model folder, a KV pool, one forward pass for each batch.
 
-Read ``torch_runner`` (implements ``ModelRunner``), ``config`` and ``rope`` (``config.json``), ``families``
-(architectures), ``weights`` (files to packed weights), ``forward`` (the forward passes), ``kv_pool``,
-``sampler`` (logits to tokens), ``lora`` (adapters), ``transformers_model`` (other architectures) and
-``embedding``.
+Read ``torch_runner`` (implements ``ModelRunner``), ``config``, ``text_config`` and ``rope``
+(``config.json``), ``families`` (architectures), ``weights`` (files to packed weights), ``forward`` (the
+forward passes), ``kv_pool``, ``sampler`` (logits to tokens), ``lora`` (adapters), ``transformers_model``
+(other architectures) and ``embedding``. ``memory_need`` estimates memory before anything is loaded.
 """

@@ -20,7 +20,7 @@ from agentflow.engine.machine import free_cuda_bytes, free_host_bytes, usable_cp
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.embedding.pooling import EmbeddingHead
 from agentflow.engine.models.families.registry import is_native, read_config
-from agentflow.engine.models.forward.llama import LlamaModel
+from agentflow.engine.models.forward.fused_decoder import LlamaModel
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.lora import AdapterWeights, read_adapter
 from agentflow.engine.models.sampler import choice_rows, choose_tokens, embedded, wants_only_tokens

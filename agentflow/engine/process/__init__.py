@@ -1,3 +1,5 @@
-"""An engine in a process of its own: ``ipc`` (the messages), ``child`` (a process and its socket), ``worker``
-(what runs in it), ``request_journal`` (what it owes), ``supervisor`` (keeps it alive),
-``shutdown_budget``."""
+"""An engine in a separate process.
+
+``worker`` runs in it, ``supervisor`` starts it and keeps it alive, ``request_journal`` knows what it owes,
+and ``shutdown_budget`` divides the time of a shutdown.
+"""

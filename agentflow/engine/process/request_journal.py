@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from agentflow.engine.grammar.jump_forward import mark_forced
-from agentflow.engine.process.ipc import Failed, Finished, FromEngine, Progress, Started, Submit
+from agentflow.engine.constrained.jump_forward import mark_forced
+from agentflow.engine.messages import Failed, Finished, FromEngine, Progress, Started, Submit
 from agentflow.engine.request import TopTokens
 from agentflow.errors import Cancelled, EngineDown, EngineFailed
 

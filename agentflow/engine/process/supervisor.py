@@ -25,9 +25,9 @@ from anyio.abc import TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from msgspec.structs import replace
 
+from agentflow.engine.child_process import ChildProcess, to_frame
 from agentflow.engine.client import EngineClient
-from agentflow.engine.process.child import ChildProcess, to_frame
-from agentflow.engine.process.ipc import (
+from agentflow.engine.messages import (
     Abort,
     AdapterLoaded,
     CloseState,

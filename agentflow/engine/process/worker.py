@@ -20,10 +20,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
+from agentflow.engine.child_process import READ_BYTES, FrameBuffer, to_frame
 from agentflow.engine.engine import Engine, EngineBroken
 from agentflow.engine.machine import collect_garbage_rarely
-from agentflow.engine.process.child import READ_BYTES, FrameBuffer, to_frame
-from agentflow.engine.process.ipc import (
+from agentflow.engine.messages import (
     FromEngine,
     Loaded,
     LoadEngine,

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentflow.engine.batch import BatchOutput
-from agentflow.engine.cache.kv_manager import KVMemory
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.batch_builder import (
     ScoredNodes,
@@ -17,6 +16,7 @@ from agentflow.engine.scheduling.batch_builder import (
     store_scores,
 )
 from agentflow.engine.scheduling.in_progress_prefixes import InProgressPrefixes
+from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.row import Row
 from agentflow.engine.scheduling.step_cost import Features
 from agentflow.errors import BadArgument, EngineFailed, RequestRefused

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.cache.blocks import OnBlocks
-from agentflow.engine.cache.kv_manager import KVMemory
 from agentflow.engine.cache.radix_cache import TokenRun
 from agentflow.engine.request import CacheIdentity, Request, Status
 from agentflow.engine.scheduling.admission import Admission, OutputReserve
@@ -30,6 +29,7 @@ from agentflow.engine.scheduling.batch_builder import Work, build_batch, rows_of
 from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, DEFAULT_POLICY, MAX_RUNNING
 from agentflow.engine.scheduling.in_flight import Counters, InFlight, divided
 from agentflow.engine.scheduling.in_progress_prefixes import InProgressPrefixes
+from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.pass_size import PassSize
 from agentflow.engine.scheduling.policies import policy_named
 from agentflow.engine.scheduling.row import Row

@@ -21,7 +21,7 @@ import numpy as np
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.process.ipc import Failed, Finished, FromEngine, Progress, Submit
+from agentflow.engine.messages import Failed, Finished, FromEngine, Progress, Submit
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.simulator.workload import Arrival, WorkloadWriter
 from agentflow.runtime.task_group import open_task_group

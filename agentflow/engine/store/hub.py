@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from agentflow.engine.models.weights.packed.scheme import read_scheme
 from agentflow.engine.store.adapter_folder import CONFIG, WEIGHTS, check_adapter
 from agentflow.engine.store.embedding_folder import EMBEDDING_FILES, module_files
 from agentflow.engine.store.hub_errors import explained
 from agentflow.engine.store.hub_names import COMMIT, HubName, cache_folder, gguf_files, repository_folder
 from agentflow.engine.store.model_folder import INDEX, faults_of, json_object, pickles_in, shards_in
+from agentflow.engine.store.native_architectures import NATIVE_ARCHITECTURES
 from agentflow.engine.store.pull_progress import PullListener
+from agentflow.engine.store.weight_scheme import read_scheme
 from agentflow.errors import BadModelFolder, PullFailed
 from agentflow.version import __version__
 
@@ -382,16 +383,13 @@ def _hub_file(entry: Any) -> HubFile:
 
 
 def _is_known(architectures: Sequence[object]) -> bool:
-    """Whether one of them is in transformers, or runs natively. Loads torch only for those that are not."""
+    """Whether one of them is in transformers, or runs natively."""
     if importlib.util.find_spec("transformers") is not None:
-        import transformers
-
+        transformers = importlib.import_module("transformers")
         # ``dir`` takes half a second: it looks each name up in a list of all.
         if not {*transformers.__all__}.isdisjoint(map(str, architectures)):
             return True
-    from agentflow.engine.models.families.registry import FAMILIES
-
-    return not FAMILIES.keys().isdisjoint(map(str, architectures))
+    return not NATIVE_ARCHITECTURES.isdisjoint(map(str, architectures))
 
 
 class _Notes(logging.Handler):

@@ -2,6 +2,8 @@
 
 Read ``tokenizer_files`` and ``tokenizer``; ``chat_template`` (renders conversations) and ``chat_layout``
 (separates contents from markup in a rendering); ``token_state`` (a state's text as token ids) with
-``choices`` (a select's choices); ``detokenizer`` (generated text and stops); ``tool_format``, ``tool_output``
-and ``tools`` (tool calls: notation, parsing, use); ``thoughts`` (what a reasoning model writes first).
+``choices`` (a select's choices); ``turn_ends`` (which tokens end an answer) and ``detokenizer`` (generated
+text and stops); ``tool_format``, ``tool_output`` and ``tools`` (tool calls: notation, parsing, use);
+``thoughts`` (the reasoning before an answer), and ``channels`` with ``channel_output`` (models that write in
+channels).
 """

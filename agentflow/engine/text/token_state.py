@@ -14,7 +14,6 @@ from functools import lru_cache
 
 from msgspec import structs
 
-from agentflow.engine.cache.radix_cache import num_common_ids
 from agentflow.engine.text.channel_output import read_channels
 from agentflow.engine.text.channels import ANSWER_HEAD
 from agentflow.engine.text.chat_layout import Layout, closed_untrusted_spans, lay_out
@@ -571,3 +570,12 @@ def _joined(segments: list[Segment]) -> list[int]:
     for segment in segments:
         ids += segment.ids
     return ids
+
+
+def num_common_ids(old: list[int], new: list[int]) -> int:
+    """Length of the common prefix of two lists of ids; fast if ``new`` continues ``old``."""
+    if new[: len(old)] == old:
+        return len(old)
+    return next(
+        (n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new))
+    )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import anyio
 
-from agentflow.engine.process.ipc import (
+from agentflow.engine.messages import (
     Answer,
     EngineSnapshot,
     NodeTokens,

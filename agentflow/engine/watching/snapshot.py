@@ -17,8 +17,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from agentflow.engine.cache.radix_cache import TOKEN_BYTES, Node
-from agentflow.engine.cache.recent_nodes import accounts_of, recent_nodes
-from agentflow.engine.process.ipc import (
+from agentflow.engine.messages import (
     EngineSnapshot,
     EngineStats,
     Failed,
@@ -30,6 +29,7 @@ from agentflow.engine.process.ipc import (
 )
 from agentflow.engine.request import Request, Status
 from agentflow.engine.scheduling.scheduler import Scheduler
+from agentflow.engine.watching.recent_nodes import accounts_of, recent_nodes
 from agentflow.errors import BadArgument, NotAuthorized
 from agentflow.protocol.events import StepRecord
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from agentflow.engine.process.ipc import EngineStats
+from agentflow.engine.messages import EngineStats
 from agentflow.engine.tenant import Tenant
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.watching.hub import WatchHub

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from agentflow.engine.grammar.ebnf import lark_of_ebnf
+from agentflow.engine.grammar.compiler.ebnf import lark_of_ebnf
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.json_bounds import schema_constraint

@@ -31,7 +31,7 @@ from referencing import Registry
 from referencing.jsonschema import DRAFT4, DRAFT6, DRAFT7, DRAFT201909, DRAFT202012
 
 from agentflow.engine.generator.generator import EngineGenerator
-from agentflow.engine.process.ipc import Finished
+from agentflow.engine.messages import Finished
 from agentflow.protocol.client_pattern import compiled
 from agentflow.server.completion.request import Check, CompletionRequest
 

@@ -29,7 +29,7 @@ import msgspec
 from agentflow.engine.generator.context import EngineContext, num_chars, texts_of
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint, Relaxed
-from agentflow.engine.process.ipc import Finished, Progress
+from agentflow.engine.messages import Finished, Progress
 from agentflow.engine.text.channel_output import ChannelOutput
 from agentflow.engine.text.thoughts import (
     AnswerOutput,

@@ -6,7 +6,7 @@ import codecs
 from collections import deque
 from collections.abc import Sequence
 
-from agentflow.engine.process.ipc import Finished, Progress
+from agentflow.engine.messages import Finished, Progress
 from agentflow.engine.request import TopTokens
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.sampling import SamplingParams

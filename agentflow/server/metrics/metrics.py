@@ -21,7 +21,7 @@ from prometheus_client.utils import floatToGoString
 
 from agentflow.engine.client import RequestObserver
 from agentflow.engine.grammar.compiler.compiler import CompileCounts
-from agentflow.engine.process.ipc import PHASES, STEP_BOUNDS_S, BucketCounts, EngineStats
+from agentflow.engine.messages import PHASES, STEP_BOUNDS_S, BucketCounts, EngineStats
 from agentflow.engine.tenant import ANONYMOUS
 from agentflow.errors import AgentflowError
 from agentflow.protocol.events import Stats

@@ -14,7 +14,8 @@ from agentflow.engine.client import EngineClient
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.local_engine import adapter_folders, open_engine, read_template
-from agentflow.engine.machine import FreeMemory, MemoryNeed, divide_memory, free_memory, memory_need
+from agentflow.engine.machine import FreeMemory, free_memory
+from agentflow.engine.models.memory_need import MemoryNeed, divide_memory, memory_need
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.simulator.recording import recording

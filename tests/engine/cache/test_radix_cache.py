@@ -13,13 +13,13 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from agentflow.engine.cache import blocks, holdings, radix_cache
 from agentflow.engine.cache.blocks import BlocksRemoved
-from agentflow.engine.cache.kv_manager import KVSlots
 from agentflow.engine.cache.radix_cache import (
     PrefixMatch,
     RadixCache,
     common_prefix_len,
     token_run,
 )
+from agentflow.engine.scheduling.kv_memory import KVSlots
 
 # Few token ids and short sequences, so that prefixes collide often.
 sequences = st.lists(st.integers(0, 2), min_size=1, max_size=10)

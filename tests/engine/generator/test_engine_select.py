@@ -17,7 +17,7 @@ from agentflow.engine.client import EngineClient
 from agentflow.engine.generator import select
 from agentflow.engine.generator.context import EngineContext
 from agentflow.engine.generator.generator import EngineGenerator
-from agentflow.engine.process.ipc import Finished
+from agentflow.engine.messages import Finished
 from agentflow.engine.runner import OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.choices import EncodedChoices, scores_of

@@ -18,7 +18,7 @@ from agentflow.engine.generator.context import (
     PromptLimits,
     fill_conversation,
 )
-from agentflow.engine.process.ipc import Finished, Origin
+from agentflow.engine.messages import Finished, Origin
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.token_state import TokenState

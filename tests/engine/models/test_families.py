@@ -15,9 +15,10 @@ from support.faults import has_param
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from agentflow.engine.machine import memory_need
 from agentflow.engine.models.families.registry import FAMILIES
+from agentflow.engine.models.memory_need import memory_need
 from agentflow.engine.models.torch_runner import TorchRunner
+from agentflow.engine.store.native_architectures import NATIVE_ARCHITECTURES
 from agentflow.errors import BadArgument, BadModelFolder
 
 
@@ -45,6 +46,10 @@ def test_f38a_a_head_in_the_files_is_used_whatever_the_config_says(name: str, tm
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     assert_equal_to_transformers(model, tmp_path)
+
+
+def test_families_are_known_without_torch() -> None:
+    assert FAMILIES.keys() == NATIVE_ARCHITECTURES
 
 
 def test_every_family_is_tested() -> None:

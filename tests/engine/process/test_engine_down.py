@@ -15,7 +15,7 @@ from support.engine_loaders import POISON
 from support.holds import Hold, until
 from support.process_engine import PLAIN, Ticks, generate, kill, process_engine, text_after
 
-from agentflow.engine.process.ipc import Origin
+from agentflow.engine.messages import Origin
 from agentflow.engine.process.shutdown_budget import AFTER_DRAIN_S, DRAIN_S, ShutdownBudget
 from agentflow.engine.process.supervisor import Deadlines, StepPace, restart_delay_s
 from agentflow.errors import EngineDown, EngineFailed
@@ -331,7 +331,7 @@ async def test_a_hung_engine_does_not_delay_the_servers_shutdown(tmp_path):
 
 
 def test_all_phases_of_an_end_stay_under_25_s():
-    from agentflow.engine.process.child import KILL_S
+    from agentflow.engine.child_process import KILL_S
     from agentflow.engine.process.supervisor import END_S
     from agentflow.server.config.schema import OverloadConfig
     from agentflow.server.serve import SHUTDOWN_S

@@ -19,7 +19,7 @@ from support.process_engine import LENGTH, PLAIN, generate, kill, process_engine
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.generator import EngineGenerator
-from agentflow.engine.process.ipc import Finished
+from agentflow.engine.messages import Finished
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.app import create_app
 from agentflow.server.models.models import one_model

@@ -17,9 +17,9 @@ from support.engine_loaders import POISON, SLOW_POISON, start
 from support.holds import Hold
 from support.process_engine import PLAIN, Ticks, generate, process_engine, text_after
 
-from agentflow.engine.process import child as child_module
-from agentflow.engine.process.child import ChildProcess, to_frame
-from agentflow.engine.process.ipc import Finished, Submit, from_engine_decoder
+from agentflow.engine import child_process as child_module
+from agentflow.engine.child_process import ChildProcess, to_frame
+from agentflow.engine.messages import Finished, Submit, from_engine_decoder
 from agentflow.engine.process.supervisor import EngineChild
 from agentflow.errors import AgentflowError, BadModelFolder, EngineFailed, Overloaded
 from agentflow.protocol.sampling import SamplingParams

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.engine.process.ipc import Failed, Finished, Origin, Progress, Started, Submit
+from agentflow.engine.messages import Failed, Finished, Origin, Progress, Started, Submit
 from agentflow.engine.process.request_journal import MAX_DEATHS, RequestJournal
 
 

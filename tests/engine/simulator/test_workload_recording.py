@@ -22,7 +22,7 @@ from support.process_engine import PLAIN, PROMPT, generate, kill, process_engine
 
 from agentflow.cli import main as cli
 from agentflow.engine.client import EngineClient
-from agentflow.engine.process.ipc import Origin
+from agentflow.engine.messages import Origin
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator import recording as workload_recording
 from agentflow.engine.simulator.recording import recording

@@ -13,7 +13,7 @@ from support.faults import has_param
 from support.hub_server import HubServer
 
 import agentflow as af
-from agentflow.engine.machine import memory_need
+from agentflow.engine.models.memory_need import memory_need
 from agentflow.engine.store.hub_names import HubName, cached_model, cached_models, hub_name
 from agentflow.engine.store.model_store import fetch_model, pull_model, resolve_model
 from agentflow.errors import BadModelFolder, UnknownModel

@@ -21,7 +21,7 @@ from support.engine.tool_template_shapes import (
     TOKENS,
 )
 
-from agentflow.engine.grammar.grammar_cache import GrammarCache
+from agentflow.engine.constrained.grammar_cache import GrammarCache
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.detokenizer import Detokenizer
 from agentflow.engine.text.token_state import TokenState

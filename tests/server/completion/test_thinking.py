@@ -16,7 +16,7 @@ from support.fake_engine import FakeEngine
 from support.thinking_models import DEEPSEEK_MODEL, MODELS, QWEN_MODEL, SPELLED_MODEL, ThinkingModel
 
 from agentflow.engine.generator.generator import EngineGenerator
-from agentflow.engine.process.ipc import FromEngine, Submit
+from agentflow.engine.messages import FromEngine, Submit
 from agentflow.engine.process.request_journal import RequestJournal
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint

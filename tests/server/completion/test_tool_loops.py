@@ -18,7 +18,7 @@ from support.fake_engine import FakeEngine
 from support.sent_requests import SentRequests
 
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.process.ipc import Finished, FromEngine
+from agentflow.engine.messages import Finished, FromEngine
 from agentflow.server.tenants.keys import Tenants, hashed_key
 
 pytestmark = pytest.mark.timeout(60)

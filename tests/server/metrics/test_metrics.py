@@ -27,7 +27,7 @@ from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint, CompileLimits
 from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.regex import parse_regex
-from agentflow.engine.process.ipc import (
+from agentflow.engine.messages import (
     PHASES,
     STEP_BOUNDS_S,
     BucketCounts,

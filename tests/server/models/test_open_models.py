@@ -14,10 +14,10 @@ from support.commands import engines_of
 from support.server.http_clients import only_asyncio
 from support.small_tokenizers import byte_level, write_folder
 
-from agentflow.engine.machine import (
+from agentflow.engine.machine import FreeMemory
+from agentflow.engine.models.memory_need import (
     PROCESS_BYTES,
     WANTED_KV_TOKENS,
-    FreeMemory,
     MemoryNeed,
     divide_memory,
     memory_need,

@@ -10,7 +10,7 @@ from support.fake_engine import TOKENIZER
 
 from agentflow.engine.engine import Engine
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.process.ipc import Failed, Finished, FromEngine, Progress, Stop, Submit, ToEngine
+from agentflow.engine.messages import Failed, Finished, FromEngine, Progress, Stop, Submit, ToEngine
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 
 

@@ -1,7 +1,8 @@
-"""Compiles constraints, in a process of its own.
+"""Compiles constraints, in a separate process.
 
 The server's side: ``compiler`` (a queue for each tenant, a cache, the processor time that compiling may use)
 and ``worker_handle``. The process's side: ``worker`` (limits) and ``compile`` (the pure function), with
-``schema_check`` (normalises JSON schemas), ``dead_ends`` (drops patterns that no text can match) and ``lark``
+``schema_check`` (normalises JSON schemas), ``relax`` (drops what a grammar cannot keep, for clients that do
+not insist), ``dead_ends`` (drops patterns that no text can match), ``ebnf`` (translates GBNF) and ``lark``
 (writes grammars for llguidance). ``messages`` is what they exchange.
 """

@@ -29,6 +29,7 @@ from typing import BinaryIO
 
 import psutil
 
+from agentflow.engine.child_process import READ_BYTES, FrameBuffer, to_frame
 from agentflow.engine.grammar.compiler.messages import (
     CompileConstraint,
     CompileEnd,
@@ -39,7 +40,6 @@ from agentflow.engine.grammar.compiler.messages import (
     over_limit,
     start_decoder,
 )
-from agentflow.engine.process.child import READ_BYTES, FrameBuffer, to_frame
 from agentflow.errors import AgentflowError, incident
 from agentflow.protocol.constraint import Constraint
 

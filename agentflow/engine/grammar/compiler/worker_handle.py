@@ -7,6 +7,7 @@ import signal
 
 import psutil
 
+from agentflow.engine.child_process import ChildProcess, to_frame
 from agentflow.engine.grammar.compiler.messages import (
     CompileEnd,
     CompileFailure,
@@ -17,7 +18,6 @@ from agentflow.engine.grammar.compiler.messages import (
     over_cpu_time,
     ready_decoder,
 )
-from agentflow.engine.process.child import ChildProcess, to_frame
 from agentflow.errors import EngineFailed, RequestRefused
 from agentflow.protocol.constraint import Constraint
 

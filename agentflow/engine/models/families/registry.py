@@ -29,8 +29,8 @@ from agentflow.engine.models.families import (
 from agentflow.engine.models.families.family import Family
 from agentflow.engine.models.rope import inverse_frequencies
 from agentflow.engine.models.text_config import text_config
-from agentflow.engine.models.weights.packed.scheme import read_scheme
 from agentflow.engine.store.embedding_folder import DECODERS
+from agentflow.engine.store.weight_scheme import read_scheme
 from agentflow.errors import BadModelFolder
 
 FAMILIES: Final[Mapping[str, Family]] = {

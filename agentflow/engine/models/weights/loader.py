@@ -14,14 +14,14 @@ from agentflow.engine.models.config import DecoderConfig, read_folder
 from agentflow.engine.models.families.family import ExpertNames, WeightNames
 from agentflow.engine.models.families.registry import FAMILIES
 from agentflow.engine.models.forward.decoder import Decoder, Experts, Layer, Mlp, Norm
+from agentflow.engine.models.forward.fused_decoder import LlamaModel, embedding_and_head_bytes
 from agentflow.engine.models.forward.latent_attention import LatentAttention
-from agentflow.engine.models.forward.llama import LlamaModel, embedding_and_head_bytes
 from agentflow.engine.models.rope import inverse_frequencies
 from agentflow.engine.models.weights.checkpoint import Checkpoint, GgufCheckpoint, TensorSource
-from agentflow.engine.models.weights.packed.scheme import read_scheme
 from agentflow.engine.models.weights.packed.source import PackedCheckpoint
 from agentflow.engine.models.weights.quantising import BLOCK_SIZE, quantised
 from agentflow.engine.store.gguf.file import find_gguf
+from agentflow.engine.store.weight_scheme import read_scheme
 from agentflow.errors import BadArgument
 from agentflow.kernels.inputs import BlockMatrix, DecoderWeights, LayerWeights, LinearWeight
 from agentflow.kernels.ops import Kernels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentflow.engine.process import child
+from agentflow.engine import child_process as child
 
 
 @pytest.fixture(autouse=True)

@@ -15,12 +15,12 @@ import pytest
 from support.compile_loaders import LOADER
 from support.holds import Hold, until
 
+from agentflow.engine.child_process import to_frame
 from agentflow.engine.grammar.compiler import compiler as compiler_module
 from agentflow.engine.grammar.compiler import worker
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler, constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits, end_decoder
 from agentflow.engine.grammar.compiler.worker_handle import CompileWorkerHandle
-from agentflow.engine.process.child import to_frame
 from agentflow.errors import AgentflowError, BadArgument, EngineFailed, NotSupported, RequestRefused
 from agentflow.protocol.constraint import Constraint
 

@@ -10,10 +10,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.small_tokenizers import byte_level_of
 
+from agentflow.engine.constrained.grammar_cache import GrammarCache
 from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.grammar.compiler.messages import PartedConstraint
 from agentflow.engine.grammar.grammar import Matcher
-from agentflow.engine.grammar.grammar_cache import GrammarCache
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import Constraint

@@ -12,7 +12,7 @@ from support.engine.family_models import IN_BLOCKS, YARN, saved_model
 from support.engine.gguf_models import round_weights, write_gguf
 from support.engine.runner_driver import Driver
 
-from agentflow.engine.machine import memory_need
+from agentflow.engine.models.memory_need import memory_need
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.errors import BadArgument, BadModelFolder
 

@@ -26,7 +26,7 @@ from support.engine.runner_driver import Driver
 from support.faults import has_param
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from agentflow.engine.machine import memory_need
+from agentflow.engine.models.memory_need import memory_need
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.models.weights.packed.matrices import (
     GroupedMatrix,

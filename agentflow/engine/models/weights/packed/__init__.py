@@ -1,5 +1,4 @@
 """Safetensors whose matrices are quantised: AWQ, GPTQ, compressed-tensors, fp8 and MXFP4.
 
-``scheme`` reads ``quantization_config``, ``matrices`` has the formulas of the formats, and ``source`` finds
-the tensors of each matrix in a folder.
+``matrices`` has the formulas of the formats, and ``source`` finds the tensors of each matrix in a folder.
 """

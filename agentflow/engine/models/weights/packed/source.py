@@ -31,7 +31,7 @@ from agentflow.engine.models.weights.packed.matrices import (
     packed_matrix,
     scaled_matrix,
 )
-from agentflow.engine.models.weights.packed.scheme import Scheme
+from agentflow.engine.store.weight_scheme import Scheme
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.inputs import BlockMatrix
 

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentflow.engine.cache.blocks import OnBlocks
-from agentflow.engine.cache.liveness import Liveness
 from agentflow.engine.cache.radix_cache import PrefixMatch, RadixCache, SlotArray, TokenRun
 from agentflow.engine.request import CacheIdentity, Request
+from agentflow.engine.scheduling.liveness import Liveness
 
 logger = logging.getLogger(__name__)
 

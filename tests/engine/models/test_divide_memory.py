@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.faults import has_param
 
-from agentflow.engine.machine import (
+from agentflow.engine.models.memory_need import (
     MIN_KV_TOKENS,
     PROCESS_BYTES,
     WANTED_KV_TOKENS,

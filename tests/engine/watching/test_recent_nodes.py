@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agentflow.engine.cache import radix_cache
 from agentflow.engine.cache.radix_cache import Node, RadixCache, token_run
-from agentflow.engine.cache.recent_nodes import recent_nodes
+from agentflow.engine.watching.recent_nodes import recent_nodes
 
 OWNERS = ["ann", "bob"]
 SEQUENCES = st.lists(st.integers(0, 2), min_size=1, max_size=8)

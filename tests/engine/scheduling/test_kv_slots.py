@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.engine.cache.kv_manager import KVSlots
+from agentflow.engine.scheduling.kv_memory import KVSlots
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 8)), max_size=60), st.randoms())

@@ -19,7 +19,7 @@ from support.process_engine import generate, kill, process_engine
 from agentflow.engine.cache.radix_cache import Node
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.generator.generator import EngineGenerator
-from agentflow.engine.process.ipc import (
+from agentflow.engine.messages import (
     Answer,
     EngineSnapshot,
     EngineStats,

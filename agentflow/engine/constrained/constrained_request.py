@@ -15,11 +15,11 @@ from functools import cached_property
 
 import numpy as np
 
+from agentflow.engine.constrained.grammar_cache import GrammarCache
+from agentflow.engine.constrained.jump_forward import ConstrainedText, Encode, Jump
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.grammar import TokenWords, is_allowed
-from agentflow.engine.grammar.grammar_cache import GrammarCache
-from agentflow.engine.grammar.jump_forward import ConstrainedText, Encode, Jump
-from agentflow.engine.process.ipc import Submit
+from agentflow.engine.messages import Submit
 from agentflow.engine.request import Request
 from agentflow.engine.text.channel_output import ChannelTokens
 from agentflow.engine.text.channels import CHANNEL_TOKENS

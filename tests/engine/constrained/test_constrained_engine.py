@@ -29,8 +29,8 @@ from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.dfa import Dfa, build_dfa
 from agentflow.engine.grammar.regex import parse_regex
+from agentflow.engine.messages import Finished, FromEngine, Progress, Submit
 from agentflow.engine.models.sampler import choose_tokens
-from agentflow.engine.process.ipc import Finished, FromEngine, Progress, Submit
 from agentflow.engine.process.request_journal import RequestJournal
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.tokenizer import Tokenizer

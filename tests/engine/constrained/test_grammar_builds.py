@@ -14,16 +14,16 @@ from support.plain_engine import plain_engine
 from support.thinking_models import CHANNEL_MODEL as CHANNELS
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.constrained_request import constrained_request
-from agentflow.engine.grammar import grammar_cache
+from agentflow.engine.constrained import grammar_cache
+from agentflow.engine.constrained.constrained_request import constrained_request
+from agentflow.engine.constrained.grammar_builder import BuiltGrammar, GrammarBuilder
+from agentflow.engine.constrained.grammar_cache import GrammarCache
 from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.dfa import build_dfa
-from agentflow.engine.grammar.grammar_builder import BuiltGrammar, GrammarBuilder
-from agentflow.engine.grammar.grammar_cache import GrammarCache
 from agentflow.engine.grammar.llguidance import LlguidanceGrammar
 from agentflow.engine.grammar.regex import parse_regex
-from agentflow.engine.process.ipc import Finished, Submit
+from agentflow.engine.messages import Finished, Submit
 from agentflow.engine.request import Request
 from agentflow.engine.text.channels import ANSWER_HEAD, NEXT_MESSAGE, THOUGHTS_HEAD
 from agentflow.engine.text.thoughts import Thinking

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.engine.cache import liveness
-from agentflow.engine.cache.liveness import Liveness
 from agentflow.engine.cache.radix_cache import PrefixMatch, RadixCache, token_run
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request, Status
 from agentflow.engine.runner import run_batch
+from agentflow.engine.scheduling import liveness
+from agentflow.engine.scheduling.liveness import Liveness
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.protocol.sampling import SamplingParams
 

@@ -11,11 +11,11 @@ from support.engine.plain_constrained import PlainConstrained
 from support.engine.random_dfas import dfa_of
 from support.small_tokenizers import byte_level, byte_level_of, sentencepiece
 
+from agentflow.engine.constrained.grammar_cache import GrammarCache
+from agentflow.engine.constrained.jump_forward import ConstrainedText
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.dfa import Dfa, build_dfa
 from agentflow.engine.grammar.grammar import is_allowed
-from agentflow.engine.grammar.grammar_cache import GrammarCache
-from agentflow.engine.grammar.jump_forward import ConstrainedText
 from agentflow.engine.grammar.llguidance import ALL_TOKENS_ALLOWED
 from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.grammar.token_dfa import DfaGrammar

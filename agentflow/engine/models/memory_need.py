@@ -1,0 +1,272 @@
+"""The memory that models need, and how they divide the machine's.
+
+``divide_memory`` follows one rule. Of the memory that is free when the server starts, the fraction
+``memory_share`` is for all its models together: the GPU's for models that run on it, the host's for the
+others. Weights and processes come off first, then the KV pools of a given size. The other pools divide the
+rest equally; a pool takes at most ``WANTED_KV_TOKENS``, and what it leaves goes to the others. If the models
+do not fit, nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentflow.engine.models.text_config import text_config
+from agentflow.engine.store.adapter_folder import adapter_bytes
+from agentflow.engine.store.embedding_folder import read_embedding_folder
+from agentflow.engine.store.model_folder import json_object, weight_files
+from agentflow.engine.store.weight_scheme import Scheme, read_scheme
+from agentflow.errors import BadArgument, BadModelFolder
+
+WANTED_KV_TOKENS = 65_536
+MIN_KV_TOKENS = 1_024
+# The largest fraction of the free memory for the KV pool of a single model.
+MAX_KV_FRACTION = 0.5
+# What a process needs beside weights and KV: torch, the tokenizer, activations. Larger vocabularies need
+# more: the tokenizer of Gemma's 262,144 tokens takes 440 MB, and the logits of 256 rows 270 MB.
+PROCESS_BYTES = 500_000_000
+PROCESS_VOCABULARY = 50_000
+TOKEN_BYTES = 1_600
+ID_BYTES = 4
+"""What a token takes in a model without keys and values in a pool: its id."""
+
+# Bytes of a weight in blocks of 32, with their scales.
+_QUANTIZED_ITEM_BYTES = {"int8": 34 / 32, "int4": 20 / 32}
+_PANEL_ITEM_BYTES = {
+    **dict.fromkeys(("Q4_0", "IQ4_NL"), 18 / 32),
+    **dict.fromkeys(("Q4_1", "Q4_K"), 20 / 32),
+    **dict.fromkeys(("Q5_0", "MXFP4"), 22 / 32),
+    **dict.fromkeys(("Q5_1", "Q5_K"), 24 / 32),
+    "Q6_K": 28 / 32,
+}
+"""Bytes of a weight in the native kernels, by its type in a GGUF file. Other quantised types become int8."""
+_DENSE_TYPES = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """Of one model. ``kv_tokens``: the configured size of its pool, or None. ``vocabulary``: how many tokens
+    it knows."""
+
+    name: str
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_tokens: int | None = None
+    vocabulary: int = 0
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What it needs beside the KV pool."""
+        return self.weight_bytes + work_bytes(self.vocabulary)
+
+
+def work_bytes(vocabulary: int) -> int:
+    """Bytes that the process of a model with this vocabulary needs beside weights and KV."""
+    return PROCESS_BYTES + TOKEN_BYTES * max(0, vocabulary - PROCESS_VOCABULARY)
+
+
+def memory_need(
+    name: str,
+    folder: Path,
+    dtype: str,
+    kv_tokens: int | None,
+    quantize: str | None = None,
+    *,
+    task: str = "generate",
+    on_gpu: bool = False,
+    adapters: Iterable[Path] = (),
+) -> MemoryNeed:
+    """What the model in ``folder``, or in a GGUF file, needs. ``dtype``, ``quantize``, ``task``: as in
+    ``EngineSettings``. ``adapters``: folders of the adapters that are loaded with it. ``BadModelFolder``."""
+    item_bytes = 4 if dtype == "float32" or (dtype == "float16" and not on_gpu) else 2
+    config, num_parameters = read_shape(folder)
+    weight_bytes = num_parameters * item_bytes
+    if quantize is not None:
+        weight_bytes = int(num_parameters * _QUANTIZED_ITEM_BYTES[quantize])
+    if dtype == "auto" and not on_gpu and (panels := _panel_bytes(folder, config, quantize)):
+        weight_bytes = min(weight_bytes, panels)
+    weight_bytes += sum(adapter_bytes(adapter, item_bytes) for adapter in adapters)
+    size = text_config(config).get("vocab_size")
+    vocabulary = size if isinstance(size, int) else 0
+    if task == "embed" and not read_embedding_folder(folder).takes_last:  # no keys and values are kept
+        return MemoryNeed(name, weight_bytes, ID_BYTES, kv_tokens, vocabulary)
+    with _naming(folder):
+        kv_bytes = kv_bytes_per_token(config, item_bytes)
+        return MemoryNeed(name, weight_bytes, kv_bytes, kv_tokens, vocabulary)
+
+
+def _panel_bytes(folder: Path, config: Mapping[str, Any], quantize: str | None) -> int:
+    """About the memory of a model's quantised weights in the native kernels. 0 if they are not quantised."""
+    from agentflow.engine.store.gguf.file import find_gguf, open_gguf  # needs numpy; `doctor` does not
+
+    if (file := find_gguf(folder)) is not None:
+        dense = 2.0 if quantize is None else _QUANTIZED_ITEM_BYTES[quantize]
+        sizes = dict.fromkeys(_DENSE_TYPES, dense) | _PANEL_ITEM_BYTES
+        int8 = _QUANTIZED_ITEM_BYTES["int8"]
+        tensors = open_gguf(file).tensors.values()
+        return int(sum(math.prod(one.shape) * sizes.get(one.type_name, int8) for one in tensors))
+    if (scheme := _scheme_of(config)) is None:
+        return 0
+    parts = [folder / name for name in weight_files(folder)]
+    return int(sum(part.stat().st_size for part in parts if part.exists()) * scheme.panels_of_stored)
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Faults of the config name the folder."""
+    try:
+        yield
+    except BadModelFolder as error:
+        raise BadModelFolder(f"{folder}: {error}", param=error.param) from error.__cause__
+
+
+def _scheme_of(config: Mapping[str, Any]) -> Scheme | None:
+    try:
+        return read_scheme(config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BadModelFolder(
+            f"quantization_config has a wrong value: {error}", param="quantization_config"
+        ) from None
+
+
+def read_shape(folder: Path) -> tuple[Mapping[str, Any], int]:
+    """The config of a model folder or a GGUF file, and the number of its parameters. ``BadModelFolder``."""
+    from agentflow.engine.store.gguf.file import find_gguf, open_gguf  # needs numpy; `doctor` does not
+
+    if (gguf := find_gguf(folder)) is not None:
+        file = open_gguf(gguf)
+        return file.config, sum(math.prod(tensor.shape) for tensor in file.tensors.values())
+    config = json_object(folder / "config.json")
+    if config is None:
+        raise BadModelFolder(f"{folder}: config.json is not a JSON object", param="config.json")
+    with _naming(folder):
+        scheme = _scheme_of(config)
+    return config, _num_parameters(folder, scheme)
+
+
+def kv_bytes_per_token(config: Mapping[str, Any], item_bytes: int) -> int:
+    """Bytes of the keys and values of one token in all layers. ``config``: the model's config.json."""
+    config = text_config(config)
+    # GPT-2 and its relatives have the second names.
+    layers = _size(config, "num_hidden_layers", "n_layer")
+    if config.get("kv_lora_rank"):  # the pool holds latents
+        return 2 * layers * item_bytes * (_size(config, "kv_lora_rank") + _size(config, "qk_rope_head_dim"))
+    num_heads = _size(config, "num_attention_heads", "n_head")
+    heads = (
+        _size(config, "num_key_value_heads") if config.get("num_key_value_heads") is not None else num_heads
+    )
+    if config.get("head_dim") is not None:
+        head_size = _size(config, "head_dim")
+    else:
+        head_size = _size(config, "hidden_size", "n_embd") // num_heads
+    return 2 * layers * heads * head_size * item_bytes
+
+
+def _size(config: Mapping[str, Any], *names: str) -> int:
+    """The value under the first of these names that the config has."""
+    name = next((name for name in names if config.get(name) is not None), names[0])
+    value = config.get(name)
+    if value is None:
+        raise BadModelFolder(f"config.json does not give {' or '.join(names)}", param=name)
+    if not isinstance(value, int) or value < 1:
+        raise BadModelFolder(
+            f"config.json gives {name} as {value!r}, and it is an integer of at least 1", param=name
+        )
+    return value
+
+
+def fitting_kv_tokens(need: MemoryNeed, free_bytes: int) -> int:
+    """The size of the KV pool of a single model: at most half of the free memory, unless the size is given.
+    ``BadArgument`` if the model does not fit.
+
+    >>> fitting_kv_tokens(MemoryNeed("a", 500_000_000, 10_000), 2_000_000_000)
+    65536
+    >>> fitting_kv_tokens(MemoryNeed("a", 500_000_000, 10_000), 1_100_000_000)
+    10000
+    """
+    left = free_bytes - need.fixed_bytes
+    if (need.kv_tokens or MIN_KV_TOKENS) * need.kv_bytes_per_token > left:
+        raise _does_not_fit([need], free_bytes)
+    if need.kv_tokens is not None:
+        return need.kv_tokens
+    room = min(left, int(free_bytes * MAX_KV_FRACTION)) // need.kv_bytes_per_token
+    return max(MIN_KV_TOKENS, min(WANTED_KV_TOKENS, room))
+
+
+def divide_memory(needs: Sequence[MemoryNeed], budget_bytes: int) -> dict[str, int]:
+    """The size of each model's KV pool in tokens. ``BadArgument`` if the models do not fit.
+
+    >>> two = [MemoryNeed("a", 0, 1_000), MemoryNeed("b", 0, 4_000)]
+    >>> divide_memory(two, 1_200_000_000)
+    {'a': 65536, 'b': 33616}
+    """
+    left = budget_bytes - sum(need.fixed_bytes for need in needs)
+    kv_tokens = {need.name: need.kv_tokens for need in needs if need.kv_tokens is not None}
+    left -= sum(kv_tokens[need.name] * need.kv_bytes_per_token for need in needs if need.name in kv_tokens)
+    open_needs = [need for need in needs if need.kv_tokens is None]
+    # The cheapest pools first: what they leave is for the others.
+    open_needs.sort(key=lambda need: need.kv_bytes_per_token)
+    if left < sum(MIN_KV_TOKENS * need.kv_bytes_per_token for need in open_needs):
+        raise _does_not_fit(needs, budget_bytes)
+    for number, need in enumerate(open_needs):
+        part = left // (len(open_needs) - number)
+        kv_tokens[need.name] = max(MIN_KV_TOKENS, min(WANTED_KV_TOKENS, part // need.kv_bytes_per_token))
+        left -= kv_tokens[need.name] * need.kv_bytes_per_token
+    return {need.name: kv_tokens[need.name] for need in needs}
+
+
+def _does_not_fit(needs: Sequence[MemoryNeed], budget_bytes: int) -> BadArgument:
+    lines = [
+        f"{need.name} {need.weight_bytes / 1e9:.2f} GB of weights and "
+        f"{(need.kv_tokens or MIN_KV_TOKENS) * need.kv_bytes_per_token / 1e9:.2f} GB for "
+        f"{need.kv_tokens or MIN_KV_TOKENS:,} tokens"
+        for need in needs
+    ]
+    models, fewer = ("models do", "fewer models") if len(needs) > 1 else ("model does", "a smaller model")
+    work = sum(work_bytes(need.vocabulary) for need in needs)
+    return BadArgument(
+        f"the {models} not fit into {budget_bytes / 1e9:.2f} GB of memory: {'; '.join(lines)}; plus "
+        f"{work / 1e9:.2f} GB for their work: give smaller kv_tokens, dtype bfloat16 and not float32, "
+        f"{fewer}, or a server a larger memory_share",
+        param="kv_tokens",
+    )
+
+
+def _num_parameters(folder: Path, scheme: Scheme | None) -> int:
+    """Counted in the headers of the safetensors files: 8 bytes of length, then JSON. ``scheme``: how they are
+    quantised."""
+    total = 0
+    for file in (folder / name for name in weight_files(folder)):
+        with file.open("rb") as stream:
+            try:
+                (length,) = struct.unpack("<Q", stream.read(8))
+                header: dict[str, Any] = json.loads(stream.read(length))
+            except (struct.error, ValueError) as error:
+                raise BadModelFolder(f"{file} is not a safetensors file: {error}", param=file.name) from None
+        try:
+            total += sum(
+                math.prod(entry["shape"]) * _values_in_each(name, scheme)
+                for name, entry in header.items()
+                if name != "__metadata__"
+            )
+        except (AttributeError, KeyError, TypeError) as error:
+            raise BadModelFolder(
+                f"{file} has tensors without a shape: its header is damaged, fetch it again", param=file.name
+            ) from error
+    return total
+
+
+def _values_in_each(name: str, scheme: Scheme | None) -> int:
+    """The number of weights in each element of a tensor: packed ones have several."""
+    if scheme is None:
+        return 1
+    if name.endswith((".qweight", ".weight_packed")):
+        return 32 // scheme.bits
+    return 2 if name.endswith("_blocks") else 1

@@ -1,0 +1,28 @@
+"""The architectures of models that run natively, by the names in ``config.json``: known without torch."""
+
+from __future__ import annotations
+
+from typing import Final
+
+NATIVE_ARCHITECTURES: Final = frozenset(
+    {
+        "DeepseekV2ForCausalLM",
+        "GPT2LMHeadModel",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "Gemma3ForConditionalGeneration",
+        "GptOssForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "OPTForCausalLM",
+        "Olmo2ForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "SmolLM3ForCausalLM",
+        "Starcoder2ForCausalLM",
+    }
+)
+"""The keys of ``families/registry.FAMILIES``."""
