@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import anyio
 import pytest
-from engine.test_constrained_engine import DFAS, PATTERNS, Asked, ask, check_end, constraint
+from engine.constrained.test_constrained_engine import DFAS, PATTERNS, Asked, ask, check_end, constraint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.plain_constrained import PlainConstrained, written
