@@ -1,8 +1,8 @@
 """One model, served: from a ``Submit`` to the tokens that it gets.
 
-To learn how it works, read ``messages`` (what an engine is asked and answers), ``request`` with
-``token_tree`` (the choices of a select) and ``media_run`` (images in a prompt), ``batch``, ``runner`` (the
-interface to a model) with ``fake_runner`` (its stand-in without a model), ``cache`` from
+To learn how it works, read ``messages`` (what an engine is asked and answers), ``submit`` and ``request``
+with ``token_tree`` (the choices of a select) and ``media_run`` (images in a prompt), ``batch``, ``runner``
+(the interface to a model) with ``fake_runner`` (its stand-in without a model), ``cache`` from
 ``cache/radix_cache`` on, ``scheduling`` from ``scheduling/scheduler`` on, and ``engine``, in this order.
 
 Below this core: ``child_process``, ``machine`` (processors and free memory), ``store`` (model files),

@@ -32,21 +32,20 @@ from agentflow.engine.messages import (
     FromEngine,
     LoadAdapter,
     NodeTokens,
-    Origin,
     Progress,
     Query,
     StatsRequest,
     Stop,
-    Submit,
     ToEngine,
     UnloadAdapter,
 )
 from agentflow.engine.request_checks import check_task
 from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.text.detokenizer import CallMarks
+from agentflow.engine.submit import Origin, Submit
 from agentflow.engine.text.thoughts import Thinking
 from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.engine.text.tool_output import CallMarks
 from agentflow.engine.watching.hub import WatchHub
 from agentflow.errors import (
     AgentflowError,

@@ -47,15 +47,15 @@ from agentflow.engine.messages import (
     StatsRequest,
     StepBegins,
     Stop,
-    Submit,
     ToEngine,
     UnloadAdapter,
 )
-from agentflow.engine.request import Request, Status, TopTokens
+from agentflow.engine.request import Request, Status
 from agentflow.engine.request_checks import make_request
 from agentflow.engine.runner import AcceleratorFault, ModelRunner, OutOfMemory
 from agentflow.engine.scheduling.row import Row
 from agentflow.engine.scheduling.scheduler import RequestFault, Scheduler, SchedulerConfig
+from agentflow.engine.submit import Submit, TopTokens
 from agentflow.engine.text.detokenizer import TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.watching.snapshot import EngineWatch

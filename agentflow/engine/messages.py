@@ -15,79 +15,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from agentflow.engine.grammar.compiler.messages import CompiledConstraint
-from agentflow.engine.request import Objective, TopTokens
 from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.text.detokenizer import CallMarks
-from agentflow.engine.text.thoughts import Thinking
+from agentflow.engine.submit import Submit, TopTokens
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.events import StepRecord
-from agentflow.protocol.sampling import SamplingParams
-
-
-class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """Where a request comes from, and what the program says about it.
-
-    Requests share cached KV only if their ``tenant``, ``cache_salt`` and adapter are equal. ``adapter``:
-    the name of a loaded adapter (LoRA); empty for the model itself. ``state``: the program
-    state that the request continues (0: none). ``task_group``: equal for sibling requests that one consumer
-    waits for (0: none). ``output_tokens``: expected length of the output (0: unknown). ``deadline_s``:
-    seconds from now until it should be done. ``weight``: the tenant's weight against other tenants; that of
-    its latest request counts. ``priority``: -10 to 10, higher first, within the tenant. ``patience_s``: a
-    request that has waited so long goes before others of its tenant and priority (None: never). ``trace``:
-    the client's ``traceparent``, for observers; the engine does not use it. ``label``: the
-    program's name, which snapshots show.
-    """
-
-    tenant: str = ""
-    cache_salt: str = ""
-    objective: Objective = "latency"
-    state: int = 0
-    task_group: int = 0
-    output_tokens: int = 0
-    deadline_s: float | None = None
-    weight: float = 1.0
-    priority: int = 0
-    patience_s: float | None = None
-    trace: str = ""
-    label: str = ""
-    adapter: str = ""
-
-
-class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Runs a request over ``token_ids``. Generates up to ``params.max_tokens``; or, if ``params`` is None,
-    computes the tokens only, or scores those from index ``score_from`` on, or scores each of ``choices`` as
-    their continuation, or makes their embedding (``embeds``).
-
-    ``generated_ids``, ``generated_logprobs``, ``generated_top_logprobs``, ``generated_forced``,
-    ``generated_text``: the output that an engine that died had sent as ``Progress``; its text is not sent
-    again, also where the ids now end before it. ``num_redrawn``: how often it had replaced sampled tokens.
-    ``constraint``: a grammar for the text, without its payload if this engine was already sent it.
-    ``jump_forward``: append the tokens that the grammar forces without sampling them. ``thinking``: the
-    output may begin with thoughts, to which neither constraint nor stops apply. ``calls``: it may have tool
-    calls, to which no stop applies. ``adapter``: the identity of the adapter that had the name
-    ``origin.adapter`` when the request was sent, and which it keeps until it ends."""
-
-    request_id: int
-    token_ids: list[int]
-    params: SamplingParams | None
-    seed: int = 0
-    origin: Origin = Origin()
-    score_from: int = 0
-    choices: Sequence[Sequence[int]] = ()
-    generated_ids: Sequence[int] = ()
-    generated_logprobs: Sequence[float] = ()
-    generated_top_logprobs: Sequence[TopTokens] = ()
-    generated_forced: Sequence[tuple[int, int]] = ()
-    constraint: CompiledConstraint | None = None
-    jump_forward: bool = True
-    embeds: bool = False
-    thinking: Thinking | None = None
-    calls: CallMarks | None = None
-    generated_text: str = ""
-    num_redrawn: int = 0
-    adapter: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -6,28 +6,19 @@ import enum
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from agentflow.engine.cache.radix_cache import PrefixMatch, SlotArray, TokenArray, TokenRun, token_run
 from agentflow.engine.grammar.grammar import TokenWords
 from agentflow.engine.media_run import MediaRun, Positions, pseudo_tokens, rope_positions
-from agentflow.engine.token_tree import TokenTree
+from agentflow.engine.submit import Origin, Submit, TopTokens
+from agentflow.engine.token_tree import TokenTree, token_tree
 from agentflow.errors import BadArgument
 from agentflow.protocol.sampling import SamplingParams
 
-Objective = Literal["latency", "throughput"]
-"""What to optimize: ``latency`` if a consumer waits for it, ``throughput`` if only the total counts."""
-
-TopTokens = list[tuple[int, float]]
-"""The likeliest tokens at one position with their log-probabilities, likeliest first."""
-
-MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
-"""Range of a tenant's weight."""
-MAX_PRIORITY = 10
-"""Priorities of requests are -MAX_PRIORITY to MAX_PRIORITY."""
-
+_GREEDY = SamplingParams()
 _NO_SLOTS: SlotArray = np.empty(0, dtype=np.int32)
 
 
@@ -61,15 +52,8 @@ class Request:
     ``target_logprobs`` are the results. ``media``: the runs of the prompt that are not text; ``rope``
     [A, num_prompt + 1]: then the rotary positions of the prompt and of the first token after it.
 
-    What the program says about it:
-
-    - ``task_group``: equal for sibling requests that one consumer waits for.
-    - ``state``: the program state it belongs to. Its KV stays cached longer while the state is open.
-    - ``expected_output``: expected number of generated tokens (0: unknown).
-    - ``deadline``, ``patience_end``: when it should be done, and when it should have started, on the
-      scheduler's clock (infinite: never).
-    - ``priority``: higher goes first within its tenant. ``weight``: its tenant's, against other tenants.
-    - ``label``: the program's name. Requests with one label probably generate outputs of similar lengths.
+    ``origin``: what the program says about it. ``deadline``, ``patience_end``: when it should be done, and
+    when it should have started, on the scheduler's clock (infinite: never).
 
     What the engine knows:
 
@@ -97,27 +81,21 @@ class Request:
     num_prompt: int
     max_new_tokens: int
     params: SamplingParams
-    seed: int
+    origin: Origin
     extra_key: CacheIdentity
+    seed: int = 0
     score_from: int = 0
     tree: TokenTree | None = None
     embeds: bool = False
-    objective: Objective = "latency"
-    task_group: Hashable = None
-    state: Hashable = None
     end_ids: tuple[int, ...] = ()
     media: Sequence[MediaRun] = ()
     rope: Positions | None = None
-    expected_output: int = 0
     deadline: float = math.inf
     patience_end: float = math.inf
-    priority: int = 0
-    weight: float = 1.0
     token_mask: TokenWords | None = None
     is_steered: bool = False
     is_complete: bool = False
     arrival: int = -1
-    label: str = ""
     received_s: float = 0.0
     num_retractions: int = 0
     num_redrawn: int = 0
@@ -142,42 +120,29 @@ class Request:
     ranks: list[int] = field(default_factory=list)
 
     @classmethod
-    def create(
+    def of(
         cls,
-        request_id: int,
+        submit: Submit,
         prompt: TokenArray,
         max_new_tokens: int,
-        params: SamplingParams,
         *,
-        seed: int = 0,
-        tenant: str = "",
-        salt: Hashable = None,
-        adapter: str = "",
-        score_from: int = 0,
-        tree: TokenTree | None = None,
-        embeds: bool = False,
-        objective: Objective = "latency",
-        task_group: Hashable = None,
-        state: Hashable = None,
-        expected_output: int = 0,
-        deadline: float = math.inf,
-        patience_end: float = math.inf,
-        priority: int = 0,
-        weight: float = 1.0,
-        label: str = "",
         end_ids: tuple[int, ...] = (),
         media: Sequence[MediaRun] = (),
     ) -> Request:
-        """A waiting request over a copy of ``prompt`` (int32, at least one token), in which ``media`` put
-        their pseudo-tokens. ``BadArgument`` for a priority or a weight that is out of range."""
-        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-            raise BadArgument(
-                f"priority must be {-MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}", param="priority"
-            )
-        if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
-            raise BadArgument(
-                f"a tenant's weight must be {MIN_WEIGHT} to {MAX_WEIGHT}, not {weight}", param="weight"
-            )
+        """A waiting request.
+
+        Args:
+            submit: What was submitted; its ``token_ids`` are not read.
+            prompt: [num_prompt] at least one token. ``media`` put their pseudo-tokens into a copy.
+            max_new_tokens: The limit of the output.
+            end_ids: Tokens that end it.
+            media: The parts of the prompt that are not text, in order.
+
+        Raises:
+            BadArgument: A number of ``submit`` is out of range, or choices are.
+        """
+        submit.origin.check()
+        score_from, params = submit.score_from, submit.params or _GREEDY
         tokens: TokenArray = np.empty(len(prompt) + max_new_tokens, dtype=np.int32)
         tokens[: len(prompt)] = prompt
         for run in media:
@@ -185,27 +150,19 @@ class Request:
         if score_from and any(run.end > score_from for run in media):
             raise BadArgument("only text has log-probabilities, not an image", param="prompt")
         return cls(
-            id=request_id,
+            id=submit.request_id,
             tokens=tokens,
             num_tokens=len(prompt),
             num_prompt=len(prompt),
             max_new_tokens=max_new_tokens,
             params=params,
-            seed=seed,
-            extra_key=CacheIdentity(tenant, salt, adapter),
+            origin=submit.origin,
+            extra_key=CacheIdentity(submit.origin.tenant, submit.origin.cache_salt, submit.adapter),
+            seed=submit.seed,
             score_from=score_from,
             wants_scores=score_from > 0 or params.wants_logprobs,
-            tree=tree,
-            embeds=embeds,
-            objective=objective,
-            task_group=task_group,
-            state=state,
-            expected_output=expected_output,
-            deadline=deadline,
-            patience_end=patience_end,
-            priority=priority,
-            weight=weight,
-            label=label,
+            tree=token_tree(submit.choices) if submit.choices else None,
+            embeds=submit.embeds,
             end_ids=end_ids,
             media=media,
             rope=rope_positions(len(prompt), media) if media else None,

@@ -11,10 +11,9 @@ import time
 
 import numpy as np
 
-from agentflow.engine.messages import Submit
 from agentflow.engine.request import Request
 from agentflow.engine.runner import RunnerInfo
-from agentflow.engine.token_tree import token_tree
+from agentflow.engine.submit import Submit
 from agentflow.errors import BadArgument, EngineFailed, PromptTooLong
 from agentflow.protocol.sampling import SamplingParams
 
@@ -52,7 +51,7 @@ def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Re
     """The scheduler's request for a ``Submit``. Tokens that an engine generated before it died are part of
     it and will be computed again, as after a preemption. ``max_total_tokens``: limit of prompt and output.
     ``BadArgument`` for a parameter out of range."""
-    params, origin = message.params or _GREEDY, message.origin
+    params = message.params or _GREEDY
     check_task(message.embeds, info)
     if not message.token_ids:
         raise EngineFailed("a request needs at least one token")
@@ -63,29 +62,11 @@ def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Re
             f"0 to {info.vocab_size - 1}",
             param="prompt",
         )
-    request = Request.create(
-        message.request_id,
-        token_ids,
-        _output_limit(message, max_total_tokens),
-        params,
-        seed=message.seed,
-        tenant=origin.tenant,
-        salt=origin.cache_salt,
-        adapter=message.adapter,
-        score_from=message.score_from,
-        tree=token_tree(message.choices) if message.choices else None,
-        embeds=message.embeds,
-        objective=origin.objective,
-        task_group=origin.task_group or None,
-        state=origin.state or None,
-        expected_output=origin.output_tokens,
-        deadline=_time_in(origin.deadline_s),
-        patience_end=_time_in(origin.patience_s),
-        priority=origin.priority,
-        weight=origin.weight,
-        label=origin.label,
-        end_ids=_end_ids(params, info),
+    request = Request.of(
+        message, token_ids, _output_limit(message, max_total_tokens), end_ids=_end_ids(params, info)
     )
+    request.deadline = _time_in(message.origin.deadline_s)
+    request.patience_end = _time_in(message.origin.patience_s)
     request.received_s = time.perf_counter()
     end = request.num_prompt + len(message.generated_ids)
     request.tokens[request.num_prompt : end] = message.generated_ids

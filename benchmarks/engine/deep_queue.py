@@ -23,6 +23,7 @@ from agentflow.engine.cache.radix_cache import TokenArray
 from agentflow.engine.machine import collect_garbage_rarely
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.submit import Origin, Submit
 from agentflow.protocol.sampling import SamplingParams
 from benchmarks.report import Report, median_of
 
@@ -64,7 +65,7 @@ class DeepQueue:
     def request(self, number: int) -> Request:
         own = self.tokens(50)
         prompt = np.concatenate((self.prefixes[self.numbers.integers(500)], own))
-        return Request.create(number, prompt, 2, _PARAMS)
+        return Request.of(Submit(number, [], _PARAMS), prompt, 2)
 
     def step(self) -> dict[str, float]:
         """Runs one step. Returns the milliseconds of each part."""
@@ -96,7 +97,8 @@ class ManyTenants(DeepQueue):
         return Scheduler(num_slots=40 * NUM_TENANTS, max_context=512, config=config)
 
     def request(self, number: int) -> Request:
-        return Request.create(number, self.tokens(40), 2, _PARAMS, tenant=f"tenant {number % NUM_TENANTS}")
+        origin = Origin(tenant=f"tenant {number % NUM_TENANTS}")
+        return Request.of(Submit(number, [], _PARAMS, origin=origin), self.tokens(40), 2)
 
 
 class ManySiblings(DeepQueue):
@@ -114,7 +116,7 @@ class ManySiblings(DeepQueue):
 
     def request(self, number: int) -> Request:
         prompt = np.concatenate((self.shared, self.tokens(20)))
-        return Request.create(number, prompt, 2, _PARAMS, task_group="fork")
+        return Request.of(Submit(number, [], _PARAMS, origin=Origin(task_group=1)), prompt, 2)
 
 
 QUEUES: dict[str, Callable[[], DeepQueue]] = {

@@ -20,6 +20,7 @@ from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, default_cost, features, fit_cost
 from agentflow.engine.simulator.simulation import Simulated, simulate
 from agentflow.engine.simulator.workload import Workload, read_workload, unshared
+from agentflow.engine.submit import Submit
 from agentflow.protocol.sampling import SamplingParams
 from benchmarks.engine.deep_queue import measure_deep_queue
 from benchmarks.report import Report, Result
@@ -54,7 +55,7 @@ def fit_cost_model(console: Console) -> CostModel:
         scheduler = Scheduler(num_slots=20_000, max_context=2048, config=config)
         for number in range(num_running * 2):
             prompt = numbers.integers(10, 49_000, int(numbers.integers(20, 600)), dtype=np.int32)
-            scheduler.add(Request.create(number, prompt, 24, _PARAMS))
+            scheduler.add(Request.of(Submit(number, [], _PARAMS), prompt, 24))
         while (batch := scheduler.schedule()) is not None:
             for result in scheduler.complete(timed(batch)):
                 if result.request.num_generated == 24:

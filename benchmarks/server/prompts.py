@@ -19,6 +19,7 @@ from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import scheduler as scheduler_module
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.store.model_store import resolve_model
+from agentflow.engine.submit import Submit
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.models.models import EngineModel
 from agentflow.server.models.open_models import open_models
@@ -134,7 +135,7 @@ async def measure_long_prompt(report: Report, clients: LoadProcess) -> None:
         took: list[float] = []
         for number in range(2):  # the scheduler learns the cost of steps from the first one
             prompt = numbers.integers(10, 49_000, LONG_TOKENS, dtype=np.int32)
-            request = Request.create(number, prompt, 1, SamplingParams())
+            request = Request.of(Submit(number, [], SamplingParams()), prompt, 1)
             scheduler.add(request)
             began_s = time.perf_counter()
             while not request.num_generated:

@@ -13,8 +13,9 @@ from contextlib import asynccontextmanager
 from rich.console import Console
 
 from agentflow.engine.child_process import lower_priority
-from agentflow.engine.messages import FromEngine, Progress, Submit
+from agentflow.engine.messages import FromEngine, Progress
 from agentflow.engine.options import EngineOptions
+from agentflow.engine.submit import Submit
 from agentflow.engine.tenant import ANONYMOUS
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.models.models import EngineModel

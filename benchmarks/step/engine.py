@@ -15,9 +15,10 @@ from unittest.mock import patch
 from agentflow.engine.child_process import to_frame
 from agentflow.engine.engine import Engine
 from agentflow.engine.machine import collect_garbage_rarely
-from agentflow.engine.messages import PHASES, Abort, FromEngine, Submit
+from agentflow.engine.messages import PHASES, Abort, FromEngine
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.submit import Submit
 from agentflow.engine.text.detokenizer import TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.kernels import native_ops

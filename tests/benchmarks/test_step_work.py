@@ -89,7 +89,7 @@ def test_the_check_of_a_device_finds_a_wrong_product(monkeypatch: pytest.MonkeyP
             wrong = torch.randn(decoder.embedding.shape, dtype=decoder.final_norm.dtype)
             decoder = replace(decoder, embedding=self.kernels.pack_embedding(wrong, None))
             self.model._decoder = decoder
-            self.model._whole_forward = self.kernels.whole_forward(decoder, self.model._head)
+            self.model.whole_forward = self.kernels.whole_forward(decoder, self.model._head)
 
     monkeypatch.setattr(RandomRunner, "__post_init__", wrong_at_last)
     assert "instead of" in gpu_check.differing_tokens(CPU, num_tokens=8)[0]

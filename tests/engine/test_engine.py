@@ -26,16 +26,15 @@ from agentflow.engine.messages import (
     Failed,
     Finished,
     FromEngine,
-    Origin,
     Progress,
     Started,
     StatsRequest,
     StepBegins,
     Stop,
-    Submit,
 )
 from agentflow.engine.runner import AcceleratorFault, OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.submit import Origin, Submit
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadModelFolder, EngineFailed, PromptTooLong
 from agentflow.protocol.sampling import SamplingParams

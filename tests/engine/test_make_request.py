@@ -9,9 +9,9 @@ import pytest
 from support.faults import has_param
 
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.messages import Origin, Submit
 from agentflow.engine.request_checks import check_request, make_request
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.submit import Origin, Submit
 from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.protocol.sampling import SamplingParams
 
@@ -25,9 +25,9 @@ def submitted(origin: Origin) -> Submit:
 def test_a_request_keeps_its_tenant_with_its_share_and_its_priority() -> None:
     info = FakeRunner().info
     request = make_request(submitted(Origin("ann", "salt", weight=2.5, priority=-3)), info, 100)
-    assert (request.tenant, request.weight, request.priority) == ("ann", 2.5, -3)
+    assert (request.tenant, request.origin.weight, request.origin.priority) == ("ann", 2.5, -3)
     request = make_request(submitted(Origin()), info, 100)
-    assert (request.tenant, request.weight, request.priority) == ("", 1.0, 0)
+    assert (request.tenant, request.origin.weight, request.origin.priority) == ("", 1.0, 0)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.engine.requests import request_of
 from support.engine.stepped_engine import assert_resumable
 from support.faults import has_param
 from support.logit_runner import alone_by_logits, logit_engine, logit_runner, logits_after
@@ -18,11 +19,12 @@ from support.plain_engine import END_ID, PLAIN_IDS
 from support.plain_sampler import MASK, plain_token_of
 
 from agentflow.engine.batch import SampledRows
-from agentflow.engine.messages import Finished, Origin, Submit
+from agentflow.engine.messages import Finished
 from agentflow.engine.models.sampler import choose_tokens
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.submit import Origin, Submit
 from agentflow.errors import BadArgument
 from agentflow.kernels import native_ops, torch_ops
 from agentflow.protocol.sampling import SamplingParams
@@ -59,7 +61,7 @@ class Row:
 
     def request(self, number: int) -> Request:
         prompt = np.array(self.prompt, dtype=np.int32)
-        request = Request.create(number, prompt, 64, self.params, seed=self.seed, end_ids=self.end_ids)
+        request = request_of(number, prompt, 64, self.params, seed=self.seed, end_ids=self.end_ids)
         end = len(self.prompt) + len(self.generated)
         request.tokens[len(self.prompt) : end] = self.generated
         request.num_tokens = end

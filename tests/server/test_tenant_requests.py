@@ -14,7 +14,7 @@ from support.holds import until
 from support.session_peer import HangingGenerator
 
 import agentflow as af
-from agentflow.engine.messages import Origin
+from agentflow.engine.submit import Origin
 from agentflow.engine.tenant import Tenant
 from agentflow.errors import NotAuthorized, Overloaded, PromptTooLong, RateLimited
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec

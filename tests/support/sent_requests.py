@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import anyio
 from support.fake_engine import TOKENIZER
 
-from agentflow.engine.messages import FromEngine, Submit
+from agentflow.engine.messages import FromEngine
+from agentflow.engine.submit import Submit
 
 
 class SentRequests:

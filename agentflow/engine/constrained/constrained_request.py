@@ -19,8 +19,8 @@ from agentflow.engine.constrained.grammar_cache import GrammarCache
 from agentflow.engine.constrained.jump_forward import ConstrainedText, Encode, Jump
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.grammar import TokenWords, is_allowed
-from agentflow.engine.messages import Submit
 from agentflow.engine.request import Request
+from agentflow.engine.submit import Submit
 from agentflow.engine.text.channel_output import ChannelTokens
 from agentflow.engine.text.channels import CHANNEL_TOKENS
 from agentflow.engine.text.thoughts import SPACES, Thinking, ThoughtTokens

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from agentflow.engine.messages import Finished, Origin
+from agentflow.engine.messages import Finished
 from agentflow.engine.runner import RunnerInfo
+from agentflow.engine.submit import Origin
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.thoughts import Thinking, shown_thoughts, thinking_after, thought_marks
 from agentflow.engine.text.token_state import TokenState

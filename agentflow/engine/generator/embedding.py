@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.messages import Origin
 from agentflow.engine.request_checks import check_task
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
+from agentflow.engine.submit import Origin
 from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.protocol.events import Usage
 from agentflow.runtime.generator import EmbeddingOptions

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from agentflow.engine.client import OnProgress
 from agentflow.engine.messages import Finished, Progress
-from agentflow.engine.request import TopTokens
+from agentflow.engine.submit import TopTokens
 from agentflow.engine.text.thoughts import AnswerText
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tools import ReplyText

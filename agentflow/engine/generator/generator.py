@@ -42,17 +42,18 @@ from agentflow.engine.generator.generated import generated_of, reporting, usage_
 from agentflow.engine.generator.select import select_scores
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
-from agentflow.engine.messages import EngineStats, Finished, Origin, Progress
+from agentflow.engine.messages import EngineStats, Finished, Progress
 from agentflow.engine.request_checks import check_request, check_task
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
+from agentflow.engine.submit import Origin
 from agentflow.engine.tenant import ANONYMOUS, AdmittedRequest, RequestGate, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.choices import WINDOW_CHARS, EncodedChoices
-from agentflow.engine.text.detokenizer import CallMarks
 from agentflow.engine.text.thoughts import AnswerText, Thinking, thought_marks
 from agentflow.engine.text.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.engine.text.tool_output import CallMarks
 from agentflow.engine.text.tools import ReplyText
 from agentflow.engine.watching.view import EngineView
 from agentflow.errors import BadArgument, PromptTooLong, faults_of

@@ -15,7 +15,8 @@ import msgspec
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.context import EngineContext
-from agentflow.engine.messages import Finished, Origin
+from agentflow.engine.messages import Finished
+from agentflow.engine.submit import Origin
 from agentflow.engine.text.choices import EncodedChoices, scores_of
 from agentflow.engine.text.token_state import num_common_ids
 from agentflow.engine.token_tree import check_choices

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from agentflow.engine.constrained.jump_forward import mark_forced
-from agentflow.engine.messages import Failed, Finished, FromEngine, Progress, Started, Submit
-from agentflow.engine.request import TopTokens
+from agentflow.engine.messages import Failed, Finished, FromEngine, Progress, Started
+from agentflow.engine.submit import Submit, TopTokens
 from agentflow.errors import Cancelled, EngineDown, EngineFailed
 
 # This many deaths without progress between them make a suspect.

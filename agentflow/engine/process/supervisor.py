@@ -46,7 +46,6 @@ from agentflow.engine.messages import (
     Start,
     StepBegins,
     Stop,
-    Submit,
     ToEngine,
     UnloadAdapter,
     answer_decoder,
@@ -55,6 +54,7 @@ from agentflow.engine.messages import (
 from agentflow.engine.process.request_journal import RequestJournal, aborted
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.process.worker import LAST_STEP_S
+from agentflow.engine.submit import Submit
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import AgentflowError, BadModelFolder, EngineDown, EngineFailed, from_code
 from agentflow.runtime.task_group import open_task_group

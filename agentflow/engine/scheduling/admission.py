@@ -76,7 +76,7 @@ class OutputReserve:
         left = request.max_new_tokens - request.num_generated
         if left <= MIN_RESERVED:
             return left
-        length = request.expected_output or self.lengths.expected(request, self.caution)
+        length = request.origin.output_tokens or self.lengths.expected(request, self.caution)
         return min(left, max(MIN_RESERVED, length - request.num_generated))
 
     def need(self, request: Request) -> int:

@@ -209,7 +209,7 @@ class FairLongestPrefix:
             self._tenants[tenant.name] = tenant
             self._queue(tenant)
         tenant.num_waiting += 1
-        tenant.weight = request.weight
+        tenant.weight = request.origin.weight
         self._num_waiting += 1
         return tenant
 
@@ -277,9 +277,9 @@ class Tenant:
 
     def add(self, request: Request, run: TokenRun, match: int) -> None:
         self.line.add(request, max(1, request.num_tokens + request.num_nodes - match))
-        tier = self.tiers.get(request.priority)
+        tier = self.tiers.get(request.origin.priority)
         if tier is None:
-            tier = self._new_tier(request.priority)
+            tier = self._new_tier(request.origin.priority)
         tier.add(request, run, match)
 
     def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
@@ -324,7 +324,7 @@ class Tenant:
             return None
         if overdue.is_held_back:
             self.may_begin = False  # no other may pass it
-        elif not is_blocked(overdue, self.tiers[overdue.priority].match_of(overdue)):
+        elif not is_blocked(overdue, self.tiers[overdue.origin.priority].match_of(overdue)):
             return overdue
         return None
 
@@ -339,18 +339,18 @@ class Tenant:
         """Lower goes first."""
         to_compute = request.num_to_compute
         if request.status is Status.WAITING:
-            to_compute -= self.tiers[request.priority].match_of(request)
+            to_compute -= self.tiers[request.origin.priority].match_of(request)
         elif not request.num_generated:  # a long prompt counts as long until it is computed
             to_compute += request.num_computed - request.num_shared
         is_long = to_compute > self._short_tokens
-        return -request.priority, request.deadline, request.objective != "latency", is_long
+        return -request.origin.priority, request.deadline, request.origin.objective != "latency", is_long
 
     def remove(self, request: Request) -> None:
         """The request no longer waits."""
         if self.retracted.discard(request):
             return
         self.line.remove(request)
-        self.tiers[request.priority].remove(request)
+        self.tiers[request.origin.priority].remove(request)
 
     def _new_tier(self, priority: int) -> PriorityTier:
         tier = self.tiers[priority] = PriorityTier(self._clock, self._short_tokens)
@@ -436,7 +436,7 @@ class PriorityTier:
 
     def add(self, request: Request, run: TokenRun, match: int) -> None:
         """Adds a request. ``run``: its tokens that may come from the cache, of which ``match`` are cached."""
-        short, long = self._trees[request.objective]
+        short, long = self._trees[request.origin.objective]
         tree = short if self._is_short(request, match) else long
         tree.add(request, run, match)
         self._tree_of[request.id] = tree
@@ -495,7 +495,8 @@ class PriorityTier:
 
 def _group_of(request: Request) -> Hashable:
     """The task group, of which only requests with equal identities are siblings here: they share KV."""
-    return None if request.task_group is None else (request.task_group, request.extra_key)
+    group = request.origin.task_group
+    return (group, request.extra_key) if group else None
 
 
 class Siblings:

@@ -141,7 +141,7 @@ class KVMemory:
             self.slots.release(row[known.num_tokens : existing])
             self.cache.write_slots(match, row)
         self.cache.move_lock(known, match)
-        self.cache.weigh(request.tenant, request.weight)
+        self.cache.weigh(request.tenant, request.origin.weight)
         request.committed = match
         self._on_cached(request.extra_key, run)
 
@@ -171,9 +171,9 @@ class KVMemory:
             logger.exception("cannot cache the tokens of request %d", request.id)
         self.release_nodes(request)
         assert request.committed is not None
-        if request.state is not None and self._use_cache:
+        if request.origin.state and self._use_cache:
             self.liveness.refresh(
-                request.state, request.committed, num_computed=self.num_computed, step=self.num_steps
+                request.origin.state, request.committed, num_computed=self.num_computed, step=self.num_steps
             )
         self.cache.unlock(request.committed)
         first_uncached = request.committed.num_tokens

@@ -78,4 +78,4 @@ class _Ring:
 def _kinds(request: Request) -> tuple[Hashable, Hashable, Hashable]:
     """Kinds of request that it belongs to, the narrowest first."""
     size = request.max_new_tokens.bit_length()
-    return (request.tenant, request.label, size), (request.tenant, size), size
+    return (request.tenant, request.origin.label, size), (request.tenant, size), size

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agentflow.engine.cache.radix_cache import SlotArray
-from agentflow.engine.request import Request, TopTokens
+from agentflow.engine.request import Request
+from agentflow.engine.submit import TopTokens
 
 Targets = Sequence[tuple[int, int]]
 """The tokens of a row whose logits are needed, in order: index in the row, and target (-1: sample)."""

@@ -461,7 +461,7 @@ class Scheduler:
             return math.inf
         if len(self.running) + len(self.waiting) == 1:
             return LONE_PROMPT_STEP_S
-        if not any(request.objective == "latency" for request in draft.tokens):
+        if not any(request.origin.objective == "latency" for request in draft.tokens):
             return PROMPT_STEP_S
         num_read = sum(request.num_computed for request in draft.tokens)
         decode_s = self.cost.decode_s(draft.num_tokens, len(draft.tokens), num_read)

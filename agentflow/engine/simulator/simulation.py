@@ -22,6 +22,7 @@ from agentflow.engine.scheduling.row import Row
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, default_cost
 from agentflow.engine.simulator.workload import Arrival, Workload
+from agentflow.engine.submit import Origin, Submit
 from agentflow.errors import PromptTooLong
 from agentflow.protocol.sampling import SamplingParams
 
@@ -85,6 +86,7 @@ class _Run:
         self.due: list[tuple[float, int]] = []
         self.index_of: dict[int, int] = {}  # request id to index in the workload
         self.served_of: dict[int, Served] = {}
+        self._numbers: dict[str, int] = {}
         self.left_of_state = Counter(arrival.state for arrival in workload.arrivals)
         for index, arrival in enumerate(workload.arrivals):
             if arrival.after is None:
@@ -113,22 +115,24 @@ class _Run:
             self._advance(row)
         return took_s + time.perf_counter() - start
 
+    def _number_of(self, name: str) -> int:
+        """The number that stands for the name of a state or task group; 0 for none."""
+        return self._numbers.setdefault(name, len(self._numbers) + 1) if name else 0
+
     def _arrive(self, at_s: float, index: int) -> None:
         arrival = self.workload.arrivals[index]
         served = Served(arrival, at_s)
         self.served.append(served)
-        request = Request.create(
-            index,
-            arrival.prompt,
-            arrival.max_new_tokens,
-            _PARAMS,
+        origin = Origin(
             tenant=arrival.tenant,
-            salt=arrival.salt,
+            cache_salt=arrival.salt,
             objective=arrival.objective,
-            task_group=arrival.task_group or None,
-            state=arrival.state or None,
+            task_group=self._number_of(arrival.task_group),
+            state=self._number_of(arrival.state),
             label=arrival.label,
         )
+        submit = Submit(index, [], _PARAMS, origin=origin)
+        request = Request.of(submit, arrival.prompt, arrival.max_new_tokens)
         try:
             self.scheduler.add(request)
         except PromptTooLong:
@@ -158,7 +162,7 @@ class _Run:
         state = served.arrival.state
         self.left_of_state[state] -= 1
         if state and not self.left_of_state[state]:
-            self.scheduler.close_state(state)
+            self.scheduler.close_state(self._number_of(state))
         for follower in self.followers.pop(index, ()):
             delay_s = self.workload.arrivals[follower].at_s
             heapq.heappush(self.due, (self.now_s + delay_s, follower))

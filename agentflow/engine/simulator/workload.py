@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from agentflow.engine.cache.radix_cache import TokenArray, common_prefix_len, token_run
-from agentflow.engine.request import Objective
+from agentflow.engine.submit import Objective
 from agentflow.errors import BadArgument
 
 VERSION = 1

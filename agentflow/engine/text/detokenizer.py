@@ -14,9 +14,8 @@ import codecs
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import msgspec
-
 from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.engine.text.tool_output import CallMarks
 from agentflow.protocol.stop_pattern import StopPattern
 
 _UNFINISHED = -1
@@ -120,13 +119,6 @@ class Ending:
     text: str
     kept: int
     rest: str
-
-
-class CallMarks(msgspec.Struct, frozen=True, array_like=True):
-    """What a tool call in a text is between. ``begin``: empty for calls that are the whole text, in JSON."""
-
-    begin: str
-    end: str
 
 
 class _CallScan:

@@ -23,6 +23,13 @@ from agentflow.engine.text.tool_format import ToolFormat
 from agentflow.protocol.chat import Arguments, CallBegun, Piece, TextPiece
 
 
+class CallMarks(msgspec.Struct, frozen=True, array_like=True):
+    """What a tool call in a text is between. ``begin``: empty for calls that are the whole text, in JSON."""
+
+    begin: str
+    end: str
+
+
 class _State(Enum):
     """What the text held back is read as."""
 

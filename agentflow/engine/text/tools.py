@@ -19,7 +19,6 @@ from agentflow.engine.grammar.compiler.messages import PartedConstraint, SchemaP
 from agentflow.engine.text.channel_output import ChannelOutput
 from agentflow.engine.text.channels import CALL_MARK, call_head
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.detokenizer import CallMarks
 from agentflow.engine.text.thoughts import (
     AnswerOutput,
     Thinking,
@@ -29,7 +28,7 @@ from agentflow.engine.text.thoughts import (
     push_output,
 )
 from agentflow.engine.text.tool_format import IN_CHANNELS, ToolFormat, as_plain_messages, tool_format
-from agentflow.engine.text.tool_output import ToolOutput
+from agentflow.engine.text.tool_output import CallMarks, ToolOutput
 from agentflow.errors import BadArgument, NotSupported, no_chat_template
 from agentflow.protocol.chat import (
     Conversation,

@@ -163,7 +163,7 @@ class EngineWatch:
             (
                 one.id,
                 one.tenant,
-                one.label,
+                one.origin.label,
                 one.status is Status.RUNNING,
                 one.num_prompt,
                 one.num_cached,

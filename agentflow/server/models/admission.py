@@ -12,7 +12,8 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from agentflow.engine.messages import Failed, Finished, FromEngine, Started, Submit
+from agentflow.engine.messages import Failed, Finished, FromEngine, Started
+from agentflow.engine.submit import Submit
 from agentflow.errors import Overloaded
 
 # The number of latest starts that the average covers.

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from agentflow.engine.messages import Failed, Finished, FromEngine, Progress, Started, Submit
+from agentflow.engine.messages import Failed, Finished, FromEngine, Progress, Started
+from agentflow.engine.submit import Submit
 from agentflow.runtime.telemetry import configured_tracer
 
 if TYPE_CHECKING:

@@ -29,10 +29,11 @@ from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.dfa import Dfa, build_dfa
 from agentflow.engine.grammar.regex import parse_regex
-from agentflow.engine.messages import Finished, FromEngine, Progress, Submit
+from agentflow.engine.messages import Finished, FromEngine, Progress
 from agentflow.engine.models.sampler import choose_tokens
 from agentflow.engine.process.request_journal import RequestJournal
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.submit import Submit
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument, RequestRefused
 from agentflow.kernels import torch_ops

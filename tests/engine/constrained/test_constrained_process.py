@@ -11,8 +11,8 @@ from agentflow.engine.constrained.grammar_cache import MAX_GRAMMARS
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.regex import parse_regex
-from agentflow.engine.messages import Submit
 from agentflow.engine.process import supervisor as engine_supervisor
+from agentflow.engine.submit import Submit
 from agentflow.protocol.sampling import SamplingParams
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import anyio
 import numpy as np
 import pytest
+from support.engine.requests import request_of
 from support.faults import has_param
 from support.holds import until
 from support.plain_engine import plain_engine
@@ -23,8 +24,8 @@ from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.llguidance import LlguidanceGrammar
 from agentflow.engine.grammar.regex import parse_regex
-from agentflow.engine.messages import Finished, Submit
-from agentflow.engine.request import Request
+from agentflow.engine.messages import Finished
+from agentflow.engine.submit import Submit
 from agentflow.engine.text.channels import ANSWER_HEAD, NEXT_MESSAGE, THOUGHTS_HEAD
 from agentflow.engine.text.thoughts import Thinking
 from agentflow.errors import RequestRefused
@@ -155,7 +156,7 @@ def test_f9e_thoughts_in_channels_keep_the_grammar_of_the_answer(monkeypatch: py
     params = SamplingParams(max_tokens=200)
     known = CompiledConstraint("yes", "dfa", b"")
     message = Submit(1, [5], params, constraint=known, jump_forward=False, thinking=thinking)
-    request = Request.create(1, np.array([5], dtype=np.int32), 200, params)
+    request = request_of(1, np.array([5], dtype=np.int32), 200, params)
     text = constrained_request(request, message, grammars, CHANNELS.tokenizer)
     text.begin(())
     grammars.grammar(word("other"))

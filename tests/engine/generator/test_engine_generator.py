@@ -21,8 +21,8 @@ import agentflow as af
 from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.context import EngineContext
 from agentflow.engine.generator.generator import MAX_INLINE_CHARS, EngineGenerator
-from agentflow.engine.messages import Submit
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.submit import Submit
 from agentflow.engine.tenant import Tenant
 from agentflow.engine.text import token_state
 from agentflow.engine.text.chat_template import ChatTemplate

@@ -18,8 +18,9 @@ from agentflow.engine.generator.context import (
     PromptLimits,
     fill_conversation,
 )
-from agentflow.engine.messages import Finished, Origin
+from agentflow.engine.messages import Finished
 from agentflow.engine.runner import RunnerInfo
+from agentflow.engine.submit import Origin
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.token_state import TokenState
 from agentflow.engine.text.tool_format import tool_format

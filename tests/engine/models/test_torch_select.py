@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.engine.family_models import saved_model
+from support.engine.requests import request_of as new_request
 from transformers import PreTrainedModel
 
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.request import Request
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from agentflow.engine.token_tree import token_tree
 from agentflow.protocol.sampling import SamplingParams
 
 TOLERANCE = 1e-4
@@ -49,11 +49,11 @@ def runner(folder: Path, reference: PreTrainedModel) -> Iterator[TorchRunner]:
 
 
 def request_of(number: int, tokens: list[int], count: int = 0, **kwargs) -> Request:
-    return Request.create(number, np.array(tokens, dtype=np.int32), count, SamplingParams(), **kwargs)
+    return new_request(number, np.array(tokens, dtype=np.int32), count, SamplingParams(), **kwargs)
 
 
 def select_of(number: int, prompt: list[int], choices: list[list[int]]) -> Request:
-    return request_of(number, prompt, tree=token_tree(choices))
+    return request_of(number, prompt, choices=choices)
 
 
 def scores(request: Request) -> list[float]:

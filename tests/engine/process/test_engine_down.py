@@ -15,9 +15,9 @@ from support.engine_loaders import POISON
 from support.holds import Hold, until
 from support.process_engine import PLAIN, Ticks, generate, kill, process_engine, text_after
 
-from agentflow.engine.messages import Origin
 from agentflow.engine.process.shutdown_budget import AFTER_DRAIN_S, DRAIN_S, ShutdownBudget
 from agentflow.engine.process.supervisor import Deadlines, StepPace, restart_delay_s
+from agentflow.engine.submit import Origin
 from agentflow.errors import EngineDown, EngineFailed
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]

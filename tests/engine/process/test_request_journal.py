@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.engine.messages import Failed, Finished, Origin, Progress, Started, Submit
+from agentflow.engine.messages import Failed, Finished, Progress, Started
 from agentflow.engine.process.request_journal import MAX_DEATHS, RequestJournal
+from agentflow.engine.submit import Origin, Submit
 
 
 def submit(number: int) -> Submit:

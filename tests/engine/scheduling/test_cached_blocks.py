@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from support.engine.requests import request_of
 
 from agentflow.engine.cache.blocks import BLOCK_TOKENS, BlocksRemoved, BlocksStored, chain, root_digest
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.request import Request
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.protocol.sampling import SamplingParams
@@ -24,7 +24,7 @@ def test_generated_tokens_enter_the_cache_block_by_block_while_their_request_run
     )
     runner = FakeRunner(num_slots=600, max_context=600)
     prompt = np.arange(BLOCK_TOKENS + 6, dtype=np.int32)
-    request = Request.create(1, prompt, 400, SamplingParams(), tenant="one", salt="s")
+    request = request_of(1, prompt, 400, SamplingParams(), tenant="one", salt="s")
     scheduler.add(request)
     while request.num_generated < 3 * BLOCK_TOKENS:
         batch = scheduler.schedule()

@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
+from support.engine.requests import request_of
 from support.faults import has_param
 
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.request import MAX_WEIGHT, MIN_WEIGHT, Request, Status
+from agentflow.engine.request import Request, Status
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import fair_policy
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.submit import MAX_WEIGHT, MIN_WEIGHT
 from agentflow.errors import BadArgument
 from agentflow.protocol.sampling import SamplingParams
 
@@ -42,7 +45,7 @@ class Cache:
 def request(number: int, size: int, cached: int = 0, tenant: str = "", **kwargs) -> Request:
     tokens = np.full(size, number + 1000, dtype=np.int32)
     tokens[0] = cached
-    made = Request.create(number, tokens, 1, SamplingParams(), tenant=tenant, **kwargs)
+    made = request_of(number, tokens, 1, SamplingParams(), tenant=tenant, **kwargs)
     made.arrival = number
     return made
 
@@ -188,7 +191,7 @@ def test_tenants_that_flood_get_tokens_in_proportion_to_their_shares():
         tenant = "one" if number % 2 else "three"
         tokens = np.arange(number * size, (number + 1) * size, dtype=np.int32) % 20_000
         scheduler.add(
-            Request.create(number, tokens, output, SamplingParams(), tenant=tenant, weight=share[tenant])
+            request_of(number, tokens, output, SamplingParams(), tenant=tenant, weight=share[tenant])
         )
     charged: Counter[str] = Counter()
     finished: Counter[str] = Counter()
@@ -235,7 +238,7 @@ def policy_with(given_requests, priorities) -> FairLongestPrefix:
     policy = FairLongestPrefix(Cache().peek, token_budget=10_000)  # no request is overtaken that far
     for number, (size, cached, _, objective, group, deadline) in enumerate(given_requests):
         made = request(number, size, cached, objective=objective, task_group=group, deadline=deadline)
-        made.priority = priorities[number]
+        made.origin = replace(made.origin, priority=priorities[number])
         policy.add(made)
     return policy
 
@@ -250,7 +253,9 @@ def test_the_highest_priority_that_is_not_blocked_goes_first(plan, blocked):
     waiting = {made.id: made for made in policy}
     while (chosen := next_of(policy, is_blocked)) is not None:
         assert not is_blocked(chosen)
-        assert chosen.priority == max(made.priority for made in waiting.values() if not is_blocked(made))
+        assert chosen.origin.priority == max(
+            made.origin.priority for made in waiting.values() if not is_blocked(made)
+        )
         policy.admit(chosen)
         del waiting[chosen.id]
     assert all(is_blocked(made) for made in waiting.values())
@@ -270,7 +275,7 @@ def test_within_a_priority_the_order_is_that_of_requests_which_wait_alone(plan):
     for priority in set(priorities):
         alone = FairLongestPrefix(Cache().peek, token_budget=10_000)
         for made in sorted(policy_with(plan, priorities), key=lambda made: made.arrival):
-            if made.priority == priority:
+            if made.origin.priority == priority:
                 alone.add(made)
         assert order_of(alone) == [number for number in order if priorities[number] == priority]
 
@@ -302,7 +307,7 @@ def test_before_many_of_a_lower_priority_higher_ones_get_what_the_docstring_says
         chosen = next_of(policy, free)
         assert chosen is not None
         policy.admit(chosen)
-        done[chosen.priority] += 100
+        done[chosen.origin.priority] += 100
         at_once = fair_policy.OVERTAKEN_BATCHES * 32
         assert done[1] <= at_once + fair_policy.OVERTAKEN_FRACTION * done[0] + 100
         assert done[0] == 0 or done[1] >= at_once + fair_policy.OVERTAKEN_FRACTION * (done[0] - 100) - 100
@@ -386,7 +391,8 @@ def test_among_equal_priorities_expired_deadlines_go_first(plan):
         now += passes_s / 4
         chosen = next_of(policy, free)
         assert chosen is not None
-        equals = [r for r in waiting.values() if r.priority == max(o.priority for o in waiting.values())]
+        highest = max(one.origin.priority for one in waiting.values())
+        equals = [one for one in waiting.values() if one.origin.priority == highest]
         impatient = [r for r in equals if r.patience_end <= now]
         if impatient:
             assert chosen is min(impatient, key=lambda r: (r.patience_end, r.id))
@@ -560,7 +566,7 @@ def test_f7e_siblings_are_passed_over_only_if_they_are_blocked(prompts, cached, 
     waiting: list[Request] = []
     for number, prompt in enumerate(prompts):
         tokens = np.array([*prompt, 9], dtype=np.int32)
-        waiting.append(Request.create(number, tokens, 1, SamplingParams(), task_group="g"))
+        waiting.append(request_of(number, tokens, 1, SamplingParams(), task_group="g"))
         siblings.add(waiting[-1])
 
     def match_of(made: Request) -> int:
@@ -594,7 +600,7 @@ def test_f7f_siblings_that_wait_for_one_prefix_are_asked_about_together(num_sibl
     runner = FakeRunner(num_slots=4096, max_context=256)
     for number in range(num_siblings):
         tokens = np.array([*range(200), number, 0], dtype=np.int32)
-        scheduler.add(Request.create(number, tokens, 1, SamplingParams(), task_group="fork"))
+        scheduler.add(request_of(number, tokens, 1, SamplingParams(), task_group="fork"))
     num_asked = 0
     will_compute = scheduler._prefills.will_compute
 

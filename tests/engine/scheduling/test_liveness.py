@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.engine.requests import request_of
 
 from agentflow.engine.cache.radix_cache import PrefixMatch, RadixCache, token_run
 from agentflow.engine.fake_runner import FakeRunner
@@ -100,7 +101,7 @@ class Scheduled:
         self._runner = FakeRunner(num_slots=num_slots, max_context=max_context)
 
     def request(self, number: int, tokens: list[int], count: int, **kwargs) -> Request:
-        made = Request.create(number, np.array(tokens, dtype=np.int32), count, SamplingParams(), **kwargs)
+        made = request_of(number, np.array(tokens, dtype=np.int32), count, SamplingParams(), **kwargs)
         self.scheduler.add(made)
         return made
 

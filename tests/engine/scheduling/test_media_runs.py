@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.engine.requests import request_of
 from support.engine.scheduler_harness import Harness
 from support.faults import has_param
 
 from agentflow.engine.media_run import MediaRun, pseudo_tokens, rope_positions
-from agentflow.engine.request import Request
 from agentflow.errors import BadArgument
 from agentflow.protocol.sampling import SamplingParams
 
@@ -124,4 +124,4 @@ def test_text_continues_after_the_largest_position_of_a_picture() -> None:
 def test_pictures_have_no_log_probabilities() -> None:
     prompt, media = request_parts(Job([Picture("cat", 2, 2, 2)], 2, 0))
     with pytest.raises(BadArgument, check=has_param("prompt")):
-        Request.create(1, np.array(prompt, dtype=np.int32), 0, SamplingParams(), score_from=1, media=media)
+        request_of(1, np.array(prompt, dtype=np.int32), 0, SamplingParams(), score_from=1, media=media)

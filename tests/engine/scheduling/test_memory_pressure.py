@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
+from support.engine.requests import request_of
 
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request, Status
@@ -20,7 +22,7 @@ from agentflow.protocol.sampling import SamplingParams
 
 def request(number: int, size: int, count: int, **kwargs) -> Request:
     tokens = np.full(size, number, dtype=np.int32)
-    return Request.create(number, tokens, count, SamplingParams(), **kwargs)
+    return request_of(number, tokens, count, SamplingParams(), **kwargs)
 
 
 running = st.lists(
@@ -254,9 +256,9 @@ def test_a_pool_of_half_the_needed_size_costs_little_and_loses_nothing():
 def test_what_a_program_expects_goes_before_what_others_used():
     reserve = OutputReserve()
     hinted, unhinted = request(1, 10, 100), request(2, 10, 100)
-    hinted.expected_output = 20
+    hinted.origin = replace(hinted.origin, output_tokens=20)
     assert (reserve.expected(hinted), reserve.expected(unhinted)) == (20, 50)
     hinted.num_tokens += 15
     assert reserve.expected(hinted) == MIN_RESERVED  # a little is left for a request beyond its hint
-    hinted.expected_output = 1000
+    hinted.origin = replace(hinted.origin, output_tokens=1000)
     assert reserve.expected(hinted) == 85

@@ -10,11 +10,12 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.engine.requests import request_of
 from support.engine.scheduler_harness import Harness
 
 from agentflow.engine.batch import Batch, BatchOutput, SampledRows
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.request import Request, Status
+from agentflow.engine.request import Status
 from agentflow.engine.scheduling.sampling_table import TokenCounts
 from agentflow.protocol.sampling import SamplingParams
 
@@ -27,7 +28,7 @@ replacements = st.tuples(st.integers(0, 12), st.lists(tokens, max_size=4), st.bo
 def test_counts_follow_what_is_pushed_and_what_is_replaced(prompt, changes):
     """Each change keeps some of the generated tokens and puts others after them; between two changes the
     counts are read, or not."""
-    request = Request.create(1, np.array(prompt, dtype=np.int32), 100, SamplingParams())
+    request = request_of(1, np.array(prompt, dtype=np.int32), 100, SamplingParams())
     counters = {wide: TokenCounts(request, with_prompt=wide) for wide in (True, False)}
     generated: list[int] = []
     for num_kept, pushed, is_read in changes:

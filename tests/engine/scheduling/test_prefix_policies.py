@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.engine.requests import request_of
 
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.request import Request
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.protocol.sampling import SamplingParams
@@ -39,7 +39,7 @@ def computed(prompts: list[list[int]], policy: str, num_slots: int, token_budget
     runner = FakeRunner(num_slots=num_slots, max_context=256)
     for number, prompt in enumerate(prompts):
         tokens = np.array(prompt, dtype=np.int32)
-        scheduler.add(Request.create(number, tokens, 1, SamplingParams()))
+        scheduler.add(request_of(number, tokens, 1, SamplingParams()))
     while (batch := scheduler.schedule()) is not None:
         for result in scheduler.complete(run_batch(runner, batch)):
             if result.token_ids:
@@ -69,7 +69,7 @@ def test_depth_first_enters_the_heaviest_branch_and_stays_there():
     )
     runner = FakeRunner(num_slots=64, max_context=64)
     for number, prompt in enumerate(prompts):
-        scheduler.add(Request.create(number, np.array(prompt, dtype=np.int32), 1, SamplingParams()))
+        scheduler.add(request_of(number, np.array(prompt, dtype=np.int32), 1, SamplingParams()))
     order = []
     while (batch := scheduler.schedule()) is not None:
         for result in scheduler.complete(run_batch(runner, batch)):
@@ -85,7 +85,7 @@ def test_prompts_nested_thousands_deep_do_not_exhaust_the_stack():
     )
     tokens = np.arange(1, 5_001, dtype=np.int32)
     for number in range(1, 2_501):
-        scheduler.add(Request.create(number, tokens[: 2 * number], 1, SamplingParams()))
+        scheduler.add(request_of(number, tokens[: 2 * number], 1, SamplingParams()))
     batch = scheduler.schedule()
     assert batch is not None
     assert batch.token_ids[0] == 1

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.engine.requests import request_of
 
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.fake_runner import FakeRunner
@@ -37,7 +38,7 @@ class Steps:
     def add(self, num_tokens: int, num_output: int = 1, **kwargs) -> Request:
         number = len(self.requests)
         tokens = np.full(num_tokens, number + 1, dtype=np.int32)
-        request = Request.create(number, tokens, num_output, SamplingParams(), **kwargs)
+        request = request_of(number, tokens, num_output, SamplingParams(), **kwargs)
         self.scheduler.add(request)
         self.requests.append(request)
         return request
@@ -174,7 +175,7 @@ def test_cached_tokens_are_not_charged():
     first = steps.add(50)
     while steps.step():
         pass
-    again = Request.create(9, first.tokens[: first.num_prompt], 1, SamplingParams())
+    again = request_of(9, first.tokens[: first.num_prompt], 1, SamplingParams())
     steps.scheduler.waiting = noting = NotingCharges(steps.scheduler.waiting)
     steps.scheduler.add(again)
     steps.step()

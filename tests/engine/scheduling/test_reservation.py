@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
+from support.engine.requests import request_of
 
 from agentflow.engine.batch import BatchOutput
 from agentflow.engine.request import Request, Status
@@ -32,8 +34,8 @@ class Job:
     def request(self, number: int) -> Request:
         tokens = np.full(self.size, 1000 + number, dtype=np.int32)
         hint = self.hint or self.output
-        return Request.create(
-            number, tokens, self.output, SamplingParams(), tenant=self.tenant, expected_output=hint
+        return request_of(
+            number, tokens, self.output, SamplingParams(), tenant=self.tenant, output_tokens=hint
         )
 
 
@@ -77,7 +79,7 @@ class Steps:
 def steps_left(request: Request) -> int:
     """The tokens that it is expected to generate: at least 8, as far as its limit allows."""
     left = request.max_new_tokens - request.num_generated
-    return min(left, max(8, request.expected_output - request.num_generated))
+    return min(left, max(8, request.origin.output_tokens - request.num_generated))
 
 
 def earliest_start(head: Request, running: list[Request], num_slots: int) -> int:
@@ -207,7 +209,7 @@ def test_f6f_of_requests_with_the_same_beginning_a_short_one_runs_while_a_long_o
     made = []
     for number, size in enumerate([250, 10]):
         tokens = np.array([*[7] * 10, *[number] * size], dtype=np.int32)
-        made.append(Request.create(10 + number, tokens, 10, SamplingParams(), expected_output=10))
+        made.append(request_of(10 + number, tokens, 10, SamplingParams(), output_tokens=10))
         steps.scheduler.add(made[-1])
     steps.requests += made
     steps.step()
@@ -263,7 +265,7 @@ def test_f6h_the_bound_on_overtaking_holds_in_a_full_pool(plan, least, share):
                 if at != now:
                     continue
                 request = job.request(len(steps.requests))
-                request.priority = priority
+                request.origin = replace(request.origin, priority=priority)
                 before = [r for r in waiting.values() if r.tenant == request.tenant]
                 limit[request.id] = 64 * least + share * sum(r.num_tokens for r in before)
                 largest = max(largest, request.num_tokens)

@@ -27,7 +27,7 @@ choices_to_score = st.lists(
 def add_select(
     harness: Harness, number: int, prompt: list[int], choices: list[list[int]], extra: str = ""
 ) -> Request:
-    return harness.add(number, prompt, 0, extra, tree=token_tree(choices))
+    return harness.add(number, prompt, 0, extra, choices=choices)
 
 
 def scores(request: Request) -> list[list[float]]:

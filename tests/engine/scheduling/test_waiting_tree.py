@@ -3,6 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from support.engine.requests import request_of
 
 from agentflow.engine.cache.radix_cache import RadixCache, token_run
 from agentflow.engine.request import Request
@@ -35,7 +36,7 @@ class WaitingTreeMachine(RuleBasedStateMachine):
     @rule(target=waiting, salt=salts, sequence=sequences)
     def arrive(self, salt, sequence):
         tokens = np.array([*sequence, 9], dtype=np.int32)  # the last token is never reusable
-        request = Request.create(len(self.requests), tokens, 1, SamplingParams(), salt=salt)
+        request = request_of(len(self.requests), tokens, 1, SamplingParams(), salt=salt)
         while request.id in self.requests:
             request.id += 1
         self.requests[request.id] = request
@@ -49,7 +50,7 @@ class WaitingTreeMachine(RuleBasedStateMachine):
 
     @rule(salt=salts, sequence=sequences)
     def compute(self, salt, sequence):
-        identity = Request.create(0, np.zeros(1, np.int32), 1, SamplingParams(), salt=salt).extra_key
+        identity = request_of(0, np.zeros(1, np.int32), 1, SamplingParams(), salt=salt).extra_key
         run = token_run(np.array(sequence, dtype=np.int32))
         slots = np.array([next(self.slots) for _ in sequence], dtype=np.int32)
         self.cache.extend(self.cache.match(identity, b""), identity, run, slots)

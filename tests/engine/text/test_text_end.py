@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from support import small_tokenizers
 from support.faults import has_param
 
-from agentflow.engine.text.detokenizer import CallMarks, TextEnd
+from agentflow.engine.text.detokenizer import TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.engine.text.tool_output import CallMarks
 from agentflow.errors import BadArgument, RequestRefused
 from agentflow.protocol import stop_pattern
 

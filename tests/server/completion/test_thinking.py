@@ -16,8 +16,9 @@ from support.fake_engine import FakeEngine
 from support.thinking_models import DEEPSEEK_MODEL, MODELS, QWEN_MODEL, SPELLED_MODEL, ThinkingModel
 
 from agentflow.engine.generator.generator import EngineGenerator
-from agentflow.engine.messages import FromEngine, Submit
+from agentflow.engine.messages import FromEngine
 from agentflow.engine.process.request_journal import RequestJournal
+from agentflow.engine.submit import Submit
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams

@@ -34,11 +34,10 @@ from agentflow.engine.messages import (
     EngineStats,
     Failed,
     Finished,
-    Origin,
     Progress,
     Started,
-    Submit,
 )
+from agentflow.engine.submit import Origin, Submit
 from agentflow.errors import EngineDown, RequestRefused
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Stats

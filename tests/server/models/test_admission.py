@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.clocks import ClockS
 
-from agentflow.engine.messages import Failed, Finished, Origin, Started, Submit
+from agentflow.engine.messages import Failed, Finished, Started
+from agentflow.engine.submit import Origin, Submit
 from agentflow.errors import Overloaded
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.models.admission import MAX_IDLE_TENANTS, Admission

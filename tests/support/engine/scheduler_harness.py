@@ -8,6 +8,7 @@ import zlib
 from collections import deque
 
 import numpy as np
+from support.engine.requests import request_of
 
 from agentflow.engine.batch import Batch
 from agentflow.engine.fake_runner import FakeRunner
@@ -49,7 +50,7 @@ class Harness:
         self, request_id: int, prompt: list[int], count: int, extra: str = "", params=GREEDY, **kwargs
     ) -> Request:
         tokens = np.array(prompt, dtype=np.int32)
-        request = Request.create(request_id, tokens, count, params, salt=extra, **kwargs)
+        request = request_of(request_id, tokens, count, params, salt=extra, **kwargs)
         self.scheduler.add(request)
         self.requests[request_id] = request
         return request

@@ -14,7 +14,7 @@ from support.fake_engine import FakeEngine
 from support.logit_runner import logit_runner
 from support.server.http_clients import ClientKind, only_asyncio
 
-from agentflow.engine.messages import Submit
+from agentflow.engine.submit import Submit
 from agentflow.protocol.chat import Message
 from agentflow.protocol.sampling import SamplingParams
 
