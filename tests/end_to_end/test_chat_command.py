@@ -9,9 +9,11 @@ from agentflow.cli.chat import Answered, stats_line
 from agentflow.protocol.events import Usage
 
 
-def test_lines_of_a_pipe_are_turns_of_one_state(model_folder):
+def test_lines_of_a_pipe_are_turns_of_one_state(tiny):
     result = run_cli(
         "chat",
+        "--model",
+        str(tiny),
         "--max-tokens",
         "8",
         "--temperature",

@@ -6,12 +6,10 @@ import subprocess
 import sys
 import tomllib
 import urllib.request
-from pathlib import Path
 
 import anyio
 import pytest
 from support.commands import call_cli, run_cli, served
-from support.engine.random_model import write_random_model
 
 import agentflow as af
 
@@ -65,12 +63,6 @@ def test_a_recording_that_cannot_be_written_is_reported_before_a_model_is_loaded
     assert str(path) in only_line(result.stderr)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    """A model that loads and generates at once."""
-    return write_random_model(tmp_path_factory.mktemp("tiny"))
-
-
 def test_what_is_served_is_measured_recorded_and_replayed(tiny, tmp_path):
     path = tmp_path / "served.jsonl.gz"
 
@@ -90,7 +82,7 @@ def test_what_is_served_is_measured_recorded_and_replayed(tiny, tmp_path):
     assert (server.returncode, "Traceback" in output) == (0, False)
     assert 'agentflow_engine_up{model="tiny"} 1.0' in told
     assert 'agentflow_ttft_seconds_count{model="tiny"} 1.0' in told
-    result = run_cli("simulate", str(path), "--policy", "fair-lpm")
+    result = call_cli("simulate", str(path), "--policy", "fair-lpm")
     assert result.returncode == 0
     assert "served: 1 requests, 2,000 KV tokens" in result.stdout
 

@@ -14,7 +14,7 @@ from support.commands import engine_of, served
 import agentflow as af
 
 NUM_STORIES = 3
-NUM_TOKENS = 48
+NUM_TOKENS = 300
 
 
 def engine_pid(server) -> int | None:
@@ -68,7 +68,7 @@ async def tell_all(url: str, beside=None) -> tuple[list[str], list[float]]:
     "max_running",
     [pytest.param(4, id="all stream"), pytest.param(1, id="two wait", marks=pytest.mark.full)],
 )
-def test_killed_in_mid_stream_the_engine_goes_on_where_it_was(model_folder, max_running):
+def test_killed_in_mid_stream_the_engine_goes_on_where_it_was(tiny, max_running):
     statuses: list[int] = []
 
     async def kill_and_watch() -> None:
@@ -85,7 +85,8 @@ def test_killed_in_mid_stream_the_engine_goes_on_where_it_was(model_folder, max_
                 elif engine_pid(server) not in (killed, None):
                     return
 
-    options = ("--dtype", "float32", "--kv-tokens", "3000", "--max-running", str(max_running))
+    options = ("--model", str(tiny), "--dtype", "float32", "--kv-tokens", "3000")
+    options += ("--max-running", str(max_running))
     with served(*options, "--threads", "2") as (url, server):
         expected_texts, expected_logprobs = anyio.run(tell_all, url)
         texts, logprobs = anyio.run(tell_all, url, kill_and_watch)
@@ -99,8 +100,8 @@ def test_killed_in_mid_stream_the_engine_goes_on_where_it_was(model_folder, max_
 
 
 @pytest.mark.full
-def test_a_server_exits_with_status_1_after_repeated_engine_deaths_if_configured(model_folder):
-    options = ("--dtype", "float32", "--kv-tokens", "3000", "--exit-on-engine-failure")
+def test_a_server_exits_with_status_1_after_repeated_engine_deaths_if_configured(tiny):
+    options = ("--model", str(tiny), "--kv-tokens", "3000", "--exit-on-engine-failure")
     with served(*options) as (_, server):
         killed: set[int] = set()
         while server.poll() is None:

@@ -11,20 +11,29 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from support.commands import engine_of, served
+from support import commands
+from support.commands import engine_of
 
 from agentflow.engine.child_process import NICENESS
 from agentflow.server.metrics.metrics import SCRAPE_TIMEOUT_S
 from agentflow.server.serve import SHUTDOWN_S
 
-pytestmark = pytest.mark.model
+MODEL = "tiny"
+NUM_TOKENS = 600  # they take long enough for the engine to be stopped before the last one
+FAR_TOO_MANY_TOKENS = 7900
 
-MODEL = "smollm2-135m"
-NUM_TOKENS = 100  # they take long enough for the engine to be stopped before the last one
+
+@contextmanager
+def served(tiny: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server on the small model. In float32, tokens are the same whatever is cached or computed again."""
+    common = ("--model", f"{MODEL}={tiny}", "--kv-tokens", "8000", "--dtype", "float32")
+    with commands.served(*common, *options) as server:
+        yield server
 
 
 class Stream:
@@ -101,8 +110,8 @@ def next_text(stream: Stream) -> str:
                 return str(text)
 
 
-def test_after_sigterm_streams_are_finished_and_requests_rejected():
-    with served("--kv-tokens", "2000", "--drain-s", "60") as (url, server):
+def test_after_sigterm_streams_are_finished_and_requests_rejected(tiny):
+    with served(tiny, "--drain-s", "60") as (url, server):
         status, answer = ask(url, NUM_TOKENS)
         assert status == 200
         engine = running_engine_of(server)
@@ -126,10 +135,10 @@ def test_after_sigterm_streams_are_finished_and_requests_rejected():
         assert "still run after" not in output
 
 
-def test_f44a_what_runs_on_after_the_drain_ends_with_an_error():
+def test_f44a_what_runs_on_after_the_drain_ends_with_an_error(tiny):
     with (
-        served("--kv-tokens", "8000", "--drain-s", "0.2") as (url, server),
-        streamed(url, 7900) as stream,
+        served(tiny, "--drain-s", "0.2") as (url, server),
+        streamed(url, FAR_TOO_MANY_TOKENS) as stream,
     ):
         next_text(stream)
         server.send_signal(signal.SIGTERM)
@@ -147,8 +156,8 @@ def test_f44a_what_runs_on_after_the_drain_ends_with_an_error():
         assert min(map(int, found.groups())) > 0
 
 
-def test_a_second_signal_ends_it_at_once():
-    with served("--kv-tokens", "2000") as (url, server), streamed(url, 1900) as stream:
+def test_a_second_signal_ends_it_at_once(tiny):
+    with served(tiny) as (url, server), streamed(url, FAR_TOO_MANY_TOKENS) as stream:
         next_text(stream)
         server.send_signal(signal.SIGTERM)
         while ask(url, 1)[0] == 200:
@@ -166,14 +175,12 @@ def assert_priorities(server: subprocess.Popen[str], engine: psutil.Process) -> 
         assert psutil.Process(server.pid).nice() == min(19, psutil.Process().nice() + NICENESS)
 
 
-def test_a_stream_goes_on_when_its_engine_dies():
-    """In float32: what was generated is computed anew as a prompt, which rounds otherwise than one by one."""
-    with served("--kv-tokens", "2000", "--dtype", "float32") as (url, server):
+def test_a_stream_goes_on_when_its_engine_dies(tiny):
+    with served(tiny) as (url, server):
         _, answer = ask(url, 40)
         killed = running_engine_of(server)
         assert_priorities(server, killed)
-        # Far more tokens than are generated before the kill, however late that is.
-        with streamed(url, 1900) as stream:
+        with streamed(url, FAR_TOO_MANY_TOKENS) as stream:
             text = next_text(stream)
             killed.kill()
             while (engine := engine_of(server)) in (killed, None):
