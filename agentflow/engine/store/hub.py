@@ -387,7 +387,7 @@ def _is_known(architectures: Sequence[object]) -> bool:
     if importlib.util.find_spec("transformers") is not None:
         transformers = importlib.import_module("transformers")
         # ``dir`` takes half a second: it looks each name up in a list of all.
-        if not {*transformers.__all__}.isdisjoint(map(str, architectures)):
+        if not {*vars(transformers)["__all__"]}.isdisjoint(map(str, architectures)):
             return True
     return not NATIVE_ARCHITECTURES.isdisjoint(map(str, architectures))
 
