@@ -1,8 +1,8 @@
 """The walk of one generation through the code: the files that it enters, and the moves between them.
 
-``PYTHONPATH=.:tests python -m support.walk`` runs one ``s += af.gen(...)`` on the fake engine, from its append
-to its value, and prints the files in the order of their first call. A *move* is a call from one file to
-another, in any thread. Everything is warm: the program has run once before.
+``PYTHONPATH=.:tests python -m support.walk`` runs one ``s += af.gen(...)`` on the fake engine, from its
+append to its value, and prints the files in the order of their first call. A *move* is a call from one file
+to another, in any thread. Everything is warm: the program has run once before.
 """
 
 from __future__ import annotations
