@@ -3,7 +3,7 @@
 Reading order: ``inputs`` (weights and batches as the kernels receive them), ``ops`` (the interface, and the
 choice of an implementation), ``reference_ops`` (written for clarity), ``torch_ops`` with ``attention_plan``
 (any device), ``native_ops`` with ``native_structures``, ``native_library`` and the C++ sources in ``native/``
-(x86 CPUs; ``__main__`` compiles them ahead), ``triton_ops`` (GPUs), ``masked_attention`` (sliding windows,
-capped scores and sinks, on every device), ``no_choice`` (numbers for rows without a token), ``page_advice``
-(large pages).
+(x86 CPUs; ``__main__`` compiles them ahead of time), ``triton_ops`` (GPUs), ``masked_attention`` (sliding
+windows, capped scores and sinks, on every device), ``no_choice`` (numbers for rows without a token),
+``page_advice`` (large pages).
 """

@@ -1,23 +1,22 @@
 """Plans the attention of a batch for ``torch_ops``, once for all layers.
 
-The planner divides a request's keys into runs that it shares with other requests, and a tail of its own.
+The planner divides a request's keys into runs that it shares with other requests, and an unshared tail.
 
-* A *context part* is a run of slots that all of its query rows see whole: a prefix that requests share, or
-  the cached part of a long prefill chunk. It is read once for all of its rows and merged with the other parts
-  by log-sum-exp (the idea of Hydragen, arXiv 2402.05099, and of FlashInfer's cascade attention).
-* A *single group* has one row per decoding request. Its tails are gathered side by side and padded to the
-  longest.
-* A *short group* has chunks of a few rows, such as tokens that a grammar has forced. The tail of each is
-  gathered once for all of its rows, with a mask for causality. The rows of a tree (``TreeAttention``) are
-  such a chunk, with a mask for their paths; a long prefix of a tree is a context part of all its rows.
+* A *context part* is a run of slots that all of its query rows see completely: a prefix that requests share,
+  or the cached part of a long prefill chunk. It is read once for all of its rows and merged with the other
+  parts by log-sum-exp (the idea of Hydragen, arXiv 2402.05099, and of FlashInfer's cascade attention).
+* A *single group* has one row per decoding request. Its tails are gathered and padded to the longest.
+* A *short group* has chunks of a few rows, such as tokens that a grammar has forced. The tail of each chunk
+  is gathered once for all of its rows, with a causal mask. The rows of a tree (``TreeAttention``) are such a
+  chunk, with a mask for their paths; a long prefix of a tree is a context part of all its rows.
 * A *causal group* has prefill chunks: row i of a chunk sees rows 0 to i.
 
 Every row is in exactly one single, short or causal group, and in any number of context parts.
 
-Sizes are rounded to a few values, because oneDNN compiles a matrix product for each number of rows that
-occurs. Flash attention on CPUs divides queries, from about 64 on, into blocks of up to 256, and keys into
-blocks of 512, and has two products compiled for each pair of sizes. That takes a millisecond, and most of it
-stays in memory: 0.7 MB for a product with a weight, 0.1 to 0.4 MB for attention.
+Sizes are rounded to a few values, because oneDNN compiles a matrix product for each new number of rows.
+Flash attention on CPUs divides queries, from about 64 on, into blocks of up to 256, and keys into blocks of
+512, and compiles two products for each pair of sizes. Compiling takes a millisecond, and most of the memory
+stays allocated: 0.7 MB for a product with a weight, 0.1 to 0.4 MB for attention.
 """
 
 from __future__ import annotations
@@ -45,45 +44,41 @@ Index = slice | Tensor
 
 @dataclass(slots=True, frozen=True)
 class ContextPart:
-    """``num_rows`` query rows that all see ``num_slots`` slots. To round the size, the last slot is repeated,
-    and ``mask`` [1, 1, 1, num_slots], 0 or -inf, hides the repetition."""
+    """Query rows that all see the same slots. To round the size, the last slot is repeated."""
 
     rows: Index
     num_rows: int
     slots: Index
     num_slots: int
-    mask: Tensor | None
+    mask: Tensor | None  # [1, 1, 1, num_slots], 0 or -inf: hides the repeated slots
 
 
 @dataclass(slots=True, frozen=True)
 class SingleGroup:
-    """``num_rows`` rows with ``num_slots`` slots each: ``slots`` is flat, row after row.
+    """Rows with an equal number of slots each.
 
-    A row with fewer keys repeats its own last slot, so that it reads no other request's slot, which may never
-    have been written; ``mask`` [num_rows, 1, 1, num_slots], 0 or -inf, hides the repetition.
+    A row with fewer keys repeats its last slot: a slot of another request may never have been written.
     """
 
     rows: Index
     num_rows: int
-    slots: Index
-    num_slots: int
-    mask: Tensor | None
+    slots: Index  # [num_rows * num_slots], row after row
+    num_slots: int  # of each row
+    mask: Tensor | None  # [num_rows, 1, 1, num_slots], 0 or -inf: hides the repeated slots
 
 
 @dataclass(slots=True, frozen=True)
 class ShortGroup:
-    """``num_chunks`` chunks of ``num_rows`` rows each, with ``num_slots`` slots each: ``rows`` and ``slots``
-    are flat, chunk after chunk. A chunk with fewer rows repeats its last one, one with fewer keys its last
-    slot.
-    ``mask`` [num_chunks, 1, num_rows, num_slots], 0 or -inf."""
+    """Chunks with equal numbers of rows and slots. A chunk with fewer rows repeats its last row, a chunk with
+    fewer keys its last slot."""
 
-    rows: Index
-    slots: Index
+    rows: Index  # [num_chunks * num_rows], chunk after chunk
+    slots: Index  # [num_chunks * num_slots], chunk after chunk
     num_chunks: int
-    num_rows: int
-    num_slots: int
-    mask: Tensor
-    repeated: dict[int, Tensor] = field(default_factory=dict)
+    num_rows: int  # of each chunk
+    num_slots: int  # of each chunk
+    mask: Tensor  # [num_chunks, 1, num_rows, num_slots], 0 or -inf
+    repeated: dict[int, Tensor] = field(default_factory=dict)  # the results of ``mask_for``, by ``times``
 
     def mask_for(self, times: int) -> Tensor:
         """Returns the mask for several copies of each chunk's rows, end to end. The first layer computes
@@ -96,27 +91,25 @@ class ShortGroup:
 
 @dataclass(slots=True, frozen=True)
 class CausalGroup:
-    """``num_chunks`` chunks of ``num_rows`` rows each: ``rows`` and ``slots`` are flat, chunk after
-    chunk. A chunk with fewer rows repeats its last one; the causal mask hides that from its other rows."""
+    """Chunks with equal numbers of rows. A chunk with fewer rows repeats its last row; the causal mask hides
+    the repetitions from the other rows."""
 
-    rows: Index
-    slots: Index
+    rows: Index  # [num_chunks * num_rows], chunk after chunk
+    slots: Index  # of the rows, in the same order
     num_chunks: int
-    num_rows: int
+    num_rows: int  # of each chunk
 
 
 @dataclass(slots=True, frozen=True)
 class AttentionPlan(AttentionBatch):
-    """A batch with its parts.
-
-    ``order`` [T]: the place of each row of the batch in the rows of all groups laid end to end: singles,
-    shorts, causals. None if the orders are the same.
-    """
+    """A batch with its parts."""
 
     singles: Sequence[SingleGroup]
     shorts: Sequence[ShortGroup]
     causals: Sequence[CausalGroup]
     contexts: Sequence[ContextPart]
+    # [T]: the index of each row of the batch in the concatenated rows of singles, shorts and causals. None if
+    # the orders are the same.
     order: Tensor | None
 
 
@@ -135,12 +128,18 @@ def find_shared_runs(
     """Finds the shared runs that are worth a context part, and the column at which each request's tail
     starts.
 
-    Only the first ``limits[r]`` columns of request r can be shared. Requests with equal slots form a
-    tree; the search walks it from the root. A run that n requests share saves reading (n - 1) times its
-    length. If that is less than ``least_saving`` tokens, the run stays with its requests' tails or is
-    joined to a longer run below it. The runs of one request are consecutive and start at column 0.
-    Their lengths are multiples of ``step``; remainders are joined in the same way. Only the shared
-    part of the table is read: requests that share nothing cost one comparison of their first slots.
+    Requests with equal slots form a tree; the search walks it from the root. A run that n requests share
+    saves (n - 1) times its length of reads. If the saving is too small, the run stays with its requests'
+    tails or is joined to a longer run below it. The runs of one request are consecutive and start at column
+    0. The search reads only the shared part of the table: requests that share nothing cost one comparison of
+    their first slots.
+
+    Args:
+        req_to_token: the slots of each request, [requests, columns].
+        req_rows: the requests' rows in the table.
+        limits: the number of leading columns of each request that can be shared.
+        least_saving: the fewest tokens that a run must save.
+        step: the lengths of runs are multiples of it; remainders are joined like runs that save too little.
     """
     runs: list[SharedRun] = []
     tails = np.zeros(len(req_rows), dtype=np.int64)
@@ -162,7 +161,7 @@ def find_shared_runs(
 
 
 def _equal_groups(members: IntArray, keys: NDArray[np.int32]) -> list[IntArray]:
-    """Returns the groups of two or more members with equal keys; each group ascends."""
+    """Returns the groups of two or more members with equal keys, each in ascending order."""
     if len(members) < 2:
         return []
     by_key = np.argsort(keys, kind="stable")
@@ -182,7 +181,7 @@ def whole_tiles(size: int) -> int:
 
 
 def rounded_up(size: int) -> int:
-    """Rounds a number of rows or keys up, by less than 16 or a quarter, to one of fewer sizes.
+    """Rounds a number of rows or keys up, by less than 16 or a quarter, so that fewer sizes occur.
 
     >>> [rounded_up(size) for size in (1, 17, 100, 130, 500)]
     [16, 32, 112, 160, 512]
@@ -196,15 +195,15 @@ def rounded_down(size: int) -> int:
     return size // MAX_STEP * MAX_STEP
 
 
-# The cost of one more part in a layer, in tokens of gathered and attended KV: 0.1 ms, measured on AVX2.
+# The cost of each further part of a layer, in tokens of gathered and attended KV: 0.1 ms, measured on AVX2.
 PART_OVERHEAD = 1000
-# Tokens gathered at once for a single group of several rows: these stay in a shared CPU cache.
+# Tokens gathered for one single group of several rows: they fit a shared CPU cache.
 MAX_GATHERED = 16384
 # Rows and slots of several trees in one chunk. More would be wasted: the rows of a tree also attend to the
 # other trees' slots, which the mask hides.
 MAX_PACKED_ROWS = 64
 MAX_PACKED_SLOTS = 512
-# Rows of a chunk in a short group. A longer chunk is worth a context part.
+# The most rows of a chunk in a short group. A longer chunk is worth a context part.
 MAX_SHORT_ROWS = 32
 # Above this number, the rows of such a chunk are rounded up to a multiple of it.
 SHORT_STEP = 4
@@ -223,9 +222,20 @@ def plan_attention(
     max_gathered: int = MAX_GATHERED,
     run_step: int = MAX_STEP,
 ) -> AttentionPlan:
-    """Plans the attention of a batch; the first four arguments and ``trees`` are the fields of
-    ``AttentionBatch``. ``dtype``: that of the queries. ``run_step``: shared runs have multiples of this
-    length."""
+    """Plans the attention of a batch.
+
+    Args:
+        req_to_token: as in ``AttentionBatch``, and so are the next three and ``trees``.
+        req_rows: the requests' rows in the table.
+        query_lens: the number of rows of each request.
+        kv_lens: the number of keys of each request.
+        dtype: the dtype of the queries.
+        device: the device of the plan's tensors.
+        trees: the trees whose rows follow the requests' rows.
+        part_overhead: the cost of a part, in tokens.
+        max_gathered: the most tokens that are gathered for one single group of several rows.
+        run_step: the lengths of shared runs are multiples of it.
+    """
     planner = _Planner(req_to_token, req_rows, query_lens, kv_lens, trees, dtype, device)
     return planner.plan(part_overhead, max_gathered, run_step)
 
@@ -301,17 +311,17 @@ class _Planner:
         self.contexts.append(part)
 
     def _add_cached(self, request: int, start: int, end: int) -> None:
-        """Adds the cached part of a chunk: as much as has a rounded size without a mask, the rest under a
-        mask. One part under a mask was measured to cost more than two."""
+        """Adds the cached part of a chunk as two parts: the largest rounded size without a mask, and the rest
+        under a mask. One part under a mask was measured to cost more."""
         middle = start + rounded_down(end - start)
         for first, last in ((start, middle), (middle, end)):
             if last > first:
                 self._add_context(SharedRun(np.array([request]), first, last))
 
     def _add_prefix(self, tree: int, starts: IntArray, part_overhead: int) -> int | None:
-        """Adds a part for the rest of a tree's prefix except its last token, if it is worth one. If a request
-        of this batch computes that token, its row sees the same slots and shares the part. Returns that
-        request."""
+        """Adds a part for the rest of a tree's prefix except its last token, if the part saves more than it
+        costs. A request of this batch that computes the last token sees the same slots and shares the part;
+        returns that request, or None."""
         members, last = [tree], None
         for request in np.flatnonzero(self.req_rows[: self.num_requests] == self.req_rows[tree]).tolist():
             if self.query_lens[request] == 1 and starts[request] == starts[tree]:
@@ -326,8 +336,8 @@ class _Planner:
         return last
 
     def _tree_groups(self, lasts: dict[int, int | None], starts: IntArray) -> list[ShortGroup]:
-        """Groups the trees in order, several small ones per chunk. ``lasts``: for each tree the request whose
-        row joins it."""
+        """Groups the trees in order, several small ones per chunk. ``lasts``: for each tree the request that
+        shares its prefix, from ``_add_prefix``."""
         groups: list[ShortGroup] = []
         packed: list[int] = []
         rows = slots = 0
@@ -458,8 +468,8 @@ class _Planner:
 
 
 def _similar_groups(lens: IntArray, max_gathered: int) -> list[IntArray]:
-    """Groups indices of similar lengths, to be padded to the longest of the group. A group of several has at
-    most ``max_gathered`` slots. If possible, returns one group in the original order."""
+    """Groups indices of similar lengths, to be padded to the longest of the group. A group of several indices
+    has at most ``max_gathered`` slots. If possible, returns one group in the original order."""
     if not len(lens):
         return []
     longest = int(lens.max())
@@ -477,7 +487,7 @@ def _similar_groups(lens: IntArray, max_gathered: int) -> list[IntArray]:
 
 
 def _shortest_similar(longest: int) -> int:
-    """Returns the smallest length to pad to ``longest`` rather than put into another group."""
+    """Returns the smallest length that is worth padding to ``longest`` instead of starting another group."""
     return longest // 2 - 64
 
 
@@ -486,7 +496,7 @@ def _is_similar(shortest: int, longest: int) -> bool:
 
 
 def _ranges(starts: IntArray, lens: IntArray) -> IntArray:
-    """Returns the numbers from starts[i] to starts[i] + lens[i] - 1 for every i, end to end."""
+    """Returns the numbers from starts[i] to starts[i] + lens[i] - 1 for every i, concatenated."""
     ends = np.cumsum(lens)
     numbers: IntArray = np.arange(int(ends[-1])) + np.repeat(starts - (ends - lens), lens)
     return numbers

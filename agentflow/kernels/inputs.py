@@ -1,7 +1,7 @@
-"""What the kernels receive: a model's weights, and the batch of one forward pass.
+"""The inputs of the kernels: a model's weights, and the batch of one forward pass.
 
-The weights are a ``DecoderWeights`` of ``LayerWeights`` of ``LinearWeight``s. A batch is a ``ForwardInput``;
-it has one row per token to compute. An ``Adapter`` changes the products of some rows. ``AttentionBatch``
+``DecoderWeights`` contains ``LayerWeights``, which contain ``LinearWeight``s. A batch is a ``ForwardInput``
+with one row per token to compute. An ``Adapter`` changes the products of some rows. ``AttentionBatch``
 describes what each row attends to; its last rows may belong to trees (``TreeAttention``). ``ChoiceRows``
 describes how to choose a token for each row of logits.
 """
@@ -23,47 +23,39 @@ ReqToToken = NDArray[np.int32]
 
 @dataclass(slots=True, frozen=True)
 class BlockMatrix:
-    """A matrix [out, in] in blocks of quantised values, as GGUF files store them. ``type``: ggml's name, such
-    as "Q4_K". ``rows`` [out, bytes of a row] uint8. ``is_mapped``: these are pages of a file, which may be
-    released as they are read."""
+    """A matrix in blocks of quantised values, as GGUF files store them."""
 
-    type: str
-    rows: NDArray[np.uint8]
-    shape: tuple[int, int]
-    is_mapped: bool = False
+    type: str  # ggml's name, such as "Q4_K"
+    rows: NDArray[np.uint8]  # [out, bytes of a row]
+    shape: tuple[int, int]  # (out, in)
+    is_mapped: bool = False  # ``rows`` is mapped from a file: pages may be released once read
 
 
 @dataclass(slots=True, frozen=True)
 class QuantisedPanels:
-    """Adjacent panels of the native kernels in one of ``native_structures.PANEL_FORMATS``."""
+    """Adjacent panels of the native kernels, in one format."""
 
-    format: str
+    format: str  # one of ``native_structures.PANEL_FORMATS``
     panels: Tensor
     num_panels: int
 
 
 @dataclass(slots=True, frozen=True)
 class LinearWeight:
-    """y = x Wᵀ + b for W of shape [out, in].
+    """y = x Wᵀ + b for W of shape [out, in]."""
 
-    ``transposed`` [in, out]: Wᵀ, a view of the original W, in the model's dtype; None if every product uses
-    ``packed``.
-    ``packed``: W in oneDNN's opaque blocked layout, in the model's dtype or float32, or in the panels of the
-    native kernels; None if W is not packed.
-    ``quantised``: W as quantised panels, instead of ``packed``.
-    ``bias`` [out]: in the model's dtype.
-    ``shape``: (out, in).
-    """
-
+    # [in, out]: Wᵀ, a view of the original W, in the model's dtype; None if every product uses ``packed``.
     transposed: Tensor | None
+    # W in oneDNN's opaque blocked layout, in the model's dtype or float32, or in the panels of the native
+    # kernels; None if W is not packed.
     packed: Tensor | None
-    bias: Tensor | None
-    shape: tuple[int, int]
-    quantised: tuple[QuantisedPanels, ...] = ()
+    bias: Tensor | None  # [out], in the model's dtype
+    shape: tuple[int, int]  # (out, in)
+    quantised: tuple[QuantisedPanels, ...] = ()  # W as quantised panels, instead of ``packed``
 
     @property
     def nbytes(self) -> int:
-        """The memory of this weight, in bytes; an opaque tensor does not report its own."""
+        """The memory of this weight, in bytes; an opaque tensor does not report its size."""
         tensors = [tensor for tensor in (self.transposed, self.packed, self.bias) if tensor is not None]
         tensors += [part.panels for part in self.quantised]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -71,16 +63,15 @@ class LinearWeight:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one decoder layer. ``qkv``: queries, keys and values in one product. ``gate_up``: both
-    halves of the gated MLP. ``q_norm`` and ``k_norm`` [head_dim]: only in Qwen3."""
+    """The weights of one decoder layer."""
 
-    input_norm: Tensor
-    qkv: LinearWeight
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: LinearWeight
-    mlp_norm: Tensor
-    gate_up: LinearWeight
+    input_norm: Tensor  # [hidden_size]
+    qkv: LinearWeight  # queries, keys and values in one product
+    q_norm: Tensor | None  # [head_dim], only in Qwen3
+    k_norm: Tensor | None  # [head_dim], only in Qwen3
+    output: LinearWeight  # of the attention
+    mlp_norm: Tensor  # [hidden_size]
+    gate_up: LinearWeight  # both halves of the gated MLP
     down: LinearWeight
 
     @property
@@ -90,18 +81,17 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class LowRankPart:
-    """``up`` [outputs of the part, rank], without a bias, for the outputs from ``first_output`` on."""
+    """The second matrix of a low-rank change, for adjacent outputs."""
 
-    up: LinearWeight
+    up: LinearWeight  # [outputs of the part, rank], without a bias
     first_output: int
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """A change of W [out, in], in the model's dtype: ``up`` times the rows of ``down`` [all ranks, in] with
-    the part's ranks, for each part."""
+    """A change of W [out, in], in the model's dtype: each part adds its ``up`` times its rows of ``down``."""
 
-    down: LinearWeight
+    down: LinearWeight  # [ranks of all parts, in]
     parts: tuple[LowRankPart, ...]
 
     @property
@@ -111,7 +101,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class LayerAdapter:
-    """What an adapter (LoRA) changes in one layer. None: it leaves that product as it is."""
+    """The changes of one layer's products by an adapter (LoRA). None: the product is unchanged."""
 
     qkv: LowRank | None = None
     output: LowRank | None = None
@@ -134,24 +124,21 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """The rows of a batch that use one adapter, ascending. ``sampled``: those among ``ForwardInput.rows``,
-    numbered as these."""
+    """The rows of a batch that use one adapter."""
 
     adapter: Adapter
-    rows: IntArray
-    sampled: IntArray
+    rows: IntArray  # ascending
+    sampled: IntArray  # the indices in ``ForwardInput.rows`` of the rows that use the adapter
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """The weights of a Llama-shaped model, without its head. ``embedding`` [vocabulary, hidden_size]: from
-    ``Kernels.pack_embedding``.
-    ``frequencies`` [head_dim / 2] float32: those of the rotary embeddings, in radians per position."""
+    """The weights of a Llama-shaped model, without its head."""
 
-    embedding: LinearWeight
+    embedding: LinearWeight  # [vocabulary, hidden_size], from ``Kernels.pack_embedding``
     layers: Sequence[LayerWeights]
-    final_norm: Tensor
-    frequencies: Tensor
+    final_norm: Tensor  # [hidden_size]
+    frequencies: Tensor  # [head_dim / 2] float32: of the rotary embeddings, in radians per position
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -160,31 +147,27 @@ class DecoderWeights:
 
 @dataclass(frozen=True, slots=True)
 class ForwardInput:
-    """T rows to compute. ``token_ids``, ``positions``, ``write_slots`` [T]: each row's token, its position in
-    the sequence, and the slot for its key and value. ``kv_layers``: the KV pool, layer by layer, as in
-    ``Kernels.rope_and_write``. ``plan``: from ``plan_attention`` of the same kernels. ``rows`` [S]: the rows
-    whose hidden states or tokens the forward pass returns. ``adapters``: one entry for each that is in use;
-    no row is in two."""
+    """T rows to compute."""
 
-    token_ids: IntArray
-    positions: IntArray
-    write_slots: IntArray
-    kv_layers: tuple[Tensor, ...]
-    plan: Any
-    rows: IntArray
-    adapters: Sequence[AdapterRows] = ()
+    token_ids: IntArray  # [T]
+    positions: IntArray  # [T], in the row's sequence
+    write_slots: IntArray  # [T], for the row's key and value
+    kv_layers: tuple[Tensor, ...]  # the KV pool, layer by layer, as in ``Kernels.rope_and_write``
+    plan: Any  # from ``plan_attention`` of the same kernels
+    rows: IntArray  # [S]: the rows whose hidden states or tokens the forward pass returns
+    adapters: Sequence[AdapterRows] = ()  # one for each adapter in use; no row is in two of them
 
 
 @dataclass(slots=True, frozen=True)
 class AttentionBatch:
     """R requests. ``req_to_token[req_rows[r], :kv_lens[r]]`` are the slots of request r, of which the last
-    ``query_lens[r]`` belong to its rows in this batch. ``trees`` describes the rows after these."""
+    ``query_lens[r]`` belong to its rows in this batch."""
 
     req_to_token: ReqToToken
-    req_rows: IntArray
-    query_lens: IntArray
-    kv_lens: IntArray
-    trees: TreeAttention | None
+    req_rows: IntArray  # [R]
+    query_lens: IntArray  # [R]
+    kv_lens: IntArray  # [R]
+    trees: TreeAttention | None  # the trees whose rows follow the requests' rows
 
 
 class TreeAttention(Protocol):
@@ -210,19 +193,16 @@ class TreeAttention(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class ChoiceRows:
-    """How to choose a token for each of S rows. ``targets``: a token to take whatever the logits are, or -1.
-    ``temperatures``: 0 takes the likeliest token, the lowest id of equals. ``top_ks``: 0 keeps all.
-    ``uniforms``: the random number in [0, 1) for a row with a temperature. ``masked_rows`` [M] and
-    ``mask_words`` [M, any]: the allowed tokens of these rows as bits of 32-bit words, lowest bit first; None
-    if no row has a mask."""
+    """How to choose a token for each of S rows. ``Kernels.choose`` defines the order of the filters."""
 
-    targets: IntArray
-    temperatures: FloatArray
-    top_ks: IntArray
-    top_ps: FloatArray
-    min_ps: FloatArray
-    uniforms: NDArray[np.float64]
-    masked_rows: IntArray | None = None
+    targets: IntArray  # [S]: a token to take regardless of the logits, or -1
+    temperatures: FloatArray  # [S]; 0 takes the likeliest token, the lowest id of equals
+    top_ks: IntArray  # [S]; 0 keeps all tokens
+    top_ps: FloatArray  # [S]
+    min_ps: FloatArray  # [S]
+    uniforms: NDArray[np.float64]  # [S]: random numbers in [0, 1), used with a temperature
+    masked_rows: IntArray | None = None  # [M]: the rows with a mask; None: no row has one
+    # [M, any]: the allowed tokens of ``masked_rows``, as bits of 32-bit words, lowest bit first.
     mask_words: NDArray[np.uint32] | None = None
 
 
@@ -231,7 +211,7 @@ def tree_block(
 ) -> tuple[IntArray, NDArray[np.bool_]]:
     """Returns the slots that the rows of one tree attend to, and the visibility of each slot to each row. All
     rows see ``head``; the first ``num_above`` see nothing else, and each of the others sees its path."""
-    # np.unique without the sorting: the paths of long choices have the same slots many times.
+    # Faster than np.unique, which sorts: the paths of long choices contain the same slots many times.
     lowest = int(paths.min())
     is_node = np.zeros(int(paths.max()) - lowest + 1, dtype=np.bool_)
     is_node[paths - lowest] = True
@@ -246,8 +226,8 @@ def tree_block(
 
 
 def side_by_side(blocks: Sequence[NDArray[np.bool_]], num_rows: int, num_slots: int) -> NDArray[np.bool_]:
-    """Returns a block-diagonal mask: the rows of each tree see only its own slots. Padding rows repeat the
-    last row, and no row sees padding slots."""
+    """Returns a block-diagonal mask: the rows of each tree see only the slots of that tree. Padding rows
+    repeat the last row, and no row sees padding slots."""
     seen = np.zeros((num_rows, num_slots), dtype=np.bool_)
     row = column = 0
     for block in blocks:

@@ -1,12 +1,12 @@
 """Paged attention for layers with a sliding window, capped scores or sinks, which the other kernels lack.
 
-A *window* of W lets a row see the last W tokens up to its own (Mistral, arXiv 2310.06825). *Capped* scores
-are ``cap * tanh(score / cap)`` (Gemma 2, arXiv 2408.00118). A *sink* is a score without a value, one for each
-head, that takes a part of the softmax (GPT-OSS).
+With a *window* of W, a row sees the last W tokens, itself included (Mistral, arXiv 2310.06825). *Capped*
+scores are ``cap * tanh(score / cap)`` (Gemma 2, arXiv 2408.00118). A *sink* is a score without a value, one
+for each head, that takes a part of the softmax (GPT-OSS).
 
-The rows of decoding requests are padded to one group; every other request, and every tree, is a group of its
-own with a mask. Of the keys, only those are gathered that some row of the group sees. Runs on every device,
-with all scores of a group in memory.
+The rows of decoding requests are padded to one group; every other request, and every tree, is a separate
+group with a mask. Keys that no row of a group sees are not gathered. Runs on every device, with all scores of
+a group in memory.
 """
 
 from __future__ import annotations
@@ -24,23 +24,21 @@ from agentflow.kernels.inputs import AttentionBatch, IntArray, tree_block
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """``scale``: of the scores. ``window``: the number of tokens that a row sees, its own included (0: all).
-    ``cap``: of the scores (0: none)."""
+    """The features of a layer's attention beyond causality."""
 
-    scale: float
-    window: int = 0
-    cap: float = 0.0
+    scale: float  # of the scores
+    window: int = 0  # the number of tokens that a row sees, itself included; 0: all
+    cap: float = 0.0  # of the scores; 0: none
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """N requests with L rows each over K slots. ``rows`` [N * L], ``slots`` [N * K]. ``hidden`` [N, 1, L, K]:
-    keys that a row does not see."""
+    """N requests with L rows each over K slots."""
 
-    num_requests: int
-    rows: Tensor
-    slots: Tensor
-    hidden: Tensor
+    num_requests: int  # N
+    rows: Tensor  # [N * L]
+    slots: Tensor  # [N * K]
+    hidden: Tensor  # [N, 1, L, K]: true for keys that a row does not see
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,8 @@ class MaskedPlan:
 
 
 def plan_masked(batch: AttentionBatch, window: int, device: torch.device) -> MaskedPlan:
-    """Decides once for all layers with this window what each row sees. ``window``: 0 for all."""
+    """Decides which keys each row sees, once for all layers with this window. ``window``: in tokens; 0: no
+    limit."""
     first_rows = np.cumsum(batch.query_lens) - batch.query_lens
     is_single = batch.query_lens == 1
     groups = []
@@ -100,7 +99,7 @@ def _on_device(
 def _decode_group(batch: AttentionBatch, requests: IntArray, rows: IntArray, window: int) -> _Parts:
     ends = batch.kv_lens[requests]
     begins = np.maximum(ends - window, 0) if window else np.zeros_like(ends)
-    # A shorter request repeats its own last slot: another request's may never have been written.
+    # A shorter request repeats its last slot: a slot of another request may never have been written.
     columns = np.minimum(begins[:, None] + np.arange(int((ends - begins).max())), ends[:, None] - 1)
     hidden = np.arange(columns.shape[1]) >= (ends - begins)[:, None]
     slots = batch.req_to_token[batch.req_rows[requests, None], columns].astype(np.int64)
@@ -132,7 +131,7 @@ def _tree_groups(batch: AttentionBatch, first_row: int, window: int) -> list[_Pa
         head = batch.req_to_token[req_row, :prefix_len]
         slots, visible = tree_block(head, trees.paths[rows], 0)
         if window:
-            # The columns of the prefix are positions, and so are those of paths after it.
+            # A column is a position, in the prefix and in the paths after it.
             columns = np.minimum(np.arange(trees.paths.shape[1]), depths[:, None] - 1)
             position_of = np.zeros(int(slots.max()) + 1, dtype=np.int64)
             position_of[trees.paths[rows]] = prefix_len + columns
@@ -155,7 +154,15 @@ def _tree_groups(batch: AttentionBatch, first_row: int, window: int) -> list[_Pa
 def masked_attention(
     q: Tensor, kv_layer: Tensor, plan: MaskedPlan, rule: AttentionRule, sinks: Tensor | None = None
 ) -> Tensor:
-    """As ``Kernels.attention``, under the rule. ``plan``: of the rule's window. ``sinks`` [heads]."""
+    """As ``Kernels.attention``, under a rule.
+
+    Args:
+        q: the queries, [T, heads, head_dim].
+        kv_layer: one layer of the KV pool, [slots, 2, kv_heads, head_dim].
+        plan: the plan for the rule's window.
+        rule: the scale, the window and the cap.
+        sinks: the score of each head's sink, [heads].
+    """
     _, num_heads, head_dim = q.shape
     num_kv_heads = kv_layer.shape[2]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)

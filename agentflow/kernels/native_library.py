@@ -1,12 +1,12 @@
 """Compiles the native kernels once per machine, caches the shared library for the user, and loads it.
 
 The sources in ``native/`` are compiled for the best of ``LEVELS`` that the processor supports;
-``AGENTFLOW_CPU`` names a lower one. The file name of the library has a hash of the sources, the command and
-the compiler's version, so a cached library is never stale.
+``AGENTFLOW_CPU`` selects a lower one. The file name of the library contains a hash of the sources, the
+command and the compiler's version, so a cached library is never stale.
 
-Packages and container images compile ahead, for all levels: ``python -m agentflow.kernels FOLDER``. Where
-``AGENTFLOW_COMPILED_KERNELS`` names that folder, its libraries are loaded and no compiler is needed. Their
-names have a hash of the sources and options, so another version of agentflow ignores them.
+Packages and container images compile ahead of time, for all levels: ``python -m agentflow.kernels FOLDER``.
+If ``AGENTFLOW_COMPILED_KERNELS`` is that folder, its libraries are loaded and no compiler is needed. Their
+names contain a hash of the sources and options, so another version of agentflow ignores them.
 """
 
 from __future__ import annotations
@@ -63,15 +63,16 @@ def native_level() -> str:
 
 
 def keep_order() -> None:
-    """Makes this process use kernels that sum each row in the same order whatever else is in its batch. Only
-    those for AMX do not: they multiply many rows in tiles, and few without. Before any are loaded."""
+    """Makes this process use kernels that sum each row in the same order regardless of the rest of its batch.
+    This excludes the kernels for AMX, which multiply many rows in tiles, and few rows without. Must be called
+    before any kernels are loaded."""
     with contextlib.suppress(NoNativeKernels):
         if native_level() == "amx":
             os.environ["AGENTFLOW_CPU"] = "avx512_bf16"
 
 
 def native_levels() -> list[str]:
-    """Returns those of ``LEVELS`` that this processor supports and ``AGENTFLOW_CPU`` allows, the best first.
+    """Returns the ``LEVELS`` that this processor supports and ``AGENTFLOW_CPU`` allows, the best first.
     Raises ``NoNativeKernels`` if there is none, and ``ValueError`` for an unknown name."""
     wanted = os.environ.get("AGENTFLOW_CPU", "")
     if wanted and wanted not in LEVELS:
@@ -103,8 +104,8 @@ def cpu_flags() -> frozenset[str]:
 
 
 def is_compiled(level: str) -> bool:
-    """Whether the library was compiled, ahead or into the cache. Raises ``NoNativeKernels`` if it was not
-    compiled ahead and there is no compiler."""
+    """Whether the library was compiled, ahead of time or into the cache. Raises ``NoNativeKernels`` if it was
+    not compiled ahead of time and there is no compiler."""
     return compiled_ahead(level) is not None or _library_path(level).exists()
 
 
@@ -116,8 +117,8 @@ def compiled_ahead(level: str) -> Path | None:
 
 
 def compile_ahead(folder: Path) -> list[Path]:
-    """Compiles the kernels for every level into ``folder``, also for those that this processor lacks, and
-    returns the files. Raises ``NoNativeKernels`` if one cannot be compiled."""
+    """Compiles the kernels for every level into ``folder``, including levels that this processor does not
+    support, and returns the files. Raises ``NoNativeKernels`` if one cannot be compiled."""
     paths = [folder / _ahead_name(level) for level in LEVELS]
     for level, path in zip(LEVELS, paths, strict=True):
         _compile(level, path)
@@ -160,7 +161,7 @@ def _library_path(level: str) -> Path:
 
 
 def _ahead_name(level: str) -> str:
-    return _file_name(level, _options(level))  # without the compiler, which need not be there
+    return _file_name(level, _options(level))  # without the compiler, which may not be installed
 
 
 def _file_name(level: str, made_by: list[str]) -> str:
@@ -196,8 +197,8 @@ def _options(level: str) -> list[str]:
 
 
 def _compile(level: str, path: Path) -> None:
-    """Compiles to a temporary name first, since other processes may look for the library. Of several that
-    need it at once, one compiles and the others wait."""
+    """Compiles to a temporary name first, since other processes may look for the library. If several
+    processes need it, one compiles and the others wait."""
     logger.info("compiling the native kernels for %s (once on this machine, a few seconds)", level)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""The kernels in C++ (``native/``): a whole forward pass in one call, on a thread team of its own.
+"""The kernels in C++ (``native/``): a whole forward pass in one call, on a separate team of threads.
 
 Weights are stored in the order in which the products read them, and Python does no work between the kernels.
-The single functions run the same code, one kernel at a time, and are tested against the reference.
+The functions for single kernels run the same code, and are tested against the reference.
 
 First come the functions of ``ops.Kernels``, then ``NativeForward``. ``native_structures`` describes the
 library's arguments.
@@ -109,8 +109,15 @@ def pack_linear(
 
 
 def _zeroed_panels(memory: Tensor, first: int, num: int, num_in_weight: int) -> Tensor:
-    """Returns ``memory``, on large pages where the system has them, since each decode step reads all of it.
-    It has ``num`` panels, from ``first`` on, of a weight that has ``num_in_weight``."""
+    """Zeroes memory for panels and returns it. It is on large pages where the system has them, since each
+    decode step reads all of it.
+
+    Args:
+        memory: the uninitialised memory.
+        first: the number in the weight of the memory's first panel.
+        num: the panels in the memory.
+        num_in_weight: the panels of the whole weight.
+    """
     advise_huge_pages(memory)
     _team().af_zero_panels(memory.data_ptr(), first, num, num_in_weight, memory.nbytes // num)
     return memory
@@ -155,7 +162,7 @@ def _empty_panels(block_type: str, num_in: int, first: int, num: int, num_in_wei
 
 
 _SLICE_BYTES = 16 << 20
-"""Pages of a file that are in memory beside the panels."""
+"""The pages of a file that are in memory while it is packed, in addition to the panels."""
 
 
 def _pack_part(part: BlockMatrix, first: int, gated_half: int, to: QuantisedPanels) -> None:
@@ -282,7 +289,8 @@ def choose(logits: Tensor, rows: ChoiceRows) -> IntArray:
     return tokens
 
 
-# The parts of a forward pass whose times are measured. ``head``: single products, such as the logits.
+# The measured parts of a forward pass, in the order of part_times.h. ``head``: single products, such as the
+# logits.
 PARTS = ("plan", "embed", "norm", "qkv", "rope", "attention", "output", "gate_up", "down", "head", "choice")
 
 

@@ -1,5 +1,5 @@
-"""What the native kernels receive and return, as ctypes structures, field by field as in ``native/*.h``; the
-functions that fill them in; and the signatures of the library's functions.
+"""The arguments of the native kernels as ctypes structures, with the fields of the structs in ``native/*.h``;
+the functions that fill them in; and the signatures of the library's functions.
 
 A structure points to arrays and weights, which must outlive it.
 """

@@ -1,4 +1,4 @@
-"""The numbers in place of a token where none can be chosen."""
+"""The results in place of a token for rows from which none can be chosen."""
 
 from __future__ import annotations
 

@@ -32,22 +32,21 @@ logger = logging.getLogger(__name__)
 
 
 class Forward(Protocol):
-    """The forward pass of a whole model, in other threads. Both methods start it, and return a function that
-    waits for its end and returns the result. It must be called before any other kernel. ``keeps_order``:
-    whether a row's sums have the same order whatever else is in the batch."""
+    """The forward pass of a whole model, in other threads. Both methods start it and return a function that
+    waits for its end and returns the result. The function must be called before any other kernel."""
 
-    keeps_order: bool
+    keeps_order: bool  # a row's sums have the same order regardless of the rest of the batch
 
     def start_hidden(self, given: ForwardInput) -> Callable[[], Tensor]:
-        """Writes the KV of all rows. The result: the last hidden states of ``given.rows``, normed: [S,
+        """Writes the KV of all rows. The result is the normed last hidden states of ``given.rows``, [S,
         hidden_size]."""
 
     def start_tokens(self, given: ForwardInput, choice: ChoiceRows) -> Callable[[], IntArray]:
-        """The same, but the result are the tokens that ``Kernels.choose`` chooses from their logits: [S]."""
+        """The same, but the result is the tokens that ``Kernels.choose`` chooses from their logits, [S]."""
 
 
 class StaticPlans(Protocol):
-    """The plans of one decode batch after another, at fixed addresses."""
+    """Buffers at fixed addresses for the plans of decode batches, one plan at a time."""
 
     def forms(self) -> Sequence[Any]:
         """Returns all forms, the most frequent ones first."""
@@ -70,7 +69,7 @@ class Kernels(Protocol):
 
     @property
     def BLOCK_TYPES(self) -> Sequence[str]:
-        """The types of blocks that ``pack_blocks`` takes."""
+        """The types of blocks that ``pack_blocks`` accepts."""
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None, *, exact_output: bool = False, gated: bool = False
@@ -81,27 +80,27 @@ class Kernels(Protocol):
     def pack_blocks(
         self, parts: Sequence[BlockMatrix], bias: Tensor | None, *, gated: bool = False
     ) -> LinearWeight | None:
-        """Lays out matrices with the same input, stacked, without dequantising them, for all products. None
-        if this implementation cannot, also for types of ``BLOCK_TYPES``, if they differ. ``bias``: in the
-        model's dtype."""
+        """Lays out matrices with the same input as one stacked weight for all products, without dequantising
+        them. Returns None if this implementation cannot, which may happen if the types differ. ``bias``: in
+        the model's dtype."""
 
     def pack_embedding(self, weight: Tensor, head: LinearWeight | None) -> LinearWeight:
         """Lays out ``weight`` [vocabulary, hidden_size] for ``embed``. ``head``: the weight from
         ``pack_linear`` of the same matrix, if they are tied; the result may share its memory."""
 
     def embed(self, token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
-        """The rows of ``weight`` with these numbers [T], as ``dtype``: [T, hidden_size]."""
+        """Returns the rows ``token_ids`` [T] of ``weight``, as ``dtype``: [T, hidden_size]."""
 
     def linear(self, x: Tensor, weight: LinearWeight, added: Tensor | None = None) -> Tensor:
         """[T, in] to [T, out]: x Wᵀ + b, rounded, plus ``added`` [T, out]."""
 
     def low_rank(self, x: Tensor, num_out: int, changes: Sequence[tuple[LowRank, IntArray]]) -> Tensor:
-        """What low-rank changes add to the product of x with a weight of ``num_out`` outputs, each in its own
-        rows: [T, num_out], zeros for the other rows. No row is in two changes. Both products are rounded."""
+        """Returns the sum that low-rank changes add to the product of x with a weight of ``num_out`` outputs:
+        [T, num_out], zeros for rows without a change. No row is in two changes. Both products are rounded."""
 
     def exact_linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        """Like ``linear``, but returns float32 with at least 16 significant bits. For logits: rounded to
-        bfloat16, close ones would tie."""
+        """Like ``linear``, but returns float32 with at least 16 significant bits. For logits: in bfloat16,
+        close ones would tie."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) over the last dimension, rounded, times ``weight``
@@ -120,23 +119,35 @@ class Kernels(Protocol):
         """Rotates queries and keys (RoPE, arXiv 2104.09864, halves as in transformers), and writes
         keys and values to the pool.
 
-        ``qkv`` [T, heads + 2 kv_heads, head_dim], may be overwritten. ``cos``, ``sin`` [T, 1,
-        head_dim]; the first half of ``sin`` is negated. ``kv_layer`` [slots, 2, kv_heads,
-        head_dim]: keys at 0, values at 1. ``write_slots`` [T] int64. Returns the rotated queries
-        [T, heads, head_dim]."""
+        Args:
+            qkv: [T, heads + 2 kv_heads, head_dim]; may be overwritten.
+            cos: [T, 1, head_dim].
+            sin: [T, 1, head_dim], its first half negated.
+            kv_layer: [slots, 2, kv_heads, head_dim]: keys at 0, values at 1.
+            write_slots: [T] int64.
+
+        Returns:
+            the rotated queries [T, heads, head_dim].
+        """
 
     def plan_attention(
         self, batch: AttentionBatch, dtype: torch.dtype, device: torch.device
     ) -> AttentionBatch:
-        """Decides once for all layers how to compute the attention of a batch. ``dtype``: that of the
-        queries."""
+        """Decides once for all layers how to compute the attention of a batch. ``dtype``: of the queries."""
 
     def static_plans(
         self, num_rows: Sequence[int], num_slots: int, num_heads: int, num_kv_heads: int, device: torch.device
     ) -> StaticPlans | None:
         """Returns buffers for the plans of decode batches, which captured graphs read; None if this
-        implementation has none. ``num_rows``: the numbers of rows of the graphs, ascending. ``num_slots``: of
-        the KV pool."""
+        implementation has none.
+
+        Args:
+            num_rows: the numbers of rows of the graphs, ascending.
+            num_slots: the slots of the KV pool.
+            num_heads: the query heads of a layer.
+            num_kv_heads: the KV heads of a layer.
+            device: where the buffers are.
+        """
 
     def attention(self, q: Tensor, kv_layer: Tensor, plan: Any, scale: float) -> Tensor:
         """Computes paged causal attention for decode and prefill rows, over cached and newly written KV.
@@ -149,9 +160,9 @@ class Kernels(Protocol):
         equals. The other rows draw a token:
 
         divide by the temperature; keep the ``top_k`` likeliest tokens (0: all); of these, the fewest
-        likeliest that together reach ``top_p``; of these, those at least ``min_p`` times as likely as the
-        likeliest. Ties with the last token kept are kept. Then invert the cumulative distribution, in order
-        of token ids, at ``uniforms``.
+        likeliest that together reach ``top_p``; of these, the tokens at least ``min_p`` times as likely as
+        the likeliest. Ties with the last token kept are kept. Then invert the cumulative distribution, in
+        order of token ids, at ``uniforms``.
 
         A row from which no token can be chosen gets ``NO_TOKEN`` or ``NOT_FINITE`` (``no_choice``)."""
 
@@ -164,9 +175,9 @@ NAMES = ("native", "triton", "torch", "reference")
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """Returns the implementation for a device: the one that ``AGENTFLOW_KERNELS`` names; without it, the
-    native one on a CPU and Triton's on a GPU if available, else torch's. Raises ``ValueError`` if the named
-    one is unknown or unavailable."""
+    """Returns the implementation for a device: the one that ``AGENTFLOW_KERNELS`` selects; without it, the
+    native one on a CPU and Triton's on a GPU if available, else torch's. Raises ``ValueError`` if the
+    selected one is unknown or unavailable."""
     name = os.environ.get("AGENTFLOW_KERNELS", "")
     if name not in ("", *NAMES):
         raise ValueError(f"AGENTFLOW_KERNELS is {name!r}: it must be one of {', '.join(NAMES)}")

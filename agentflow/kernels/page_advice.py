@@ -12,7 +12,7 @@ HUGE_PAGE_BYTES = 2 << 20  # of x86-64
 
 def advise_huge_pages(memory: Tensor) -> None:
     """Requests large pages for memory that has not been touched yet: fewer page faults, and fewer TLB misses
-    on scattered reads. No effect if the system has none, or if the memory is smaller than one."""
+    on scattered reads. No effect if the system has no large pages, or if the memory is smaller than one."""
     if memory.device.type == "cpu" and memory.nbytes >= HUGE_PAGE_BYTES:
         _advise(memory.data_ptr(), memory.nbytes, "MADV_HUGEPAGE")
 
@@ -24,7 +24,7 @@ def release_file_pages(address: int, nbytes: int) -> None:
 
 
 def _advise(address: int, nbytes: int, name: str) -> None:
-    """Advises on the whole pages in ``nbytes`` from ``address`` on."""
+    """Advises on the pages that lie completely in the ``nbytes`` from ``address`` on."""
     advice = getattr(mmap, name, None)  # Linux only
     if advice is None:
         return

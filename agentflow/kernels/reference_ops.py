@@ -1,6 +1,6 @@
 """The kernels written for clarity, with plain loops; every faster implementation is tested against them.
 
-``AGENTFLOW_KERNELS=reference`` runs a whole server on these.
+``AGENTFLOW_KERNELS=reference`` runs a whole server on them.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
 
 
 def _padded(x: Tensor) -> Tensor:
-    """Pads with rows of zeros, so that only few sizes occur."""
+    """Pads with rows of zeros, so that few sizes occur."""
     num_rows = x.shape[0]
     return x if num_rows <= TILE_ROWS else _with_rows(x, rounded_up(num_rows))
 
@@ -141,7 +141,7 @@ def _with_rows(x: Tensor, num_rows: int) -> Tensor:
 
 def _two_term_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     """Computes a product of about 16 bits with kernels that write only bfloat16: the rounded product, plus
-    what the rounding lost. The second pass subtracts the first result from its float32 sums before it rounds
+    its rounding error. The second pass subtracts the first result from its float32 sums before it rounds
     them. For the default model's head this takes two thirds of the time of a float32 product."""
     padded = _padded(x)
     rounded = _linear_pointwise(padded, weight.packed, weight.bias, "none", [], "")
@@ -246,8 +246,8 @@ def _take(x: Tensor, index: Index) -> Tensor:
 
 
 def _attend_singles(q: Tensor, kv_layer: Tensor, group: SingleGroup, scale: float) -> tuple[Tensor, Tensor]:
-    """Attends with each row to its own slots. The query heads that share a KV head take the place of flash
-    attention's queries, so that K and V are read once for them. Returns [n, heads, head_dim] and the
+    """Attends from each row to the slots of that row. The query heads that share a KV head take the place of
+    flash attention's queries, so that K and V are read once for them. Returns [n, heads, head_dim] and the
     log-sum-exp [n, heads] of the scores."""
     _, _, num_kv_heads, head_dim = kv_layer.shape
     n, queries_per_head = group.num_rows, q.shape[1] // num_kv_heads
@@ -261,9 +261,9 @@ def _attend_singles(q: Tensor, kv_layer: Tensor, group: SingleGroup, scale: floa
 def _attend_short_chunks(
     q: Tensor, kv_layer: Tensor, group: ShortGroup, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attends with each chunk to its own slots, under the mask. The queries are those of all heads that share
-    a KV head, head after head. Returns [chunks * rows, heads, head_dim] and the log-sum-exp
-    [chunks * rows, heads]."""
+    """Attends from each chunk to the slots of that chunk, under the mask. Flash attention's queries are the
+    rows of all heads that share a KV head, head after head. Returns [chunks * rows, heads, head_dim] and the
+    log-sum-exp [chunks * rows, heads]."""
     _, _, num_kv_heads, head_dim = kv_layer.shape
     n, length, queries_per_head = group.num_chunks, group.num_rows, q.shape[1] // num_kv_heads
     kv = _take(kv_layer, group.slots).view(n, group.num_slots, 2, num_kv_heads, head_dim)
@@ -277,9 +277,9 @@ def _attend_short_chunks(
 
 
 def _attend_chunks(q: Tensor, kv_layer: Tensor, group: CausalGroup, scale: float) -> tuple[Tensor, Tensor]:
-    """Attends with each chunk to its own rows, causally. Flash attention's batch is the KV heads, and its
-    heads are the query heads that share one, with K and V repeated by a stride of 0. Returns [chunks * rows,
-    heads, head_dim] and the log-sum-exp [chunks * rows, heads]."""
+    """Attends from each chunk to the rows of that chunk, causally. Flash attention's batch is the KV heads,
+    and its heads are the query heads that share one, with K and V repeated by a stride of 0. Returns [chunks
+    * rows, heads, head_dim] and the log-sum-exp [chunks * rows, heads]."""
     _, _, num_kv_heads, head_dim = kv_layer.shape
     n, length = group.num_chunks, group.num_rows
     queries_per_head = q.shape[1] // num_kv_heads
@@ -298,7 +298,8 @@ def _attend_chunks(q: Tensor, kv_layer: Tensor, group: CausalGroup, scale: float
 def _merge_context(
     out: Tensor, lse: Tensor, q: Tensor, kv_layer: Tensor, part: ContextPart, scale: float
 ) -> None:
-    """Attends to a context part, which its rows see whole, and merges the result into ``out`` and ``lse``."""
+    """Attends to a context part, which its rows see completely, and merges the result into ``out`` and
+    ``lse``."""
     _, _, num_kv_heads, head_dim = kv_layer.shape
     n, queries_per_head = part.num_rows, q.shape[1] // num_kv_heads
     num_queries = n * queries_per_head
@@ -326,8 +327,16 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Computes softmax attention, and the log-sum-exp of its scores for merging.
 
-    ``q`` [batch, heads, queries, head_dim], ``k`` and ``v`` [batch, heads, keys, head_dim]; ``mask`` is added
-    to the scores. Returns [batch, heads, queries, head_dim] and float32 [batch, heads, queries].
+    Args:
+        q: [batch, heads, queries, head_dim].
+        k: [batch, heads, keys, head_dim].
+        v: [batch, heads, keys, head_dim].
+        mask: added to the scores, or None.
+        is_causal: query i sees keys 0 to i.
+        scale: multiplies the scores.
+
+    Returns:
+        [batch, heads, queries, head_dim] and float32 [batch, heads, queries].
     """
     if q.device.type != "cpu":
         return attend_dense(q, k, v, mask, is_causal, scale)
@@ -350,7 +359,7 @@ def attend_dense(
     return torch.matmul(weights.to(v.dtype), v), lse
 
 
-# The number of likeliest tokens that are sorted at first; a nucleus is rarely larger.
+# The number of likeliest tokens that are sorted first; a nucleus is rarely larger.
 _HEAD_SIZE = 1024
 
 
@@ -377,7 +386,8 @@ def choose(logits: Tensor, rows: ChoiceRows) -> IntArray:
 
 
 def _checked(tokens: Tensor, highest: Tensor) -> Tensor:
-    """The tokens [S, 1] of rows whose highest logits are these, NaN if any is: [S]."""
+    """Replaces the tokens of rows without a valid choice. ``tokens`` [S, 1], and ``highest`` [S, 1]: the
+    highest logit of each row, NaN if one is. Returns [S]."""
     tokens = torch.where(highest == -math.inf, NO_TOKEN, tokens)
     return torch.where(highest < math.inf, tokens, NOT_FINITE).squeeze(1)
 
@@ -403,9 +413,15 @@ def sample(
     min_ps: FloatArray,
     uniforms: NDArray[np.float64],
 ) -> IntArray:
-    """Draws one token per row of ``logits`` [S, vocabulary]. All temperatures are above 0.
+    """Draws one token per row, with the filters of ``Kernels.choose`` in the same order.
 
-    The filters and their order are those of ``Kernels.choose``.
+    Args:
+        logits: [S, vocabulary].
+        temperatures: [S], above 0.
+        top_ks: [S]; 0 keeps all tokens.
+        top_ps: [S].
+        min_ps: [S].
+        uniforms: [S], random numbers in [0, 1).
     """
     device = logits.device
     # Relative to the largest logit, so that no temperature, however small, overflows.
@@ -429,7 +445,8 @@ def sample(
 
 
 def _least_weights(weights: Tensor, top_ks: IntArray, top_ps: FloatArray, min_ps: FloatArray) -> FloatArray:
-    """Returns the smallest weight to keep, per row. ``weights`` are relative to the likeliest token's."""
+    """Returns the smallest weight to keep, per row. ``weights``: relative to the weight of the likeliest
+    token."""
     vocab_size = weights.shape[1]
     top_ks = np.where(top_ks > 0, np.minimum(top_ks, vocab_size), vocab_size)
     limited = top_ks < vocab_size
@@ -449,9 +466,14 @@ def _least_weights(weights: Tensor, top_ks: IntArray, top_ps: FloatArray, min_ps
 
 
 def _least_of_nucleus(weights: Tensor, head: Tensor, top_ps: Tensor) -> Tensor:
-    """Returns per row the least weight in the smallest set of likeliest tokens that reaches ``top_ps`` [S,
-    1]; 0 where that is 1. ``head``: the largest weights, descending; rows that need more of them sort
-    again."""
+    """Returns per row the least weight in the smallest set of likeliest tokens that reaches ``top_ps``; 0
+    where that is 1. Rows that need more weights than ``head`` has sort again.
+
+    Args:
+        weights: of all tokens, [S, vocabulary].
+        head: the largest of them, descending.
+        top_ps: [S, 1].
+    """
     wanted = top_ps.double() * weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
     cumulative = head.cumsum(dim=-1, dtype=torch.float64)
     num_before = (cumulative < wanted).sum(dim=-1, keepdim=True)

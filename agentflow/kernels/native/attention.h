@@ -2,7 +2,7 @@
 //
 // Keys and values are laid out as panels, KEY_BLOCK at a time: keys as columns for the scores, dimensions as columns
 // for the weighted sum. Both products then use `tile`, for any number of rows. Sums are relative to the largest score
-// of their block, and of two blocks' sums one is rescaled when they are added (online softmax: Milakov and Gimelshein 2018,
+// of their block; when the sums of two blocks are added, one is rescaled (online softmax: Milakov and Gimelshein 2018,
 // arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691).
 #pragma once
 
@@ -20,20 +20,20 @@ namespace agentflow {
 template <class S>
 struct Queries {
     const S* data;
-    int64_t row_stride;
+    int64_t row_stride;  // in values
     RowOf<S>* out;
-    int64_t out_stride;
-    float scale;
+    int64_t out_stride;  // in values
+    float scale;         // of the scores
 };
 
 // A thread's buffers for one task.
 template <class S>
 struct Scratch {
-    int64_t depth = 0, dims = 0, num_queries = 0;  // head_dim, padded as a depth and as columns
+    int64_t depth = 0, dims = 0, num_queries = 0;  // `depth`, `dims`: head_dim, padded as a depth and as columns
     std::vector<RowOf<S>> queries;  // [queries][depth]
     std::vector<float> sums;        // [nodes][queries][dims]
     std::vector<float> most, total; // [nodes][queries]: the largest score, and the sum of the weights relative to it
-    std::vector<S> keys, values;
+    std::vector<S> keys, values;    // panels of one block: [KEY_BLOCK * depth], [KEY_BLOCK * dims]
 
     void fit(int64_t num, int64_t num_nodes, int64_t head_dim) {
         num_queries = num;
@@ -48,8 +48,8 @@ struct Scratch {
     }
 };
 
-// One query's sums over some keys: the largest score, the sum of the weights relative to it, and the weighted sum of the
-// values [dims].
+// The sums of one query over some keys: the largest score, the sum of the weights relative to it, and the weighted sum of
+// the values [dims].
 struct Sums {
     float &most, &total;
     float* values;
@@ -152,7 +152,7 @@ class TaskRun {
         }
     }
 
-    // Takes a block whose first keys the rows share: these are laid out once, the others for each row.
+    // Processes a block whose first keys the rows share: these are laid out once, the others for each row.
     void take_own_blocks() {
         nodes_[num_nodes_++] = {task_.first_block, 0};
         ahead_.begin(next_, 0, int(task_.num_rows) * num_steps(KEY_BLOCK));
@@ -192,16 +192,16 @@ class TaskRun {
         }
     }
 
-    // The sums of query `at` over the keys of a node.
+    // The sums of query `at` over the keys of `node`.
     Sums sums_of(int node, int at) const {
         const int64_t place = node * s_.num_queries + at;
         return {s_.most[place], s_.total[place], s_.sums.data() + place * s_.dims};
     }
 
-    // Those over the keys of the last block.
+    // The sums of query `at` over the keys of the last block.
     Sums sums_of(int at) const { return sums_of(num_nodes_ - 1, at); }
 
-    // Adds the sums of the last node to those of the one before.
+    // Adds the sums of the last node to the sums of the node before it.
     void join_last() {
         num_nodes_--;
         for (int at = 0; at < s_.num_queries; at++) add_sums(sums_of(num_nodes_ - 1, at), sums_of(num_nodes_, at), s_.dims);
@@ -282,7 +282,8 @@ class TaskRun {
 
     int64_t seen(int row) const { return int64_t(task_.seen) + row; }
 
-    // Computes the sums of some queries over the first `num` keys that are laid out; seen_of(i): how many query i sees.
+    // Computes the sums of some queries over the first `num` keys that are laid out. seen_of(i): the number of keys that
+    // query i sees.
     template <class SeenOf>
     void take_tile(int query, int num_queries, int num, const SeenOf& seen_of) {
         alignas(64) float scores[MAX_TILE_ROWS * KEY_BLOCK];
@@ -349,7 +350,7 @@ class TaskRun {
     float* parts_;
     Scratch<S>& s_;
     const int group_, per_head_;
-    Node nodes_[2 * 32];  // whose sums there are
+    Node nodes_[2 * 32];  // the nodes that have sums
     int num_nodes_ = 0;
 };
 
@@ -358,7 +359,7 @@ template <class S>
 void merge_row(const Plan& plan, int32_t row, const HeadShape& shape, float* parts, const Queries<S>& queries) {
     const int64_t dims = part_size(shape) - 2;
     const int32_t first = plan.first_parts[row], end = plan.first_parts[row + 1];
-    static thread_local std::vector<std::pair<int32_t, Node>> nodes;  // with their parts
+    static thread_local std::vector<std::pair<int32_t, Node>> nodes;  // each with the number of its part
     for (int64_t head = 0; head < shape.num_heads; head++) {
         const auto join_last = [&] {
             const int32_t last = nodes.back().first;
@@ -387,7 +388,7 @@ Scratch<S>& scratch_of(int thread) {
 // `parts`: a buffer of num_part_floats floats, [num_parts][num_heads][part_size].
 template <class S>
 void attend(const Plan& plan, const HeadShape& shape, const Queries<S>& queries, const KvLayer<S>& kv, float* parts) {
-    // One by one, as tasks are sorted by cost, the longest first.
+    // One by one, because tasks are sorted by cost, the longest first.
     team().loop(int64_t(plan.tasks.size()), Team::ONE_BY_ONE, [&](int64_t first, int64_t end, int thread) {
         for (int64_t i = first; i < end; i++) {
             const size_t likely = i + team().num_threads();

@@ -2,14 +2,14 @@
 //
 // Requests with a common prefix of slots form a prefix tree. A run that several of them share becomes one task for all
 // of their rows, so that it is read once (Hydragen, arXiv 2402.05099; cascade attention of FlashInfer, arXiv
-// 2501.01005), if that saves more than storing and merging partial results costs. Only requests of few rows take part:
+// 2501.01005), if that saves more than storing and merging partial results costs. Only requests of few rows share runs:
 // the rows of a long chunk read their keys together in any case. Long tasks are divided along their keys, to occupy all
 // threads. A row's partial results from several tasks are merged by log-sum-exp.
 //
-// A row's result is the same to the last bit however its keys are divided: its sums are those of blocks of KEY_BLOCK keys,
+// A row's result does not depend on the division of its keys, to the last bit: the sums of blocks of KEY_BLOCK keys are
 // added as the nodes of a binary tree over the blocks (pairwise summation: Higham 1993, SIAM Journal on Scientific Computing
-// 14). A task begins with a whole block, and gives the sums of the largest nodes that lie within it. Rows that share only the
-// first keys of a block make a task of their own, which lays these out once.
+// 14). A task begins at a block boundary and produces the sums of the largest nodes that lie within it. Rows that share only
+// the first keys of a block get a separate task, which lays these keys out once.
 #pragma once
 
 #include <algorithm>
@@ -24,44 +24,43 @@ namespace agentflow {
 
 // As inputs.AttentionBatch: R requests, then G trees, each below a prefix.
 struct Batch {
-    const int32_t* page_table;
+    const int32_t* page_table;  // the slots of all requests, row by row
     int64_t page_stride;  // entries between the starts of two rows of the table
     int64_t num_requests;
-    const int64_t *page_rows, *query_lens, *kv_lens;
+    const int64_t *page_rows, *query_lens, *kv_lens;  // [R]
     int64_t num_trees;
-    const int64_t *tree_page_rows, *prefix_lens, *tree_query_lens;
-    const int64_t* paths;
+    const int64_t *tree_page_rows, *prefix_lens, *tree_query_lens;  // [G]
+    const int64_t* paths;  // [rows of all trees][path_stride]
     int64_t path_stride;
-    const int64_t* path_lens;
+    const int64_t* path_lens;  // [rows of all trees]
 };
 
-// Attention of num_rows rows over slots[0 .. num_keys), which begin with block first_block of the rows' keys, for the KV heads
-// first_head to end_head. Row i is Plan::rows[first_row + i]; it sees the first `seen + i` keys (all if there are fewer).
-// Plan::parts[first_row + i] is where its partial results go; -1: the task's output is the row's result.
+// Attention of some rows over a run of slots. Row i of the task is Plan::rows[first_row + i]. Its partial results begin at
+// Plan::parts[first_row + i]; -1: the task's output is the row's result.
 struct Task {
-    const int32_t* slots;
-    int32_t num_keys, seen;
+    const int32_t* slots;         // [num_keys]
+    int32_t num_keys, seen;       // row i sees the first `seen + i` keys, or all if there are fewer
     int32_t num_rows, first_row;  // `first_row`: in Plan::rows
-    int32_t first_head, end_head;
-    int32_t first_block;
+    int32_t first_head, end_head; // KV heads
+    int32_t first_block;          // the number of the block, among the blocks of the rows' keys, with which `slots` begin
     int32_t num_shared = 0, first_own = 0;  // row i has the keys Plan::own[first_own + i], the first num_shared of them `slots`
 };
 
-// The keys of a row in a block whose first ones it shares: it sees the first `seen` of slots[0 .. num_keys).
+// The keys of a row in a block whose first keys it shares: it sees the first `seen` of slots[0 .. num_keys).
 struct OwnBlock {
     const int32_t* slots;
     int32_t num_keys, seen;
 };
 
-// A node of the tree of a row's blocks: 2^level of them from `first` on, a multiple of that.
+// A node of the binary tree over a row's blocks: 2^level blocks from `first` on, which is a multiple of 2^level.
 struct Node {
     int32_t first, level;
 
-    // Whether this and the node before are the children of one.
+    // Whether this node and `before` are the children of one node.
     bool follows(const Node& before) const { return level == before.level && (first >> level) % 2 == 1 && before.first + (1 << level) == first; }
 };
 
-// Calls body for the largest nodes within blocks `first` to `end`, in order.
+// Calls body for the largest nodes within blocks `first` to `end` (exclusive), in order.
 template <class Body>
 void each_node(int32_t first, int32_t end, const Body& body) {
     while (first < end) {
@@ -79,8 +78,8 @@ struct HeadShape {
 
 constexpr int KEY_BLOCK = 128;      // keys that a task processes at once
 constexpr int PATH_BLOCK = 1 << 20; // the first block of a path, which is added to its prefix last
-constexpr int BLOCK_VALUES = 1 << 16;  // of a block's keys and values: the cache holds this block and the next one
-constexpr int MAX_QUERIES = 192;    // of a task: query rows times query heads per KV head
+constexpr int BLOCK_VALUES = 1 << 16;  // the values in the keys and values of a block: the cache holds two blocks of this size
+constexpr int MAX_QUERIES = 192;    // the queries of a task: query rows times query heads per KV head
 constexpr int FEW_ROWS = 16;        // requests with at most this many rows share prefixes
 constexpr int MIN_SPLIT_KEYS = 128;
 constexpr int ALL = 1 << 30;
@@ -92,9 +91,9 @@ class Plan {
   public:
     std::vector<Task> tasks;
     std::vector<int32_t> rows;         // rows of the batch, task after task
-    std::vector<int32_t> parts;        // of each entry of `rows`: its first partial result, or -1
-    std::vector<Node> nodes;           // of each partial result
-    std::vector<OwnBlock> own;
+    std::vector<int32_t> parts;        // for each entry of `rows`: its first partial result, or -1
+    std::vector<Node> nodes;           // for each partial result
+    std::vector<OwnBlock> own;         // for each row of the tasks that share the first keys of a block
     std::vector<int32_t> first_parts;  // [T + 1]: row t has the parts first_parts[t] to first_parts[t + 1], in order
     std::vector<int32_t> merged_rows;  // rows with several parts
     int32_t num_parts = 0;
@@ -114,7 +113,7 @@ class Plan {
     // A request, or a tree's rows with the tree's prefix.
     struct Reader {
         const int32_t* slots;
-        int32_t limit;   // keys that can be shared: those cached before this batch
+        int32_t limit;   // the number of keys that can be shared: they were cached before this batch
         int32_t end;     // the number of keys
         int32_t first_row, num_rows;
         int32_t start = 0;  // the first key that is in no shared run
@@ -173,7 +172,7 @@ class Plan {
         }
     }
 
-    // Lets those of `siblings` whose runs end at `start` share the first `num` keys of the block there.
+    // Lets the `siblings` whose runs end at `start` share the first `num` keys of the block that begins there.
     void share_block(std::vector<int32_t> siblings, int32_t start, int32_t num) {
         std::erase_if(siblings, [&](int32_t m) { return readers_[m].start != start; });
         int32_t num_rows = 0;
@@ -260,7 +259,7 @@ class Plan {
         return int64_t(task.num_keys + KEYS_PER_TASK) * (task.end_head - task.first_head) * (12 + queries);
     }
 
-    // Divides tasks that are so long that the other threads would wait, and sorts all by cost, the highest first.
+    // Divides tasks so long that other threads would wait for them, and sorts all by cost, the highest first.
     void split(int num_threads) {
         int64_t total = 0;
         for (const Task& task : tasks) total += cost(task);
@@ -280,7 +279,7 @@ class Plan {
                 piece.first_block += first / KEY_BLOCK;
                 piece.num_keys = end - first;
                 if (task.seen != ALL) piece.seen -= first;
-                // Tasks for other heads of the same rows share entries of `rows`; each piece needs its own.
+                // Tasks for other heads of the same rows share entries of `rows`; each piece needs separate entries.
                 if (i > 0) piece.first_row = copy_rows(rows_at, task.num_rows, i);
                 cut.push_back(piece);
             }
@@ -308,7 +307,7 @@ class Plan {
         struct Range {
             int32_t first = 0, end = 0;
         };
-        std::vector<Range> ranges(rows.size());  // of blocks, of each entry of `rows`
+        std::vector<Range> ranges(rows.size());  // the blocks of each entry of `rows`
         for (const Task& task : tasks) {
             for (int32_t i = 0; i < task.num_rows; i++) ranges[task.first_row + i] = {task.first_block, task.first_block + blocks_of(task)};
         }

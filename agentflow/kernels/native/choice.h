@@ -1,5 +1,5 @@
-// Chooses a token from each row of logits, as `ops.Kernels.choose` defines it. Each row is processed whole, while it is
-// in a core's cache; the team's threads take one row after the other.
+// Chooses a token from each row of logits, as `ops.Kernels.choose` defines it. One thread processes a whole row, while it is
+// in the core's cache.
 #pragma once
 
 #include <algorithm>
@@ -11,17 +11,16 @@
 
 namespace agentflow {
 
-// S rows of logits [S][vocab_size]. `mask_places` [S]: the row of `mask_words` [..][num_words] that holds the allowed
-// tokens as bits; -1: all are allowed. `uniforms` [S]: in [0, 1).
+// S rows of logits, and how to choose a token for each, as inputs.ChoiceRows.
 struct Choices {
-    const float* logits;
+    const float* logits;  // [S][vocab_size]
     int64_t num_rows, vocab_size;
-    const int64_t* targets;
-    const float *temperatures, *top_ps, *min_ps;
-    const int64_t* top_ks;
-    const double* uniforms;
-    const int64_t* mask_places;  // null: no masks
-    const uint32_t* mask_words;
+    const int64_t* targets;  // [S]
+    const float *temperatures, *top_ps, *min_ps;  // [S]
+    const int64_t* top_ks;  // [S]
+    const double* uniforms;  // [S], in [0, 1)
+    const int64_t* mask_places;  // [S]: the row of `mask_words`; -1: all tokens are allowed. Null: no masks
+    const uint32_t* mask_words;  // [..][num_words]: the allowed tokens, as bits
     int64_t num_words;
 };
 
@@ -45,7 +44,7 @@ class RowChoice {
   private:
     static constexpr int64_t NO_TOKEN = -1, NOT_FINITE = -2;  // as in no_choice.py
 
-    // Each block's sum is kept, so that only one block is added up again to find the drawn token.
+    // The sum of each block is kept, so that only one block is added up again to find the drawn token.
     static constexpr int64_t BLOCK = 1024;
 
     // The logits of tokens first to first + 15; -inf if a token is not allowed or past the vocabulary.
@@ -117,8 +116,8 @@ class RowChoice {
         return total;
     }
 
-    // The smallest weight that top_k, top_p and min_p keep, applied in this order. Looks at the largest weights only,
-    // and at more of them if these are not enough.
+    // The smallest weight that top_k, top_p and min_p keep, applied in this order. Reads only the largest weights, and more
+    // of them if these are not enough.
     float least_kept(double total) {
         const int64_t top_k = c_.top_ks[row_];
         const float min_p = c_.min_ps[row_];
@@ -161,8 +160,8 @@ class RowChoice {
     };
 
     // The smallest set of the largest collected weights for which is_enough(count, sum), with all ties of its last one.
-    // A radix select: weights are counted and added up by their upper bits, then those in the bucket where the set
-    // becomes enough by the next bits, and so on. The bits of positive floats have the order of the floats.
+    // A radix select: all weights are counted and added up by their upper bits; then the weights of the bucket that makes
+    // the set large enough, by the next bits, and so on. The bits of positive floats have the order of the floats.
     template <class IsEnough>
     Likeliest fewest(const IsEnough& is_enough) {
         constexpr int NUM_KEYS = 4096, SHIFTS[] = {19, 7, 0};
@@ -170,14 +169,14 @@ class RowChoice {
         std::vector<double>& totals = memory<4, double>();
         std::vector<float>& left = memory<5, float>();
         left = likeliest();
-        int64_t number = 0;  // of the weights above those in `left`
+        int64_t number = 0;  // of the weights above the weights in `left`
         double sum = 0;
         for (const int shift : SHIFTS) {
             const uint32_t bits = shift ? NUM_KEYS - 1 : (1 << SHIFTS[1]) - 1;
             const auto key_of = [&](float weight) { return std::bit_cast<uint32_t>(weight) >> shift & bits; };
             numbers.assign(NUM_KEYS, 0), totals.assign(NUM_KEYS, 0.0);
             for (float weight : left) numbers[key_of(weight)]++, totals[key_of(weight)] += weight;
-            int last = -1;  // where the set becomes enough; if rounding prevents it, the last bucket
+            int last = -1;  // the bucket that makes the set large enough; if rounding prevents it, the last bucket
             bool is_found = false;
             for (int key = NUM_KEYS - 1; key >= 0 && !is_found; key--) {
                 if (!numbers[key]) continue;

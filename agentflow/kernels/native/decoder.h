@@ -26,31 +26,31 @@ struct LayerWeights {
 struct DecoderWeights {
     int64_t vocab_size, num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim;
     float norm_eps;
-    Weight embedding;  // [vocabulary, hidden_size]; the head itself, if they are tied
+    Weight embedding;  // [vocabulary, hidden_size]; the same panels as the head if they are tied
     const void* final_norm;
     const float* frequencies;  // [head_dim / 2]
     const LayerWeights* layers;
 };
 
-// T rows; `sampled` [num_sampled]: the rows whose hidden states or tokens the pass returns.
+// The rows of a forward pass.
 struct Rows {
-    int64_t num_rows;
-    const int64_t *token_ids, *positions, *write_slots;
+    int64_t num_rows;  // T
+    const int64_t *token_ids, *positions, *write_slots;  // [T]
     int64_t num_sampled;
-    const int64_t* sampled;
+    const int64_t* sampled;  // [num_sampled]: the rows whose hidden states or tokens the pass returns
 };
 
-// The change of each product of a layer by one adapter.
+// The changes of the products of a layer by one adapter.
 struct LayerAdapter {
     LowRank qkv, output, gate_up, down;
 };
 
-// The rows of a batch that use one adapter; `sampled`: those among the sampled rows, numbered as these.
+// The rows of a batch that use one adapter.
 struct AdapterRows {
-    const LayerAdapter* layers;
-    const int64_t* rows;
+    const LayerAdapter* layers;  // one for each layer of the model
+    const int64_t* rows;  // ascending
     int64_t num_rows;
-    const int64_t* sampled;
+    const int64_t* sampled;  // the indices in Rows::sampled of the rows that use the adapter
     int64_t num_sampled;
 };
 
@@ -112,7 +112,7 @@ class Forward {
             normalize(layer.input_norm);
             project(i);
             rotate_and_write(layer, static_cast<S*>(kv_layers[i]));
-            if (is_last && rows_.num_sampled == 0) return;  // a prompt's chunk: only its KV is needed
+            if (is_last && rows_.num_sampled == 0) return;  // a chunk of a prompt: only its KV is needed
             attend_layer(static_cast<const S*>(kv_layers[i]));
             if (is_last) keep_sampled();
             add_to_residual(OUTPUT, m_.attended, m_.attended_stride, i, layer.output, &LayerAdapter::output);
@@ -158,7 +158,7 @@ class Forward {
         });
     }
 
-    // What the batch's adapters add to a product of layer i; null if they add nothing.
+    // The sum that the batch's adapters add to a product of layer i; null if they do not change it.
     const S* added(const RowOf<S>* x, int64_t stride, int64_t i, const Weight& weight, LowRank LayerAdapter::*product) {
         if (!adapters_) return nullptr;
         std::vector<ChangedRows> changes;
@@ -235,13 +235,13 @@ class Forward {
         fill_up(m_.attended, w_.num_heads * w_.head_dim, m_.attended_stride);
     }
 
-    // Pads rows with zeros to a whole panel, as products read that far.
+    // Pads rows with zeros to a whole panel, because products read that far.
     void fill_up(std::vector<RowOf<S>>& rows, int64_t size, int64_t stride) {
         if (size == stride) return;
         each_row([&](int64_t t) { std::fill(rows.data() + t * stride + size, rows.data() + (t + 1) * stride, RowOf<S>{}); });
     }
 
-    // Drops all rows but the sampled ones, so that the rest of the last layer is computed for these only.
+    // Drops all rows except the sampled ones, so that the rest of the last layer is computed for these only.
     void keep_sampled() {
         std::vector<S> kept(rows_.num_sampled * w_.hidden_size);
         std::vector<RowOf<S>> attended(rows_.num_sampled * m_.attended_stride);

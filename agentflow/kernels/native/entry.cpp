@@ -1,6 +1,6 @@
-// The functions that Python calls through ctypes (native_ops.py). Each one that computes holds the team's lock while
-// it runs. `is_bf16`: values are bfloat16, else float. A function that can fail returns a Status; no exception leaves
-// the library.
+// The functions that Python calls through ctypes (native_ops.py). Functions that compute hold the team's lock while they
+// run. `is_bf16`: values are bfloat16, else float. A function that can fail returns a Status; no exception leaves the
+// library.
 
 #include <cstdio>
 #include <new>
@@ -18,7 +18,7 @@ enum Status : int { OK, OUT_OF_MEMORY, NO_SUCH_INDEX, FAILED };
 
 thread_local char failure_text[256];
 
-// Runs body. Returns what it threw as a Status, with the message in failure_text.
+// Runs body. Returns its exception as a Status, with the message in failure_text.
 template <class Body>
 int guarded(const Body& body) {
     const auto failed = [](Status status, const char* text) {
@@ -47,7 +47,7 @@ void as_type(int is_bf16, const Body& body) {
     else body(float{});
 }
 
-// Like as_type, holding the team's lock and returning a Status.
+// Like as_type, but holds the team's lock and returns a Status.
 template <class Body>
 int with_team(int is_bf16, const Body& body) {
     return guarded([&] {
@@ -56,7 +56,7 @@ int with_team(int is_bf16, const Body& body) {
     });
 }
 
-// Copies rows of any width to the form that products read: in their type, padded with zeros to a whole panel.
+// Copies rows of any width to the form that products read: in the type of their rows, padded with zeros to a whole panel.
 template <class S>
 std::vector<RowOf<S>> padded_rows(const S* x, int64_t num_rows, int64_t width, int64_t stride) {
     std::vector<RowOf<S>> rows((num_rows + MAX_TILE_ROWS) * stride);
@@ -104,7 +104,7 @@ EXPORT int af_pack_blocks(int64_t type, const void* rows, int64_t num_rows, int6
     });
 }
 
-// Writes rows `ids` of a weight, [num_ids][num_in] of type S.
+// Writes rows `ids` of a weight to out [num_ids][num_in] of type S.
 EXPORT int af_rows_of(int is_bf16, const Weight* weight, const int64_t* ids, int64_t num_ids, void* out) {
     return with_team(is_bf16, [&](auto type) {
         using S = decltype(type);
@@ -131,7 +131,7 @@ EXPORT int af_linear(int is_bf16, const void* x, int64_t num_rows, const Weight*
     });
 }
 
-// Writes what `num_changes` changes add to a product of x [num_rows][num_in] to out [num_rows][num_out].
+// Writes to out [num_rows][num_out] the sum that the changes add to a product of x [num_rows][num_in].
 EXPORT int af_low_rank(int is_bf16, const void* x, int64_t num_rows, int64_t num_in, const ChangedRows* changes,
                        int64_t num_changes, int64_t num_out, void* out) {
     return with_team(is_bf16, [&](auto type) {
@@ -187,9 +187,9 @@ EXPORT void af_part_seconds(double* out) {
     std::fill(part_seconds, part_seconds + NUM_PARTS, 0.0);
 }
 
-// Starts a forward pass, which af_finish_forward ends; all arguments must live until then. It writes the sampled rows'
-// tokens if `choices` is given, else their normed hidden states. `adapters`: null if no row uses one. If the status is not OK, nothing was started;
-// NO_SUCH_INDEX means that a token id is outside the vocabulary.
+// Starts a forward pass, which af_finish_forward ends; all arguments must live until then. It writes the tokens of the sampled
+// rows if `choices` is given, else their normed hidden states. `adapters`: null if no row uses one. If the status is not OK,
+// nothing was started; NO_SUCH_INDEX means that a token id is outside the vocabulary.
 EXPORT int af_start_forward(int is_bf16, const DecoderWeights* weights, const Rows* rows, const Batch* batch,
                             const Adapters* adapters, void* const* kv_layers, void* hidden, const Weight* head,
                             const Choices* choices, int64_t* tokens) {

@@ -1,5 +1,5 @@
-// Attention for so few queries that laying out keys and values does not pay: scores and sums are computed from the
-// pool directly. Needs bfloat16 instructions and heads of 64 or 128 dimensions.
+// Attention for few queries, for which laying out keys and values would cost more than it saves: scores and sums are computed
+// from the pool directly. Needs bfloat16 instructions and heads of 64 or 128 dimensions.
 #pragma once
 
 #include "product.h"
@@ -43,10 +43,10 @@ ALWAYS_INLINE void turn(__m512i (&r)[16]) {
 
 #if defined(__AVX512BF16__)
 
-constexpr int MOST_FEW_QUERIES = 4;  // whose sums over 64 dimensions fit into registers
+constexpr int MOST_FEW_QUERIES = 4;  // their sums over 64 dimensions fit into registers
 
-// scores[i] [16]: of query i with 16 keys, for heads of 32 * CHUNKS dimensions. Queries are `stride` values apart.
-// Calls step() after every 4 loads, as add_few does.
+// Writes the scores of query i with 16 keys to scores[i] [16], for heads of 32 * CHUNKS dimensions. Queries are `stride`
+// values apart. Calls step() after every 4 loads, as add_few does.
 template <int QUERIES, int CHUNKS, class Step>
 void score_few(const bf16* queries, int64_t stride, const bf16* const (&keys)[LANES], Vec (&scores)[QUERIES], const Step& step) {
     __m512 sums[QUERIES];  // in the order in which `tile` adds
@@ -75,7 +75,7 @@ void score_few(const bf16* queries, int64_t stride, const bf16* const (&keys)[LA
 }
 
 // sums[i] [64] = the weighted sum of 64 dimensions of the values. The weight of a key for query i is
-// weights[i * weight_stride + key]; value(key) returns the key's value.
+// weights[i * weight_stride + key]; value(key) returns a pointer to the value of a key.
 template <int QUERIES, class Value, class Step>
 void add_few(const bf16* weights, int64_t weight_stride, int num, const Value& value, float* sums,
              int64_t sums_stride, const Step& step) {

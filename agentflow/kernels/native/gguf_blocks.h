@@ -10,10 +10,10 @@ namespace agentflow {
 // In the order of native_structures.BLOCK_TYPES.
 enum BlockType : int64_t { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL };
 
-// GROUP values of a row: `scale * code + min`, with a scale for each half of Q6_K's.
+// GROUP values of a row: `scale * code + min`.
 struct Unpacked {
     uint8_t codes[GROUP];
-    float scales[2], min;
+    float scales[2], min;  // `scales`: of each half; they differ only in Q6_K
 };
 
 inline float half_at(const uint8_t* p) {

@@ -17,7 +17,7 @@ struct KvLayer {
     const S* value(int32_t slot, int64_t head) const { return key(slot, num_kv_heads + head); }
 };
 
-// Transposes 16 x 16 words. Row i is at from[i] (null: zeros); column i is written to `to + i * stride`.
+// Transposes 16 x 16 words. Row i is read from from[i] (null: zeros); column i is written to `to + i * stride`.
 ALWAYS_INLINE void transpose_words(const uint32_t* const (&from)[16], uint32_t* to, int64_t stride) {
 #if defined(__AVX512F__)
     __m512i r[16];
@@ -104,15 +104,14 @@ void pack_values(const KvLayer<S>& kv, const int32_t* slots, int begin, int num,
     }
 }
 
-// Prefetches the keys and values of a block while another one is processed: a few lines at a time, in the order of the
-// memory, at an even rate. So the processor's own prefetching joins in, and its queues, which ordinary loads need too, do
-// not fill up.
+// Prefetches the keys and values of a block while another one is processed: a few lines at a time, in memory order, at an even
+// rate. This triggers the hardware prefetcher too, and does not fill the processor's queues, which ordinary loads also need.
 template <class S>
 class FetchAhead {
   public:
     explicit FetchAhead(const KvLayer<S>& kv) : kv_(kv) {}
 
-    // Begins at key `first` of a task, to be done in about `num_steps` calls of step(). Null: nothing to prefetch.
+    // Begins at key `first` of a task. About `num_steps` calls of step() prefetch the block. Null: nothing to prefetch.
     void begin(const Task* task, int first, int num_steps) {
         task_ = task;
         is_value_ = true;
@@ -149,7 +148,7 @@ class FetchAhead {
     const KvLayer<S>& kv_;
     const Task* task_ = nullptr;
     int key_ = 0, last_key_ = 0, num_at_once_ = 0;
-    bool is_value_ = true;  // what at_ is in
+    bool is_value_ = true;  // at_ is in a value, not in a key
     int64_t size_ = 0;
     const char *at_ = nullptr, *end_ = nullptr;
 };

@@ -1,4 +1,4 @@
-// Products of a batch's rows with a weight, fused with what follows: bias, residual or gating.
+// Products of a batch's rows with a weight, fused with the next operation: bias, residual or gating.
 #pragma once
 
 #include <vector>
@@ -18,12 +18,10 @@ struct Segment {
 
 // W [num_out, num_in] in panels: column n of panel p is output 32 p + n, and outputs past the last are zero. In a gated
 // weight, panel p holds 16 outputs of the gate projection, then the same 16 of the up projection.
-// `segments`: all panels in order; products of several matrices in one weight may differ in format.
-// `bias`: [num_out] of type S, or null.
 struct Weight {
     static constexpr int MAX_SEGMENTS = 3;
-    Segment segments[MAX_SEGMENTS];
-    const void* bias;
+    Segment segments[MAX_SEGMENTS];  // all panels in order; the matrices of one weight may differ in format
+    const void* bias;  // [num_out] of type S, or null
     int64_t num_in, num_out;
 };
 
@@ -67,18 +65,18 @@ const S* dense_panel(const PanelPlace& place, int64_t begin, int64_t depth, std:
 
 inline bool is_quantised(const Weight& weight) { return weight.segments[0].format != DENSE; }
 
-// How a product is divided. A *unit*, which one thread computes, is a block of rows times one panel. Where a core's own
-// cache would hold only a few rows of a deep product, a unit has more of them and takes the depth in slices, so that a panel
+// How a product is divided. A *unit*, which one thread computes, is a block of rows times one panel. If the private cache of
+// a core would hold only a few rows of a deep product, a unit has more rows and processes the depth in slices, so that a panel
 // is read from memory once for all of them (Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix
-// Multiplication", section 4). A product of a few rows reads each panel once anyhow.
+// Multiplication", section 4). A product of a few rows reads each panel once in any case.
 struct Division {
-    static constexpr int64_t ROW_BLOCK_BYTES = 448 * 1024;  // rows that fit a core's own cache beside the panels
-    static constexpr int64_t SLICED_ROWS = 192;             // of a unit that takes the depth in slices
+    static constexpr int64_t ROW_BLOCK_BYTES = 448 * 1024;  // the rows that fit a core's private cache together with the panels
+    static constexpr int64_t SLICED_ROWS = 192;             // the rows of a unit that processes the depth in slices
 
     int64_t num_rows, num_panels, depth;        // of the product
     int64_t block_rows, num_blocks, slice_depth;
 
-    // `few`: rows that are worth reading a panel for; blocks have a multiple of a quarter of it.
+    // `few`: the fewest rows that are worth reading a panel for; a block has a multiple of a quarter of it.
     Division(int64_t num_rows, int64_t num_panels, int64_t depth, int64_t value_bytes, int64_t few)
         : num_rows(num_rows), num_panels(num_panels), depth(depth) {
         const int64_t fitting = ROW_BLOCK_BYTES / (depth * value_bytes) / (few / 4) * (few / 4);
@@ -90,16 +88,15 @@ struct Division {
     }
 };
 
-// The rows of a unit and its panel, of a part of the depth. `sums`: of the rows, `stride` floats apart (0 if all tiles may
-// use the same place); they hold the sums of the slices before.
+// The rows and the panel of a unit, for a part of the depth.
 struct Slice {
-    int64_t first_row, num_rows, panel, begin, depth;
-    float* sums;
-    int64_t stride;
-    bool is_first, is_last;
+    int64_t first_row, num_rows, panel, begin, depth;  // `begin`, `depth`: the part of the depth
+    float* sums;  // of the rows; they hold the sums of the slices before this one
+    int64_t stride;  // floats between the sums of two rows; 0: all tiles may use the same memory
+    bool is_first, is_last;  // in the unit
 };
 
-// Calls body for each slice of a product, on the team's threads. A thread has an InUse meanwhile.
+// Calls body for each slice of a product, on the team's threads. Each thread holds an InUse meanwhile.
 template <class InUse, class Body>
 void each_slice(const Division& by, const Body& body) {
     team().loop_at_homes(by.num_blocks, by.num_panels, [&](Team::Units units) {
@@ -119,7 +116,7 @@ void each_slice(const Division& by, const Body& body) {
 }
 
 #if defined(__AVX512VNNI__)
-// The most rows that are multiplied as bytes: with AMX, bfloat16 tiles multiply more rows faster.
+// The most rows that are multiplied as bytes: with AMX, bfloat16 tiles are faster for more rows.
 inline int64_t max_byte_rows() {
 #if defined(AGENTFLOW_TILES)
     if (allow_tiles()) return MIN_ROWS_FOR_TILES - 1;
@@ -127,7 +124,7 @@ inline int64_t max_byte_rows() {
     return std::numeric_limits<int64_t>::max();
 }
 
-// `multiply` for a quantised weight, on rows that are quantised too.
+// `multiply` for a quantised weight, which quantises the rows too.
 template <class Row, class Put>
 void multiply_bytes(const Row* rows, int64_t stride, int64_t num_rows, const Weight& weight, const Put& put) {
     struct Nothing {
@@ -165,7 +162,7 @@ void multiply(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weig
 #endif
     const int64_t num_panels = (weight.num_out + PANEL - 1) / PANEL;
     const Division by(num_rows, num_panels, padded_depth<S>(weight.num_in), sizeof(RowOf<S>), 4 * max_rows<S>());
-    const bool is_streamed = !is_quantised(weight);  // else `columns` are in the cache already
+    const bool is_streamed = !is_quantised(weight);  // otherwise `columns` are in the cache already
     each_slice<TilesInUse>(by, [&](const Slice& slice) {
         static thread_local std::vector<S> widened;
         const S* columns = dense_panel<S>(panel_of<S>(weight, slice.panel), slice.begin, slice.depth, widened);
@@ -208,8 +205,8 @@ ALWAYS_INLINE void each_vec(const float* sums, const Weight& weight, int64_t pan
     }
 }
 
-// out [num_rows][num_out] of type Out = rows W^T + b. `added` [num_rows][num_out], here and below: added to the product
-// once that is rounded to S; null for nothing.
+// out [num_rows][num_out] of type Out = rows W^T + b. `added` [num_rows][num_out], here and below, is added to the product
+// after it is rounded to S; null: nothing is added.
 template <class S, class Out>
 void linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, Out* out,
             int64_t out_stride, const S* added = nullptr) {
@@ -283,8 +280,8 @@ void row_of(const Weight& weight, int64_t n, S* out) {
     for (int64_t k = 0; k < weight.num_in; k += LANES) store_first(out + k, load(row.data() + k), int(std::min<int64_t>(LANES, weight.num_in - k)));
 }
 
-// Zeroes panels of a weight that has `num_in_weight`, from `first` on; each is touched first on the node of the threads that
-// will multiply with it.
+// Zeroes `num` panels, from `first` on, of a weight that has `num_in_weight`. Each is touched first on the NUMA node of the
+// threads that will multiply with it.
 inline void zero_panels(uint8_t* panels, int64_t first, int64_t num, int64_t num_in_weight, int64_t panel_bytes) {
     team().loop_at_homes(1, num_in_weight, [&](Team::Units units) {
         while (units()) {

@@ -5,17 +5,17 @@
 
 namespace agentflow {
 
-// A change of W [num_out, num_in]: for each part, up [outputs of the part, rank] down [rank, num_in], at `first_output`.
-// `down` has the ranks of all parts, in order. No parts: W is not changed.
+// A part of a change: up [outputs of the part, rank] times its rows of `down`, at `first_output`.
 struct LowRankPart {
     Weight up;
     int64_t first_output;
 };
 
+// A change of W [num_out, num_in].
 struct LowRank {
     static constexpr int MAX_PARTS = 3;
-    Weight down;
-    int64_t num_parts;
+    Weight down;  // [ranks of all parts, num_in]
+    int64_t num_parts;  // 0: W is not changed
     LowRankPart parts[MAX_PARTS];
 };
 
@@ -26,11 +26,11 @@ struct ChangedRows {
     int64_t num_rows;
 };
 
-// Buffers that all changes of a batch use in turn. `added` [rows of the batch][num_out]: what the product gets added.
+// Buffers that the changes of all products use in turn.
 template <class S>
 struct LowRankMemory {
-    std::vector<RowOf<S>> gathered, inner;
-    std::vector<S> added;
+    std::vector<RowOf<S>> gathered, inner;  // the rows of the changes, and their products with `down`
+    std::vector<S> added;  // [rows of the batch][num_out]: the sum to add to the product
 };
 
 // Products of a few rows with one panel: put(row, column, width, values) for all of its outputs.
@@ -52,15 +52,15 @@ void few_rows(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weig
 
 constexpr int64_t ROW_BLOCK = 64;  // rows that one thread multiplies with one panel
 
-// Writes what `changes` add to the product of x [num_rows] with a weight of `num_out` outputs to memory.added, zeros for
-// rows without a change. The inner products and the results are each rounded to S. Returns memory.added.
+// Writes to memory.added the sum that `changes` add to the product of x [num_rows] with a weight of `num_out` outputs, zeros
+// for rows without a change. The inner products and the results are each rounded to S. Returns memory.added.
 template <class S>
 const S* low_rank(const RowOf<S>* x, int64_t stride, int64_t num_rows, int64_t num_out,
                   const std::vector<ChangedRows>& changes, LowRankMemory<S>& memory) {
     struct Unit {
         const ChangedRows* of;
         const Weight* weight;
-        int64_t panel, first_row, begin, num;  // `num` rows of the change from `begin` on; `first_row`: of all, gathered
+        int64_t panel, first_row, begin, num;  // `num` rows of the change from `begin` on; `first_row`: of the change, among the gathered rows
         int64_t first_rank, first_output;
     };
     std::vector<Unit> downs, ups;
@@ -84,7 +84,7 @@ const S* low_rank(const RowOf<S>* x, int64_t stride, int64_t num_rows, int64_t n
         most_ranks = std::max(most_ranks, first_rank);
         num_gathered += changed.num_rows;
     }
-    // Products read rows up to a whole panel, also those of a part that begins behind others.
+    // Products read rows up to a whole panel, even if a part begins behind others.
     const int64_t inner_stride = round_up<int64_t>(most_ranks, PANEL) + PANEL;
     grow(memory.gathered, (num_gathered + MAX_TILE_ROWS) * stride);
     grow(memory.inner, (num_gathered + MAX_TILE_ROWS) * inner_stride);

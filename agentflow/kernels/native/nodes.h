@@ -1,4 +1,4 @@
-// NUMA nodes: groups of processors, each with memory of its own that they read faster than that of other nodes.
+// NUMA nodes: groups of processors with local memory, which they read faster than the memory of other nodes.
 #pragma once
 
 #include <sched.h>
@@ -13,7 +13,7 @@ namespace agentflow {
 
 constexpr int MAX_NODES = 16;
 
-// Reads a list such as "0-3,8" of Linux. Processors beyond what a cpu_set_t can name are left out.
+// Parses a list of processors as Linux writes it, such as "0-3,8". Processors beyond CPU_SETSIZE are left out.
 inline cpu_set_t processors_in(const std::string& list) {
     cpu_set_t found;
     CPU_ZERO(&found);
@@ -30,15 +30,15 @@ inline cpu_set_t processors_in(const std::string& list) {
     return found;
 }
 
-// The processors of each node that this process may use, for the first MAX_NODES nodes that have any. One node, or none if
-// the system lists no nodes, means that there is nothing to place.
+// The processors of each node that this process may use, for the first MAX_NODES nodes that have any. With one node, or none
+// because the system lists no nodes, there is nothing to place.
 inline std::vector<cpu_set_t> usable_nodes(const std::string& folder = "/sys/devices/system/node") {
     std::vector<cpu_set_t> nodes;
     cpu_set_t allowed;
     if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return nodes;
     std::string line;
     std::getline(std::ifstream(folder + "/online"), line);
-    const cpu_set_t online = processors_in(line);  // a list of nodes, of the same form
+    const cpu_set_t online = processors_in(line);  // a list of nodes, in the same format
     for (int i = 0; i < CPU_SETSIZE && int(nodes.size()) < MAX_NODES; i++) {
         if (!CPU_ISSET(i, &online)) continue;
         line.clear();

@@ -10,7 +10,7 @@ enum Part { PLAN, EMBED, NORM, QKV, ROPE, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD
 
 inline double part_seconds[NUM_PARTS];
 
-// Adds the time that it lives to a part. The two clock readings take about 50 nanoseconds.
+// Adds the time of its scope to a part. The two clock readings take about 50 nanoseconds.
 class Timed {
   public:
     explicit Timed(Part part) : part_(part), began_(Clock::now()) {}

@@ -1,8 +1,8 @@
 // Products of a few rows with a panel: 32 columns of a matrix, laid out in the order in which they are read.
 //
 // A panel of depth k (the inner dimension of the product) is [k][32] floats, or [k / 2][32][2] bfloat16: values that
-// are adjacent along k lie in pairs, as the processor's bfloat16 instructions and AMX tiles expect. The depth is padded
-// with zeros to a multiple of what these take at once.
+// are adjacent along k are stored in pairs, as the processor's bfloat16 instructions and AMX tiles expect. The depth is padded
+// with zeros to a multiple of the depth of one instruction.
 //
 // Rows are bfloat16 if the processor multiplies bfloat16. Otherwise they are floats that hold bfloat16 values, and
 // panels are widened as they are read: the bytes read from memory and the sums stay the same.
@@ -38,7 +38,7 @@ struct Format;
 template <>
 struct Format<float> {
     using Row = float;
-    static constexpr int PAIR = 1;  // adjacent values along k that lie together in a panel
+    static constexpr int PAIR = 1;  // values along k that are stored together in a panel
 };
 
 template <>
@@ -64,8 +64,8 @@ constexpr int MAX_VECTOR_ROWS = 4;
 constexpr int TILE_VECS = 1;
 #endif
 
-// AMX always multiplies 16 or 32 rows, however many there are. So a product's rows must be followed by readable memory
-// for that many more, and its results by writable memory.
+// AMX always multiplies 16 or 32 rows, even if a product has fewer. So its rows must be followed by readable memory, and its
+// results by writable memory, for MAX_TILE_ROWS more rows.
 #if defined(AGENTFLOW_TILES)
 constexpr int MAX_TILE_ROWS = 2 * TILE_SIDE;
 constexpr int MIN_ROWS_FOR_TILES = 4;
@@ -111,8 +111,8 @@ ALWAYS_INLINE __m512bh pair_of(const bf16* row) {
 }
 #endif
 
-// Prefetches the BYTES of a panel that are some way behind p. Panels are read in order, but while a core multiplies them
-// with a few rows, its own prefetching falls behind: a batch of 4 to 16 rows took up to twice as long.
+// Prefetches BYTES of a panel at some distance after p. Panels are read in order, but while a core multiplies them with a few
+// rows, the hardware prefetcher falls behind: without this, a batch of 4 to 16 rows took up to twice as long.
 template <int BYTES>
 ALWAYS_INLINE void prefetch_ahead(const void* p) {
     constexpr int64_t DISTANCE = 12 * 1024;
@@ -172,8 +172,8 @@ ALWAYS_INLINE void multiply_add(Vec (&sums)[ROWS][VECS], const bf16* row, int64_
 }
 #endif
 
-// out [ROWS][PANEL] = rows [ROWS][depth] times one panel, added to what is there if `adds`. `depth` is padded, and rows
-// are readable up to it. `is_new`: the panel is not in the cache yet.
+// out [ROWS][PANEL] = rows [ROWS][depth] times one panel, or += if `adds`. `depth` is padded, and rows are readable up to it.
+// `is_new`: the panel is not in the cache yet.
 template <int ROWS, class S>
 void tile(const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, float* out, bool adds, bool is_new) {
     for (int first = 0; first < PANEL; first += TILE_VECS * LANES) {

@@ -1,8 +1,8 @@
 // Quantised weights: panels of integer codes, with a scale for each column and group of values along the depth.
 //
 // A panel is a sequence of groups of GROUP values for PANEL columns. A value is `scale * code + min`; the formats
-// without stored minimums have `min = -OFFSET * scale`. Four bytes of a column, adjacent along the depth, lie together,
-// as the processor's products of bytes (VNNI) expect: a *step*. Within a group come
+// without stored minimums have `min = -OFFSET * scale`. Four bytes of a column, adjacent along the depth, are stored together,
+// as the processor's products of bytes (VNNI) expect: a *step*. A group contains
 //
 //   - codes: for each half of the columns and each two steps 64 bytes, the lower 4 bits for the first step, the upper 4
 //     for the second; with 8 bits, 64 bytes for each step
@@ -25,7 +25,7 @@ enum WeightFormat : int64_t { DENSE, INT4, INT4_MIN, INT4_TABLE, INT5, INT5_MIN,
 
 constexpr int GROUP = 32, STEP = 4, NUM_STEPS = GROUP / STEP;
 
-// The values of IQ4_NL's codes, less the lowest possible byte.
+// The values of IQ4_NL's codes, plus 128.
 alignas(16) constexpr uint8_t TABLE[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 
 template <WeightFormat F>
@@ -35,7 +35,7 @@ struct Codes {
     static constexpr int OFFSET = F == INT4_TABLE ? 128 : 1 << (BITS - 1);
     static constexpr int NUM_SCALES = F == INT6 ? 2 : 1;
     static constexpr int HALF_BYTES = BITS == 8 ? NUM_STEPS * 64 : NUM_STEPS / 2 * 64;
-    static constexpr int UPPER_BYTES = BITS == 5 ? 64 : BITS == 6 ? 128 : 0;  // of a half
+    static constexpr int UPPER_BYTES = BITS == 5 ? 64 : BITS == 6 ? 128 : 0;  // for a half of the columns
     static constexpr int SCALES_AT = 2 * (HALF_BYTES + UPPER_BYTES);
     static constexpr int MINS_AT = SCALES_AT + NUM_SCALES * PANEL * 2;
     static constexpr int BYTES = MINS_AT + (HAS_MINS ? PANEL * 2 : 0);
@@ -109,7 +109,7 @@ inline int64_t group_bytes(int64_t format) {
     return with_format(format, [](auto f) -> int64_t { return Codes<decltype(f)::value>::BYTES; });
 }
 
-// Calls body(constant of the step) for the steps BEGIN to END.
+// Calls body with the number of each step from BEGIN to END (exclusive), as a constant.
 template <int BEGIN, int END, class Body>
 ALWAYS_INLINE void each_step(const Body& body) {
     if constexpr (BEGIN < END) {

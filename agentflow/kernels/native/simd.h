@@ -1,4 +1,4 @@
-// Vectors of 16 float lanes: one AVX-512 register or two AVX2 registers, as the compiler's flags say.
+// Vectors of 16 float lanes: one AVX-512 register or two AVX2 registers, depending on the compiler's flags.
 #pragma once
 
 #include <immintrin.h>
@@ -77,8 +77,8 @@ ALWAYS_INLINE __m256i narrow(Vec a) {
 }
 ALWAYS_INLINE void store(bf16* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(a)); }
 
-// 2^x for x up to 127: a Taylor polynomial on [-1/2, 1/2], scaled. The relative error is below 2e-7; with the shorter
-// polynomial, for results that are rounded to bfloat16, below 5e-5.
+// 2^x for x up to 127: a Taylor polynomial on [-1/2, 1/2], scaled. The relative error is below 2e-7, and below 5e-5 with the
+// shorter polynomial, for results that are rounded to bfloat16.
 template <bool IS_SHORT = false>
 ALWAYS_INLINE Vec exp2(Vec x) {
     const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-200.0f), x.v);  // NaN stays NaN
@@ -115,7 +115,7 @@ ALWAYS_INLINE Ints shifted(Ints a) {
     if constexpr (N < 0) return {_mm512_srli_epi32(a.v, -N)};
     return a;
 }
-// Replaces each byte, below 16, with the entry of a table of 16 bytes.
+// Replaces each byte, which is below 16, with its entry in a table of 16 bytes.
 ALWAYS_INLINE Ints looked_up(Ints a, const void* table) {
     const __m128i entries = _mm_loadu_si128(static_cast<const __m128i*>(table));
     return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), a.v)};
@@ -125,7 +125,7 @@ template <int BYTE>
 ALWAYS_INLINE Vec byte_of(Ints a) {
     return {_mm512_cvtepi32_ps(_mm512_and_si512(shifted<-8 * BYTE>(a).v, _mm512_set1_epi32(0xFF)))};
 }
-// Stores each pair of lanes side by side: a's, then b's.
+// Interleaves the lanes: stores a[0], b[0], a[1], b[1] and so on.
 ALWAYS_INLINE void store_pairs(bf16* p, Vec a, Vec b) {
     const __m512i low = _mm512_cvtepu16_epi32(narrow(a)), high = _mm512_cvtepu16_epi32(narrow(b));
     _mm512_storeu_si512(p, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
@@ -280,7 +280,7 @@ ALWAYS_INLINE void store_pairs(bf16* p, Vec a, Vec b) {
 
 #endif
 
-// The value rounded to S, as a float.
+// Rounds a value to S, and returns it as a float.
 template <class S>
 ALWAYS_INLINE Vec rounded(Vec a);
 template <>

@@ -4,11 +4,11 @@
 // the remaining pieces. Between loops the threads spin; after SPIN_PAUSES without work they sleep until the next loop.
 //
 // On a machine with several NUMA nodes, a loop over weights divides them among the nodes, in proportion to their threads and
-// the same way each time; a thread takes the pieces of its own node first, then those that are left of others. So memory
-// that such a loop touches first is on the node of the threads that read it later. The team's own threads stay on their
-// node; the caller, whose other work is not the team's concern, runs where the system puts it.
+// the same way each time. A thread takes the pieces of its node first, then the remaining pieces of other nodes. So memory
+// that such a loop touches first is on the node of the threads that read it later. The threads that the team starts stay on
+// their node; the system may move the caller, which also does other work.
 //
-// A job is a sequence of loops that one of these threads runs, so that the caller can do other work before it joins the
+// A job is a sequence of loops that one of the team's threads runs, so that the caller can do other work before it joins the
 // team.
 //
 // An exception on any thread is rethrown to the caller: by `loop` when all pieces are done, for a job by `finish`. If a
@@ -44,8 +44,8 @@ class Team {
     static constexpr int MAX_THREADS = 64;
     static constexpr int64_t ONE_BY_ONE = 0;
 
-    // Sets the number of threads that run a loop, including the caller. Returns how many of the number set before could
-    // not be started.
+    // Sets the number of threads that run a loop, including the caller. Returns how many threads of the previous number
+    // could not be started.
     int set_num_threads(int num) {
         num_threads_ = std::clamp(num, 1, MAX_THREADS);
         return num_refused_.exchange(0);
@@ -62,8 +62,9 @@ class Team {
         run(num, ends, least, body);
     }
 
-    // Calls body(units) for sequences of units that together are each of `num` items in each of `num_rounds` rounds: units()
-    // is false at the end, and moves to the next unit otherwise. Each item has a home, the same in every call for `num` items.
+    // Calls body(units) for sequences of units, which together cover each of `num` items in each of `num_rounds` rounds.
+    // units() moves to the next unit, or returns false at the end. Each item has a home node, the same in every call for `num`
+    // items.
     template <class Body>
     void loop_at_homes(int64_t num_rounds, int64_t num, const Body& body) {
         int64_t ends[MAX_NODES];  // of the items of each node
@@ -80,7 +81,7 @@ class Team {
 
     class Units {
       public:
-        // Units `at` to `end` of those of one node, whose `num` items begin at `begin`.
+        // Units `at` to `end` (exclusive) of one node, whose `num` items begin at `begin`.
         Units(int64_t at, int64_t end, int64_t begin, int64_t num) : at_(at - 1), end_(end), begin_(begin), num_(num) {}
         bool operator()() { return ++at_ < end_; }
         int64_t round() const { return at_ / num_; }
@@ -112,7 +113,7 @@ class Team {
     // Held during `loop`, or from `start` to `finish`: one forward pass runs at a time.
     std::mutex in_use;
 
-    // For the child after a fork, which has none of the threads.
+    // For the child process after a fork, which has none of the threads.
     void forget_workers() {
         num_workers_ = 0;
         num_asleep_.store(0);
@@ -157,8 +158,8 @@ class Team {
         made.least.store(least, std::memory_order_relaxed);
         for (int i = 0; i < num_queues(); i++) made.ends[i].store(ends[i], std::memory_order_relaxed);
         num_done_.store(0, std::memory_order_relaxed);
-        // The threads look at the first queue for a new loop, so it is the last to be set. All are set in each loop: none
-        // has the epoch of the loop before the last one, whose Loop this one has taken.
+        // The threads check the first queue for a new loop, so it is set last. All queues are set in each loop, so none has
+        // the epoch of the loop before the previous one, whose Loop object this loop reuses.
         for (int i = num_queues() - 1; i >= 0; i--) queues_[i].next.store(uint64_t(epoch) << 32 | uint64_t(i ? ends[i - 1] : 0));
         if (num_asleep_.load() > 0) wake();
         work(epoch, 0);
@@ -191,7 +192,7 @@ class Team {
         for (int i = 0; i < num_queues(); i++) ends[i] = num * num_up_to_[i] / num_divided_;
     }
 
-    // The node of a thread of `num`: they are spread over all usable processors.
+    // The node of one of `num` threads, which are spread over all usable processors.
     int node_of(int thread, int num) const {
         if (nodes_.size() <= 1) return 0;
         int num_processors = 0;
@@ -210,7 +211,7 @@ class Team {
         return 0;
     }
 
-    // Runs pieces of loop `epoch` until none is left, those of this thread's node first.
+    // Runs pieces of loop `epoch` until none is left, the pieces of this thread's node first.
     void work(uint32_t epoch, int thread) {
         const int home = node_here();
         for (int i = 0; i < num_queues(); i++) take_pieces(epoch, thread, (home + i) % num_queues());
@@ -270,7 +271,7 @@ class Team {
 
     // The main function of a worker. Worker 1 also runs jobs; `finish` then runs its pieces on the caller's thread.
     void live(int thread) {
-        if (nodes_.size() > 1) {  // without permission it runs anywhere, only slower
+        if (nodes_.size() > 1) {  // without permission, the thread may run on another node, more slowly
             sched_setaffinity(0, sizeof(cpu_set_t), &nodes_[node_of(thread, num_threads_)]);
         }
         for (;;) {

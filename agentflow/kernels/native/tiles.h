@@ -15,7 +15,7 @@ namespace agentflow {
 constexpr int TILE_SIDE = 16;
 constexpr int TILE_DEPTH = 32;  // bfloat16 values: 64 bytes, a tile's width
 
-// Inline assembler instead of intrinsics, because gcc 12 does not know that those access memory.
+// Inline assembler instead of intrinsics, because gcc 12 does not know that the intrinsics access memory.
 template <int T>
 ALWAYS_INLINE void load_tile(const void* from, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
@@ -58,8 +58,8 @@ class TilesInUse {
     TilesInUse(const TilesInUse&) = delete;
 };
 
-// out [rows][32] = rows [16 or 32][depth] times one panel, added to what is there if `adds`; `depth` is a multiple of
-// TILE_DEPTH. Tiles 0 to 3 hold the sums, 4 and 5 the rows, 6 and 7 the columns.
+// out [rows][32] = rows [16 or 32][depth] times one panel, or += if `adds`; `depth` is a multiple of TILE_DEPTH. Tiles 0 to 3
+// hold the sums, 4 and 5 the rows, 6 and 7 the columns.
 template <bool IS_TALL>
 ALWAYS_INLINE void multiply_by_tiles(const bf16* rows, int64_t stride, const bf16* panel, int64_t depth, float* out, bool adds) {
     constexpr int64_t COLUMNS = 2 * TILE_SIDE, PAIR_BYTES = 2 * COLUMNS * int64_t(sizeof(bf16));

@@ -38,7 +38,7 @@ IS_INTERPRETED: bool = INTERPRETED.value
 
 
 def check(device: torch.device) -> None:
-    """Compiles and runs a small kernel. Raises whatever Triton raises if that cannot be done here."""
+    """Compiles and runs a small kernel. Raises Triton's error if that is impossible here."""
     x = torch.tensor([[0.0, 2.0]], device=device)
     if silu_and_multiply(x).item() != 0.0:
         raise RuntimeError("a kernel computes another result than it should")
@@ -65,7 +65,7 @@ def attention(q: Tensor, kv_layer: Tensor, plan: TritonPlan, scale: float) -> Te
 def static_plans(
     num_rows: Sequence[int], num_slots: int, num_heads: int, num_kv_heads: int, device: torch.device
 ) -> StaticPlans:
-    most_keys = num_slots + num_rows[-1] * LEAST_SAVING  # longer runs that requests share are there once
+    most_keys = num_slots + num_rows[-1] * LEAST_SAVING  # longer shared runs are stored once
     return StaticPlans(num_rows, most_keys, num_heads, num_kv_heads, device)
 
 

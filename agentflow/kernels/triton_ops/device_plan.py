@@ -1,4 +1,4 @@
-"""A batch's plan on the device: for one forward pass, or at fixed addresses for captured graphs."""
+"""The plan of a batch on the device: for one forward pass, or at fixed addresses for captured graphs."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ class DeviceUnits:
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan(AttentionBatch):
-    """A batch with its groups. ``cut_units``: the units on the device, by numbers of query and KV heads: all
-    layers share them, and the first one that attends cuts them."""
+    """A batch with its groups."""
 
     groups: Groups
     device: torch.device
+    # The units on the device, by the numbers of query and KV heads. The first layer that attends cuts them,
+    # for all layers.
     cut_units: dict[tuple[int, int], DeviceUnits]
 
     def units(self, num_heads: int, num_kv_heads: int) -> DeviceUnits:
-        """The units for a layer with these numbers of heads."""
+        """Returns the units for a layer with these numbers of heads."""
         shape = (num_heads, num_kv_heads)
         found = self.cut_units.get(shape)
         if found is None:
@@ -53,8 +54,8 @@ PROGRAMS_PER_PROCESSOR = 2
 
 
 def wanted_units(num_kv_heads: int, device: torch.device) -> int:
-    """The units that occupy a device: those of one multiprocessor on the CPU, where only the interpreter
-    runs."""
+    """Returns the number of units that occupies a device. The CPU, where only the interpreter runs, counts as
+    one multiprocessor."""
     processors = 1
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -73,17 +74,22 @@ def _upload(units: Units, device: torch.device) -> DeviceUnits:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The launches of a captured graph: for ``num_rows`` rows, with wide tiles or without."""
+    """The launches of a captured graph: for ``num_rows`` rows, with or without wide tiles."""
 
     num_rows: int
     has_wide: bool
 
 
 class StaticPlans:
-    """The units of one decode batch after another, at the same addresses on a GPU, so that captured graphs
-    read them. Unused units and rows of a form are empty.
+    """Buffers at fixed addresses on a GPU for the units of decode batches, one batch at a time, so that
+    captured graphs can read them. Unused units and rows of a form are empty.
 
-    ``num_rows``: numbers of rows of the forms, ascending. ``num_slots``: the most keys of all groups.
+    Args:
+        num_rows: the numbers of rows of the forms, ascending.
+        num_slots: the most keys of all groups together.
+        num_heads: the query heads of a layer.
+        num_kv_heads: the KV heads of a layer.
+        device: where the buffers are.
     """
 
     def __init__(
@@ -121,16 +127,17 @@ class StaticPlans:
         self._host = self._staged.numpy()
 
     def _capacity(self, num_rows: int) -> tuple[int, int]:
-        """The narrow and wide units of a form with this number of rows."""
+        """Returns the numbers of narrow and wide units of a form with this number of rows."""
         return num_rows + self._wanted, num_rows // 4 + self._wanted
 
     def forms(self) -> list[Form]:
-        """All forms, the most frequent ones first."""
+        """Returns all forms, the most frequent ones first."""
         return [Form(num, has_wide) for has_wide in (False, True) for num in self._num_rows]
 
     def update(self, plan: TritonPlan) -> Form | None:
         """Writes the plan of a decode batch to the device. Returns its form; None if it does not fit. The
-        copy reads pinned memory that the next call writes: a step has to end before the next is planned."""
+        copy reads pinned memory that the next call overwrites, so a step must end before the next is
+        planned."""
         num_rows = len(plan.query_lens)
         bucket = next((size for size in self._num_rows if size >= num_rows), None)
         if bucket is None or plan.trees is not None or int(plan.query_lens.max()) > 1:
@@ -153,7 +160,7 @@ class StaticPlans:
         return Form(bucket, len(units.wide) > 0)
 
     def capture_with(self, form: Form, plan: TritonPlan) -> TritonPlan:
-        """A plan for the capture of a form's graph, whose units are the buffers."""
+        """Returns a plan whose units are the buffers, to capture the form's graph with."""
         narrow, wide = self._capacity(form.num_rows)
         tensors = {name: self._buffer[place] for name, place in self._places.items()}
         tensors["narrow"] = tensors["narrow"].view(-1, UNIT_COLUMNS)[:narrow]

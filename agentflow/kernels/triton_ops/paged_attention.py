@@ -1,8 +1,8 @@
 """Attention over a paged KV pool by the units of a plan, and the merging of partial results.
 
-A program computes one unit for one KV head: the query heads that share it stand next to each other in the
-tile (GQA), so that keys and values are read once for all of them. The softmax is computed block by block of
-keys with a running maximum (FlashAttention-2, arXiv 2307.08691, algorithm 1), in powers of two.
+A program computes one unit for one KV head: the query heads that share it are adjacent in the tile (GQA), so
+that keys and values are read once for all of them. The softmax is computed in blocks of keys with a running
+maximum (FlashAttention-2, arXiv 2307.08691, algorithm 1), in powers of two.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _attend_units(
     kv_head = tl.program_id(1)
     first_entry = tl.load(unit)
     num_rows = tl.load(unit + 1)
-    if num_rows == 0:  # rounds up the units of a captured graph
+    if num_rows == 0:  # an unused unit of a captured graph
         return
     first_slot = tl.load(unit + 2)
     begin = tl.load(unit + 3)
@@ -130,7 +130,7 @@ def _merge(
     row = tl.load(merged_rows + number).to(tl.int64)
     first = tl.load(bounds + number)
     end = tl.load(bounds + number + 1)
-    if first == end:  # rounds up the rows of a captured graph
+    if first == end:  # an unused row of a captured graph
         return
     dims = tl.arange(0, BLOCK_DIM)
     is_dim = dims < HEAD_DIM
@@ -179,7 +179,7 @@ def attend(q: Tensor, kv_layer: Tensor, units: DeviceUnits, scale: float) -> Ten
 
     narrow_rows, wide_rows = block_rows(queries_per_kv)
     if q.is_cuda and len(units.narrow) and len(units.wide):
-        # Neither fills the GPU until its end.
+        # Neither launch fills the GPU until its end, so they run concurrently.
         main, side = torch.cuda.current_stream(q.device), _side_stream(q.device)
         side.wait_stream(main)
         launch(units.wide, wide_rows)
@@ -204,7 +204,7 @@ def _side_stream(device: torch.device) -> Any:
 
 
 def _options(block_rows: int, block_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """The launch's block of keys, warps and pipeline stages, for what fits into shared memory."""
+    """Returns the keys per block, the warps and the pipeline stages of a launch, which fit shared memory."""
     if dtype == torch.float32 or block_dim > 128:
         return {"BLOCK_KEYS": 32, "num_warps": 4, "num_stages": 2}
     return {"BLOCK_KEYS": 64, "num_warps": 4, "num_stages": 3}

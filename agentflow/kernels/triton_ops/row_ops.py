@@ -139,7 +139,7 @@ def _silu_and_multiply(gate_up, out, size, BLOCK: tl.constexpr):
 
 
 def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    """silu(first half) times second half of ``gate_up`` [T, 2 n]: [T, n]."""
+    """Returns silu(first half) times second half of ``gate_up`` [T, 2 n]: [T, n]."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
     if num_rows:

@@ -2,13 +2,13 @@
 
 A *group* is a set of rows and the run of keys that they attend to: the tail of one request, a prefix that
 several requests share, the nodes of a tree. Groups are cut into *units*, one program of the kernel for each
-KV head: a tile of rows over a segment of keys. A row with a single unit gets its result directly; the partial
-results of a row with several units are merged by log-sum-exp. Prefixes that requests share are computed once
-for all of them, at every level of the tree (Hydragen, arXiv 2402.05099, has one level), and long contexts are
-split over the processors (Flash-Decoding).
+KV head: a tile of rows over a segment of keys. The unit of a row that has only one writes the row's result;
+the partial results of a row with several units are merged by log-sum-exp. Prefixes that requests share are
+computed once for all of them, at every level of the tree (Hydragen, arXiv 2402.05099, has one level), and
+long contexts are split over the processors (Flash-Decoding).
 
-One rule decides what a row sees, in texts and in trees: row i stands at ``at[i]`` and sees the keys j with
-``j <= at[i] < ends[j]``. In a text, a key is visible to all later rows. The nodes of a tree are numbered
+One rule decides which keys a row sees, in texts and in trees: row i is at place ``at[i]`` and sees the keys j
+with ``j <= at[i] < ends[j]``. In a text, a key is visible to all later rows. The nodes of a tree are numbered
 depth first, and a key is visible to its subtree.
 """
 
@@ -28,36 +28,34 @@ Int32 = NDArray[np.int32]
 KEY_STEP = 64
 """Segments of keys begin at multiples of this."""
 LEAST_SEGMENT = 128
-"""The fewest keys of a segment: to merge more partial results costs more than it saves."""
+"""The fewest keys of a segment: with shorter ones, merging costs more than the division saves."""
 LEAST_SAVING = 256
 """A run of keys is shared if this saves at least this number of reads."""
 MAX_SHARED_ROWS = 16
-"""Longer chunks share no reads: arithmetic limits them, and merging would cost more."""
+"""The rows of chunks that share reads. Longer ones are compute-bound, and merging would cost more."""
 EVERYWHERE = np.iinfo(np.int32).max
-"""The end of a key that all later rows see."""
+"""The entry in ``ends`` of a key that all later rows see."""
 UNIT_COLUMNS = 8
-"""Of a unit: first entry, number of rows, first slot, begin and end of its keys in the group, end of the keys
-that all of its rows see, first element of ``ends`` (-1: a text), and an unused one."""
+"""The columns of a unit: first entry, number of rows, first slot, begin and end of its keys in the group, end
+of the keys that all of its rows see, first element of ``ends`` (-1: a text), and an unused one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """``rows`` of the batch, each at its place ``at``, and the ``slots`` of their keys. ``ends``: for each
-    key, the place from which on rows do not see it; None: all later rows see it."""
+    """Rows, and the run of keys that they attend to."""
 
-    rows: IntArray
-    at: IntArray
-    slots: Int32
-    ends: Int32 | None = None
+    rows: IntArray  # their numbers in the batch
+    at: IntArray  # the place of each row
+    slots: Int32  # of the keys
+    ends: Int32 | None = None  # for each key, the place from which on rows do not see it; None: a text
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """All groups of a batch. ``single_rows``: rows that are a group alone, and see all of its keys, in
-    ``single_slots``."""
+    """All groups of a batch."""
 
-    single_rows: IntArray
-    single_slots: Sequence[Int32]
+    single_rows: IntArray  # the rows of groups of one row, which sees all keys of its group
+    single_slots: Sequence[Int32]  # the slots of their keys, row by row
     others: Sequence[Group]
 
 
@@ -97,7 +95,8 @@ def find_groups(batch: AttentionBatch) -> Groups:
 
 
 def _nodes(rows: IntArray, trees: TreeAttention, first: int) -> Group:
-    """The nodes of one tree, numbered depth first. ``first``: its first row among those of all trees."""
+    """Returns the nodes of one tree as a group, numbered depth first. ``first``: the tree's first row, among
+    the rows of all trees."""
     paths, lens = trees.paths[first : first + len(rows)], trees.path_lens[first : first + len(rows)]
     paths = paths[:, : int(lens.max())]
     lowest = int(paths.min())
@@ -125,31 +124,24 @@ def _nodes(rows: IntArray, trees: TreeAttention, first: int) -> Group:
 
 
 def block_rows(queries_per_kv: int) -> tuple[int, int]:
-    """The sizes of a narrow and a wide tile, in pairs of a row and a query head."""
+    """Returns the sizes of a narrow and a wide tile, in pairs of a row and a query head."""
     narrow = max(16, 1 << (queries_per_kv - 1).bit_length())
     return narrow, max(64, narrow)
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units of a batch, for models with one number of query heads for each KV head.
+    """The units of a batch, for one number of query heads per KV head. An *entry* is a row of a unit."""
 
-    ``narrow``, ``wide`` [units, UNIT_COLUMNS]: the units of each size of tile. ``rows``, ``at``, ``partial``
-    [entries]: for each row of each unit its number in the batch, its place, and the number of its partial
-    result (-1: the unit has all of its keys). ``slots`` [keys of all groups]. ``ends`` [keys of all trees].
-    ``merged_rows`` [M], ``merged_bounds`` [M + 1]: the rows with partial results, whose numbers are
-    consecutive.
-    """
-
-    narrow: Int32
-    wide: Int32
-    rows: Int32
-    at: Int32
-    partial: Int32
-    slots: Int32
-    ends: Int32
-    merged_rows: Int32
-    merged_bounds: Int32
+    narrow: Int32  # [units, UNIT_COLUMNS]: the units with narrow tiles
+    wide: Int32  # [units, UNIT_COLUMNS]: the units with wide tiles
+    rows: Int32  # [entries]: the row's number in the batch
+    at: Int32  # [entries]: the row's place
+    partial: Int32  # [entries]: the number of the row's partial result; -1: the unit has all of its keys
+    slots: Int32  # [keys of all groups]
+    ends: Int32  # [keys of all trees]
+    merged_rows: Int32  # [M]: the rows with partial results
+    merged_bounds: Int32  # [M + 1]: row m has the partial results bounds[m] to bounds[m + 1], exclusive
 
     @property
     def num_partials(self) -> int:
@@ -157,7 +149,7 @@ class Units:
 
 
 def cut(groups: Groups, queries_per_kv: int, num_units: int) -> Units:
-    """Cuts groups into about ``num_units`` units, or more where the tiles of rows are more."""
+    """Cuts groups into about ``num_units`` units, or more if the rows have more tiles."""
     narrow_rows, wide_rows = block_rows(queries_per_kv)
     lens = np.fromiter((len(slots) for slots in groups.single_slots), np.int64, len(groups.single_slots))
     tiles = [_tiles(group, queries_per_kv, narrow_rows, wide_rows) for group in groups.others]
@@ -200,14 +192,13 @@ def cut(groups: Groups, queries_per_kv: int, num_units: int) -> Units:
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """The tiles of a group: the first row of each and the number of its rows, the end of the keys that they
-    see, and of those that all of them see."""
+    """The tiles of a group. The arrays have one entry per tile."""
 
     is_wide: bool
-    firsts: IntArray
-    counts: IntArray
-    key_ends: IntArray
-    full_ends: IntArray
+    firsts: IntArray  # its first row
+    counts: IntArray  # the number of its rows
+    key_ends: IntArray  # the end of the keys that any of its rows sees
+    full_ends: IntArray  # the end of the keys that all of its rows see
 
 
 def _tiles(group: Group, queries_per_kv: int, narrow_rows: int, wide_rows: int) -> _Tiles:
@@ -222,16 +213,16 @@ def _tiles(group: Group, queries_per_kv: int, narrow_rows: int, wide_rows: int) 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Units of one size of tile, and the row and the place of each of their entries."""
+    """Units with tiles of one size."""
 
-    units: IntArray
+    units: IntArray  # [units, UNIT_COLUMNS]
     is_wide: bool
-    rows: IntArray
-    at: IntArray
+    rows: IntArray  # [entries]: the row of the batch
+    at: IntArray  # [entries]: its place
 
 
 def _segments(lens: IntArray, segment: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Divides runs of keys into segments of about equal lengths. Returns of each segment the number of its
+    """Divides runs of keys into segments of about equal lengths. Returns, for each segment, the number of its
     run, its begin and its end."""
     sizes = -(-lens // np.maximum(1, -(-lens // segment)))
     sizes = np.maximum(1, -(-sizes // KEY_STEP)) * KEY_STEP
@@ -242,7 +233,7 @@ def _segments(lens: IntArray, segment: int) -> tuple[IntArray, IntArray, IntArra
 
 
 def _columns(*columns: IntArray | int) -> IntArray:
-    """Units as rows, from their columns; the last one is unused."""
+    """Returns units as rows, from their columns; the last column is unused."""
     num = max(column.size for column in columns if not isinstance(column, int))
     units = np.zeros((num, UNIT_COLUMNS), dtype=np.int64)
     for number, column in enumerate(columns):
