@@ -1,4 +1,4 @@
-"""Reads ``config.json`` of a Hugging Face folder, or what a GGUF file says instead: the shape of a decoder.
+"""Reads the shape of a decoder from ``config.json`` of a Hugging Face folder, or from a GGUF file.
 
 ``read_config`` finds the model's family by its architecture (``families``), and the family reads the shape.
 """
@@ -22,61 +22,46 @@ RawConfig = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What differs between the layers of a decoder. ``window``: the tokens that a row sees (0: all).
-    ``rope``: "global", "local" (``DecoderConfig.local_rope``) or None for no rotation. ``is_sparse``: the
-    layer has experts."""
+    """The properties in which the layers of a decoder differ."""
 
-    window: int = 0
-    rope: Literal["global", "local"] | None = "global"
-    is_sparse: bool = False
+    window: int = 0  # the number of tokens that a row sees; 0: all
+    rope: Literal["global", "local"] | None = "global"  # local: ``DecoderConfig.local_rope``; None: none
+    is_sparse: bool = False  # the layer has experts
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsShape:
-    """A mixture of experts (Shazeer et al. 2017, arXiv 1701.06538). ``intermediate_size``: of each expert.
-    ``normalises``: the weights of the ``num_used`` experts of a token add up to 1. ``num_shared``: experts in
-    one MLP that computes every token. ``scale``: of the weights. ``num_groups``: a token uses experts of the
-    best ``num_used_groups`` of them only."""
+    """A mixture of experts (Shazeer et al. 2017, arXiv 1701.06538)."""
 
     num_experts: int
-    num_used: int
-    intermediate_size: int
-    normalises: bool = True
-    num_shared: int = 0
-    scale: float = 1.0
-    num_groups: int = 1
-    num_used_groups: int = 1
+    num_used: int  # for each token
+    intermediate_size: int  # of each expert
+    normalises: bool = True  # the weights of the experts of a token add up to 1
+    num_shared: int = 0  # experts in one MLP that computes every token
+    scale: float = 1.0  # of the weights
+    num_groups: int = 1  # into which the experts are divided
+    num_used_groups: int = 1  # a token uses experts of only this many groups, the best ones
 
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """Latent attention (``latent_attention``). ``q_rank``, ``kv_rank``: of the latents of queries (0: none)
-    and of keys and values. ``plain_dim``, ``rotated_dim``: of the parts of a query or key. ``value_dim``: of
-    a value."""
+    """The sizes of latent attention (``latent_attention``)."""
 
-    q_rank: int
-    kv_rank: int
-    plain_dim: int
-    rotated_dim: int
-    value_dim: int
+    q_rank: int  # of the latents of queries; 0: none
+    kv_rank: int  # of the latents of keys and values
+    plain_dim: int  # of the part of a query or key that does not rotate
+    rotated_dim: int  # of the part that rotates
+    value_dim: int  # of a value
 
     @property
     def pool_dim(self) -> int:
-        """Of the only KV head in the pool."""
+        """The size of the only KV head in the pool."""
         return self.kv_rank + self.rotated_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """The shape of a decoder. ``max_context``: the longest sequence, in tokens.
-
-    ``layers``: one for each layer, or none if all are plain. ``norm``: RMS norm, the same with its weights
-    stored less 1, or layer norm. ``qk_norm``: queries and keys are normed before they are rotated, in each
-    head or in whole rows. ``activation``: of the MLP, whose gate ``is_gated`` says. ``attention_scale``: 0
-    for ``head_dim ** -0.5``. ``attention_cap``, ``logit_cap``: of the scores and logits (0: none).
-    ``embedding_scale``: factor of the embeddings. ``position_offset``: of the row of position 0 in a table
-    of learned positions (None: no table). ``latent``: latent attention; then ``num_kv_heads`` is 1, and
-    ``head_dim`` is that of the pool."""
+    """The shape of a decoder."""
 
     architecture: str
     vocab_size: int
@@ -84,36 +69,36 @@ class DecoderConfig:
     intermediate_size: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: int  # 1 with latent attention
+    head_dim: int  # with latent attention: of the KV head in the pool
     norm_eps: float
-    max_context: int
-    tie_word_embeddings: bool
+    max_context: int  # the longest sequence, in tokens
+    tie_word_embeddings: bool  # the head is the embedding
     rope: RopeConfig
     end_token_ids: tuple[int, ...] = ()
-    local_rope: RopeConfig | None = None
-    layers: tuple[LayerShape, ...] = ()
-    norm: Literal["rms", "rms_less_one", "layer"] = "rms"
-    qk_norm: Literal["", "head", "row"] = ""
-    activation: Activation = "silu"
-    is_gated: bool = True
-    attention_scale: float = 0.0
-    attention_cap: float = 0.0
-    logit_cap: float = 0.0
-    embedding_scale: float = 1.0
-    position_offset: int | None = None
-    experts: ExpertsShape | None = None
+    local_rope: RopeConfig | None = None  # of the layers whose ``rope`` is "local"
+    layers: tuple[LayerShape, ...] = ()  # one for each layer; empty if all are plain
+    norm: Literal["rms", "rms_less_one", "layer"] = "rms"  # rms_less_one: weights are stored minus 1
+    qk_norm: Literal["", "head", "row"] = ""  # norms queries and keys before rotation, per head or whole rows
+    activation: Activation = "silu"  # of the MLP
+    is_gated: bool = True  # the MLP has a gate
+    attention_scale: float = 0.0  # 0: ``head_dim ** -0.5``
+    attention_cap: float = 0.0  # of the scores; 0: none
+    logit_cap: float = 0.0  # 0: none
+    embedding_scale: float = 1.0  # factor of the embeddings
+    position_offset: int | None = None  # the row of position 0 in the table of learned positions; None: none
+    experts: ExpertsShape | None = None  # of the layers with ``is_sparse``
     has_sinks: bool = False
-    latent: LatentShape | None = None
+    latent: LatentShape | None = None  # latent attention
 
     @property
     def rotated_dim(self) -> int:
-        """The part of a head that a rope applies to."""
+        """The number of dimensions of a head to which a rope applies."""
         return self.latent.rotated_dim if self.latent else self.head_dim
 
     @property
     def is_llama_shaped(self) -> bool:
-        """Whether the fused forward pass of the Llama family can run it."""
+        """Whether the fused forward pass of the Llama family can run the model."""
         may_differ = ("end_token_ids", "qk_norm")
         has_defaults = all(
             getattr(self, one.name) == one.default
@@ -128,7 +113,7 @@ class DecoderConfig:
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, or None where there is no file."""
+    """Returns the object in a JSON file, or None if there is no file."""
     try:
         content = json.loads(file.read_text("utf-8"))
     except FileNotFoundError:
@@ -141,8 +126,8 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def read_folder(folder: Path) -> tuple[RawConfig, RawConfig]:
-    """``config.json`` and ``generation_config.json`` of a model folder; of a GGUF file, the config that it
-    stands for. ``UnknownModel`` if there is no folder, ``BadModelFolder`` if it has no config."""
+    """Returns ``config.json`` and ``generation_config.json`` of a model folder, or the equivalent config of a
+    GGUF file. Raises ``UnknownModel`` if there is no folder, ``BadModelFolder`` if it has no config."""
     if (file := find_gguf(folder)) is not None:
         return open_gguf(file).config, {}
     if not folder.is_dir():
@@ -156,13 +141,13 @@ def read_folder(folder: Path) -> tuple[RawConfig, RawConfig]:
 
 
 def architectures_of(raw: RawConfig) -> list[Any]:
-    """The config's architectures; older configs have one name instead of a list."""
+    """Returns the config's architectures; older configs have one name instead of a list."""
     names = raw.get("architectures") or []
     return names if isinstance(names, list) else [names]
 
 
 def end_token_ids(raw: RawConfig, generation: RawConfig) -> tuple[int, ...]:
-    """The tokens that end a text, from both files, as some models list different ones in each."""
+    """Returns the tokens that end a text, from both files: some models list different ones in each."""
     found: dict[int, None] = {}
     for source in (generation, raw):
         ids = source.get("eos_token_id")

@@ -15,6 +15,14 @@ class KvPool:
 
     Memory is not cleared: on a CPU, a page is first touched when a token is written to it, and kernels must
     not read slots that their request does not own.
+
+    Args:
+        num_layers: the layers of the model.
+        num_slots: the size of the pool, in tokens.
+        num_kv_heads: the KV heads of a layer.
+        head_dim: the size of a key or a value of one head.
+        dtype: the dtype of keys and values.
+        device: where the pool is.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 2106.09685).
 
 A folder has ``adapter_config.json`` and ``adapter_model.safetensors``. The tensors decide which projections
-are changed; the config decides by how much. What would change anything else of the model is rejected.
+are changed; the config decides by how much. Adapters that change any other part of the model are rejected.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agentflow.protocol.sampling import is_number, is_whole
 MAX_RANK = 100_000
 MAX_ALPHA = 1e6
 PATTERNS_S = 1.0
-# Settings of PEFT that change more than the products, or change them in another way.
+# Settings of PEFT that change more than the products, or change the products in another way.
 _UNSUPPORTED = (
     "modules_to_save",
     "use_dora",
@@ -48,32 +48,33 @@ _UNSUPPORTED = (
     "monteclora_config",
     "velora_config",
 )
-# Initialisations that also change the base model's weights, which such an adapter then needs.
+# Initialisations that also change the base model's weights: their adapters need the changed model.
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<kind>[AB])(?:\.default)?\.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class _Projection:
-    """Where the outputs of one projection are: those from ``first`` on, of one product of a layer."""
+    """The place of one projection: some outputs of one product of a layer."""
 
     layer: int
     place: Place
     num_in: int
-    first: int
+    first: int  # output of the product
     num_out: int
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """An adapter as read, in memory of the host. ``parts``: what changes each product of each layer."""
+    """An adapter as read, in the host's memory."""
 
     num_layers: int
+    # The changes of each product of each layer: A [rank, in] and the scaled B [out, rank] of projections.
     parts: Mapping[tuple[int, Place], Sequence[tuple[_Projection, Tensor, Tensor]]]
 
     @torch.inference_mode()
     def packed(self, device: torch.device, kernels: Kernels) -> Adapter:
-        """The adapter on the model's device, in the layout of its kernels."""
+        """Returns the adapter on the model's device, in the layout of the kernels."""
 
         def product(layer: int, place: Place) -> LowRank | None:
             found = sorted(self.parts.get((layer, place), ()), key=lambda part: part[0].first)
@@ -91,8 +92,8 @@ class AdapterWeights:
 
 
 def read_adapter(folder: Path, config: DecoderConfig, dtype: torch.dtype) -> AdapterWeights:
-    """The adapter in ``folder``, which ``check_adapter`` accepts, for the model with this config.
-    ``BadModelFolder`` if it is for another base model, or changes what cannot be changed here."""
+    """Reads the adapter in ``folder``, which ``check_adapter`` accepts, for the model with this config.
+    Raises ``BadModelFolder`` if it is for another base model, or changes unsupported parts."""
     settings = read_json(folder / CONFIG) or {}
     _check_settings(folder, settings)
     patterns = _Patterns(folder, settings)
@@ -133,7 +134,7 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _projections(config: DecoderConfig) -> Iterator[tuple[str, _Projection]]:
-    """The projections of all layers by their modules' names, without those of experts."""
+    """Yields the projections of all layers, without projections of experts, by their modules' names."""
     names = FAMILIES[config.architecture].names
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -157,7 +158,7 @@ def _projections(config: DecoderConfig) -> Iterator[tuple[str, _Projection]]:
 
 
 def _read_tensors(folder: Path) -> dict[str, dict[str, Tensor]]:
-    """Pairs of ``A`` [rank, in] and ``B`` [out, rank], by module."""
+    """Returns the pairs of ``A`` [rank, in] and ``B`` [out, rank], by module."""
     found: dict[str, dict[str, Tensor]] = {}
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
@@ -212,8 +213,8 @@ def _scale(folder: Path, rank: int, alpha: Any, settings: Mapping[str, Any]) -> 
 
 
 class _Patterns:
-    """The settings of single modules, by patterns of their names. An adapter's patterns have ``PATTERNS_S``
-    seconds together, as no other adapter is read meanwhile. ``BadModelFolder``."""
+    """The settings of single modules, by patterns of their names. All patterns of an adapter together have
+    ``PATTERNS_S`` seconds, because no other adapter is read meanwhile; then ``BadModelFolder`` is raised."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self._settings = settings
@@ -221,7 +222,7 @@ class _Patterns:
         self._left_s = PATTERNS_S
 
     def value(self, name: str, module: str, default: Any) -> Any:
-        """The value of the first pattern that the module's name ends with, as PEFT finds it."""
+        """Returns the value of the first pattern that matches the end of the module's name, as in PEFT."""
         patterns = self._settings.get(name) or {}
         if not isinstance(patterns, dict):
             raise self._refused(name, "it is not an object")

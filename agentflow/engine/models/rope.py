@@ -1,9 +1,10 @@
 """Rotary position embeddings (Su et al. 2021, arXiv 2104.09864): the frequencies of a config and the angles
 of a batch.
 
-The scaled kinds stretch the frequencies to extend the context beyond training: "linear" (Chen et al. 2023,
+The scaled kinds divide the frequencies to extend the context beyond training: "linear" (Chen et al. 2023,
 arXiv 2306.15595) divides all of them, "llama3" (Llama 3.1) only the low ones, "yarn" (Peng et al. 2023, arXiv
-2309.00071) those below a ramp, and "longrope" (Ding et al. 2024, arXiv 2402.13753) each by its own factor.
+2309.00071) the ones below a ramp, and "longrope" (Ding et al. 2024, arXiv 2402.13753) each by a separate
+factor.
 """
 
 from __future__ import annotations
@@ -23,45 +24,39 @@ KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """``kind``: one of ``KINDS``. ``factor``: the factor by which the context is extended, which trained for
-    ``original_context`` tokens. ``low_freq_factor`` and ``high_freq_factor``: of llama3. ``beta_fast``,
-    ``beta_slow`` and ``truncates``: of yarn, where its ramp begins and ends, in rotations over the original
-    context, and whether these bounds are rounded. ``factors``: of longrope, one for each frequency.
+    """The rotary embeddings of a model."""
 
-    ``fraction``: the part of each head that rotates, from its first dimension on. ``amplitude``: the factor
-    of cosines and sines."""
-
-    kind: str
-    theta: float
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_context: int = 0
-    fraction: float = 1.0
-    amplitude: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncates: bool = True
-    factors: tuple[float, ...] = ()
+    kind: str  # one of ``KINDS``
+    theta: float  # the base of the frequencies
+    factor: float = 1.0  # by which the context is extended
+    low_freq_factor: float = 1.0  # of llama3
+    high_freq_factor: float = 1.0  # of llama3
+    original_context: int = 0  # of the training before the extension, in tokens
+    fraction: float = 1.0  # the part of each head that rotates, from its first dimension on
+    amplitude: float = 1.0  # the factor of cosines and sines
+    beta_fast: float = 32.0  # of yarn: the begin of the ramp, in rotations over the original context
+    beta_slow: float = 1.0  # of yarn: the end of the ramp
+    truncates: bool = True  # of yarn: these bounds are rounded
+    factors: tuple[float, ...] = ()  # of longrope, one for each frequency
 
     @property
     def is_plain(self) -> bool:
-        """Whether all dimensions rotate, by angles alone."""
+        """Whether all dimensions rotate, and cosines and sines are not scaled."""
         return self.fraction == 1.0 and self.amplitude == 1.0
 
     def num_rotated(self, head_dim: int) -> int:
-        """The number of dimensions of a head that rotate."""
+        """Returns the number of dimensions of a head that rotate."""
         return int(head_dim * self.fraction)
 
 
 def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
-    """From ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
+    """Reads ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
     parameters = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
     return rope_of(raw, parameters)
 
 
 def rope_of(raw: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeConfig:
-    """The rope of ``parameters``; what they leave out stands in ``raw``."""
+    """Returns the rope of ``parameters``; missing ones are read from ``raw``."""
     theta = float(parameters.get("rope_theta", raw.get("rope_theta") or 10000.0))
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))
     fraction = float(parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor") or 1.0))
@@ -131,7 +126,7 @@ def yarn_amplitude(factor: float, mscale: float) -> float:
 def _read_longrope(
     raw: Mapping[str, Any], parameters: Mapping[str, Any], theta: float, fraction: float
 ) -> RopeConfig:
-    """With the factors for texts up to the original context: the keys in the cache cannot change when a text
+    """Uses the factors for texts up to the original context: the keys in the cache cannot change when a text
     grows beyond it."""
     original = _original_context(raw, parameters)
     factor = float(parameters.get("factor") or raw["max_position_embeddings"] / original)
@@ -173,8 +168,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3_frequencies(rope: RopeConfig, plain: Tensor) -> Tensor:
-    # Wavelengths much shorter than the original context stay, long ones are stretched by the factor, and
-    # between the two bounds the frequencies are interpolated.
+    # Wavelengths much shorter than the original context are unchanged, long ones are stretched by the factor,
+    # and between the two bounds the frequencies are interpolated.
     waves_in_context = rope.original_context * plain / (2 * math.pi)
     blend = (waves_in_context - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
@@ -183,7 +178,7 @@ def _llama3_frequencies(rope: RopeConfig, plain: Tensor) -> Tensor:
 
 def _yarn_frequencies(rope: RopeConfig, periods: Tensor, num_rotated: int) -> Tensor:
     def dimension_of(rotations: float) -> float:
-        """The dimension that rotates so often over the original context."""
+        """Returns the dimension with this number of rotations over the original context."""
         return (
             num_rotated
             * math.log(rope.original_context / (rotations * 2 * math.pi))
@@ -203,8 +198,8 @@ def _yarn_frequencies(rope: RopeConfig, periods: Tensor, num_rotated: int) -> Te
 def rope_angles(
     positions: Tensor, frequencies: Tensor, dtype: torch.dtype, amplitude: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, 2 * frequencies] of positions [T], as kernels take them: the halves of a head rotate
-    together, so each angle occurs twice, with its sine negated in the first half."""
+    """Returns cos and sin [T, 1, 2 * frequencies] of positions [T], in the layout for kernels: the halves of
+    a head rotate together, so each angle occurs twice, with its sine negated in the first half."""
     angles = positions.float().unsqueeze(-1) * frequencies
     cos, sin = angles.cos(), angles.sin()
     if amplitude != 1.0:

@@ -1,4 +1,4 @@
-"""Chooses one token for each row of logits, for all rows of a batch at once.
+"""Chooses one token for each row of logits, for all rows of a batch together.
 
 A row's choice depends on its logits, its parameters and one number derived from (seed, position), and not on
 other rows or earlier draws: a run that is resumed, replayed or batched differently generates the same tokens.
@@ -24,7 +24,7 @@ from agentflow.kernels.torch_ops import chosen_rows, to_host
 from agentflow.protocol.sampling import MAX_TOP_LOGPROBS
 
 Place = tuple[Tensor, Tensor]
-"""Rows and tokens, one pair for each logit."""
+"""The places of logits: their rows and their tokens."""
 
 
 @contextmanager
@@ -75,15 +75,15 @@ _SECOND_MULTIPLIER = np.uint64(0x94D049BB133111EB)
 
 
 def wants_only_tokens(sampled: SampledRows) -> bool:
-    """Whether there are rows, and ``Kernels.choose`` on unedited logits is all that they need."""
+    """Whether there are rows, and all of them need only ``Kernels.choose`` on unedited logits."""
     return len(sampled.rows) > 0 and sampled.edits is None and not sampled.needs_logprobs
 
 
 def choose_tokens(logits: Tensor, sampled: SampledRows, kernels: Kernels) -> BatchOutput:
-    """The token of each row; its log-probability and the likeliest tokens if any row needs them.
+    """Returns the token of each row; with its log-probability and the likeliest tokens if any row needs them.
 
     ``logits`` [S, vocabulary] float32: modified and restored. ``sampled.edits`` and then ``sampled.masks``
-    are applied before ``Kernels.choose``. A row that is not finite gets ``NOT_FINITE``, also if it has a
+    are applied before ``Kernels.choose``. A row that is not finite gets ``NOT_FINITE``, even if it has a
     target.
     """
     rows = choice_rows(sampled)
@@ -107,13 +107,13 @@ def choose_tokens(logits: Tensor, sampled: SampledRows, kernels: Kernels) -> Bat
 
 
 def embedded(sampled: SampledRows, embeddings: FloatArray) -> BatchOutput:
-    """The output of a model that makes embeddings. Those that are not finite get ``NOT_FINITE``."""
+    """Returns the output of a model that makes embeddings. Rows that are not finite get ``NOT_FINITE``."""
     is_finite = np.isfinite(embeddings).all(axis=1)
     return BatchOutput(np.where(is_finite, sampled.target_ids, NOT_FINITE), None, embeddings=embeddings)
 
 
 def choice_rows(sampled: SampledRows) -> ChoiceRows:
-    """The parameters of the rows, in the form kernels take."""
+    """Returns the parameters of the rows, in the form for the kernels."""
     masks = sampled.masks
     is_random = bool((sampled.temperatures > 0).any())
     return ChoiceRows(
@@ -134,20 +134,21 @@ def _scored(logits: Tensor, totals: Tensor, scored: ScoredTokens) -> FloatArray:
     return to_host(logits[rows, token_ids] - totals[rows])
 
 
-# Of intermediate results that are as large as the logits, or twice as large: torch counts flags in 8 bytes.
+# The rows of intermediate results that are as large as the logits, or twice as large: torch counts flags in 8
+# bytes.
 _ROWS_AT_ONCE = 16
 
 
 def _ranks(logits: Tensor, own: Tensor) -> IntArray:
-    """How many logits of each row are at least ``own`` [S, 1]."""
+    """Counts the logits of each row that are at least ``own`` [S, 1]."""
     parts = zip(torch.split(logits, _ROWS_AT_ONCE), torch.split(own, _ROWS_AT_ONCE), strict=True)
     counts: IntArray = torch.cat([(part >= least).sum(dim=1) for part, least in parts]).cpu().numpy()
     return counts
 
 
 def _top(logits: Tensor, totals: Tensor, chosen: NDArray[np.bool_]) -> tuple[IntArray, FloatArray]:
-    """The likeliest tokens of the chosen rows and their log-probabilities; -1 and 0 in the other rows. The
-    number is constant, so that ties do not depend on what other rows request."""
+    """Returns the likeliest tokens of the chosen rows and their log-probabilities; -1 and 0 in the other
+    rows. The number of tokens is constant, so that ties do not depend on the requests of other rows."""
     count = min(MAX_TOP_LOGPROBS, logits.shape[1])
     found = chosen_rows(logits, chosen).topk(count, dim=-1)
     ids = np.full((len(chosen), count), -1, dtype=np.int64)
@@ -158,7 +159,7 @@ def _top(logits: Tensor, totals: Tensor, chosen: NDArray[np.bool_]) -> tuple[Int
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: IntArray) -> NDArray[np.float64]:
-    """One number in [0, 1) for each pair of seed and position.
+    """Returns one number in [0, 1) for each pair of seed and position.
 
     Two rounds of the mixing function of splitmix64 (Steele, Lea and Flood, OOPSLA 2014), with the seed in the
     first and the position in the second; the number is the upper 53 bits.

@@ -1,11 +1,11 @@
-"""The part of ``config.json`` that describes the text model, where a model also reads images."""
+"""The part of ``config.json`` that describes the text model of a model that also reads images."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
 
-# Published configs leave out what equals the defaults of the class that made them.
+# Published configs leave out values that equal the defaults of the class that wrote them.
 _DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "gemma3_text": {
         "vocab_size": 262_208,
@@ -23,7 +23,8 @@ _DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``text_config`` with its defaults and the architectures of the whole; ``raw`` if there is none."""
+    """Returns ``text_config`` with its defaults and the architectures of the whole model; ``raw`` if it has
+    none."""
     part = raw.get("text_config")
     if not part:
         return raw

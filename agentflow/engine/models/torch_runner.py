@@ -49,8 +49,8 @@ def forward_input_of(
     kv_layers: tuple[Tensor, ...],
     adapters: Sequence[AdapterRows] = (),
 ) -> ForwardInput:
-    """The batch's arrays and the plan of its attention. ``kv_layers``: the pool, in the model's dtype and on
-    its device (``KvPool.layers``). ``adapters``: as in ``ForwardInput``."""
+    """Returns the batch's arrays and the plan of its attention. ``kv_layers``: the pool, in the model's dtype
+    and on its device (``KvPool.layers``). ``adapters``: as in ``ForwardInput``."""
     attended = AttentionBatch(
         batch.req_to_token, batch.req_rows, batch.query_lens, batch.kv_lens, batch.trees
     )
@@ -78,18 +78,17 @@ _DTYPES = {
 }
 _QUANTIZED = {"int8": "Q8_0", "int4": "Q4_1"}
 _MAX_LOGIT_ROWS = 256
-"""The most rows of logits in memory at once: 200 kB each for a vocabulary of 50,000."""
+"""The most rows of logits in memory: 200 kB each for a vocabulary of 50,000."""
 _MEMORY_WORDS = ("DefaultCPUAllocator", "_STATUS_ALLOC_FAILED", "out of memory")
 _FAULT_WORDS = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "Triton Error [CUDA]")
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A batch of ``TorchRunner`` that runs. ``tokens`` or ``hidden`` waits for its end. ``choice``: the rows
-    as ``Kernels.choose`` takes them, if only tokens are wanted."""
+    """A batch of ``TorchRunner`` that is running. ``tokens`` or ``hidden`` is set, and waits for its end."""
 
     sampled: SampledRows
-    choice: ChoiceRows | None
+    choice: ChoiceRows | None  # the rows' parameters for ``Kernels.choose``, if only tokens are needed
     tokens: Callable[[], IntArray] | None = None
     hidden: Callable[[], Tensor] | None = None
 
@@ -97,15 +96,22 @@ class _Launched:
 class TorchRunner:
     """Runs a model of one of the ``families``, or through transformers.
 
-    ``device``: cpu, cuda or None (cuda if available). ``dtype``: bfloat16, float16 or float32, for weights,
-    activations and KV; auto: bfloat16, but quantised weights stay as they are where the kernels can multiply
-    them. On a CPU, float16 becomes float32, which has all its values. ``quantize``: int8 or int4, for weights
-    that are not quantised yet. ``num_slots``: the size of the KV pool in tokens. ``num_threads``: CPU threads
-    of the whole process; None: torch's default, but at most ``usable_cpus``.
+    Args:
+        folder: the model folder, or a GGUF file.
+        num_slots: the size of the KV pool, in tokens.
+        device: cpu, cuda or None (cuda if available).
+        dtype: bfloat16, float16 or float32, for weights, activations and KV. auto: bfloat16, and quantised
+            weights are kept if the kernels can multiply them. On a CPU, float16 becomes float32, which has
+            all its values.
+        quantize: int8 or int4, for weights that are not quantised yet.
+        num_threads: CPU threads of the whole process; None: torch's default, but at most ``usable_cpus``.
+        embedding: the runner makes embeddings from last tokens and generates nothing; only for native
+            families.
 
-    ``embedding``: makes embeddings from last tokens, and generates nothing; only for native families.
-
-    ``UnknownModel``, ``BadModelFolder`` or ``BadArgument`` if it cannot be run.
+    Raises:
+        UnknownModel: there is no such folder.
+        BadModelFolder: the model cannot be run.
+        BadArgument: the device, ``dtype`` or ``quantize`` is unknown or unavailable.
     """
 
     info: RunnerInfo
@@ -194,7 +200,7 @@ class TorchRunner:
 
     @property
     def keeps_order(self) -> bool:
-        """Whether a row's sums have the same order whatever else is in its batch."""
+        """Whether a row's sums have the same order regardless of the rest of its batch."""
         return isinstance(self._model, LlamaModel) and self._model.keeps_order
 
     def launch(self, batch: Batch) -> _Launched:
@@ -223,7 +229,7 @@ class TorchRunner:
             if choice is not None:
                 return _Launched(sampled, choice, tokens=model.whole_forward.start_tokens(given, choice))
             return _Launched(sampled, choice, hidden=model.whole_forward.start_hidden(given))
-        if self._device.type == "cpu":  # this thread computes: later, so that results are delivered first
+        if self._device.type == "cpu":  # this thread computes, after it has delivered earlier results
             return _Launched(sampled, choice, hidden=partial(model.forward, given))
         hidden = model.forward(given)  # launches kernels and does not wait for them
         return _Launched(sampled, choice, hidden=lambda: hidden)
@@ -288,7 +294,7 @@ class TorchRunner:
         return self._kv_pool.layers
 
     def close(self) -> None:
-        """Frees the memory. The runner cannot be used afterwards."""
+        """Frees the memory. The runner must not be used afterwards."""
         del self._model, self._kv_pool, self._adapters
 
     def _choose(self, hidden: Tensor, sampled: SampledRows) -> BatchOutput:
@@ -299,7 +305,7 @@ class TorchRunner:
 
 @contextmanager
 def _failures_of_the_device() -> Iterator[None]:
-    """Raises an error of a forward pass that the device caused as what it is."""
+    """Translates errors of a forward pass that the device caused into ``device_failure``."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -312,7 +318,7 @@ def _failures_of_the_device() -> Iterator[None]:
 
 
 def device_failure(error: RuntimeError | MemoryError) -> OutOfMemory | AcceleratorFault | None:
-    """The device failure that an error of a forward pass reports; None if the batch is at fault.
+    """Returns the device failure that an error of a forward pass reports; None if the batch is at fault.
 
     torch has types for the memory and faults of GPUs; errors of its libraries and of the CPU's allocator are
     recognised by their messages only.
@@ -328,14 +334,14 @@ def device_failure(error: RuntimeError | MemoryError) -> OutOfMemory | Accelerat
 
 
 def use_threads(num_threads: int | None) -> None:
-    """The CPU threads of torch; None: its default, but at most ``usable_cpus``."""
+    """Sets the CPU threads of torch; None: its default, but at most ``usable_cpus``."""
     num_threads = num_threads or min(torch.get_num_threads(), usable_cpus())
     if num_threads != torch.get_num_threads():
         torch.set_num_threads(num_threads)
 
 
 def dtype_on(device: torch.device, name: str) -> torch.dtype:
-    """The type for activations that ``dtype`` names. ``BadArgument`` if it names none."""
+    """Returns the dtype of activations by its name. Raises ``BadArgument`` for an unknown name."""
     if name not in _DTYPES:
         raise BadArgument(f"dtype must be one of {', '.join(_DTYPES)}, not {name!r}", param="dtype")
     if name == "float16" and device.type == "cpu":
@@ -353,12 +359,12 @@ def device_named(name: str | None) -> torch.device:
 
 
 def identity_of_values(folder: Path, weights: str, dtype: torch.dtype) -> str:
-    """The identity of a model in a folder, run in ``dtype`` with ``weights``."""
+    """Returns the identity of a model in a folder that runs in ``dtype`` with ``weights``."""
     return hashlib.sha256(repr((model_identity(folder), weights, str(dtype))).encode()).hexdigest()
 
 
 def weights_in(dtype: torch.dtype) -> str:
-    """How weights that are not quantised are held, for people."""
+    """Describes the storage of weights that are not quantised, for people."""
     return f"{str(dtype).removeprefix('torch.')} weights"
 
 

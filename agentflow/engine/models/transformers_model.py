@@ -1,12 +1,12 @@
 """Runs causal models of transformers that have no family here, on the same paged KV pool.
 
-transformers computes everything but attention: its models call the attention function that their config
-names, and the one that is registered here writes keys and values to the pool and attends to it
-(``kernels.masked_attention``). It is slower than a family: weights are not packed, and each layer runs in
+transformers computes everything except attention: its models call the attention function that their config
+selects. The function registered here writes keys and values to the pool and attends to it
+(``kernels.masked_attention``). This is slower than a family: weights are not packed, and each layer runs in
 Python.
 
-A model can run so if attention is all that joins its tokens, with the same number and size of KV heads in
-each layer. A first forward pass, of two tokens, finds out. Code of the model's own folder never runs.
+A model can run this way if only attention combines its tokens, with the same number and size of KV heads in
+each layer. A first forward pass, of two tokens, checks this. Code in the model's folder never runs.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from agentflow.kernels.ops import Kernels
 logger = logging.getLogger(__name__)
 
 NAME: Final = "agentflow_paged"
-"""Under which transformers finds the attention function."""
+"""The name under which transformers finds the attention function."""
 DEFAULT_CONTEXT: Final = 2048
-"""The longest sequence of a model whose config names none."""
+"""The longest sequence of a model whose config has no limit."""
 _PROBE_LEN = 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What a layer passed to the attention function."""
+    """The sizes that a layer passed to the attention function."""
 
     num_kv_heads: int
     head_dim: int
@@ -51,7 +51,7 @@ class _Call:
 
 
 class _Forward:
-    """One forward pass, as the attention function sees it."""
+    """The data of one forward pass for the attention function."""
 
     def __init__(self, given: ForwardInput, device: torch.device) -> None:
         self.given = given
@@ -67,7 +67,7 @@ class _Probe:
         self.num_calls = 0
 
 
-# The forward pass of this thread: transformers passes nothing of ours down to all attention layers.
+# The forward pass of this thread: transformers does not pass our arguments down to all attention layers.
 _current = threading.local()
 
 
@@ -83,8 +83,22 @@ def paged_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of transformers' interface. ``query`` [1, heads, T, head_dim], ``key`` and
-    ``value`` [1, kv_heads, T, head_dim]. Returns [1, T, heads, head_dim]."""
+    """The attention function, as transformers calls it.
+
+    Args:
+        module: the attention layer.
+        query: [1, heads, T, head_dim].
+        key: [1, kv_heads, T, head_dim].
+        value: [1, kv_heads, T, value_dim].
+        attention_mask: ignored; the plan of the forward pass decides which keys a row sees.
+        scaling: of the scores; None: ``head_dim ** -0.5``.
+        sliding_window: the tokens that a row sees; None: all.
+        softcap: the cap of the scores; None: no cap.
+        s_aux: the sinks, [heads].
+
+    Returns:
+        [1, T, heads, value_dim], and None for the weights.
+    """
     forward = _current.forward
     layer: int = module.layer_idx  # type: ignore[assignment]
     if isinstance(forward, _Probe):
@@ -103,9 +117,9 @@ def paged_attention(
 
 
 class TransformersModel:
-    """A causal model of transformers. Its "hidden states" are logits: the model has its own head.
+    """A causal model of transformers. Its "hidden states" are logits, because the model includes its head.
 
-    ``num_layers``, ``num_kv_heads``, ``head_dim``: of the KV pool that it needs."""
+    ``num_layers``, ``num_kv_heads``, ``head_dim``: the shape of the KV pool that it needs."""
 
     def __init__(self, model: Any, kernels: Kernels, raw: RawConfig, generation: RawConfig) -> None:
         self._model = model
@@ -132,7 +146,7 @@ class TransformersModel:
         return self._logits(forward, given.token_ids, given.positions, given.rows).float()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The result of ``forward``."""
+        """Returns the argument: ``forward`` computes the logits."""
         return hidden
 
     def _logits(
@@ -153,7 +167,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def _probe(self) -> tuple[list[_Call], Tensor]:
-        """A call of each layer, and the logits of a forward pass of two tokens."""
+        """Runs a forward pass of two tokens. Returns the call of each layer, and the logits."""
         probe, places = _Probe(), np.arange(_PROBE_LEN)
         logits = self._logits(probe, np.zeros(_PROBE_LEN, np.int64), places, places)
         num_layers = int(self._model.config.get_text_config().num_hidden_layers)
@@ -174,7 +188,7 @@ class TransformersModel:
 
 
 def _check_windows(config: Any, calls: list[_Call]) -> None:
-    """Rejects a model whose windows reach attention only in masks, which are not made here."""
+    """Rejects a model that passes its windows to attention only in masks, which are not made here."""
     window = getattr(config, "sliding_window", None)
     kinds = list(getattr(config, "layer_types", None) or [])
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
@@ -194,7 +208,7 @@ def _slides(config: Any) -> bool:
 
 @contextmanager
 def without_reports() -> Iterator[None]:
-    """No progress bars and reports of transformers: what is wrong with a model is raised."""
+    """Turns off progress bars and reports of transformers: problems of a model are raised as errors."""
     import transformers
 
     reports: Any = transformers.utils.logging
@@ -210,8 +224,8 @@ def without_reports() -> Iterator[None]:
 
 
 def pretrained(kind: Any, folder: Path, config: Any, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
-    """A model from its safetensors, by the class of transformers that ``kind`` is, and what transformers says
-    of its tensors. No code of the folder's own is run. Errors of transformers."""
+    """Loads a model from its safetensors with ``kind``, a class of transformers. Returns the model and
+    transformers' report on its tensors. Code in the folder is not run. Raises the errors of transformers."""
     loaded: tuple[Any, Any] = kind.from_pretrained(
         folder,
         config=config,
@@ -226,7 +240,7 @@ def pretrained(kind: Any, folder: Path, config: Any, dtype: torch.dtype, **optio
 
 
 def pretrained_config(folder: Path, wrong: str) -> Any:
-    """The config of a model that has no encoder beside a decoder; ``ValueError(wrong)`` for one that has."""
+    """Returns the config of a model. Raises ``ValueError(wrong)`` if it has both an encoder and a decoder."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -236,7 +250,7 @@ def pretrained_config(folder: Path, wrong: str) -> Any:
 
 
 def check_complete(folder: Path, missing: Iterable[str]) -> None:
-    """``BadModelFolder`` if tensors are missing: transformers makes them up."""
+    """Raises ``BadModelFolder`` if tensors are missing: transformers initialises them randomly."""
     name = min(missing, default=None)
     if name is not None:
         raise BadModelFolder(
@@ -245,7 +259,7 @@ def check_complete(folder: Path, missing: Iterable[str]) -> None:
 
 
 def _check_loaded(folder: Path, loading: Mapping[str, Any]) -> None:
-    """``BadModelFolder`` unless the files have each tensor of the model."""
+    """Raises ``BadModelFolder`` unless the files have each tensor of the model."""
     check_complete(folder, loading["missing_keys"])
     if misshapen := sorted(loading["mismatched_keys"]):
         name, stored, expected = misshapen[0]
@@ -257,7 +271,7 @@ def _check_loaded(folder: Path, loading: Mapping[str, Any]) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """The first sentence of an error that may have paragraphs."""
+    """Returns the first sentence of an error that may have paragraphs."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     shown = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
     return shown or type(error).__name__
@@ -266,8 +280,8 @@ def one_line(error: Exception) -> str:
 def load_transformers(
     folder: Path, *, dtype: torch.dtype, device: torch.device, kernels: Kernels
 ) -> TransformersModel:
-    """The causal model of ``folder``. ``BadModelFolder`` if transformers is not installed, does not know the
-    architecture, or cannot run it on a paged KV pool."""
+    """Loads the causal model of ``folder``. Raises ``BadModelFolder`` if transformers is not installed or
+    does not know the architecture, or if the model cannot run on a paged KV pool."""
     raw, generation = read_folder(folder)
     architectures = architectures_of(raw)
     if not architectures:
@@ -323,7 +337,7 @@ def load_transformers(
             f"(transformers does not find {error})",
             param="architectures",
         ) from error
-    except Exception as error:  # transformers has no error type of its own
+    except Exception as error:  # transformers has no common error type
         raise BadModelFolder(
             f"{folder}: its architecture is {architecture}, which cannot be run: {one_line(error)}",
             param="architectures",

@@ -1,7 +1,7 @@
 """Reads ``quantization_config`` of ``config.json``: how the matrices of a folder are quantised.
 
-Only what the tensors do not show is read: their names say which matrices are quantised, and their shapes how
-large the groups are.
+Only properties that the tensors do not show are read: the names of the tensors show which matrices are
+quantised, and their shapes the sizes of groups.
 """
 
 from __future__ import annotations
@@ -22,34 +22,32 @@ METHODS: Final[Mapping[str, Method]] = {
     "fbgemm_fp8": "fp8",
     "mxfp4": "mxfp4",
 }
-"""The values of ``quant_method`` that are read."""
+"""The supported values of ``quant_method``."""
 _FIELD: Final = "quantization_config"
 _ACTIVE: Final = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """``bits``: of a code, where codes are packed into words. ``zero_offset``: added to stored zero points.
-    ``is_symmetric``: all zero points are the middle of the codes. ``block``: outputs and inputs that share a
-    scale, where scales have two dimensions (None: groups of inputs). ``has_act_order``: groups are not
-    adjacent, so that matrices are rounded to 8 bits for the native kernels."""
+    """The quantisation of a model's matrices."""
 
     method: Method
-    bits: int = 8
-    zero_offset: int = 0
-    is_symmetric: bool = False
-    block: tuple[int, int] | None = None
-    has_act_order: bool = False
+    bits: int = 8  # of a code, if codes are packed into words
+    zero_offset: int = 0  # added to stored zero points
+    is_symmetric: bool = False  # all zero points are the middle of the codes
+    block: tuple[int, int] | None = None  # the outputs and inputs that share a scale; None: groups of inputs
+    has_act_order: bool = False  # groups are not adjacent: the native kernels get matrices rounded to 8 bits
 
     @property
     def panels_of_stored(self) -> float:
-        """About the memory of the matrices in the native kernels, over that in the files."""
+        """The approximate ratio of the matrices' memory in the native kernels to their size in the files."""
         return 2.2 if self.has_act_order and self.bits < 8 else 1.3
 
 
 def read_scheme(raw: Mapping[str, Any]) -> Scheme | None:
-    """The scheme of a model's config, or None if its weights are not quantised. ``BadModelFolder`` for one
-    that is not read; ``AttributeError``, ``TypeError`` or ``ValueError`` for values of the wrong kind."""
+    """Returns the scheme of a model's config, or None if its weights are not quantised. Raises
+    ``BadModelFolder`` for an unsupported scheme; ``AttributeError``, ``TypeError`` or ``ValueError`` for
+    values of the wrong kind."""
     config = raw.get(_FIELD) or (raw.get("text_config") or {}).get(_FIELD)
     if not config:
         return None
@@ -78,7 +76,7 @@ def _awq(config: Mapping[str, Any]) -> Scheme:
 
 
 def _gptq(config: Mapping[str, Any]) -> Scheme:
-    # Version 1 stores zero points less 1. Other layouts are made for the kernels of one GPU library.
+    # Version 1 stores zero points minus 1. Other layouts are made for the kernels of one GPU library.
     version = str(config.get("checkpoint_format") or config.get("format") or "gptq")
     if config.get("is_marlin_format"):
         version = "marlin"
@@ -121,7 +119,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
 
 
 def _formats(config: Mapping[str, Any], groups: list[Mapping[str, Any]]) -> Iterator[str]:
-    """The formats of all groups: with "mixed-precision", each has its own."""
+    """Yields the formats of all groups: with "mixed-precision", they may differ."""
     whole = str(config.get("format", "unknown"))
     for group in groups:
         yield str(group.get("format") or whole)

@@ -1,9 +1,10 @@
 """Embeddings through transformers: encoders (BERT, MPNet, XLM-RoBERTa, …), and decoders whose hidden states
 are averaged.
 
-These models read a whole text at once, so nothing is paged: the runner notes the tokens that the scheduler
-computes, slot by slot, and runs a text when its last token is scheduled. Texts of similar length share a
-forward pass, because each is padded to the longest of its pass. Code of the model's own folder never runs.
+These models compute a whole text in one pass, so nothing is paged: the runner collects the tokens that the
+scheduler computes, slot by slot, and runs a text when its last token is scheduled. Texts of similar length
+share a forward pass, because each is padded to the longest of its pass. Code in the model's folder never
+runs.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ from agentflow.errors import BadModelFolder
 logger = logging.getLogger(__name__)
 
 MAX_PADDING: Final = 1.25
-"""Rows of a forward pass, with padding, over its tokens."""
+"""The most rows of a forward pass, padding included, per token of its texts."""
 DEFAULT_CONTEXT: Final = 512
 
 
 class EncoderRunner:
-    """A ``ModelRunner`` that makes embeddings. Arguments as of ``TorchRunner``."""
+    """A ``ModelRunner`` that makes embeddings. The arguments are those of ``TorchRunner``."""
 
     info: RunnerInfo
 
@@ -111,7 +112,7 @@ class EncoderRunner:
             raise failure from error
 
     def close(self) -> None:
-        """Frees the memory. The runner cannot be used afterwards."""
+        """Frees the memory. The runner must not be used afterwards."""
         del self._model
 
     @torch.inference_mode()
@@ -135,8 +136,8 @@ class EncoderRunner:
 
 
 def groups_of_similar_length(lens: Sequence[int]) -> Iterator[list[int]]:
-    """Divides texts of these lengths into forward passes: indices, the longest first in each. With padding a
-    pass has at most ``MAX_PADDING`` times its tokens."""
+    """Divides texts of these lengths into forward passes. Yields the indices of each pass, the longest text
+    first. Padding included, a pass has at most ``MAX_PADDING`` times its tokens."""
     group: list[int] = []
     num_tokens = 0
     for i in sorted(range(len(lens)), key=lambda i: -lens[i]):
@@ -150,7 +151,8 @@ def groups_of_similar_length(lens: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _num_positions(model: Any, config: Any) -> int:
-    """The longest text. RoBERTa and its relatives number positions from behind that of the padding."""
+    """Returns the longest text, in tokens. RoBERTa and its relatives begin at the position after the
+    padding's position."""
     longest = int(getattr(config, "max_position_embeddings", 0) or DEFAULT_CONTEXT)
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
@@ -160,8 +162,8 @@ def _num_positions(model: Any, config: Any) -> int:
 
 
 def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """``BadModelFolder`` if transformers is not installed, does not know the architecture, or weights are
-    missing."""
+    """Raises ``BadModelFolder`` if transformers is not installed, does not know the architecture, or weights
+    are missing."""
     raw, _ = read_folder(folder)
     architecture = ", ".join(map(str, architectures_of(raw))) or f"model_type {raw.get('model_type')!r}"
     where = f"{folder}: its architecture is {architecture}"
@@ -179,7 +181,7 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
             has_pooler = "add_pooling_layer" in inspect.signature(kind.__init__).parameters
             options = {"add_pooling_layer": False} if has_pooler else {}
             model, report = pretrained(AutoModel, folder, config, dtype, **options)
-    except Exception as error:  # transformers has no error type of its own
+    except Exception as error:  # transformers has no common error type
         raise BadModelFolder(
             f"{where}, which cannot make embeddings: {one_line(error)}", param="architectures"
         ) from error

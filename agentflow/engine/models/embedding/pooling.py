@@ -1,4 +1,4 @@
-"""From the hidden states of a text to its embedding: pooling, dense layers, norm."""
+"""Computes the embedding of a text from its hidden states: pooling, dense layers, norm."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ _SMALLEST = 1e-12
 
 
 def pooled(hidden: Tensor, lens: Tensor, poolings: Sequence[Pooling]) -> Tensor:
-    """The poolings of B texts side by side, in float32: [B, len(poolings) * hidden_size]. ``hidden``
-    [B, T, hidden_size], of which the first ``lens[b]`` (at least one) rows are text b's."""
+    """Returns the poolings of B texts, concatenated, in float32: [B, len(poolings) * hidden_size].
+
+    Args:
+        hidden: [B, T, hidden_size].
+        lens: [B], at least 1: the rows of ``hidden`` that belong to each text; the others are padding.
+        poolings: in the order of the result.
+    """
     wide = hidden.float()
     places = torch.arange(hidden.shape[1], device=hidden.device)
     is_text = (places < lens.unsqueeze(1)).unsqueeze(2)  # [B, T, 1]
@@ -45,7 +50,7 @@ def pooled(hidden: Tensor, lens: Tensor, poolings: Sequence[Pooling]) -> Tensor:
 
 
 class EmbeddingHead:
-    """What comes after the pooling. ``size``: dimensions of the embedding."""
+    """The steps after the pooling. ``size``: the dimensions of the embedding."""
 
     def __init__(self, embedding: EmbeddingFolder, hidden_size: int, device: torch.device) -> None:
         self.size = hidden_size * len(embedding.poolings)
@@ -64,7 +69,7 @@ class EmbeddingHead:
             self.size = step.out_features
 
     def __call__(self, states: Tensor) -> FloatArray:
-        """The embeddings of pooled states: [S, size]."""
+        """Returns the embeddings of pooled states: [S, size]."""
         wide = states.float()
         for step in self._steps:
             wide = _normalised(wide) if step is None else step(wide)

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V2-Lite (arXiv 2405.04434): latent attention, and experts, some of them for every token."""
+"""DeepSeek-V2 and V2-Lite (arXiv 2405.04434): latent attention, routed and shared experts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = WeightNames(
 
 
 def read_deepseek_v2(raw: RawConfig) -> DecoderConfig:
-    """The first ``first_k_dense_replace`` layers have no experts."""
+    """Reads the shape. The first ``first_k_dense_replace`` layers have no experts."""
     latent = LatentShape(
         q_rank=int(raw.get("q_lora_rank") or 0),
         kv_rank=int(raw["kv_lora_rank"]),
@@ -50,7 +50,7 @@ def read_deepseek_v2(raw: RawConfig) -> DecoderConfig:
 
 
 def _scale(raw: RawConfig, latent: LatentShape) -> float:
-    """Models with yarn also scale their scores."""
+    """Returns the scale of the scores, which yarn changes, too."""
     scale = float((latent.plain_dim + latent.rotated_dim) ** -0.5)
     parameters = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
     rope = read_rope(raw)

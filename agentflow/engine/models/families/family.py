@@ -1,6 +1,6 @@
-"""What a family declares: how its config is read, and what its weights are called.
+"""The declaration of a family: how to read its config, and the names of its weights.
 
-``standard_shape`` reads the names that most configs have in common; a family changes what differs.
+``standard_shape`` reads the fields that most configs have in common; a family changes the others.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """The weights of a mixture of experts, below the layer's prefix. Each expert has its own tensors, with
-    its number for ``{}``; or, if ``is_stacked``, one tensor has all experts, as inputs by outputs, with gate
-    and up in turn. ``shared``: gate, up and down of the experts that compute every token."""
+    """The names of the weights of a mixture of experts, below the layer's prefix. ``{}`` is the number of an
+    expert, unless all experts are in one tensor."""
 
     router: str
     gate: str = ""
     up: str = ""
     down: str = ""
-    gate_up: str = ""
-    is_stacked: bool = False
-    shared: tuple[str, ...] = ()
+    gate_up: str = ""  # of stacked experts
+    is_stacked: bool = False  # a tensor has all experts, as inputs by outputs, with gate and up interleaved
+    shared: tuple[str, ...] = ()  # gate, up and down of the experts that compute every token
 
 
 @dataclass(frozen=True, slots=True)
 class LatentNames:
-    """The weights of latent attention, below the layer's prefix."""
+    """The names of the weights of latent attention, below the layer's prefix."""
 
     queries: str = "self_attn.q_proj"
     q_down: str = "self_attn.q_a_proj"
@@ -60,16 +59,14 @@ class LatentNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightNames:
-    """The names of tensors, without ``.weight`` and ``.bias``: those of a layer below ``layers``, a prefix
-    with the layer's number for ``{}``. Empty where a family has none.
+    """The names of tensors, without ``.weight`` and ``.bias``. A name is empty if the family has no such
+    tensor. The names of a layer's tensors, from ``input_norm`` to ``latent``, are below its prefix.
 
-    ``qkv`` and ``gate_up`` have one name for each part, or a single one for all of them together.
-    ``is_transposed``: matrices are stored as inputs by outputs. ``ignored``: endings of tensors that the
-    forward pass does not use. ``ignored_parts``: beginnings of them."""
+    ``qkv`` and ``gate_up`` have one name for each part, or one name if a single tensor has all parts."""
 
     embedding: str = "model.embed_tokens"
     positions: str = ""
-    layers: str = "model.layers.{}."
+    layers: str = "model.layers.{}."  # the prefix of a layer; ``{}`` is its number
     final_norm: str = "model.norm"
     head: str = "lm_head"
     input_norm: str = "input_layernorm"
@@ -85,42 +82,42 @@ class WeightNames:
     output_norm: str = ""  # of the MLP's output
     experts: ExpertNames | None = None
     latent: LatentNames | None = None
-    is_transposed: bool = False
-    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)  # old folders store them; they follow from the config
-    ignored_parts: tuple[str, ...] = ()
+    is_transposed: bool = False  # matrices are stored as inputs by outputs
+    # The ends of names of tensors that the forward pass does not use. Old folders store frequencies, which
+    # follow from the config.
+    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    ignored_parts: tuple[str, ...] = ()  # the beginnings of such names
 
     def without_head(self) -> WeightNames:
-        """The names in a checkpoint of the model below the head, which do not begin with ``model.``."""
+        """Returns the names in a checkpoint without a head, which do not begin with ``model.``."""
         shared = ("embedding", "positions", "layers", "final_norm")
         return replace(self, **{name: getattr(self, name).partition(".")[2] for name in shared})
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """``models``: well-known ones. ``gguf``: the values of ``general.architecture`` in GGUF files. ``read``:
-    returns the shape; ``BadModelFolder`` for what cannot be run. ``other_names``: those of other releases of
-    the same architecture; the names with an embedding in the files count."""
+    """An architecture that runs natively."""
 
-    architecture: str
-    models: str
-    read: Callable[[RawConfig], DecoderConfig]
+    architecture: str  # as in ``config.json``
+    models: str  # well-known models, for the docs
+    read: Callable[[RawConfig], DecoderConfig]  # raises ``BadModelFolder`` for models that cannot be run
     names: WeightNames = WeightNames()
-    other_names: tuple[WeightNames, ...] = ()
-    gguf: tuple[str, ...] = ()
+    other_names: tuple[WeightNames, ...] = ()  # in other releases; the files' embedding decides which apply
+    gguf: tuple[str, ...] = ()  # the values of ``general.architecture`` in GGUF files
 
     def names_among(self, tensors: Collection[str]) -> WeightNames:
-        """The names that fit the tensors of a model, or the usual ones."""
+        """Returns the names that fit the tensors of a model, or the usual ones."""
         fitting = (names for names in self.other_names if f"{names.embedding}.weight" in tensors)
         return next(fitting, self.names)
 
 
 def architecture_of(raw: RawConfig) -> str:
-    """The first of the config's architectures."""
+    """Returns the first of the config's architectures."""
     return str(next(iter(architectures_of(raw)), ""))
 
 
 def activation_of(raw: RawConfig, *names: str) -> Activation:
-    """The activation under the first of these names that the config has."""
+    """Returns the activation under the first of these names that the config has."""
     name = next((name for name in names if raw.get(name)), names[0])
     value = raw.get(name) or "silu"
     if value not in _ACTIVATIONS:
@@ -130,8 +127,13 @@ def activation_of(raw: RawConfig, *names: str) -> Activation:
 
 
 def standard_shape(raw: RawConfig, *, head_dim: int = 0, **changes: Any) -> DecoderConfig:
-    """The shape under the names of Llama's config. ``head_dim``: where the config does not give it; 0 derives
-    it from the other sizes. ``changes``: fields of ``DecoderConfig`` that differ."""
+    """Reads a shape under the names of Llama's config.
+
+    Args:
+        raw: the config.
+        head_dim: used if the config does not have it; 0 derives it from the other sizes.
+        changes: fields of ``DecoderConfig`` that differ.
+    """
     hidden_size, num_heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
     head_dim = int(raw.get("head_dim") or head_dim or hidden_size // num_heads)
     num_kv_heads = int(raw.get("num_key_value_heads") or num_heads)
@@ -157,7 +159,8 @@ def standard_shape(raw: RawConfig, *, head_dim: int = 0, **changes: Any) -> Deco
 
 
 def layer_types(raw: RawConfig, default: Callable[[int], str]) -> Sequence[str]:
-    """The kind of attention of each layer: ``layer_types``, or what older releases derive from its number."""
+    """Returns the kind of attention of each layer: ``layer_types``, or ``default`` of its number, as in older
+    releases."""
     num_layers = int(raw["num_hidden_layers"])
     types = raw.get("layer_types") or [default(i) for i in range(num_layers)]
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
@@ -172,8 +175,8 @@ def layer_types(raw: RawConfig, default: Callable[[int], str]) -> Sequence[str]:
 
 
 def windowed(raw: RawConfig, kinds: Sequence[str]) -> tuple[LayerShape, ...]:
-    """Layers with the config's window where they slide. Empty where no window is smaller than the context:
-    the layers are plain then."""
+    """Returns layers with the config's window where they slide, or nothing if the window is not smaller than
+    the context: then the layers are plain."""
     window = int(raw.get("sliding_window") or 0)
     if not 0 < window < int(raw["max_position_embeddings"]) or "sliding_attention" not in kinds:
         return ()

@@ -1,7 +1,7 @@
 """Gemma 2 (arXiv 2408.00118) and the text part of Gemma 3 (arXiv 2503.19786).
 
 Norms around each block, windows in most layers, scaled embeddings. Gemma 2 caps scores and logits; Gemma 3
-norms queries and keys, and its layers with windows have a rope of their own."""
+norms queries and keys, and its layers with windows have a separate rope."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def read_gemma2(raw: RawConfig) -> DecoderConfig:
 
 
 def read_gemma3(raw: RawConfig) -> DecoderConfig:
-    """Five layers of six have a window, and a rope of their own."""
+    """Five layers of six have a window and the local rope."""
     pattern = int(raw.get("_sliding_window_pattern") or raw.get("sliding_window_pattern") or 6)
     kinds = layer_types(raw, lambda i: "sliding_attention" if (i + 1) % pattern else "full_attention")
     far, near = _ropes(raw)
@@ -65,7 +65,7 @@ def read_gemma3(raw: RawConfig) -> DecoderConfig:
 
 
 def _ropes(raw: RawConfig) -> tuple[RopeConfig, RopeConfig]:
-    """Of full and of sliding layers."""
+    """Returns the ropes of full and of sliding layers."""
     parameters = raw.get("rope_parameters") or {}
     if "full_attention" in parameters:
         return rope_of(raw, parameters["full_attention"]), rope_of(raw, parameters["sliding_attention"])
@@ -76,7 +76,7 @@ def _ropes(raw: RawConfig) -> tuple[RopeConfig, RopeConfig]:
 
 
 def read_gemma3_text(raw: RawConfig) -> DecoderConfig:
-    """The text part of a model that also reads images."""
+    """Reads the text part of a model that also reads images."""
     return read_gemma3(text_config(raw))
 
 

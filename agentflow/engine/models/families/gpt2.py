@@ -13,7 +13,7 @@ from agentflow.engine.models.families.family import (
 from agentflow.engine.models.rope import RopeConfig
 from agentflow.errors import BadModelFolder
 
-NO_ROPE = RopeConfig("default", 10_000.0)  # the layers have none
+NO_ROPE = RopeConfig("default", 10_000.0)  # unused: the layers do not rotate
 
 GPT2 = WeightNames(
     embedding="transformer.wte",
@@ -71,7 +71,7 @@ def read_gpt2(raw: RawConfig) -> DecoderConfig:
 
 
 def read_opt(raw: RawConfig) -> DecoderConfig:
-    """With its norms before the blocks, as all sizes but one have them."""
+    """Requires norms before the blocks, which all sizes except one have."""
     if not raw.get("do_layer_norm_before", True) or raw.get("_remove_final_layer_norm"):
         raise BadModelFolder("norms after the blocks are not supported", param="do_layer_norm_before")
     if int(raw.get("word_embed_proj_dim") or raw["hidden_size"]) != int(raw["hidden_size"]):

@@ -21,7 +21,7 @@ NAMES = WeightNames(
         router="mlp.router", gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj", is_stacked=True
     )
 )
-LIMIT, ALPHA = 7.0, 1.702  # of the activation (``decoder.clamped_swiglu``)
+LIMIT, ALPHA = 7.0, 1.702  # the parameters of the activation (``decoder.clamped_swiglu``)
 
 
 def read_gpt_oss(raw: RawConfig) -> DecoderConfig:

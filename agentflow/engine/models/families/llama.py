@@ -19,7 +19,7 @@ def read_mistral(raw: RawConfig) -> DecoderConfig:
 
 
 def read_qwen2(raw: RawConfig) -> DecoderConfig:
-    """A window, if it is switched on, in the layers above the first ``max_window_layers``."""
+    """A window, if enabled, in the layers after the first ``max_window_layers``."""
     layers: tuple[LayerShape, ...] = ()
     if raw.get("use_sliding_window", False):
         first = int(raw.get("max_window_layers", 28))

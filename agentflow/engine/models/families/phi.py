@@ -1,5 +1,5 @@
 """Phi-3 and Phi-4 (arXiv 2404.14219, 2412.08905, 2503.01743): fused matrices; some rotate only a part of each
-head, or stretch each frequency by its own factor."""
+head, or stretch each frequency by a separate factor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = WeightNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 
 
 def read_phi3(raw: RawConfig) -> DecoderConfig:
-    """With "longrope", the context is the one that the short factors are for."""
+    """With "longrope", the context is limited to the range of the short factors."""
     shape = standard_shape(raw, layers=windowed(raw, layer_types(raw, lambda i: "sliding_attention")))
     if shape.rope.kind == "longrope":
         shape = replace(shape, max_context=min(shape.max_context, shape.rope.original_context))

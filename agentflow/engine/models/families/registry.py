@@ -42,12 +42,12 @@ FAMILIES: Final[Mapping[str, Family]] = {
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """The model's shape. ``UnknownModel`` if there is no folder; ``BadModelFolder`` if the model is not
-    supported."""
+    """Returns the model's shape. Raises ``UnknownModel`` if there is no folder, and ``BadModelFolder`` if the
+    model is not supported."""
     raw, generation = read_folder(folder)
     try:
         family = _family_of(raw)
-        read_scheme(raw)  # rejects formats that are not read
+        read_scheme(raw)  # rejects unsupported formats
         shape = family.read(raw)
         _check(shape)
         ends = end_token_ids({**text_config(raw), **raw}, generation)
@@ -64,7 +64,7 @@ def read_config(folder: Path) -> DecoderConfig:
 
 
 def _check(shape: DecoderConfig) -> None:
-    """Rejects numbers that no model has. They would end in errors of the kernels, or in texts of nothing."""
+    """Rejects numbers that no model has. They would cause errors in the kernels, or meaningless texts."""
     sizes = {
         name: getattr(shape, name)
         for name in (
@@ -102,12 +102,12 @@ def _check(shape: DecoderConfig) -> None:
 
 
 def is_native(folder: Path) -> bool:
-    """Whether the folder's architecture has a family. False, too, if it names none."""
+    """Whether the folder's architecture has a family. False if its config has no architecture."""
     return any(_with_head(name) in FAMILIES for name in architectures_of(read_folder(folder)[0]))
 
 
 def _with_head(architecture: object) -> str:
-    """The architecture as ``FAMILIES`` has it: embedding models are saved without their head."""
+    """Returns the architecture's name in ``FAMILIES``: embedding models are saved without their head."""
     name = str(architecture)
     return name.removesuffix("Model") + "ForCausalLM" if name in DECODERS else name
 

@@ -1,5 +1,5 @@
-"""The products of one forward pass, changed by the adapters that its rows use. Without adapters they are
-those of the kernels."""
+"""The products of one forward pass, changed by the adapters that its rows use. Without adapters, the kernels
+compute them directly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Place = Literal["qkv", "output", "gate_up", "down"]
 
 
 class Products:
-    """``adapters``: those of ``ForwardInput``."""
+    """The products of one forward pass. ``adapters``: as in ``ForwardInput``."""
 
     def __init__(self, kernels: Kernels, adapters: Sequence[AdapterRows]) -> None:
         self._kernels = kernels
@@ -24,7 +24,7 @@ class Products:
         self._sampled = [(one.adapter, one.sampled) for one in adapters if len(one.sampled)]
 
     def keep_sampled(self) -> None:
-        """From now on the rows are those of ``ForwardInput.rows``."""
+        """Prepares for products of ``ForwardInput.rows`` only, in this and all later calls."""
         self._rows = self._sampled
 
     def linear(self, x: Tensor, weight: LinearWeight, layer: int, place: Place) -> Tensor:

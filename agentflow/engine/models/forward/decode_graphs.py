@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: all kernels of a forward pass are launched by one call.
 
 A graph is captured for each form of a decode batch (its number of rows rounded up, and the launches of its
-attention). Before a replay, the batch's arrays are written into the tensors that the graph reads. Rows that
-round the number up have no slot, and their results are dropped.
+attention). Before a replay, the batch's arrays are written into the tensors that the graph reads. Padding
+rows have no slot, and their results are dropped.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class DecodeGraphs:
         self._captured: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def prepare(self, kv_layers: tuple[Tensor, ...]) -> None:
-        """Captures graphs before requests wait for them, for at most ``CAPTURE_S`` seconds. Graphs of other
+        """Captures graphs for at most ``CAPTURE_S`` seconds, before requests wait for them. Graphs of other
         forms are captured when they are first needed."""
         self._use_pool(kv_layers)
         if self._plans is None:
@@ -86,8 +86,8 @@ class DecodeGraphs:
         logger.info("captured %d graphs in %.1f s", len(self._captured), time.perf_counter() - began)
 
     def run(self, given: ForwardInput) -> Tensor | None:
-        """Computes a decode batch: [S, hidden_size], as ``forward``. None if the batch has no graph: then the
-        caller launches its kernels."""
+        """Computes a decode batch: [S, hidden_size], like ``forward``. Returns None if the batch has no
+        graph; then the caller launches the kernels."""
         num = len(given.token_ids)
         if given.adapters or not num or num > NUM_ROWS[-1] or num != len(given.plan.query_lens):
             return None
@@ -108,7 +108,7 @@ class DecodeGraphs:
         return hidden.index_select(0, torch.from_numpy(given.rows).to(hidden.device))
 
     def _use_pool(self, kv_layers: tuple[Tensor, ...]) -> None:
-        """Makes the tensors that graphs of this KV pool read, if they are of another one."""
+        """Makes the tensors that the graphs read, unless they exist for this KV pool already."""
         if kv_layers is self._kv_layers:
             return
         device, num_slots = kv_layers[0].device, kv_layers[0].shape[0]
@@ -130,7 +130,7 @@ class DecodeGraphs:
         token_ids, positions, write_slots = self._arrays[:, :num]
         rows = self._all_rows[:num]
         inputs = DeviceInput(token_ids, positions, write_slots, rows, kv_layers, plan, ())
-        # Compiles kernels and makes handles; computes the batch, which the replay then computes again.
+        # Compiles kernels and creates handles. This computes the batch, which the replay then computes again.
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -143,4 +143,4 @@ class DecodeGraphs:
 
 
 _PADDING = np.array([[0], [0], [-1]])
-"""Token, position and slot of a row that rounds a number up."""
+"""The token, the position and the slot of a padding row."""

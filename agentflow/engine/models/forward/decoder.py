@@ -1,5 +1,5 @@
 """The forward pass of every architecture in ``families``, composed of blocks: norms, attention, and a dense
-or sparse MLP. Models of the Llama shape have a faster one (``llama``)."""
+or sparse MLP. Llama-shaped models have a faster forward pass (``llama``)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from agentflow.kernels.ops import Kernels
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMS norm, or layer norm if there is a bias. ``is_less_one``: the weight is stored less 1."""
+    """RMS norm, or layer norm if there is a bias."""
 
     weight: Tensor
     bias: Tensor | None
     eps: float
-    is_less_one: bool = False
+    is_less_one: bool = False  # the weight is stored minus 1
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         if self.bias is not None:
@@ -40,27 +40,25 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """``gate_up``: both halves, or only the first where the MLP has no gate. ``is_fused``: packed for
-    ``Kernels.gated_linear``."""
+    """A dense MLP."""
 
-    gate_up: LinearWeight
+    gate_up: LinearWeight  # both halves, or only the first if the MLP has no gate
     down: LinearWeight
-    is_fused: bool
+    is_fused: bool  # ``gate_up`` is packed for ``Kernels.gated_linear``
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts. ``router``: scores of the experts. ``shared``: computes every token."""
+    """A mixture of experts."""
 
-    router: LinearWeight
+    router: LinearWeight  # computes the scores of the experts
     experts: Sequence[Mlp]
-    shared: Mlp | None = None
+    shared: Mlp | None = None  # computes every token
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The weights of a layer. Norms are None where the family has none at that place; ``attention_norm`` and
-    ``output_norm`` are those of the outputs of attention and MLP."""
+    """The weights of a layer. Norms are None where the family has none."""
 
     input_norm: Norm | None
     qkv: LinearWeight | LatentAttention
@@ -68,14 +66,14 @@ class Layer:
     k_norm: Norm | None
     sinks: Tensor | None
     output: LinearWeight
-    attention_norm: Norm | None
+    attention_norm: Norm | None  # of the attention's output
     mlp_norm: Norm | None
     mlp: Mlp | Experts
-    output_norm: Norm | None
+    output_norm: Norm | None  # of the MLP's output
 
 
 class _Batch:
-    """What all layers of one forward pass need: tensors of its rows, angles, and plans of attention."""
+    """The data that all layers of one forward pass use: tensors of its rows, angles, and attention plans."""
 
     def __init__(self, given: ForwardInput, device: torch.device, kernels: Kernels) -> None:
         self.given = given
@@ -91,7 +89,7 @@ class _Batch:
         self.products = Products(kernels, given.adapters)
 
     def window(self, layer: LayerShape) -> int:
-        """The layer's window, or 0 if all of the batch's texts fit into it."""
+        """Returns the layer's window, or 0 if all texts of the batch fit into it."""
         return layer.window if self._longest > layer.window else 0
 
 
@@ -101,7 +99,18 @@ def _tree_lens(trees: object) -> list[int]:
 
 
 class Decoder:
-    """Weights and forward pass. Keeps no state between calls: the KV pool is an argument."""
+    """Weights and forward pass. Keeps no state between calls: the KV pool is an argument.
+
+    Args:
+        config: the shape.
+        kernels: the implementation that packed the weights.
+        embedding: [vocab_size, hidden_size].
+        positions: the table of learned positions, or None.
+        layers: the weights of all layers.
+        final_norm: the norm after the last layer.
+        head: computes the logits.
+        nbytes: the memory of all weights, in bytes.
+    """
 
     def __init__(
         self,
@@ -181,7 +190,7 @@ class Decoder:
         return self._final_norm(hidden, kernels)
 
     def _queries(self, layer: Layer, shape: LayerShape, x: Tensor, batch: _Batch, index: int) -> Tensor:
-        """The rotated queries [T, heads, head_dim]. Keys and values are written to the pool."""
+        """Returns the rotated queries [T, heads, head_dim], and writes keys and values to the pool."""
         config, kernels, kv_layer = self.config, self._kernels, batch.given.kv_layers[index]
         num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         if isinstance(layer.qkv, LatentAttention):
@@ -223,7 +232,7 @@ class Decoder:
         weights, chosen = _routed(self._kernels.linear(x, mlp.router), self.config.experts)
         unchanged = Products(self._kernels, ())
         out = torch.zeros_like(x) if mlp.shared is None else self._dense(mlp.shared, x, unchanged, layer)
-        # The rows of each expert side by side: one product for all of them.
+        # The rows of each expert become adjacent: one product for all of them.
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(mlp.experts)).tolist()
         places = torch.split(order, counts)
@@ -267,8 +276,8 @@ def clamped_swiglu(gate: Tensor, up: Tensor, limit: float = LIMIT, alpha: float 
 
 
 def _routed(scores: Tensor, shape: ExpertsShape) -> tuple[Tensor, Tensor]:
-    """The weights and numbers of each row's experts: [T, used] each."""
-    if shape.normalises:  # the softmax of the chosen scores: what normalising that of all gives
+    """Returns the weights and the numbers of each row's experts: [T, used] each."""
+    if shape.normalises:  # the softmax of the chosen scores equals the normalised softmax of all scores
         best = scores.topk(shape.num_used, dim=-1)
         return best.values.float().softmax(dim=-1), best.indices
     likely = scores.float().softmax(dim=-1)

@@ -18,7 +18,7 @@ from agentflow.kernels.ops import Kernels
 
 
 def embedding_and_head_bytes(embedding: LinearWeight, head: LinearWeight) -> int:
-    """The memory of both, which tied ones may share."""
+    """Returns the memory of both, in bytes; if they are tied, they may share it."""
     is_shared = embedding is head or (
         embedding.transposed is not None
         and head.transposed is not None
@@ -51,8 +51,8 @@ class LlamaModel:
 
     @property
     def keeps_order(self) -> bool:
-        """Whether a row's sums have the same order whatever else is in its batch: those of kernels that are
-        called one by one do not."""
+        """Whether a row's sums have the same order regardless of the rest of its batch. Only a whole forward
+        pass in one call can guarantee it."""
         return self.whole_forward is not None and self.whole_forward.keeps_order
 
     def prepare(self, kv_layers: tuple[Tensor, ...]) -> None:
@@ -110,7 +110,7 @@ class LlamaModel:
         kv_layer: Tensor,
         write_slots: Tensor,
     ) -> Tensor:
-        """The rotated queries [T, heads, head_dim]. Keys and values are written to the pool."""
+        """Returns the rotated queries [T, heads, head_dim], and writes keys and values to the pool."""
         config, kernels = self.config, self._kernels
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         qkv = qkv.view(-1, num_heads + 2 * num_kv_heads, config.head_dim)

@@ -1,9 +1,9 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads follow from one
-small latent for each token, beside a rotated key that all heads share.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads are computed from
+one small latent for each token, and from a rotated key that all heads share.
 
-The pool holds latent and rotated key, as the key and again as the value of a single KV head. The matrices
-that would expand them are applied to the queries and to the output instead, so that any attention kernel
-computes it.
+The pool holds latent and rotated key, both as the key and as the value of a single KV head. The matrices that
+would expand them are applied to the queries and to the output instead, so that any attention kernel can be
+used.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from agentflow.engine.models.config import LatentShape
 from agentflow.kernels.inputs import LinearWeight
 from agentflow.kernels.ops import Kernels
 
-_EPS = 1e-6  # of both norms, whatever the config says of others
+_EPS = 1e-6  # of both norms; the config's value applies to the other norms only
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """``down``: the latents of the queries, or the queries if those have none; the latent of keys and values;
-    the shared key. ``q_norm`` and ``q_up``: of the queries' latents. ``key_up`` [heads, plain_dim, kv_rank]
-    and ``value_up`` [heads, kv_rank, value_dim]: from the latent."""
+    """The weights of latent attention."""
 
     shape: LatentShape
+    # Computes the latents of the queries, or the queries themselves if they have no latents; the latent of
+    # keys and values; and the shared key.
     down: LinearWeight
-    q_norm: Tensor | None
-    q_up: LinearWeight | None
-    kv_norm: Tensor
-    key_up: Tensor
-    value_up: Tensor
+    q_norm: Tensor | None  # of the queries' latents
+    q_up: LinearWeight | None  # from the queries' latents
+    kv_norm: Tensor  # of the latent of keys and values
+    key_up: Tensor  # [heads, plain_dim, kv_rank]
+    value_up: Tensor  # [heads, kv_rank, value_dim]
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +40,7 @@ class LatentAttention:
         return sum(products) + self.key_up.nbytes + self.value_up.nbytes
 
     def project(self, x: Tensor, kernels: Kernels, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """``x`` [T, hidden_size] to queries [T, heads, pool_dim] and what the pool holds
+        """Projects ``x`` [T, hidden_size] to queries [T, heads, pool_dim] and to the pool's entries
         [T, 2, 1, pool_dim]."""
         shape, num_heads = self.shape, len(self.key_up)
         down = kernels.linear(x, self.down)
@@ -67,7 +67,7 @@ class LatentAttention:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[T, heads, rotated_dim], whose adjacent dimensions rotate together. The result has them half of
-    ``rotated_dim`` apart; products of queries and keys are the same."""
+    """Rotates [T, heads, rotated_dim], whose adjacent dimensions rotate together. In the result, these are
+    half of ``rotated_dim`` apart, which does not change the products of queries and keys."""
     x = x.reshape(*x.shape[:2], -1, 2).transpose(2, 3).flatten(2)
     return x * cos + x.roll(x.shape[2] // 2, -1) * sin

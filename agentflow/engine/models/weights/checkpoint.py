@@ -30,13 +30,13 @@ from agentflow.kernels.inputs import BlockMatrix
 from agentflow.kernels.page_advice import release_file_pages
 
 _ROWS_COMPARED = 1024
-_VALUES_CONVERTED = 1 << 22  # at once: as float32, they take 16 MB
+_VALUES_CONVERTED = 1 << 22  # in one slice: as float32, they take 16 MB
 
 
 class TensorSource(ABC):
-    """Named tensors, cast to ``dtype`` on ``device`` as they are taken. A context manager: the files stay
-    mapped until it exits. ``BadModelFolder`` if a file is damaged or a tensor is missing, has the wrong shape
-    or is left over."""
+    """Named tensors, cast to ``dtype`` on ``device`` when they are taken. A context manager: the files stay
+    mapped until it exits. Raises ``BadModelFolder`` if a file is damaged, or if a tensor is missing, has the
+    wrong shape or is left over."""
 
     def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._path = path
@@ -52,15 +52,15 @@ class TensorSource(ABC):
     @abstractmethod
     @contextmanager
     def _stored(self, name: str) -> Iterator[Tensor]:
-        """A tensor that exists, as it is stored. Its memory is released afterwards."""
+        """Yields an existing tensor as stored, and releases its memory afterwards."""
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor with that name, which must have that shape."""
+        """Returns the tensor with that name, which must have that shape."""
         with self._fitting(name, shape) as stored:
             return torch.empty(shape, dtype=self._dtype, device=self._device).copy_(stored)
 
     def take_rows(self, names: Sequence[str], sizes: Sequence[int], width: int) -> Tensor:
-        """Matrices of ``sizes`` rows each, stacked."""
+        """Returns matrices of ``width`` columns, stacked. ``sizes``: their numbers of rows."""
         taken: Tensor | None = None
         begin = 0
         for name, size in zip(names, sizes, strict=True):
@@ -73,7 +73,7 @@ class TensorSource(ABC):
         return taken
 
     def take_if_there(self, name: str, *shape: int) -> Tensor | None:
-        """The tensor with that name, or None."""
+        """Returns the tensor with that name, or None."""
         return self.take(name, *shape) if name in self.names else None
 
     def are_equal(self, first: str, second: str) -> bool:
@@ -81,30 +81,30 @@ class TensorSource(ABC):
         with self._stored(first) as one, self._stored(second) as other:
             if one.shape != other.shape:
                 return False
-            # By parts, as most differ in the first.
+            # In parts: most different tensors differ in the first one.
             parts = [slice(i, i + _ROWS_COMPARED) for i in range(0, len(one), _ROWS_COMPARED)]
             return all(torch.equal(one[part], other[part]) for part in parts)
 
     def take_blocks(self, name: str, *shape: int) -> BlockMatrix | None:
-        """The matrix [out, in] with that name as it is stored, if that is in blocks of quantised values that
-        the file holds output by output; else None. Valid until ``release_blocks`` or until the files are
+        """Returns the matrix [out, in] with that name in its blocks of quantised values, if the file stores
+        it in such blocks, output by output; else None. Valid until ``release_blocks`` or until the files are
         closed."""
         return None
 
     def take_stacked_blocks(self, name: str, *shape: int) -> list[BlockMatrix] | None:
-        """As ``take_blocks``, the matrices [out, in] of a stack that has the shape [count, in, out]."""
+        """Like ``take_blocks``: returns the matrices [out, in] of a stack of shape [count, in, out]."""
         return None
 
     def is_output_first(self, name: str) -> bool:
-        """Whether the matrix with that name is [out, in] also where its architecture has [in, out]."""
+        """Whether the matrix with that name is [out, in] even if its architecture stores [in, out]."""
         return False
 
     def release_blocks(self, names: Collection[str]) -> None:
-        """Releases the memory of what ``take_blocks`` returned."""
+        """Releases the memory of matrices that ``take_blocks`` returned."""
         return
 
     def refuse_leftovers(self, *ignored_endings: str, ignored_parts: tuple[str, ...] = ()) -> None:
-        """``BadModelFolder`` if a tensor was not taken: the weights belong to another architecture."""
+        """Raises ``BadModelFolder`` if a tensor was not taken: the weights belong to another architecture."""
         left = sorted(n for n in self.names if n not in self._taken and not n.endswith(ignored_endings))
         left = [name for name in left if not name.startswith(ignored_parts)]
         if left:
@@ -116,8 +116,8 @@ class TensorSource(ABC):
 
     @contextmanager
     def _fitting(self, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
-        """The tensor as it is stored. Its shape is compared before memory is allocated for ``shape``: a
-        damaged config may name any size."""
+        """Yields the tensor as stored. Its shape is compared before memory is allocated for ``shape``: a
+        damaged config may contain any size."""
         if name not in self.names:
             raise BadModelFolder(
                 f"{self._path} has no tensor {name}: its weights are incomplete, fetch the model again",
@@ -142,7 +142,7 @@ class TensorSource(ABC):
 
 
 class Checkpoint(TensorSource):
-    """The tensors of a folder's safetensors files, a single one or several."""
+    """The tensors of a folder's safetensors files, one or several."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(folder, dtype, device)
@@ -197,7 +197,7 @@ class Checkpoint(TensorSource):
 
 
 class GgufCheckpoint(TensorSource):
-    """The tensors of a GGUF file, dequantised but for ``take_blocks``."""
+    """The tensors of a GGUF file, dequantised except by ``take_blocks``."""
 
     def __init__(self, file: Path, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(file, dtype, device)
@@ -267,11 +267,12 @@ class GgufCheckpoint(TensorSource):
 
     @contextmanager
     def _stored(self, name: str) -> Iterator[Tensor]:
-        # Torch takes writable arrays only.
+        # torch accepts only writable arrays.
         yield torch.from_numpy(np.require(self._tensors[name].dequantised(), requirements="W"))
         self.release_blocks([name])
 
 
 def _block_matrix(type_name: str, rows: NDArray[np.uint8], shape: tuple[int, int]) -> BlockMatrix:
-    """MXFP4 as blocks of 5 bits with the same values, which the kernels multiply."""
+    """Returns a matrix of the file. MXFP4 becomes blocks of 5 bits with the same values, which the kernels
+    can multiply."""
     return gguf_mxfp4_blocks(rows) if type_name == "MXFP4" else BlockMatrix(type_name, rows, shape)

@@ -33,24 +33,21 @@ CausalModel = LlamaModel | Decoder
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How matrices are held. ``dtype``: of activations, and of matrices that are not quantised.
-    ``keeps_blocks``: matrices that the file stores in blocks of quantised values stay as they are.
-    ``quantise``: other matrices become blocks of that type, "Q8_0" or "Q4_1"; None: they do not. Blocks of a
-    type that the kernels do not multiply become "Q8_0"; kernels that multiply none get ``dtype``."""
+    """The format of matrices in memory. Blocks of a type that the kernels cannot multiply become "Q8_0";
+    kernels that cannot multiply any blocks get ``dtype``."""
 
-    dtype: torch.dtype
-    keeps_blocks: bool = False
-    quantise: str | None = None
+    dtype: torch.dtype  # of activations, and of matrices that are not quantised
+    keeps_blocks: bool = False  # keep matrices that the file stores in blocks of quantised values
+    quantise: str | None = None  # round other matrices to blocks of this type, "Q8_0" or "Q4_1"; None: do not
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """``block_types``: of the matrices that are held in blocks of quantised values. ``origin``: for people,
-    where their values come from."""
+    """A model with its weights."""
 
     model: CausalModel
-    block_types: frozenset[str]
-    origin: str
+    block_types: frozenset[str]  # of the matrices that are in blocks of quantised values
+    origin: str  # of the values of these matrices, for people
 
 
 def load_model(
@@ -63,11 +60,15 @@ def load_model(
     has_head: bool = True,
 ) -> LoadedModel:
     """Loads the model of a folder or GGUF file. Each matrix is packed as soon as it is read, so that only one
-    is in memory beside the result.
+    is in memory in addition to the result.
 
     Args:
-        weights: how to hold the matrices.
-        has_head: logits are computed. Without it the head in the files is ignored.
+        path: the folder or file.
+        config: the shape of the model.
+        weights: the format of the matrices.
+        device: where the weights are.
+        kernels: the implementation that packs them.
+        has_head: load the head, which computes logits; otherwise the head in the files is ignored.
 
     Raises:
         BadModelFolder: tensors are missing, misshapen or left over.
@@ -102,14 +103,14 @@ def load_model(
 
 
 def _has_other_head(checkpoint: TensorSource, names: WeightNames) -> bool:
-    """Whether the files have a head that differs from the embedding, as models trained further may have."""
+    """Whether the files have a head that differs from the embedding, as some fine-tuned models have."""
     head, embedding = f"{names.head}.weight", f"{names.embedding}.weight"
     is_stored = head in checkpoint.names and embedding in checkpoint.names
     return is_stored and not checkpoint.are_equal(head, embedding)
 
 
 def open_checkpoint(path: Path, dtype: torch.dtype, device: torch.device) -> Checkpoint | GgufCheckpoint:
-    """The tensors of a model folder or a GGUF file."""
+    """Returns the tensors of a model folder or a GGUF file."""
     if (file := find_gguf(path)) is not None:
         return GgufCheckpoint(file, dtype, device)
     scheme = read_scheme(read_folder(path)[0])
@@ -137,7 +138,8 @@ class _Loader:
         self._num_kept = self._num_rounded = self._num_unfit = 0
 
     def check_quantising(self, path: Path) -> None:
-        """Warns about matrices that ``quantise`` did not change. ``BadArgument`` if it changed none."""
+        """Warns about matrices that ``quantise`` did not change. Raises ``BadArgument`` if it changed
+        none."""
         kept, unfit = self._num_kept, self._num_unfit
         if not self._weights.quantise or not kept + unfit:
             return
@@ -159,7 +161,7 @@ class _Loader:
         )
 
     def _fits_blocks(self, num_inputs: int) -> bool:
-        """Whether a matrix that is to be rounded can be; counts it."""
+        """Whether a matrix that is to be rounded can be rounded. Counts both cases."""
         fits = num_inputs % BLOCK_SIZE == 0
         self._num_rounded += fits
         self._num_unfit += not fits
@@ -204,7 +206,8 @@ class _Loader:
         )
 
     def _embedding(self) -> tuple[LinearWeight, LinearWeight]:
-        """The embedding and the head, which share memory if they are tied and the kernels allow it."""
+        """Returns the embedding and the head, which share memory if they are tied and the kernels allow
+        it."""
         config, names, kernels = self._config, self._names, self._kernels
         shape = config.vocab_size, config.hidden_size
         embedding_name, is_tied = f"{names.embedding}.weight", config.tie_word_embeddings
@@ -229,8 +232,8 @@ class _Loader:
         is_gated: bool = False,
         is_transposed: bool = False,
     ) -> LinearWeight | None:
-        """A weight in blocks of quantised values, or None: it is to be dense. ``parts``: tensor to number of
-        outputs."""
+        """Returns a weight in blocks of quantised values, or None if it must be dense. ``parts``: the number
+        of outputs of each tensor."""
         if not self._kernels.BLOCK_TYPES:
             return None
         blocks: list[BlockMatrix] = []
@@ -248,7 +251,7 @@ class _Loader:
                 return None
             blocks.append(stored)
         packed = self._kernels.pack_blocks(blocks, bias, gated=is_gated)
-        if packed is None:  # of several types, or of one that the kernels do not multiply
+        if packed is None:  # several types, or a type that the kernels cannot multiply
             dense = self._dense(parts, num_inputs, is_transposed=is_transposed)
             self.is_as_stored = False
             blocks = [quantised(dense, "Q8_0")]
@@ -377,15 +380,15 @@ class _Loader:
         config = self._config
         assert config.experts is not None
         hidden, inner = config.hidden_size, config.experts.intermediate_size
-        # Gate and up in turn become two halves.
+        # Interleaved gate and up become two halves.
         halves = torch.cat((torch.arange(0, 2 * inner, 2), torch.arange(1, 2 * inner, 2)))
         gate_ups = self._stack(f"{prefix}{names.gate_up}", 2 * inner, hidden, halves)
         downs = self._stack(f"{prefix}{names.down}", hidden, inner, torch.arange(hidden))
         return [Mlp(*products, is_fused=False) for products in zip(gate_ups, downs, strict=True)]
 
     def _stack(self, name: str, num_out: int, num_in: int, order: Tensor) -> list[LinearWeight]:
-        """The products of all experts, of a stack of matrices stored as inputs by outputs. ``order``: of the
-        outputs."""
+        """Returns the weights of all experts, from a stack of matrices stored as inputs by outputs.
+        ``order``: of the outputs."""
         experts, checkpoint = self._config.experts, self._checkpoint
         assert experts is not None
         count = experts.num_experts
@@ -422,7 +425,7 @@ class _Loader:
             return kernels.pack_linear(matrix, bias)
         self.block_types.add(matrix.type)
         packed = kernels.pack_blocks([matrix], bias)
-        assert packed is not None  # kernels with any blocks take those of 5 and 8 bits
+        assert packed is not None  # kernels that accept blocks accept those of 5 and 8 bits
         return packed
 
     def _vector(self, name: str, *shape: int) -> Tensor:
@@ -438,7 +441,8 @@ class _Loader:
         return Norm(weight, bias, self._config.norm_eps, kind == "rms_less_one")
 
     def _linear(self, parts: Mapping[str, int], num_inputs: int, *, is_gated: bool = False) -> LinearWeight:
-        """One product for several matrices with the same input. ``parts``: name to number of outputs."""
+        """Returns one weight for several matrices with the same input. ``parts``: the number of outputs of
+        each name."""
         names, sizes = [f"{name}.weight" for name in parts], list(parts.values())
         biases = [self._checkpoint.take_if_there(f"{name}.bias", size) for name, size in parts.items()]
         bias = None
@@ -455,7 +459,7 @@ class _Loader:
         return self._kernels.pack_linear(weight, bias, gated=is_gated)
 
     def _dense(self, parts: Mapping[str, int], num_inputs: int, *, is_transposed: bool) -> Tensor:
-        """The matrices [outputs, inputs] of ``parts``, stacked."""
+        """Returns the matrices [outputs, inputs] of ``parts``, stacked."""
         if not is_transposed or all(map(self._checkpoint.is_output_first, parts)):
             return self._checkpoint.take_rows(list(parts), list(parts.values()), num_inputs)
         [(name, size)] = parts.items()

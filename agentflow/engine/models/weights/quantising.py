@@ -1,6 +1,6 @@
 """Rounds matrices to blocks of 32 quantised values, for models whose files are not quantised.
 
-The blocks are GGUF's (ggml's formats), so that the kernels read them as those of a file."""
+The blocks are GGUF's (ggml's formats), so that the kernels read them like blocks of a file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from agentflow.kernels.inputs import BlockMatrix
 
 BLOCK_SIZE = 32
-_SLICE = 1 << 22  # values that are converted at once: their float32 copies stay small
+_SLICE = 1 << 22  # the values that are converted in one slice: their float32 copies stay small
 
 
 def quantised(weight: Tensor, block_type: str) -> BlockMatrix:
-    """``weight`` [out, in] in blocks of "Q8_0" (a scale and 32 signed bytes) or "Q4_1" (a scale, a minimum
-    and 32 codes of 4 bits). ``in`` must be a multiple of 32."""
+    """Rounds ``weight`` [out, in] to blocks of "Q8_0" (a scale and 32 signed bytes) or "Q4_1" (a scale, a
+    minimum and 32 codes of 4 bits). ``in`` must be a multiple of 32."""
     num_out, num_in = weight.shape
     convert = {"Q8_0": _q8_0, "Q4_1": _q4_1}[block_type]
     step = max(1, _SLICE // num_in)

@@ -3,9 +3,9 @@ kernels multiply.
 
 A value is ``(code - zero) * scale``. Scale and zero point belong to a group of inputs of one output. AWQ (Lin
 et al. 2023, arXiv 2306.00978) and GPTQ (Frantar et al. 2022, arXiv 2210.17323) have groups of 32 to 128
-inputs, or all of them. GPTQ with "act order" quantises the inputs in the order of their importance, so that
-each input names its group. MXFP4 (OCP Microscaling Formats 1.0) has floats of 4 bits in groups of 32, whose
-scales are powers of two.
+inputs, or one group of all inputs. GPTQ with "act order" quantises the inputs in the order of their
+importance, so a tensor has the group of each input. MXFP4 (OCP Microscaling Formats 1.0) has floats of 4 bits
+in groups of 32, whose scales are powers of two.
 """
 
 from __future__ import annotations
@@ -22,26 +22,23 @@ from agentflow.engine.models.weights.quantising import BLOCK_SIZE, quantised
 from agentflow.kernels.inputs import BlockMatrix
 
 AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place of each of 8 adjacent outputs in a word."""
+"""The places of 8 adjacent outputs in a word."""
 # Twice the values of MXFP4's codes: whole numbers that fit into 5 bits.
 _E2M1_DOUBLED: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _E8M0_BIAS: Final = 127
-_SLICE = 1 << 22  # values that are converted at once
+_SLICE = 1 << 22  # the values that are converted in one slice
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedMatrix:
-    """A matrix [out, in]. ``codes`` [out, in]: uint8, or floats of 8 bits. ``scales`` [out, groups] float32.
-    ``zeros`` [out, groups] float32, or None for floats. ``group_size``: inputs of a group; the last may have
-    fewer. ``group_of`` [in] int64: the group of each input, or None if they are adjacent. ``bits``: of a
-    code."""
+    """A matrix [out, in]."""
 
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    group_size: int
-    bits: int
-    group_of: Tensor | None = None
+    codes: Tensor  # [out, in]: uint8, or floats of 8 bits
+    scales: Tensor  # [out, groups] float32
+    zeros: Tensor | None  # [out, groups] float32; None for floats
+    group_size: int  # inputs of a group; the last may have fewer
+    bits: int  # of a code
+    group_of: Tensor | None = None  # [in] int64: the group of each input; None: groups are adjacent inputs
 
     def __post_init__(self) -> None:
         (num_out, num_in), num_groups = self.codes.shape, self.scales.shape[-1]
@@ -58,7 +55,7 @@ class GroupedMatrix:
             )
 
     def dequantised(self) -> Tensor:
-        """float32 [out, in]."""
+        """Returns the values, float32 [out, in]."""
         num_out, num_in = self.codes.shape
         group_of = torch.arange(num_in) // self.group_size if self.group_of is None else self.group_of
         out = torch.empty(num_out, num_in)
@@ -72,9 +69,9 @@ class GroupedMatrix:
         return out
 
     def blocks(self, *, is_symmetric: bool) -> BlockMatrix | None:
-        """The same in blocks of 32: as they are, if 4 or fewer bits, or 8 with zero points in the middle, are
-        in adjacent groups; else rounded to 8 bits. ``is_symmetric``: zero points are expected to be in the
-        middle. None if the inputs are no multiple of 32."""
+        """Returns the matrix in blocks of 32; None if the inputs are not a multiple of 32. The codes are kept
+        if groups are adjacent and have at most 4 bits, or 8 bits with zero points in the middle; else the
+        values are rounded to 8 bits. ``is_symmetric``: zero points are expected to be in the middle."""
         num_out, num_in = self.codes.shape
         if num_in % BLOCK_SIZE:
             return None
@@ -97,7 +94,7 @@ class GroupedMatrix:
 
 
 def _joined(block_type: str, *parts: Tensor) -> BlockMatrix:
-    """Blocks of ``parts`` [out, blocks, values], one after the other in each."""
+    """Joins ``parts`` [out, blocks, values] into blocks, in their order within each block."""
     joined = torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=2)
     num_out, num_blocks, _ = joined.shape
     rows: NDArray[np.uint8] = joined.view(num_out, -1).numpy()
@@ -105,7 +102,7 @@ def _joined(block_type: str, *parts: Tensor) -> BlockMatrix:
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """uint8 [..., n * 32 / bits] of int32 words [..., n], the lowest bits of each word first."""
+    """Unpacks int32 words [..., n] to uint8 [..., n * 32 / bits], the lowest bits of each word first."""
     data = words.contiguous().view(torch.uint8)
     if bits == 8:
         return data
@@ -114,8 +111,8 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def awq_matrix(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> GroupedMatrix:
-    """Of AWQ's "gemm" version: words [in, out / 8] and zero points [groups, out / 8] of 4 bits, whose outputs
-    take turns, and scales [groups, out]."""
+    """Reads AWQ's "gemm" version: words [in, out / 8] and zero points [groups, out / 8] of 4 bits, whose
+    outputs are interleaved, and scales [groups, out]."""
 
     def in_order(words: Tensor) -> Tensor:
         codes = unpacked(words, 4)
@@ -129,8 +126,16 @@ def awq_matrix(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> GroupedMatrix
 def gptq_matrix(
     qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, bits: int, zero_offset: int
 ) -> GroupedMatrix:
-    """Words [in * bits / 32, out], zero points [groups, out * bits / 32], scales [groups, out], and the group
-    of each input [in], or None if they are adjacent."""
+    """Reads a matrix of GPTQ.
+
+    Args:
+        qweight: words of codes, [in * bits / 32, out].
+        qzeros: words of zero points, [groups, out * bits / 32].
+        scales: [groups, out].
+        g_idx: the group of each input, [in]; None: groups are adjacent inputs.
+        bits: of a code.
+        zero_offset: added to the stored zero points.
+    """
     codes = unpacked(qweight.t(), bits)
     zeros = unpacked(qzeros, bits).t().float() + zero_offset
     group_size = _group_size(codes, scales)
@@ -148,8 +153,16 @@ def packed_matrix(
     shape: tuple[int, int],
     bits: int,
 ) -> GroupedMatrix:
-    """Of compressed-tensors: words [out, in * bits / 32] of codes to which the middle is added, scales
-    [out, groups], and zero points packed along the outputs, or as signed bytes [out, groups]."""
+    """Reads a matrix of compressed-tensors.
+
+    Args:
+        words: codes to which the middle was added, [out, in * bits / 32].
+        scale: [out, groups].
+        zero_point: packed along the outputs, or signed bytes [out, groups]; None: the middle.
+        g_idx: the group of each input, [in]; None: groups are adjacent inputs.
+        shape: (out, in).
+        bits: of a code.
+    """
     num_out, num_in = shape
     middle = 1 << bits - 1
     codes = unpacked(words, bits)[:, :num_in].contiguous()
@@ -168,8 +181,8 @@ def packed_matrix(
 def scaled_matrix(
     weight: Tensor, scale: Tensor, zero_point: Tensor | None, block: tuple[int, int] | None
 ) -> GroupedMatrix:
-    """Bytes or floats of 8 bits [out, in], with one scale, one for each output [out, 1] or [out], for each
-    group of inputs [out, groups], or for each ``block``."""
+    """Reads bytes or floats of 8 bits [out, in], with a single scale, or one for each output [out, 1] or
+    [out], for each group of inputs [out, groups], or for each ``block``."""
     num_out, num_in = weight.shape
 
     def by_output(values: Tensor) -> Tensor:
@@ -193,28 +206,32 @@ def _group_size(codes: Tensor, scales: Tensor) -> int:
 
 
 def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
-    """float32 [..., groups * 32] of bytes with two codes each, the lower bits first,
-    [..., groups, 16], and the exponents of the scales [..., groups]."""
+    """Returns the values of MXFP4, float32 [..., groups * 32].
+
+    Args:
+        blocks: bytes with two codes each, the lower bits first, [..., groups, 16].
+        scales: the exponents of the scales, [..., groups].
+    """
     codes = torch.stack((blocks & 0x0F, blocks >> 4), dim=-1).flatten(-2)
     halves = torch.tensor(_E2M1_DOUBLED, dtype=torch.float32)[codes.int()]
     return torch.ldexp(halves, scales.int().unsqueeze(-1) - (_E8M0_BIAS + 1)).flatten(-2)
 
 
 def mxfp4_blocks(blocks: Tensor, scales: Tensor) -> BlockMatrix:
-    """The same of a matrix, blocks [out, groups, 16] and scales [out, groups], in blocks of 5 bits. They are
-    exact for scales of at least 2 ** -23."""
+    """Converts a matrix of MXFP4, blocks [out, groups, 16] and scales [out, groups], to blocks of 5 bits. The
+    values are exact for scales of at least 2 ** -23."""
     return _mxfp4(torch.stack((blocks & 0x0F, blocks >> 4), dim=-1).flatten(-2), scales)
 
 
 def gguf_mxfp4_blocks(rows: NDArray[np.uint8]) -> BlockMatrix:
-    """The same of the rows of a GGUF file: in each block the scale, then 16 bytes with the codes of the first
-    half in their lower bits."""
+    """Like ``mxfp4_blocks``, from the rows of a GGUF file: each block has the scale, then 16 bytes with the
+    codes of the first half in their lower bits."""
     stored = torch.from_numpy(rows.copy()).view(len(rows), -1, 1 + BLOCK_SIZE // 2)
     return _mxfp4(torch.cat((stored[..., 1:] & 0x0F, stored[..., 1:] >> 4), dim=-1), stored[..., 0])
 
 
 def _mxfp4(codes: Tensor, scales: Tensor) -> BlockMatrix:
-    """``codes`` [out, groups, 32], ``scales`` [out, groups]."""
+    """Returns blocks of 5 bits. ``codes`` [out, groups, 32], ``scales`` [out, groups]."""
     codes = (torch.tensor(_E2M1_DOUBLED) + 16).to(torch.uint8)[codes.int()]
     half = BLOCK_SIZE // 2
     nibbles = (codes[..., :half] & 0x0F) | (codes[..., half:] & 0x0F) << 4

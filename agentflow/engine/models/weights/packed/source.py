@@ -8,7 +8,7 @@ A matrix ``NAME.weight`` is stored as several tensors:
 * bytes and fp8: ``NAME.weight`` with ``NAME.weight_scale`` or, in blocks, ``NAME.weight_scale_inv``
 
 The stacked experts ``NAME`` of GPT-OSS are ``NAME_blocks`` and ``NAME_scales``. Scales of activations are
-ignored: activations are not quantised as the checkpoint's makers did.
+ignored: activations are not quantised in the way that the checkpoint specifies.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ _IGNORED: Final = (
 
 
 class PackedCheckpoint(Checkpoint):
-    """As ``Checkpoint``. Matrices are dequantised but for ``take_blocks`` and ``take_stacked_blocks``."""
+    """Like ``Checkpoint``. Matrices are dequantised, except by ``take_blocks`` and
+    ``take_stacked_blocks``."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, scheme: Scheme) -> None:
         super().__init__(folder, dtype, device)
@@ -117,7 +118,7 @@ class PackedCheckpoint(Checkpoint):
     def _matrix(self, stem: str) -> GroupedMatrix:
         try:
             return self._read_matrix(stem)
-        except (ValueError, RuntimeError, IndexError) as error:  # the tensors do not fit each other
+        except (ValueError, RuntimeError, IndexError) as error:  # the tensors' shapes do not fit together
             raise self._misfit(f"{stem}.weight", str(error)) from error
 
     def _read_matrix(self, stem: str) -> GroupedMatrix:
