@@ -1,16 +1,16 @@
 """A child process of the server: exchanges frames with it over a socket, and ends it.
 
-A frame is its length in four bytes, big-endian, then msgpack. The child also gets a lifeline: a pipe that is
-never written to, and that closes when the server closes it or dies. A child can have the kernel signal it
-then. The socket does not serve for this, because the same signal could come from a frame, late, when the
-child has read it and works on it.
+A frame is its length in four bytes, big-endian, then msgpack. The child also gets a lifeline: a pipe that
+nothing writes to, and that closes when the server closes it or dies. A child can let the kernel send it a
+signal then. The socket is unsuitable for this: a frame can cause the same signal, which may arrive late, when
+the child has already read the frame and works on it.
 
 ``lower_priority`` makes the server's thread yield the processor to its engines. An engine on the CPU computes
 in threads that wait for each other many times a step. If the server takes a processor for a fraction of a
-millisecond in between, all of them wait; at a lower priority it takes the time between two steps instead.
-(Measured on two cores with 25 requests a second, most of them rejected: a fifth more steps.) On Linux each
-thread has its own priority, and a process inherits that of the thread that starts it. Engines are therefore
-started from a thread that keeps the old priority, since only root may raise one again.
+millisecond meanwhile, all of them wait; at a lower priority it runs between two steps instead. (Measured on
+two cores with 25 requests a second, most of them rejected: a fifth more steps.) On Linux each thread has a
+separate priority, and a process inherits the priority of the thread that starts it. Engines are therefore
+started from a thread that keeps the old priority, because only root may raise a priority again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def to_frame(content: object) -> bytes:
-    """A message, or a list of messages, as one frame. ``OverflowError`` for a number beyond 64 bits."""
+    """Returns a message, or a list of messages, as one frame. Raises ``OverflowError`` for a number beyond 64
+    bits."""
     frame = bytearray(_LENGTH.size)
     _encoder.encode_into(content, frame, _LENGTH.size)
     _LENGTH.pack_into(frame, 0, len(frame) - _LENGTH.size)
@@ -51,7 +52,7 @@ class FrameBuffer:
         self._received = bytearray()
 
     def push(self, piece: bytes) -> list[bytes]:
-        """The contents of the frames that ``piece`` completes."""
+        """Returns the contents of the frames that ``piece`` completes."""
         self._received += piece
         frames: list[bytes] = []
         start = 0
@@ -67,7 +68,7 @@ class FrameBuffer:
 
 
 NICENESS = 5
-"""Added to the thread's nice value. With all processors busy, the thread still gets about a quarter of
+"""Added to the thread's nice value. If all processors are busy, the thread still gets about a quarter of
 one."""
 
 _starter: ThreadPoolExecutor | None = None
@@ -76,7 +77,7 @@ _popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
 def lower_priority() -> None:
     """Lowers the priority of this thread, and of threads that it starts, below that of processes started with
-    ``start_process``. Permanent. A second call has no effect; neither has a call outside Linux."""
+    ``start_process``. Permanent. A second call has no effect, and no call has one outside Linux."""
     global _starter
     if sys.platform != "linux":
         return
@@ -87,7 +88,7 @@ def lower_priority() -> None:
 
 
 def start_process(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-    """``subprocess.Popen``, at the priority from before ``lower_priority``."""
+    """``subprocess.Popen``, at the priority before ``lower_priority``."""
     if _starter is None:
         return _popen(command, **options)
     return _starter.submit(_popen, command, **options).result()
@@ -111,8 +112,9 @@ class ChildProcess:
     @classmethod
     def run(cls, module: str, first: object, **environment: str) -> Self:
         """Starts a process that runs ``module``. Its arguments are the file descriptors of its socket and of
-        its end of the lifeline; the message ``first`` is on the socket. ``environment``: added to this
-        process's. Takes milliseconds. ``OSError`` if no process can be started."""
+        its end of the lifeline; the message ``first`` is on the socket. ``environment``: variables to add to
+        the environment of this process. Takes milliseconds. Raises ``OSError`` if no process can be
+        started."""
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             connection, other_end = socket.socketpair()
             ours.enter_context(connection)
@@ -144,7 +146,7 @@ class ChildProcess:
         return self._process.returncode
 
     async def send(self, frame: bytes) -> None:
-        """Sends a frame; waits while the socket is full. ``OSError`` if the process has ended."""
+        """Sends a frame; waits while the socket is full. Raises ``OSError`` if the process has ended."""
         rest = memoryview(frame)
         while rest:
             try:
@@ -153,8 +155,8 @@ class ChildProcess:
                 await anyio.wait_writable(self._connection)
 
     async def receive(self) -> list[bytes]:
-        """Waits for data and returns the frames that it completes, if any. ``EOFError`` if the process has
-        ended."""
+        """Waits for data and returns the frames that it completes, if any. Raises ``EOFError`` if the process
+        has ended."""
         await anyio.wait_readable(self._connection)
         try:
             piece = self._connection.recv(READ_BYTES)
@@ -171,8 +173,8 @@ class ChildProcess:
         self._process.send_signal(number)
 
     async def end(self, grace_s: float = 0.0) -> str:
-        """Ends the process, with SIGKILL if it does not end by itself within ``grace_s``. Returns how it
-        ended, to complete a sentence. Cannot be cancelled."""
+        """Ends the process, with SIGKILL if it does not end by itself within ``grace_s``. Returns a phrase
+        that says how it ended, for messages. Cannot be cancelled."""
         self._connection.close()
         self._lifeline.close()
         with anyio.CancelScope(shield=True):
@@ -194,7 +196,8 @@ class ChildProcess:
 
 
 def import_path() -> str:
-    """A ``PYTHONPATH`` with which a child finds modules where this process does, in the same order."""
+    """Returns a ``PYTHONPATH`` with which a child finds the same modules as this process, in the same
+    order."""
     return os.pathsep.join(entry or os.getcwd() for entry in sys.path)
 
 

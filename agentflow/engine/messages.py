@@ -1,9 +1,9 @@
 """The messages between an engine and its client, the same for an engine in a thread and in a process.
 
-To the engine go single messages; from it comes one list for the whole batch, once per step. Exactly one
+The client sends single messages; the engine sends one list per step, for the whole batch. Exactly one
 ``Finished`` or ``Failed`` answers each ``Submit``, aborted or not. An engine process first gets ``Start`` and
-answers with ``Loaded`` or ``LoadFailed``. On the socket each message to the engine, and each list from it, is
-one msgpack frame (``child.to_frame``).
+answers with ``Loaded`` or ``LoadFailed``. On the socket, each message to the engine, and each list from it,
+is one msgpack frame (``child.to_frame``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentflow.protocol.events import StepRecord
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Ends a request. Unknown ids are ignored: it may just have finished."""
+    """Ends a request. Unknown ids are ignored: the request may just have finished."""
 
     request_id: int
 
@@ -35,19 +35,18 @@ class CloseState(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class StatsRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Asks for ``EngineStats``, which carry the same ticket."""
+    """Asks for ``EngineStats`` with the same ticket."""
 
     ticket: int
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Asks for an ``EngineSnapshot`` of what ``tenant`` may see; None: of everything. ``max_nodes``: 0 for no
-    tree. ``steps_after``: the number of the last step that is known."""
+    """Asks for an ``EngineSnapshot``."""
 
     ticket: int
-    tenant: str | None
-    max_nodes: int
-    steps_after: int
+    tenant: str | None  # limits the snapshot to this tenant's data; None: all data
+    max_nodes: int  # 0: no tree
+    steps_after: int  # the number of the last step that the client knows
 
 
 class PeekRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -63,13 +62,12 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Loads the adapter (LoRA) in ``folder``, for requests with its identity. ``name``: for messages.
-    ``identity``: that it must have; empty for any."""
+    """Loads an adapter (LoRA), for requests with its identity."""
 
     ticket: int
-    name: str
+    name: str  # for messages
     folder: str
-    identity: str = ""
+    identity: str = ""  # the required identity; empty: any
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -80,105 +78,96 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 Query = StatsRequest | SnapshotRequest | PeekRequest | LoadAdapter
-"""What is answered by one message with the same ticket, or by ``Failed``."""
+"""Messages that one message with the same ticket answers, or ``Failed``."""
 ToEngine = Submit | Abort | CloseState | Query | UnloadAdapter | Stop
 
 
 class Started(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """These requests are in a batch for the first time. Sent before the batch runs, so that requests that
-    crash the engine can be identified."""
+    """Lists the requests that are in a batch for the first time. Sent before the batch runs, so that requests
+    that crash the engine can be identified."""
 
     request_ids: list[int]
 
 
 class StepBegins(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A forward pass over ``num_tokens`` scheduled tokens begins. The next list follows when it has run, so
+    """A forward pass over ``num_tokens`` scheduled tokens begins. The next list follows after the pass, so
     the supervisor can distinguish an engine that hangs from one that computes."""
 
     num_tokens: int
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A request gained ``token_ids``. ``logprobs`` and ``top_logprobs`` have an entry for each if requested;
-    those of tokens that a grammar forced come in a later message. ``text``: the text that became final, often
-    empty. ``num_dropped``: the last tokens sent so far that these replace, because the same text is now
-    encoded differently. ``forced``: if a grammar forced the tokens, what ``mark_forced`` receives.
-    ``answer_at``: of a model that may think, the character of the output at which its answer begins, or -1 if
-    it has not begun; None if it does not think, or writes in channels, whose heads show it."""
+    """New tokens of a request."""
 
     request_id: int
-    text: str
+    text: str  # the text that became final, often empty
     token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    top_logprobs: Sequence[TopTokens] = ()
-    num_dropped: int = 0
-    forced: tuple[int, int] | None = None
+    logprobs: Sequence[float]  # if requested; of tokens that a grammar forced: in a later message
+    top_logprobs: Sequence[TopTokens] = ()  # likewise
+    num_dropped: int = 0  # earlier tokens that these replace: the same text is now encoded differently
+    forced: tuple[int, int] | None = None  # if a grammar forced the tokens: the arguments of ``mark_forced``
+    # Of a reasoning model: the character of the output at which the answer begins, or -1 before. None for
+    # other models, and for models that write in channels, whose headers show the answer.
     answer_at: int | None = None
 
 
 class NeedPayload(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The request came with a constraint's key only, and the engine no longer has that constraint. The
-    client must submit it again with the payload."""
+    """The request has only the key of its constraint, and the engine no longer has that constraint. The
+    client must submit the request again with the payload."""
 
     request_id: int
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The end of a request. ``token_ids`` and ``text``: the whole output. ``finish_reason``: ``eos`` (the
-    model's end token), ``stop`` or ``length``. ``logprobs``: one for each generated or scored token, None for
-    a token that was encoded again; empty if not requested. ``top_logprobs``: the likeliest tokens at each
-    place, likewise. ``choice_logprobs``: for each choice, those of its tokens. ``stopped_by``: the ``stop``
-    string or ``stop_token_ids`` id that ended it. ``forced``: the parts of ``text`` that a grammar forced and
-    that were not sampled, as pairs of first character and number of characters; ``forced_tokens``: the tokens
-    that lie wholly in such parts. ``embedding``: in float32, in the machine's order of bytes.
-    ``thought_tokens``: the tokens before the answer. ``answer_at``: as of ``Progress``. ``ranks``: one for
-    each scored token, 1 for the likeliest in its place."""
+    """The end of a request, with its whole output."""
 
     request_id: int
     token_ids: list[int]
     text: str
-    finish_reason: str
+    finish_reason: str  # ``eos`` (the model's end token), ``stop`` or ``length``
     prompt_tokens: int
-    cached_tokens: int
+    cached_tokens: int  # of the prompt
     output_tokens: int
+    # Of each generated or scored token; None for a token that was encoded again. Empty if not requested.
     logprobs: list[float | None]
-    top_logprobs: list[TopTokens | None] = []
-    choice_logprobs: list[list[float]] = []
-    stopped_by: str | int | None = None
+    top_logprobs: list[TopTokens | None] = []  # the likeliest tokens at each place, likewise
+    choice_logprobs: list[list[float]] = []  # of the tokens of each choice
+    stopped_by: str | int | None = None  # the ``stop`` string or ``stop_token_ids`` id that ended the output
+    # The parts of ``text`` that a grammar forced and that were not sampled: the first character and the
+    # number of characters of each.
     forced: list[tuple[int, int]] = []
-    forced_tokens: int = 0
-    embedding: bytes = b""
-    thought_tokens: int = 0
-    answer_at: int | None = None
-    ranks: list[int] = []
+    forced_tokens: int = 0  # the tokens that are completely in such parts
+    embedding: bytes = b""  # float32, in the machine's byte order
+    thought_tokens: int = 0  # the tokens before the answer
+    answer_at: int | None = None  # as in ``Progress``
+    ranks: list[int] = []  # of each scored token; 1: the likeliest at its place
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The request (or ``Query``) failed. ``code``: of an error in ``agentflow.errors``; ``cancelled``
-    for an aborted request. ``param``: the error's."""
+    """The request (or ``Query``) failed."""
 
-    request_id: int
-    code: str
+    request_id: int  # or the ticket
+    code: str  # of an error in ``agentflow.errors``; ``cancelled`` for an aborted request
     message: str
-    param: str | None = None
+    param: str | None = None  # of the error
 
 
 PHASES = ("schedule", "run", "complete", "deliver")
 """The phases of an engine's step, which ``EngineStats.step_times`` measure."""
-# Seconds, from a step's bookkeeping to a long prefill.
+# In seconds, from the bookkeeping of a step to a long prefill.
 STEP_BOUNDS_S = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 class BucketCounts(msgspec.Struct, array_like=True):
-    """A histogram. ``counts[i]``: values above ``bounds[i - 1]`` and up to ``bounds[i]``; the last entry
-    counts values above all bounds. Cheap to update, and good enough for quantiles over any period."""
+    """A histogram. Cheap to update, and accurate enough for quantiles over any period."""
 
+    # ``counts[i]``: values above ``bounds[i - 1]`` and up to ``bounds[i]``; the last entry: above all bounds.
     counts: list[int]
-    total: float = 0.0
+    total: float = 0.0  # the sum of all values
 
     @classmethod
     def empty(cls, bounds: Sequence[float]) -> BucketCounts:
-        """An empty histogram."""
+        """Returns an empty histogram."""
         return cls([0] * (len(bounds) + 1))
 
     def count(self, bounds: Sequence[float], value: float) -> None:
@@ -192,81 +181,77 @@ class BucketCounts(msgspec.Struct, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Counters since the engine started (tokens, steps) and current gauges (slots, requests, bytes).
-    ``restarts``: how often the engine's process was replaced; its counters start over each time.
-    ``step_times``: one histogram for each of ``PHASES``."""
+    """Counters since the engine started (tokens, steps) and current gauges (slots, requests, bytes). When the
+    engine's process is replaced, all counters except ``restarts`` begin again at 0."""
 
     ticket: int
     model: str
     steps: int
     prompt_tokens: int
-    cached_tokens: int
+    cached_tokens: int  # of prompts
     cached_output_tokens: int
     computed_tokens: int
     generated_tokens: int
     evicted_tokens: int
-    retractions: int
+    retractions: int  # how often a running request lost its slots and had to wait again
     free_slots: int
-    cached_slots: int
+    cached_slots: int  # of the tree, and not in use
     in_use_slots: int
     total_slots: int
-    running: int
-    waiting: int
+    running: int  # requests
+    waiting: int  # requests
     peak_resident_bytes: int
-    restarts: int = 0
-    forced_tokens: int = 0
-    step_times: Sequence[BucketCounts] = ()
+    restarts: int = 0  # how often the engine's process was replaced
+    forced_tokens: int = 0  # by grammars
+    step_times: Sequence[BucketCounts] = ()  # for each of ``PHASES``, with ``STEP_BOUNDS_S``
 
 
 TreeRow = tuple[int, int, int, int, int, int, float, int]
-"""A node: its number, its parent's (0: none), its tokens, those that were generated, its locks and keeps,
-when it was used last, and its tenant (an index)."""
+"""A node: its number, the number of its parent (0: none), its tokens, how many of them were generated, its
+locks and keeps, the time of its last use, and its tenant (an index)."""
 RequestRow = tuple[int, str, str, bool, int, int, int, int, float]
-"""A request: its id, tenant and label, whether it runs, its tokens of the prompt, those that were cached,
-all that are computed, those generated, and its age in seconds."""
+"""A request: its id, tenant and label, whether it runs, its numbers of prompt tokens, cached prompt tokens,
+computed tokens and generated tokens, and its age in seconds."""
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to a ``SnapshotRequest``, taken between two steps. ``epoch``: of the engine; another engine
-    numbers everything anew. ``time_s``: on the engine's clock, as the times of ``nodes``, where parents come
-    before their children. ``num_nodes``: all that the tenant has. ``took_s``: processor time of the engine's
-    thread."""
+    """The answer to a ``SnapshotRequest``, taken between two steps."""
 
     ticket: int
-    epoch: int
-    time_s: float
+    epoch: int  # of the engine; the numbers of one epoch mean nothing in another
+    time_s: float  # on the engine's clock, like the times of ``nodes``
     steps: list[StepRecord]
     requests: list[RequestRow]
-    nodes: list[TreeRow]
-    tenants: list[str]
-    num_nodes: int
+    nodes: list[TreeRow]  # parents before their children
+    tenants: list[str]  # the names to the indices in ``nodes``
+    num_nodes: int  # of the tenant, including nodes that are not in ``nodes``
     stats: EngineStats
-    took_s: float
+    took_s: float  # processor time of the engine's thread
 
 
 class NodeTokens(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to a ``PeekRequest``: the first tokens of the node, and the number of all."""
+    """The answer to a ``PeekRequest``."""
 
     ticket: int
-    token_ids: list[int]
-    num_tokens: int
+    token_ids: list[int]  # the first tokens of the node
+    num_tokens: int  # of the whole node
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to a ``LoadAdapter``. ``identity``: of its weights and settings. ``nbytes``: its memory."""
+    """The answer to a ``LoadAdapter``."""
 
     ticket: int
     name: str
     folder: str
-    identity: str
-    nbytes: int
+    identity: str  # of the adapter's weights and settings
+    nbytes: int  # the memory of the adapter
 
 
 class Logged(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A line for the server's log, from a logger of the engine's process; in a frame without other messages.
-    ``level``: as in ``logging``."""
+    """A line for the server's log, from a logger of the engine's process; in a frame without other
+    messages."""
 
-    level: int
+    level: int  # as in ``logging``
     logger: str
     text: str
 
@@ -276,35 +261,33 @@ FromEngine = Started | StepBegins | Progress | NeedPayload | Finished | Failed |
 
 
 class LoadEngine(Protocol):
-    """The function that ``Start.loader`` names. It runs in the engine's process and makes what an engine
-    needs."""
+    """The type of the function ``Start.loader``. It runs in the engine's process and creates the parts of an
+    engine."""
 
     def __call__(self, **options: Any) -> tuple[ModelRunner, Tokenizer, SchedulerConfig]: ...
 
 
 class Start(msgspec.Struct, frozen=True):
-    """What an engine process is to load. ``loader``: a ``LoadEngine``, as ``package.module:function``;
-    ``options``: its arguments, plain values only. ``log_level``: the least of the lines that it logs."""
+    """Tells an engine process how to load its engine."""
 
-    loader: str
-    options: dict[str, Any]
-    log_level: int = logging.WARNING
+    loader: str  # a ``LoadEngine``, as ``package.module:function``
+    options: dict[str, Any]  # its arguments, plain values only
+    log_level: int = logging.WARNING  # lines below this level are not logged
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The engine is ready for messages. ``tokenizer``: the identity of its tokenizer."""
+    """The engine is ready for messages."""
 
     info: RunnerInfo
-    tokenizer: str
+    tokenizer: str  # its identity
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):
-    """Loading failed, and the process ends. ``code``: of an error in ``agentflow.errors``.
-    ``missing_package``: set if the cause is a package that is not installed."""
+    """Loading failed, and the process ends."""
 
-    code: str
+    code: str  # of an error in ``agentflow.errors``
     message: str
-    missing_package: str | None = None
+    missing_package: str | None = None  # if the cause is a package that is not installed
 
 
 start_decoder = msgspec.msgpack.Decoder(Start)

@@ -27,35 +27,23 @@ MAX_PRIORITY = 10
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """Where a request comes from, and what the program says about it.
-
-    Requests share cached KV only if their ``tenant``, ``cache_salt`` and adapter are equal.
-    """
+    """The source of a request, and the program's hints about it. Requests share cached KV only if their
+    ``tenant``, ``cache_salt`` and adapter are equal."""
 
     tenant: str = ""
-    # The client's part of the key of the cache.
     cache_salt: str = ""
     objective: Objective = "latency"
-    # The program state that the request continues, which keeps its KV longer while it is open; 0: none.
-    state: int = 0
-    # Equal for sibling requests that one consumer waits for; 0: none.
-    task_group: int = 0
-    # The expected length of the output; 0: unknown.
-    output_tokens: int = 0
-    # Seconds from now until it should be done.
-    deadline_s: float | None = None
-    # The tenant's weight against other tenants. That of its latest request counts.
-    weight: float = 1.0
-    # -10 to 10, higher first, within the tenant.
-    priority: int = 0
-    # After this many seconds the request goes before others of its tenant and priority; None: never.
+    state: int = 0  # the program state that the request continues; 0: none
+    task_group: int = 0  # equal for sibling requests that one consumer waits for; 0: none
+    output_tokens: int = 0  # the expected length of the output; 0: unknown
+    deadline_s: float | None = None  # the time from now until the request should be done
+    weight: float = 1.0  # the tenant's weight against other tenants; its latest request decides
+    priority: int = 0  # -10 to 10, higher first, within the tenant
+    # A request that has waited this long goes before others of its tenant and priority; None: never.
     patience_s: float | None = None
-    # The client's ``traceparent``, for observers; the engine does not use it.
-    trace: str = ""
-    # The program's name, which snapshots show. Outputs of one label probably have similar lengths.
-    label: str = ""
-    # The name of a loaded adapter (LoRA); empty for the model itself.
-    adapter: str = ""
+    trace: str = ""  # the client's ``traceparent``, for observers; the engine does not use it
+    label: str = ""  # the program's name, which snapshots show
+    adapter: str = ""  # the name of a loaded adapter (LoRA); empty: the model itself
 
     def check(self) -> None:
         """Raises ``BadArgument`` for a priority or a weight that is out of range."""
@@ -70,35 +58,31 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Runs a request over ``token_ids``. Generates up to ``params.max_tokens``; or, if ``params`` is None,
-    computes the tokens only, or scores those from index ``score_from`` on, or scores each of ``choices`` as
-    their continuation, or makes their embedding (``embeds``).
+    """Runs a request over ``token_ids``. Generates up to ``params.max_tokens``. Without ``params``, computes
+    the tokens only, scores the tokens from ``score_from`` on, scores each of ``choices`` as a continuation,
+    or makes an embedding.
 
-    ``generated_ids``, ``generated_logprobs``, ``generated_top_logprobs``, ``generated_forced``,
-    ``generated_text``: the output that an engine that died had sent as ``Progress``; its text is not sent
-    again, also where the ids now end before it. ``num_redrawn``: how often it had replaced sampled tokens.
-    ``constraint``: a grammar for the text, without its payload if this engine was already sent it.
-    ``jump_forward``: append the tokens that the grammar forces without sampling them. ``thinking``: the
-    output may begin with thoughts, to which neither constraint nor stops apply. ``calls``: it may have tool
-    calls, to which no stop applies. ``adapter``: the identity of the adapter that had the name
-    ``origin.adapter`` when the request was sent, and which it keeps until it ends."""
+    A request that continues after its engine died has the output that the engine had sent as ``Progress`` in
+    the fields ``generated_…``. The text is not sent again, even if the ids now end before it."""
 
     request_id: int
     token_ids: list[int]
     params: SamplingParams | None
     seed: int = 0
     origin: Origin = Origin()
-    score_from: int = 0
-    choices: Sequence[Sequence[int]] = ()
+    score_from: int = 0  # the index of the first scored token
+    choices: Sequence[Sequence[int]] = ()  # the token ids of each choice
     generated_ids: Sequence[int] = ()
     generated_logprobs: Sequence[float] = ()
     generated_top_logprobs: Sequence[TopTokens] = ()
     generated_forced: Sequence[tuple[int, int]] = ()
-    constraint: CompiledConstraint | None = None
-    jump_forward: bool = True
-    embeds: bool = False
-    thinking: Thinking | None = None
-    calls: CallMarks | None = None
+    constraint: CompiledConstraint | None = None  # of the text; without its payload if the engine has that
+    jump_forward: bool = True  # append the tokens that the grammar forces without sampling them
+    embeds: bool = False  # make an embedding
+    thinking: Thinking | None = None  # the output may begin with reasoning, free of constraint and stops
+    calls: CallMarks | None = None  # the output may have tool calls, to which no stop applies
     generated_text: str = ""
-    num_redrawn: int = 0
+    num_redrawn: int = 0  # how often the dead engine had replaced sampled tokens
+    # The identity of the adapter that had the name ``origin.adapter`` when the request was sent. The request
+    # keeps this adapter until it ends.
     adapter: str = ""

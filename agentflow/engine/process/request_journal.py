@@ -1,7 +1,7 @@
-"""The unfinished requests of an engine process: how far they are, and which may crash it.
+"""The unfinished requests of an engine process: their progress, and which of them may crash it.
 
 When the process dies, the next one gets all of them in the order of submission, with the ids that were
-generated already. A request that crashes the process every time must not do so forever, nor fail the others.
+already generated. A request that always crashes the process must not do so forever, nor fail the others.
 A request that was running at two deaths and made no progress between them is a *suspect*. Suspects run alone,
 one after the other, while the other requests wait. A suspect that makes progress is cleared; one whose trial
 crashes the process is blamed, and only it is failed.
@@ -22,7 +22,7 @@ from agentflow.errors import Cancelled, EngineDown, EngineFailed
 
 # This many deaths without progress between them make a suspect.
 SUSPECT_DEATHS = 2
-# Deaths in total after which a request is failed. Otherwise two requests that crash the process only
+# A request is failed after this many deaths in total. Otherwise two requests that crash the process only
 # together, and make a little progress alone, would run forever.
 MAX_DEATHS = 10
 
@@ -30,13 +30,13 @@ MAX_DEATHS = 10
 @dataclass(slots=True, eq=False)
 class _Entry:
     submit: Submit
-    added_s: float
-    ids: list[int] = field(default_factory=list)
+    added_s: float  # on the journal's clock
+    ids: list[int] = field(default_factory=list)  # this and the next four: the output so far
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopTokens] = field(default_factory=list)
     forced: list[tuple[int, int]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    num_redrawn: int = 0
+    num_redrawn: int = 0  # as in ``Submit``
     is_running: bool = False
     is_aborted: bool = False
     deaths: int = 0
@@ -47,13 +47,13 @@ class _Entry:
         return self.deaths_since_progress >= SUSPECT_DEATHS
 
     def drop(self, num_tokens: int) -> None:
-        """Drops the last ids. Of the others some may have no log-probability yet."""
+        """Drops the last ids. Some of the others may not have log-probabilities yet."""
         del self.ids[-num_tokens:]
         del self.logprobs[len(self.ids) :], self.top_logprobs[len(self.ids) :]
         self.num_redrawn += 1
 
     def as_submitted(self, now_s: float) -> Submit:
-        """The request as an engine is to continue it, with the time that it has left."""
+        """Returns the request that continues this one in a new engine, with the time that it has left."""
         submit = _later(self.submit, now_s - self.added_s)
         if not (self.ids or self.texts or self.num_redrawn):
             return submit
@@ -70,8 +70,8 @@ class _Entry:
 
 
 class RequestJournal:
-    """Does no input or output. A request is *queued* until ``release`` returns it, and then *sent* until it
-    ends or the process dies. ``clock``: in seconds."""
+    """Tracks unfinished requests; does no input or output. A request is *queued* until ``release`` returns
+    it, and then *sent* until it ends or the process dies. ``clock``: in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -98,15 +98,15 @@ class RequestJournal:
         return any(entry.submit.adapter == adapter for entry in entries)
 
     def wait_for(self, adapters: Iterable[str]) -> None:
-        """A new process loads the adapters with these identities: requests that use them wait meanwhile."""
+        """Holds back requests that use the adapters with these identities, which a new process is loading."""
         self._missing = set(adapters)
 
     def adapter_loaded(self, adapter: str) -> None:
-        """The process has the adapter with this identity."""
+        """Releases the requests that wait for the adapter with this identity."""
         self._missing.discard(adapter)
 
     def adapter_gone(self, adapter: str) -> list[Failed]:
-        """The process cannot have the adapter. Returns the requests that end because of this."""
+        """Drops the requests that use an adapter that cannot be loaded. Returns their answers."""
         self._missing.discard(adapter)
         waiting = [entry for entry in self._queued.values() if entry.submit.adapter == adapter]
         for entry in waiting:
@@ -114,7 +114,7 @@ class RequestJournal:
         return [_without_adapter(entry) for entry in waiting]
 
     def release(self) -> list[Submit]:
-        """The requests to send to the process now."""
+        """Returns the requests to send to the process now."""
         if not self._queued:
             return []
         if not self._num_suspects:
@@ -132,7 +132,7 @@ class RequestJournal:
         return [entry.as_submitted(now_s) for entry in released]
 
     def resubmit(self, request_id: int) -> Submit | None:
-        """A request to send to the process once more. None if it is no longer needed; it is dropped then."""
+        """Returns a request to send to the process again; None if it was aborted, and then drops it."""
         entry = self._sent.get(request_id)
         if entry is None:
             return None
@@ -142,7 +142,8 @@ class RequestJournal:
         return entry.as_submitted(self._clock())
 
     def abort(self, request_id: int) -> bool:
-        """Drops a request, at once if the process does not have it. Returns whether to forward the abort."""
+        """Drops a request, immediately if the process does not have it. Returns whether to forward the
+        abort."""
         entry = self._sent.get(request_id)
         if entry is not None:
             entry.is_aborted = True
@@ -176,7 +177,8 @@ class RequestJournal:
                 self._remove(self._sent, message.request_id)
 
     def process_died(self) -> tuple[list[Failed], bool]:
-        """Queues everything again. Returns the requests that end now, and whether one of them is to blame."""
+        """Queues all requests again. Returns the answers of requests that end now, and whether one of them is
+        to blame."""
         ended = [aborted(entry.submit.request_id) for entry in self._sent.values() if entry.is_aborted]
         running = [entry for entry in self._sent.values() if entry.is_running and not entry.is_aborted]
         self._queued = dict(sorted((self._queued | self._sent).items()))  # ids grow with each submission
@@ -207,7 +209,7 @@ class RequestJournal:
 
 
 def _later(submit: Submit, elapsed_s: float) -> Submit:
-    """The request with what is left of its deadline and patience, below 0 where they are over."""
+    """Returns the request with the rest of its deadline and patience, below 0 if they are over."""
     origin = submit.origin
     if origin.deadline_s is None and origin.patience_s is None:
         return submit
@@ -218,7 +220,7 @@ def _later(submit: Submit, elapsed_s: float) -> Submit:
 
 
 def aborted(request_id: int) -> Failed:
-    """The answer to an aborted request."""
+    """Returns the answer to an aborted request."""
     return Failed(request_id, Cancelled.code, "the request was aborted")
 
 

@@ -1,8 +1,8 @@
 """The time budget of a server's shutdown, shared by its phases.
 
 A server first finishes running requests (drain), then closes its connections, then ends its engines one after
-the other. Each phase has a limit of its own, and none takes more than the earlier phases have left. The total
-is bounded, however many engines there are and whatever hangs.
+the other. Each phase has a separate limit, and takes at most the rest of the budget. So the total is bounded,
+regardless of the number of engines and of hanging ones.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-# How long running requests may continue. With AFTER_DRAIN_S, less than the 30 s of Kubernetes' default.
+# The time for running requests. Together with AFTER_DRAIN_S, less than the 30 s that Kubernetes allows.
 DRAIN_S = 15.0
-# For closing connections (2 s) and ending engines, after the drain.
+# The time for closing connections (2 s) and ending engines, after the drain.
 AFTER_DRAIN_S = 8.0
 
 
@@ -25,7 +25,8 @@ class ShutdownBudget:
         self._ends_at_s: float | None = None
 
     def take(self, most_s: float) -> float:
-        """Seconds for a phase that begins now: ``most_s`` or what is left, whichever is less."""
+        """Returns the seconds for a phase that begins now: ``most_s`` or the rest of the budget, whichever is
+        less."""
         now_s = self._clock()
         if self._ends_at_s is None:
             self._ends_at_s = now_s + self.drain_s + AFTER_DRAIN_S

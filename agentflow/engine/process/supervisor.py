@@ -1,13 +1,13 @@
 """Keeps an engine process alive: starts it, kills it when it hangs, and replaces it when it dies.
 
-To its client this is one engine that never loses a request: the next process continues what a dead one had
-not finished, from the ids that were generated already. After ``MAX_DEATHS_IN_A_ROW`` the engine is *down*:
-requests fail at once, and new processes start at growing intervals until one loads.
+The client sees one engine that never loses a request: the next process continues the requests that a dead one
+had not finished, from the ids that were already generated. After ``MAX_DEATHS_IN_A_ROW`` the engine is
+*down*: requests fail immediately, and new processes start at growing intervals until one loads.
 
-A process that died closes its socket. One that hangs (stopped, or in an endless load or step) keeps it open
-and sends nothing, so the supervisor measures time. The engine announces each forward pass with its number of
-scheduled tokens, and its next frame says that the pass has run. ``StepPace`` derives the limit of a pass from
-earlier passes of its size. Without unfinished requests nothing is measured.
+The socket of a process that died closes. A process that hangs (stopped, or in an endless load or step) keeps
+it open and sends nothing, so the supervisor measures time. The engine announces each forward pass with its
+number of scheduled tokens, and sends the next frame after the pass. ``StepPace`` derives the limit of a pass
+from earlier passes of its size. Without unfinished requests nothing is measured.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import AgentflowError, BadModelFolder, EngineDown, EngineFailed, from_code
 from agentflow.runtime.task_group import open_task_group
 
-# How long an engine may take to end by itself: its last step, and freeing its memory.
+# The time for an engine to end by itself: for its last step, and for freeing its memory.
 END_S = LAST_STEP_S + 2.0
 
 
@@ -68,29 +68,30 @@ class EngineChild(ChildProcess):
 
     @classmethod
     def start(cls, start: Start) -> EngineChild:
-        """Starts a process, which begins to load."""
+        """Starts a process, which begins to load its engine."""
         return cls.run("agentflow.engine.process.worker", start)
 
 
 # A step may take this many times as long as the slowest recent one of its size.
 STEP_FACTOR = 20.0
-# The slowest duration decays with each step, so that a single outlier is forgotten after some dozens.
+# The slowest duration decays with each step, so that a single outlier is forgotten after a few dozen steps.
 _FADE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """``load_s``: from the start of a process until it is ready for requests. ``step_s``: minimum limit of a
-    step, however fast earlier ones were. ``first_step_s``: limit of the first step of each size, which may
-    compile kernels and capture graphs; also the maximum limit of any step. ``sleep``: for tests.
+    """The time limits of an engine process.
 
     Time is measured in slices of ``slice_s``. Time in which the server itself was stopped counts as at most
     one slice.
     """
 
-    load_s: float = 600.0
-    step_s: float = 30.0
+    load_s: float = 600.0  # from the start of a process until it is ready for requests
+    step_s: float = 30.0  # the lowest limit of a step, even if earlier ones were fast
+    # The limit of the first step of each size, which may compile kernels and capture graphs; and the highest
+    # limit of any step.
     first_step_s: float = 300.0
+    # A parameter for tests.
     sleep: Callable[[float], Awaitable[None]] = anyio.sleep  # noqa: TID251  to measure it is its purpose
 
     @property
@@ -98,7 +99,8 @@ class Deadlines:
         return self.step_s / 4
 
     async def passes(self, limit_s: float, is_over: Callable[[], bool]) -> bool:
-        """Waits for ``limit_s`` and returns True; False as soon as a slice ends with ``is_over()``."""
+        """Waits for ``limit_s`` and returns True. Returns False at the end of a slice if ``is_over()`` is
+        then true."""
         waited_s = 0.0
         while waited_s < limit_s:
             await self.sleep(self.slice_s)
@@ -109,7 +111,7 @@ class Deadlines:
 
 
 class StepPace:
-    """Durations of one process's steps by size: numbers of tokens rounded up to a power of two."""
+    """The durations of one process's steps, by their number of tokens rounded up to a power of two."""
 
     def __init__(self, deadlines: Deadlines) -> None:
         self._deadlines = deadlines
@@ -118,8 +120,8 @@ class StepPace:
         self._since = 0.0
 
     def received(self, now_s: float, num_tokens: int | None) -> None:
-        """A frame arrived at ``now_s``: the announced step has run. ``num_tokens``: of the step that begins
-        now, if any."""
+        """Records a frame that arrived at ``now_s``: the announced step has run. ``num_tokens``: of the step
+        that begins now, or None."""
         if self._size is not None:
             before_s = self._slowest_s.get(self._size, 0.0)
             self._slowest_s[self._size] = max(now_s - self._since, before_s * _FADE)
@@ -128,7 +130,7 @@ class StepPace:
 
     @property
     def limit_s(self) -> float:
-        """Seconds within which the next frame must arrive."""
+        """Returns the seconds within which the next frame must arrive."""
         limits = self._deadlines
         if not self._slowest_s or (self._size is not None and self._size not in self._slowest_s):
             return limits.first_step_s
@@ -142,23 +144,23 @@ logger = logging.getLogger(__name__)
 MAX_DEATHS_IN_A_ROW = 3
 PEACE_S = 60.0
 # The delay before a restart after two deaths in a row. It doubles with each further death, up to MAX_DELAY_S:
-# the cause may need time to pass.
+# the cause may be temporary.
 FIRST_DELAY_S = 1.0
 MAX_DELAY_S = 60.0
-# How long to wait for the exit code of a process whose socket has closed.
+# The time for a process whose socket has closed to exit by itself, so that its exit code is known.
 LAST_WORDS_S = 1.0
 
-# Keys of constraints that the process was sent; all are dropped when there are this many.
+# The most keys of sent constraints to remember; all are dropped when there are this many.
 MAX_SENT_KEYS = 10_000
 
-# The client's tickets begin at 1, those of adapters that are loaded again end before 0.
+# The client's tickets begin at 1; the tickets of adapters that are loaded again are negative.
 _FIRST_RELOAD = -1_000_000
 
 RESTARTING = "the engine is restarting: it answers again in a few seconds"
 
 
 def restart_delay_s(num_deaths: int) -> float:
-    """Seconds until the next start, after so many deaths in a row.
+    """Returns the seconds until the next start, after ``num_deaths`` deaths in a row.
 
     >>> [restart_delay_s(n) for n in (0, 1, 2, 3, 7, 8, 5000)]
     [0.0, 0.0, 1.0, 2.0, 32.0, 60.0, 60.0]
@@ -178,10 +180,21 @@ async def supervised_engine(
     exits_when_down: bool = False,
     shutdown: ShutdownBudget | None = None,
 ) -> AsyncIterator[EngineClient]:
-    """Runs an engine in a process of its own within the scope. An error of the first load is raised here, as
-    the same class if it is one of agentflow's. ``EngineFailed`` if the process dies ``MAX_DEATHS_IN_A_ROW``
-    times before it has loaded once, or (``exits_when_down``) at any time. ``shutdown``: limits the time to
-    end it."""
+    """Runs an engine in a separate process within the scope. An error of the first load is raised here, as
+    the same class if it is one of agentflow's.
+
+    Args:
+        start: how to load the engine.
+        load_tokenizer: runs in a thread while the process loads the model.
+        max_unfinished: the most unfinished requests; None: no limit.
+        deadlines: the time limits of the process; None: the defaults.
+        exits_when_down: raise ``EngineFailed`` when the engine is down.
+        shutdown: limits the time to end the process.
+
+    Raises:
+        EngineFailed: the process died ``MAX_DEATHS_IN_A_ROW`` times before it has loaded once, or at any time
+            if ``exits_when_down``.
+    """
     supervisor = EngineSupervisor(
         start,
         load_tokenizer,
@@ -207,7 +220,8 @@ class _Hung(_Unusable):
 
 
 class _LoadError(_Unusable):
-    """The process cannot load its engine, or loaded another one. ``error``: what a server's start raises."""
+    """The process cannot load its engine, or loaded another one. ``error``: the exception for the caller of
+    ``supervised_engine``."""
 
     def __init__(self, error: AgentflowError | ModuleNotFoundError) -> None:
         super().__init__(f"cannot be loaded again ({error})")
@@ -216,16 +230,16 @@ class _LoadError(_Unusable):
 
 @dataclass(slots=True, eq=False)
 class _Adapter:
-    """A load of an adapter. ``is_loaded``: this process has done it."""
+    """A load of an adapter, which each new process repeats."""
 
     name: str
     folder: str
     identity: str
-    is_loaded: bool = True
+    is_loaded: bool = True  # by this process
 
 
 def _log(lines: Sequence[object]) -> None:
-    """Logs what the process has logged."""
+    """Logs the lines that the process has logged."""
     for line in lines:
         if isinstance(line, Logged):
             logging.getLogger(line.logger).log(line.level, "%s", line.text)
@@ -238,8 +252,9 @@ def _load_error(answer: LoadFailed) -> _LoadError:
 
 
 class EngineSupervisor:
-    """An ``EngineLink`` to one process after the other. Use ``supervised_engine`` to make one; all of it
-    belongs to the event loop's thread. What waits to be written is bounded by what is unfinished."""
+    """An ``EngineLink`` to the current process, which it replaces when it dies. ``supervised_engine`` creates
+    it; all methods run in the event loop's thread. The number of unfinished requests bounds the data that
+    waits to be written."""
 
     def __init__(
         self,
@@ -262,11 +277,11 @@ class EngineSupervisor:
         self._outgoing: MemoryObjectSendStream[bytes] | None = None
         self._journal = RequestJournal()
         self._queries: set[int] = set()
-        self._loads: set[int] = set()  # tickets of adapters, which may take long to read
-        self._adapters: list[_Adapter] = []  # that each new process must load
-        self._reloads: dict[int, _Adapter] = {}  # that this process is loading, by ticket
+        self._loads: set[int] = set()  # the tickets of adapters, which may take long to read
+        self._adapters: list[_Adapter] = []  # each new process must load these
+        self._reloads: dict[int, _Adapter] = {}  # the adapters that this process is loading, by ticket
         self._unneeded: list[str] = []  # identities of adapters, to be unloaded after their last request
-        self._sent_keys: set[str] = set()  # of constraints that this process was sent
+        self._sent_keys: set[str] = set()  # of the constraints that were sent to this process
         self._deaths = 0  # in a row, of unknown cause
         self._blamed_deaths = 0  # in a row
         self._down_because: str | None = None
@@ -278,12 +293,12 @@ class EngineSupervisor:
 
     @property
     def pid(self) -> int | None:
-        """Process id; None between two processes."""
+        """The process id; None between two processes."""
         return None if self._child is None else self._child.pid
 
     def send(self, message: ToEngine) -> None:
-        """Accepts a message whether or not a process is running. ``EngineDown`` for a ``Query``
-        without one, and for a ``Submit`` while the engine is down."""
+        """Accepts a message whether or not a process is running. Raises ``EngineDown`` for a ``Query``
+        without a process, and for a ``Submit`` while the engine is down."""
         match message:
             case Submit() if self._down_because is not None:
                 raise EngineDown(self._down_because)
@@ -314,7 +329,7 @@ class EngineSupervisor:
                 self._post(message)
 
     async def run(self, *, task_status: TaskStatus[EngineClient]) -> None:
-        """Runs until cancelled. Reports the client as started once the first process has loaded.
+        """Runs until cancelled. Reports the client as started once the first process has loaded. Raises
         ``EngineFailed`` if that fails, or if the engine is down and ``exits_when_down``."""
         try:
             while True:
@@ -353,7 +368,7 @@ class EngineSupervisor:
             return f"cannot be started ({error})"
         self._child = child
         unusable: _Unusable | None = None
-        grace_s: float | None = None  # None if this is cancelled: then what the shutdown budget has left
+        grace_s: float | None = None  # stays None on cancellation: then the shutdown budget decides
         try:
             await self._load(child, task_status)
             await self._converse(child)
@@ -369,7 +384,8 @@ class EngineSupervisor:
         return how if unusable is None else str(unusable)
 
     async def _load(self, child: EngineChild, task_status: TaskStatus[EngineClient]) -> None:
-        """Waits until the process is ready. ``_Hung``, or ``_LoadError``, also if it loaded another model."""
+        """Waits until the process is ready. Raises ``_Hung``, or ``_LoadError``, even if it loaded another
+        model."""
         tokenizer: Tokenizer | None = None
         answer: Loaded | LoadFailed | None = None
         async with open_task_group() as group:
@@ -400,7 +416,7 @@ class EngineSupervisor:
         return tokenizer
 
     def _check_same(self, loaded: Loaded, tokenizer: Tokenizer | None) -> None:
-        """Requests continue as token ids, which mean other text to another model or tokenizer."""
+        """Rejects another model or tokenizer: requests continue as token ids, which would mean other text."""
         if self._client is not None:
             tokenizer = self._client.tokenizer
             if loaded.info != self._client.info:
@@ -409,7 +425,7 @@ class EngineSupervisor:
             raise _LoadError(BadModelFolder("the tokenizer differs from the one that was loaded before"))
 
     async def _converse(self, child: EngineChild) -> None:
-        """Exchanges messages until the process dies (``EOFError``) or hangs (``_Hung``)."""
+        """Exchanges messages until the process dies (raises ``EOFError``) or hangs (raises ``_Hung``)."""
         self._sent_keys.clear()
         self._pace = StepPace(self._deadlines)
         self._num_frames = 0
@@ -427,7 +443,7 @@ class EngineSupervisor:
                         for frame in await child.receive():
                             messages = from_engine_decoder.decode(frame)
                             if messages and isinstance(messages[0], Logged):
-                                _log(messages)  # says nothing of the engine's progress
+                                _log(messages)  # does not count as progress of the engine
                                 continue
                             self._num_frames += 1
                             self._receive(messages)
@@ -440,8 +456,7 @@ class EngineSupervisor:
         scope.cancel()
 
     async def _watch(self, scope: anyio.CancelScope) -> None:
-        """Cancels ``scope`` if the process has something to answer and is silent for longer than its
-        deadline."""
+        """Cancels ``scope`` if the process owes an answer and is silent for longer than its deadline."""
         while True:
             if not self._is_owed:
                 self._has_sent = anyio.Event()
@@ -453,7 +468,7 @@ class EngineSupervisor:
                 return
 
     def _has_answered(self, num_frames: int) -> bool:
-        """Whether more frames have arrived, or nothing is left to answer."""
+        """Whether more frames have arrived, or the process owes no answer."""
         return self._num_frames != num_frames or not self._is_owed
 
     @property
@@ -498,7 +513,7 @@ class EngineSupervisor:
         self._forward()
 
     def _load_adapters(self) -> None:
-        """Loads in a new process what the last one had. Requests wait for their adapters."""
+        """Loads the adapters of the last process in a new one. Requests wait for their adapters."""
         self._reloads = dict(enumerate(self._adapters, _FIRST_RELOAD))
         self._journal.wait_for(adapter.identity for adapter in self._adapters)
         for ticket, adapter in self._reloads.items():
@@ -513,7 +528,7 @@ class EngineSupervisor:
             self._post(UnloadAdapter(message.identity))
 
     def _adapter_gone(self, message: Failed) -> list[Failed]:
-        """An adapter could not be loaded again. Returns the requests that end because of this."""
+        """Handles an adapter that could not be loaded again. Returns the answers of its requests."""
         gone = self._reloads.pop(message.request_id)
         logger.error("an adapter could not be loaded again: %s", message.message)
         is_hope_left = any(
@@ -523,8 +538,8 @@ class EngineSupervisor:
         return [] if is_hope_left else self._journal.adapter_gone(gone.identity)
 
     def _unload_adapters(self) -> None:
-        """Unloads adapters that no name stands for any more, after the last request that uses them: until
-        then, a new process must load them again."""
+        """Unloads adapters that no longer have a name, after the last request that uses them: until then, a
+        new process must load them again."""
         for identity in [one for one in self._unneeded if not self._journal.needs(one)]:
             self._unneeded.remove(identity)
             adapter = next(one for one in self._adapters if one.identity == identity)
@@ -533,7 +548,7 @@ class EngineSupervisor:
                 self._post(UnloadAdapter(identity))
 
     def _send_whole(self, request_id: int) -> None:
-        """Sends the request once more, with the payload of its constraint."""
+        """Sends the request again, with the payload of its constraint."""
         submit = self._journal.resubmit(request_id)
         if submit is None:
             self._hand_over([aborted(request_id)])
@@ -562,8 +577,8 @@ class EngineSupervisor:
                 self._post(self._without_known_payload(submit))
 
     def _without_known_payload(self, submit: Submit) -> Submit:
-        """Removes the payload of a constraint that this process was sent before; it may be megabytes. If the
-        process has dropped the constraint, it answers ``NeedPayload``."""
+        """Removes the payload, which may be megabytes, of a constraint that was already sent to this process.
+        If the process has dropped the constraint, it answers ``NeedPayload``."""
         constraint = submit.constraint
         if constraint is None:
             return submit
@@ -589,4 +604,4 @@ async def _write(child: EngineChild, to_write: MemoryObjectReceiveStream[bytes])
         async for frame in to_write:
             await child.send(frame)
     except OSError:
-        pass  # the process died; the reader notices it too
+        pass  # the process died; the reader handles it

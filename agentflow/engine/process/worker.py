@@ -1,11 +1,11 @@
 """The main module of an engine process.
 
 ``python -m agentflow.engine.process.worker FD``, where FD is a socket that the server left open. The first
-frame says what to load. Then the engine runs until the socket closes, because the server closed it or died.
-SIGINT and SIGTERM are ignored: the server handles them, and drains first.
+frame is ``Start``. Then the engine runs until the socket closes, because the server closed it or died. SIGINT
+and SIGTERM are ignored: the server handles them, and drains first.
 
-No deadlock is possible on the socket: a thread of its own always reads it, whatever the engine does, and the
-server does the same at the other end. A slow reader only slows down the engine.
+No deadlock is possible on the socket: a dedicated thread always reads it, and the server does the same at the
+other end. A slow reader only slows down the engine.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from agentflow.errors import AgentflowError, EngineFailed
 
 logger = logging.getLogger(__name__)
 
-# How long a step may still take after the socket has closed. The server waits a little longer before it kills
-# the process.
+# The time for the last step after the socket has closed. The server waits a little longer before it kills the
+# process.
 LAST_STEP_S = 4.0
 
 
@@ -48,7 +48,7 @@ class _ServerGone(Exception):
 
 
 class _ServerLog(logging.Handler):
-    """Sends what agentflow logs here to the server, whose log the operator reads."""
+    """Sends the lines that agentflow logs in this process to the server, whose log the operator reads."""
 
     def __init__(self, send: Callable[[object], None]) -> None:
         super().__init__()

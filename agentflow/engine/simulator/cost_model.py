@@ -16,18 +16,16 @@ from agentflow.errors import BadArgument
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds of one pass: ``base_s``, plus ``row_s`` for each token, ``logits_s`` for each row of logits,
-    ``read_s`` for each KV token that a decoding request reads, and ``pair_s`` for each pair of query and key
-    in a chunk's attention."""
+    """The time of one pass, as a sum of costs in seconds."""
 
-    base_s: float
-    row_s: float
-    logits_s: float
-    read_s: float
-    pair_s: float
+    base_s: float  # for the pass
+    row_s: float  # for each token
+    logits_s: float  # for each row of logits
+    read_s: float  # for each KV token that a decoding request reads
+    pair_s: float  # for each pair of query and key in a chunk's attention
 
     def step_s(self, batch: Batch) -> float:
-        """The time of one batch."""
+        """Returns the time of one batch."""
         return float(np.dot(astuple(self), features(batch)))
 
     def write(self, path: Path) -> None:
@@ -36,7 +34,7 @@ class CostModel:
 
     @classmethod
     def read(cls, path: Path) -> CostModel:
-        """Reads a model. ``BadArgument`` if the file is not one."""
+        """Reads a model. Raises ``BadArgument`` if the file is not one."""
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.MsgspecError) as error:
@@ -45,13 +43,13 @@ class CostModel:
 
 @functools.cache
 def default_cost() -> CostModel:
-    """The default model in bfloat16 on two cores with AMX, fitted by ``python -m benchmarks scheduler --only
-    cost``."""
+    """Returns the costs of the default model in bfloat16 on two cores with AMX, as fitted by ``python -m
+    benchmarks scheduler --only cost``."""
     return CostModel.read(Path(__file__).with_name("default_cost.json"))
 
 
 def features(batch: Batch) -> tuple[float, float, float, float, float]:
-    """The factors of the model's coefficients."""
+    """Returns the factors of the cost model's coefficients, in their order."""
     single = batch.kv_lens[: batch.num_decode].sum()
     chunks, ends = batch.query_lens[batch.num_decode :], batch.kv_lens[batch.num_decode :]
     pairs = (chunks * (ends - chunks / 2)).sum()
@@ -59,8 +57,8 @@ def features(batch: Batch) -> tuple[float, float, float, float, float]:
 
 
 def fit_cost(samples: Sequence[tuple[tuple[float, ...], float]]) -> CostModel:
-    """The non-negative coefficients that best fit (features, seconds) with relative errors, so that short
-    passes count as much as long ones."""
+    """Returns the non-negative coefficients that best fit (features, seconds) by relative error, so that
+    short passes count as much as long ones."""
     rows = np.array([sample for sample, _ in samples])
     seconds = np.array([seconds for _, seconds in samples])
     rows, target = rows / seconds[:, None], np.ones(len(seconds))

@@ -2,7 +2,7 @@
 
 A line is written when its request ends, in a thread, so that neither the engine nor the event loop waits for
 the disk. An error of the file ends the recording and does not affect serving. Token ids are recorded, which a
-tokenizer can turn into text; of salts and tenants, only which ones are equal.
+tokenizer can turn into text. Salts and tenants are replaced by numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentflow.runtime.task_group import open_task_group
 
 logger = logging.getLogger(__name__)
 
-# The limit of finished requests that are not written yet; beyond it the disk is too slow.
+# The most finished requests that are not written yet. With more, the disk is too slow, and recording ends.
 MAX_UNWRITTEN = 10_000
 SCORE = "score"
 
@@ -42,7 +42,7 @@ class _Pending:
 
 
 class _Aliases:
-    """Short numbers for names that may be secret; the empty name stays empty."""
+    """Replaces names, which may be secret, by short numbers; the empty name stays empty."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}
@@ -52,7 +52,7 @@ class _Aliases:
 
 
 class WorkloadRecorder:
-    """A ``RequestObserver``. ``clock``: seconds. The recording starts when the object is created."""
+    """A ``RequestObserver`` that records. It starts when the object is created. ``clock``: in seconds."""
 
     def __init__(self, info: RunnerInfo, clock: Callable[[], float] = time.monotonic) -> None:
         self._info = info
@@ -162,7 +162,7 @@ def _write(writer: WorkloadWriter, arrivals: Sequence[Arrival]) -> None:
 
 
 def _waiting(stream: MemoryObjectReceiveStream[Arrival]) -> list[Arrival]:
-    """All that can be written at once."""
+    """Returns all requests that are waiting to be written."""
     arrivals: list[Arrival] = []
     for _ in itertools.repeat(None, MAX_UNWRITTEN):
         try:
@@ -173,7 +173,7 @@ def _waiting(stream: MemoryObjectReceiveStream[Arrival]) -> list[Arrival]:
 
 
 def _end_token(submit: Submit, end: Finished, info: RunnerInfo) -> int:
-    """A token that may have ended the request. Which of several does not matter: none is computed."""
+    """Returns a token that may have ended the request. Any of several will do: it is never computed."""
     stops = submit.params.stop_token_ids if submit.params is not None else ()
     return next(iter(info.end_token_ids if end.finish_reason == "eos" else stops), 0)
 

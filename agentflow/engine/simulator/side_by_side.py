@@ -1,4 +1,4 @@
-"""Replays a workload under each policy, and shows the runs side by side: ``agentflow simulate``."""
+"""Replays a workload under each policy, and shows the results in one table: ``agentflow simulate``."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ from agentflow.errors import BadArgument
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """``config``: the scheduler's, with each of ``policies`` in turn. ``kv_tokens`` None: the workload's own.
-    ``cost`` None: the default machine's."""
+    """The options of ``agentflow simulate``."""
 
     workload: Path
     policies: Sequence[str]
-    config: SchedulerConfig = field(default_factory=SchedulerConfig)
-    kv_tokens: int | None = None
-    max_context: int = SIMULATED_CONTEXT
-    cost: Path | None = None
-    json: Path | None = None
+    config: SchedulerConfig = field(default_factory=SchedulerConfig)  # its policy is replaced by ``policies``
+    kv_tokens: int | None = None  # the size of the pool; None: the size in the workload
+    max_context: int = SIMULATED_CONTEXT  # in tokens
+    cost: Path | None = None  # a cost model; None: ``default_cost``
+    json: Path | None = None  # where to write the results, too
 
 
 def run_simulate(options: SimulateOptions, console: Console | None = None) -> list[Summary]:
-    """Runs, prints, and returns the summaries. ``BadArgument`` for files that are not what they should be."""
+    """Replays, prints the table, and returns the summaries. Raises ``BadArgument`` for invalid files."""
     console = console or Console()
     workload = read_workload(options.workload)
     if workload.is_truncated:

@@ -1,7 +1,7 @@
 """Replays a workload against the real scheduler and cache, in simulated time.
 
-A forward pass takes as long as the cost model says, and each request generates the tokens that the workload
-gives. Everything else (admission, sharing, eviction, retraction) is the code that serves.
+The cost model determines the time of a forward pass, and the workload the tokens that each request generates.
+Everything else (admission, sharing, eviction, retraction) is the code of the real engine.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class Served:
-    """The result of one request, in seconds of simulated time. ``first_s``: when its first token came or, if
-    it generates none, its end. ``is_refused``: it was rejected and never ran."""
+    """The result of one request. Times are in simulated seconds since the start."""
 
     arrival: Arrival
     arrived_s: float
-    first_s: float = 0.0
+    first_s: float = 0.0  # of the first token; if it generates none, of its end
     ended_s: float = 0.0
-    num_cached: int = 0
-    is_refused: bool = False
+    num_cached: int = 0  # prompt tokens
+    is_refused: bool = False  # it was rejected and never ran
 
     @property
     def ttft_s(self) -> float:
@@ -56,16 +55,15 @@ class Served:
 
 @dataclass(slots=True)
 class Simulated:
-    """A finished simulation. ``elapsed_s``: simulated time; ``real_s``: the time that the simulation took;
-    ``scheduling_s``: the time of each of the scheduler's steps."""
+    """A finished simulation."""
 
-    workload: str
+    workload: str  # its name
     config: SchedulerConfig
     served: Sequence[Served]
     counters: Counters
-    elapsed_s: float
-    real_s: float
-    scheduling_s: list[float] = field(default_factory=list)
+    elapsed_s: float  # simulated time
+    real_s: float  # the time that the simulation took
+    scheduling_s: list[float] = field(default_factory=list)  # the real time of each step of the scheduler
 
     @property
     def hit_rate(self) -> float:
@@ -96,7 +94,7 @@ class _Run:
         heapq.heapify(self.due)
 
     def step(self) -> float | None:
-        """One forward pass. Returns the time that the scheduler itself took, or None at the end."""
+        """Simulates one forward pass. Returns the real time of the scheduler, or None at the end."""
         start = time.perf_counter()
         while self.due and self.due[0][0] <= self.now_s:
             self._arrive(*heapq.heappop(self.due))
@@ -177,7 +175,16 @@ def simulate(
     max_context: int = SIMULATED_CONTEXT,
     on_progress: OnProgress | None = None,
 ) -> Simulated:
-    """Replays the workload to its end. ``kv_tokens``: the size of the pool; None: the workload's own."""
+    """Replays the workload to its end.
+
+    Args:
+        workload: the requests.
+        config: of the scheduler.
+        cost: the time of forward passes; None: ``default_cost``.
+        kv_tokens: the size of the KV pool, in tokens; None: the size in the workload.
+        max_context: the longest sequence, in tokens.
+        on_progress: called with the number of finished requests and their total.
+    """
     scheduler = Scheduler(num_slots=kv_tokens or workload.kv_tokens, max_context=max_context, config=config)
     run = _Run(workload, scheduler, cost or default_cost())
     steps: list[float] = []

@@ -12,7 +12,8 @@ from agentflow.engine.simulator.simulation import Served, Simulated
 
 
 class Waits(msgspec.Struct, frozen=True):
-    """Seconds: percentiles of the time to the first token and of the time per token after it."""
+    """Percentiles, in seconds, of the time to the first token (ttft) and of the time per token after it
+    (tpot)."""
 
     num_requests: int
     ttft_p50_s: float
@@ -23,28 +24,28 @@ class Waits(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """One policy's run. ``by_label``: waiting times for each kind of request. ``fairness``: Jain's index
-    (Jain, Chiu and Hawe 1984) over the tokens that each tenant was served per second of waiting, from 1 (all
-    equal) down to 1 / tenants. ``scheduling_ms``: the mean of a step."""
+    """The figures of the simulation of one policy."""
 
     policy: str
-    hit_rate: float
+    hit_rate: float  # cached prompt tokens / prompt tokens
     output_tokens_per_s: float
-    elapsed_s: float
+    elapsed_s: float  # simulated time
     all: Waits
-    by_label: dict[str, Waits]
+    by_label: dict[str, Waits]  # for each kind of request
+    # Jain's index (Jain, Chiu and Hawe 1984) over each tenant's tokens per second of waiting, from 1 (all
+    # equal) down to 1 / tenants.
     fairness: float
-    refused: int
+    refused: int  # requests
     steps: int
     computed_tokens: int
     evicted_tokens: int
     retractions: int
-    scheduling_ms: float
-    speedup: float
+    scheduling_ms: float  # the mean of a step
+    speedup: float  # simulated time / real time
 
 
 def summarise(simulated: Simulated) -> Summary:
-    """The figures of a run."""
+    """Returns the figures of a simulation."""
     ended = [served for served in simulated.served if not served.is_refused]
     labels = sorted({served.arrival.label for served in ended})
     counters = simulated.counters

@@ -1,9 +1,9 @@
-"""Workloads: which requests arrive when, and what they generate, as token ids. No text, no model.
+"""Workloads: the arrivals of requests, with their prompts and outputs as token ids. No text, no model.
 
-A file is either JSON that names a generator and its parameters (``GENERATORS``), or JSON lines: a header,
-then one request on each line, as the server records them (``agentflow serve --record-workload``). A prompt
-with the same beginning as an earlier request refers to it. Files that end in ``.gz`` are compressed.
-Generators make the request patterns of typical programs with random tokens; equal parameters give equal
+A file is either JSON with the name of a generator and its parameters (``GENERATORS``), or JSON lines: a
+header, then one request on each line, as the server records them (``agentflow serve --record-workload``). A
+prompt with the same beginning as an earlier request refers to it. Files that end in ``.gz`` are compressed.
+Generators produce the request patterns of typical programs with random tokens; equal parameters give equal
 workloads.
 """
 
@@ -29,28 +29,26 @@ from agentflow.errors import BadArgument
 
 VERSION = 1
 MIN_SHARED = 16
-"""A shorter common prefix is written out."""
+"""Shorter common prefixes are written out."""
 MAX_REMEMBERED = 64
-"""The number of earlier requests that are compared for a common prefix."""
+"""The number of earlier requests that are searched for a common prefix."""
 
 
 @dataclass(slots=True)
 class Arrival:
-    """One request. ``at_s``: seconds after the start, or after the end of request ``after`` (its index in the
-    workload). ``output``: the tokens that it generates; ``max_new_tokens``: the limit that the scheduler
-    knows. ``label``: the kind of request, for the summary."""
+    """One request."""
 
     prompt: TokenArray
-    output: TokenArray
-    at_s: float = 0.0
-    after: int | None = None
-    max_new_tokens: int = 0
+    output: TokenArray  # the tokens that it generates
+    at_s: float = 0.0  # after the start, or after the end of ``after``
+    after: int | None = None  # the index in the workload of the request that this one follows
+    max_new_tokens: int = 0  # the limit that the scheduler knows
     tenant: str = ""
     salt: str = ""
     objective: Objective = "latency"
     task_group: str = ""
     state: str = ""
-    label: str = ""
+    label: str = ""  # the kind of request, for the summary
 
     def __post_init__(self) -> None:
         self.max_new_tokens = max(self.max_new_tokens, len(self.output))
@@ -63,13 +61,12 @@ class Arrival:
 
 @dataclass(slots=True)
 class Workload:
-    """``kv_tokens``: the size of the pool that it was recorded with or made for. ``is_truncated``: the file
-    ends in the middle of a line, as if the server was killed."""
+    """The requests of a file or a generator."""
 
     name: str
     arrivals: Sequence[Arrival]
-    kv_tokens: int = 65_536
-    is_truncated: bool = False
+    kv_tokens: int = 65_536  # the size of the pool that it was recorded with or made for
+    is_truncated: bool = False  # the file ends in the middle of a line, as if the server was killed
 
 
 class _Header(msgspec.Struct):
@@ -79,12 +76,12 @@ class _Header(msgspec.Struct):
 
 
 class _Line(msgspec.Struct, omit_defaults=True):
-    """``like``: (i, n): the prompt begins with the first n tokens of the request on line i."""
+    """One request of a file, as ``Arrival``."""
 
     at: float
     prompt: list[int]
     output: list[int]
-    like: tuple[int, int] | None = None
+    like: tuple[int, int] | None = None  # (i, n): the prompt begins with the first n tokens of request i
     after: int | None = None
     limit: int = 0
     tenant: str = ""
@@ -148,8 +145,8 @@ class WorkloadWriter:
 
 
 def open_sink(path: Path) -> BinaryIO:
-    """A new file that only its owner may read, compressed if the name ends in ``.gz``. ``BadArgument`` if it
-    exists or cannot be created."""
+    """Creates a file that only its owner may read, compressed if the name ends in ``.gz``. Raises
+    ``BadArgument`` if it exists or cannot be created."""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         if path.suffix == ".gz":
@@ -164,12 +161,12 @@ def open_sink(path: Path) -> BinaryIO:
 
 
 def workload_name(path: Path) -> str:
-    """The file's name without its suffixes."""
+    """Returns the file's name without its suffixes."""
     return path.name.partition(".")[0]
 
 
 def read_workload(path: Path) -> Workload:
-    """Reads either kind of file. ``BadArgument`` says what is wrong with it."""
+    """Reads either kind of file. Raises ``BadArgument`` if it is invalid."""
 
     try:
         with _opened(path) as source:
@@ -202,7 +199,7 @@ def _opened(path: Path) -> Iterator[io.BufferedIOBase]:
 
 
 def _read_arrivals(source: io.BufferedIOBase, arrivals: list[Arrival]) -> bool:
-    """Appends the requests of all lines. False if the last line is incomplete."""
+    """Appends the requests of all lines. Returns False if the last line is incomplete."""
     try:
         for text in source:
             if not text.endswith(b"\n"):
@@ -246,11 +243,11 @@ class _Tokens:
         return self.random.integers(10, VOCABULARY, length, dtype=np.int32)
 
     def around(self, length: int) -> TokenArray:
-        """A run of half to one and a half times the length."""
+        """Returns a run of half to one and a half times the length."""
         return self.run(max(1, int(length * self.random.uniform(0.5, 1.5))))
 
     def times(self, count: int, per_s: float) -> list[float]:
-        """Arrival times of a Poisson process; a rate of 0: all at once."""
+        """Returns arrival times of a Poisson process. With a rate of 0, all arrive at the start."""
         if per_s <= 0:
             return [0.0] * count
         times: list[float] = np.cumsum(self.random.exponential(1 / per_s, count)).tolist()
@@ -269,7 +266,19 @@ def hot_and_cold(
     output: int = 16,
     seed: int = 0,
 ) -> list[Arrival]:
-    """Requests over a few long prefixes, mixed with some that share nothing."""
+    """Requests over a few long prefixes, mixed with some that share nothing.
+
+    Args:
+        num_requests: the requests in total.
+        per_s: the mean arrival rate; 0: all arrive at the start.
+        num_prefixes: the shared prefixes.
+        prefix: the length of each, in tokens.
+        own: the mean number of tokens after the prefix.
+        cold_share: the fraction of requests that share nothing.
+        cold: the mean length of their prompts.
+        output: the mean number of generated tokens.
+        seed: of the random numbers.
+    """
     tokens = _Tokens(seed)
     prefixes = [tokens.run(prefix) for _ in range(num_prefixes)]
     arrivals = []
@@ -293,7 +302,17 @@ def few_shot(
     output: int = 16,
     seed: int = 0,
 ) -> list[Arrival]:
-    """Questions in any order, each after the examples of its task."""
+    """Questions in random order, each after the examples of its task.
+
+    Args:
+        num_requests: the questions in total.
+        per_s: the mean arrival rate; 0: all arrive at the start.
+        num_tasks: the tasks.
+        examples: the tokens of the examples of a task.
+        question: the mean tokens of a question.
+        output: the mean number of generated tokens.
+        seed: of the random numbers.
+    """
     tokens = _Tokens(seed)
     tasks = [tokens.run(examples) for _ in range(num_tasks)]
     return [
@@ -317,8 +336,18 @@ def tree_of_thought(
     thought: int = 48,
     seed: int = 0,
 ) -> list[Arrival]:
-    """Programs that expand a question into thoughts, each thought into more, and so on. A thought's prompt is
-    the path to it; the thoughts below one start when it ends, as a task group."""
+    """Programs that expand a question into thoughts, each thought into further ones, and so on. The prompt of
+    a thought is the path to it; its children start when it ends, as a task group.
+
+    Args:
+        num_programs: the programs.
+        per_s: the mean arrival rate of programs; 0: all arrive at the start.
+        question: the mean tokens of a question.
+        depth: the levels of thoughts.
+        branching: the children of a question or thought.
+        thought: the mean tokens of a thought.
+        seed: of the random numbers.
+    """
     tokens = _Tokens(seed)
     arrivals: list[Arrival] = []
     for program, at_s in enumerate(tokens.times(num_programs, per_s)):
@@ -355,7 +384,18 @@ def chat(
     pause_s: float = 5.0,
     seed: int = 0,
 ) -> list[Arrival]:
-    """Conversations under one system message. Each turn comes some time after the last reply."""
+    """Conversations with the same system message. Each turn comes some time after the last reply.
+
+    Args:
+        num_chats: the conversations.
+        per_s: their mean arrival rate; 0: all begin at the start.
+        turns: the turns of a conversation.
+        system: the tokens of the system message.
+        message: the mean tokens of a user's message.
+        reply: the mean tokens of a reply.
+        pause_s: the mean time between a reply and the next message.
+        seed: of the random numbers.
+    """
     tokens = _Tokens(seed)
     opening = tokens.run(system)
     arrivals: list[Arrival] = []
@@ -381,7 +421,17 @@ def unshared(
     num_tenants: int = 1,
     seed: int = 0,
 ) -> list[Arrival]:
-    """Requests that share nothing. ``limit``: the most that each may generate; 0: exactly its output."""
+    """Requests that share nothing.
+
+    Args:
+        num_requests: the requests in total.
+        per_s: the mean arrival rate; 0: all arrive at the start.
+        prompt: the mean tokens of a prompt.
+        output: the mean number of generated tokens.
+        limit: the most tokens that each request may generate; 0: exactly its output.
+        num_tenants: the tenants; each request belongs to a random one.
+        seed: of the random numbers.
+    """
     tokens = _Tokens(seed)
     return [
         Arrival(
@@ -406,7 +456,7 @@ GENERATORS: dict[str, Callable[..., list[Arrival]]] = {
 
 
 def generate(name: str, parameters: Mapping[str, float | int]) -> list[Arrival]:
-    """The workload of a generator. ``BadArgument`` for an unknown name or parameter."""
+    """Returns the requests of a generator. Raises ``BadArgument`` for an unknown name or parameter."""
     if name not in GENERATORS:
         raise BadArgument(f"unknown workload generator {name!r}; known: {', '.join(GENERATORS)}")
     known = inspect.signature(GENERATORS[name]).parameters
