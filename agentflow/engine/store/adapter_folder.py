@@ -23,7 +23,7 @@ _PADDING = 32
 
 
 def named_adapters(texts: Iterable[str]) -> Mapping[str, str]:
-    """Name and path of each ``NAME=PATH``. ``BadArgument``.
+    """Returns the path of each ``NAME=PATH`` by its name. Raises ``BadArgument`` for other texts.
 
     >>> named_adapters(["polite=./polite"])
     {'polite': './polite'}
@@ -41,7 +41,7 @@ def named_adapters(texts: Iterable[str]) -> Mapping[str, str]:
 
 
 def check_name(name: str) -> None:
-    """``BadArgument`` for a name that cannot be part of a model's name."""
+    """Raises ``BadArgument`` for a name that cannot be part of a model's name."""
     if not name or len(name) > 100 or not name.isprintable() or any(c in " :/=" for c in name):
         raise BadArgument(
             f"the name of an adapter must have 1 to 100 characters without spaces, ':', '/' and '=', "
@@ -51,12 +51,13 @@ def check_name(name: str) -> None:
 
 
 def missing_adapters(loras: Iterable[str]) -> list[str]:
-    """Those of the hub among the paths of ``NAME=PATH`` that are not on this computer. ``BadArgument``."""
+    """Returns the paths of ``NAME=PATH`` that name adapters of the hub and are not on this computer. Raises
+    ``BadArgument`` for other texts."""
     return [path for path in named_adapters(loras).values() if _found(path) is None]
 
 
 def _found(path: str) -> Path | None:
-    """The folder; None for an adapter of the hub that is not here."""
+    """Returns the folder; None for an adapter of the hub that is not on this computer."""
     try:
         folder = Path(path).expanduser()
     except RuntimeError:  # the home of an unknown user
@@ -75,8 +76,8 @@ def _is_folder(path: Path) -> bool:
 
 
 def resolve_adapter(path: str) -> Path:
-    """The folder of an adapter: a local one, or ``OWNER/NAME[@REVISION]`` that was pulled from the hub.
-    ``UnknownModel``, or ``BadModelFolder`` if it is not a whole adapter."""
+    """Returns the folder of an adapter: a local one, or ``OWNER/NAME[@REVISION]`` that was pulled from the
+    hub. Raises ``UnknownModel`` if there is none, ``BadModelFolder`` if it is not a complete adapter."""
     folder = _found(path)
     if folder is None:
         raise UnknownModel(
@@ -91,7 +92,7 @@ def resolve_adapter(path: str) -> Path:
 
 
 def check_adapter(folder: Path) -> None:
-    """``BadModelFolder`` unless the folder has a config and whole weights in safetensors."""
+    """Raises ``BadModelFolder`` unless the folder has a config and complete weights in safetensors."""
     try:
         _check_files(folder)
     except OSError as error:
@@ -117,8 +118,9 @@ def _check_files(folder: Path) -> None:
 
 
 def adapter_bytes(folder: Path, item_bytes: int) -> int:
-    """The memory of an adapter that ``check_adapter`` accepts, with ``item_bytes`` for each weight. At most:
-    kernels pad ranks to multiples of 32. ``BadModelFolder`` if a shape is none."""
+    """Returns an upper bound of the memory, in bytes, of an adapter that ``check_adapter`` accepts, with
+    ``item_bytes`` for each weight: kernels pad ranks to multiples of 32. Raises ``BadModelFolder`` for an
+    invalid shape."""
     with (folder / WEIGHTS).open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
@@ -130,8 +132,8 @@ def adapter_bytes(folder: Path, item_bytes: int) -> int:
 
 
 def adapter_identity(folder: Path) -> str:
-    """A digest of the files: adapters with other weights have another identity. ``BadModelFolder``, as
-    ``check_adapter``."""
+    """Returns a digest of the files: adapters with other weights have another identity. Raises
+    ``BadModelFolder`` like ``check_adapter``."""
     check_adapter(folder)
     digest = hashlib.blake2b(digest_size=16)
     for name in (CONFIG, WEIGHTS):

@@ -1,8 +1,8 @@
 """The short names: good small models, in one table.
 
-Each stands for a repository of the Hugging Face hub, except that the default model, smollm2-135m, is pulled
-from another place (``model_store``). The shapes are those of its ``config.json``, so that the
-memory of a model can be shown before it is pulled.
+Each name stands for a repository of the Hugging Face hub; only the default model, smollm2-135m, is pulled
+from another source (``model_store``). The shapes are copied from ``config.json``, so that the memory of a
+model can be shown before it is pulled.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-# Parameters: those in memory, tied ones counted once. GB: of the files to pull. Licences: the hub's ids.
+# Parameters: in memory, tied ones counted once. GB: the files to pull. Licences: the hub's ids.
 _TABLE: Final = """
 name          repository                           licence     parameters     GB  context  layers kv_heads head_dim  vocabulary
 smollm2-135m  HuggingFaceTB/SmolLM2-135M-Instruct  apache-2.0   134515008   0.09     8192      30        3       64       49152
@@ -35,20 +35,18 @@ _GATED: Final = ("llama3.2", "gemma")
 
 @dataclass(frozen=True, slots=True)
 class CatalogModel:
-    """A model with a short name. ``is_gated``: the hub gives it only to accounts that have accepted its
-    terms. ``layers``, ``kv_heads``, ``head_dim``: the shape of its keys and values.
-    ``vocabulary``: the number of its tokens."""
+    """A model with a short name. ``is_gated``: the hub requires an account that has accepted its terms."""
 
     name: str
-    repository: str
-    licence: str
+    repository: str  # on the hub
+    licence: str  # the hub's id
     parameters: int
     disk_bytes: int
-    context: int
-    layers: int
+    context: int  # in tokens
+    layers: int  # this and the next two: the shape of its keys and values
     kv_heads: int
     head_dim: int
-    vocabulary: int
+    vocabulary: int  # the number of its tokens
 
     @property
     def is_gated(self) -> bool:
@@ -56,7 +54,7 @@ class CatalogModel:
 
     @property
     def kv_numbers_per_token(self) -> int:
-        """How many numbers the keys and values of one token are."""
+        """The count of numbers in the keys and values of one token."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 

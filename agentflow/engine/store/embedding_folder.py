@@ -1,6 +1,6 @@
 """Reads how a model folder makes embeddings: the files of sentence-transformers, without torch.
 
-``modules.json`` lists the modules: the model, the pooling of its hidden states, and what follows (dense
+``modules.json`` lists the modules: the model, the pooling of its hidden states, and the steps after it (dense
 layers, a norm). A folder without it is a decoder whose last hidden state is the embedding, or an encoder
 whose hidden states are averaged; both are normalised.
 """
@@ -20,7 +20,7 @@ Pooling = Literal["cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", 
 
 MODULES: Final = "modules.json"
 EMBEDDING_FILES: Final = (MODULES, "sentence_bert_config.json", "config_sentence_transformers.json")
-"""What is read beside the files of every model."""
+"""The files that are read in addition to the files of every model."""
 
 _FLAGS: Final[Mapping[str, Pooling]] = {
     "pooling_mode_cls_token": "cls",
@@ -34,37 +34,35 @@ _FLAGS: Final[Mapping[str, Pooling]] = {
 
 @dataclass(frozen=True, slots=True)
 class DenseLayer:
-    """``folder``: of its ``config.json`` and ``model.safetensors``. ``activation``: a class of torch.nn."""
+    """A dense layer after the pooling."""
 
-    folder: Path
+    folder: Path  # of its ``config.json`` and ``model.safetensors``
     in_features: int
     out_features: int
     has_bias: bool
-    activation: str
+    activation: str  # a class of torch.nn
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingFolder:
-    """``poolings``: concatenated in this order. ``steps``: after the pooling; None normalises.
-    ``max_tokens``: the longest text, if the folder says so. ``prompts``: texts to put before an input, by
-    name; ``default_prompt``: the name of the one for inputs that name none. ``lowercases``: texts, before
-    they are encoded. ``is_causal``: a token sees no later ones."""
+    """How a model makes embeddings."""
 
-    poolings: tuple[Pooling, ...]
-    steps: tuple[DenseLayer | None, ...]
-    max_tokens: int | None = None
-    prompts: Mapping[str, str] = field(default_factory=dict)
-    default_prompt: str | None = None
-    lowercases: bool = False
-    is_causal: bool = False
+    poolings: tuple[Pooling, ...]  # their results are concatenated in this order
+    steps: tuple[DenseLayer | None, ...]  # after the pooling; None normalises
+    max_tokens: int | None = None  # the longest text; None: the folder has no limit
+    prompts: Mapping[str, str] = field(default_factory=dict)  # texts to put before an input, by name
+    default_prompt: str | None = None  # the name of the prompt for inputs without one
+    lowercases: bool = False  # texts are lowercased before they are encoded
+    is_causal: bool = False  # a token sees no later ones
 
     @property
     def takes_last(self) -> bool:
-        """Whether the embedding is made from the last token of a decoder, so that a paged KV pool serves."""
+        """Whether the last token of a decoder makes the embedding, so that a paged KV pool can be used."""
         return self.is_causal and self.poolings == ("lasttoken",)
 
     def prefix(self, name: str | None) -> str:
-        """The prompt of this name, or the default one for None. ``BadArgument`` if there is none."""
+        """Returns the prompt of this name, or the default one for None. Raises ``BadArgument`` for an unknown
+        name."""
         name = self.default_prompt if name is None else name
         if name is None:
             return ""
@@ -77,7 +75,7 @@ class EmbeddingFolder:
 
 
 def read_embedding_folder(folder: Path) -> EmbeddingFolder:
-    """How the folder, or GGUF file, makes embeddings. ``BadModelFolder`` for modules that are not known."""
+    """Reads how the folder, or GGUF file, makes embeddings. Raises ``BadModelFolder`` for unknown modules."""
     from agentflow.engine.store.gguf.file import find_gguf, open_gguf  # needs numpy; `doctor` does not
 
     if (file := find_gguf(folder)) is not None:
@@ -114,7 +112,8 @@ def read_embedding_folder(folder: Path) -> EmbeddingFolder:
 
 
 def check_generates(folder: Path) -> None:
-    """``BadModelFolder`` for an embedding model that cannot generate text: an encoder, or a part of one."""
+    """Raises ``BadModelFolder`` for an embedding model that cannot generate text: an encoder, or a part of
+    one."""
     config = json_object(folder / "config.json") or {}
     names = [str(name) for name in _architectures(config)]
     encodes = any(name.endswith(("Model", "ForMaskedLM")) and name not in DECODERS for name in names)
@@ -127,7 +126,7 @@ def check_generates(folder: Path) -> None:
 
 
 def module_files(folder: Path) -> list[str]:
-    """The paths of the files of the modules after the model, below the folder."""
+    """Returns the paths, relative to the folder, of the files of the modules after the model."""
     found = []
     for module in _modules(folder):
         kind, path = _kind(module), str(module.get("path") or "")
@@ -152,7 +151,7 @@ def _architectures(config: Mapping[str, Any]) -> list[Any]:
 
 
 DECODERS: Final = frozenset({"Qwen2Model", "Qwen3Model", "MistralModel", "LlamaModel"})
-"""Decoders without a head, as embedding models are saved."""
+"""Decoders without a head: the form in which embedding models are saved."""
 
 
 def _modules(folder: Path) -> list[dict[str, Any]]:

@@ -1,11 +1,12 @@
 """Pulls models and adapters from the Hugging Face hub into its cache, which other tools share.
 
-``huggingface_hub`` knows the token, the mirror (``HF_ENDPOINT``), the proxy and the cache. Only the files
-that are needed are fetched, the small ones first: a model that cannot be run is rejected before its weights.
+``huggingface_hub`` handles the token, the mirror (``HF_ENDPOINT``), the proxy and the cache. Only needed
+files are fetched, the small ones first: a model that cannot be run is rejected before its weights are
+fetched.
 
-Nothing half-done is in use: the library puts a file in place when it is whole, all files are compared with
-the hub's hashes, and only then the revision points to them. A pull that was interrupted continues with the
-files that are still missing.
+Incomplete models are never used: the library moves a file into place when it is complete, all files are
+compared with the hub's hashes, and only then the revision points to them. An interrupted pull continues with
+the missing files.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SMALL_FILES: Final = (
     "chat_template.json",
     *EMBEDDING_FILES,
 )
-"""What is read of a model folder, beside its weights."""
+"""The files of a model folder that are read in addition to its weights."""
 
 _INFO_TIMEOUT_S: Final = 30.0
 _STALE_S: Final = 3600.0
@@ -51,21 +52,21 @@ _STALE_S: Final = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a repository. ``sha256``: of its content, if it is a large file; otherwise ``git_sha1`` is of
-    its content after git's header. Empty: the hub does not give it."""
+    """A file of a repository. A hash is empty if the hub does not provide it."""
 
     path: str
     num_bytes: int
-    sha256: str = ""
-    git_sha1: str = ""
+    sha256: str = ""  # of the content of large files
+    git_sha1: str = ""  # of other files: git's header and the content
 
 
 def pull_from_hub(name: HubName, listener: PullListener) -> Path:
-    """Fetches what is missing of the model, and verifies all of it. Returns its snapshot folder, or its GGUF
-    file. An exception of the listener ends the pull.
+    """Fetches the missing files of the model, and verifies all files. Returns its snapshot folder, or its
+    GGUF file. An exception of the listener ends the pull.
 
     Raises:
-        PullFailed: the hub, the network, the disk or the model does not allow it; says what to do.
+        PullFailed: the hub, the network, the disk or the model prevents the pull; the message says what to
+        do.
     """
     try:
         import huggingface_hub.file_download  # noqa: F401  sets up its logger, which is replaced below
@@ -107,7 +108,7 @@ class _Pull:
         return self._snapshot / chosen[0].path if self._name.gguf else self._snapshot
 
     def _files(self) -> dict[str, HubFile]:
-        """The files of the commit that the revision stands for, by path."""
+        """Returns the files of the commit to which the revision points, by path."""
         from huggingface_hub import HfApi
 
         api = HfApi(library_name="agentflow", library_version=__version__)
@@ -118,14 +119,14 @@ class _Pull:
             if not COMMIT.fullmatch(self._commit):
                 raise ValueError("no commit")
             entries: Sequence[Any] = info.siblings or []
-            if not entries or any(entry.size is None for entry in entries):  # a mirror that leaves them out
+            if not entries or any(entry.size is None for entry in entries):  # some mirrors omit sizes
                 tree = api.list_repo_tree(repository, recursive=True, revision=self._commit)
                 entries = [entry for entry in tree if hasattr(entry, "size")]
             found = [_hub_file(entry) for entry in entries]
         return {file.path: file for file in found if ".." not in file.path.split("/")}
 
     def _fetch_folder(self, files: Mapping[str, HubFile]) -> list[HubFile]:
-        """The files of a model folder, which are in the cache afterwards."""
+        """Fetches the files of a model folder into the cache, and returns them."""
         weights = self._check_listing(files)
         small = [files[path] for path in (*SMALL_FILES, INDEX) if path in files]
         self._fetch(small)
@@ -145,7 +146,7 @@ class _Pull:
         return [*small, *modules, *weights]
 
     def _fetch_adapter(self, files: Mapping[str, HubFile]) -> list[HubFile]:
-        """The files of an adapter (LoRA), which are in the cache afterwards."""
+        """Fetches the files of an adapter (LoRA) into the cache, and returns them."""
         if WEIGHTS not in files:
             pickles = pickles_in(files)
             has = (
@@ -171,7 +172,7 @@ class _Pull:
             raise PullFailed(f"{self._name} cannot be used: {error}", param=error.param) from error
 
     def _modules(self, files: Mapping[str, HubFile]) -> list[HubFile]:
-        """The files of the modules that make an embedding of the model's output, if it has some."""
+        """Returns the files of the modules that make embeddings from the model's output, if there are any."""
         try:
             paths = module_files(self._snapshot)
         except BadModelFolder as error:
@@ -179,7 +180,8 @@ class _Pull:
         return [files[path] for path in paths if path in files]
 
     def _check_listing(self, files: Mapping[str, HubFile]) -> list[HubFile]:
-        """The safetensors files. ``PullFailed`` if there are none, or another needed file is missing."""
+        """Returns the safetensors files. Raises ``PullFailed`` if there are none, or if another needed file
+        is missing."""
         name = self._name
         tensors = [file for path, file in files.items() if path.endswith(".safetensors") and "/" not in path]
         if not tensors:
@@ -205,7 +207,7 @@ class _Pull:
         return [files["model.safetensors"]] if "model.safetensors" in files else tensors
 
     def _check_config(self) -> None:
-        """Rejects, before the weights are fetched, a model that cannot be run here."""
+        """Rejects a model that cannot be run here, before the weights are fetched."""
         config = json_object(self._snapshot / "config.json")
         if config is None:
             raise PullFailed(f"config.json of {self._name} is not a JSON object", param="config.json")
@@ -230,7 +232,7 @@ class _Pull:
         )
 
     def _fetch(self, files: Sequence[HubFile]) -> None:
-        """Fetches those that the cache does not have."""
+        """Fetches the files that the cache does not have."""
         missing = [file for file in files if not self._has(file)]
         missing_bytes = sum(file.num_bytes for file in missing)
         self._total_bytes += missing_bytes
@@ -249,12 +251,13 @@ class _Pull:
                 revision=self._commit,
                 library_name="agentflow",
                 library_version=__version__,
-                force_download=again or self._path(file).exists(),  # of the wrong size
+                force_download=again or self._path(file).exists(),  # it has the wrong size
                 tqdm_class=self._progress(),
             )
 
     def _verify(self, files: Sequence[HubFile]) -> None:
-        """Compares the files with the hub's hashes. One that was damaged in the cache is fetched again."""
+        """Compares the files with the hub's hashes. Files that were damaged in the cache are fetched
+        again."""
         total, done = sum(file.num_bytes for file in files), 0
         for file in files:
             is_intact = self._is_intact(file, done, total)
@@ -306,13 +309,14 @@ class _Pull:
             )
 
     def _remove_stale(self) -> None:
-        """Removes what a killed pull has left: the library does not resume it, and the name is not reused."""
+        """Removes the leftovers of a killed pull: the library neither resumes it nor reuses its file
+        names."""
         for leftover in (repository_folder(self._name) / "blobs").glob("*.incomplete"):
             if time.time() - leftover.stat().st_mtime > _STALE_S:
                 leftover.unlink(missing_ok=True)
 
     def _point_revision(self) -> None:
-        """Records, now that its files are there, which commit the revision stands for."""
+        """Records the commit to which the revision points, now that its files are complete."""
         if self._name.revision == self._commit:
             return
         ref = repository_folder(self._name) / "refs" / self._name.revision
@@ -335,8 +339,9 @@ class _Pull:
             return False
 
     def _progress(self) -> type:
-        """A class in the place of tqdm's, whose objects report to the listener. The library makes one or two
-        for each file; it counts the bytes on the disk in ``update``, those on the network elsewhere."""
+        """Returns a class that replaces tqdm's and reports to the listener. The library creates one or two
+        objects for each file; it counts bytes on the disk in ``update``, and bytes from the network
+        elsewhere."""
         pull = self
 
         class Progress:
@@ -368,13 +373,13 @@ class _Pull:
 
 
 def _is_adapter(files: Collection[str]) -> bool:
-    """Whether the repository is an adapter's: it may have a tokenizer and a config, but no other weights."""
+    """Whether the repository has an adapter: it may have a tokenizer and a config, but no other weights."""
     tensors = {path for path in files if path.endswith(".safetensors") and "/" not in path}
     return CONFIG in files and tensors <= {WEIGHTS}
 
 
 def _hub_file(entry: Any) -> HubFile:
-    """From what the library lists, with either of its types."""
+    """Converts an entry of the library's listing, of either of its types."""
     path = getattr(entry, "rfilename", None) or entry.path
     num_bytes = entry.lfs.size if entry.lfs is not None else entry.size
     if entry.lfs is not None:
@@ -393,7 +398,7 @@ def _is_known(architectures: Sequence[object]) -> bool:
 
 
 class _Notes(logging.Handler):
-    """Passes what the library logs, such as a wait for the hub, to the listener."""
+    """Passes log lines of the library, for example about a wait for the hub, to the listener."""
 
     def __init__(self, listener: PullListener) -> None:
         super().__init__(logging.WARNING)

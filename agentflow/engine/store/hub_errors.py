@@ -1,4 +1,4 @@
-"""What went wrong with the hub, in one sentence that says what to do."""
+"""Explains errors of the hub in one sentence that says what to do."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from agentflow.errors import PullFailed
 
 @contextmanager
 def explained(name: HubName, file: str = "") -> Iterator[None]:
-    """Turns the errors of the hub's library into ``PullFailed``. ``file``: the one that is fetched."""
+    """Turns the errors of the hub's library into ``PullFailed``. ``file``: the file being fetched."""
     import httpx2
 
     try:
         yield
-    # The last four: an answer that is not the hub's.
+    # The last four: the answer does not come from a hub.
     except (OSError, httpx2.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
         what, param = _explanation(error, name, file)
         raise PullFailed(what, param=param) from error
@@ -54,7 +54,7 @@ def _explanation(error: Exception, name: HubName, file: str) -> tuple[str, str]:
 
 
 def _of_answer(error: Any, hub: str, name: HubName, file: str) -> tuple[str, str]:
-    """Of an ``HfHubHTTPError``."""
+    """Explains an ``HfHubHTTPError``."""
     from huggingface_hub import errors, get_token
 
     repository, status = name.repository, error.response.status_code
@@ -93,7 +93,7 @@ def _of_file(error: OSError, name: HubName, file: str) -> tuple[str, str]:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = f"the disk of {cache_folder()} is full: make room, or set HF_HOME to a folder on another disk"
         return f"{what}, then pull {name} again", file
-    if error.errno is None:  # the library's check of the size
+    if error.errno is None:  # raised by the library's check of the size
         return f"{file} of {name} arrived with another size than the hub gives: pull again", file
     what = f"{name} cannot be written to {cache_folder()} ({error}): set HF_HOME to a folder that can"
     return what, file

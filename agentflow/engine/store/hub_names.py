@@ -1,8 +1,8 @@
-"""Names of models on the Hugging Face hub, and where the hub's cache on this computer has them.
+"""Names of models on the Hugging Face hub, and their places in the hub's cache on this computer.
 
-The cache is the one that other tools use, in the layout that the hub's library documents::
+Other tools use the same cache, in the layout that the hub's library documents::
 
-    models--OWNER--NAME/refs/REVISION           the commit that a branch or tag stands for
+    models--OWNER--NAME/refs/REVISION           the commit to which a branch or tag points
     models--OWNER--NAME/snapshots/COMMIT/FILE   a link to the file's content in blobs/
 
 Nothing here needs a network.
@@ -31,17 +31,16 @@ COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _QUANTISATION: Final = re.compile(
     r"(?<![a-z0-9])(?:I?Q\d[A-Z0-9_]*|BF16|F16|F32)(?![a-z0-9_])", re.IGNORECASE
 )
-# An image encoder or an importance matrix beside a model.
+# Files next to a model: an image encoder or an importance matrix.
 _OTHER_GGUF: Final = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """``OWNER/NAME[:GGUF][@REVISION]``. ``gguf``: a quantisation, such as Q4_K_M, or the name of a file;
-    empty for the safetensors files."""
+    """``OWNER/NAME[:GGUF][@REVISION]``."""
 
     repository: str
-    gguf: str = ""
+    gguf: str = ""  # a quantisation, such as Q4_K_M, or a file name; empty: the safetensors files
     revision: str = MAIN
 
     def __str__(self) -> str:
@@ -51,8 +50,8 @@ class HubName:
 
 
 def hub_name(name: str) -> HubName | None:
-    """The repository that a short name or ``OWNER/NAME[:GGUF][@REVISION]`` stands for. None for other texts,
-    such as paths."""
+    """Parses a short name or ``OWNER/NAME[:GGUF][@REVISION]``. Returns None for other texts, such as
+    paths."""
     if name in CATALOG:
         return HubName(CATALOG[name].repository)
     found = _NAME.fullmatch(name)
@@ -65,8 +64,8 @@ def hub_name(name: str) -> HubName | None:
 
 
 def served_name(model: str) -> str:
-    """The name under which a model is served that is given no other: the last part of a path, and the names
-    of the store and of the hub as they are."""
+    """Returns the default name under which a model is served: the last part of a path; names of the store and
+    of the hub are unchanged."""
     path = os.path.expanduser(model)
     is_path = os.path.exists(path) or (hub_name(model) is None and (os.sep in model or model in (".", "..")))
     if not is_path:
@@ -76,14 +75,14 @@ def served_name(model: str) -> str:
 
 
 def cache_folder() -> Path:
-    """The folder of the hub's cache."""
+    """Returns the folder of the hub's cache."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE).expanduser()
 
 
 def cached_model(name: HubName) -> Path | None:
-    """The snapshot folder of a model, or its GGUF file, if the cache has all of it; else None."""
+    """Returns the snapshot folder of a model, or its GGUF file, if the cache has all files; else None."""
     snapshot = cached_snapshot(name)
     if snapshot is None:
         return None
@@ -97,7 +96,7 @@ def cached_model(name: HubName) -> Path | None:
 
 
 def cached_snapshot(name: HubName) -> Path | None:
-    """The snapshot folder of the revision, which may have any of its files; None if there is none."""
+    """Returns the snapshot folder of the revision, in which files may be missing; None if there is none."""
     repository = repository_folder(name)
     commit = name.revision
     if not COMMIT.fullmatch(commit):
@@ -110,12 +109,12 @@ def cached_snapshot(name: HubName) -> Path | None:
 
 
 def repository_folder(name: HubName) -> Path:
-    """The folder of a repository in the cache."""
+    """Returns the folder of a repository in the cache."""
     return cache_folder() / "--".join(("models", *name.repository.split("/")))
 
 
 def cached_models() -> Iterator[tuple[HubName, Path]]:
-    """The models in the cache that are whole, at each revision with a name."""
+    """Yields the complete models in the cache, at each revision with a name."""
     for repository in sorted(cache_folder().glob("models--*--*")):
         _, owner, *rest = repository.name.split("--")
         refs = repository / "refs"
@@ -131,8 +130,8 @@ def cached_models() -> Iterator[tuple[HubName, Path]]:
 
 
 def gguf_files(name: HubName, files: Collection[str]) -> list[str]:
-    """Which of a repository's files ``name.gguf`` means: one, or all files of a model in several.
-    ``PullFailed`` if it means none, or several models."""
+    """Returns the files of a repository that ``name.gguf`` selects: one, or all files of a model in several.
+    Raises ``PullFailed`` if it selects none, or several models."""
     known = sorted(file for file in files if file.endswith(".gguf"))
     if name.gguf in known:
         found = [name.gguf]
@@ -162,7 +161,8 @@ def gguf_files(name: HubName, files: Collection[str]) -> list[str]:
 
 
 def _cached_ggufs(name: HubName, snapshot: Path) -> Iterator[tuple[HubName, Path]]:
-    """The models in GGUF files of a snapshot, named by their quantisation if it is the only one of it."""
+    """Yields the models in GGUF files of a snapshot. Each is named by its quantisation, if no other model has
+    the same one."""
     found = [file for file in sorted(snapshot.rglob("*.gguf")) if file.is_file()]
     files = {file.relative_to(snapshot).as_posix(): file for file in found}
     for gguf, file in files.items():

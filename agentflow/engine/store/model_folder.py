@@ -1,7 +1,7 @@
 """Checks a local model before it is loaded: a Hugging Face folder, or a GGUF file.
 
-Reads the config, the headers of the weights and the first bytes of a GGUF file only, in a few milliseconds.
-Weights that are pickles are rejected, because reading them can run code.
+Reads only the config, the headers of the weights and the first bytes of a GGUF file, in a few milliseconds.
+Pickled weights are rejected, because reading them can run code.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ INDEX: Final = "model.safetensors.index.json"
 PICKLE_ENDINGS: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 MAX_HEADER_BYTES: Final = 100_000_000
-"""Of a safetensors file, as its format says."""
+"""The limit of the header of a safetensors file, as its format specifies."""
 _GGUF_MAGIC: Final = b"GGUF"
 _GGUF_PART: Final = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 
 
 def check_model(path: Path) -> None:
-    """``BadModelFolder``, which lists all faults, unless ``path`` is a whole model folder or a GGUF file."""
+    """Raises ``BadModelFolder``, with a list of all faults, unless ``path`` is a complete model folder or a
+    GGUF file."""
     from agentflow.engine.store.gguf.file import find_gguf  # needs numpy, which a bare install does not have
 
     if (gguf := find_gguf(path)) is not None:
@@ -42,7 +43,8 @@ def check_model(path: Path) -> None:
 
 
 def check_gguf(file: Path) -> None:
-    """``BadModelFolder`` unless the file, and all others of a model in several, begin as GGUF files do."""
+    """Raises ``BadModelFolder`` unless the file, and all other files of a model in several, begin as GGUF
+    files do."""
     parts = gguf_parts(file.name)
     if file.name != parts[0]:
         raise BadModelFolder(
@@ -67,7 +69,7 @@ def check_gguf(file: Path) -> None:
 
 
 def gguf_parts(name: str) -> list[str]:
-    """The names of the files of the model that this GGUF file belongs to, in order."""
+    """Returns the names of all files of the model to which this GGUF file belongs, in order."""
     found = _GGUF_PART.fullmatch(name)
     if found is None:
         return [name]
@@ -75,12 +77,12 @@ def gguf_parts(name: str) -> list[str]:
 
 
 def pickles_in(names: Iterable[str]) -> list[str]:
-    """Those of the file names that are weights in pickles."""
+    """Returns the file names that are pickled weights."""
     return sorted(name for name in names if name.endswith(PICKLE_ENDINGS) and name != "training_args.bin")
 
 
 def faults_of(folder: Path) -> list[str]:
-    """The faults that keep the folder from being loaded, one phrase each."""
+    """Returns the faults that keep the folder from being loaded, one phrase each."""
     faults = [
         f"{name} is missing" for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()
     ]
@@ -90,9 +92,9 @@ def faults_of(folder: Path) -> list[str]:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of the folder's safetensors files that hold the model: those that its index names, or
+    """Returns the names of the folder's safetensors files that hold the model: the files in its index, or
     ``model.safetensors``, or else all. Some repositories have the weights a second time, in another layout.
-    ``BadModelFolder`` if the index is damaged."""
+    Raises ``BadModelFolder`` if the index is damaged."""
     if (folder / INDEX).is_file():
         shards = shards_in(folder / INDEX)
         if shards is None:
@@ -104,7 +106,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def shards_in(index: Path) -> set[str] | None:
-    """The files that an index of safetensors files names; None if it is damaged, or names files elsewhere."""
+    """Returns the files in an index of safetensors files; None if it is damaged, or has files elsewhere."""
     content = json_object(index)
     shards = content.get("weight_map") if content else None
     if not isinstance(shards, dict):
@@ -131,7 +133,7 @@ def _weight_faults(folder: Path) -> list[str]:
 
 def safetensors_fault(file: Path) -> str | None:
     """Compares the file's size with its header, to find incomplete downloads and Git LFS pointers, which
-    would later cause bus errors or obscure messages."""
+    would later cause bus errors or obscure messages. Returns the fault, or None."""
     try:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -156,7 +158,7 @@ def safetensors_fault(file: Path) -> str | None:
 
 
 def json_object(file: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is none."""
+    """Returns the object in a JSON file; None if there is none."""
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The identity of a model: a digest of its files, wherever they are and whatever their folder is called."""
+"""The identity of a model: a digest of its files, independent of the path of their folder."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ SAMPLE = 4096
 
 
 def model_identity(path: Path) -> str:
-    """The identity of the model in a folder or GGUF file.
+    """Returns the identity of the model in a folder or GGUF file.
 
     The digest covers the config, the size of each file of weights, and the first ``SAMPLE`` bytes of every
     ``STRIDE``: reading all of a large model would take as long as loading it. Models that differ in fewer
-    bytes than ``STRIDE`` in a row may have the same identity.
+    than ``STRIDE`` adjacent bytes may have the same identity.
 
     Raises:
         BadModelFolder: The files cannot be found.

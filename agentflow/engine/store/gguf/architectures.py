@@ -1,8 +1,8 @@
-"""The architectures of GGUF files: their config and the names of their tensors, as transformers has them.
+"""The architectures of GGUF files: their configs and the names of their tensors in transformers.
 
-One entry of ``ARCHITECTURES`` describes one architecture: a function that reads the config out of the
-metadata (the facts that a file leaves out, such as the layers with windows, are those that llama.cpp
-assumes), and how its tensors are called.
+One entry of ``ARCHITECTURES`` describes one architecture: a function that reads the config from the metadata
+(with the same assumptions as llama.cpp about facts that a file leaves out, such as the layers with windows),
+and the names of its tensors.
 """
 
 from __future__ import annotations
@@ -26,31 +26,26 @@ _MAX_LAYERS: Final = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """``read``: the config. ``top`` and ``layer``: names in the file to names in the model, without
-    ``.weight`` and ``.bias``; those of a layer are below ``blk.N.`` in the file and below ``prefix`` in the
-    model.
+    """An architecture. ``top``, ``layer`` and ``experts`` map names in the file to names in the model,
+    without ``.weight`` and ``.bias``."""
 
-    ``experts``: the names of a single expert's matrices, with its number for ``{}``. ``has_pairs``: query and
-    key rows are stored in pairs. ``norm_shift``: added to norm weights. ``transposed``: parts of a layer that
-    the model stores as inputs by outputs. ``is_fused``: the model has queries, keys and values in one
-    matrix. ``has_stacks``: the model has all experts in one tensor. ``splits_latents``: what makes keys and
-    values out of latents may be two tensors, ``k_b_proj`` and ``v_b_proj``, and is one in the model."""
-
-    read: Callable[[Metadata, Stored], Config]
-    top: Mapping[str, str]
-    layer: Mapping[str, str]
+    read: Callable[[Metadata, Stored], Config]  # returns the config
+    top: Mapping[str, str]  # names outside of layers
+    layer: Mapping[str, str]  # names in a layer: below ``blk.N.`` in the file, below ``prefix`` in the model
     prefix: str = "model.layers.{}."
-    experts: Mapping[str, str] | None = None
-    has_pairs: bool = False
-    norm_shift: float = 0.0
-    transposed: frozenset[str] = frozenset()
-    is_fused: bool = False
-    has_stacks: bool = False
+    experts: Mapping[str, str] | None = None  # the names of one expert's matrices; ``{}`` is its number
+    has_pairs: bool = False  # query and key rows are stored in pairs
+    norm_shift: float = 0.0  # added to norm weights
+    transposed: frozenset[str] = frozenset()  # parts of a layer that the model stores as inputs by outputs
+    is_fused: bool = False  # the model has queries, keys and values in one matrix
+    has_stacks: bool = False  # the model has all experts in one tensor
+    # The matrix that expands latents to keys and values may be two tensors in the file, ``k_b_proj`` and
+    # ``v_b_proj``; it is one tensor in the model.
     splits_latents: bool = False
 
 
 def _common(data: Metadata, stored: Stored, architecture: str, model_type: str) -> Config:
-    """What most architectures have in common."""
+    """Reads the fields that most architectures have in common."""
     hidden_size, num_heads = data.whole(".embedding_length"), _num_heads(data)
     head_dim = data.whole(".attention.key_length", hidden_size // num_heads)
     if data.whole(".attention.value_length", head_dim) != head_dim:
@@ -63,7 +58,8 @@ def _common(data: Metadata, stored: Stored, architecture: str, model_type: str) 
 
 
 def _decoder(data: Metadata, stored: Stored, architecture: str, model_type: str, head_dim: int) -> Config:
-    """What all decoders with rotated heads have in common. ``head_dim``: of the part that is rotated."""
+    """Reads the fields that all decoders with rotated heads have in common. ``head_dim``: of the rotated
+    part."""
     num_heads = _num_heads(data)
     return {
         "architectures": [architecture],
@@ -92,7 +88,7 @@ def _num_heads(data: Metadata) -> int:
 
 
 def _num_layers(data: Metadata) -> int:
-    """At most ``_MAX_LAYERS``: lists of that length follow from it."""
+    """Returns the number of layers, at most ``_MAX_LAYERS``, because it determines the lengths of lists."""
     count = data.whole(".block_count")
     if not 0 < count <= _MAX_LAYERS:
         raise data.reject(".block_count", f"is {count}: a model has 1 to {_MAX_LAYERS:,} layers")
@@ -100,7 +96,7 @@ def _num_layers(data: Metadata) -> int:
 
 
 def _vocab_size(data: Metadata, stored: Stored) -> int:
-    """The rows of the embedding: a vocabulary may be padded."""
+    """Returns the number of rows of the embedding, because a vocabulary may be padded."""
     embedding = stored.get("token_embd.weight")
     return embedding.shape[0] if embedding is not None else data.whole(".vocab_size")
 
@@ -113,7 +109,7 @@ def _rope(data: Metadata, stored: Stored, head_dim: int) -> Config:
     original = data.whole(".rope.scaling.original_context_length", data.whole(".context_length"))
     factors = stored.get("rope_factors_short.weight") or stored.get("rope_freqs.weight")
     if factors is not None:
-        # Llama 3's factors, too, are stored one by one and not as the parameters that they follow from.
+        # Files have the factors of Llama 3, too, and not the parameters from which they are computed.
         long = stored.get("rope_factors_long.weight", factors)
         return rope | {
             "rope_type": "longrope",
@@ -157,7 +153,8 @@ def _values(tensor: StoredTensor) -> list[float]:
 
 
 def _layer_types(data: Metadata, pattern: int) -> list[str]:
-    """Which layers have a window: those that the file lists, or all but every ``pattern``-th."""
+    """Returns the kind of each layer. The layers with a window are listed in the file, or are all except
+    every ``pattern``-th."""
     slides, num_layers = data.numbers(".attention.sliding_window_pattern"), _num_layers(data)
     if len(slides) != num_layers:
         pattern = int(slides[0]) if len(slides) == 1 else pattern
@@ -166,7 +163,7 @@ def _layer_types(data: Metadata, pattern: int) -> list[str]:
 
 
 def _llama(data: Metadata, stored: Stored) -> Config:
-    """Llama, Mistral and Mixtral, which are one architecture here."""
+    """Reads Llama, Mistral and Mixtral, which are one architecture in GGUF."""
     config = _common(data, stored, "LlamaForCausalLM", "llama")
     window = data.whole(".attention.sliding_window", 0)
     if num_experts := data.whole(".expert_count", 0):
@@ -225,7 +222,14 @@ def _phi3(data: Metadata, stored: Stored) -> Config:
 
 
 def _gemma(data: Metadata, config: Config, large: int, pattern: int) -> Config:
-    """``large``: the number of layers of the one size whose scores are scaled by the width of the model."""
+    """Adds the fields of Gemma to a config.
+
+    Args:
+        data: the metadata.
+        config: the common fields.
+        large: the number of layers of the size whose scores are scaled by the width of the model.
+        pattern: all layers except every ``pattern``-th have a window.
+    """
     is_large = config["num_hidden_layers"] == large
     return config | {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -269,13 +273,13 @@ def _gpt_oss(data: Metadata, stored: Stored) -> Config:
     }
 
 
-# Values of ``expert_gating_func`` in llama.cpp: not given, softmax; models with others are not read.
+# The supported values of ``expert_gating_func`` in llama.cpp: not given, softmax.
 _SOFTMAX_GATES: Final = (0, 1)
 
 
 def _deepseek2(data: Metadata, stored: Stored) -> Config:
-    """DeepSeek-V2. Files of its plain attention have its sizes under the usual keys; files of the absorbed
-    one, in which keys and values are latents, have them under keys of their own (``_mla``)."""
+    """Reads DeepSeek-V2. Files for plain attention have its sizes under the usual keys; files for absorbed
+    attention, in which keys and values are latents, have them under separate keys (``_mla``)."""
     if (gating := data.whole(".expert_gating_func", 0)) not in _SOFTMAX_GATES:
         raise data.reject(".expert_gating_func", f"is {gating}: of these models only DeepSeek-V2 is read")
     rotated = data.whole(".rope.dimension_count")
@@ -284,7 +288,7 @@ def _deepseek2(data: Metadata, stored: Stored) -> Config:
     config = _decoder(data, stored, "DeepseekV2ForCausalLM", "deepseek_v2", rotated)
     rope = config["rope_parameters"]
     if rope["rope_type"] == "yarn":
-        # The file has a tenth of mscale_all_dim, and angles are not scaled.
+        # The file stores a tenth of mscale_all_dim, and angles are not scaled.
         mscale = 10 * data.number(".rope.scaling.yarn_log_multiplier", 0.0)
         rope |= {"attention_factor": 1.0, "mscale_all_dim": mscale}
     return config | {
@@ -441,4 +445,4 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         is_fused=True,
     ),
 }
-"""By ``general.architecture``."""
+"""The architectures by ``general.architecture``."""

@@ -1,9 +1,10 @@
-"""The container of a GGUF file: metadata and the places of tensors, mapped, nothing computed.
+"""The container of a GGUF file: metadata and the places of tensors. The file is mapped, and nothing is
+computed.
 
-The format is that of the GGUF specification of the ggml project, versions 2 and 3, little-endian: a header,
-the metadata as keys and values, a list of tensors, and their data, aligned. Lists of texts (a vocabulary has
-hundreds of thousands) are skipped here and decoded when they are read. The ``gguf`` package's own reader
-makes an array of each of them: 4 s for 50,000 tokens, where this takes 20 ms.
+The GGUF specification of the ggml project, versions 2 and 3, little-endian, defines the format: a header, the
+metadata as keys and values, a list of tensors, and their data, aligned. Lists of texts (a vocabulary has
+hundreds of thousands) are skipped here and decoded when they are read. The reader of the ``gguf`` package
+makes an array of each text: 4 s for 50,000 tokens, compared with 20 ms here.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ TYPES: Final[Mapping[int, tuple[str, int, int]]] = {
     35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
 }
-"""The types of tensors that can be read, by their number: name, values in a block, bytes of a block."""
+"""The supported types of tensors, by their number: name, values in a block, bytes of a block."""
 
 _SCALARS: Final = {
     0: "B",
@@ -73,17 +74,16 @@ _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as it lies in the file. ``shape``: slowest axis first, as in torch. ``rows``: uint8 [all rows,
-    bytes of a row], mapped; a row is a whole number of blocks."""
+    """A tensor as stored in the file."""
 
     name: str
-    type_name: str
-    shape: tuple[int, ...]
-    rows: NDArray[np.uint8]
+    type_name: str  # such as "Q4_K"
+    shape: tuple[int, ...]  # slowest axis first, as in torch
+    rows: NDArray[np.uint8]  # [all rows, bytes of a row], mapped; a row is a whole number of blocks
 
 
 class Texts:
-    """A list of texts in the metadata. Decoded at each access, so that the file's object stays small."""
+    """A list of texts in the metadata. It is decoded at each access, so that ``Container`` stays small."""
 
     def __init__(self, data: mmap.mmap, start: int, count: int) -> None:
         self._data = data
@@ -103,20 +103,19 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """``metadata``: numbers, texts, ``Texts`` and arrays of numbers, by key. ``tensors``: by their names in
-    the file."""
+    """The contents of a GGUF file, or of all files of a model."""
 
     path: Path
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, Any]  # numbers, texts, ``Texts`` and arrays of numbers, by key
+    tensors: Mapping[str, StoredTensor]  # by their names in the file
 
 
 def read_container(path: Path) -> Container:
-    """Maps a GGUF file; of a model in several files (``…-00001-of-00003.gguf``) all of them.
+    """Maps a GGUF file, or all files of a model in several (``…-00001-of-00003.gguf``).
 
     Raises:
         UnknownModel: there is no such file.
-        BadModelFolder: not a GGUF file, another version, truncated, or a type of tensors that is unknown.
+        BadModelFolder: not a GGUF file, another version, truncated, or with tensors of unknown types.
     """
     first = _read_file(path)
     count = first.metadata.get("split.count")
@@ -164,7 +163,7 @@ def _read_file(path: Path) -> Container:
 
 
 class _Reader:
-    """Reads one file from its start. ``struct.error`` or ``ValueError`` where it ends too early."""
+    """Reads one file from its start. Raises ``struct.error`` or ``ValueError`` if it ends too early."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
@@ -266,7 +265,7 @@ class _Reader:
         return text
 
     def _count(self, least_bytes: int) -> int:
-        """A number of entries, which take at least so many bytes each."""
+        """Reads a number of entries, which take at least ``least_bytes`` bytes each."""
         count = self._u64()
         if count * least_bytes > len(self._data) - self._place:
             raise ValueError(f"{count:,} entries do not fit into the file")

@@ -1,4 +1,4 @@
-"""A GGUF file as a model: its config, and its tensors under the names that transformers gives them."""
+"""A GGUF file as a model: its config, and its tensors under their names in transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENCODERS = frozenset(
         "t5encoder",
     }
 )
-"""Architectures of embedding models that see a whole text at once."""
+"""Architectures of embedding models in which each token sees the whole text."""
 # Values of ``pooling_type`` in llama.cpp: none, mean, first, last, rank.
 _NO_POOLING, _POOLING_OF_LAST = 0, 3
 
@@ -40,14 +40,14 @@ def open_gguf(path: Path) -> GgufFile:
 
     Raises:
         UnknownModel: there is no such file.
-        BadModelFolder: it is not a whole GGUF file of a version, type and architecture that can be read.
+        BadModelFolder: it is not a complete GGUF file of a supported version, type and architecture.
     """
     return GgufFile(read_container(path))
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file that a path names: itself, or the only one of a folder without other weights. None if
-    there is none."""
+    """Returns the GGUF file at a path: the path itself, or the only GGUF file of a folder without other
+    weights. None if there is none."""
     if path.suffix == ".gguf" and not path.is_dir():
         return path
     if not path.is_dir() or any(path.glob("*.safetensors")) or (path / "config.json").exists():
@@ -63,8 +63,8 @@ def find_gguf(path: Path) -> Path | None:
 
 
 class GgufFile:
-    """``path``; ``config``: what ``config.json`` would say; ``tensors``: by their names in the torch model
-    (one without such a name keeps its own); ``vocabulary``."""
+    """A mapped GGUF file. ``path``; ``config``: the equivalent of ``config.json``; ``tensors``: by their
+    names in the torch model (tensors that it does not have keep their names); ``vocabulary``."""
 
     def __init__(self, container: Container) -> None:
         self.path = container.path
@@ -87,7 +87,7 @@ class GgufFile:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """``config.json`` as transformers would write it, with all tokens that end a text in
+        """The ``config.json`` that transformers would write, with all tokens that end a text in
         ``eos_token_id``."""
         with self._rejecting_misfits():
             config = self._architecture.read(self._metadata, self._stored)
@@ -98,7 +98,7 @@ class GgufFile:
 
     @property
     def pools_last(self) -> bool:
-        """Whether a text's embedding is that of its last token; also where the file does not say."""
+        """Whether the embedding of a text is made from its last token, which is also the default."""
         return self._metadata.whole(".pooling_type", _POOLING_OF_LAST) in (_NO_POOLING, _POOLING_OF_LAST)
 
     @cached_property
@@ -115,7 +115,7 @@ class GgufFile:
 
     @contextmanager
     def _rejecting_misfits(self) -> Iterator[None]:
-        """Metadata and tensors are read together, and a damaged file may have any values in them."""
+        """Raises ``BadModelFolder`` for errors of reading: a damaged file may contain any values."""
         try:
             yield
         except (ArithmeticError, IndexError, TypeError, ValueError) as error:
@@ -127,12 +127,12 @@ class GgufFile:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The tokens, and what the file says about them."""
+        """The tokens, and the metadata about them."""
         return Vocabulary(self._metadata)
 
 
 class _Names:
-    """Finds the model's tensors in a stored one."""
+    """Finds the model's tensors in a stored tensor."""
 
     def __init__(self, architecture: Architecture, data: Metadata) -> None:
         self._architecture = architecture
@@ -182,7 +182,7 @@ class _Names:
         return tensor
 
     def _split(self, stored: StoredTensor, prefix: str, leaf: str) -> Iterator[tuple[str, ModelTensor]]:
-        """Queries, keys and values that only this file has in one matrix."""
+        """Splits queries, keys and values, which are one matrix in the file and three in the model."""
         queries, keys = self._sizes
         if stored.shape[0] != queries + 2 * keys:
             return
@@ -214,7 +214,7 @@ class _Names:
             )
 
     def _stack(self, stored: StoredTensor, prefix: str, part: str, leaf: str) -> tuple[str, ModelTensor]:
-        """All experts in one tensor. Gate and up get names of their own, which ``_interleaved`` joins."""
+        """Returns all experts as one tensor. Gate and up get temporary names; ``_interleaved`` joins them."""
         name = {"ffn_gate_exps": _GATE, "ffn_up_exps": _UP}.get(part) or self._architecture.layer[part]
         if leaf == "bias":
             return f"{prefix}{name}_bias", _whole(stored)
@@ -226,7 +226,7 @@ _GATE, _UP, _BOTH = "mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts
 
 
 def _interleaved(tensors: Mapping[str, ModelTensor]) -> dict[str, ModelTensor]:
-    """Gate and up of each layer's experts as one tensor."""
+    """Joins gate and up of each layer's experts to one tensor."""
     joined = dict(tensors)
     for name, gate in tensors.items():
         if _GATE in name:
@@ -242,7 +242,7 @@ _KEYS, _VALUES, _LATENTS = "self_attn.k_b_proj", "self_attn.v_b_proj", "self_att
 
 
 def _with_latents(tensors: Mapping[str, ModelTensor]) -> dict[str, ModelTensor]:
-    """The two stacks of each layer's latent attention as one tensor."""
+    """Joins the two stacks of each layer's latent attention to one tensor."""
     joined = dict(tensors)
     for name, keys in tensors.items():
         values = tensors.get(name.replace(_KEYS, _VALUES)) if _KEYS in name else None

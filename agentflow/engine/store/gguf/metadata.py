@@ -1,4 +1,4 @@
-"""Reads single entries of a GGUF file's metadata, with errors that name them."""
+"""Reads single entries of a GGUF file's metadata, with errors that contain their keys."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from agentflow.errors import BadModelFolder
 
 class Metadata:
     """The entries of one file. Keys that begin with a dot belong to its architecture: ".block_count" is
-    "llama.block_count". An entry of the wrong kind raises ``BadModelFolder``, as does one that is missing and
-    has no default."""
+    "llama.block_count". An entry of the wrong type raises ``BadModelFolder``, and so does a missing entry
+    without a default."""
 
     def __init__(self, container: Container) -> None:
         self._path = container.path
@@ -36,7 +36,7 @@ class Metadata:
         return value
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """A whole number; also the one that all layers have, where the file lists one for each layer."""
+        """Returns a whole number. If the file lists one for each layer, all must be equal."""
         value = self._value(key, default)
         if isinstance(value, np.ndarray) and len(set(value.tolist())) == 1:
             value = value.tolist()[0]
@@ -51,7 +51,7 @@ class Metadata:
         return float(value)
 
     def numbers(self, key: str) -> list[Any]:
-        """A list of numbers or flags; empty if there is none. A single one is a list, too."""
+        """Returns a list of numbers or flags; empty if there is none. A single one becomes a list."""
         value = self._value(key, np.zeros(0))
         if isinstance(value, int | float):
             return [value]
@@ -60,14 +60,14 @@ class Metadata:
         return list(value.tolist())
 
     def texts(self, key: str) -> list[str]:
-        """A list of texts; empty if there is none."""
+        """Returns a list of texts; empty if there is none."""
         value = self._value(key, ())
         if not isinstance(value, Texts | tuple):
             raise self.reject(key, "must be a list of texts")
         return list(value)
 
     def reject(self, key: str, why: str) -> BadModelFolder:
-        """The error for an entry that cannot be used."""
+        """Returns the error for an entry that cannot be used."""
         return BadModelFolder(f"{self._path.name}: {self._full(key)} {why}", param=self._full(key))
 
     def _value(self, key: str, default: Any) -> Any:

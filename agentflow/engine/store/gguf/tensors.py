@@ -1,8 +1,8 @@
 """Tensors of a GGUF file in the layout of the torch model.
 
-What differs between the two: the order of query and key rows (where a rotation mixes adjacent rows in the
-file and rows half a head apart in the model), norm weights that the file stores plus 1, and matrices that the
-model stores as inputs by outputs, stacks of experts, or several of them in one.
+The layouts differ in the order of query and key rows (a rotation combines adjacent rows in the file, and rows
+half a head apart in the model), in norm weights, which the file stores plus 1, and in matrices, which the
+model may store as inputs by outputs, as stacks of experts, or several in one tensor.
 """
 
 from __future__ import annotations
@@ -20,19 +20,15 @@ _PLAIN: Final[dict[str, np.dtype[Any]]] = {"F32": np.dtype("<f4"), "F16": np.dty
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufTensor:
-    """One tensor of the model, which is a stored tensor or a part of it. ``shape``: in the torch model.
-
-    ``first``, ``count``: the part, on the stored tensor's slowest axis. ``is_transposed``: the model stores
-    inputs by outputs, the file outputs by inputs. ``shift``: added to each value. ``paired_heads``: the
-    number of heads whose rows the file stores in pairs (0: none)."""
+    """One tensor of the model, which is a stored tensor or a part of it."""
 
     stored: StoredTensor
-    shape: tuple[int, ...]
-    first: int
-    count: int
-    is_transposed: bool = False
-    shift: float = 0.0
-    paired_heads: int = 0
+    shape: tuple[int, ...]  # in the torch model
+    first: int  # where the part begins, on the stored tensor's slowest axis
+    count: int  # the length of the part on that axis
+    is_transposed: bool = False  # the model stores inputs by outputs, the file outputs by inputs
+    shift: float = 0.0  # added to each value
+    paired_heads: int = 0  # the number of heads whose rows the file stores in pairs; 0: none
 
     @property
     def type_name(self) -> str:
@@ -51,8 +47,8 @@ class GgufTensor:
 
     @property
     def raw(self) -> NDArray[np.uint8]:
-        """uint8 [rows, bytes of a row], before ``shift``. A row has the weights of one output, also if
-        ``is_transposed``; the rows of a stack of experts follow each other; a vector is one row, with all of
+        """uint8 [rows, bytes of a row], before ``shift``. A row has the weights of one output, even if
+        ``is_transposed``; the rows of a stack of experts follow each other; a vector is one row with all of
         its stored values. A view of the mapped file, or a copy if the file stores rows in pairs."""
         if len(self.stored.shape) == 1:
             return self.stored.rows
@@ -61,7 +57,8 @@ class GgufTensor:
         return _halves_apart(rows, self.paired_heads) if self.paired_heads else rows
 
     def dequantised(self) -> NDArray[np.float32]:
-        """float32 in the model's layout: the values to which ggml itself dequantises. Possibly read-only."""
+        """Returns float32 in the model's layout, with the values to which ggml dequantises. May be
+        read-only."""
         values = dequantise(self.raw, self.type_name)
         if len(self.stored.shape) == 1:
             values = values.reshape(-1)[self.first : self.first + self.count]
@@ -76,10 +73,10 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TwoParts:
-    """Two tensors of the file that the model stores as one. ``shape``: of the model's tensor."""
+    """Two tensors of the file that the model stores as one."""
 
     parts: tuple[GgufTensor, GgufTensor]
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the model's tensor
 
     @property
     def type_name(self) -> str:
@@ -88,7 +85,7 @@ class _TwoParts:
 
 
 class InterleavedTensor(_TwoParts):
-    """Two tensors whose values come in turn on the last axis."""
+    """Two tensors whose values alternate on the last axis."""
 
     __slots__ = ()
 
@@ -98,9 +95,9 @@ class InterleavedTensor(_TwoParts):
 
 
 class LatentTensor(_TwoParts):
-    """The matrix that makes keys and values out of latents, which the file stores as two stacks with a matrix
-    for each head: that of the keys, latents by keys, and that of the values, values by latents. ``shape``: of
-    the model's tensor, in which the rows of a head's keys come before those of its values."""
+    """The matrix that expands latents to keys and values. The file stores it as two stacks with a matrix for
+    each head: latents by keys, and values by latents. In the model's tensor, the rows of a head's keys come
+    before the rows of its values."""
 
     __slots__ = ()
 
@@ -114,7 +111,7 @@ ModelTensor = GgufTensor | InterleavedTensor | LatentTensor
 
 
 def dequantise(rows: NDArray[np.uint8], type_name: str) -> NDArray[np.float32]:
-    """float32 [rows, values in a row] of ``rows`` [rows, bytes of a row]."""
+    """Dequantises ``rows`` [rows, bytes of a row] to float32 [rows, values in a row]."""
     if (plain := _PLAIN.get(type_name)) is not None:
         stored: NDArray[Any] = rows.view(plain)
         return stored.astype(np.float32, copy=False)
@@ -125,6 +122,7 @@ def dequantise(rows: NDArray[np.uint8], type_name: str) -> NDArray[np.float32]:
 
 
 def _halves_apart(rows: NDArray[Any], num_heads: int) -> NDArray[Any]:
-    """In a head of ``rows``, the file's rows 2i and 2i + 1 are the model's i and i + half a head."""
+    """Reorders the rows of each head: rows 2i and 2i + 1 of the file are rows i and i + half a head of the
+    model."""
     pairs = rows.reshape(num_heads, len(rows) // num_heads // 2, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)

@@ -1,8 +1,8 @@
 """The tokenizer of a GGUF file, as the object of a ``tokenizer.json``.
 
-Two kinds: byte-level BPE ("gpt2"), whose merges the file lists and whose pre-tokenizer it names; and
+Two kinds: byte-level BPE ("gpt2"), for which the file has the merges and the name of the pre-tokenizer; and
 SentencePiece's BPE ("llama"), whose merges follow from the scores of its tokens. The expressions of the
-pre-tokenizers are those of the models' own ``tokenizer.json``, under the names that llama.cpp gave them.
+pre-tokenizers come from the models' ``tokenizer.json`` files; their names come from llama.cpp.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GPT4O = (
     rf"|\p{{N}}{{1,3}}|{_REST_SLASH}"
 )
 _TEKKEN = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_REST_SLASH}"
-# Letters with a case, without scripts and styles that few texts have.
+# Letters with a case, without rare scripts and styles.
 _DEEPSEEK = (
     "[\\p{Lu}\\p{Ll}\\p{Lt}&&[^\u0560\u0588\u10c7\u10cd\u10d0-\u10ff\u1c80-\u1c88\u2d00-\u2d2d"
     "\ua790-\ua7fa\uab30-\uab68\U00010570-\U000105bc\U00016e40-\U00016e7f\U0001d400-\U0001d7cb"
@@ -45,15 +45,13 @@ _DEEPSEEK3 = (
 
 @dataclass(frozen=True, slots=True)
 class _Pre:
-    """A pre-tokenizer. ``splits``: expressions, or the splitting of digits, one after the other;
-    ``has_gpt2``: GPT-2's expression comes last. ``adds_bos``: where the file does not say. ``is_composed``:
-    texts are normalised (NFC). ``ignores_merges``: a piece that is a token is not merged from its parts."""
+    """A pre-tokenizer."""
 
-    splits: tuple[str | Spec, ...] = ()
-    has_gpt2: bool = False
-    adds_bos: bool = False
-    is_composed: bool = False
-    ignores_merges: bool = False
+    splits: tuple[str | Spec, ...] = ()  # expressions, or the splitting of digits, applied in this order
+    has_gpt2: bool = False  # GPT-2's expression comes last
+    adds_bos: bool = False  # if the file does not say
+    is_composed: bool = False  # texts are normalised (NFC)
+    ignores_merges: bool = False  # a piece that is a token is not merged from its parts
 
 
 _GPT2 = _Pre(has_gpt2=True)
@@ -88,12 +86,12 @@ PRE_TOKENIZERS: Final = {
     "deepseek-coder": _Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", _DIGITS)),
     "deepseek-v3": _Pre((r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK3)),
 }
-"""By ``tokenizer.ggml.pre``."""
+"""The pre-tokenizers by ``tokenizer.ggml.pre``."""
 
 
 def tokenizer_spec(words: Vocabulary) -> Spec:
-    """The tokenizer as ``tokenizer.json`` would describe it. ``BadModelFolder`` for a kind or a pre-tokenizer
-    that is not known."""
+    """Returns the tokenizer in the form of ``tokenizer.json``. Raises ``BadModelFolder`` for an unknown kind
+    or pre-tokenizer."""
     match words.data.text("tokenizer.ggml.model"):
         case "gpt2":
             return _byte_level(words)
@@ -136,7 +134,8 @@ def _byte_level(words: Vocabulary) -> Spec:
 
 
 def _sentence_piece(words: Vocabulary) -> Spec:
-    """SentencePiece merges the pair that makes the token with the highest score, the leftmost of equals."""
+    """Returns SentencePiece's BPE. It merges the pair whose token has the highest score, the leftmost of
+    equals."""
     has_prefix = words.data.flag("tokenizer.ggml.add_space_prefix", True)
     to_marks = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     to_spaces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
@@ -227,8 +226,8 @@ def _spec(
 
 
 def _around_texts(words: Vocabulary, *, adds_bos: bool) -> Spec | None:
-    """Puts the token that begins a text in front, and after it the one that ends it, if the file says so:
-    only embedding models encode whole texts, with both."""
+    """Returns the step that adds the tokens for the begin and the end of a text, if the file asks for it.
+    Only embedding models, which encode whole texts, have both."""
     adds_eos = words.data.flag("tokenizer.ggml.add_eos_token", False)
     if adds_bos and words.bos_id is None:
         raise words.data.reject("tokenizer.ggml.bos_token_id", "is missing, but each text begins with it")

@@ -1,4 +1,4 @@
-"""The vocabulary of a GGUF file: its tokens, and the ids of those with a role."""
+"""The vocabulary of a GGUF file: its tokens, and the ids of tokens with a role."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ENDS: Final = frozenset(
         "<｜end▁of▁sentence｜>",
     }
 )
-"""Markers that end a text. A file names one or two ends, a model may have more."""
+"""Markers that end a text. A file lists one or two; a model may have more."""
 _MARKS: Final = _ENDS | {
     "<|im_start|>",
     "<|start_header_id|>",
@@ -37,12 +37,12 @@ _MARKS: Final = _ENDS | {
     "<|assistant|>",
     "<|system|>",
 }
-"""Markers that no text has by chance: some files give them the type of ordinary text."""
+"""Markers that no text contains by chance: some files give them the type of ordinary text."""
 
 
 class Vocabulary:
-    """The tokens by id, and what the metadata says about them. ``BadModelFolder`` for a role whose token is
-    not there, and for a token without a type."""
+    """The tokens by id, and the metadata about them. Raises ``BadModelFolder`` for a role whose token is
+    missing, and for a token without a type."""
 
     def __init__(self, data: Metadata) -> None:
         self.data = data
@@ -97,14 +97,14 @@ class Vocabulary:
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The tokens that end a text, the most usual one first."""
+        """The tokens that end a text, the most common one first."""
         named = [self._id(role) for role in ("eos", "eot", "eom")]
         marks = {
             self.tokens[i]: i
             for i, kind in enumerate(self.types)
             if kind in (CONTROL, USER_DEFINED) and self.tokens[i] in _ENDS
         }
-        if "<|return|>" in marks:  # the format in which <|end|> ends a message, not the answer
+        if "<|return|>" in marks:  # in this format, <|end|> ends a message, not the answer
             marks.pop("<|end|>", None)
         found = dict.fromkeys([token for token in named if token is not None] + sorted(marks.values()))
         return tuple(found)
