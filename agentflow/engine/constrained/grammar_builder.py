@@ -1,6 +1,6 @@
-"""Builds grammars in a thread of its own, so that the engine's steps go on meanwhile.
+"""Builds grammars in a separate thread, so that the engine's steps continue meanwhile.
 
-Building takes up to about a second for the largest grammars, which native code does without Python's lock.
+The largest grammars take up to about a second, in native code that does not hold Python's lock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentflow.engine.grammar.grammar import Grammar
 class BuiltGrammar:
     """The end of a build. Exactly one of ``grammar`` and ``error`` is set."""
 
-    key: str
+    key: str  # of the constraint
     grammar: Grammar | None = None
     error: Exception | None = None
 
@@ -32,13 +32,13 @@ class GrammarBuilder:
     ) -> None:
         self._make = make
         self._deliver = deliver
-        self._queues: dict[str, deque[CompiledConstraint]] = {}  # the tenant whose turn it is comes first
+        self._queues: dict[str, deque[CompiledConstraint]] = {}  # the tenant with the next turn comes first
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     def build(self, constraint: CompiledConstraint, tenant: str) -> None:
-        """Queues a build, whose end is delivered."""
+        """Queues a build. ``deliver`` is called at its end."""
         with self._changed:
             self._queues.setdefault(tenant, deque()).append(constraint)
             self._changed.notify()
@@ -57,7 +57,7 @@ class GrammarBuilder:
                     del self._queues[tenant]
 
     def close(self) -> None:
-        """Ends the thread after the build that has begun, whose end is not delivered."""
+        """Ends the thread after the current build, whose end is not delivered."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -80,5 +80,5 @@ class GrammarBuilder:
             constraint = queue.popleft()
             del self._queues[tenant]
             if queue:
-                self._queues[tenant] = queue  # behind the others
+                self._queues[tenant] = queue  # after the others
             return constraint

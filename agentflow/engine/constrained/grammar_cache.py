@@ -25,7 +25,7 @@ MAX_GRAMMARS = 256
 
 
 class _Texts:
-    """The tokenizer as llguidance sees it: tokens that content cannot contain have no bytes."""
+    """The tokenizer in the form for llguidance: tokens that content cannot contain have no bytes."""
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
         self._table = vocabulary.token_bytes
@@ -39,7 +39,7 @@ class _Texts:
 
 
 class GrammarCache:
-    """``vocab_size``: the number of tokens the model has logits for."""
+    """The grammars of one model. ``vocab_size``: the number of logits of the model."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -48,7 +48,7 @@ class GrammarCache:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The model's tokens. Building the trie takes some tens of milliseconds."""
+        """The model's tokens. The first access builds the trie, which takes some tens of milliseconds."""
         tokenizer = self._tokenizer
         num_tokens = min(tokenizer.vocab_size, self._vocab_size)
         closed = tokenizer.closed_ids - tokenizer.mark_ids
@@ -75,30 +75,30 @@ class GrammarCache:
         return constraint.key in self._grammars
 
     def grammar(self, constraint: CompiledConstraint) -> Grammar:
-        """The constraint's grammar, built now if it is not cached."""
+        """Returns the constraint's grammar, and builds it if it is not cached."""
         found = self._grammars.pop(constraint.key, None) or self.make(constraint)
         self.keep(constraint.key, found)
         return found
 
     def keep(self, key: str, grammar: Grammar) -> None:
-        """Adds a grammar under the key of its constraint, as the one most recently used."""
+        """Adds a grammar under the key of its constraint, as the most recently used one."""
         self._grammars[key] = grammar
         self._bound()
 
     def matcher(self, constraint: CompiledConstraint) -> Matcher:
-        """A matcher at the start of a new text."""
+        """Returns a matcher at the start of a new text."""
         return self.matchers(constraint)()
 
     def matchers(self, constraint: CompiledConstraint) -> Callable[[], Matcher]:
-        """Makes matchers, also after the grammar has left the cache."""
+        """Returns a function that makes matchers, even after the grammar has left the cache."""
         grammar, lengths = self.grammar(constraint), constraint.lengths
         if lengths is None:
             return grammar.matcher
         return lambda: LengthMatcher(grammar.matcher(), self._length_masks, lengths)
 
     def make(self, constraint: CompiledConstraint) -> Grammar:
-        """Builds a grammar, in any thread once ``prepare`` has returned. ``RequestRefused`` if the library
-        rejects it."""
+        """Builds a grammar, in any thread once ``prepare`` has returned. Raises ``RequestRefused`` if the
+        library rejects it."""
         if constraint.form == "dfa":
             return DfaGrammar(Dfa.from_bytes(constraint.payload), self.vocabulary)
         return LlguidanceGrammar(

@@ -2,9 +2,9 @@
 2024, section 4).
 
 The forced text is encoded together with the generation's earlier text, so the ids are exactly the tokenizer's
-own for the whole. Sampled tokens may get other ids by this, but never other text. The last token of the
+ids for the whole text. Sampled tokens may get other ids by this, but never other text. The last token of the
 forced text is *held back* if another allowed token begins with the same bytes and is longer: the model
-chooses between them, and the next token must begin with the bytes held back.
+chooses between them, and the next token must begin with the held-back bytes.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ Span = tuple[int, int]
 
 
 class Jump(NamedTuple):
-    """The first ``num_kept`` ids of the generation stay; ``token_ids`` replace the rest. ``forced``: what
-    ``mark_forced`` receives. ``is_free``: the tokens are none of the answer's, so no stop begins in them."""
+    """A change of a generation's ids by forced text."""
 
-    num_kept: int
-    token_ids: list[int]
-    forced: Span
-    is_free: bool = False
+    num_kept: int  # the first ids, which do not change
+    token_ids: list[int]  # replace the rest
+    forced: Span  # the argument of ``mark_forced``
+    is_free: bool = False  # the tokens are not part of the answer, so no stop begins in them
 
 
 def mark_forced(spans: list[Span], added: Span) -> None:
-    """Updates the forced parts of a text, in order, after a jump. The bytes of ``added`` are forced; the text
-    ends after them, or before, if its last token is held back: that is no part of it until it is sampled."""
+    """Updates the forced parts of a text, in order, after a jump. The bytes of ``added`` are forced. The text
+    ends after them, or earlier if the last token is held back: a held-back token is not part of the text
+    until it is sampled."""
     start, end = added
     while spans and spans[-1][1] > end:
         first, _ = spans.pop()
@@ -60,10 +60,10 @@ def mark_forced(spans: list[Span], added: Span) -> None:
 class ConstrainedText:
     """The text of one generation under its grammar. ``encode``: None disables jump-forward.
 
-    ``token_ids``: the tokens of the text. ``held``: forced bytes that the next token must begin with.
+    ``token_ids``: the tokens of the text. ``held``: forced bytes with which the next token must begin.
 
-    ``forced``: the parts of the text whose bytes no sampled token brought: what jumps appended and did not
-    hold back. A jump may put both kinds into one token, so these are bytes.
+    ``forced``: the parts of the text whose bytes no sampled token added: jumps appended them and did not hold
+    them back. They are spans of bytes, because a jump may put both kinds into one token.
     """
 
     def __init__(self, matcher: Matcher, vocabulary: Vocabulary, encode: Encode | None) -> None:
@@ -78,7 +78,7 @@ class ConstrainedText:
         self._num_encoded = 0  # this many ids are exactly what the tokenizer gives
 
     def may_end(self) -> bool:
-        """Whether the text is complete as it is."""
+        """Whether the text is complete."""
         return not self.held and self._matcher.may_end()
 
     def must_end(self) -> bool:
@@ -86,16 +86,16 @@ class ConstrainedText:
         return not self.held and self._matcher.must_end()
 
     def shown(self) -> str:
-        """The end of the text, for messages."""
+        """Returns the end of the text, for messages."""
         return bytes(self._data[-80:]).decode(errors="replace")
 
     def mask(self) -> TokenWords:
-        """The tokens that may come next. The array must not be modified."""
+        """Returns the tokens that may come next. The array must not be modified."""
         words = self._matcher.mask()
         return words & self._vocabulary.beginning_with(self.held) if self.held else words
 
     def take(self, token_id: int) -> None:
-        """Appends a sampled token. ``ValueError`` if it is not allowed."""
+        """Appends a sampled token. Raises ``ValueError`` if it is not allowed."""
         self._matcher.take(token_id)
         self._append(token_id)
         self.held = b""

@@ -4,10 +4,10 @@
 characters that all sets of the expression treat alike, so that a set is an integer with one bit for each
 class. ``determinised`` makes the DFA by the subset construction.
 
-``PromisedPlaces`` handles look-arounds. Each look-ahead is a DFA of its own over the rest of the text; a
+``PromisedPlaces`` handles look-arounds. Each look-ahead is a separate DFA over the rest of the text; a
 negative one is its complement. A place is then a node of the graph together with the pending look-aheads,
-each with its DFA's state. A look-behind sees one character and is decided where it is reached: the place
-knows as much about the last character as look-behinds can distinguish (its *context*).
+each with the state of its DFA. A look-behind reads one character and is decided when it is reached: the place
+stores the properties of the last character that look-behinds can distinguish (its *context*).
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ from agentflow.engine.grammar.regex import (
 END = 0
 """The node where a text may end."""
 NOWHERE = -1
-"""In place of a node: the end cannot be reached."""
+"""Replaces a node from which the end cannot be reached."""
 
 _LOOKS_AHEAD = -2
 _LOOKS_BEHIND = -3
-"""In the keys of nodes, in place of the index of a set."""
+"""Replace the index of a set in the keys of nodes."""
 
 MAX_NODES = 50_000
 MAX_DEPTH = 250
 
 Arcs: TypeAlias = "tuple[tuple[int, frozenset[int]], ...]"
-"""Character classes that may be read, as bits, and the places this leads to."""
+"""Character classes that may be read, as bits, and the places to which they lead."""
 
 
 class WorkLimit:
-    """Counts the steps of a construction, so that an expression that is too large is found early. Steps
-    instead of time: the same expression always fails at the same step."""
+    """Counts the steps of a construction, so that an expression that is too large fails early. It counts
+    steps instead of time, so that the same expression always fails at the same step."""
 
     def __init__(self, max_steps: int) -> None:
         self.left = max_steps
 
     def spend(self, num_steps: int) -> None:
-        """``TooLargeForDfa`` if fewer steps are left."""
+        """Raises ``TooLargeForDfa`` if fewer steps are left."""
         self.left -= num_steps
         if self.left < 0:
             raise TooLargeForDfa("its DFA takes too many steps to build")
 
 
 class CharGraph:
-    """A node reads one character of a set and goes on to the next node, or branches to several nodes. The
-    graph is built from the end of the text to its start; equal nodes are merged, so that equal suffixes are
-    shared.
+    """A nondeterministic graph. A node reads one character of a set and leads to the next node, or branches
+    to several nodes. The graph is built from the end of the text to its start; equal nodes are merged, so
+    that equal suffixes are shared.
 
     ``look_aheads``: nodes passed only if a look-ahead holds: its start node, and whether it is positive.
     ``look_behinds``: nodes passed only after a character of a set (its index; -1 for none) or, if the flag is
@@ -85,8 +85,8 @@ class CharGraph:
         self._places: dict[int, frozenset[int]] = {END: frozenset([END])}
 
     def add(self, regex: Regex, after: int) -> int:
-        """The node where the texts of the expression begin if they continue at ``after``. The caller keeps
-        the expression alive while the graph grows."""
+        """Returns the node where the texts of the expression begin if they continue at ``after``. The caller
+        keeps the expression alive while the graph grows."""
         if after == NOWHERE:
             return NOWHERE
         if isinstance(regex, CharSet):
@@ -104,7 +104,7 @@ class CharGraph:
         return self._look_behind(regex, after)
 
     def places(self, node: int) -> frozenset[int]:
-        """The nodes reachable from a node without reading: those that read a character, and the end."""
+        """Returns the nodes reachable from a node without reading that read a character, and the end."""
         known = self._places.get(node)
         if known is not None:
             return known
@@ -137,7 +137,8 @@ class CharGraph:
         return self._node(index, (after,)) if index >= 0 else NOWHERE
 
     def _set_index(self, ranges: Ranges) -> int:
-        """The index of a character set; -1 if it is empty without surrogates, which no text contains."""
+        """Returns the index of a character set; -1 if it is empty without surrogates, which no text
+        contains."""
         self._limit.spend(len(ranges))
         kept = without_surrogates(ranges)
         if not kept:
@@ -191,7 +192,7 @@ class CharGraph:
         return node
 
     def _gate(self, kind: int, key: tuple[int, ...]) -> int:
-        """A node that reads nothing and goes on to the first node of its key under a condition."""
+        """Returns a node that reads nothing and leads to the first node of its key under a condition."""
         node = self._node(kind, key)
         self.set_of[node], self.branches[node] = -1, key[:1]
         return node
@@ -208,14 +209,14 @@ class CharGraph:
 
 
 def check_size(regex: Regex) -> None:
-    """``TooLargeForDfa`` if the graph would have more than ``MAX_NODES`` nodes or the tree is too deep.
-    Checked before any node is made. A subtree that occurs in several places counts each time."""
+    """Raises ``TooLargeForDfa`` if the graph would have more than ``MAX_NODES`` nodes or the tree is too
+    deep. Checked before any node is made. A subtree that occurs in several places counts each time."""
     if _size(regex, {}, 0)[0] > MAX_NODES:
         raise TooLargeForDfa(f"its repeats and choices come to more than {MAX_NODES} characters")
 
 
 def _size(regex: Regex, known: dict[int, tuple[int, int]], depth: int) -> tuple[int, int]:
-    """The number of nodes and the depth of the tree."""
+    """Returns the number of nodes and the depth of the tree."""
     counted = known.get(id(regex))
     if depth + (counted[1] if counted else 1) > MAX_DEPTH:
         raise TooLargeForDfa(f"it nests deeper than {MAX_DEPTH}")
@@ -246,26 +247,26 @@ _STEPS_PER_STATE = 10
 
 @dataclass(frozen=True, slots=True)
 class CharClasses:
-    """``sets``: the classes of each set, as bits. ``ranges``: the characters of each class. ``all``: every
-    class that holds a character other than surrogates."""
+    """Classes of characters that all sets of an expression treat alike."""
 
-    sets: list[int]
-    ranges: list[list[tuple[int, int]]]
-    all: int
+    sets: list[int]  # the classes of each set, as bits
+    ranges: list[list[tuple[int, int]]]  # the characters of each class
+    all: int  # the classes that have a character other than surrogates, as bits
 
 
 @dataclass(slots=True)
 class CharDfa:
-    """State 0 is dead, 1 is the start. ``masks``: for each state, disjoint sets of characters; ``targets``:
-    the state that each leads to. No other characters are allowed."""
+    """A DFA over characters. State 0 is dead, 1 is the start. A state allows no characters outside its
+    masks."""
 
-    masks: list[tuple[int, ...]]
-    targets: list[tuple[int, ...]]
-    accepting: list[bool]
+    masks: list[tuple[int, ...]]  # for each state: disjoint sets of character classes
+    targets: list[tuple[int, ...]]  # for each state: the state to which each of its sets leads
+    accepting: list[bool]  # for each state: whether the text may end
 
 
 def char_classes(sets: list[Ranges], limit: WorkLimit) -> CharClasses:
-    """The classes that distinguish these sets. A last class holds the characters that are in none of them."""
+    """Returns the classes that distinguish these sets. The last class has the characters that are in no
+    set."""
     changes: dict[int, int] = {0: 0, MAX_CODE_POINT + 1: 0}
     for index, ranges in enumerate(sets):
         bit = 1 << index
@@ -297,8 +298,14 @@ def char_classes(sets: list[Ranges], limit: WorkLimit) -> CharClasses:
 def determinised(
     start: frozenset[int], arcs: Callable[[int], Arcs], limit: WorkLimit, known: dict[int, Arcs]
 ) -> CharDfa:
-    """The DFA whose states are sets of places (subset construction). ``arcs``: the arcs that leave a place;
-    ``known``: a cache of them."""
+    """Returns the DFA whose states are sets of places (subset construction).
+
+    Args:
+        start: the places where the text begins.
+        arcs: returns the arcs that leave a place.
+        limit: of steps.
+        known: a cache of ``arcs``.
+    """
     dfa = CharDfa([(), ()], [(), ()], [False, END in start])
     numbers: dict[frozenset[int], int] = {start: 1}
     waiting = [start]
@@ -331,7 +338,7 @@ def determinised(
 
 
 def trimmed(dfa: CharDfa) -> CharDfa | None:
-    """Removes the states from which the end cannot be reached. None if the start is one of them."""
+    """Removes the states from which the end cannot be reached. Returns None if the start is one of them."""
     sources: list[list[int]] = [[] for _ in dfa.targets]
     for state, targets in enumerate(dfa.targets):
         for target in targets:
@@ -356,7 +363,7 @@ def trimmed(dfa: CharDfa) -> CharDfa | None:
 
 
 def _disjoint(pairs: list[tuple[int, frozenset[int]]], limit: WorkLimit) -> list[tuple[int, frozenset[int]]]:
-    """The same arcs, with no character in two of them and one arc for each set of places, sorted."""
+    """Returns equivalent arcs, sorted: no character is in two of them, and each set of places has one arc."""
     by_mask: dict[int, list[frozenset[int]]] = {}
     for mask, reached in pairs:
         by_mask.setdefault(mask, []).append(reached)
@@ -401,7 +408,7 @@ TEXT_START = -1
 """The context at the start of the text."""
 
 _KEPT = -1
-"""In place of a state: the look-ahead holds whatever follows."""
+"""Replaces a state in which the look-ahead holds for every continuation."""
 
 _NOTHING_READ = CharDfa([(), ()], [(), ()], [False, False])
 
@@ -422,12 +429,13 @@ class PromisedPlaces:
         self._numbers: dict[tuple[int, Promises], int] = {}
 
     def dfa(self, start: int, context: int) -> CharDfa:
-        """The DFA of the texts that begin at a node in a context. Accepts nothing if there are none."""
+        """Returns the DFA of the texts that begin at a node in a context. It accepts nothing if there are
+        none."""
         found = determinised(self._enter(start, frozenset(), context), self._arcs, self._limit, self._known)
         return trimmed(found) or _NOTHING_READ
 
     def _enter(self, node: int, promises: Promises, context: int) -> frozenset[int]:
-        """The places reached from a node without reading; each path may add look-aheads."""
+        """Returns the places reachable from a node without reading; each path may add look-aheads."""
         graph = self._graph
         places: set[int] = set()
         seen = {(node, promises)}
@@ -506,7 +514,7 @@ class PromisedPlaces:
         return known
 
     def _promise(self, start: int, wanted: bool, context: int) -> int:
-        """The index of a look-ahead's DFA, built if it is new."""
+        """Returns the index of a look-ahead's DFA, and builds it if it is new."""
         key = (start, wanted, context if self._depends_on_context(start) else TEXT_START)
         number = self._dfa_numbers.get(key)
         if number is None:
@@ -517,7 +525,7 @@ class PromisedPlaces:
 
 
 def _contexts(graph: CharGraph, classes: CharClasses) -> list[int]:
-    """Sets of characters that no look-behind distinguishes."""
+    """Returns sets of characters that no look-behind distinguishes."""
     contexts = [classes.all]
     for index in sorted({index for index, _ in graph.look_behinds.values() if index >= 0}):
         chars = classes.sets[index]
@@ -526,7 +534,7 @@ def _contexts(graph: CharGraph, classes: CharClasses) -> list[int]:
 
 
 def _complement(dfa: CharDfa, every: int) -> CharDfa:
-    """The DFA that accepts every text that this one does not."""
+    """Returns the DFA that accepts every text that ``dfa`` does not."""
     masks: list[tuple[int, ...]] = [()]
     targets: list[tuple[int, ...]] = [()]
     for row, row_targets in zip(dfa.masks[1:], dfa.targets[1:], strict=True):
@@ -537,7 +545,7 @@ def _complement(dfa: CharDfa, every: int) -> CharDfa:
 
 
 def _shortened(dfa: CharDfa, every: int) -> CharDfa:
-    """Marks the states from which a look-ahead holds, or fails, whatever follows."""
+    """Marks the states from which a look-ahead holds, or fails, for every continuation."""
     end_of: dict[int, int] = {_KEPT: _KEPT}
     for state in range(1, len(dfa.masks)):
         goes_on = [target for target in dfa.targets[state] if target != state]

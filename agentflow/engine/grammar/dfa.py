@@ -1,10 +1,11 @@
-"""Deterministic finite automata that read a text's UTF-8 byte by byte: what regular expressions compile to.
+"""Deterministic finite automata that read the UTF-8 of a text byte by byte: the compiled form of regular
+expressions.
 
-``build_dfa`` turns the expression's tree into a graph over characters and that into a DFA over characters
-(both in ``char_dfa``), and this into a DFA over bytes. The last step writes few distinct rows: the byte rows
-of a state depend only on its character sets, and most states of an expression share these with many others.
+``build_dfa`` converts the expression's tree to a graph over characters, the graph to a DFA over characters
+(both in ``char_dfa``), and this to a DFA over bytes. The last step writes few distinct rows: the byte rows of
+a state depend only on its character sets, and most states of an expression share these with many others.
 
-A ``Dfa`` is trimmed: from every state but ``DEAD``, an accepting state can be reached. So a byte is allowed
+A ``Dfa`` is trimmed: an accepting state is reachable from every state except ``DEAD``. So a byte is allowed
 exactly if it does not lead to ``DEAD``.
 """
 
@@ -44,10 +45,10 @@ _LEADS = ((0x80, 0x7FF, 0xC0, 1), (0x800, 0xFFFF, 0xE0, 2), (0x10000, 0x10FFFF, 
 
 @lru_cache(maxsize=4096)
 def utf8_rows(labelled: Row) -> tuple[Row, ...]:
-    """The rows that read one character. ``labelled``: ranges of code points with their label; sorted,
+    """Returns the rows that read one character. ``labelled``: ranges of code points with their label; sorted,
     disjoint, without surrogates, labels numbered from 1. The first row reads the first byte. A byte leads to
     a label if it completes the character, else to the number of labels plus the index of the row that reads
-    on. Equal rows are merged.
+    the next byte. Equal rows are merged.
 
     >>> utf8_rows(((0x61, 0x7A, 1), (0xE9, 0xE9, 2)))  # a to z, and é, which is C3 A9
     (((97, 122, 1), (195, 195, 3)), ((169, 169, 2),))
@@ -75,7 +76,8 @@ class _RowBuilder:
         self._index_of: dict[Row, int] = {}
 
     def row(self, labelled: list[tuple[int, int, int]], base: int, num_bytes: int, lead: int) -> Row:
-        """The row for the code points from ``base``; each byte value covers 64 ** ``num_bytes`` of them."""
+        """Returns the row for the code points from ``base``; each byte value covers 64 ** ``num_bytes`` of
+        them."""
         if num_bytes == 0:
             return _joined([(lead + low - base, lead + high - base, label) for low, high, label in labelled])
         span = 64**num_bytes
@@ -98,7 +100,7 @@ class _RowBuilder:
         return _joined(sorted(found))
 
     def _whole(self, label: int, num_bytes: int) -> int:
-        """A target from which any ``num_bytes`` continuation bytes lead to the label."""
+        """Returns a target from which any ``num_bytes`` continuation bytes lead to the label."""
         target = label
         for _ in range(num_bytes):
             target = self._number(((0x80, 0xBF, target),))
@@ -135,17 +137,15 @@ _HEADER = struct.Struct("<II")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dfa:
-    """``class_of_byte`` [256]: bytes of one class lead to the same states everywhere. ``transitions``
-    [states, classes]: the next state; ``DEAD`` leads to itself. ``accepting`` [states]: whether the text may
-    end there. The start state is ``START``."""
+    """A DFA over bytes. The start state is ``START``."""
 
-    class_of_byte: Classes
-    transitions: Transitions
-    accepting: Accepting
+    class_of_byte: Classes  # [256]; bytes of one class lead to the same states everywhere
+    transitions: Transitions  # [states, classes]: the next state; ``DEAD`` leads to itself
+    accepting: Accepting  # [states]: whether the text may end there
 
     @property
     def num_states(self) -> int:
-        """Not counting ``DEAD``."""
+        """The number of states without ``DEAD``."""
         return len(self.transitions) - 1
 
     def matches(self, text: bytes) -> bool:
@@ -153,7 +153,7 @@ class Dfa:
         return bool(self.accepting[self.read(START, text)])
 
     def read(self, state: int, text: bytes) -> int:
-        """The state after ``text``."""
+        """Returns the state after ``text``."""
         for byte in text:
             state = int(self.transitions[state, self.class_of_byte[byte]])
         return state
@@ -167,7 +167,7 @@ class Dfa:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Dfa:
-        """Reads what ``to_bytes`` wrote."""
+        """Reads the result of ``to_bytes``."""
         num_rows, num_classes = _HEADER.unpack_from(data)
         accepting_at = _HEADER.size + 256
         transitions_at = accepting_at + num_rows
@@ -199,9 +199,9 @@ def build_dfa(
     max_transitions: int = MAX_TRANSITIONS,
     max_steps: int = MAX_STEPS,
 ) -> Dfa:
-    """The DFA that accepts the UTF-8 of the expression's texts. ``TooLargeForDfa`` if it would have more
-    states, more transitions (states times byte classes) or take more steps to build than allowed;
-    ``BadArgument`` if no text matches.
+    """Returns the DFA that accepts the UTF-8 of the expression's texts. Raises ``TooLargeForDfa`` if it would
+    have more states, more transitions (states times byte classes) or take more steps to build than allowed,
+    and ``BadArgument`` if no text matches.
 
     >>> build_dfa(parse_regex("[0-9]{1,3}")).matches(b"42")
     True
@@ -235,8 +235,16 @@ def _plain_dfa(graph: CharGraph, classes: CharClasses, start: int, limit: WorkLi
 def _over_bytes(
     dfa: CharDfa, classes: CharClasses, limit: WorkLimit, max_states: int, max_transitions: int
 ) -> Dfa:
-    """Each state over characters becomes the state before a character's first byte, and gets states of its
-    own for the bytes that follow."""
+    """Converts a DFA over characters to bytes. Each state becomes the state before a character's first byte,
+    and gets separate states for the following bytes.
+
+    Args:
+        dfa: the DFA over characters.
+        classes: its character classes.
+        limit: of steps.
+        max_states: of the result.
+        max_transitions: of the result.
+    """
     shape_of: dict[tuple[int, ...], int] = {}
     shape: Numbers = np.array([shape_of.setdefault(masks, len(shape_of)) for masks in dfa.masks])
     rows = [_rows_of(masks, classes, limit) if masks else ((),) for masks in shape_of]
@@ -254,8 +262,15 @@ def _over_bytes(
 
 
 def _transitions(dfa: CharDfa, shape: Numbers, num_rows: Numbers, table: Transitions) -> Transitions:
-    """``shape`` [states]: each state's kind; ``num_rows`` [kinds]: its rows in ``table``, one kind after the
-    other. All states with equally many rows and targets are written at once."""
+    """Returns the transitions of all states. States with equal numbers of rows and targets are written
+    together.
+
+    Args:
+        dfa: the DFA over characters.
+        shape: the kind of each state, [states].
+        num_rows: the number of rows of each kind in ``table``, [kinds].
+        table: the rows of all kinds, one kind after the other.
+    """
     num_own = num_rows[shape] - 1
     first_own = len(shape) + np.cumsum(num_own) - num_own
     first_row = np.cumsum(num_rows) - num_rows
@@ -264,7 +279,7 @@ def _transitions(dfa: CharDfa, shape: Numbers, num_rows: Numbers, table: Transit
     alike: Numbers = num_own * (1 + int(num_targets.max())) + num_targets
     for kind in sorted(set(alike[num_targets > 0].tolist())):
         states: Numbers = np.flatnonzero(alike == kind)
-        # The meaning of a row's numbers in each state: 0 is dead, then its targets, then its own states.
+        # The meaning of a row's numbers in each state: 0 is dead, then its targets, then its inner states.
         targets: Transitions = np.array([dfa.targets[state] for state in states.tolist()], dtype=np.int32)
         own_states = first_own[states][:, None] + np.arange(int(num_own[states[0]]))
         meaning = np.concatenate([np.zeros((len(states), 1), dtype=np.int32), targets, own_states], axis=1)
@@ -275,7 +290,7 @@ def _transitions(dfa: CharDfa, shape: Numbers, num_rows: Numbers, table: Transit
 
 
 def _rows_of(masks: tuple[int, ...], classes: CharClasses, limit: WorkLimit) -> tuple[Row, ...]:
-    """The byte rows of a state's character sets; the first set has label 1."""
+    """Returns the byte rows of a state's character sets; the first set has label 1."""
     labelled: list[tuple[int, int, int]] = []
     for label, mask in enumerate(masks, 1):
         while mask:
@@ -294,7 +309,7 @@ def _rows_of(masks: tuple[int, ...], classes: CharClasses, limit: WorkLimit) -> 
 
 
 def _byte_classes(rows: list[Row]) -> tuple[Transitions, Classes]:
-    """The rows as a table with one column for each byte class, and the class of each byte."""
+    """Returns the rows as a table with one column for each byte class, and the class of each byte."""
     entries = [(index, *entry) for index, row in enumerate(rows) for entry in row]
     if not entries:
         return np.zeros((len(rows), 1), dtype=np.int32), np.zeros(256, dtype=np.uint8)

@@ -1,7 +1,7 @@
-"""The seam between a compiled constraint and the engine.
+"""The interface between a compiled constraint and the engine.
 
 ``DfaGrammar`` implements it for regular languages, ``LlguidanceGrammar`` for all others. Both compute the
-same masks and report the same forced bytes, so the engine need not know which one it uses.
+same masks and report the same forced bytes, so the engine treats them alike.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ class Matcher(Protocol):
     """The position of one generation's text in its grammar. Used from the engine's thread only."""
 
     def mask(self) -> TokenWords:
-        """The tokens that may come next: those whose bytes can continue the text. Never contains a special
-        token or a token without bytes. The array is shared and must not be modified. ``RequestRefused`` if
-        computing it exceeds a limit."""
+        """Returns the tokens whose bytes can continue the text. Never contains a special token or a token
+        without bytes. The array is shared and must not be modified. Raises ``RequestRefused`` if computing it
+        exceeds a limit."""
 
     def may_end(self) -> bool:
-        """Whether the text is complete as it is."""
+        """Whether the text is complete."""
 
     def must_end(self) -> bool:
         """Whether the text is complete and nothing may follow."""
 
     def take(self, token_id: int) -> None:
-        """Appends a token. ``ValueError`` if the mask forbids it; the position is then unchanged."""
+        """Appends a token. Raises ``ValueError`` if the mask forbids it; the position is then unchanged."""
 
     def take_back(self, num_tokens: int) -> None:
         """Removes the last ``num_tokens`` tokens."""
 
     def forced(self) -> bytes:
-        """The bytes that every continuation begins with. Empty if there is a choice, including that between
-        continuing and ending."""
+        """Returns the bytes with which every continuation begins. Empty if there is a choice, including the
+        choice between continuing and ending."""
 
 
 class Grammar(Protocol):
-    """A compiled constraint for one vocabulary, shared by all requests that use it. ``nbytes``: the memory in
-    use, approximately."""
+    """A compiled constraint for one vocabulary, shared by all requests that use it. ``nbytes``: the
+    approximate memory in use."""
 
     @property
     def nbytes(self) -> int: ...
 
     def matcher(self) -> Matcher:
-        """A matcher at the start of a new text."""
+        """Returns a matcher at the start of a new text."""
 
 
 def words_of(token_ids: Sequence[int] | NDArray[np.intp], vocab_size: int) -> TokenWords:
-    """The mask that allows exactly these tokens."""
+    """Returns the mask that allows exactly these tokens."""
     bits: NDArray[np.uint8] = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
     bits[np.asarray(token_ids, dtype=np.intp)] = 1
     words: TokenWords = np.packbits(bits, bitorder="little").view(np.uint32)

@@ -1,10 +1,10 @@
-"""Ends the parts of a JSON value that a model would continue for ever.
+"""Ends the parts of a JSON value that a model would continue forever.
 
-A schema may leave the length of strings and lists open, and llguidance that of numbers; a DFA with a counter
-would have thousands of states. ``LengthMatcher`` wraps the matcher of such a schema. It follows quotes,
-brackets, commas and fractions, and once a part is long enough, it forbids the tokens that continue it, as
-long as the grammar allows others. So a bound is reached exactly by tokens of one character, and exceeded by a
-token at most otherwise.
+A schema may not limit strings and lists, and llguidance does not limit numbers; a DFA with a counter would
+have thousands of states. ``LengthMatcher`` wraps the matcher of such a schema. It follows quotes, brackets,
+commas and fractions. Once a part is long enough, it forbids the tokens that continue the part, as long as the
+grammar allows others. So tokens of one character reach a bound exactly, and longer ones exceed it by at most
+one token.
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ from agentflow.engine.grammar.token_dfa import Vocabulary
 _QUOTE, _BACKSLASH, _COMMA, _POINT = b'"\\,.'
 _DIGITS: Final = frozenset(b"0123456789")
 _MOST_LEVELS: Final = 4
-"""Lists around the innermost one whose commas are found. One token rarely closes more."""
+"""The number of lists around the innermost one whose commas are found. One token rarely closes more."""
 
 
 class Container(NamedTuple):
-    """An open list or object: what it stands in, and its commas so far."""
+    """An open list or object."""
 
-    outer: Container | None
-    num_commas: int
+    outer: Container | None  # the list or object that contains it
+    num_commas: int  # so far
 
 
 class Position(NamedTuple):
-    """A place in a JSON text. ``num_chars``: of the string that is open. ``num_digits``: of the fraction that
-    is being written; None outside one."""
+    """A place in a JSON text."""
 
     is_in_string: bool = False
     is_escaped: bool = False
-    num_chars: int = 0
-    num_digits: int | None = None
-    container: Container | None = None
+    num_chars: int = 0  # of the open string
+    num_digits: int | None = None  # of the current fraction; None outside a fraction
+    container: Container | None = None  # the innermost open one
 
 
 def after(position: Position, data: bytes) -> Position:
-    """The position after more bytes of a JSON text.
+    """Returns the position after more bytes of a JSON text.
 
     >>> after(Position(), b'["ab').num_chars
     2
@@ -92,7 +91,7 @@ class LengthMasks:
         self._commas = {place: ~vocabulary.only(tokens) for place, tokens in commas.items()}
         self._all = ~vocabulary.only([])
         longest = max(digits, default=0)
-        # For each number of digits that still fit, the tokens that do not begin with more.
+        # For each number of digits that still fit: the tokens that do not begin with more digits.
         self._fractions = [
             ~vocabulary.only(
                 [token for length, tokens in digits.items() if length > most for token in tokens]
@@ -101,17 +100,17 @@ class LengthMasks:
         ]
 
     def without_commas(self, is_in_string: bool, level: int) -> TokenWords:
-        """The tokens that have no comma so many containers further out."""
+        """Returns the tokens that have no comma in the list that is ``level`` containers further out."""
         return self._commas.get((is_in_string, level), self._all)
 
     def with_digits(self, most: int) -> TokenWords:
-        """The tokens that do not begin with more than ``most`` digits."""
+        """Returns the tokens that do not begin with more than ``most`` digits."""
         return self._fractions[most] if most < len(self._fractions) else self._all
 
 
 def _levels_of_commas(data: bytes, is_in_string: bool) -> Iterator[int]:
-    """For each comma that separates members: how many containers further out its list is than the one in
-    which ``data`` begins. Commas further in are left out."""
+    """Yields a number for each comma that separates members: how many containers further out its list is than
+    the one in which ``data`` begins. Commas of inner containers are left out."""
     position = Position(is_in_string, container=_nested(_MOST_LEVELS))
     levels = {_MOST_LEVELS - level: level for level in range(_MOST_LEVELS)}
     for index in range(len(data)):
@@ -138,8 +137,8 @@ def _depth(container: Container | None) -> int:
 
 
 class LengthMatcher:
-    """A ``Matcher`` of JSON that narrows the masks of ``inner`` where a part is as long as ``lengths``
-    allow."""
+    """A ``Matcher`` of JSON that narrows the masks of ``inner`` when a part has reached its limit in
+    ``lengths``."""
 
     __slots__ = ("_inner", "_lengths", "_masks", "_positions", "forced", "may_end")
 
@@ -166,7 +165,7 @@ class LengthMatcher:
         return self._inner.must_end() or (self._inner.may_end() and not self.mask().any())
 
     def take(self, token_id: int) -> None:
-        """See ``Matcher.take``. Takes what ``inner`` allows, such as forced text."""
+        """See ``Matcher.take``. Accepts all tokens that ``inner`` allows, such as forced text."""
         self._inner.take(token_id)
         self._positions.append(after(self._positions[-1], self._masks.token_bytes[token_id]))
 

@@ -1,7 +1,7 @@
 """JSON strings, numbers and literals as regular expressions.
 
 Values are narrower than JSON where parsers differ: strings have no lone surrogates, integers fit 64 bits, and
-numbers have no exponent. Numbers have bounded length, so that a model cannot generate digits for ever. Ranges
+numbers have no exponent. Numbers have bounded length, so that a model cannot generate digits forever. Ranges
 are exact: every text of ``number(0.5, 9)`` is parsed as a value in that range.
 """
 
@@ -38,12 +38,12 @@ EXACT_DIGITS: Final = 15
 
 
 def characters(first: str, last: str) -> CharSet:
-    """One character of a range."""
+    """Returns the set of the characters from ``first`` to ``last``, both inclusive."""
     return CharSet(((ord(first), ord(last)),))
 
 
 def one_of(options: list[Regex]) -> Regex:
-    """Any of the options, of which there is at least one."""
+    """Returns the union of one or more options."""
     return options[0] if len(options) == 1 else Choice(tuple(options))
 
 
@@ -79,12 +79,13 @@ NULL: Final[Regex] = literal("null")
 
 
 def string(least: int = 0, most: int | None = None) -> Regex:
-    """A string of ``least`` to ``most`` characters (code points; an escape counts as one)."""
+    """Returns strings of ``least`` to ``most`` characters (code points; an escape counts as one)."""
     return Sequence((literal('"'), Repeat(_STRING_CHAR, least, most), literal('"')))
 
 
 def integer(least: int = -MOST_INTEGER, most: int = MOST_INTEGER) -> Regex | None:
-    """An integer from ``least`` to ``most``, both inclusive, without leading zeros. None if there is none."""
+    """Returns the integers from ``least`` to ``most``, both inclusive, without leading zeros. None if there
+    is none."""
     least, most = max(least, -MOST_INTEGER), min(most, MOST_INTEGER)
     options = _naturals(max(least, 0), most)
     options += [Sequence((literal("-"), size)) for size in _naturals(max(-most, 1), -least)]
@@ -92,11 +93,11 @@ def integer(least: int = -MOST_INTEGER, most: int = MOST_INTEGER) -> Regex | Non
 
 
 def _naturals(least: int, most: int) -> list[Regex]:
-    """The integers from ``least``, which is not negative, to ``most``."""
+    """Returns the integers from ``least``, which is not negative, to ``most``."""
     found: list[Regex] = []
     while least <= most:
         length = len(str(least))
-        longest = len(str(most + 1)) - 1  # all integers of so many digits are at most ``most``
+        longest = len(str(most + 1)) - 1  # all integers with this number of digits are at most ``most``
         if least == 10 ** (length - 1) and length <= longest:
             found.append(Sequence((_NONZERO, Repeat(_DIGIT, length - 1, longest - 1))))
             least = 10**longest
@@ -129,10 +130,10 @@ def _same_length(low: str, high: str) -> Regex:
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """``is_open``: the value itself is outside."""
+    """A limit of a range."""
 
     value: Decimal
-    is_open: bool = False
+    is_open: bool = False  # the value itself is outside the range
 
     def negated(self) -> _Limit:
         return _Limit(-self.value, self.is_open)
@@ -144,7 +145,7 @@ class _Limit:
 
 @dataclass(frozen=True, slots=True)
 class _Fraction:
-    """A limit of the digits after the point that are still to come, without zeros at its end."""
+    """A limit of the remaining digits after the point, without zeros at its end."""
 
     digits: str
     is_open: bool
@@ -165,8 +166,9 @@ def number(
     above: float | None = None,
     below: float | None = None,
 ) -> Regex | None:
-    """A number with or without a fraction, without an exponent: from ``least`` to ``most``, both inclusive,
-    greater than ``above`` and less than ``below``. None if there is none, or a limit is not finite."""
+    """Returns the numbers with or without a fraction, without an exponent, from ``least`` to ``most``, both
+    inclusive, greater than ``above`` and less than ``below``. None if there is none, or a limit is not
+    finite."""
     if not all(math.isfinite(limit) for limit in (least, most, above, below) if limit is not None):
         return None
     top = _Limit(Decimal(MOST_NUMBER), is_open=True)
@@ -201,7 +203,8 @@ def _highest(limits: list[_Limit]) -> _Limit:
 
 
 def _sizes(low: _Limit, high: _Limit, room: int) -> list[Regex]:
-    """The decimals between two limits that are not negative, with at most ``room`` digits after the point."""
+    """Returns the decimals between two limits that are not negative, with at most ``room`` digits after the
+    point."""
     if low.value > high.value:
         return []
     first, last = int(low.value), int(high.value)
@@ -221,7 +224,7 @@ def _sizes(low: _Limit, high: _Limit, room: int) -> list[Regex]:
 
 
 def _more_digits(low: _Fraction | None, high: _Fraction | None, room: int) -> Regex | None:
-    """One to ``room`` digits, such that the fraction keeps within its limits. None if there are none."""
+    """Returns one to ``room`` digits that keep the fraction within its limits. None if there are none."""
     if low is None and high is None:
         return Repeat(_DIGIT, 1, room) if room else None
     groups: dict[tuple[_Fraction | None, _Fraction | None], list[str]] = {}
@@ -238,19 +241,19 @@ def _more_digits(low: _Fraction | None, high: _Fraction | None, room: int) -> Re
 
 
 def _may_end(low: _Fraction | None, high: _Fraction | None) -> bool:
-    """Whether a fraction without further digits keeps within its limits."""
+    """Whether a fraction without further digits is within its limits."""
     is_high_enough = low is None or not (low.digits or low.is_open)
     return is_high_enough and (high is None or bool(high.digits) or not high.is_open)
 
 
 def _tail(more: Regex | None, may_end: bool) -> list[Regex]:
-    """What follows: ``more``, nothing, or either. Empty if neither is possible."""
+    """Returns the possible continuations: ``more``, the empty text, both, or none."""
     if more is None:
         return [EMPTY] if may_end else []
     return [Repeat(more, 0, 1) if may_end else more]
 
 
 def text_of_format(name: str) -> Regex | None:
-    """A string of a ``format``. None for one that is not in ``PATTERN_OF_FORMAT``."""
+    """Returns the strings of a ``format``. None for a format that is not in ``PATTERN_OF_FORMAT``."""
     pattern = PATTERN_OF_FORMAT.get(name)
     return None if pattern is None else Sequence((literal('"'), parse_regex(pattern), literal('"')))

@@ -1,4 +1,4 @@
-"""A JSON schema as one regular expression, if it is regular and small.
+"""Converts a JSON schema to one regular expression, if it is regular and small.
 
 ``schema_to_regex`` joins the expressions of ``json_scalars``. Text generated from the result is always valid
 under the schema, but not all valid text can be generated: members come in the order of ``properties``, and
@@ -29,11 +29,11 @@ from agentflow.engine.grammar.regex import EMPTY, CharSet, Choice, Regex, Repeat
 from agentflow.protocol.schema_walk import ALL_TYPED, ANNOTATIONS, KEYWORDS_OF_TYPE
 
 Whitespace: TypeAlias = Literal["compact", "tight", "free"]
-"""Whitespace between the parts of a value: ``", "`` and ``": "`` as Python writes it, none, or the model's
-choice."""
+"""The whitespace between the parts of a value: ``", "`` and ``": "`` as Python writes it, none, or chosen by
+the model."""
 
 FREE_WHITESPACE_CHARS: Final = 16
-"""The limit in one place, so that a model cannot generate whitespace for ever."""
+"""The limit at one place, so that a model cannot generate whitespace forever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +45,27 @@ class Layout:
     colon: Regex
 
     def enclosed(self, opening: str, members: Regex, closing: str) -> Regex:
-        """A non-empty list of members in its brackets."""
+        """Returns a non-empty list of members in its brackets."""
         return Sequence((literal(opening), self.inside, members, self.inside, literal(closing)))
 
     def empty(self, opening: str, closing: str) -> Regex:
-        """The brackets with nothing in them."""
+        """Returns empty brackets."""
         return Sequence((literal(opening), self.inside, literal(closing)))
 
     def listed(self, members: list[Regex]) -> Regex:
-        """The members, separated by commas."""
+        """Returns the members, separated by commas."""
         parts: list[Regex] = []
         for member in members:
             parts += [self.comma, member] if parts else [member]
         return Sequence(tuple(parts))
 
     def named(self, name: str, value: Regex) -> Regex:
-        """A member of an object."""
+        """Returns a member of an object."""
         return Sequence((literal(json.dumps(name, ensure_ascii=False)), self.colon, value))
 
 
 def layout(whitespace: Whitespace) -> Layout:
-    """The layout of a whitespace policy."""
+    """Returns the layout of a whitespace policy."""
     if whitespace == "free":
         space = CharSet(((0x09, 0x0A), (0x0D, 0x0D), (0x20, 0x20)))
         any_space = Repeat(space, 0, FREE_WHITESPACE_CHARS)
@@ -79,7 +79,7 @@ def layout(whitespace: Whitespace) -> Layout:
 
 
 def exactly(value: object, spaces: Layout) -> Regex | None:
-    """The one value that a ``const`` requires. None if JSON cannot write it."""
+    """Returns the text of the value that a ``const`` requires. None if JSON cannot represent it."""
     if isinstance(value, dict):
         members = {str(name): exactly(member, spaces) for name, member in value.items()}
         if not members:
@@ -113,8 +113,8 @@ class _NotRegular(Exception):
 
 
 def schema_to_regex(schema: object, whitespace: Whitespace) -> Regex | None:
-    """The texts of values that are valid under ``schema`` (as ``json.loads`` returns it). None if they are
-    not a regular language, the expression is too large, or a keyword is not supported here.
+    """Returns the texts of values that are valid under ``schema`` (as ``json.loads`` returns it). None if
+    they are not a regular language, the expression is too large, or a keyword is not supported here.
 
     >>> schema_to_regex({"type": "array", "items": {"type": "boolean"}, "maxItems": 2}, "compact")
     Choice(...)  # [], [true], [false], [true, true], ...
@@ -144,7 +144,7 @@ class _SchemaReader:
         }
 
     def regex(self, schema: object) -> Regex:
-        """The expression of a schema at any depth."""
+        """Returns the expression of a schema at any depth."""
         if not isinstance(schema, dict) or self._depth >= MOST_DEPTH:
             raise _NotRegular  # ``true`` allows any value, and values nest
         self._depth += 1
@@ -176,7 +176,8 @@ class _SchemaReader:
         return self._of_type[name]({key: schema[key] for key in said & KEYWORDS_OF_TYPE[name]})
 
     def _values(self, schema: JsonObject) -> Regex:
-        """``const`` and ``enum``, with no keyword beside them but a matching ``type``."""
+        """Returns the values of ``const`` and ``enum``, which may only be combined with a matching
+        ``type``."""
         if set(schema) - {"const", "enum", "type"} or {"const", "enum"} <= set(schema):
             raise _NotRegular
         values = schema["enum"] if "enum" in schema else [schema["const"]]
@@ -291,14 +292,15 @@ _LIMITS: Final = {
 
 
 def _numeric_limits(said: JsonObject) -> dict[str, int | float]:
-    """The limits of a number, by the names of ``number``'s arguments."""
+    """Returns the limits of a number, by the names of ``number``'s arguments."""
     if set(said) - set(_LIMITS) or not all(_is_number(limit) for limit in said.values()):
         raise _NotRegular
     return {_LIMITS[key]: limit for key, limit in said.items()}
 
 
 def _members(members: list[tuple[Regex, bool]], comma: Regex) -> Regex:
-    """At least one of the members, in order, all required ones included, separated by commas."""
+    """Returns texts of at least one of the members, in order, including all required ones, separated by
+    commas."""
     required = [place for place, (_, is_required) in enumerate(members) if is_required]
     if not required:
         return _some([member for member, _ in members], comma)
@@ -312,7 +314,8 @@ def _members(members: list[tuple[Regex, bool]], comma: Regex) -> Regex:
 
 
 def _some(members: list[Regex], comma: Regex) -> Regex:
-    """At least one of the members, in order. Halves share their parts, so the expression stays small."""
+    """Returns texts of at least one of the members, in order. Halves share their parts, so the expression
+    stays small."""
     if len(members) == 1:
         return members[0]
     middle = len(members) // 2
@@ -337,7 +340,7 @@ def _is_number(value: object) -> bool:
 
 
 def _count(said: JsonObject, key: str) -> int:
-    """The value of a counting keyword; 0 if it is absent."""
+    """Returns the value of a counting keyword; 0 if it is absent."""
     found = _limit(said, key)
     return 0 if found is None else found
 
@@ -363,7 +366,7 @@ def has_type(value: object, types: object) -> bool:
 
 
 def _positions(regex: Regex, known: dict[int, int]) -> int:
-    """The size of the expression when written out. A shared part counts each time."""
+    """Returns the size of the expression when written out. A shared part counts each time."""
     found = known.get(id(regex))
     if found is None:
         if isinstance(regex, Repeat):

@@ -142,7 +142,7 @@ class LlguidanceGrammar:
             self.fresh = self.made()
 
     def made(self) -> LLMatcher:
-        """A parser of the empty text with a lexer of its own."""
+        """Returns a parser of the empty text with a separate lexer."""
         tokenizer = self._vocabulary.ll_tokenizer
         made = LLMatcher(tokenizer, self._payload, log_level=0, limits=self._limits)
         if made.is_error():
@@ -154,9 +154,9 @@ class LlguidanceGrammar:
 class LlguidanceMatcher:
     """The position of one text in its grammar (see ``grammar.Matcher``).
 
-    All texts under a grammar share a lexer, which keeps the states it has met, up to a limit. When that is
-    reached, the text is read again with a lexer of its own. It is rejected only if it alone needs too many
-    states, so a long text does no harm to others.
+    All texts under a grammar share a lexer, which keeps the states that it has reached, up to a limit. At the
+    limit, the text is read again with a separate lexer. A text is rejected only if it alone needs too many
+    states, so a long text does not affect others.
     """
 
     def __init__(self, grammar: LlguidanceGrammar, text_tokens: TokenWords) -> None:
@@ -191,7 +191,7 @@ class LlguidanceMatcher:
     def take(self, token_id: int) -> None:
         """See ``Matcher.take``."""
         is_text = 0 <= token_id < 32 * len(self._text_tokens) and is_allowed(self._text_tokens, token_id)
-        # The library reports an error for a token after a text that can only end.
+        # The library reports an error for a token after a text that must end.
         may_take = is_text and not self._matcher.is_stopped()
         if not may_take or not self._asked(lambda matcher: matcher.try_consume_tokens([token_id])):
             self._refuse_errors()
@@ -221,7 +221,8 @@ class LlguidanceMatcher:
         return answer
 
     def _renewed(self) -> bool:
-        """Moves the text to a new lexer. False if it cannot, or did so too few tokens ago."""
+        """Moves the text to a new lexer. Returns False if that is impossible, or was done too few tokens
+        ago."""
         num_taken = len(self._taken)
         if num_taken < self._may_renew_at or not self._matcher.get_error().startswith(_LEXER_ERROR):
             return False

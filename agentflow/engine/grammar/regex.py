@@ -1,9 +1,9 @@
 """Regular expressions as trees, parsed from patterns of Python's ``re``.
 
-A tree says which whole texts match, as ``re.fullmatch`` decides it: no groups and no order of preference.
-Anchors and word boundaries become look-arounds. JSON schemas become trees too (``json_schema``). Character
-categories and case-insensitive sets are looked up in Python's own ``re``, so they follow the Unicode version
-of the running interpreter.
+A tree defines which whole texts match, as with ``re.fullmatch``, without groups or an order of preference.
+Anchors and word boundaries become look-arounds. JSON schemas become trees, too (``json_schema``). Character
+categories and case-insensitive sets are looked up in Python's ``re``, so they follow the Unicode version of
+the running interpreter.
 
 >>> parse_regex(r"^a{2}|b$")
 Choice(options=(Repeat(part=CharSet(ranges=((97, 97),)), least=2, most=2), CharSet(ranges=((98, 98),))))
@@ -36,7 +36,8 @@ MAX_CODE_POINT = 0x10FFFF
 
 @dataclass(frozen=True, slots=True)
 class CharSet:
-    """One character of these ranges. ``ValueError`` if they are not sorted and disjoint; see ``merged``."""
+    """One character of these ranges. Raises ``ValueError`` if they are not sorted and disjoint
+    (``merged``)."""
 
     ranges: Ranges
 
@@ -75,8 +76,8 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class LookAhead:
-    """Matches the empty text if the whole rest of the text matches ``rest``, or, unless ``wanted``, does not
-    match it."""
+    """Matches the empty text if ``rest`` matches the whole rest of the text or, without ``wanted``, if it
+    does not."""
 
     rest: Regex
     wanted: bool
@@ -98,15 +99,15 @@ EMPTY = Sequence(())
 
 
 class TooLargeForDfa(Exception):
-    """No DFA can be built for the expression, or it would be too large; the message says why. The compiler
-    then uses llguidance instead."""
+    """No DFA can be built for the expression, or it would be too large; the message says why. Then the
+    compiler uses llguidance instead."""
 
 
 ANY_CHAR = CharSet(((0, MAX_CODE_POINT),))
 
 
 def literal(text: str) -> Regex:
-    """Exactly this text."""
+    """Returns the tree of exactly this text."""
     if len(text) == 1:
         return one_char(ord(text))
     return Sequence(tuple([one_char(ord(char)) for char in text]))
@@ -114,12 +115,12 @@ def literal(text: str) -> Regex:
 
 @lru_cache(maxsize=1024)
 def one_char(code_point: int) -> CharSet:
-    """Exactly this character."""
+    """Returns the set of exactly this character."""
     return CharSet(((code_point, code_point),))
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """The ranges in order, with overlapping and adjacent ones merged, as ``CharSet`` requires.
+    """Sorts the ranges and merges overlapping and adjacent ones, as ``CharSet`` requires.
 
     >>> merged([(0x61, 0x66), (0x30, 0x39), (0x67, 0x7A)])
     ((48, 57), (97, 122))
@@ -134,7 +135,7 @@ def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def all_but(ranges: Ranges) -> Ranges:
-    """The code points that are not in the ranges.
+    """Returns the code points that are not in the ranges.
 
     >>> all_but(((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)))
     ((32, 33), (35, 91), (93, 1114111))
@@ -145,7 +146,7 @@ def all_but(ranges: Ranges) -> Ranges:
 
 
 def without_surrogates(ranges: Ranges) -> Ranges:
-    """The ranges without surrogates, which UTF-8 text cannot contain.
+    """Returns the ranges without surrogates, which UTF-8 text cannot contain.
 
     >>> without_surrogates(((0xD000, 0xE000),))
     ((53248, 55295), (57344, 57344))
@@ -161,16 +162,15 @@ CodePoints: TypeAlias = NDArray[np.int64]
 
 _BLOCK = 256
 _LAST_LETTER = 0x3FFFF
-"""No version of Unicode has a letter, digit or space beyond this code point; a test checks that it still
-holds."""
+"""No version of Unicode has a letter, digit or space beyond this code point; a test checks this."""
 
 LAST_OF_PLANE = 0xFFFF
-"""Up to here, Python reads the members of a case-insensitive set one by one."""
+"""Up to this code point, Python reads the members of a case-insensitive set one by one."""
 
 
 @cache
 def category(name: str, ascii_only: bool) -> Ranges:
-    r"""The characters of a category, named by its escape.
+    r"""Returns the characters of a category, by its escape.
 
     >>> category(r"\d", True)
     ((48, 57),)
@@ -184,8 +184,15 @@ def category(name: str, ascii_only: bool) -> Ranges:
 def set_ranges(
     literals: str, members: Ranges, escapes: tuple[str, ...], negated: bool, ascii_only: bool
 ) -> Ranges:
-    """The characters of a set: these literals, ranges (in any order) and categories, or all others if
-    ``negated``."""
+    """Returns the characters of a set.
+
+    Args:
+        literals: single characters.
+        members: ranges of characters, in any order.
+        escapes: categories.
+        negated: return all other characters instead.
+        ascii_only: categories contain ASCII characters only.
+    """
     every = [(ord(char), ord(char)) for char in literals]
     every += [pair for escape in escapes for pair in category(escape, ascii_only)]
     ranges = merged([*every, *members])
@@ -196,10 +203,11 @@ def set_ranges(
 def set_without_case(
     literals: str, members: Ranges, escapes: tuple[str, ...], negated: bool, ascii_only: bool
 ) -> Ranges:
-    """The characters of a case-insensitive set. Python is asked only about characters that have a case, and
-    of a range only these are written into the pattern, as Python takes long to read large case-insensitive
-    ranges. Beyond the first 65,536 characters it treats ranges and literals differently, so ranges there are
-    written as they are."""
+    """Returns the characters of a case-insensitive set. The arguments are those of ``set_ranges``.
+
+    Only characters that have a case are looked up in Python, and the pattern contains only these characters
+    of a range, because Python takes long to read large case-insensitive ranges. Beyond the first 65,536
+    characters, Python treats ranges and literals differently, so ranges there are unchanged."""
     ranges = set_ranges(literals, members, escapes, negated, ascii_only)
     beyond = [f"\\U{first:08x}-\\U{last:08x}" for first, last in members if last > LAST_OF_PLANE]
     within = merged([pair for pair in members if pair[1] <= LAST_OF_PLANE])
@@ -215,14 +223,14 @@ def set_without_case(
 
 
 def _cased_chars_of(ranges: Ranges) -> str:
-    """Those of these characters that have a case."""
+    """Returns the characters of the ranges that have a case."""
     edges: CodePoints = np.array(ranges, dtype=np.int64).reshape(-1, 2) + np.array([0, 1])
     places: CodePoints = np.searchsorted(_cased_code_points(), edges)
     return "".join([_cased_chars()[int(first) : int(after)] for first, after in places])
 
 
 def _without_cased(ranges: Ranges) -> list[tuple[int, int]]:
-    """Those of these characters that have no case."""
+    """Returns the characters of the ranges that have no case."""
     left: list[tuple[int, int]] = []
     for first, last in ranges:
         start = first
@@ -237,7 +245,7 @@ def _without_cased(ranges: Ranges) -> list[tuple[int, int]]:
 
 @cache
 def _cased_chars() -> str:
-    """Every character that changes under lower or upper case, and every result of such a change."""
+    """Returns every character that changes under lower or upper case, and every result of such a change."""
     every = _all_chars()
     found: set[str] = set()
     for start in range(0, len(every), _BLOCK):
@@ -257,7 +265,7 @@ def _cased_code_points() -> CodePoints:
 
 @cache
 def _all_chars() -> str:
-    """Every code point up to the last letter, at its own index, surrogates included."""
+    """Returns every code point up to the last letter, surrogates included: character i is code point i."""
     code_points: CodePoints = np.arange(_LAST_LETTER + 1, dtype=np.int64)
     return code_points.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
 
@@ -268,7 +276,7 @@ MAX_RANGES = 200_000
 _RANGES_PER_QUESTION = 200  # the cost of looking up a small case-insensitive set
 _RANGES_PER_PLANE = 20_000  # the cost of a range that Python reads one by one
 _MOST_GAPS = 4  # optional parts after a repeated word; the rewritten form grows with their square
-_MAX_CASED = 3000  # about as many characters have a case
+_MAX_CASED = 3000  # about the number of characters that have a case
 
 _IGNORE_CASE = int(re.IGNORECASE)
 _MULTILINE = int(re.MULTILINE)
@@ -295,7 +303,7 @@ _AT_LINE_START = LookBehind(_NEWLINE.ranges, at_start=True)
 _AT_END = LookAhead(EMPTY, wanted=True)
 _AT_LAST_LINE_END = LookAhead(Repeat(_NEWLINE, 0, 1), wanted=True)
 _AT_LINE_END = LookAhead(Choice((EMPTY, Sequence((_NEWLINE, _ANY_TEXT)))), wanted=True)
-_NO_BOUNDARY_IN_NOTHING = re.fullmatch(r"\B", "") is not None  # as Python has it from 3.14 on
+_NO_BOUNDARY_IN_NOTHING = re.fullmatch(r"\B", "") is not None  # true from Python 3.14 on
 _TOO_DEEP = f"regex: groups and repeats nest deeper than {MAX_DEPTH}"
 _REFUSED = {
     "POSSESSIVE_REPEAT": "possessive repeats (a*+) are not supported: write a plain repeat (a*)",
@@ -306,8 +314,9 @@ _REFUSED = {
 
 
 def parse_regex(pattern: str) -> Regex:
-    r"""The tree of a pattern. ``BadArgument`` if Python cannot parse it or no DFA can match it;
-    ``TooLargeForDfa`` for ``\p{…}``, which Python does not know, and for patterns that are too large."""
+    r"""Returns the tree of a pattern. Raises ``BadArgument`` if Python cannot parse it or no DFA can match
+    it, and ``TooLargeForDfa`` for ``\p{…}``, which Python does not know, and for patterns that are too
+    large."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -334,7 +343,7 @@ class _Reader:
         self._boundaries: dict[tuple[bool, bool], Regex] = {}
 
     def sequence(self, items: list[Any], flags: int, at_start: bool, at_end: bool, depth: int) -> Regex:
-        """``at_start``, ``at_end``: whether the sequence begins, or ends, the text."""
+        """Converts a sequence. ``at_start``, ``at_end``: whether it begins, or ends, the text."""
         if depth > MAX_DEPTH:
             raise BadArgument(_TOO_DEEP)
         first = 0
@@ -376,8 +385,8 @@ class _Reader:
         raise BadArgument(f"regex: {_REFUSED.get(name, f'{name} is not supported')}")
 
     def _place(self, name: str, flags: int, at_start: bool, at_end: bool) -> Regex:
-        """An anchor or a word boundary. A full match begins at the start and ends at the end, so an anchor
-        there has no effect."""
+        """Converts an anchor or a word boundary. A full match begins at the start and ends at the end, so an
+        anchor there has no effect."""
         if (name in _STARTS and at_start) or (name in _ENDS and at_end):
             return EMPTY
         if name in _STARTS:
@@ -414,7 +423,7 @@ class _Reader:
     def _ask(
         self, literals: str, members: Ranges, escapes: tuple[str, ...], negated: bool, ascii_only: bool
     ) -> Ranges:
-        """A case-insensitive set. Its cost counts when it is first looked up."""
+        """Returns a case-insensitive set. Its cost counts when it is first looked up."""
         question = (literals, members, escapes, negated, ascii_only)
         known = self._without_case.get(question)
         if known is None:
@@ -432,14 +441,14 @@ class _Reader:
 
 
 def _inner_flags(flags: int, group: Any) -> int:
-    """The flags inside a group."""
+    """Returns the flags inside a group."""
     _, added, removed, _ = group
     return ((flags & ~_ALPHABETS if added & _ALPHABETS else flags) | int(added)) & ~int(removed)
 
 
 def _repeat(part: Regex, least: int, most: int | None) -> Regex:
-    """Nested repeats are merged where every count in between is possible too: the same text has very many
-    parses under ``(a{1,50}){1,50}`` and one under ``a{1,2500}``."""
+    """Returns a repeat. Nested repeats are merged if every count in between is possible, too: a text has very
+    many parses under ``(a{1,50}){1,50}`` and one under ``a{1,2500}``."""
     if isinstance(part, Repeat):
         inner_most = part.most
         # From ``least`` repetitions on, the ranges of total counts overlap or touch.
@@ -457,13 +466,14 @@ def _repeat(part: Regex, least: int, most: int | None) -> Regex:
 
 
 def _words(part: Sequence, most: int) -> Regex | None:
-    """``(A+ B?){1,most}`` as ``A+ (B A+){0,most-1} B?``, which matches the same texts: groups without a ``B``
-    between them are one. The first form gives a text exponentially many parses. Likewise for several gaps."""
+    """Rewrites ``(A+ B?){1,most}`` as ``A+ (B A+){0,most-1} B?``, which matches the same texts: groups
+    without a ``B`` between them are one. The first form gives a text exponentially many parses. Several gaps
+    are treated alike."""
     match part.parts:
         case (Repeat(least=1, most=None) as word, *rest) if 0 < len(rest) <= _MOST_GAPS:
             gaps = [gap for gap in rest if isinstance(gap, Repeat) and gap.least == 0 and gap.most != 0]
             if len(gaps) == len(rest):
-                # The gap without the empty text, by the first of its parts that is there.
+                # The gap without the empty text: one alternative for each part that may be its first.
                 firsts = [Sequence((Repeat(g.part, 1, g.most), *gaps[at + 1 :])) for at, g in enumerate(gaps)]
                 more = Sequence((Choice(tuple(firsts)), word))
                 return Sequence((word, Repeat(more, 0, most - 1), *gaps))
@@ -471,7 +481,7 @@ def _words(part: Sequence, most: int) -> Regex | None:
 
 
 def _is_empty(item: Any) -> bool:
-    """Whether it is an anchor or a look-around, which read nothing."""
+    """Whether the item is an anchor or a look-around, which read nothing."""
     return str(item[0]) in ("AT", "ASSERT", "ASSERT_NOT")
 
 
@@ -499,7 +509,8 @@ def _no_word_boundary(word: Ranges) -> Regex:
 
 
 def _look_behind(part: Regex, wanted: bool) -> Regex:
-    """A look-behind of one character. ``BadArgument`` for any other: a DFA would have to read backwards."""
+    """Returns a look-behind of one character. Raises ``BadArgument`` for others: a DFA cannot read
+    backwards."""
     options = part.options if isinstance(part, Choice) else (part,)
     ranges = merged([pair for option in options if isinstance(option, CharSet) for pair in option.ranges])
     if not all(isinstance(option, CharSet) for option in options):

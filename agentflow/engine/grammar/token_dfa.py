@@ -2,8 +2,8 @@
 
 ``Vocabulary`` is the model's tokens as a trie of bytes. A mask is computed by walking the DFA over that trie:
 level by level with whole arrays while many nodes are alive, then over the children of live nodes only.
-(Willard and Louf, "Efficient Guided Generation for Large Language Models", 2023, precompute the masks of all
-states; most states are never visited.)
+Willard and Louf ("Efficient Guided Generation for Large Language Models", 2023) precompute the masks of all
+states, but most states are never visited.
 """
 
 from __future__ import annotations
@@ -24,28 +24,27 @@ Bytes: TypeAlias = NDArray[np.uint8]
 ForcedBytes: TypeAlias = NDArray[np.int16]
 NextStates: TypeAlias = NDArray[np.int32]
 
-# Masks of tokens with a common prefix to keep: 6 kB each for 50,000 tokens.
+# The number of masks of tokens with a common prefix that are kept: 6 kB each for 50,000 tokens.
 _MAX_PREFIX_MASKS = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrieLevel:
-    """The distinct token prefixes of one length, in alphabetical order.
+    """The distinct token prefixes of one length, in alphabetical order."""
 
-    ``parents``: indices into the level above. ``last_bytes``: the byte that each node adds to its parent.
-    ``first``: the index of the level's first node in the whole trie. ``children`` [nodes + 1]: the children
-    of node ``i`` are ``children[i]`` to ``children[i + 1]`` of the level below.
-    """
-
-    parents: Indices
-    last_bytes: Bytes
-    first: int
-    children: Indices
+    parents: Indices  # [nodes]: indices into the level above
+    last_bytes: Bytes  # [nodes]: the byte that each node adds to its parent
+    first: int  # the index of the level's first node in the whole trie
+    children: Indices  # [nodes + 1]: node i has the children [i] to [i + 1] (exclusive) of the level below
 
 
 class Vocabulary:
-    """``token_bytes[i]``: the bytes of token ``i``; empty for special tokens and unused ids, which no mask
-    allows. ``vocab_size``: the length of the masks in tokens, at least the number of tokens."""
+    """The tokens of a model, as a trie.
+
+    Args:
+        token_bytes: the bytes of each token; empty for special tokens and unused ids, which no mask allows.
+        vocab_size: the length of masks in tokens, at least the number of tokens.
+    """
 
     def __init__(self, token_bytes: Sequence[bytes], vocab_size: int | None = None) -> None:
         self.token_bytes = list(token_bytes)
@@ -63,17 +62,18 @@ class Vocabulary:
         self._lay_out()
 
     def words(self, allowed: NDArray[np.bool_]) -> TokenWords:
-        """The mask of the tokens whose node is allowed. ``allowed`` [nodes + 1]; the last is False."""
+        """Returns the mask of the tokens whose node is allowed. ``allowed`` [nodes + 1]; the last is
+        False."""
         bits = allowed.take(self._node_of_bit)
         words: TokenWords = np.packbits(bits, bitorder="little").view(np.uint32)
         return words
 
     def only(self, token_ids: Sequence[int] | Indices) -> TokenWords:
-        """The mask of exactly these tokens."""
+        """Returns the mask of exactly these tokens."""
         return words_of(token_ids, self.vocab_size)
 
     def beginning_with(self, prefix: bytes) -> TokenWords:
-        """The mask of all tokens whose bytes begin with ``prefix``."""
+        """Returns the mask of all tokens whose bytes begin with ``prefix``."""
         found = self._prefix_masks.get(prefix)
         if found is None:
             if len(self._prefix_masks) >= _MAX_PREFIX_MASKS:
@@ -82,7 +82,7 @@ class Vocabulary:
         return found
 
     def exactly(self, data: bytes) -> TokenWords:
-        """The mask of the tokens with exactly these bytes."""
+        """Returns the mask of the tokens with exactly these bytes."""
         first, end = bisect_left(self._sorted_bytes, data), bisect_right(self._sorted_bytes, data)
         return self.only(self._sorted_ids[first:end])
 
@@ -129,7 +129,7 @@ class Vocabulary:
 
 Nodes: TypeAlias = NDArray[np.bool_]
 
-# Below this fraction of live nodes in a level, the walk goes on over the children of live nodes only.
+# Below this fraction of live nodes in a level, the walk continues over the children of live nodes only.
 _SPARSE_SHARE = 0.125
 
 
@@ -153,7 +153,7 @@ class DfaGrammar:
 
     @property
     def nbytes(self) -> int:
-        """The memory in use, approximately."""
+        """The approximate memory in use."""
         mask_bytes = self.vocabulary.num_words * 4
         return self._next.nbytes + len(self.accepting) * 24 + len(self._distinct) * 2 * mask_bytes
 
@@ -161,7 +161,7 @@ class DfaGrammar:
         return DfaMatcher(self)
 
     def mask(self, state: int) -> TokenWords:
-        """The tokens that may follow in ``state``."""
+        """Returns the tokens that may follow in ``state``."""
         found = self._masks.get(state)
         if found is None:
             if len(self._masks) >= self._max_masks:
@@ -186,7 +186,7 @@ class DfaGrammar:
         return vocabulary.words(alive)
 
     def _walk_sparse(self, depth: int, nodes: Indices, states: Indices, alive: Nodes) -> None:
-        """Walks on below the live nodes of level ``depth``."""
+        """Continues the walk below the live nodes of level ``depth``."""
         levels = self.vocabulary.levels
         states = states.take(nodes)
         while len(nodes) and depth + 1 < len(levels):
@@ -209,8 +209,8 @@ class DfaGrammar:
 
 
 class ForcedRuns:
-    """``forced_byte`` [states]: the only byte that may follow, or -1 if several may or the text may end.
-    ``forced_next`` [states]: the state after it, or ``DEAD``."""
+    """The forced bytes of a DFA. ``forced_byte`` [states]: the only byte that may follow, or -1 if several
+    may or the text may end. ``forced_next`` [states]: the state after it, or ``DEAD``."""
 
     def __init__(self, dfa: Dfa) -> None:
         bytes_in_class = np.bincount(dfa.class_of_byte, minlength=dfa.transitions.shape[1])
@@ -226,8 +226,8 @@ class ForcedRuns:
         self._runs: dict[int, tuple[bytes, int]] = {}
 
     def run(self, state: int) -> tuple[bytes, int]:
-        """The bytes that must follow, and the state after them: ``b""`` and the same state if there is a
-        choice, including that between continuing and ending. The bytes may end inside a character.
+        """Returns the bytes that must follow, and the state after them: ``b""`` and the same state if there
+        is a choice, including the choice between continuing and ending. The bytes may end inside a character.
 
         >>> ForcedRuns(build_dfa(parse_regex("(yes|yesterday)"))).run(START)
         (b'yes', 4)

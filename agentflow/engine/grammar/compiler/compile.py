@@ -1,7 +1,7 @@
 """Compiles a constraint: to a DFA if it is regular and small, else to a grammar for llguidance.
 
-Pure and independent of any model. It runs in a process that may be killed, so whatever is rejected here is
-rejected before a token is generated, with the name of the unsupported part.
+Pure and independent of any model. It runs in a process that may be killed. Constraints are rejected here,
+before a token is generated, with the name of the unsupported part.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ from agentflow.errors import BadArgument, RequestRefused, faults_of
 from agentflow.protocol.constraint import Constraint, TagRule, Whitespace
 
 VERSION: Final = 1
-"""The version of the compiled form: part of the key."""
+"""The version of the compiled form, which is part of the key."""
 
 _ANY_TEXT: Final = Repeat(ANY_CHAR, 0, None)
 SMALL_STACK_BYTES: Final = 1 << 20
 
 _TRIED_TEXTS: Final = 8
 _TRIED_BYTES: Final = 200
-"""The length of the texts that a grammar is tried with: longer ones take long with large character sets."""
+"""The length of the texts that test a grammar. Longer ones take long with large character sets."""
 
 _RULE_OF_EBNF: Final = re.compile(r"^[ \t]*(<?[\w-]+>?)[ \t]*::=", re.MULTILINE)
 _START_OF_LARK: Final = re.compile(r"^([ \t]*)start(?=[ \t]*(?:\[[^\]\n]*\])?[ \t]*:)", re.MULTILINE)
@@ -92,8 +92,8 @@ _WHITESPACE: Final[dict[str, dict[str, Any]]] = {
 
 
 def compile_constraint(constraint: Constraint) -> CompiledConstraint:
-    """The engine's form of a constraint that has passed ``check``. ``BadArgument``, which names the part, for
-    what is not supported or matches no text.
+    """Returns the engine's form of a constraint that has passed ``check``. Raises ``BadArgument``, with the
+    name of the part, for constraints that are not supported or match no text.
 
     >>> compile_constraint(Constraint("choices", choices=("yes", "no"))).form
     'dfa'
@@ -135,7 +135,7 @@ def _compiled(constraint: Constraint) -> CompiledConstraint:
 
 
 def _num_alternatives(constraint: Constraint) -> int:
-    """Of its schemas, under a parser."""
+    """Returns ``schema_check.num_alternatives`` of its schemas, for a parser."""
     sources = [constraint.source] if constraint.kind == "schema" else []
     if constraint.kind == "tags":
         sources = [tag.source for tag in constraint.tags() if tag.kind == "schema"]
@@ -146,7 +146,7 @@ def _num_alternatives(constraint: Constraint) -> int:
 
 
 def _key(constraint: Constraint) -> str:
-    """A hash of all that determines the result."""
+    """Returns a hash of everything that determines the result."""
     whitespace = constraint.whitespace if constraint.has_schema else ""
     said: list[object] = [VERSION, constraint.kind, constraint.source, constraint.choices, whitespace]
     if constraint.between is not None or constraint.max_tags is not None:
@@ -172,17 +172,17 @@ def _regex_or_grammar(constraint: Constraint) -> Regex | str:
 
 
 def _check_alone(regex: Regex) -> None:
-    """``BadArgument`` if no text matches: in a union with another constraint that would go unnoticed."""
+    """Raises ``BadArgument`` if no text matches: a union with another constraint would hide this."""
     with suppress(TooLargeForDfa):
         build_dfa(regex)
 
 
 def _either_grammar(one: Constraint, first: Regex | str, other: Constraint, second: Regex | str) -> str:
-    """The union of two constraints, each with what it is compiled to.
+    """Returns the union of two constraints, each with its compiled form.
 
-    ``BadArgument`` if a text of ``other`` may begin with one that ``one`` keeps apart: a parser cannot
-    exclude such texts. Nor can it backtrack where words of two grammars begin alike, so beside bare JSON only
-    JSON may begin as it does.
+    Raises ``BadArgument`` if a text of ``other`` may begin like a mark of ``one``: a parser cannot exclude
+    such texts. Neither can it backtrack if words of two grammars begin alike, so bare JSON can only be
+    combined with texts that begin differently, or with JSON.
     """
     if other.kind in ("regex", "choices"):
         pattern = other.source.replace("/", r"\/") if isinstance(second, str) else pattern_of(second)
@@ -250,7 +250,8 @@ def _lark_of_pattern(pattern: str) -> str:
 
 
 def _read_schema(source: str) -> Schema:
-    """The explicit schema. ``BadArgument``, which names the place, for what cannot be kept."""
+    """Returns the explicit schema. Raises ``BadArgument``, with the place, for keywords that cannot be
+    enforced."""
     schema = parse_schema(source)
     check_schema(schema)
     check_kept(schema)
@@ -264,7 +265,7 @@ def _of_schema(source: str, whitespace: Whitespace) -> Regex | str:
 
 
 def _lark_of_schema(schema: Schema, whitespace: Whitespace) -> str:
-    # Escapes of letters that need none could spell a declared member's name anew.
+    # Unneeded escapes of letters could spell the name of a declared member a second time.
     options = {**_WHITESPACE[whitespace], "json_allowed_escapes": 'nrbtf\\"', "lenient": False}
     return (
         f"start: %json {json.dumps({**for_llguidance(schema), 'x-guidance': options})}\n{ALL_TOKENS_ALLOWED}"
@@ -288,8 +289,8 @@ def _of_lark(source: str) -> str:
 
 
 def _tag_body(tag: TagRule, whitespace: Whitespace) -> TagBody:
-    """The compiled source of a tag. Rejected here if no text can match: after its begin, nothing else could
-    be generated."""
+    """Returns the compiled source of a tag. Rejects a source that no text can match: after the tag's begin,
+    nothing else could be generated."""
     try:
         body = _of_source(tag.kind, tag.source, whitespace)
         count = num_alternatives(_read_schema(tag.source)) if tag.kind == "schema" else 0
@@ -303,7 +304,7 @@ def _tag_body(tag: TagRule, whitespace: Whitespace) -> TagBody:
 
 
 def _grammar_of(constraint: Constraint, compiled: Regex) -> str:
-    """The grammar of a constraint whose DFA would be too large."""
+    """Returns the grammar of a constraint whose DFA would be too large."""
     if constraint.instead is None:
         return _as_grammar(constraint, compiled)
     other = constraint.instead
@@ -330,11 +331,11 @@ def _as_grammar(constraint: Constraint, compiled: Regex | str) -> str:
 
 
 def _checked(grammar: str, kind: str, count: int) -> str:
-    """The grammar, once the library accepts it and a text can begin under it.
+    """Returns the grammar if the library accepts it and a text can begin under it.
 
-    The library recurses over rules, and a stack overflow ends the process. This process may die, but the
-    engine's must not, and it parses the grammar again. A grammar that parses here with an eighth of the stack
-    parses there too.
+    The library recurses over rules, and a stack overflow ends the process. This process may die, but not the
+    engine's process, which parses the grammar again. A grammar that parses here with an eighth of the stack
+    parses there, too.
     """
     usual = threading.stack_size(SMALL_STACK_BYTES)
     try:
@@ -366,9 +367,9 @@ def _refuse_what_the_library_does(grammar: str, kind: str, count: int) -> None:
 
 
 def _write_texts(grammar: LlguidanceGrammar) -> None:
-    """Writes the beginnings of some texts. ``RequestRefused`` if a step exceeds a limit, or a text can
-    neither go on nor end: a pattern that is too ambiguous shows that within some tens of characters, and a
-    rule without texts where it begins."""
+    """Writes the beginnings of some texts. Raises ``RequestRefused`` if a step exceeds a limit, or a text can
+    neither continue nor end. A pattern that is too ambiguous fails within some tens of characters, and a rule
+    without texts fails where it begins."""
     tried: Counter[tuple[bytes, int]] = Counter()
     dice = random.Random(0)
     for number in range(_TRIED_TEXTS):
@@ -384,7 +385,7 @@ def _write_texts(grammar: LlguidanceGrammar) -> None:
             here = mask.tobytes()
             if number < 2:
                 byte = min(allowed) if number == 0 else dice.choice(allowed)
-            else:  # the one that was written least often where the same ones were allowed
+            else:  # the least frequent one so far, at places with the same allowed bytes
                 byte = min(allowed, key=lambda byte: (tried[here, byte], dice.random()))
             tried[here, byte] += 1
             text.take(byte)
@@ -392,8 +393,8 @@ def _write_texts(grammar: LlguidanceGrammar) -> None:
 
 
 def _check_terminals(grammar: str) -> None:
-    """``BadArgument`` for a terminal that no text matches. The library finds that where one begins, which is
-    after the text before it was written."""
+    """Raises ``BadArgument`` for a terminal that no text matches. The library detects it only where the
+    terminal begins, after the text before it was written."""
     if "&" not in grammar and "~" not in grammar:
         return
     other = _START_OF_LARK.sub(r"\1start_of_text", grammar)
@@ -401,7 +402,7 @@ def _check_terminals(grammar: str) -> None:
         try:
             matcher = LlguidanceGrammar(f"{other}\nstart: {name}\n", _byte_vocabulary()).matcher()
         except RequestRefused:
-            return  # the grammar cannot be used, which is reported with the whole of it
+            return  # the grammar is invalid, which is reported for the whole grammar
         try:
             matcher.mask()
         except RequestRefused:
@@ -409,7 +410,7 @@ def _check_terminals(grammar: str) -> None:
 
 
 def _explained(message: str) -> str:
-    """The part of the library's message that concerns the user's input."""
+    """Returns the part of the library's message that concerns the user's input."""
     about, *more = message.rpartition("failed to compile JSON schema: ")[2].strip().split("\n")
     if about.endswith("regex parse error:"):
         about += "".join([line.removeprefix("error:") for line in more if line.startswith("error:")])

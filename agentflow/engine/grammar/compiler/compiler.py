@@ -1,10 +1,10 @@
 """The server's side of compiling constraints. Runs in the event loop.
 
-``ConstraintCompiler`` returns what is cached and sends the rest to a compiling process, one constraint at a
-time. Compiling is where a hostile request could cost most, so it is isolated: each constraint has limits,
+``ConstraintCompiler`` returns cached constraints and sends the others to a compiling process, one at a time.
+Hostile requests could cause the highest costs in compiling, so it is isolated: each constraint has limits,
 each tenant has a queue (``CompileQueue``), the process runs on idle processors with an allowance
-(``CpuAllowance``), and each tenant has a cache of its own (``CompileCache``), so that the time a constraint
-takes reveals nothing about other tenants.
+(``CpuAllowance``), and each tenant has a separate cache (``CompileCache``), so that the time of a call
+reveals nothing about other tenants.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ ItemT = TypeVar("ItemT", bound=Hashable)
 
 
 class CompileQueue(Generic[ItemT]):
-    """A queue for each tenant. The tenant that has used the least time is served next; of several, the one
-    served longest ago. With equal costs that is round robin. Each item belongs to one tenant.
+    """A queue for each tenant. The tenant that has used the least time is served next; among equals, the one
+    served longest ago. With equal costs this is round robin. Each item belongs to one tenant.
 
     >>> queue = CompileQueue[str](max_waiting=10, max_waiting_per_tenant=5)
     >>> for tenant, item in (("ann", "a1"), ("ann", "a2"), ("bob", "b1")):
@@ -65,7 +65,7 @@ class CompileQueue(Generic[ItemT]):
         return len(self._tenants)
 
     def push(self, tenant: str, item: ItemT) -> None:
-        """Queues the item unless it is queued already. ``Overloaded`` if a queue is full."""
+        """Queues the item unless it is queued already. Raises ``Overloaded`` if a queue is full."""
         waiting = self._items.get(tenant, {})
         if item in waiting:
             return
@@ -87,21 +87,21 @@ class CompileQueue(Generic[ItemT]):
         return any(name != tenant for name in self._items)
 
     def pop(self) -> tuple[str, ItemT]:
-        """The next item and its tenant. KeyError if the queue is empty."""
+        """Returns the next item and its tenant. Raises ``KeyError`` if the queue is empty."""
         tenant = min(self._items, key=self._used.__getitem__) if self._items else ""
         items = self._items[tenant]
         item = next(iter(items))
         self._served = self._used[tenant]
         self.discard(item)
         if items:
-            self._items[tenant] = self._items.pop(tenant)  # behind tenants that have used the same
+            self._items[tenant] = self._items.pop(tenant)  # after tenants that have used as much
         return tenant, item
 
     def charge(self, tenant: str, seconds: float) -> None:
         """Adds the time that an item took to its tenant's use."""
         self._used[tenant] = max(self._used.get(tenant, 0.0), self._served) + seconds
         if not self._items:
-            self._used.clear()  # no tenant waits that could be behind
+            self._used.clear()  # no waiting tenant has used less
         elif len(self._used) > 2 * self._max_waiting + len(self._items):
             self._used = {name: self._used[name] for name in self._items}
 
@@ -114,8 +114,8 @@ class CompileQueue(Generic[ItemT]):
 
 
 class CpuAllowance:
-    """A token bucket of processor time: ``burst_s`` seconds at most, refilled at ``share`` of the time that
-    passes on ``clock``."""
+    """A token bucket of processor time: at most ``burst_s`` seconds, refilled at the rate ``share`` of the
+    time on ``clock``."""
 
     def __init__(self, burst_s: float, share: float, clock: Callable[[], float]) -> None:
         self._burst_s = burst_s
@@ -143,7 +143,7 @@ class CpuAllowance:
 
 Outcome = CompiledConstraint | CompileFailure
 
-# The size of an entry without its texts and its payload.
+# The size of an entry without its texts and payload.
 ENTRY_BYTES = 1_000
 
 
@@ -167,7 +167,7 @@ class CompileCache:
         return self._num_bytes_of.total()
 
     def get(self, tenant: str, constraint: Constraint) -> Outcome | None:
-        """The tenant's entry, which becomes the most recently used one."""
+        """Returns the tenant's entry, or None, and makes it the most recently used one."""
         entries = self._entries.get(tenant, {})
         entry = entries.pop(constraint, None)
         if entry is None:
@@ -176,8 +176,8 @@ class CompileCache:
         return entry[0]
 
     def put(self, tenant: str, constraint: Constraint, outcome: Outcome) -> None:
-        """Adds an entry and drops others to make room: the tenant's own first, then those of the tenant that
-        uses most. An entry larger than the tenant's part is not kept."""
+        """Adds an entry and drops others to make room: first entries of this tenant, then entries of the
+        tenant that uses most. An entry larger than the tenant's part is not kept."""
         num_bytes, most_bytes = _size(constraint, outcome), part_of(self._max_bytes, tenant)
         if num_bytes > most_bytes:
             return
@@ -207,16 +207,16 @@ def _size(constraint: Constraint, outcome: Outcome) -> int:
 
 logger = logging.getLogger(__name__)
 
-# A ``CompileConstraint``.
+# The ``CompileConstraint`` that the process calls.
 LOADER = "agentflow.engine.grammar.compiler.compile:compile_constraint"
-# A constraint that no request waits for may still run this long: most are done by then, and a new process
+# A constraint for which no request waits may still run this long: most are done by then, and a new process
 # takes longer to start.
 ABANDONED_S = 0.2
-# The processor time that the process may use at once; most constraints take some milliseconds.
+# The processor time that the process may use in a burst; most constraints take some milliseconds.
 BURST_S = 0.1
 # After that it gets its share of a processor in slices of this length.
 SLICE_S = 0.01
-# A constraint is compiled for at most this many times ``wall_s``: a retry may find it done.
+# A constraint is compiled for at most this many times ``wall_s``, so that a retry may find it done.
 MAX_LATENESS = 10
 # A process that runs this long past its limit of processor time is killed.
 KILL_GRACE_S = 2.5
@@ -226,13 +226,12 @@ MAX_FAILURES = 3
 
 @dataclass(frozen=True, slots=True)
 class CompileCounts:
-    """``compiled``: constraints. ``refused``: calls that raised an error. ``cache_hits``: calls answered from
-    the cache, with a result or an error. ``killed``: processes that died or were killed while compiling."""
+    """Counters since the start of the compiler."""
 
-    compiled: int = 0
-    refused: int = 0
-    cache_hits: int = 0
-    killed: int = 0
+    compiled: int = 0  # constraints
+    refused: int = 0  # calls that raised an error
+    cache_hits: int = 0  # calls answered from the cache, with a result or an error
+    killed: int = 0  # processes that died or were killed while compiling
 
     def __add__(self, other: CompileCounts) -> CompileCounts:
         return CompileCounts(
@@ -247,8 +246,8 @@ class CompileCounts:
 async def constraint_compiler(
     limits: CompileLimits | None = None, *, loader: str = LOADER
 ) -> AsyncIterator[ConstraintCompiler]:
-    """A compiler and its process, for the duration of the context. The process loads in the background; the
-    first call waits for that. ``loader``: the function that compiles, as ``package.module:function``.
+    """Runs a compiler and its process for the duration of the context. The process loads in the background;
+    the first call waits for it. ``loader``: the function that compiles, as ``package.module:function``.
 
     >>> async with constraint_compiler() as compiler:
     ...     compiled = await compiler.compile(Constraint("regex", "[0-9]{4}"), tenant="ann")
@@ -307,13 +306,15 @@ class ConstraintCompiler:
         return None if self._worker is None else self._worker.pid
 
     async def compile(self, constraint: Constraint, *, tenant: str) -> CompiledConstraint:
-        """The compiled constraint. Equal constraints of a tenant are compiled once.
+        """Returns the compiled constraint. Equal constraints of a tenant are compiled once.
 
-        ``BadArgument`` or ``RequestRefused`` if it cannot be compiled at all or within the limits, of which
-        the message names the one that was reached; ``Overloaded`` if too many constraints wait or the machine
-        is too busy; ``EngineFailed``.
+        Raises:
+            BadArgument: it is invalid, or not supported.
+            RequestRefused: it reached a limit, which the message names.
+            Overloaded: too many constraints wait, or the machine is too busy.
+            EngineFailed: the compiling process failed.
         """
-        # Settings of the engine: the compiled form is the same.
+        # These are settings of the engine: the compiled form is the same.
         constraint = msgspec.structs.replace(
             constraint, jump_forward=True, string_chars=None, list_items=None
         )
@@ -366,7 +367,7 @@ class ConstraintCompiler:
         return job.began_at + MAX_LATENESS * self._limits.wall_s
 
     def _too_busy(self, job: _Job) -> CompileFailure:
-        """The failure of a constraint that has not had its processor time yet."""
+        """Returns the failure of a constraint that did not get enough processor time in time."""
         message = f"{job.constraint.kind}: not compiled yet, because the processors are busy: try again"
         return CompileFailure(Overloaded.code, message, is_final=False, retry_after_s=self._limits.wall_s)
 
@@ -404,7 +405,7 @@ class ConstraintCompiler:
                 job.ended.set()
 
     async def _live(self) -> str | None:
-        """Runs one process until it is used up. Returns how it died if it has compiled nothing.
+        """Runs one process until it ends. If it has compiled nothing, returns how it died. Raises
         ``CannotCompile`` if another process would fail in the same way."""
         try:
             worker = self._worker = CompileWorkerHandle.start(self._loader, self._limits)
@@ -430,7 +431,7 @@ class ConstraintCompiler:
         return None if has_compiled else f"their process {how}"
 
     async def _next_work(self, worker: CompileWorkerHandle) -> None:
-        """Waits until the queue has an item. EOFError if the process dies meanwhile."""
+        """Waits until the queue has an item. Raises ``EOFError`` if the process dies meanwhile."""
         if self._queue:
             return
         async with open_task_group() as group:
@@ -468,8 +469,8 @@ class ConstraintCompiler:
 
     async def _slow_down(self, worker: CompileWorkerHandle, job: _Job) -> None:
         """Runs the process while its allowance lasts and pauses it afterwards, until cancelled. Even work at
-        idle priority delays others for a moment: on two cores, a forward pass takes a third longer beside it.
-        A constraint that takes long is ended if another tenant waits."""
+        idle priority delays other threads: on two cores, a concurrent forward pass takes a third longer. A
+        constraint that takes long is ended if another tenant waits."""
         allowance, began_s = self._allowance, worker.cpu_s()
         before_s = began_s
         while True:
@@ -508,8 +509,8 @@ class ConstraintCompiler:
 
 
 def _of_tenant(compiled: CompiledConstraint, tenant: str) -> CompiledConstraint:
-    """Replaces the key by one of the tenant's own. Engines cache grammars by key, and a cache hit shows in
-    the time taken."""
+    """Replaces the key by one that only this tenant uses. Engines cache grammars by key, and the time of a
+    call reveals a cache hit."""
     if not tenant:
         return compiled
     key = hashlib.sha256(f"{tenant}\0{compiled.key}".encode()).hexdigest()

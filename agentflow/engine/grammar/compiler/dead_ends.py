@@ -1,9 +1,9 @@
-"""Finds names and strings that no text can spell, which the library would begin to write.
+"""Finds names and strings that no text can spell, but that the library would begin to write.
 
-llguidance checks whether a schema has a value, but not whether a pattern leaves any name for a member, nor
-whether a string can be written with the escapes that are allowed. Its grammar then has a dead end: a text
-that no token can continue. Here such patterns are dropped, where the schema means the same without them, or
-rejected.
+llguidance checks whether a schema has a value, but not whether a pattern allows any name for a member, nor
+whether a string can be written with the allowed escapes. Then its grammar has a dead end: a text that no
+token can continue. This module drops such patterns if the schema means the same without them, or rejects
+them.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from agentflow.errors import BadArgument
 _MOST_STEPS: Final = 300_000
 
 _WRITABLE: Final = CharSet(merged([(0x08, 0x0A), (0x0C, 0x0D), (0x20, 0x7E), (0x80, MAX_CODE_POINT)]))
-"""The characters that a parser writes, by themselves or with an escape of one letter."""
+"""The characters that a parser writes, directly or as an escape of one letter."""
 
 _NAME: Final = Repeat(_WRITABLE, 0, None)
 
-# An escape, a set, or the end of the text; the latter is before a last newline, too, in Python only.
+# An escape, a set, or ``$``, which in Python alone also matches before a last newline.
 _DOLLAR: Final = re.compile(r"(\\.|\[\^?\]?(?:\\.|[^\]\\])*\])|\$", re.DOTALL)
 
 
 def drop_names_without_text(schema: dict[str, Any]) -> None:
-    """Drops the ``patternProperties`` for which no name is left beside the declared ones. Closes an object
-    for whose ``additionalProperties`` no name is left. The schema means the same.
+    """Drops the ``patternProperties`` that match no name except declared ones. Closes an object if no name is
+    left for its ``additionalProperties``. The meaning of the schema does not change.
 
     >>> schema = {"properties": {"a": {"type": "null"}}, "patternProperties": {"^a$": {"type": "null"}}}
     >>> drop_names_without_text(schema), schema
@@ -69,7 +69,7 @@ def drop_names_without_text(schema: dict[str, Any]) -> None:
 
 
 def check_writable(schema: dict[str, Any], place: str) -> None:
-    """``BadArgument``, which names the place, for a pattern all of whose texts have characters that a string
+    """Raises ``BadArgument``, with the place, for a pattern all of whose texts have characters that a string
     can only contain as an escape ``\\u``."""
     pattern = schema.get("pattern")
     names = _found_by(pattern) if isinstance(pattern, str) else None
@@ -79,7 +79,7 @@ def check_writable(schema: dict[str, Any], place: str) -> None:
 
 
 def _found_by(pattern: str) -> Regex | None:
-    """The texts in which the pattern is found. None if it cannot be read here."""
+    """Returns the texts that contain a match of the pattern. None if it cannot be parsed here."""
     strict = _DOLLAR.sub(lambda found: found[1] or r"\Z", pattern)
     try:
         return parse_regex(f"(?s:.*)(?:{strict})(?s:.*)")
@@ -88,7 +88,7 @@ def _found_by(pattern: str) -> Regex | None:
 
 
 def _has_text(names: Regex, without: list[Regex] | None = None) -> bool:
-    """Whether one of the texts can be written and is none of the others. In doubt, True."""
+    """Whether one of the texts can be written and is not among the others. In doubt, True."""
     apart = [LookAhead(other, wanted=False) for other in without or []]
     try:
         build_dfa(Sequence((LookAhead(_NAME, wanted=True), *apart, names)), max_steps=_MOST_STEPS)

@@ -1,4 +1,4 @@
-"""Grammars in EBNF (GBNF, as llama.cpp, vLLM and SGLang take them), translated into Lark's notation."""
+"""Translates grammars in EBNF (GBNF, as in llama.cpp, vLLM and SGLang) into Lark's notation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_EBNF_CHARS = 20_000
 
 
 def lark_of_ebnf(source: str) -> str:
-    """The grammar in Lark's notation. ``BadArgument`` if it is not valid.
+    """Returns the grammar in Lark's notation. Raises ``BadArgument`` if it is not valid.
 
     >>> lark_of_ebnf('root ::= "yes"')
     'start: "yes"\\n'

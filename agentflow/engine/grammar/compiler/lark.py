@@ -1,13 +1,13 @@
 """Writes grammars for llguidance, in its dialect of Lark.
 
-``pattern_of`` writes the tree of a regular expression as a pattern of Rust's regex; written from the tree and
-not from the pattern, it keeps the meaning of Python's ``re``. The other functions write grammars of tags
-(tool calls, say) in free text and in rows.
+``pattern_of`` writes the tree of a regular expression as a pattern of Rust's regex. Because it starts from
+the tree and not from the pattern, the result has the meaning of Python's ``re``. The other functions write
+grammars of tags (such as tool calls) in free text and in rows.
 
-In free text, the text up to the end is one terminal in which no tag's ``begin`` occurs; text before a tag is
-another and ends lazily, with the first ``begin``. So a mark cannot pass as free text, however its characters
-are spread over tokens. Tags in a row have no free text between them and need no such care: if all their
-bodies are expressions, so is the row.
+In free text, the text up to the end is one terminal that contains no tag's ``begin``; text before a tag is
+another terminal and ends lazily, with the first ``begin``. So a mark cannot pass as free text, however its
+characters are divided into tokens. Tags in a row have no free text between them: if all their bodies are
+expressions, so is the row.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _NO_TEXT: Final = r"[^\x{0}-\x{10FFFF}]"
 
 
 def pattern_of(regex: Regex) -> str:
-    r"""The tree as a pattern that may stand between the slashes of a Lark terminal. ``BadArgument`` for
-    look-arounds (including anchors and word boundaries), which only a DFA can match.
+    r"""Returns the tree as a pattern for a Lark terminal, to be put between slashes. Raises ``BadArgument``
+    for look-arounds (including anchors and word boundaries), which only a DFA can match.
 
     >>> pattern_of(parse_regex("a{2}|[^b]"))
     '(?:(?:a){2}|[\\x{0}-a\\x{63}-\\x{10ffff}])'  # or equivalent
@@ -61,7 +61,7 @@ def pattern_of(regex: Regex) -> str:
 
 
 def literal_pattern(text: str) -> str:
-    """Exactly this text."""
+    """Returns a pattern that matches exactly this text."""
     return "".join([_char(ord(char)) for char in text])
 
 
@@ -84,12 +84,12 @@ TagBody: TypeAlias = "Regex | str"
 
 
 def tag_grammar(tags: Sequence[TagRule], bodies: Sequence[TagBody], max_tags: int | None = None) -> str:
-    """The grammar of free text with at most ``max_tags`` of these tags (None: any number), which ends after
-    the last one allowed: a model that may call no other tool has nothing to add. ``bodies``: each
-    ``TagRule.source``, compiled.
+    """Returns the grammar of free text with at most ``max_tags`` of these tags (None: any number). The text
+    ends after the last allowed tag: a model that may not call another tool has nothing to add. ``bodies``:
+    the compiled ``TagRule.source`` of each tag.
 
-    A body that is an expression ends at the first ``end``. One that is a grammar ends where the grammar does:
-    an ``end`` inside one of its JSON strings is text.
+    A body that is an expression ends at the first ``end``. A body that is a grammar ends with the grammar: an
+    ``end`` inside one of its JSON strings is text.
     """
     some_begin = "|".join([_text(tag.begin) for tag in tags])
     start = "tag* FREE_TEXT?"
@@ -112,7 +112,7 @@ def tag_grammar(tags: Sequence[TagRule], bodies: Sequence[TagBody], max_tags: in
 def row_grammar(
     tags: Sequence[TagRule], bodies: Sequence[TagBody], between: str, max_tags: int | None
 ) -> str:
-    """The grammar of 1 to ``max_tags`` of these tags (None: any number), separated by exactly ``between``."""
+    """Returns the grammar of 1 to ``max_tags`` of these tags (None: any number), separated by ``between``."""
     most = "" if max_tags is None else max_tags - 1
     next_one = f"({_text(between)} tag)" if between else "(tag)"
     lines = [
@@ -127,7 +127,7 @@ def row_grammar(
 
 
 def row_regex(tags: Sequence[TagRule], bodies: Sequence[Regex], between: str, max_tags: int | None) -> Regex:
-    """``row_grammar`` as an expression."""
+    """Returns ``row_grammar`` as an expression."""
     options = [
         RegexSequence((literal(tag.begin + tag.lead), body, literal(tag.end)))
         for tag, body in zip(tags, bodies, strict=True)
@@ -140,13 +140,13 @@ def row_regex(tags: Sequence[TagRule], bodies: Sequence[Regex], between: str, ma
 
 
 def tag_alone(tag: TagRule, body: TagBody) -> str:
-    """The grammar of the text after the tag's ``begin``, including its ``lead`` and ``end``."""
+    """Returns the grammar of the text after the tag's ``begin``, including its ``lead`` and ``end``."""
     grammars: list[dict[str, str]] = []
     return _joined(["start: body_0", *_body_lines(0, tag, body, grammars)], grammars)
 
 
 def _body_lines(n: int, tag: TagRule, body: TagBody, grammars: list[dict[str, str]]) -> list[str]:
-    """The rule ``body_n``. Grammars that it refers to are appended to ``grammars``."""
+    """Returns the rule ``body_n``. Appends the grammars that it uses to ``grammars``."""
     lead, end = [_text(mark) if mark else "" for mark in (tag.lead, tag.end)]
     if isinstance(body, str):
         grammars.append({"name": f"inner_{n}", "lark_grammar": body})
@@ -158,7 +158,7 @@ def _body_lines(n: int, tag: TagRule, body: TagBody, grammars: list[dict[str, st
 
 
 def either_grammar(first: str, second: str) -> str:
-    """The union of two grammars, each in Lark's notation; ``first`` may also be a grammar of tags."""
+    """Returns the union of two grammars, each in Lark's notation; ``first`` may also be a grammar of tags."""
     lines = ["start: @first | @second", ALL_TOKENS_ALLOWED]
     main, *inner = json.loads(first)["grammars"] if first.startswith("{") else [{"lark_grammar": first}]
     either = [
@@ -170,7 +170,7 @@ def either_grammar(first: str, second: str) -> str:
 
 
 def text_apart(pattern: str, begins: Sequence[str]) -> str:
-    """The grammar of texts that match the pattern and do not begin with any of ``begins``."""
+    """Returns the grammar of texts that match the pattern and do not begin with any of ``begins``."""
     some_begin = "|".join([_text(begin) for begin in begins])
     apart = f" & ~(({some_begin}) /(?s:.*)/)" if begins else ""
     return f"start: TEXT\nTEXT: /{pattern}/{apart}\n{ALL_TOKENS_ALLOWED}"

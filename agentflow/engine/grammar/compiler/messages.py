@@ -18,33 +18,31 @@ from agentflow.runtime.declared import Count, Declared, Fraction, Seconds, doc
 
 
 class Lengths(msgspec.Struct, frozen=True, array_like=True):
-    """After how much the parts of a JSON value end; see ``Constraint``. Numbers are always bounded."""
+    """The lengths at which parts of a JSON value end; see ``Constraint``. Numbers are always bounded."""
 
-    string_chars: int | None = None
-    list_items: int | None = None
+    string_chars: int | None = None  # None: no limit
+    list_items: int | None = None  # None: no limit
 
 
 class SchemaPart(msgspec.Struct, frozen=True, array_like=True):
-    """A client's schema within the schema of a constraint. ``path``: the keys that lead to it. ``name``: of
-    the tool whose arguments it describes; ``param``: of its errors. Both are empty for the form of an answer.
-    A part that is not strict may be relaxed."""
+    """A client's schema within the schema of a constraint."""
 
-    path: tuple[str | int, ...]
-    name: str
-    param: str
-    is_strict: bool = True
+    path: tuple[str | int, ...]  # the keys that lead to it
+    name: str  # of the tool whose arguments it describes; empty for the form of an answer
+    param: str  # of its errors; empty for the form of an answer
+    is_strict: bool = True  # otherwise it may be relaxed
 
 
 class PartedConstraint(Constraint, frozen=True, omit_defaults=True):
-    """A JSON schema, or tags of one each, in which the server put schemas of a client. Clients of sessions
-    cannot send it: what was relaxed is reported over HTTP only."""
+    """A JSON schema, or tags with one each, in which the server put schemas of a client. Clients of sessions
+    cannot send it, because only HTTP reports relaxed keywords."""
 
     parts: tuple[SchemaPart, ...] = ()
     instead: PartedConstraint | None = None
 
     @classmethod
     def of(cls, constraint: Constraint, *parts: SchemaPart) -> PartedConstraint:
-        """The constraint with these parts."""
+        """Returns the constraint with these parts."""
         fields = {name: getattr(constraint, name) for name in constraint.__struct_fields__}
         if constraint.instead is not None:
             fields["instead"] = cls.of(constraint.instead)
@@ -54,11 +52,11 @@ class PartedConstraint(Constraint, frozen=True, omit_defaults=True):
 
     @classmethod
     def relaxable(cls, constraint: Constraint) -> PartedConstraint:
-        """The constraint of a schema all of which may be relaxed."""
+        """Returns the constraint of a schema that may be relaxed completely."""
         return cls.of(constraint, SchemaPart((), "", "", is_strict=False))
 
     def schema_source(self) -> str:
-        """The text of the schema. Those of several tags are the alternatives of one schema."""
+        """Returns the text of the schema. The schemas of several tags become alternatives of one schema."""
         if self.kind != "tags":
             return self.source
         sources = [tag.source for tag in self.tags()]
@@ -73,7 +71,7 @@ class PartedConstraint(Constraint, frozen=True, omit_defaults=True):
         return json.dumps({"anyOf": options, "$defs": definitions}, ensure_ascii=False)
 
     def with_schema(self, source: str) -> PartedConstraint:
-        """The same with another schema."""
+        """Returns the constraint with another schema."""
         if self.kind == "tags":
             tags = self.tags()
             sources = [source]
@@ -87,31 +85,27 @@ class PartedConstraint(Constraint, frozen=True, omit_defaults=True):
 
 
 class Relaxed(msgspec.Struct, frozen=True, array_like=True):
-    """A keyword of a client's schema that the grammar does not keep. ``name``: as in ``SchemaPart``.
-    ``path``: the keys that lead to the keyword; empty if all of the schema was relaxed."""
+    """A keyword of a client's schema that the grammar does not enforce."""
 
-    name: str
-    path: tuple[str, ...]
+    name: str  # as in ``SchemaPart``
+    path: tuple[str, ...]  # the keys that lead to the keyword; empty if the whole schema was relaxed
 
 
 class CompiledConstraint(msgspec.Struct, frozen=True, array_like=True):
-    """A constraint as the engine takes it.
+    """A constraint in the engine's form."""
 
-    ``key``: equal for equal constraints of a tenant. ``payload``: a ``Dfa`` as ``Dfa.to_bytes`` writes it, or
-    a grammar for llguidance (UTF-8). Empty if the engine already has it under the key. ``lengths``: of a JSON
-    value, for ``LengthMatcher``. ``relaxed``: what it does not keep. ``num_alternatives``: the most members
-    and options that its schemas allow at one place, which raises the parser's limit of items.
-    """
-
-    key: str
+    key: str  # equal for equal constraints of a tenant
     form: Literal["dfa", "llguidance"]
+    # A ``Dfa`` from ``Dfa.to_bytes``, or a grammar for llguidance (UTF-8). Empty if the engine already has it
+    # under the key.
     payload: bytes
-    lengths: Lengths | None = None
-    relaxed: tuple[Relaxed, ...] = ()
+    lengths: Lengths | None = None  # of a JSON value, for ``LengthMatcher``
+    relaxed: tuple[Relaxed, ...] = ()  # the keywords that it does not enforce
+    # The most members and options that its schemas allow at one place; raises the parser's limit of items.
     num_alternatives: int = 0
 
     def limited(self, constraint: Constraint) -> CompiledConstraint:
-        """The same with the lengths of ``constraint``, from which it was compiled."""
+        """Returns it with the lengths of ``constraint``, from which it was compiled."""
         if constraint.kind != "schema":
             return self
         lengths = Lengths(constraint.string_chars, constraint.list_items)
@@ -121,16 +115,15 @@ class CompiledConstraint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CompileConstraint(Protocol):
-    """The signature of the function that ``StartCompiling.loader`` names."""
+    """The type of the function ``StartCompiling.loader``."""
 
     def __call__(self, constraint: Constraint) -> CompiledConstraint: ...
 
 
 class StartCompiling(msgspec.Struct, frozen=True):
-    """``loader``: the name of a ``CompileConstraint``, as ``package.module:function``. The limits are those
-    of ``CompileLimits`` for one constraint."""
+    """Tells the process how to compile. The limits are the limits of ``CompileLimits`` for one constraint."""
 
-    loader: str
+    loader: str  # the name of a ``CompileConstraint``, as ``package.module:function``
     cpu_s: float
     memory_bytes: int
     compiled_bytes: int
@@ -143,17 +136,16 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class CompileFailure(msgspec.Struct, frozen=True):
-    """An error of ``errors.py`` as a message. ``is_final``: compiling again would fail again.
-    ``retry_after_s``: for ``Overloaded``. ``param``: ``instead`` if that part of the constraint is wrong."""
+    """An error of ``errors.py`` as a message."""
 
     code: str
     message: str
-    is_final: bool = True
-    retry_after_s: float | None = None
-    param: str | None = None
+    is_final: bool = True  # compiling again would fail again
+    retry_after_s: float | None = None  # for ``Overloaded``
+    param: str | None = None  # ``instead`` if that part of the constraint is wrong
 
     def to_error(self) -> AgentflowError:
-        """A new exception each time, with a traceback of its own."""
+        """Returns a new exception at each call, so that each has a separate traceback."""
         error = from_code(self.code, self.message, self.param)
         if isinstance(error, Overloaded):
             error.retry_after_s = self.retry_after_s
@@ -161,12 +153,11 @@ class CompileFailure(msgspec.Struct, frozen=True):
 
 
 class CompileEnd(msgspec.Struct, frozen=True):
-    """Exactly one of ``compiled`` and ``failure`` is set. ``is_last``: the process has grown too large and
-    takes no more constraints."""
+    """The answer to a constraint. Exactly one of ``compiled`` and ``failure`` is set."""
 
     compiled: CompiledConstraint | None = None
     failure: CompileFailure | None = None
-    is_last: bool = False
+    is_last: bool = False  # the process has grown too large and accepts no more constraints
 
 
 start_decoder = msgspec.msgpack.Decoder(StartCompiling)
@@ -176,18 +167,18 @@ end_decoder = msgspec.msgpack.Decoder(CompileEnd)
 
 
 def over_limit(constraint: Constraint, what: str) -> CompileFailure:
-    """The failure of a constraint that reaches a limit; ``what`` names it."""
+    """Returns the failure of a constraint that reaches the limit ``what``."""
     message = f"{constraint.kind}: it {what}, which is the limit for compiling a constraint"
     return CompileFailure(RequestRefused.code, message)
 
 
 def over_cpu_time(constraint: Constraint, cpu_s: float) -> CompileFailure:
-    """The failure of a constraint that used up its processor time."""
+    """Returns the failure of a constraint that used up its processor time."""
     return over_limit(constraint, f"takes more than {cpu_s:g} s of processor time")
 
 
 def megabytes(num_bytes: int) -> str:
-    """A size for messages."""
+    """Formats a size for messages."""
     return f"{num_bytes / 1e6:.3g} MB"
 
 

@@ -1,10 +1,10 @@
-"""Relaxes what a grammar cannot keep, in the schemas of clients that do not insist on it.
+"""Relaxes keywords that a grammar cannot enforce, in schemas of clients that are not strict.
 
-OpenAI's API takes any schema for a tool that is not strict. ``relax`` drops from one what cannot be enforced,
-or replaces it by the nearest looser form, and returns where. Each step only allows more values, so that no
-valid value is lost; the server checks finished calls against the original. ``compile_parts`` does so for the
-parts of a constraint, in steps that go further only if the schema still does not compile. A strict part is
-rejected instead, with the place of the keyword.
+OpenAI's API accepts any schema for a tool that is not strict. ``relax`` drops the keywords that cannot be
+enforced, or replaces them by the nearest looser form, and returns their places. Each step only allows more
+values, so that no valid value is lost; the server checks finished calls against the original.
+``compile_parts`` relaxes the parts of a constraint, in steps that go further only if the schema still does
+not compile. A strict part is rejected instead, with the place of the keyword.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ _WHY_NOT: Final = "is not supported: check it in the program"
 
 
 def relax(root: Schema, start: Schema | None = None, place: Path = ()) -> list[Path]:
-    """Relaxes ``start`` (``root``, by default), which is at ``place``, as far as its text shows what cannot
-    be kept. Returns the place of each keyword that was dropped or changed.
+    """Relaxes the keywords of ``start`` (``root``, by default) that are known to be unenforceable. ``place``:
+    of ``start``. Returns the place of each keyword that was dropped or changed.
 
     >>> schema = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
     >>> relax(schema), schema
@@ -85,12 +85,12 @@ def relax(root: Schema, start: Schema | None = None, place: Path = ()) -> list[P
 
 
 def _unkept(schema: Schema, root: Schema, *, has_ids: bool) -> Iterator[str]:
-    """Relaxes the keywords that are kept in some schemas only. Yields those that were."""
+    """Relaxes the keywords that can be enforced in some schemas only. Yields the relaxed ones."""
     if schema.get("uniqueItems") is True and unique_lists(schema, root) is None:
         del schema["uniqueItems"]
         yield "uniqueItems"
     for key in ("exclusiveMinimum", "exclusiveMaximum"):
-        # In draft 4 it is an open limit; without it, the limit is closed.
+        # In draft 4 it makes the limit open; without it, the limit is closed.
         if isinstance(schema.get(key), bool) and schema.pop(key):
             yield key
     if (most := least_members(schema)) is not None:
@@ -107,7 +107,7 @@ def _unkept(schema: Schema, root: Schema, *, has_ids: bool) -> Iterator[str]:
 
 
 def _is_inside(reference: str, root: Schema) -> bool:
-    """Whether the schema has what the reference names. True for the name of an anchor, which may exist."""
+    """Whether the schema has the target of the reference. True for the name of an anchor, which may exist."""
     if not reference.startswith("#"):
         return reference == ""
     if not reference.startswith("#/"):
@@ -125,7 +125,7 @@ def _is_inside(reference: str, root: Schema) -> bool:
 
 
 def without_look_arounds(pattern: str) -> str:
-    """The pattern with an empty group for each look-around. It matches whatever the pattern matches.
+    """Replaces each look-around by an empty group. The result matches all texts that the pattern matches.
 
     >>> without_look_arounds(r"^(?!^[-+.]*$)[+-]?0*\\d*\\.?\\d*$")
     '^(?:)[+-]?0*\\\\d*\\\\.?\\\\d*$'
@@ -157,13 +157,13 @@ def without_look_arounds(pattern: str) -> str:
 
 
 def check_kept(schema: Schema) -> None:
-    """``BadArgument``, which names the place, for a keyword that cannot be kept."""
+    """Raises ``BadArgument``, with the place, for a keyword that cannot be enforced."""
     for path in relax(copy.deepcopy(schema)):
         raise BadArgument(f"schema: {'.'.join(path)} {_why(schema, path)}")
 
 
 def _why(schema: Schema, path: Path) -> str:
-    """Why the keyword at the end of the path cannot be kept."""
+    """Returns why the keyword at the end of the path cannot be enforced."""
     if path[-1] != "$ref":
         return _WHY.get(path[-1], _WHY_NOT)
     value: Any = schema
@@ -173,7 +173,7 @@ def _why(schema: Schema, path: Path) -> str:
 
 
 class _Part:
-    """A part of a schema, with the definitions that are its own."""
+    """A part of a schema, with the definitions that only it uses."""
 
     def __init__(self, root: Schema, part: SchemaPart) -> None:
         self.part = part
@@ -196,11 +196,12 @@ class _Part:
 
     @property
     def alone(self) -> Schema:
-        """The part as a schema of its own."""
+        """Returns the part as a separate schema."""
         return {**self._start, **self._definitions} if self.part.path else self._root
 
     def check(self) -> None:
-        """As ``check_schema``; and ``BadArgument`` for a keyword that a strict part cannot keep."""
+        """Like ``check_schema``, but also raises ``BadArgument`` for an unenforceable keyword of a strict
+        part."""
         for place, one in self._places:
             try:
                 check_schema(one, place)
@@ -212,18 +213,18 @@ class _Part:
                 raise self.error(BadArgument(text), path)
 
     def relax(self) -> list[Path]:
-        """Relaxes what the text shows."""
+        """Relaxes the keywords that are known to be unenforceable."""
         return [path for place, one in self._places for path in relax(self._root, one, place)]
 
     def error(self, error: AgentflowError, path: Path = ()) -> AgentflowError:
-        """The error as one of this part, at a place in it."""
+        """Returns the error with this part's ``param``, at a place in the part."""
         part, text = self.part, str(error).removeprefix("schema: ")
         if not part.name:
             return type(error)(str(error))
         return type(error)(f"tool {part.name!r}: {text}", param=".".join((part.param, *path)))
 
     def fault(self, compiles: Compiles, error: AgentflowError) -> AgentflowError:
-        """The error of compiling this part, at the first place that does not compile by itself."""
+        """Returns the error of compiling this part, at the first place that does not compile by itself."""
         for found in self.relax_until(compiles):
             if found and found[0]:
                 where = ".".join(found[0])
@@ -297,9 +298,9 @@ def compile_parts(
     compile_whole: Callable[[Constraint], CompiledConstraint],
     compile_schema: Callable[[Schema], object],
 ) -> tuple[PartedConstraint, CompiledConstraint]:
-    """Compiles a constraint with parts, relaxed where they cannot be kept and are not strict; returns the
-    relaxed constraint, too. ``BadArgument`` for a strict part that cannot be kept; its ``param`` is the
-    part's, with the place of the keyword."""
+    """Compiles a constraint with parts, and relaxes parts that cannot be enforced and are not strict. Returns
+    the relaxed constraint, too. Raises ``BadArgument`` for a strict part that cannot be enforced, with the
+    part's ``param`` and the place of the keyword."""
     root = parse_schema(constraint.schema_source())
     parts = [_Part(root, part) for part in constraint.parts]
     relaxed: list[Relaxed] = []

@@ -1,9 +1,9 @@
 """Reads a JSON schema, rejects keywords that cannot be enforced, and makes the rest explicit.
 
 The explicit schema is narrower, so that all generated text is valid under the original, and it means the same
-to a DFA and to a parser: an object that declares members has no others, numbers fit what parsers accept, and
-dates exist. Where any value may stand, it refers to a definition of our own, ``ANY_VALUE``, so that numbers
-are bounded there too. A recursive schema must have a finite value.
+to a DFA and to a parser: an object that declares members has no others, numbers are in the range that parsers
+accept, and dates exist. Where any value is allowed, it refers to the added definition ``ANY_VALUE``, so that
+numbers are bounded there, too. A recursive schema must have a finite value.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ANY_VALUE: Final = "agentflow:any-value"
 
 
 def define_any_value(root: Schema, subschemas: Iterable[Schema]) -> None:
-    """Adds the definition to ``root``, and refers to it where a schema constrains nothing.
+    """Adds the definition ``ANY_VALUE`` to ``root``, and a reference to it in schemas without constraints.
 
     >>> define_any_value(schema := {"type": "array"}, [schema])
     >>> schema["items"]
@@ -49,7 +49,7 @@ def define_any_value(root: Schema, subschemas: Iterable[Schema]) -> None:
         types = schema.get("type")
         names = types if isinstance(types, list) else [types]
         if not set(schema) - ANNOTATIONS:
-            schema["anyOf"] = [{"$ref": ANY_VALUE}]  # older drafts ignore $id beside $ref
+            schema["anyOf"] = [{"$ref": ANY_VALUE}]  # older drafts ignore $id next to $ref
         if "object" in names and "additionalProperties" not in schema:
             schema["additionalProperties"] = {"$ref": ANY_VALUE}
         if "array" in names and "items" not in schema and "additionalItems" not in schema:
@@ -82,7 +82,7 @@ _LITERAL: Final = frozenset({"const", "enum"})
 
 
 def has_finite_value(root: Schema) -> bool:
-    """False if no value can satisfy ``root`` because each would contain another one like it.
+    """Returns False if no value can satisfy ``root`` because each would contain another one like it.
 
     >>> has_finite_value({"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]})
     False
@@ -104,7 +104,7 @@ def has_finite_value(root: Schema) -> bool:
 
 
 def _targets(root: Schema) -> dict[str, Any]:
-    """The subschemas that a reference may name."""
+    """Returns the possible targets of references."""
     targets: dict[str, Any] = {"#": root}
     for holder in ("$defs", "definitions"):
         named = root.get(holder)
@@ -142,7 +142,7 @@ MOST_DEPTH: Final = 60
 
 
 def parse_schema(source: str) -> Schema:
-    """The schema of a JSON text. ``BadArgument`` if it is not the text of a schema."""
+    """Returns the schema of a JSON text. Raises ``BadArgument`` if it is not the text of a schema."""
     try:
         schema = json.loads(source, parse_constant=_no_constant)
         source.encode()
@@ -160,16 +160,16 @@ def parse_schema(source: str) -> Schema:
 
 
 def check_schema(schema: Schema, place: Path = ()) -> None:
-    """Drops keywords that say nothing. ``BadArgument``, which names the place, if it is no schema. ``place``:
-    that of ``schema``."""
+    """Drops keywords without effect. Raises ``BadArgument``, with the place, for an invalid schema.
+    ``place``: of ``schema``."""
     for where, sub in placed_subschemas(schema, place):
         _refuse_what_is_no_schema(sub, ".".join(where))
         _drop_what_says_nothing(sub)
 
 
 def explicit(schema: Schema) -> Schema:
-    """The explicit schema, made from one that has passed ``check_schema`` and has no keywords that cannot be
-    kept. ``BadArgument`` if no finite value satisfies it."""
+    """Returns the explicit form of a schema that has passed ``check_schema`` and has only enforceable
+    keywords. Raises ``BadArgument`` if no finite value satisfies it."""
     for place, sub in list(placed_subschemas(schema)):
         drop_names_without_text(sub)
         check_writable(sub, ".".join(place))
@@ -198,8 +198,8 @@ def explicit(schema: Schema) -> Schema:
 
 
 def for_llguidance(schema: Schema) -> Schema:
-    """The schema as llguidance enforces it: patterns replace the formats in ``PATTERN_OF_FORMAT``, and narrow
-    ranges do not begin at an open limit."""
+    """Returns the schema in the form for llguidance: patterns replace the formats in ``PATTERN_OF_FORMAT``,
+    and narrow ranges do not begin at an open limit."""
     narrower: Schema = json.loads(json.dumps(schema))
     for _, sub in placed_subschemas(narrower):
         name = sub.get("format")
@@ -211,14 +211,14 @@ def for_llguidance(schema: Schema) -> Schema:
 
 
 MOST_ALTERNATIVES: Final = 1_050
-"""The most members and options at one place: 1,000 optional members, and what else their objects allow."""
+"""The most members and options at one place: 1,000 optional members, and the other parts of their objects."""
 
 _UNITS_OF_CONTAINER: Final = 2
 
 
 def num_alternatives(root: Schema) -> int:
-    """The most members and options among which the parser chooses at one place of the explicit schema.
-    ``BadArgument``, which names the place, if they are more than a step of the parser can read.
+    """Returns the most members and options among which the parser chooses at one place of the explicit
+    schema. Raises ``BadArgument``, with the place, if there are more than a step of the parser can process.
 
     >>> num_alternatives({"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "required": ["c"]})
     5
@@ -238,7 +238,8 @@ def num_alternatives(root: Schema) -> int:
 
 
 def _alternatives(schema: Any, root: Schema, known: dict[int, int]) -> int:
-    """Of the values of one schema. ``known``: by the identity of a schema; 0 for those being counted."""
+    """Counts the alternatives of one schema. ``known``: the counts by the identity of a schema; 0 for schemas
+    that are being counted."""
     if not isinstance(schema, dict):
         return 1
     if id(schema) in known:
@@ -263,8 +264,8 @@ _NEAREST: Final = 1e-12
 
 
 def _close_open_limits(schema: Schema) -> None:
-    """llguidance 1.9 allows 0 between the open limits 0 and 0.5: the integer that is the open limit of a
-    range narrower than 1. Such a limit moves into the range and becomes closed."""
+    """Moves the open integer limit of a range narrower than 1 into the range, and closes it. llguidance 1.9
+    would allow the limit itself, such as 0 between the open limits 0 and 0.5."""
     if schema.get("type") != "number":
         return
     for key, opposite, sign in (("exclusiveMinimum", "maximum", 1), ("exclusiveMaximum", "minimum", -1)):
@@ -283,8 +284,8 @@ def _no_constant(name: str) -> None:
 
 
 def placed_subschemas(schema: Any, place: Path = (), depth: int = 0) -> Iterator[tuple[Path, Schema]]:
-    """The schema, which is at ``place``, and all schemas inside it, each with its place. ``BadArgument`` if
-    they nest too deep."""
+    """Yields the schema, which is at ``place``, and all schemas inside it, each with its place. Raises
+    ``BadArgument`` if they nest too deep."""
     if not isinstance(schema, dict):
         return
     if depth > MOST_DEPTH:
@@ -357,8 +358,8 @@ def _refuse_what_is_no_schema(schema: Schema, place: str) -> None:
 
 
 def least_members(schema: Schema) -> int | None:
-    """The largest ``minProperties`` that can be kept, if the schema has a larger one. Two members may have
-    the same name, and a parser then keeps one of them."""
+    """Returns the largest enforceable ``minProperties``, if the schema has a larger one, else None. Two
+    members may have the same name, and a JSON parser then keeps one of them."""
     least = schema.get("minProperties")
     is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
     most = max(1, len(set(schema.get("required", []))))
@@ -371,7 +372,7 @@ _MOST_UNIQUE_VALUES: Final = 32
 
 
 def unique_lists(schema: Schema, root: Schema) -> list[Any] | None:
-    """All lists under a schema with ``uniqueItems``. None if there are too many, or they are not known.
+    """Returns all lists under a schema with ``uniqueItems``. None if there are too many, or they are unknown.
 
     >>> unique_lists({"type": "array", "items": {"type": "boolean"}, "uniqueItems": True}, {})
     [[], [False], [True], [False, True], [True, False]]
@@ -390,7 +391,7 @@ def unique_lists(schema: Schema, root: Schema) -> list[Any] | None:
 
 
 def _values_of(schema: Any, root: Schema) -> list[Any] | None:
-    """The different values of a schema, if they are few."""
+    """Returns the different values of a schema; None if there are many."""
     found = resolved(schema, root)
     keywords = set(found) - ANNOTATIONS
     if keywords <= {"const", "type"} and "const" in keywords:
@@ -448,8 +449,8 @@ def _close(schema: Schema) -> None:
 
 
 def exclude_each_other(options: Any, root: Any) -> bool:
-    """Whether no value is valid under two of the options, as far as their types, their literal values or the
-    literal values of a member that both require can tell."""
+    """Whether no value is valid under two of the options. Considers their types, their literal values, and
+    the literal values of a member that both require."""
     if not isinstance(options, list):
         return False
     targets = [resolved(option, root) for option in options]
@@ -477,7 +478,8 @@ def _are_apart(a: Schema, b: Schema, root: Any) -> bool:
 
 
 def _literal_values(schema: Schema) -> set[str] | None:
-    """As JSON, which distinguishes 1 from "1" but not from 1.0; so only strings and null count."""
+    """Returns the literal values as JSON; None if there are others than strings and null: JSON does not
+    distinguish 1 from 1.0."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(values, list) or not all(value is None or isinstance(value, str) for value in values):
         return None

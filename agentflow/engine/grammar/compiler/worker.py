@@ -1,10 +1,10 @@
 """The compiling process.
 
 ``python -m agentflow.engine.grammar.compiler.worker SOCKET LIFELINE``: the file descriptors of a socket and a
-pipe that the server leaves open (``process/child.py``). It compiles one constraint after the other, at the
-lowest priority of the machine and within limits. Each limit is enforced twice: by an exception in Python
-code, after which the process continues; and, for native code that does not return to Python, by the kernel,
-which ends the process; the server then starts another one.
+pipe that the server leaves open (``ChildProcess``). It compiles one constraint after the other, at the lowest
+priority of the machine and within limits. Each limit is enforced twice: by an exception in Python code, after
+which the process continues; and, for native code that does not return to Python, by the kernel, which ends
+the process; the server then starts another one.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from agentflow.protocol.constraint import Constraint
 
 logger = logging.getLogger(__name__)
 
-# Between the two limits of processor time; the kernel's can only be set to whole seconds.
+# The time between the two limits of processor time; the kernel's limit is in whole seconds.
 CPU_GRACE_S = 1.0
-# Python may drop the exception for processor time (in a destructor, say), so it is raised repeatedly.
+# Python may drop the exception for processor time (for example in a destructor), so it is raised repeatedly.
 REPEAT_S = 0.1
 
 
 class _CpuTimeOver(BaseException):
-    """A ``BaseException``, so that compiling code does not catch it as its own."""
+    """A ``BaseException``, so that code for compiling does not catch it."""
 
 
 class CompileWorker:
@@ -136,7 +136,7 @@ class CompileWorker:
 
     @contextlib.contextmanager
     def _kernel_limits(self) -> Iterator[None]:
-        """Sets the kernel's limits of memory (on top of what is in use) and of processor time."""
+        """Sets the kernel's limits of memory (in addition to the memory in use) and of processor time."""
         cpu_s = math.ceil(time.process_time() + self._limits.cpu_s + CPU_GRACE_S)
         _set_limit(resource.RLIMIT_CPU, cpu_s)
         _set_limit(resource.RLIMIT_AS, _address_space_bytes() + self._limits.memory_bytes)
@@ -147,7 +147,7 @@ class CompileWorker:
             _set_limit(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
 
     def _has_grown(self) -> bool:
-        """Whether jobs have left so much memory in use that a new process is better."""
+        """Whether jobs have left enough memory in use to justify a new process."""
         return _address_space_bytes() - self._loaded_bytes > self._limits.memory_bytes // 2
 
     def _send(self, content: object) -> None:
@@ -188,13 +188,13 @@ def _set_limit(which: int, value: int) -> None:
 
 @contextlib.contextmanager
 def _ending_with(lifeline: BinaryIO) -> Iterator[None]:
-    """Within this context, the process is killed by SIGIO when the lifeline closes, whatever it is doing.
-    Only on Linux; elsewhere it first finishes its job."""
+    """Within this context, SIGIO kills the process as soon as the lifeline closes. Only on Linux; elsewhere
+    the process first finishes its job."""
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
     try:
-        ended = select.poll()  # not select(), which takes no numbers above 1023
+        ended = select.poll()  # not select(), which rejects descriptors above 1023
         ended.register(lifeline, select.POLLIN)
         if ended.poll(0):  # closed before the signal was set up
             raise ConnectionResetError
@@ -213,10 +213,10 @@ def go_behind_others() -> None:
 def take_only_what_is_left() -> None:
     """Runs the process only on idle processors from now on.
 
-    Any thread that wakes up takes the processor at once, so threads that wait for each other, as in a forward
-    pass, are not held up by this process's time slices. While all processors are busy it makes almost no
+    Any thread that wakes up gets the processor immediately, so time slices of this process do not delay
+    threads that wait for each other, as in a forward pass. While all processors are busy it makes almost no
     progress (measured: 4 ms of compiling took 1 to 4 s, and 0.25 s with nice 19 alone), so this is not used
-    while loading, which others may wait for.
+    while the process loads: requests may wait for it.
     """
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -21,16 +21,16 @@ from agentflow.engine.grammar.compiler.messages import (
 from agentflow.errors import EngineFailed, RequestRefused
 from agentflow.protocol.constraint import Constraint
 
-# How long to wait for the exit status of a process whose socket has closed.
+# The time for a process whose socket has closed to exit by itself, so that its exit status is known.
 LAST_WORDS_S = 1.0
-# Threads of libraries, and the heaps that the C library makes for them, would count against the memory limit.
+# Threads of libraries, and the heaps that the C library allocates for them, would count as used memory.
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "RAYON_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "1",
 }
-# Signals by which the kernel ends a process for its own faults.
+# Signals with which the kernel ends a process for a fault in the process.
 OWN_FAULTS = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE)
 
 
@@ -39,8 +39,9 @@ class CannotCompile(Exception):
 
 
 class CompileWorkerHandle(ChildProcess):
-    """Created by ``start``. After ``ready``, it takes constraints while ``is_usable``; ``end`` ends the
-    process. ``module``: runs in the process. ``has_died``: the process died while compiling."""
+    """The handle on a process. Created by ``start``. After ``ready``, it accepts constraints while
+    ``is_usable``; ``end`` ends the process. ``module``: runs in the process. ``has_died``: the process died
+    while compiling."""
 
     module = "agentflow.engine.grammar.compiler.worker"
     is_usable = True
@@ -49,14 +50,15 @@ class CompileWorkerHandle(ChildProcess):
 
     @classmethod
     def start(cls, loader: str, limits: CompileLimits) -> CompileWorkerHandle:
-        """Starts a process, which begins to load. OSError if no process can be created."""
+        """Starts a process, which begins to load. Raises ``OSError`` if no process can be created."""
         first = StartCompiling(loader, limits.cpu_s, limits.memory_bytes, limits.compiled_bytes)
         worker = cls.run(cls.module, first, **ONE_THREAD)
         worker._limits = limits
         return worker
 
     async def ready(self) -> None:
-        """Waits until the process has loaded. ``CannotCompile`` if it cannot; EOFError if it died."""
+        """Waits until the process has loaded. Raises ``CannotCompile`` if it cannot, ``EOFError`` if it
+        died."""
         answer = ready_decoder.decode(await self._next_frame())
         if answer.problem:
             raise CannotCompile(answer.problem)
@@ -78,12 +80,12 @@ class CompileWorkerHandle(ChildProcess):
         self.signal(signal.SIGCONT)
 
     async def watch(self) -> None:
-        """Between two constraints: waits until the process dies, then raises EOFError."""
+        """Waits between two constraints until the process dies, and then raises ``EOFError``."""
         await self._next_frame()
 
     async def compile(self, constraint: Constraint) -> CompileEnd:
-        """The process's answer or, if it dies, a failure that says how. After a cancellation, the handle must
-        not be used again."""
+        """Returns the process's answer or, if it dies, a failure that says how. After a cancellation, the
+        handle must not be used again."""
         self.is_usable = False
         try:
             await self.send(to_frame(constraint))
