@@ -1,12 +1,11 @@
-"""The engine's view of one program state: its tokens, and how a whole conversation becomes tokens.
+"""The engine's view of one program state: its tokens, and the encoding of whole conversations.
 
-``EngineContext`` is what the generator opens, fills and forks. ``fill_conversation`` writes a conversation
-that an HTTP client sent into an empty context, turn by turn. Such a client sends the whole conversation
-again with each turn, and earlier answers come back as text and tool calls. Encoded again, an answer may
-become other tokens than the ones that were generated, and its calls other text; nothing after it would be
-found in the cache. ``OutputTokenCache`` therefore keeps the generated tokens of recent answers, by the
-conversation that each one ends. Only an identical conversation matches, so what one conversation gets never
-depends on another.
+The generator opens, fills and forks an ``EngineContext``. ``fill_conversation`` writes a conversation that an
+HTTP client sent into an empty context, turn by turn. Such a client sends the whole conversation again with
+each turn, and earlier answers come back as text and tool calls. Encoded again, an answer may become other
+tokens than the generated ones, and its calls other text; then the cache would not match anything after it.
+``OutputTokenCache`` therefore keeps the generated tokens of recent answers, by the conversation that each one
+ends. Only an identical conversation matches, so conversations do not affect each other.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ FILLED_CHARS = 16
 MAX_TOKENS = 500_000
 """Default capacity of an ``OutputTokenCache``, at four bytes a token."""
 TOKENS_PER_ENTRY = 64
-"""The memory of one cache entry beside its tokens, counted in tokens."""
+"""The memory of one cache entry without its tokens, counted in tokens."""
 
 
 class PromptLimits:
-    """The longest prompt that one model takes, and checks against it that cost nothing."""
+    """The longest prompt that one model accepts, with cheap checks against it."""
 
     def __init__(self, tokenizer: Tokenizer, info: RunnerInfo) -> None:
         self._tokenizer = tokenizer
@@ -57,12 +56,13 @@ class PromptLimits:
         self._max_tokens = min(info.max_context, info.num_slots)
 
     def max_tokens(self, limit: int | None = None) -> int:
-        """Tokens that a prompt may have: the smaller of the model's context, the KV pool and ``limit``."""
+        """Returns the most tokens of a prompt: the smallest of the model's context, the KV pool and
+        ``limit``."""
         return min(self._max_tokens, limit or self._max_tokens)
 
     def check_length(self, num_chars: int, max_tokens: int | None = None) -> None:
-        """``PromptTooLong`` if a text of so many characters exceeds ``max_tokens`` however it is encoded.
-        Call it before encoding, which would take long. Default: what the model takes."""
+        """Raises ``PromptTooLong`` if every encoding of a text with ``num_chars`` characters exceeds
+        ``max_tokens``. Call it before encoding, which would take long. Default: the limit of the model."""
         max_tokens = max_tokens or self._max_tokens
         fewest = self._tokenizer.fewest_tokens(num_chars)
         if fewest > max_tokens:
@@ -72,7 +72,7 @@ class PromptLimits:
             )
 
     def check_num_tokens(self, num_tokens: int, max_tokens: int | None = None) -> None:
-        """``PromptTooLong`` for more than ``max_tokens``. Default: what the model takes."""
+        """Raises ``PromptTooLong`` for more than ``max_tokens``. Default: the limit of the model."""
         max_tokens = max_tokens or self._max_tokens
         if num_tokens > max_tokens:
             raise PromptTooLong(
@@ -80,14 +80,14 @@ class PromptLimits:
             )
 
     def check_turns(self, num_turns: int) -> None:
-        """``PromptTooLong`` for more turns than the context has tokens."""
+        """Raises ``PromptTooLong`` for more turns than the context has tokens."""
         if num_turns > self.max_turns:
             raise PromptTooLong(
                 f"the prompt has more than {self.max_turns:,} turns of at least one token each: shorten it"
             )
 
     def check_ids(self, token_ids: Sequence[int]) -> None:
-        """``BadArgument`` for an id outside the vocabulary."""
+        """Raises ``BadArgument`` for an id outside the vocabulary."""
         if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
             return
         wrong = next(i for i in token_ids if not 0 <= i < self._vocab_size)
@@ -98,36 +98,30 @@ class PromptLimits:
 
 @dataclass(eq=False)
 class EngineContext:
-    """One state of a program in the engine.
-
-    ``origin``: what its requests say about where they come from. ``num_computed``: leading tokens that the
-    engine was already asked to compute. ``has_run``: the engine knows the state. ``prefill_ahead``: id of
-    the request that computes a shared prefix before its forks need it. ``deadline``: when the program wants
-    the state done (``time.monotonic``). ``tools``: those of the conversation that it began with.
-    ``conversation_key``: key of that conversation if the model's answer to it comes next.
-    """
+    """One state of a program in the engine."""
 
     tokens: TokenState
-    origin: Origin
+    origin: Origin  # of its requests
     limits: PromptLimits
     num_unencoded_chars: int = 0
     num_unencoded_turns: int = 0
     num_turns: int = 0
-    num_computed: int = 0
-    has_run: bool = False
-    prefill_ahead: int | None = None
-    deadline: float | None = None
-    tools: ToolUse | None = None
-    conversation_key: bytes | None = None
+    num_computed: int = 0  # the leading tokens that requests have already computed
+    has_run: bool = False  # the engine knows the state
+    prefill_ahead: int | None = None  # the id of a request that computes a prefix before forks need it
+    deadline: float | None = None  # when the state should be done, on ``time.monotonic``
+    tools: ToolUse | None = None  # of the conversation with which the state began
+    conversation_key: bytes | None = None  # of that conversation, if the model's answer to it comes next
 
     def fill(self, text: str) -> None:
-        """Appends text, to be encoded later. ``PromptTooLong`` if no output would fit after it."""
+        """Appends text, to be encoded later. Raises ``PromptTooLong`` if no output would fit after it."""
         self.limits.check_length(self.num_unencoded_chars + len(text))
         self.tokens.text(text)
         self.num_unencoded_chars += len(text)
 
     def begin_role(self, role: str, tool_call_id: str | None = None, name: str | None = None) -> None:
-        """Opens a turn under the chat template. ``PromptTooLong`` for more turns than tokens fit."""
+        """Opens a turn under the chat template. Raises ``PromptTooLong`` for more turns than the context has
+        tokens."""
         self.limits.check_turns(self.num_turns + 1)
         self.tokens.begin_role(role, tool_call_id, name)
         self.num_turns += 1
@@ -138,8 +132,9 @@ class EngineContext:
         self.tokens.end_role()
 
     def offer_tools(self, template: ChatTemplate, offered: Conversation) -> None:
-        """Replaces the tools that replies may call. ``offered``: a conversation without messages. Its prompt
-        changes from the beginning, unless the tools are the same. Errors as ``fill_conversation``."""
+        """Replaces the tools that replies may call. The prompt changes from its beginning, unless the tools
+        are the same. ``offered``: a conversation without messages. Raises the errors of
+        ``fill_conversation``."""
         use = tool_use(template, offered)
         if use.form.is_native:
             self.tokens.tools(use.tools)
@@ -151,17 +146,17 @@ class EngineContext:
 
     @property
     def num_to_encode(self) -> int:
-        """The cost of rendering and encoding what was appended, in characters."""
+        """The cost of rendering and encoding the appended text, in characters."""
         return self.num_unencoded_chars + CHARS_PER_TURN * self.num_unencoded_turns
 
     @property
     def num_guessed_tokens(self) -> int:
-        """Its tokens, by an estimate of those that are not encoded."""
+        """The number of its tokens, with an estimate for text that is not encoded yet."""
         return self.tokens.num_settled + self.num_unencoded_chars // CHARS_PER_TOKEN
 
     def thinking(self, budget: int | None = None, *, replies: bool = True) -> Thinking | None:
-        """How the output may begin with thoughts; None if it has none. What was appended must be encoded.
-        ``replies``: it may call tools."""
+        """Returns how the output may begin with reasoning; None if it cannot. Appended text must be encoded
+        first. ``replies``: the output may call tools."""
         marks = thought_marks(self.tokens.template.source)
         opening = None if marks is None else self.tokens.opening()
         if marks is None or opening is None:
@@ -173,18 +168,18 @@ class EngineContext:
         return thinking.for_answer(has_calls=bool(use.callable_names), must_call=use.must_call)
 
     def mark_encoded(self) -> None:
-        """Everything appended so far is encoded."""
+        """Records that all appended text is encoded."""
         self.num_unencoded_chars = self.num_unencoded_turns = 0
 
     def origin_now(self) -> Origin:
-        """The origin of a request made now, with the time left until the deadline."""
+        """Returns the origin of a request made now, with the time left until the deadline."""
         if self.deadline is None:
             return self.origin
         left_s = max(0.0, self.deadline - time.monotonic())
         return msgspec.structs.replace(self.origin, deadline_s=left_s)
 
     def fork(self, origin: Origin) -> EngineContext:
-        """A context with the same tokens. What was appended must be encoded."""
+        """Returns a context with the same tokens. Appended text must be encoded first."""
         return EngineContext(
             self.tokens.fork(),
             origin,
@@ -198,7 +193,8 @@ class EngineContext:
 
 
 def group_of_program(program: str) -> int:
-    """A number for all its states, in whichever session, that no other task group has: those count from 1."""
+    """Returns the task group of all states of a program, in all sessions. No other group has the number:
+    others count from 1."""
     digest = hashlib.blake2b(program.encode("utf-8", "backslashreplace"), digest_size=7).digest()
     return 2**60 + int.from_bytes(digest, "big")
 
@@ -211,15 +207,26 @@ def fill_conversation(
     *,
     opens_turn: bool = True,
 ) -> None:
-    """Writes a conversation into an empty context and opens the assistant's turn, unless ``opens_turn`` is
-    False or the last message is the assistant's own, which then continues. Answers found in ``outputs``
-    enter as the tokens that were generated. ``BadArgument`` or ``NotSupported`` if the template or the tools
-    do not allow it; ``PromptTooLong``."""
+    """Writes a conversation into an empty context and opens the assistant's turn. If the last message is the
+    assistant's, that turn continues instead.
+
+    Args:
+        context: an empty context.
+        conversation: the messages and tools.
+        template: the chat template.
+        outputs: the tenant's generated answers; an answer found there is appended as its generated tokens.
+        opens_turn: open the assistant's turn.
+
+    Raises:
+        BadArgument: the template or the tools do not allow the conversation.
+        NotSupported: the template cannot express it.
+        PromptTooLong: it does not fit the model.
+    """
     use = context.tools = tool_use(template, conversation)
     context.tokens.tools(use.tools)
     context.num_unencoded_chars += _num_chars_of_tools(conversation)
     start = repr((context.origin.cache_salt, conversation.tools, template.values))
-    # Of the messages with their calls, which the plain notation writes into contents.
+    # The keys of the messages with their calls, which the plain notation writes into contents.
     keys = conversation_keys(use.named, start=start.encode("utf-8", "backslashreplace"))
     kept = iter([outputs.get(key) for one, key in zip(use.named, keys, strict=True) if _is_answer(one)])
     last = len(use.messages) - 1
@@ -251,7 +258,7 @@ def fill_conversation(
 
 
 def fill_cost(conversation: Conversation) -> int:
-    """The cost of ``fill_conversation``, in characters that could be encoded in the same time."""
+    """Returns the cost of ``fill_conversation``, in characters that could be encoded in the same time."""
     num_items = len(conversation.tools)
     num_items += sum(1 + len(message.tool_calls) for message in conversation.messages)
     # Each character of a tool's parameters may be a value, which several functions walk through.
@@ -265,14 +272,13 @@ def fill_cost(conversation: Conversation) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedAnswer:
-    """The tokens of an answer. ``calling``: of one with tool calls, or in channels, the whole text, in
-    UTF-8."""
+    """The tokens of an answer."""
 
     token_ids: array[int]
-    calling: bytes = b""
+    calling: bytes = b""  # the whole text in UTF-8, of an answer with tool calls or in channels
 
     def text(self, content: str) -> str:
-        """The text of the tokens. ``content``: that of the message."""
+        """Returns the text of the tokens. ``content``: of the message."""
         return self.calling.decode() or content
 
     @property
@@ -284,8 +290,8 @@ class GeneratedAnswer:
 class OutputTokenCache:
     """The generated tokens of one tenant's recent answers from one model, by conversation.
 
-    Holds at most ``max_tokens`` tokens, each entry counting ``TOKENS_PER_ENTRY`` more than it has, and a text
-    with tool calls a token for four bytes. The least recently used entry goes first.
+    Holds at most ``max_tokens`` tokens. Each entry costs ``TOKENS_PER_ENTRY`` in addition to its tokens, and
+    a text with tool calls one token for four bytes. The least recently used entry is dropped first.
     """
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
@@ -297,9 +303,9 @@ class OutputTokenCache:
         return len(self._outputs)
 
     def put_answer(self, context: EngineContext, end: Finished, answer: Message) -> None:
-        """Stores what was generated for the context, if it holds a conversation. ``answer``: as the client
-        gets it. Not stored if it does not show what a client needs to continue it: a call that a limit
-        truncated; nor with thoughts, unless its template takes them back from the text (channels)."""
+        """Stores the tokens generated for the context, if it holds a conversation. ``answer``: as the client
+        gets it. An answer is not stored if the client could not continue it: if a limit truncated a call, or
+        if it has reasoning that its template does not accept in the text (only channels do)."""
         is_truncated = end.finish_reason == "length"
         in_channels = context.tokens.template.has_channels and answer.content != end.text
         is_whole = answer.content == end.text or bool(answer.tool_calls) or in_channels
@@ -324,7 +330,7 @@ class OutputTokenCache:
             self._drop(next(iter(self._outputs)))
 
     def get(self, key: bytes) -> GeneratedAnswer | None:
-        """The answer that ends the conversation ``key``, or None. Safe in any thread."""
+        """Returns the answer that ends the conversation ``key``, or None. Thread-safe."""
         answer = self._outputs.get(key)
         if answer is not None:
             with suppress(KeyError):  # dropped by another thread in the meantime
@@ -337,14 +343,14 @@ class OutputTokenCache:
             self._num_tokens -= dropped.size
 
 
-# Marks a field that is None, which differs from an empty one.
+# Encodes a field that is None, which differs from an empty one.
 _NONE = b"\xff" * 8
 
 
 def conversation_keys(messages: Iterable[Message], start: bytes = b"") -> list[bytes]:
-    """For each message, the key of the conversation up to and including it: a chained BLAKE2b hash of all
-    fields, without the ids of calls. Arguments count as JSON values, as clients may write them anew.
-    ``start``: the key of what precedes them."""
+    """Returns, for each message, the key of the conversation up to and including it: a chained BLAKE2b hash
+    of all fields, without the ids of calls. Arguments are compared as JSON values, because clients may
+    serialise them again. ``start``: the key of the preceding part."""
     keys: list[bytes] = []
     key = start
     for message in messages:
@@ -362,7 +368,7 @@ def conversation_keys(messages: Iterable[Message], start: bytes = b"") -> list[b
 
 
 def _comparable(arguments: str) -> str:
-    """The same text for arguments of the same JSON value; what is no JSON stays as it is."""
+    """Returns equal texts for arguments with equal JSON values; other text is unchanged."""
     try:
         value = json.loads(arguments, parse_float=_number)
         return json.dumps(value, sort_keys=True, allow_nan=False)
@@ -381,13 +387,13 @@ def _is_answer(message: Message) -> bool:
 
 
 def num_chars(conversation: Conversation) -> int:
-    """Characters of all messages, tool calls and tool definitions."""
+    """Counts the characters of all messages, tool calls and tool definitions."""
     return sum(map(_num_chars_of, conversation.messages)) + _num_chars_of_tools(conversation)
 
 
 def texts_of(messages: Sequence[Message]) -> list[str]:
-    """The contents of the messages, the arguments of their tool calls, and the thoughts of the latest turn:
-    templates drop those before it."""
+    """Returns the contents of the messages, the arguments of their tool calls, and the reasoning of the
+    latest turn: templates drop earlier reasoning."""
     last = max([n for n, message in enumerate(messages) if message.role == "user"], default=-1)
     texts: list[str] = []
     for number, message in enumerate(messages):
@@ -398,7 +404,7 @@ def texts_of(messages: Sequence[Message]) -> list[str]:
 
 
 def _num_chars_of(message: Message) -> int:
-    """Without thoughts, which templates may drop."""
+    """Counts the characters of a message without reasoning, which templates may drop."""
     return len(message.content) + sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
 
 

@@ -18,7 +18,8 @@ from agentflow.runtime.generator import EmbeddingOptions
 from agentflow.runtime.task_group import open_task_group
 
 MAX_AT_ONCE = 256
-"""Of one call: unfinished requests. Further ones wait, so that a tenant's part of the queue stays free."""
+"""The most unfinished requests of one call. Further ones wait, so that a tenant's part of the queue stays
+free."""
 MAX_CHARS_PER_TOKEN = 64
 """A text with more characters than this times the model's tokens is rejected before it is encoded."""
 _PLAIN = EmbeddingFolder(("lasttoken",), (None,))
@@ -27,7 +28,8 @@ EmbeddingInput = str | Sequence[int]
 
 
 def prefix_of(options: EmbeddingOptions, folder: EmbeddingFolder | None) -> str:
-    """What precedes each text. ``BadArgument`` for a prompt that the model does not have."""
+    """Returns the prompt before each text. Raises ``BadArgument`` for a prompt that the model does not
+    have."""
     if options.prompt is None:
         return (folder or _PLAIN).prefix(options.prompt_name)
     if options.prompt_name is not None:
@@ -36,7 +38,7 @@ def prefix_of(options: EmbeddingOptions, folder: EmbeddingFolder | None) -> str:
 
 
 def check_options(options: EmbeddingOptions, client: EngineClient) -> None:
-    """``BadArgument`` if the model makes no embeddings, or none of this size."""
+    """Raises ``BadArgument`` if the model makes no embeddings, or none of this size."""
     check_task(True, client.info)
     size = client.info.embedding_size
     if options.dimensions is not None and not 1 <= options.dimensions <= size:
@@ -53,7 +55,19 @@ def encoded(
     folder: EmbeddingFolder | None,
     param: str,
 ) -> list[list[int]]:
-    """The ids of each input. ``BadArgument``, ``PromptTooLong``; both name ``param``."""
+    """Returns the ids of each input.
+
+    Args:
+        client: the engine.
+        inputs: texts or token ids.
+        prefix: put before each text.
+        folder: of the model, for its settings; None: defaults.
+        param: the name of the inputs, for errors.
+
+    Raises:
+        BadArgument: an input is empty, or has ids outside the vocabulary.
+        PromptTooLong: an input is longer than the model accepts.
+    """
     most = min(client.info.max_context, client.info.num_slots)
     texts = [prefix + text for text in inputs if isinstance(text, str)]
     for text in texts:
@@ -86,7 +100,7 @@ def _too_long(param: str, size: str, most: int, prefix: str) -> PromptTooLong:
 async def run_embeddings(
     client: EngineClient, ids: Sequence[list[int]], origin: Origin
 ) -> tuple[list[NDArray[np.float32]], Usage]:
-    """The embeddings in the order of ``ids``. Cancelling the call, or a failure, aborts all of them."""
+    """Returns the embeddings in the order of ``ids``. Cancellation or a failure aborts all requests."""
     found: dict[int, NDArray[np.float32]] = {}
     usage = Usage()
     # Longest first, so that few requests are left for the last steps.
@@ -106,7 +120,7 @@ async def run_embeddings(
 
 
 def truncated(embedding: NDArray[np.float32], dimensions: int | None) -> NDArray[np.float32]:
-    """The first ``dimensions``, as long as the whole was if that has length 1."""
+    """Returns the first ``dimensions``, scaled to length 1 if the whole embedding has length 1."""
     if dimensions is None or dimensions == len(embedding):
         return embedding
     part = embedding[:dimensions]

@@ -1,4 +1,4 @@
-"""What a generation of the engine is to a program: its text, without thoughts, with log-probabilities."""
+"""The result of a generation for a program: its text, without reasoning, with log-probabilities."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ from agentflow.runtime.generator import Generated, OnText
 def generated_of(
     end: Finished, params: SamplingParams, tokenizer: Tokenizer, text: str, thoughts: str
 ) -> Generated:
-    """``text``: that of the value, to which the tokens of ``thoughts`` do not belong."""
+    """Returns the value of a finished generation.
+
+    Args:
+        end: the end of the request.
+        params: its parameters.
+        tokenizer: of the model.
+        text: of the value.
+        thoughts: the reasoning before it, whose tokens do not belong to the value.
+    """
     first = end.thought_tokens
     logprobs = tuple(end.logprobs[first:]) if params.wants_logprobs else None
     top_logprobs = _with_texts(tokenizer, end.top_logprobs[first:]) if params.top_logprobs else None
@@ -35,7 +43,7 @@ def generated_of(
 
 
 def reporting(text: AnswerText | ReplyText, on_text: OnText, on_reasoning: OnText | None) -> OnProgress:
-    """Reads the progress of a generation, and reports new text and new thoughts."""
+    """Returns a callback for the progress of a generation, which reports new text and new reasoning."""
 
     def on_progress(progress: Progress) -> None:
         new = text.push(progress.text, progress.answer_at)
@@ -48,7 +56,7 @@ def reporting(text: AnswerText | ReplyText, on_text: OnText, on_reasoning: OnTex
 
 
 def usage_of(end: Finished) -> Usage:
-    """The tokens of the generation."""
+    """Returns the token counts of the generation."""
     return Usage(
         end.prompt_tokens, end.cached_tokens, end.output_tokens, end.forced_tokens, end.thought_tokens
     )

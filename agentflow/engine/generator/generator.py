@@ -1,8 +1,8 @@
-"""The engine as the interpreter sees it: a ``Generator`` whose contexts are token ids.
+"""The engine's interface to the interpreter: a ``Generator`` whose contexts are token ids.
 
 Forks and turns are therefore exact to the token. The generator encodes text (long text in a worker thread),
 compiles constraints, asks the tenant's gate, and sends requests through an ``EngineClient``. The HTTP
-endpoints use it too, for one tenant each.
+endpoints use it, too, with one generator per tenant.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ ArgTs = TypeVarTuple("ArgTs")
 
 # Longer text is encoded in a worker thread. Encoding this much takes about a millisecond.
 MAX_INLINE_CHARS = 4000
-# For each tenant.
+# The worker threads of each tenant.
 ENCODING_THREADS = 4
-# A text that is probably too long is encoded in pieces of this size, each some tenths of a second.
+# A text that is probably too long is encoded in pieces of this size, which take some tenths of a second each.
 PIECE_CHARS = 65_536
 # A shared prefix is computed before its forks ask for it if at least this many of its tokens are missing.
 # For fewer, the forks wait for the first of them about as briefly.
@@ -80,19 +80,25 @@ MIN_AHEAD_TOKENS = 32
 
 _SHOWN_TO_ALL: Final = {"model", "prompt_tokens", "cached_tokens", "generated_tokens", "rerendered_tokens"}
 _HIDDEN: Final[dict[str, Any]] = dict.fromkeys(set(Stats.__struct_fields__) - _SHOWN_TO_ALL)
-"""Counters that cover all tenants."""
+"""The counters that cover all tenants."""
 
 
 class EngineGenerator:
     """A ``Generator`` on a running engine. One engine serves many sessions and many of these generators.
 
-    ``name``: the model's public name if it differs from the engine's. ``adapter``: the name of a loaded one
-    that its requests use. ``tenant`` separates caches, and ``gate`` limits what the tenant may ask for.
-    ``use_hints=False`` withholds the program's structure from the engine: which requests continue one state,
-    which are siblings, and what will be forked.
-    ``compiler``: None if constraints are not supported. ``patience_s``: of requests over HTTP; one that has
-    waited so long is admitted before others of its tenant and priority. ``embedding``: of a model that makes
-    embeddings, its prompts."""
+    Args:
+        client: the engine.
+        template: the chat template.
+        name: the model's public name, if it differs from the engine's.
+        adapter: the name of the loaded adapter that requests use; empty: none.
+        tenant: separates caches.
+        gate: limits the requests of the tenant; None: no limits.
+        use_hints: tell the engine the structure of the program: which requests continue one state, which are
+            siblings, and which states will be forked.
+        compiler: None if constraints are not supported.
+        patience_s: a request that has waited this long is admitted before others of its tenant and priority.
+        embedding: the settings of a model that makes embeddings, such as its prompts.
+    """
 
     def __init__(
         self,
@@ -115,7 +121,7 @@ class EngineGenerator:
         self._adapter = adapter
         self.template = template
         self.tenant = tenant
-        self.encoding_threads = anyio.CapacityLimiter(ENCODING_THREADS)  # other tenants have their own
+        self.encoding_threads = anyio.CapacityLimiter(ENCODING_THREADS)  # of this tenant only
         self.limits = PromptLimits(client.tokenizer, client.info)
         self.output_token_cache = OutputTokenCache()
         self._gate = gate
@@ -141,11 +147,11 @@ class EngineGenerator:
 
     @property
     def embedding_size(self) -> int:
-        """Dimensions of the model's embeddings; 0: it generates text."""
+        """The dimensions of the model's embeddings; 0: it generates text."""
         return self._client.info.embedding_size
 
     def check_task(self, *, embeds: bool) -> None:
-        """``BadArgument`` if the model makes embeddings and is to generate text, or the reverse."""
+        """Raises ``BadArgument`` if the model makes embeddings and is to generate text, or the reverse."""
         check_task(embeds, self._client.info)
 
     @property
@@ -164,10 +170,17 @@ class EngineGenerator:
         trace: str = "",
         template_values: Mapping[str, Any] | None = None,
     ) -> EngineContext:
-        """A context for an empty state. ``program``: states that name the same program have one consumer.
-        ``label``: as in ``Origin``; by default the program. ``priority``: of the state's requests, within the
-        tenant. ``patience_s``: as for the generator. ``trace``: as in ``Origin``. ``template_values``:
-        variables of the chat template, beside its own."""
+        """Returns a context for an empty state.
+
+        Args:
+            cache_salt: states with different salts do not share cache.
+            program: states of the same program have one consumer, and so form a task group.
+            label: as in ``Origin``; by default the program.
+            priority: of the state's requests, within the tenant.
+            patience_s: as for the generator.
+            trace: as in ``Origin``.
+            template_values: further variables of the chat template.
+        """
         origin = Origin(
             self.tenant.name,
             cache_salt,
@@ -184,13 +197,14 @@ class EngineGenerator:
         return EngineContext(TokenState(self._client.tokenizer, template), origin, self.limits)
 
     def fill(self, context: EngineContext, text: str) -> None:
-        """Appends text, to be encoded later. ``PromptTooLong`` if no output would fit after it."""
+        """Appends text, to be encoded later. Raises ``PromptTooLong`` if no output would fit after it."""
         context.fill(text)
 
     def begin_role(
         self, context: EngineContext, role: str, tool_call_id: str | None = None, name: str | None = None
     ) -> None:
-        """Opens a turn under the chat template. ``PromptTooLong`` for more turns than tokens fit."""
+        """Opens a turn under the chat template. Raises ``PromptTooLong`` for more turns than the context has
+        tokens."""
         context.begin_role(role, tool_call_id, name)
 
     def end_role(self, context: EngineContext) -> None:
@@ -202,8 +216,8 @@ class EngineGenerator:
         self.capabilities.require_images()
 
     async def converse(self, context: EngineContext, conversation: Conversation) -> None:
-        """Writes the conversation into an empty context and opens the assistant's turn. ``BadArgument``,
-        ``NotSupported`` and ``PromptTooLong`` at once."""
+        """Writes the conversation into an empty context and opens the assistant's turn. Raises the errors of
+        ``context.fill_conversation``."""
         if context.tokens.continues:
             raise BadArgument("a conversation must come first: this state already has content")
         self.limits.check_length(num_chars(conversation))
@@ -212,7 +226,8 @@ class EngineGenerator:
     async def offer_tools(
         self, context: EngineContext, tools: tuple[ToolSpec, ...], choice: ToolChoice
     ) -> None:
-        """Replaces the tools that replies may call; many in a worker thread. Errors as ``converse``."""
+        """Replaces the tools that replies may call, in a worker thread if there are many. Raises the errors
+        of ``converse``."""
         offered = Conversation((), tools, choice)
         self.limits.check_length(num_chars(offered))
         await self.encode_beside(fill_cost(offered), context.offer_tools, self.template, offered)
@@ -239,8 +254,16 @@ class EngineGenerator:
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
     ) -> Generated:
-        """Generates what the assistant says, which may call the conversation's tools: the text is that of
-        a reply, the context goes on with what was generated."""
+        """Generates the assistant's reply, which may call the conversation's tools. The result has the text
+        of the reply; the context gets the generated tokens.
+
+        Args:
+            context: the state.
+            params: the sampling parameters.
+            on_text: called with new text.
+            constraint: of the answer, or None.
+            on_reasoning: called with new reasoning.
+        """
         thinking = await self._thinking(context, params, constraint, replies=True)
         text = ReplyText(context.tools, constraint, thinking)
         on_progress = reporting(text, on_text, on_reasoning)
@@ -267,7 +290,8 @@ class EngineGenerator:
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
     ) -> Generated:
-        """Generates, and appends the ids as they were generated. Thoughts are not part of the text."""
+        """Generates text, and appends the generated ids. Reasoning is not part of the text. The arguments are
+        those of ``reply``."""
         thinking = await self._thinking(context, params, constraint, replies=False)
         text = AnswerText(thinking)
         on_progress = reporting(text, on_text, on_reasoning)
@@ -282,8 +306,8 @@ class EngineGenerator:
     async def _thinking(
         self, context: EngineContext, params: SamplingParams, constraint: Constraint | None, *, replies: bool
     ) -> Thinking | None:
-        """How what a program generates may begin with thoughts. By default a model does not think before a
-        constraint, so that its thoughts take no tokens of a short form."""
+        """Returns how the output for a program may begin with reasoning. By default a model does not reason
+        before a constraint, so that reasoning does not use up the tokens of a short form."""
         if thought_marks(self.template.source) is None:
             return None
         await self._encode(context)
@@ -302,10 +326,19 @@ class EngineGenerator:
         on_compiled: Callable[[CompiledConstraint], None] | None = None,
         calls: CallMarks | None = None,
     ) -> Finished:
-        """Generates after the context, which does not change. ``on_progress`` gets the progress of each step.
-        ``on_compiled`` gets the compiled constraint. ``on_sent`` is called when the request is in the
-        engine's queue, after all checks that can be made before it runs. ``thinking``: that of the context,
-        with a budget. ``calls``: the marks of its tool calls, inside which no stop applies."""
+        """Generates after the context, which does not change.
+
+        Args:
+            context: the state.
+            params: the sampling parameters.
+            on_progress: called with the progress of each step.
+            constraint: of the text, or None.
+            on_sent: called when the request is in the engine's queue, after all checks that are possible
+                before it runs.
+            thinking: how the output may begin with reasoning, with a budget.
+            on_compiled: called with the compiled constraint.
+            calls: the marks of tool calls, inside which no stop applies.
+        """
         self.check_task(embeds=False)
         self.capabilities.require(constraint)
         if thinking is not None:
@@ -350,8 +383,8 @@ class EngineGenerator:
         return end
 
     async def score_prompt(self, context: EngineContext, num_top: int) -> Finished:
-        """The log-probability of each token of the context but the first, given all tokens before it, with
-        the ``num_top`` likeliest tokens in its place. All tokens are computed, and then cached."""
+        """Returns the log-probability of each token of the context except the first, given all tokens before
+        it, with the ``num_top`` likeliest tokens at its place. All tokens are computed, and then cached."""
         self.check_task(embeds=False)
         with self._admit(context.num_guessed_tokens) as admitted:
             admitted.prompt_tokens = 0
@@ -366,7 +399,8 @@ class EngineGenerator:
 
     @contextmanager
     def metered(self) -> Iterator[None]:
-        """The scope of work that counts as a request of the tenant but generates nothing. ``RateLimited``."""
+        """The scope of work that counts as a request of the tenant but generates nothing. Raises
+        ``RateLimited``."""
         with self._admit(0):
             yield
 
@@ -379,8 +413,8 @@ class EngineGenerator:
             yield admitted
 
     async def score(self, context: EngineContext, choices: Sequence[str], method: str) -> Scored:
-        """Scores all choices: the tokens of each that come after what all have in common. The one
-        that is chosen is appended with the ids that were scored."""
+        """Scores all choices, by the tokens after their common beginning. The chosen one is appended with the
+        scored ids."""
         self.check_task(embeds=False)
         with self._admit(context.num_guessed_tokens) as admitted:
             admitted.prompt_tokens = 0  # until the engine has the request
@@ -398,7 +432,7 @@ class EngineGenerator:
         return Scored(best, tuple(scores), usage_of(end))
 
     async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embeddings:
-        """The embeddings of texts, as one request of the tenant."""
+        """Returns the embeddings of texts, as one request of the tenant."""
         vectors, usage = await self.embed_inputs(texts, options, param="texts")
         return Embeddings([vector.tobytes() for vector in vectors], usage)
 
@@ -413,9 +447,21 @@ class EngineGenerator:
         trace: str = "",
         max_tokens: int | None = None,
     ) -> tuple[list[NDArray[np.float32]], Usage]:
-        """The embeddings of texts and of token ids. ``priority``, ``patience_s``, ``trace``: as for ``open``.
-        ``max_tokens``: of all inputs together. ``param``: the caller's name of the inputs, for errors.
-        ``BadArgument``, ``PromptTooLong``."""
+        """Returns the embeddings of texts and of token ids.
+
+        Args:
+            inputs: texts or token ids.
+            options: the prompt and the dimensions.
+            param: the caller's name of the inputs, for errors.
+            priority: as for ``open``.
+            patience_s: as for ``open``.
+            trace: as for ``open``.
+            max_tokens: the limit of all inputs together.
+
+        Raises:
+            BadArgument: an input or an option is invalid.
+            PromptTooLong: an input, or all together, are too long.
+        """
         client = self._client
         check_options(options, client)
         prefix = prefix_of(options, self._embedding)
@@ -455,9 +501,9 @@ class EngineGenerator:
         return encoded
 
     async def check_texts(self, texts: Iterable[str], most: int | None = None) -> None:
-        """``PromptTooLong`` for texts that are far longer than ``most`` tokens (None: what fits). They are
-        encoded piece by piece, so that it ends soon when they are, or when the caller is cancelled. Does
-        nothing for texts that may well fit."""
+        """Raises ``PromptTooLong`` for texts that are far longer than ``most`` tokens (None: the limit of the
+        model). They are encoded piece by piece, so that the check ends soon after the limit is reached, or
+        after the caller is cancelled. Texts that probably fit are not checked."""
         most = most or self.limits.max_tokens()
         texts = list(texts)
         if sum(map(len, texts)) <= CHARS_PER_TOKEN * most:
@@ -468,14 +514,14 @@ class EngineGenerator:
                 piece = text[start : start + PIECE_CHARS]
                 ids = await self.encode_beside(len(piece), self.tokenizer.encode_markup, piece)
                 num_tokens += len(ids)
-                # Where a text is cut, it may have some more tokens than uncut.
+                # A divided text may have some more tokens than the whole one.
                 if num_tokens > most + most // 4:
                     raise PromptTooLong(
                         f"the prompt has more than {most:,} tokens, and this server takes no more: shorten it"
                     )
 
     def check_gate(self, num_requests: int) -> None:
-        """``RateLimited`` if the tenant may not send so many requests now."""
+        """Raises ``RateLimited`` if the tenant may not send ``num_requests`` requests now."""
         if self._gate is not None:
             self._gate.check(self.tenant, num_requests)
 
@@ -499,7 +545,8 @@ class EngineGenerator:
         return forked
 
     def hint(self, context: EngineContext, hint: StateHint) -> None:
-        """Goes with the state's next requests. A fork that is announced has its prefix computed now."""
+        """Attaches a hint to the state's next requests. If the hint announces forks, their prefix is computed
+        now."""
         if hint.trace:
             context.origin = msgspec.structs.replace(context.origin, trace=hint.trace)
         if not self._use_hints:
@@ -517,22 +564,22 @@ class EngineGenerator:
             self._compute_ahead(context)
 
     def text(self, context: EngineContext) -> str:
-        """All text, including the markup of the template."""
+        """Returns all text, including the markup of the template."""
         return context.tokens.text_view()
 
     async def token_ids(self, context: EngineContext) -> list[int]:
-        """The ids that the model would be given now; encoded in a thread where it is much, and left open:
-        text that comes next is encoded with what is there."""
+        """Returns the current prompt's ids. Long text is encoded in a thread. The end stays open: text that
+        is appended next is encoded together with it."""
         return await self.encode_beside(context.num_to_encode, context.tokens.ids)
 
     async def token_texts(self, context: EngineContext) -> list[str]:
-        """The texts of ``token_ids``, markup included."""
+        """Returns the texts of ``token_ids``, including markup."""
         token_ids = await self.token_ids(context)
         return await self.encode_beside(len(token_ids), self.tokenizer.texts_of, token_ids)
 
     def _compute_ahead(self, context: EngineContext) -> None:
-        """Computes the prefix before forks need it, if that is worth a request. Only for tenants without rate
-        limits: tokens computed ahead are not charged."""
+        """Computes the prefix before forks need it, if enough of its tokens are missing. Only for tenants
+        without rate limits: tokens computed ahead are not charged."""
         token_ids = context.tokens.ids()
         if len(token_ids) - context.num_computed < MIN_AHEAD_TOKENS:
             return
@@ -546,7 +593,7 @@ class EngineGenerator:
         context.num_computed, context.has_run = len(token_ids), True
 
     def free(self, context: EngineContext) -> None:
-        """Closes the state: its KV, which was kept longer than other cache, becomes ordinary cache."""
+        """Closes the state. Its KV, which the cache prefers to keep, becomes ordinary cache."""
         if context.prefill_ahead is not None:
             self._client.forget(context.prefill_ahead)
         if context.has_run and context.origin.state:
@@ -565,8 +612,8 @@ class EngineGenerator:
         return context.fork(origin)
 
     async def stats(self) -> Stats:
-        """Of the engine, all sessions together. For a tenant that may not see them, the tokens of its own
-        requests here that have ended, and None otherwise."""
+        """Returns the figures of the engine, for all sessions. A tenant that may not see them gets the tokens
+        of its finished requests on this generator, and None for the rest."""
         if not self.tenant.sees_metrics:
             return self._stats_of(None)
         return self._stats_of(await self.engine_stats())
@@ -586,21 +633,21 @@ class EngineGenerator:
 
     @contextmanager
     def watching(self) -> Iterator[EngineView]:
-        """The scope of a watch of what the tenant may see. ``Overloaded``."""
+        """The scope of a watch of the tenant's data. Raises ``Overloaded``."""
         hub = self._client.watches
         with hub.watching(self.tenant.name):
             yield EngineView(hub, self.tenant, self.tokenizer, self._stats_of)
 
     async def engine_stats(self) -> EngineStats:
-        """The engine's stats, including those that only the server's metrics show."""
+        """Returns the engine's stats, including figures that only the server's metrics show."""
         return await self._client.stats()
 
     def observe(self, observer: RequestObserver) -> None:
-        """Registers an observer of the engine's requests, of all sessions."""
+        """Registers an observer of the engine's requests, for all sessions."""
         self._client.observe(observer)
 
     async def prompt_ids(self, context: EngineContext) -> list[int]:
-        """The ids that the model would be given now. ``BadArgument`` where there are none."""
+        """Returns the current prompt's ids. Raises ``BadArgument`` if there are none."""
         await self._encode(context)
         token_ids = context.tokens.ids()
         if not token_ids:
@@ -608,7 +655,7 @@ class EngineGenerator:
         return token_ids
 
     async def _encode(self, context: EngineContext) -> None:
-        """Encodes what was appended; long texts in a thread. The state's ops run one after the other, so
+        """Encodes appended text, in a thread if it is long. The state's ops run one after the other, so
         nothing else changes the tokens meanwhile."""
         await self.encode_beside(context.num_to_encode, context.tokens.cut)
         context.mark_encoded()
@@ -616,8 +663,8 @@ class EngineGenerator:
     async def encode_beside(
         self, amount: int, encode: Callable[[Unpack[ArgTs]], ResultT], *arguments: *ArgTs
     ) -> ResultT:
-        """Calls the function on so many characters or tokens: where they are many, in a thread of the
-        tenant's, so that the loop goes on and others' threads are free."""
+        """Calls a function that processes ``amount`` characters or tokens. Large amounts use a thread of the
+        tenant, so that the event loop continues and the threads of others stay free."""
         if amount > MAX_INLINE_CHARS:
             return await anyio.to_thread.run_sync(encode, *arguments, limiter=self.encoding_threads)
         return encode(*arguments)

@@ -1,9 +1,9 @@
 """Scores a select's choices on the engine: short ones together as a tree, long ones as prompts.
 
-In a tree, choices share their starts, but each node reads its own path, so that nodes of long choices would
+In a tree, choices share their starts, but each node reads its whole path, so that nodes of long choices would
 make steps long. Choices of more than ``MAX_TREE_TOKENS`` tokens are therefore scored like prompts: in chunks,
 with the log-probabilities of their tokens. Long choices with the same start are divided where they differ:
-the start is scored once, and the rest after it, when it is cached.
+the start is scored once, and the rest afterwards, when the start is cached.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from agentflow.engine.token_tree import check_choices
 from agentflow.runtime.task_group import open_task_group
 
 MAX_TREE_TOKENS = 256
-"""Longer choices are no part of a tree."""
+"""The most tokens of a choice in a tree."""
 MAX_AT_ONCE = 8
-"""Prompts of one select that the engine gets at once."""
+"""The most concurrent prompts of one select."""
 
 _Scored = tuple[list[list[float]], Finished]
 
@@ -33,8 +33,8 @@ _Scored = tuple[list[list[float]], Finished]
 async def select_scores(
     client: EngineClient, context: EngineContext, encoded: EncodedChoices, method: str
 ) -> tuple[list[float], Finished]:
-    """The score of each choice by ``method``, and the end of the request that computed the prompt.
-    ``BadArgument`` for choices that are too long together."""
+    """Returns the score of each choice by ``method``, and the end of the request that computed the prompt.
+    Raises ``BadArgument`` if all choices together are too long."""
     check_choices(encoded.ends)
     origin = context.origin_now()
     logprobs, end = await _Scoring(client, origin).scored(encoded.prefix, encoded.ends, origin)
@@ -47,7 +47,7 @@ async def select_scores(
 
 
 class _Scoring:
-    """One select's requests."""
+    """The requests of one select."""
 
     def __init__(self, client: EngineClient, origin: Origin) -> None:
         self._client = client
@@ -55,8 +55,8 @@ class _Scoring:
         self._limiter = anyio.CapacityLimiter(MAX_AT_ONCE)
 
     async def scored(self, prompt: list[int], choices: Sequence[list[int]], origin: Origin) -> _Scored:
-        """The log-probabilities of each choice's tokens after ``prompt``, and the end of the first request,
-        which computes the prompt and has this origin."""
+        """Returns the log-probabilities of each choice's tokens after ``prompt``, and the end of the first
+        request, which computes the prompt and has this origin."""
         short: list[int] = []
         by_start: dict[tuple[int, ...], list[int]] = {}
         for index, choice in enumerate(choices):
@@ -81,7 +81,7 @@ class _Scoring:
         return logprobs, end
 
     async def _as_prompts(self, prompt: list[int], choices: Sequence[list[int]]) -> list[list[float]]:
-        """The same for long choices that begin with the same tokens."""
+        """Returns the log-probabilities of long choices that begin with the same tokens."""
         num_common = min(num_common_ids(choices[0], choice) for choice in choices)
         path = prompt + choices[0][:num_common]
         async with self._limiter:
@@ -93,6 +93,6 @@ class _Scoring:
 
 
 def _start_ids(client: EngineClient) -> list[int]:
-    """The tokens before a text at the start of a sequence."""
+    """Returns the tokens before a text at the start of a sequence."""
     bos = client.tokenizer.bos_id
     return [bos if bos is not None else client.info.end_token_ids[0]]
