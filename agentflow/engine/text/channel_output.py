@@ -1,6 +1,6 @@
 """Readers of answers in channels (``channels``).
 
-``ChannelOutput`` separates thoughts, text and calls while they are generated, and ``ChannelTokens`` follows
+``ChannelOutput`` separates reasoning, text and calls while they are generated, and ``ChannelTokens`` follows
 the same output by its tokens, in the engine. ``read_channels`` reads a whole answer.
 """
 
@@ -32,7 +32,7 @@ from agentflow.protocol.chat import (
 
 _NEXT = NEXT_MESSAGE.encode()
 _BETWEEN = "\n\n"
-"""Between the texts of two messages, which are one text to clients."""
+"""The separator of the texts of two messages: clients get them as one text."""
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _MOST_HEAD_CHARS = 400
 _TO = r"(?:\ ?to=(?P<to>[^\s<]+))?"
@@ -47,15 +47,15 @@ class _State(Enum):
     THOUGHTS = auto()
     TEXT = auto()
     ARGUMENTS = auto()
-    """Of a call whose arguments a constraint keeps valid: reported as they grow."""
+    """The arguments of a call that a constraint keeps valid. They are reported as they grow."""
     WHOLE_CALL = auto()
-    """Arguments of which nothing is reported before they are complete."""
+    """Arguments that are reported only when they are complete."""
     AFTER_CALL = auto()
 
 
 class ChannelOutput(PieceReader):
-    r"""Reads one answer. ``names``: the tools that may be called; None is any. ``is_open``: the prompt began
-    thoughts. ``is_constrained``: a constraint guarantees valid arguments after ``call_head``.
+    r"""Reads one answer. ``names``: the tools that may be called; None: any. ``is_open``: the prompt began
+    the reasoning. ``is_constrained``: a constraint guarantees valid arguments after ``call_head``.
 
     >>> output = ChannelOutput(())
     >>> output.push("<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>fin")
@@ -63,8 +63,8 @@ class ChannelOutput(PieceReader):
     >>> output.push("al<|message|>Hello")
     [TextPiece(text='Hello')]
 
-    How the text is split into pushes affects only where adjacent pieces of one kind are split. A text without
-    a head is the answer. Texts of several messages are separated by an empty line.
+    The division of the text into pushes affects only the division of adjacent pieces of one kind. A text
+    without a head is the answer. Texts of several messages are separated by an empty line.
     """
 
     def __init__(
@@ -77,17 +77,17 @@ class ChannelOutput(PieceReader):
         self._name = ""
         self._head = ""
         self._begun: set[type[Piece]] = set()
-        self._is_new = False  # nothing of this message's text was reported yet
-        self._num_plain = 0  # characters of the held text that are text, whatever they are
+        self._is_new = False  # no text of this message was reported yet
+        self._num_plain = 0  # the first characters of the held text, which are certainly text
 
     @property
     def may_begin(self) -> bool:
-        """Whether the output is within a head, which shows what comes next."""
+        """Whether the output is within a head, which determines the kind of the next text."""
         return self._state is _State.HEAD
 
     @property
     def is_thinking(self) -> bool:
-        """Whether thoughts have begun and not ended."""
+        """Whether reasoning has begun and not ended."""
         return self._state is _State.THOUGHTS
 
     @property
@@ -163,7 +163,8 @@ class ChannelOutput(PieceReader):
         return is_ended
 
     def _end_message(self) -> None:
-        """The held text begins with what ends a message; the beginning of the next one belongs to that."""
+        """Handles held text that begins with the end of a message, which includes the beginning of the next
+        one."""
         end = next(end for end in _ENDS if self._held.startswith(end))
         if end != "<|start|>":
             self._held = self._held[len(end) :]
@@ -196,11 +197,11 @@ class ChannelOutput(PieceReader):
                 self._held = self._held[length:]
                 self._state = _State.AFTER_CALL
                 return True
-        self._begin(_State.TEXT)  # no call of ours: nothing that the model wrote is lost
+        self._begin(_State.TEXT)  # not a call of a known tool: it becomes text, so that no output is lost
         return True
 
     def _read_after_call(self, is_over: bool) -> bool:
-        """White space and the end of the message are dropped."""
+        """Drops white space and the end of the message."""
         self._held = self._held.lstrip()
         if self._held.startswith(_ENDS):
             self._end_message()
@@ -215,19 +216,19 @@ class ChannelOutput(PieceReader):
 
 
 class ChannelTokens:
-    """Follows the thoughts of one output by its tokens, as ``ThoughtTokens`` does. ``has_answer``,
-    ``has_calls``: what may follow them; both if the model decides.
+    """Follows the reasoning of one output by its tokens, like ``ThoughtTokens``. ``has_answer``,
+    ``has_calls``: whether an answer in text, or calls, may follow it; both if the model decides.
 
-    ``data``: the bytes of the tokens before the answer: thoughts, their marks, and the head of an answer in
-    text. The head of a call belongs to the answer. ``num_tokens``: those tokens; ``num_inside``: those of
-    thoughts, without heads. ``num_held``: the tokens of a head that is not complete.
+    ``data``: the bytes of the tokens before the answer: reasoning, its marks, and the head of an answer in
+    text. The head of a call belongs to the answer. ``num_tokens``: the number of these tokens;
+    ``num_inside``: the tokens of reasoning, without heads. ``num_held``: the tokens of an incomplete head.
     """
 
     def __init__(self, *, is_open: bool, has_answer: bool, has_calls: bool) -> None:
         heads = [THOUGHTS_HEAD] + [ANSWER_HEAD] * has_answer + [CALL_MARK] * has_calls
         self._heads = [head.encode() for head in heads]
         self._state = _State.THOUGHTS if is_open else _State.HEAD
-        self._tail = b""  # of thoughts: what may be part of their end
+        self._tail = b""  # the last bytes of reasoning, which may be part of the mark at its end
         self._head = b""
         self.data = bytearray()
         self.num_tokens = self.num_inside = self.num_held = 0
@@ -241,7 +242,7 @@ class ChannelTokens:
 
     @property
     def is_thinking(self) -> bool:
-        """Whether thoughts have begun and not ended."""
+        """Whether reasoning has begun and not ended."""
         return self._state is _State.THOUGHTS
 
     @property
@@ -251,16 +252,16 @@ class ChannelTokens:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the end of thoughts is written in part, so that only the rest of it may follow."""
+        """Whether the end of the reasoning is partly written, so that only its rest may follow."""
         return self.is_thinking and len(_NEXT) - len(self.rest_of_end()) >= len(_ENDS[0])
 
     def is_free(self, token: bytes) -> bool:
-        """Whether this token, which comes next, is none of the answer's."""
+        """Whether this token, which comes next, is not part of the answer."""
         head = self._head + token
         return self.is_thinking or (self.may_begin and any(one.startswith(head) for one in self._heads))
 
     def rests_of_heads(self, *, thinks: bool) -> list[bytes]:
-        """What may complete the head. ``thinks``: that of thoughts may."""
+        """Returns the texts that may complete the head. ``thinks``: it may be the head of reasoning."""
         heads = self._heads if thinks else self._heads[1:]
         return [head[len(self._head) :] for head in heads if head.startswith(self._head)]
 
@@ -275,7 +276,7 @@ class ChannelTokens:
             self._take_of_head(token)
 
     def rest_of_end(self) -> bytes:
-        """The part of the end of thoughts that is not written yet."""
+        """Returns the part of the end of the reasoning that is not written yet."""
         longest = min(len(self._tail), len(_NEXT) - 1)
         written = next((n for n in range(longest, 0, -1) if self._tail.endswith(_NEXT[:n])), 0)
         return _NEXT[written:]
@@ -311,7 +312,7 @@ def _is_object(text: str) -> bool:
 
 
 def read_channels(text: str, known: Message | None = None) -> Message:
-    """A whole answer as a message. ``known``: the same answer, whose calls have ids."""
+    """Returns a whole answer as a message. ``known``: the same answer, whose calls have ids."""
     output = ChannelOutput(None)
     pieces = [*output.push(text), *output.finish(is_truncated=True)]
     calls: list[CalledTool] = []

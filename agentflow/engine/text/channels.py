@@ -1,11 +1,11 @@
 r"""The notation of models that write an answer in channels: as messages, each with a head.
 
-A head names the message's channel, and the recipient of one that calls a tool::
+A head has the message's channel and, for a call of a tool, its recipient::
 
     <|channel|>analysis<|message|>It is 3 o'clock.<|end|><|start|>assistant<|channel|>final<|message|>Hello
 
-``analysis`` is thoughts, ``final`` the answer, ``commentary`` an announcement before calls, and a message to
-``functions.NAME`` the arguments of a call. ``channel_output`` reads it.
+``analysis`` is reasoning, ``final`` the answer, ``commentary`` an announcement before calls, and a message to
+``functions.NAME`` has the arguments of a call. ``channel_output`` reads this notation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ANSWER_HEAD = "<|channel|>final<|message|>"
 CALL_MARK = "<|channel|>commentary"
 """The beginning of every head of a call."""
 NEXT_MESSAGE = "<|end|><|start|>assistant"
-"""What stands between two messages of an answer."""
+"""The text between two messages of an answer."""
 
 
 def has_channels(source: str) -> bool:
@@ -31,5 +31,5 @@ def has_channels(source: str) -> bool:
 
 
 def call_head(name: str) -> str:
-    """The head of a call of the tool, as models generate it."""
+    """Returns the head of a call of the tool, as models generate it."""
     return f"{CALL_MARK} to=functions.{name} <|constrain|>json<|message|>"

@@ -3,14 +3,14 @@
 A template is a program, so its source does not show where contents are. It is rendered once with the real
 contents and once with unguessable markers in their place. The text between markers is markup, and a walk
 along the real rendering finds each content between it, unchanged or trimmed. If that fails (the template
-drops a part of a content, or writes other markup for it), the turns in question are rendered again as markers
-among the real others: together if there is only one way to place them, else in halves, and finally one by
-one. The amount of rendering is limited. Text that cannot be attributed is never treated as markup, in which
-special tokens are recognised: it is content, or the call fails.
+drops a part of a content, or writes other markup for it), the turns in question are rendered again as
+markers, the others with real contents: together if there is only one way to place them, else in halves, and
+finally one by one. The amount of rendering is limited. Text that cannot be attributed is never treated as
+markup, in which special tokens are recognised: it is content, or the call fails.
 
 Tools and tool calls are untrusted like contents but appear inside the markup. The conversation is rendered
-again with a nonce before and after each of their strings; what stands between two nonces is an *untrusted
-span*, and a special token that is even partly inside one is encoded as content.
+again with a nonce before and after each of their strings; the text between two nonces is an *untrusted span*,
+and a special token that is even partly inside one is encoded as content.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from agentflow.protocol.chat import Message, ToolSpec
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Characters ``start`` to ``end`` of a rendering show the content of message number ``turn``."""
+    """Characters ``start`` to ``end`` of a rendering, which show the content of message number ``turn``."""
 
     turn: int
     start: int
@@ -44,15 +44,16 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The markup around markers: ``first``, then for each content, in the order of the text, its turn and the
-    markup after it."""
+    """The markup around markers."""
 
-    first: str
+    first: str  # before the first content
+    # For each content, in the order of the text: its turn, and the markup after it.
     after: tuple[tuple[int, str], ...]
 
 
 def walk(text: str, messages: Sequence[Message], marks: Marks) -> list[Shown] | None:
-    """The places of the contents, if each appears unchanged or trimmed between the same markup."""
+    """Returns the places of the contents, if each appears unchanged or trimmed between the same markup; else
+    None."""
     if not text.startswith(marks.first):
         return None
     at = len(marks.first)
@@ -67,7 +68,8 @@ def walk(text: str, messages: Sequence[Message], marks: Marks) -> list[Shown] | 
 
 
 def between(text: str, marks: Marks) -> list[tuple[int, int]] | None:
-    """The places of one content, if all the text that the markup leaves is the same each time."""
+    """Returns the places of one content, if the text between the markup is the same at all of them; else
+    None."""
     if not marks.after:
         return [] if marks.first == text else None
     room = len(text) - len(marks.first) - sum(len(after) for _, after in marks.after)
@@ -85,8 +87,8 @@ def between(text: str, marks: Marks) -> list[tuple[int, int]] | None:
 
 
 def aligned(text: str, marks: Marks) -> list[Shown] | None:
-    """The places of contents that may be altered. None if there is no way to place them, or more than one, or
-    if a content that is shown several times is not written the same each time."""
+    """Returns the places of contents that may be altered. None if there is no way to place them, or more than
+    one, or if a content that is shown several times is not always written the same."""
     lefts = _ends(text, marks.first, [after for _, after in marks.after])
     if lefts is None:
         return None
@@ -102,7 +104,7 @@ def aligned(text: str, marks: Marks) -> list[Shown] | None:
 
 
 def _ends(text: str, first: str, after: Sequence[str]) -> list[tuple[int, int]] | None:
-    """The text between the markup, each piece of which is matched as far to the left as possible."""
+    """Returns the places between the markup, each piece of which is matched as far left as possible."""
     if not text.startswith(first):
         return None
     at = len(first)
@@ -120,7 +122,7 @@ def _ends(text: str, first: str, after: Sequence[str]) -> list[tuple[int, int]] 
 
 
 def suspects(text: str, messages: Sequence[Message], marks: Marks) -> set[int]:
-    """The turns that are probably altered: those where a walk fails, which resumes at the next match of the
+    """Returns the turns that are probably altered: the walk fails there, and resumes at the next match of the
     markup after them."""
     found: set[int] = set()
     if not text.startswith(marks.first):
@@ -139,7 +141,8 @@ def suspects(text: str, messages: Sequence[Message], marks: Marks) -> set[int]:
 
 
 def _written_at(text: str, at: int, content: str, after: str) -> int | None:
-    """The length of ``content`` at ``at``, unchanged or trimmed, if ``after`` follows it."""
+    """Returns the length of ``content`` at ``at``, unchanged or trimmed, if ``after`` follows it; else
+    None."""
     for written in (content, content.strip(), content.lstrip(), content.rstrip()):
         if text.startswith(written, at) and text.startswith(after, at + len(written)):
             return len(written)
@@ -147,7 +150,7 @@ def _written_at(text: str, at: int, content: str, after: str) -> int | None:
 
 
 def common_prefix(a: str, b: str) -> int:
-    """The length of the common prefix."""
+    """Returns the length of the common prefix."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high
@@ -168,18 +171,18 @@ Place: TypeAlias = "tuple[int, int]"
 """Start and end of a stretch of text."""
 
 Places: TypeAlias = Callable[[str], "Sequence[Place]"]
-"""Finds where a text contains tokens that no content may have, such as ``Tokenizer.closed_places``."""
+"""Finds the places of tokens that no content may have, such as ``Tokenizer.closed_places``."""
 
 
 def find_untrusted_spans(
     render: Callable[[Mark], str], text: str, closed_places: Places
 ) -> tuple[Place, ...]:
-    """The untrusted spans of ``text``, in order. ``render`` renders it with a mark around each untrusted
-    string; without one it gives ``text``.
+    """Returns the untrusted spans of ``text``, in order. ``render`` applies a mark to each untrusted string;
+    with ``unmarked`` it returns ``text``.
 
     Some templates inspect the strings (the type of a parameter, the length of an id) and write other text for
-    marked ones; then only strings that contain a special token are marked. ``NotSupported`` if the template
-    does not show these unchanged.
+    marked ones; then only strings that contain a special token are marked. Raises ``NotSupported`` if the
+    template does not show these unchanged.
     """
     for around in (_all_of, closed_places):
         nonce = new_nonce()
@@ -200,15 +203,23 @@ def find_untrusted_spans(
 def closed_untrusted_spans(
     text: str, start: int, end: int, untrusted: Sequence[Place], closed_places: Places
 ) -> list[Place]:
-    """The places between ``start`` and ``end`` of closed tokens that are at least partly in an untrusted
-    span: in order and disjoint."""
+    """Returns the places of closed tokens that are at least partly in an untrusted span, in order and
+    disjoint.
+
+    Args:
+        text: the rendering.
+        start: the first character to search.
+        end: the end of the search, exclusive.
+        untrusted: the untrusted spans.
+        closed_places: finds closed tokens.
+    """
     firsts, ends = [place[0] for place in untrusted], [place[1] for place in untrusted]
     found: list[Place] = []
     unread = [(start, end)]
     while unread:
         low, high = unread.pop()
         if bisect_right(ends, low) >= bisect_left(firsts, high):
-            continue  # no untrusted span in it
+            continue  # it has no untrusted span
         at = low
         for a, b in closed_places(text[low:high]):
             a, b = a + low, b + low
@@ -223,13 +234,13 @@ def closed_untrusted_spans(
 
 
 def new_nonce() -> str:
-    """An unguessable text: digits, which have no case, and of constant length, as templates may check
-    that."""
+    """Returns an unguessable text: digits, which have no case, of constant length, because templates may
+    check the length."""
     return str(10**38 + secrets.randbelow(10**38))
 
 
 def _all_of(string: str) -> list[Place]:
-    """The string without white space at its ends, which templates trim."""
+    """Returns the place of the string without white space at its ends, which templates trim."""
     return [(len(string) - len(string.lstrip()), len(string.rstrip()))]
 
 
@@ -254,41 +265,37 @@ def _inside(parts: list[str]) -> tuple[Place, ...]:
 
 
 _TURN_DIGITS = 9
-# The limit of characters rendered to find the altered contents of one layout: about a second of work.
+# The most characters that are rendered to find the altered contents of one layout: about a second of work.
 MAX_RENDERED_CHARS = 32_000_000
 # The cost of a turn, in characters.
 CHARS_PER_TURN = 100
-# Renderings that are always allowed, however long the text is.
+# The number of renderings that are always allowed, even of long texts.
 MIN_RENDERINGS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of a rendering. ``turn``: the index of the message whose content it shows; None for
-    markup."""
+    """A part of a rendering."""
 
     kind: Literal["markup", "content"]
     text: str
-    turn: int | None
+    turn: int | None  # the index of the message whose content it shows; None for markup
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A rendering and the places of the contents in it, in the order of the text.
-
-    A turn may be shown unchanged, altered, several times or not at all, as the template decides.
-    ``untrusted_spans``: places in the markup that show strings of tools and tool calls, if requested.
-    """
+    """A rendering and the places of the contents in it. The template may show a turn unchanged, altered,
+    several times or not at all."""
 
     messages: tuple[Message, ...]
-    open_role: str | None
+    open_role: str | None  # the role of the opened turn after the messages
     text: str
-    shown: tuple[Shown, ...]
+    shown: tuple[Shown, ...]  # in the order of the text
     tools: tuple[ToolSpec, ...] = ()
-    untrusted_spans: tuple[Place, ...] = ()
+    untrusted_spans: tuple[Place, ...] = ()  # strings of tools and tool calls in the markup, if requested
 
     def pieces(self) -> list[Piece]:
-        """The whole text in pieces: markup, content, markup, …, markup. Markup may be empty."""
+        """Returns the whole text in pieces: markup, content, markup, …, markup. Markup may be empty."""
         pieces: list[Piece] = []
         at = 0
         for part in self.shown:
@@ -308,14 +315,22 @@ def lay_out(
     previous: Layout | None = None,
     closed_places: Places | None = None,
 ) -> Layout:
-    """Renders ``messages`` and finds each content. ``open_role``: the role whose turn is then opened; the
-    text ends where its content begins (for an assistant, with the template's generation prompt).
+    """Renders ``messages`` and finds each content. Costs two renderings (three with tools), and two or more
+    extra if the template alters new turns.
 
-    ``previous``: a layout of an earlier state of the same conversation; places in the common prefix are
-    reused. ``closed_places``: finds tokens that no content may have; without it, ``untrusted_spans`` stays
-    empty. Costs two renderings (three with tools), and two or more extra if the template alters new turns.
+    Args:
+        template: the chat template.
+        messages: the turns.
+        open_role: the role whose turn is opened after them. The text ends where the content of this turn
+            begins (for an assistant, with the template's generation prompt).
+        tools: the tools that the template describes.
+        now: the time for the template; None: the current time.
+        previous: a layout of an earlier state of the same conversation; places in the common prefix are
+            reused.
+        closed_places: finds tokens that no content may have; without it, ``untrusted_spans`` stays empty.
 
-    ``NotSupported`` if the template rejects these messages, hides the opened turn or alters too many turns.
+    Raises:
+        NotSupported: the template rejects these messages, hides the opened turn or alters too many turns.
     """
     asked = _Asked(template, tuple(messages), open_role, now or datetime.now(), tuple(tools))
     if previous is not None and (previous.messages, previous.open_role, previous.tools) == (
@@ -368,12 +383,12 @@ class _Asked:
         return text[: text.rindex(marker)]
 
     def marks(self, turns: Set[int] | None = None) -> Marks | None:
-        """The markup around all contents, or around those of ``turns`` with the others unchanged. None if the
-        template rejects markers as contents."""
+        """Returns the markup around all contents, or around the contents of ``turns``, while the others are
+        unchanged. None if the template rejects markers as contents."""
         nonce = new_nonce()
         marked = tuple(
             replace(message, content=f"{nonce}{number:0{_TURN_DIGITS}}")
-            # Beside tool calls, templates treat an absent content like an empty one.
+            # Next to tool calls, templates treat an absent content like an empty one.
             if (message.content or not message.tool_calls if turns is None else number in turns)
             else message
             for number, message in enumerate(self.messages)
@@ -394,7 +409,7 @@ class _Asked:
 
 
 def _one_by_one(text: str, asked: _Asked, marks: Marks | None, previous: Layout | None) -> list[Shown]:
-    """The places of the contents: many at once where that is unambiguous, else one at a time."""
+    """Returns the places of the contents. Finds many together if that is unambiguous, else one by one."""
     counts = None if marks is None else Counter(turn for turn, _ in marks.after)
     shown = _still_shown(text, asked.messages, previous)
     shown = [part for part in shown if counts is None or counts[part.turn] == 1]
@@ -446,7 +461,7 @@ class _Budget:
 
 
 def _alone(text: str, message: Message, turn: int, around: Marks | None, unsure: list[Shown]) -> list[Shown]:
-    """The places of one content. If they are not known yet, its region is appended to ``unsure``."""
+    """Returns the places of one content. If they are not known yet, appends its region to ``unsure``."""
     places = None if around is None else between(text, around)
     is_blank = not message.content.strip()
     if places is not None:
@@ -462,8 +477,8 @@ def _alone(text: str, message: Message, turn: int, around: Marks | None, unsure:
 
 
 def _together(text: str, messages: tuple[Message, ...], around: Marks) -> list[Shown] | None:
-    """The places of several contents, if unambiguous: each is unchanged or trimmed, or there is only one way
-    to place them and each shows a part of its content."""
+    """Returns the places of several contents, if unambiguous: each is unchanged or trimmed, or there is only
+    one way to place them and each shows a part of its content. Else None."""
     shown = walk(text, messages, around)
     if shown is not None:
         return shown
@@ -473,19 +488,19 @@ def _together(text: str, messages: tuple[Message, ...], around: Marks) -> list[S
     shown = []
     for part in places:
         content, written = messages[part.turn].content, text[part.start : part.end]
-        # Else a content might contain the markup of another, which would pass for the template's.
+        # Otherwise a content might imitate the markup that the template writes around another.
         if written not in content and written not in json.dumps(content, ensure_ascii=False):
             return None
-        if content.strip() or not written.strip():  # else as in ``_alone``
+        if content.strip() or not written.strip():  # otherwise as in ``_alone``
             shown.append(part)
     return shown
 
 
 def _search(text: str, message: Message, region: Shown, shown: list[Shown]) -> list[Shown]:
-    """The place of a content around which the template writes other markup than around a marker.
+    """Returns the place of a content around which the template writes other markup than around a marker.
 
-    ``region`` is where the rendering differs from that with a marker. The content covers it and may extend to
-    the places of the turns before and after.
+    ``region`` is the part of the rendering that differs from the rendering with a marker. The content covers
+    it and may extend to the places of the turns before and after.
     """
     low = max((part.end for part in shown if part.turn < region.turn and part.end <= region.end), default=0)
     high = min(
@@ -502,7 +517,7 @@ def _search(text: str, message: Message, region: Shown, shown: list[Shown]) -> l
 
 
 def _still_shown(text: str, messages: tuple[Message, ...], previous: Layout | None) -> list[Shown]:
-    """The places found in ``previous`` that lie in the common prefix with ``text``."""
+    """Returns the places in ``previous`` that are in the common prefix with ``text``."""
     if previous is None:
         return []
     same = 0

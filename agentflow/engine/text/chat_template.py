@@ -1,10 +1,10 @@
 """A model's chat template: Jinja source from its folder, rendered as transformers renders it.
 
-Messages, calls and tools are given to the template as the dictionaries that templates expect. Untrusted
-strings in them (names, descriptions, schemas, arguments) pass through a *mark*, by which ``chat_layout``
-finds them in the rendering. The arguments of a call are a dictionary that keeps its JSON text: a template
-that writes it as JSON writes it as the model did. The form in which a template expects calls is found by
-trying each.
+The template receives messages, calls and tools as the dictionaries that templates expect. Untrusted strings
+in them (names, descriptions, schemas, arguments) pass through a *mark*, by which ``chat_layout`` finds them
+in the rendering. The arguments of a call are a dictionary that keeps its JSON text: a template that writes it
+as JSON writes the text that the model wrote. The form in which a template expects calls is found by trying
+each form.
 """
 
 from __future__ import annotations
@@ -47,19 +47,18 @@ RESERVED_VALUES = frozenset({"messages", "tools", "documents", "add_generation_p
 
 @dataclass(frozen=True, slots=True)
 class ToolDialect:
-    """The form in which a template expects calls. ``arguments``: as an object or as its JSON text.
-    ``short_ids``: ids must be nine letters and digits; others are replaced."""
+    """The form in which a template expects calls."""
 
-    arguments: Literal["object", "text"] = "object"
-    short_ids: bool = False
+    arguments: Literal["object", "text"] = "object"  # an object, or its JSON text
+    short_ids: bool = False  # ids must be nine letters and digits; others are replaced
 
 
 class JsonObject(dict[str, Any]):
-    """An object together with the JSON text it was read from."""
+    """An object together with the JSON text from which it was read."""
 
     def __init__(self, members: dict[str, Any], text: str) -> None:
         super().__init__(members)
-        self._text = text  # private: templates reach members by name
+        self._text = text  # private, because templates access members by name
 
 
 def unmarked(text: str) -> str:
@@ -70,12 +69,12 @@ def unmarked(text: str) -> str:
 def message_values(
     messages: Sequence[Message], dialect: ToolDialect, mark: Mark = unmarked
 ) -> list[dict[str, Any]]:
-    """Messages in the form of OpenAI's API."""
+    """Returns messages in the form of OpenAI's API."""
     return [_message_value(message, dialect, mark) for message in messages]
 
 
 def tool_values(tools: Sequence[ToolSpec], mark: Mark = unmarked) -> list[dict[str, Any]] | None:
-    """Tools in the form of OpenAI's API; None if there are none, as templates test for that."""
+    """Returns tools in the form of OpenAI's API; None if there are none, because templates test for None."""
     if not tools:
         return None
     return [
@@ -92,8 +91,8 @@ def tool_values(tools: Sequence[ToolSpec], mark: Mark = unmarked) -> list[dict[s
 
 
 def marked_leaves(value: Any, mark: Mark) -> Any:
-    """A JSON value with all strings marked, names of members included, except words of JSON schema, which
-    templates test for."""
+    """Returns a JSON value with all strings marked, including names of members, except words of JSON schema,
+    for which templates test."""
     if isinstance(value, str):
         return value if value in _SCHEMA_WORDS else mark(value)
     if isinstance(value, dict):
@@ -104,8 +103,9 @@ def marked_leaves(value: Any, mark: Mark) -> Any:
 
 
 def members_of(call: CalledTool) -> dict[str, Any]:
-    """The members of a call's arguments. Empty if they are no JSON object, as in a truncated call, or nest
-    too deeply for a template. A template that writes arguments as JSON writes their text in any case."""
+    """Returns the members of a call's arguments. Empty if they are not a JSON object, as in a truncated call,
+    or nest too deeply for a template. A template that writes arguments as JSON writes their text in any
+    case."""
     try:
         members = json.loads(call.arguments)
     except (ValueError, RecursionError):
@@ -120,7 +120,8 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The ``tojson`` filter. Jinja's own escapes HTML, which models were not trained on."""
+    """The ``tojson`` filter, with the arguments of ``json.dumps``. Jinja's filter escapes HTML, but models
+    were not trained on escaped text."""
     options: dict[str, Any] = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators}
     if ensure_ascii or sort_keys or indent is not None or separators is not None:
         return json.dumps(value, sort_keys=sort_keys, **options)
@@ -147,7 +148,7 @@ def _message_value(message: Message, dialect: ToolDialect, mark: Mark) -> dict[s
     value: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning is not None:
         value["reasoning_content"] = mark(message.reasoning)
-        if not (message.content and message.tool_calls):  # templates that read this one reject both beside it
+        if not (message.content and message.tool_calls):  # templates that read it reject all three
             value["thinking"] = value["reasoning_content"]
     if message.tool_calls:
         value["tool_calls"] = [_call_value(call, dialect, mark) for call in message.tool_calls]
@@ -192,8 +193,8 @@ _DIALECTS = tuple(
 
 
 def find_dialect(render: RenderIn) -> ToolDialect:
-    """The first form in which a call is rendered as given. Text comes before objects, as a template that
-    accepts both leaves text unchanged. If no form works, the default."""
+    """Returns the first form in which a call is rendered unchanged, or the default. Text is tried before
+    objects, because a template that accepts both leaves text unchanged."""
     # A template may reject a call without its result, or any result.
     for is_answered in (True, False):
         for dialect in _DIALECTS:
@@ -207,7 +208,7 @@ def find_dialect(render: RenderIn) -> ToolDialect:
 
 def _shows_calls(render: RenderIn, dialect: ToolDialect, call_id: str, is_answered: bool) -> bool:
     name, key, value = [f"n{secrets.token_hex(8)}" for _ in range(3)]
-    # No JSON encoder writes white space like this: if it is shown, the text was left unchanged.
+    # No JSON encoder writes white space like this: if the rendering has it, the text was not changed.
     arguments = f'{{"{key}" :  "{value}"}}'
     call = CalledTool(call_id, name, arguments)
     messages = [Message("user", "?"), Message("assistant", "", tool_calls=(call,))]
@@ -219,15 +220,20 @@ def _shows_calls(render: RenderIn, dialect: ToolDialect, call_id: str, is_answer
         return False
     if name not in text or arguments in text:
         return name in text
-    # A template may also write the members one by one. But Python's notation of a dictionary, or JSON in a
-    # JSON string, is not what the model was trained on.
+    # A template may also write the members one by one. But the model was not trained on Python's notation of
+    # a dictionary, or on JSON in a JSON string.
     is_misread = f"'{key}'" in text or f'\\"{key}' in text
     return dialect.arguments == "object" and key in text and not is_misread
 
 
 class ChatTemplate:
-    """``source``: the template's Jinja text; None if the model has none. ``special_tokens`` are passed to the
-    template by name, such as ``{"bos_token": "<s>"}``."""
+    """A model's chat template.
+
+    Args:
+        source: the template's Jinja text; None if the model has none.
+        special_tokens: passed to the template by name, such as ``{"bos_token": "<s>"}``.
+        where: the name of the template in messages.
+    """
 
     def __init__(
         self,
@@ -236,8 +242,7 @@ class ChatTemplate:
         *,
         where: str = "the chat template",
     ) -> None:
-        """``BadModelFolder``, whose message calls the template ``where``, if the source is not valid
-        Jinja."""
+        """Raises ``BadModelFolder`` if the source is not valid Jinja."""
         self.special_tokens = dict(special_tokens or {})
         self.source = source or ""
         self.values: Mapping[str, Any] = {}
@@ -251,8 +256,8 @@ class ChatTemplate:
             ) from error
 
     def with_values(self, values: Mapping[str, Any]) -> ChatTemplate:
-        """The template with variables beside its own, such as ``enable_thinking``. What it writes of them is
-        markup. Its attribute ``base`` is the template without."""
+        """Returns the template with further variables, such as ``enable_thinking``. Text that it writes from
+        their values is markup. The attribute ``base`` is the template without them."""
         if not values:
             return self
         made = copy.copy(self)
@@ -261,8 +266,8 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, file: str | None = None) -> ChatTemplate:
-        """Reads the folder's default chat template, if any, or the one in ``file``. ``BadModelFolder`` or
-        ``BadArgument``."""
+        """Reads the folder's default chat template, if any, or the one in ``file``. Raises ``BadModelFolder``
+        or ``BadArgument``."""
         source = chat_template_source(folder) if file is None else given_chat_template(file)
         return cls(source, named_special_tokens(folder), where=f"the chat template in {file or folder}")
 
@@ -278,7 +283,7 @@ class ChatTemplate:
 
     @cached_property
     def dialect(self) -> ToolDialect:
-        """The form in which it expects calls, found at the first conversation that has some."""
+        """The form in which it expects calls, which the first conversation with calls determines."""
         return find_dialect(lambda messages, dialect: self.render(messages, dialect=dialect))
 
     def render(
@@ -291,10 +296,18 @@ class ChatTemplate:
         dialect: ToolDialect | None = None,
         mark: Mark = unmarked,
     ) -> str:
-        """The conversation as the model reads it. ``now``: the time given to the template. ``dialect``: None
-        is the template's own. ``mark``: applied to all strings of tools and calls.
+        """Renders a conversation.
 
-        ``NotSupported`` if there is no template or it rejects these messages.
+        Args:
+            messages: the turns.
+            tools: the tools that the template describes.
+            add_generation_prompt: end with the beginning of an assistant's turn.
+            now: the time for the template; None: the current time.
+            dialect: the form of calls; None: the form that the template expects.
+            mark: applied to all strings of tools and calls.
+
+        Raises:
+            NotSupported: there is no template, or it rejects these messages.
         """
         if self._template is None:
             raise no_chat_template()
@@ -319,7 +332,7 @@ class ChatTemplate:
             ) from error
 
     def turn_markup(self) -> str:
-        """The markup around turns of a user and an assistant; empty if the template rejects them."""
+        """Returns the markup around turns of a user and an assistant; empty if the template rejects them."""
         marker = secrets.token_hex(16)
         turns = [Message(role, marker) for role in ("user", "assistant", "user")]
         try:

@@ -1,10 +1,10 @@
-"""A select's choices: their token ids, and how they are compared.
+"""The choices of a select: their token ids, and their comparison.
 
-The last tokens of a text depend on what follows, so each choice is encoded together with the text before it;
-of a long text only the end is encoded again. Scoring begins at the first id in which two choices differ (or
-with the last id of the shortest choice, if that is a prefix of the others). So a score depends on the whole
-text and the other choices, and not on how they are divided: ``"Answer: "`` with ``"yes"`` and ``"no"`` is
-``"Answer:"`` with ``" yes"`` and ``" no"``.
+The last tokens of a text depend on the following text, so each choice is encoded together with the text
+before it; of a long text only the end is encoded again. Scoring begins at the first id in which two choices
+differ (or with the last id of the shortest choice, if that is a prefix of the others). So a score depends on
+the whole text and the other choices, but not on the division between them: ``"Answer: "`` with ``"yes"`` and
+``"no"`` is equal to ``"Answer:"`` with ``" yes"`` and ``" no"``.
 
 The scores are the three methods of SGLang's frontend (Zheng et al., 2024; its ``choices`` module).
 """
@@ -24,9 +24,9 @@ def mean(logprobs: Sequence[float]) -> float:
 
 
 def num_greedy_tokens(ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> list[int]:
-    """``greedy_token_selection``: the number of tokens for which each choice stays in the running, if at each
-    token only the choices with the likeliest next token stay. A choice that ends drops out, unless all that
-    remain end."""
+    """``greedy_token_selection``: the number of tokens for which each choice remains, if at each token only
+    the choices with the likeliest next token remain. A choice that ends is dropped, unless all remaining ones
+    end."""
     running = list(range(len(ids)))
     counts = [0] * len(ids)
     depth = 0
@@ -48,8 +48,14 @@ def scores_of(
     logprobs: Sequence[Sequence[float]],
     unconditional: Sequence[Sequence[float]],
 ) -> list[float]:
-    """The scores that the method compares. The largest wins; of equal ones, the first. ``unconditional``:
-    log-probabilities of the same tokens without context, if the method needs them."""
+    """Returns the scores of the choices. The largest wins; among equals, the first.
+
+    Args:
+        method: how choices are scored.
+        ids: the tokens of each choice.
+        logprobs: their log-probabilities.
+        unconditional: their log-probabilities without context, if the method needs them.
+    """
     if method == "greedy_token_selection":
         counts = num_greedy_tokens(ids, logprobs)
         return [float(count) for count in counts]
@@ -59,7 +65,7 @@ def scores_of(
     return normalised
 
 
-# Up to this many characters in all are encoded whole: about a millisecond.
+# Up to this many characters in total are encoded completely, which takes about a millisecond.
 MAX_PLAIN_CHARS = 4000
 # Of a longer text, about this many characters at its end are encoded again with each choice.
 WINDOW_CHARS = 64
@@ -68,31 +74,35 @@ _MAX_TRIED = 4
 
 @dataclass(frozen=True, slots=True)
 class EncodedChoices:
-    """The state with each choice appended.
+    """The state with each choice appended."""
 
-    ``num_before``: settled ids. ``text``: the text after them, which is encoded together with each of
-    ``choices``. ``prefix``: the ids that all choices share, settled ones included, except the last of the
-    shortest choice. ``ends``: the remaining ids of each choice, at least one.
-    """
-
-    num_before: int
-    text: str
+    num_before: int  # settled ids
+    text: str  # the text after them, which is encoded together with each choice
     choices: Sequence[str]
-    prefix: list[int]
-    ends: list[list[int]]
+    prefix: list[int]  # the ids that all choices share, with settled ones, without the shortest choice's last
+    ends: list[list[int]]  # the remaining ids of each choice, at least one
 
     def run(self, index: int) -> tuple[str, list[int]]:
-        """The text and the ids that one choice adds to the settled ones."""
+        """Returns the text and the ids that one choice adds to the settled ids."""
         return self.text + self.choices[index], self.prefix[self.num_before :] + self.ends[index]
 
 
 def encode_choices(
     tokenizer: Tokenizer, before: list[int], text: str, choices: Sequence[str], *, continues: bool
 ) -> EncodedChoices:
-    """Encodes the choices after the ids ``before`` and then ``text``; ``continues`` as in
-    ``Tokenizer.encode``, for ``text``. ``BadArgument`` for a choice that the vocabulary cannot write at all.
-    ``text`` is encoded separately only at the start of a sequence, if no id would precede those that
-    differ."""
+    """Encodes the choices after other text. That text is encoded separately only at the start of a sequence,
+    if otherwise no id would precede the differing ids.
+
+    Args:
+        tokenizer: of the model.
+        before: settled ids.
+        text: the text after them.
+        choices: the possible next texts.
+        continues: as in ``Tokenizer.encode``, for ``text``.
+
+    Raises:
+        BadArgument: the vocabulary cannot represent a choice.
+    """
     head, tails = encode_after(tokenizer, text, choices, continues=continues)
     for choice, tail in zip(choices, tails, strict=True):
         if not tail:
@@ -102,7 +112,7 @@ def encode_choices(
     first, last = min(tails), max(tails)
     most = min([len(tail) for tail in tails]) - 1
     num_common = next((n for n in range(most) if first[n] != last[n]), most)
-    if text and not before and not head and not num_common:  # at least one id must precede those scored
+    if text and not before and not head and not num_common:  # at least one id must precede the scored ids
         head = tokenizer.encode(text, continues=continues)
         tails = [tokenizer.encode(choice, continues=True) for choice in choices]
     prefix = before + head + tails[0][:num_common]
@@ -112,7 +122,7 @@ def encode_choices(
 def encode_after(
     tokenizer: Tokenizer, text: str, choices: Sequence[str], *, continues: bool
 ) -> tuple[list[int], list[list[int]]]:
-    """The ids of ``text`` with each choice: the ids they all begin with, and the rest of each."""
+    """Returns the ids of ``text`` with each choice: the ids with which all begin, and the rest of each."""
     if sum(map(len, choices)) + len(text) * len(choices) > MAX_PLAIN_CHARS:
         window = _window(tokenizer, text, continues)
         if window is not None:
@@ -126,8 +136,8 @@ def encode_after(
 
 
 def _window(tokenizer: Tokenizer, text: str, continues: bool) -> tuple[list[int], str, list[int]] | None:
-    """The end of ``text`` that is encoded again: the ids before it, the end, and its ids. It begins at a
-    token and gets the same ids alone as in the whole. None if no such place is found."""
+    """Finds the end of ``text`` to encode again. Returns the ids before it, the end, and its ids. It begins
+    at a token and gets the same ids alone as in the whole text. None if there is no such place."""
     if len(text) <= 2 * WINDOW_CHARS:
         return None
     ids = tokenizer.encode(text, continues=continues)
@@ -141,8 +151,8 @@ def _window(tokenizer: Tokenizer, text: str, continues: bool) -> tuple[list[int]
 
 
 def _places(text: str) -> Iterator[int]:
-    """Where a token might begin, from ``WINDOW_CHARS`` before the end backwards: before white space after
-    other text or, if there is little of that, anywhere."""
+    """Yields the places where a token might begin, from ``WINDOW_CHARS`` before the end backwards: before
+    white space after other text or, if there are few of these, anywhere."""
     latest = len(text) - WINDOW_CHARS
     earliest = max(1, latest - WINDOW_CHARS)
     words = [n for n in range(latest, earliest, -1) if text[n].isspace() and not text[n - 1].isspace()]

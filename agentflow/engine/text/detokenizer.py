@@ -1,7 +1,7 @@
-"""Generated token ids to text, as they arrive, and where the text ends.
+"""Converts generated token ids to text, as they arrive, and finds the end of the text.
 
-``TextEnd`` reads a generation: it delivers text that can no longer be part of a stop, and finds the ids that
-remain. It uses ``Detokenizer`` (ids to text, incomplete characters held back), ``_Stop`` (one stop string)
+``TextEnd`` reads a generation: it delivers text that can no longer be part of a stop, and finds the remaining
+ids. It uses ``Detokenizer`` (ids to text, holding back incomplete characters), ``_Stop`` (one stop string)
 and ``StopPattern`` (a regular expression).
 
 The stop that is completed first ends the text; of several completed at the same character, the one that
@@ -22,7 +22,7 @@ _UNFINISHED = -1
 
 
 class Detokenizer:
-    """The text of a growing list of ids. A ``push`` costs as much as its token is long.
+    """The text of a growing list of ids. The cost of a ``push`` is proportional to the length of its token.
 
     The text equals ``Tokenizer.decode`` of the same ids, without a last character that is incomplete.
     ``continues``: the ids follow other text (see ``Tokenizer.encode``).
@@ -82,15 +82,15 @@ class Detokenizer:
         return bool(self._utf8.getstate()[0])
 
     def num_ids_within(self, end: int) -> int:
-        """The number of leading ids whose text lies wholly before character ``end``."""
+        """Returns the number of leading ids whose text is completely before character ``end``."""
         count = len(self.ids)
         while count and not (self._ends[count - 1] != _UNFINISHED and self._ends[count - 1] <= end):
             count -= 1
         return count
 
     def ids_of(self, start: int, end: int) -> list[int]:
-        """Ids whose text is exactly ``text[start:end]``: ids that lie wholly inside are kept, and the rest of
-        a token that straddles ``start`` or ``end`` is encoded anew."""
+        """Returns ids whose text is exactly ``text[start:end]``: ids that are completely inside are kept, and
+        the part of a token that crosses ``start`` or ``end`` is encoded again."""
         last = self.num_ids_within(end)
         first = next((n for n in range(last) if self._starts[n] >= start), last)
         text = self.text
@@ -112,21 +112,20 @@ class Detokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The result of a generation. ``ids`` stand for exactly ``text``; the first ``kept`` are as sampled, the
-    others were encoded anew. ``rest``: the part of ``text`` that no ``push`` returned."""
+    """The result of a generation."""
 
-    ids: list[int]
+    ids: list[int]  # of exactly ``text``
     text: str
-    kept: int
-    rest: str
+    kept: int  # the number of leading ids that were sampled; the others were encoded again
+    rest: str  # the part of ``text`` that no ``push`` returned
 
 
 class _CallScan:
-    """Follows a text, and knows whether it is inside a tool call."""
+    """Follows a text, and tells whether its end is inside a tool call."""
 
     def __init__(self, marks: CallMarks) -> None:
         self._marks = marks
-        self._held = ""  # that may be the beginning of a mark
+        self._held = ""  # the end of the text, which may be the beginning of a mark
         self._is_decided = bool(marks.begin)
         self.is_inside = False
 
@@ -148,14 +147,18 @@ class _CallScan:
 
 
 class TextEnd:
-    """Follows the text of one generation and delivers what can no longer be part of a stop: one of the
-    strings ``stop``, or a match of ``stop_regex``. No stop begins in the text of the first ``min_tokens``
-    tokens.
+    """Follows the text of one generation and delivers text that can no longer be part of a stop. The cost of
+    a ``push`` is the length of its text times the number of stop strings; ``stop_regex`` costs a search for
+    each character and raises the errors of ``StopPattern``.
 
-    ``calls``: the marks of tool calls, inside which no stop applies: a call that ends early would be another
-    one. ``continues``: the generation follows other text, as in all but an empty state. A ``push`` costs the
-    length of its text times the number of stop strings; ``stop_regex`` costs a search for each character and
-    raises as ``StopPattern`` does.
+    Args:
+        tokenizer: of the model.
+        stop: the strings that end the text.
+        stop_regex: a pattern whose match ends the text.
+        min_tokens: no stop begins in the text of this number of first tokens.
+        calls: the marks of tool calls. No stop applies inside a call: if it ended early, it would be another
+            call.
+        continues: the generation follows other text; False only in an empty state.
     """
 
     def __init__(
@@ -188,7 +191,7 @@ class TextEnd:
 
     @property
     def num_ids(self) -> int:
-        """The ids so far, up to the one that completed a stop."""
+        """The number of ids so far, up to the one that completed a stop."""
         return len(self._detokenizer.ids)
 
     @property
@@ -198,7 +201,7 @@ class TextEnd:
 
     def push(self, token_id: int, *, is_free: bool = False) -> str:
         """Appends a sampled id. Returns the text that may be delivered now. Tokens that end the generation
-        are not pushed. ``is_free``: no stop begins in its text, as in that of the first ``min_tokens``."""
+        are not pushed. ``is_free``: no stop begins in its text, as for the first ``min_tokens``."""
         if self.stopped:
             return ""
         is_free = is_free or self.is_in_call or len(self._detokenizer.ids) < self._min_tokens
@@ -234,8 +237,8 @@ class TextEnd:
         return "".join([self.push(token_id, is_free=is_free) for token_id in token_ids])
 
     def resume(self, text: str) -> None:
-        """The pushed ids are those of a generation that had delivered ``text``, which may be longer than
-        theirs if its last ids were replaced. It is not delivered again, and no stop is in it."""
+        """Continues a generation that had delivered ``text``. Its ids must have been pushed; ``text`` may be
+        longer than theirs if the last ids were replaced. It is not delivered again and contains no stop."""
         if len(text) <= self._num_read:
             return
         if self._calls is not None:
@@ -287,12 +290,12 @@ class _Stop:
     def __init__(self, string: str) -> None:
         self.string = string
         self.num_matched = 0
-        # For each matched length, the next shorter one that also matches. Computed as far as needed, so that
-        # long stops cost nothing until they nearly occur.
+        # For each matched length, the next shorter one that also matches. Computed only as far as needed, so
+        # that long stops cost nothing until a long part of them occurs.
         self._fallback = [0, 0]
 
     def step(self, char: str) -> None:
-        """Reads one more character. Not to be called once the string is complete."""
+        """Reads one more character. Must not be called after the string is complete."""
         matched = self._longer(self.num_matched, char)
         if matched == len(self._fallback):
             self._fallback.append(self._longer(self._fallback[-1], char))

@@ -1,14 +1,14 @@
-"""Thoughts: the text that a reasoning model writes before its answer, between marks of its own.
+"""Thoughts: the reasoning that a model writes before its answer, between marks.
 
 ``thought_marks`` finds the marks in a chat template. A template may open the thoughts itself at the end of
-the prompt, or close them empty so that the model does not think; ``thinking_after`` tells from the rendered
-prompt. ``ThoughtTokens`` follows an output by its tokens, in the engine, and decides where the answer begins.
-``ThoughtOutput`` separates thoughts and answer there while they are generated.
+the prompt, or close them empty so that the model does not reason; ``thinking_after`` decides this from the
+rendered prompt. ``ThoughtTokens`` follows an output by its tokens, in the engine, and decides where the
+answer begins. ``ThoughtOutput`` separates thoughts and answer at this place while they are generated.
 
 Models that write in channels (``channels``) have an end of thoughts and heads of answers instead of one mark.
 
-The text of both begins and ends without white space: models are trained to write line breaks around marks.
-Only the thoughts at the beginning of an answer are separated; marks after them are text.
+Thoughts and answer begin and end without white space: models are trained to write line breaks around marks.
+Only the thoughts at the beginning of an answer are separated; later marks are text.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ SPACES = WHITE_SPACE.encode()
 
 
 class ThoughtMarks(NamedTuple):
-    """The marks before and after thoughts. ``answer``: the head of an answer in text, of a model that writes
-    in channels."""
+    """The marks before and after thoughts."""
 
     begin: str
     end: str
-    answer: str = ""
+    answer: str = ""  # the head of an answer in text, of a model that writes in channels
 
 
 KNOWN_MARKS = (
@@ -53,14 +52,14 @@ KNOWN_MARKS = (
     ThoughtMarks("<reasoning>", "</reasoning>"),
 )
 """The marks of published models."""
-# Variables of templates that turn thinking on and off.
+# The variables of templates that turn reasoning on and off.
 _SWITCHES = ("enable_thinking", "thinking")
-# The member of a message that some templates read thoughts from.
+# The member of a message from which some templates read thoughts.
 _THOUGHTS_OF_MESSAGE = r"\.thinking\b|\[['\"]thinking['\"]\]"
 
 
 def thought_marks(source: str) -> ThoughtMarks | None:
-    """The marks that the chat template ``source`` has; None if its model does not think.
+    """Returns the marks in the chat template ``source``; None if its model does not reason.
 
     >>> thought_marks("{{ message.content.split('</think>')[-1] }}")
     ThoughtMarks(begin='<think>', end='</think>', answer='')
@@ -71,8 +70,8 @@ def thought_marks(source: str) -> ThoughtMarks | None:
 
 
 def thinking_values(source: str, thinks: bool | None, effort: str | None = None) -> dict[str, Any]:
-    """The variables of the chat template ``source`` that turn thinking on or off and set the effort, as far
-    as it has any.
+    """Returns values for the variables of the chat template ``source`` that turn reasoning on or off and set
+    the effort, if it has such variables.
 
     >>> thinking_values("{% if enable_thinking is false %}<think></think>{% endif %}", thinks=False)
     {'enable_thinking': False}
@@ -90,19 +89,15 @@ def _has_variable(source: str, name: str) -> bool:
 
 
 class Thinking(msgspec.Struct, frozen=True, array_like=True):
-    """How one output may begin with thoughts. ``is_open``: the prompt began them, so the output begins
-    inside. Otherwise the output begins with thoughts if it begins with the mark. ``budget``: the most tokens
-    of thoughts; None is no limit. ``answer``, ``calls``: of a model that writes in channels, the head of an
-    answer in text, and the beginning of the head of a call; empty if there may be none. ``strips``: the
-    answer begins without white space; False under a constraint, which decides that."""
+    """How one output may begin with thoughts."""
 
-    begin: str
-    end: str
-    is_open: bool
-    budget: int | None = None
-    answer: str = ""
-    calls: str = ""
-    strips: bool = True
+    begin: str  # the mark before thoughts
+    end: str  # the mark after thoughts
+    is_open: bool  # the prompt began the thoughts; otherwise an output with thoughts begins with ``begin``
+    budget: int | None = None  # the most tokens of thoughts; None: no limit
+    answer: str = ""  # with channels: the head of an answer in text; empty if none is allowed
+    calls: str = ""  # with channels: the beginning of the head of a call; empty if none is allowed
+    strips: bool = True  # remove white space before the answer; False under a constraint, which decides
 
     @property
     def has_channels(self) -> bool:
@@ -110,7 +105,7 @@ class Thinking(msgspec.Struct, frozen=True, array_like=True):
         return bool(self.answer or self.calls)
 
     def for_answer(self, *, has_calls: bool, must_call: bool) -> Thinking:
-        """The same before an answer that may, or must, call tools."""
+        """Returns it for an answer that may, or must, call tools."""
         if not self.has_channels:
             return self
         calls = CALL_MARK if has_calls else ""
@@ -120,8 +115,15 @@ class Thinking(msgspec.Struct, frozen=True, array_like=True):
 def thinking_after(
     marks: ThoughtMarks, opening: str, written: str, *, budget: int | None = None
 ) -> Thinking | None:
-    """How an answer may begin. ``opening``: the markup before it; ``written``: the part of it that the prompt
-    already has. None if it has no thoughts: the prompt ended them, or began the answer."""
+    """Returns how an answer may begin with thoughts. None if it has none: the prompt ended them, or began the
+    answer.
+
+    Args:
+        marks: the marks of the model.
+        opening: the markup before the answer.
+        written: the part of the answer that the prompt already has.
+        budget: the most tokens of thoughts; None: no limit.
+    """
     begin, end, answer = marks
     text = opening + written
     begun, ended = text.rfind(begin), text.rfind(end)
@@ -144,15 +146,15 @@ class _State(Enum):
 class ThoughtOutput:
     r"""Reads one output: thoughts, then an answer, which ``output`` reads if it may have tool calls.
 
-    ``answer_at``: as of ``Progress``, with the text: the character at which the answer begins, counted from
-    the output's first, or -1 if it has not begun.
+    ``answer_at`` comes from ``Progress``, together with the text: the character at which the answer begins,
+    counted from the first of the output, or -1 if it has not begun.
 
     >>> output = ThoughtOutput(Thinking("<think>", "</think>", is_open=False))
     >>> output.push("<think>\nIt is a gre", -1) + output.push("eting.\n</think>\n\nHello", 37)
     [ReasoningPiece(text='It is a gre'), ReasoningPiece(text='eting.'), TextPiece(text='Hello')]
 
-    How the text is split into pushes affects only where adjacent pieces of one kind are split. An output that
-    ends within its thoughts has no answer.
+    The division of the text into pushes affects only the division of adjacent pieces of one kind. An output
+    that ends within its thoughts has no answer.
     """
 
     def __init__(self, thinking: Thinking, output: ToolOutput | None = None) -> None:
@@ -161,16 +163,16 @@ class ThoughtOutput:
         self._state = _State.THOUGHTS if thinking.is_open else _State.START
         self._held = ""
         self._num_read = 0
-        self._has_thoughts = False  # not only white space
+        self._has_thoughts = False  # other than white space
 
     @property
     def num_calls(self) -> int:
-        """Tool calls reported so far."""
+        """The number of tool calls reported so far."""
         return 0 if self._output is None else self._output.num_calls
 
     @property
     def may_begin(self) -> bool:
-        """Whether all of the output so far may belong to the mark before thoughts."""
+        """Whether the whole output so far may belong to the mark before thoughts."""
         return self._state is _State.START
 
     @property
@@ -217,8 +219,8 @@ class ThoughtOutput:
         self._held = before + answer
 
     def _deliver(self, thoughts: str, pieces: list[Piece], *, is_whole: bool) -> str:
-        """Delivers thoughts, and returns those that are held back: white space and the mark after thoughts,
-        while they may be the last. If the thoughts are whole, these are dropped."""
+        """Delivers thoughts, and returns the text to hold back: the end of the thoughts that may be white
+        space and the mark after them. If the thoughts are complete, this text is dropped."""
         if not self._has_thoughts:
             thoughts = thoughts.lstrip(WHITE_SPACE)
         bare = thoughts.rstrip(WHITE_SPACE)
@@ -235,11 +237,11 @@ class ThoughtOutput:
 
 
 AnswerOutput: TypeAlias = ToolOutput | ThoughtOutput | ChannelOutput
-"""Reads an answer that has more than text."""
+"""The reader of an answer that has more than text."""
 
 
 def push_output(output: AnswerOutput, text: str, answer_at: int | None) -> list[Piece]:
-    """``output.push``, with ``answer_at`` of the ``Progress`` that brought the text."""
+    """``output.push``, with ``answer_at`` of the ``Progress`` that had the text."""
     if isinstance(output, ThoughtOutput):
         return output.push(text, -1 if answer_at is None else answer_at)
     return output.push(text)
@@ -259,23 +261,23 @@ class ThoughtText:
 
     def __init__(self) -> None:
         self._texts: list[str] = []
-        self._num_taken = 0  # of these
+        self._num_taken = 0  # the characters that ``new`` has returned
 
     def __str__(self) -> str:
         return "".join(self._texts)
 
     def take(self, pieces: Sequence[Piece]) -> None:
-        """Appends what of the pieces is thoughts."""
+        """Appends the thoughts among the pieces."""
         self._texts += [piece.text for piece in pieces if isinstance(piece, ReasoningPiece)]
 
     def new(self) -> str:
-        """The thoughts since the last call."""
+        """Returns the thoughts since the last call."""
         start, self._num_taken = self._num_taken, len(self._texts)
         return "".join(self._texts[start:])
 
 
 class AnswerText:
-    """The answer in one output, without the ``thoughts`` before it. ``thinking``: None if it has none."""
+    """The answer in one output, without the ``thoughts`` before it. ``thinking``: None if there are none."""
 
     def __init__(self, thinking: Thinking | None) -> None:
         self._output: ThoughtOutput | ChannelOutput | None = None
@@ -288,14 +290,14 @@ class AnswerText:
         self._num_chars = 0
 
     def push(self, text: str, answer_at: int | None) -> str:
-        """Reads more text. ``answer_at``: as of ``Progress``. Returns the new text of the answer."""
+        """Reads more text. ``answer_at``: from ``Progress``. Returns the new text of the answer."""
         self._num_chars += len(text)
         if self._output is None:
             return text
         return self._take(push_output(self._output, text, answer_at))
 
     def finish(self, text: str, answer_at: int | None) -> str:
-        """The whole answer, given the whole output."""
+        """Returns the whole answer. ``text``: the whole output."""
         if self._output is None:
             return text
         self._take(finish_output(self._output, text[self._num_chars :], answer_at))
@@ -311,11 +313,11 @@ class AnswerText:
 class ThoughtTokens:
     """Follows the thoughts of one output by its tokens, and decides where they end and the answer begins.
 
-    ``has_end_token``: the mark after thoughts is one token of the model. Then only this token ends thoughts,
-    and the same text in other tokens, a quotation for example, does not.
+    ``has_end_token``: the mark after thoughts is one token of the model. Then only this token ends thoughts;
+    the same text in other tokens, for example in a quotation, does not.
 
-    ``data``: the bytes of all tokens before the answer. ``num_tokens``: these tokens, if there are thoughts;
-    ``num_inside``: the tokens of thoughts after the first mark."""
+    ``data``: the bytes of all tokens before the answer. ``num_tokens``: the number of these tokens, if there
+    are thoughts; ``num_inside``: the tokens of thoughts after the first mark."""
 
     def __init__(self, thinking: Thinking, *, has_end_token: bool = False) -> None:
         self.end_mark = thinking.end
@@ -323,7 +325,7 @@ class ThoughtTokens:
         self._has_end_token = has_end_token
         self._state = _State.THOUGHTS if thinking.is_open else _State.START
         self._num_before = 0
-        self._tail = b""  # what may be part of a mark
+        self._tail = b""  # the last bytes, which may be part of a mark
         self.data = bytearray()
         self.num_inside = 0
         self.answer_at = -1
@@ -345,7 +347,7 @@ class ThoughtTokens:
 
     @property
     def is_gap(self) -> bool:
-        """Whether thoughts have ended, and only white space came after them."""
+        """Whether thoughts have ended, and only white space has followed."""
         return self._state is _State.GAP
 
     @property
@@ -354,7 +356,7 @@ class ThoughtTokens:
         return self._state is _State.ANSWER
 
     def begin_answer(self) -> None:
-        """The next token belongs to the answer, whatever it is."""
+        """Begins the answer with the next token, whichever it is."""
         if self.may_begin:
             self._num_before = 0
             self.data.clear()
@@ -377,7 +379,7 @@ class ThoughtTokens:
         return False
 
     def rest_of_end(self) -> bytes:
-        """The part of the mark after thoughts that is not written yet. Empty if it is one token."""
+        """Returns the part of the mark after thoughts that is not written yet. Empty if it is one token."""
         if self._has_end_token:
             return b""
         longest = min(len(self._tail), len(self._end) - 1)
@@ -385,7 +387,7 @@ class ThoughtTokens:
         return self._end[written:]
 
     def _begin_answer(self, skipped: bytes) -> None:
-        """``skipped``: the beginning of the answer's first token that is not part of the answer."""
+        """Begins the answer. ``skipped``: the beginning of its first token, which is not part of it."""
         self._state = _State.ANSWER
         if self.answer_at < 0:
             self.answer_at = len((self.data + skipped).decode(errors="replace"))
@@ -400,7 +402,7 @@ class ThoughtTokens:
             self.begin_answer()
 
     def _find_end(self, text: bytes, token: bytes) -> None:
-        """``text``: the part of ``token`` that belongs to thoughts."""
+        """Searches for the mark after thoughts. ``text``: the part of ``token`` that belongs to thoughts."""
         if self._has_end_token:
             if token == self._end:
                 self._state = _State.GAP
@@ -419,8 +421,8 @@ class ThoughtTokens:
 
 
 def shown_thoughts(reasoning: str | None, content: str, source: str) -> str | None:
-    """The thoughts of a past turn as the template is given them. None if it would not show them, or would
-    show them twice because it finds others in the content."""
+    """Returns the thoughts of a past turn for the template. None if it would not show them, or would show
+    them twice because it finds others in the content."""
     marks = thought_marks(source)
     is_written = marks is not None and marks.end in content
     is_shown = "reasoning_content" in source or re.search(_THOUGHTS_OF_MESSAGE, source) is not None

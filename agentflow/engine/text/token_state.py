@@ -1,8 +1,8 @@
-"""A program's state in the engine: token ids, with the text and turns they stand for.
+"""A program's state in the engine: token ids, with their text and turns.
 
-The ids depend only on what was appended. Consecutive text is encoded as one run, split only at generated
-tokens, at role markup and where ``cut`` says so. Generated text keeps the ids that were generated. The parts
-of a state become spans of text (``spans_of``), and these become ids (``encode_spans``).
+The ids depend only on the appended text. Consecutive text is encoded as one run, split only at generated
+tokens, at role markup and at calls of ``cut``. Generated text keeps its generated ids. The parts of a state
+become spans of text (``spans_of``), and these become ids (``encode_spans``).
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from agentflow.engine.text.tool_format import RESULT_BEGIN, RESULT_END
 from agentflow.errors import BadArgument, NotSupported, no_chat_template
 from agentflow.protocol.chat import Message, ToolSpec
 
-# The largest generated run (characters plus ids) whose slices are cached; the cache outlives its state.
+# The largest generated run (characters plus ids) whose slices are cached, because the cache outlives the
+# state.
 MAX_REMEMBERED = 8_000
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Text to be encoded as a whole (``ids`` None), or generated text with its ids."""
+    """Text that is encoded as a whole, or generated text."""
 
     text: str
-    ids: tuple[int, ...] | None = None
+    ids: tuple[int, ...] | None = None  # of generated text
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One turn or, if ``role`` is None, text outside all turns. ``given``: the fields of the turn's message
-    other than its content. ``called``: a reply that is this turn, with its tool calls."""
+    """One turn, or text outside all turns."""
 
-    role: str | None
+    role: str | None  # None: text outside turns
     runs: tuple[Run, ...] = ()
     is_open: bool = False
-    given: Message | None = None
-    called: Message | None = None
+    given: Message | None = None  # has the fields of the turn's message other than its content
+    called: Message | None = None  # the reply with tool calls that this turn is
 
     @property
     def text(self) -> str:
@@ -57,8 +57,8 @@ class Part:
         return any(run.ids is not None for run in self.runs)
 
     def message(self, *, writes_calls: bool = False, in_channels: bool = False) -> Message:
-        """The turn as the template receives it. ``writes_calls``: a reply's tool calls as such, and not as
-        the text that was generated. ``in_channels``: so is the rest of what was generated."""
+        """Returns the turn for the template. ``writes_calls``: a reply has its tool calls as such, and not as
+        generated text. ``in_channels``: the same applies to the rest of the generated text."""
         if in_channels and self.is_generated and self.role == "assistant":
             return read_channels(self.text, self.called)
         if writes_calls and self.called is not None:
@@ -70,19 +70,19 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Text that is encoded independently of the text around it. ``ids``: its ids, if it has any already."""
+    """Text that is encoded independently of the text around it."""
 
     text: str
     is_markup: bool
-    ids: tuple[int, ...] | None = None
+    ids: tuple[int, ...] | None = None  # of generated text
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A span with its ids; ``continues`` as in ``Tokenizer.encode``."""
+    """A span with its ids."""
 
     span: Span
-    continues: bool
+    continues: bool  # as in ``Tokenizer.encode``
     ids: tuple[int, ...]
 
 
@@ -93,8 +93,18 @@ def spans_of(
     template: ChatTemplate,
     now: datetime,
 ) -> list[Span]:
-    """The whole state, in the order of its text. ``layout``: that of its closed turns and of the opening of
-    the open one. ``NotSupported`` if the template leaves no place for text between turns."""
+    """Returns the whole state, in the order of its text.
+
+    Args:
+        parts: the turns, and the text between them.
+        layout: of the closed turns, and of the opening of the open turn; None if there are no turns.
+        tokenizer: of the model.
+        template: the chat template.
+        now: the time for the template.
+
+    Raises:
+        NotSupported: the template leaves no place for text between turns.
+    """
     begins_plain = not parts or parts[0].role is None
     spans = [Span("", is_markup=True, ids=tokenizer.prefix_ids)] if begins_plain else []
     if layout is None:
@@ -113,8 +123,8 @@ def spans_of(
 
 
 def encode_spans(spans: Sequence[Span], tokenizer: Tokenizer, old: Sequence[Segment]) -> list[Segment]:
-    """The ids of ``spans``. Spans that are also in ``old``, an earlier state of the same text, are not
-    encoded again."""
+    """Encodes ``spans``. Spans that are also in ``old``, an earlier state of the same text, are not encoded
+    again."""
     known: dict[tuple[Span, bool], Segment] = {}
     segments: list[Segment] = []
     num_chars = 0
@@ -145,7 +155,8 @@ def _as_it_is(part: Part) -> list[Span]:
 def _laid_out(
     layout: Layout, turns: Sequence[Part], tokenizer: Tokenizer, start: int, end: int
 ) -> Iterator[Span]:
-    """Characters ``start`` to ``end`` of the layout, which contain only whole turns."""
+    """Yields the spans of characters ``start`` to ``end`` of the layout, which contain only complete
+    turns."""
     at = start
     for shown in layout.shown:
         if shown.start < start or shown.end > end:
@@ -158,7 +169,7 @@ def _laid_out(
 
 
 def _markup(layout: Layout, tokenizer: Tokenizer, start: int, end: int) -> Iterator[Span]:
-    """Markup. Special tokens in its untrusted spans are content."""
+    """Yields the spans of markup. Special tokens in its untrusted spans become content."""
     at = start
     cuts = (
         closed_untrusted_spans(layout.text, start, end, layout.untrusted_spans, tokenizer.closed_places)
@@ -175,7 +186,7 @@ def _markup(layout: Layout, tokenizer: Tokenizer, start: int, end: int) -> Itera
 
 
 def _rewritten(runs: Sequence[Run], text: str, tokenizer: Tokenizer) -> list[Run]:
-    """The runs of a turn that the template shows as ``text``: whole, in part, or replaced."""
+    """Returns the runs of a turn that the template shows as ``text``: completely, in part, or replaced."""
     whole = "".join([run.text for run in runs])
     if text == whole:
         return list(runs)
@@ -193,7 +204,8 @@ def _rewritten(runs: Sequence[Run], text: str, tokenizer: Tokenizer) -> list[Run
 
 
 def _slice(tokenizer: Tokenizer, run: Run, low: int, high: int) -> Run:
-    """Characters ``low`` to ``high`` of a run. Generated tokens that lie wholly inside are kept."""
+    """Returns characters ``low`` to ``high`` of a run. Generated tokens that are completely inside are
+    kept."""
     if run.ids is None or (low, high) == (0, len(run.text)):
         return Run(run.text[low:high], run.ids)
     if len(run.text) + len(run.ids) > MAX_REMEMBERED:
@@ -216,7 +228,7 @@ _remembered_slice = lru_cache(maxsize=1024)(_decoded_slice)
 def _between_turns(
     parts: Sequence[Part], layout: Layout, template: ChatTemplate, now: datetime
 ) -> list[tuple[Part, int]]:
-    """Each part outside turns, with its place in the layout."""
+    """Returns each part outside turns, with its place in the layout."""
     found: list[tuple[Part, int]] = []
     num_turns = 0
     for part in parts:
@@ -228,7 +240,7 @@ def _between_turns(
 
 
 def _end_of_turns(num_turns: int, layout: Layout, template: ChatTemplate, now: datetime) -> int:
-    """Where the first ``num_turns`` turns end in the layout, closing markup included."""
+    """Returns the place in the layout where the first ``num_turns`` turns end, closing markup included."""
     if num_turns == 0:
         return 0
     if num_turns == len(layout.messages) and layout.open_role is None:
@@ -250,14 +262,14 @@ def _end_of_turns(num_turns: int, layout: Layout, template: ChatTemplate, now: d
 
 @dataclass(frozen=True, slots=True)
 class PlainTools:
-    """How a template without tools gets them; see ``TokenState.plain_tools``."""
+    """The tools for a template without tools; see ``TokenState.plain_tools``."""
 
     description: str
     has_system: bool
 
     def shown(self, parts: Sequence[Part]) -> list[Part]:
-        """The parts with the description, and with results as turns of the user. Consecutive results, and the
-        user's text right after them, share a turn."""
+        """Returns the parts with the description, and with results as turns of the user. Consecutive results,
+        and the user's text directly after them, share a turn."""
         shown: list[Part] = []
         is_answering = False
         for part in parts:
@@ -288,7 +300,7 @@ class PlainTools:
 
 
 def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """The same runs, with text that is to be encoded in one run where it is adjacent."""
+    """Returns the runs with adjacent text that is not encoded yet joined to one run."""
     merged: list[Run] = []
     for run in runs:
         if merged and run.ids is None and merged[-1].ids is None:
@@ -299,11 +311,11 @@ def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
 
 
 class TokenState:
-    """Append-only. The template is rendered when ids are needed, not at every op: some templates reject an
-    incomplete conversation (a system turn alone) and accept it with its next turn.
+    """The tokens of an append-only state. The template is rendered when ids are needed, not at every op: some
+    templates reject an incomplete conversation (a system turn alone) and accept it with its next turn.
 
-    ``num_rerendered_tokens``: settled ids that were discarded later because the template rewrote earlier
-    turns; everything after the first of them is computed again.
+    ``num_rerendered_tokens``: the settled ids that were discarded later because the template rewrote earlier
+    turns; all ids from the first of these on are computed again.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
@@ -313,7 +325,7 @@ class TokenState:
         self._now = datetime.now()
         self._tools: tuple[ToolSpec, ...] = ()
         self._plain: PlainTools | None = None
-        # Found when the template rejects a reply whose calls are text.
+        # Set when the template rejects a reply whose calls are text.
         self._writes_calls = False
         self._parts: list[Part] = []
         self._pending: list[str] = []
@@ -321,27 +333,27 @@ class TokenState:
         self._segments: list[Segment] = []
         self._ids: list[int] = []
         self._is_settled = False
-        # The last result of ``ids`` while not settled.
+        # The last result of ``ids``, until ids are settled again.
         self._ids_read: list[int] | None = None
         self._has_prefix = True
         self.num_rerendered_tokens = 0
 
     def tools(self, specs: Sequence[ToolSpec]) -> None:
-        """Sets the tools that the template describes, in place of earlier ones. If turns came before, their
-        ids may change."""
+        """Sets the tools that the template describes, replacing earlier ones. The ids of earlier turns may
+        change."""
         if self._tools != (specs := tuple(specs)):
             self._tools, self._layout = specs, None
             self._has_changed()
 
     def plain_tools(self, description: str, *, has_system: bool) -> None:
-        """For a template without tools: from now on, ``description`` stands in the system turn (in the first
-        turn, unless ``has_system``), and results of tools are turns of the user."""
+        """Sets the tools of a template without tools: from now on, ``description`` is part of the system turn
+        (or of the first turn, unless ``has_system``), and results of tools are turns of the user."""
         self._plain = PlainTools(description, has_system)
         self._has_changed()
 
     def turn(self, message: Message) -> None:
-        """Appends a whole turn, with its tool calls. Without calls, the ids are those of ``begin_role``,
-        ``text`` and ``end_role``. Raises the same errors."""
+        """Appends a whole turn, with its tool calls. Without calls, the ids are the same as with
+        ``begin_role``, ``text`` and ``end_role``, and so are the errors."""
         self.begin_role(message.role)
         self.text(message.content)
         self.end_role()
@@ -354,8 +366,8 @@ class TokenState:
             self._has_changed()
 
     def begin_role(self, role: str, tool_call_id: str | None = None, name: str | None = None) -> None:
-        """Opens a turn. ``tool_call_id``, ``name``: the call that it answers, and the tool. ``BadArgument``
-        inside another turn, ``NotSupported`` without a chat template."""
+        """Opens a turn. ``tool_call_id``, ``name``: the call that it answers, and the tool. Raises
+        ``BadArgument`` inside another turn, ``NotSupported`` without a chat template."""
         if not role:
             raise BadArgument("a role needs a name, such as user")
         if self._open_role is not None:
@@ -369,7 +381,7 @@ class TokenState:
         self._has_changed()
 
     def end_role(self) -> None:
-        """Closes the open turn. ``BadArgument`` if none is open."""
+        """Closes the open turn. Raises ``BadArgument`` if none is open."""
         if self._open_role is None:
             raise BadArgument("no role is open")
         self._take_pending()
@@ -384,8 +396,8 @@ class TokenState:
             self._has_changed()
 
     def called(self, reply: Message) -> None:
-        """What was generated last, if it is all of the open turn, is ``reply``, which calls tools. A template
-        that requires calls before their results gets them as such."""
+        """Declares that the last generated text, if it is the whole open turn, is ``reply``, which calls
+        tools. A template that requires calls before their results gets them as calls."""
         if self._parts and self._parts[-1].is_open and len(self._parts[-1].runs) == 1:
             self._parts[-1] = replace(self._parts[-1], called=reply)
 
@@ -404,8 +416,8 @@ class TokenState:
             return
 
     def ids(self) -> list[int]:
-        """The ids the model would receive now. ``NotSupported`` if the template rejects the conversation or
-        has no place for text between turns."""
+        """Returns the current prompt's ids. Raises ``NotSupported`` if the template rejects the conversation
+        or has no place for text between turns."""
         if self._is_settled:
             return list(self._ids)
         if self._ids_read is None:
@@ -413,8 +425,8 @@ class TokenState:
         return list(self._ids_read)
 
     def encode_choices(self, choices: Sequence[str]) -> EncodedChoices:
-        """The ids of the state with each of ``choices`` as its next text; the pending run is encoded anew
-        with each. ``choose`` then appends one. Raises as ``ids`` does."""
+        """Returns the ids of the state with each of ``choices`` as its next text; the pending run is encoded
+        again with each. ``choose`` then appends one. Raises the errors of ``ids``."""
         pending, self._pending = self._pending, []
         if self.template.has_channels and self._open_role == "assistant" and not self._parts[-1].runs:
             self.generated(self._tokenizer.encode_markup(ANSWER_HEAD, continues=True), ANSWER_HEAD)
@@ -427,14 +439,14 @@ class TokenState:
         return encode_choices(self._tokenizer, self._ids, "".join(pending), choices, continues=continues)
 
     def choose(self, encoded: EncodedChoices, index: int) -> None:
-        """Appends one of the choices with exactly its encoded ids. Nothing may have been appended since
+        """Appends one of the choices with exactly its encoded ids. The state must not have changed since
         ``encode_choices``."""
         text, ids = encoded.run(index)
         self._pending = []
         self.generated(ids, text)
 
     def fork(self) -> TokenState:
-        """An independent copy. Costs a copy of the ids; nothing is rendered or encoded."""
+        """Returns an independent copy. This copies the ids; nothing is rendered or encoded."""
         self.cut()
         child = TokenState(self._tokenizer, self.template)
         child._now = self._now
@@ -450,13 +462,13 @@ class TokenState:
         return child
 
     def text_view(self) -> str:
-        """The whole text, markup included. Raises as ``ids`` does."""
+        """Returns the whole text, including markup. Raises the errors of ``ids``."""
         return "".join([span.text for span in self._spans(self._lay_out())])
 
     def opening(self) -> tuple[str, str] | None:
-        """The markup before the text of the open turn, and that text so far; None if no turn is open. The
-        markup is what follows the last content; strings of tools and tool calls in it are blanked. Raises as
-        ``ids`` does."""
+        """Returns the markup before the text of the open turn, and this text so far; None if no turn is open.
+        The markup begins after the last content; strings of tools and tool calls in it are blanked. Raises
+        the errors of ``ids``."""
         layout, parts = self._lay_out(), self._all_parts()
         if layout is None or not parts[-1].is_open:
             return None
@@ -468,7 +480,7 @@ class TokenState:
         return markup, parts[-1].text
 
     def messages(self) -> list[dict[str, str]]:
-        """The turns so far, the open one included, as ``{"role": …, "content": …}``."""
+        """Returns the turns so far, including the open one, as ``{"role": …, "content": …}``."""
         return [
             {"role": part.role, "content": part.message(in_channels=self.template.has_channels).content}
             for part in self._all_parts()
@@ -498,11 +510,11 @@ class TokenState:
         self._pending = []
 
     def _all_parts(self) -> list[Part]:
-        """The parts, with the pending text as a run of its own."""
+        """Returns the parts, with the pending text as a separate run."""
         return _with_run(self._parts, Run("".join(self._pending))) if self._pending else self._parts
 
     def _shown(self, parts: list[Part]) -> list[Part]:
-        """The parts as the template receives them."""
+        """Returns the parts for the template."""
         return parts if self._plain is None else self._plain.shown(parts)
 
     def _lay_out(self) -> Layout | None:
@@ -558,7 +570,7 @@ class TokenState:
 
 
 def _with_run(parts: list[Part], run: Run) -> list[Part]:
-    """``parts`` with ``run`` appended: to the open turn or outside all turns."""
+    """Returns ``parts`` with ``run`` appended: to the open turn or outside all turns."""
     last = parts[-1] if parts else None
     if last is not None and (last.is_open or last.role is None):
         return [*parts[:-1], replace(last, runs=(*last.runs, run))]

@@ -1,15 +1,15 @@
-"""Text to token ids and back, for one model folder, with a strict separation of content and markup.
+"""Converts text to token ids and back, for one model, and strictly separates content from markup.
 
 *Markup* is written by the chat template and trusted: special tokens in it are recognised. *Content* is all
 other text: a special token spelled out in it is encoded like any other text, so that a user who types
-``<|im_start|>`` opens no turn. The same holds for every added token, special or not, that the chat template
-names or that marks tool calls: a user's ``<tool_call>`` is text.
+``<|im_start|>`` does not open a turn. The same applies to every added token, special or not, that the chat
+template contains or that marks tool calls: a user's ``<tool_call>`` is text.
 
 Two families are supported. Byte-level BPE writes each byte as one printable character (the alphabet of
 GPT-2). SentencePiece-style BPE with byte fallback writes a space as ``▁`` and a byte without a token as
 ``<0xNN>``. In both, a text is the concatenation of its tokens' bytes (``TokenDecoder``). Some tokenizers put
 a space in front of a text before encoding it. A conversation is encoded in pieces, and inner pieces must not
-get that space, so the tokenizer is also built without the parts that add it (``without_space_prefix``).
+get this space, so the tokenizer is also built without the parts that add it (``without_space_prefix``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The byte of each character: printable bytes are themselves, the others are numbered from U+0100."""
+    """Returns the byte of each character: printable bytes are unchanged, the others are numbered from
+    U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
@@ -49,16 +50,14 @@ _BYTE_OF_CHAR = _byte_level_alphabet()
 
 @dataclass(frozen=True, slots=True)
 class TokenDecoder:
-    """Converts a token's written form to bytes. ``byte_level``: the GPT-2 alphabet, otherwise
-    SentencePiece-style. ``stripped_spaces``: the number of spaces that decoding removes from the front of a
-    text. ``word_pieces``: tokens that do not begin a word are written with ``##``."""
+    """Converts a token's written form to bytes."""
 
-    byte_level: bool
-    stripped_spaces: int
-    word_pieces: bool = False
+    byte_level: bool  # the GPT-2 alphabet; otherwise SentencePiece's style
+    stripped_spaces: int  # the number of spaces that decoding removes from the front of a text
+    word_pieces: bool = False  # tokens that do not begin a word are written with ``##``
 
     def to_bytes(self, token: str) -> bytes:
-        """The bytes of a token that is not special."""
+        """Returns the bytes of a token that is not special."""
         if self.word_pieces:
             return (token[2:] if token.startswith("##") else f" {token}").encode()
         if not self.byte_level:
@@ -71,8 +70,9 @@ class TokenDecoder:
 
 
 def read_decoder(spec: Mapping[str, Any] | None, where: str, *, embeds: bool = False) -> TokenDecoder:
-    """The decoder of a ``tokenizer.json``. ``BadModelFolder`` if it belongs to another family. ``embeds``:
-    the model generates nothing, so texts are decoded to be shown only, and any tokenizer will do."""
+    """Returns the decoder of a ``tokenizer.json``. Raises ``BadModelFolder`` if it belongs to another family.
+    ``embeds``: the model does not generate, so texts are decoded only for display, and any tokenizer is
+    accepted."""
     parts = _flat(spec)
     kinds = [part.get("type") for part in parts]
     if embeds and kinds != ["ByteLevel"]:
@@ -100,13 +100,13 @@ def _flat(spec: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 SpacePrefix = Literal["none", "first", "every"]
-"""``first``: only at the beginning of the whole text. ``every``: also after each added token in it."""
+"""``first``: only at the beginning of the whole text. ``every``: also after each added token in the text."""
 
 _CHILDREN = ("normalizers", "pretokenizers")
 
 
 def find_space_prefix(*parts: Mapping[str, Any] | None) -> SpacePrefix:
-    """Where this normalizer and pre-tokenizer of a ``tokenizer.json`` put a space in front."""
+    """Returns where this normalizer and pre-tokenizer of a ``tokenizer.json`` add a space."""
     found: set[SpacePrefix] = {"none"}
     for part in parts:
         if part is not None:
@@ -117,13 +117,13 @@ def find_space_prefix(*parts: Mapping[str, Any] | None) -> SpacePrefix:
 
 
 def without_space_prefix(part: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The same normalizer or pre-tokenizer without the part that adds a space in front."""
+    """Returns the normalizer or pre-tokenizer without the part that adds a space in front."""
     if part is None or part.get("type") == "Prepend":
         return None
     bare = dict(part)
     if part.get("type") == "Metaspace":
         bare["prepend_scheme"] = "never"
-        bare.pop("add_prefix_space", None)  # the older name for it
+        bare.pop("add_prefix_space", None)  # the older name
     elif part.get("type") == "ByteLevel":
         bare["add_prefix_space"] = False
     for name in _CHILDREN:
@@ -157,9 +157,9 @@ class Tokenizer:
 
     ``vocab_size``: ids are below it. ``special_ids``: tokens without text. ``named_tokens``: by role, such as
     ``{"bos_token": "<s>"}``. ``prefix_ids``: the ids that precede a text without a template (usually none or
-    bos). ``space_prefix``: where encoding puts a space in front. ``mark_ids``: tokens that a model may write
-    and contents may not, such as marks of tool calls or thoughts; they have text even if special.
-    ``identity``: a digest, equal for tokenizers made from the same files.
+    bos). ``space_prefix``: where encoding adds a space. ``mark_ids``: tokens that a model may write and
+    contents may not, such as marks of tool calls or thoughts; they have text even if special. ``identity``: a
+    digest, equal for tokenizers made from the same files.
     """
 
     def __init__(
@@ -173,12 +173,23 @@ class Tokenizer:
         embeds: bool = False,
         where: str = "the tokenizer",
     ) -> None:
-        """``spec``: the object in ``tokenizer.json``. ``turn_markup``: the template's markup of turns; an
-        added token in it is plain text in contents even if it is not special. ``tool_markup``: the markup of
-        tool calls; an added token in it is closed to contents and is text in a model's output, so that calls
-        can be parsed. ``template_source``: the chat template; an added token in it that is not special is
-        closed to contents and open to models, and so are marks of thoughts, special or not. ``embeds``: of an
-        embedding model. ``BadModelFolder``, whose message calls the tokenizer ``where``."""
+        """Builds a tokenizer. An added token is *closed* to contents if it is plain text in them.
+
+        Args:
+            spec: the object in ``tokenizer.json``.
+            named_tokens: special tokens by role.
+            turn_markup: the template's markup of turns; an added token in it is closed to contents even if it
+                is not special.
+            tool_markup: the markup of tool calls; an added token in it is closed to contents and is text in a
+                model's output, so that calls can be parsed.
+            template_source: the chat template; an added token in it that is not special is closed to contents
+                and open to models, and so are marks of thoughts, special or not.
+            embeds: of an embedding model.
+            where: the name of the tokenizer in messages.
+
+        Raises:
+            BadModelFolder: the tokenizer is invalid, or of an unsupported family.
+        """
         self.named_tokens = dict(named_tokens or {})
         parts = (spec, self.named_tokens, turn_markup, tool_markup, template_source)
         self.identity = hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
@@ -218,7 +229,7 @@ class Tokenizer:
             open_to_models = self._closed_to_content - marks
             self._inner_written = _variant({**spec, **bare}, self._markup, self._added, open_to_models)
 
-        # Queried, because the library numbers added tokens itself and ignores the ids in the file.
+        # Asks the library, because it numbers added tokens itself and ignores the ids in the file.
         ids = {text: i for text in is_special if (i := self._markup.token_to_id(text)) is not None}
         self._added_ids = frozenset(ids.values())
         self._closed_ids = frozenset(ids[text] for text in self._closed_to_content)
@@ -234,8 +245,8 @@ class Tokenizer:
     def from_folder(
         cls, folder: Path, *, template: ChatTemplate | None = None, embeds: bool = False
     ) -> Tokenizer:
-        """Reads ``tokenizer.json`` and the files beside it, or a GGUF file. ``template``: the model's, if it
-        is not that of the folder. ``embeds``: of an embedding model. ``BadModelFolder``."""
+        """Reads ``tokenizer.json`` and its related files, or a GGUF file. ``template``: the model's template,
+        if it does not come from the folder. ``embeds``: of an embedding model. Raises ``BadModelFolder``."""
         spec, where = read_tokenizer(folder), f"the tokenizer in {folder}"
         template = ChatTemplate.from_folder(folder) if template is None else template
         calls = tool_format(template)
@@ -281,25 +292,25 @@ class Tokenizer:
         return self._closed_ids
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token in written form; None if it is not in the vocabulary."""
+        """Returns the id of a token in written form; None if it is not in the vocabulary."""
         found: int | None = self._markup.token_to_id(token)
         return found
 
     def encode(self, text: str, *, continues: bool = False) -> list[int]:
-        """The ids of content. Never contains a special token, whatever the text.
+        """Returns the ids of content. They never contain a special token.
 
-        ``continues``: the text follows other text (see ``continues_after``), so no space is put in front.
-        ``BadArgument`` for a text with a lone surrogate.
+        ``continues``: the text follows other text (see ``continues_after``), so no space is added in front.
+        Raises ``BadArgument`` for a text with a lone surrogate.
         """
         ids = self._encode(self._content, self._inner_content, text, continues)
         if self._closed_ids.isdisjoint(ids):
             return ids
-        # The vocabulary's merges build a special token out of plain text: spell it instead.
+        # The vocabulary's merges can build a special token from plain text: spell it instead.
         return [part for i in ids for part in (self._spell(i) if i in self._closed_ids else (i,))]
 
     def encode_whole(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of texts of their own, with the special tokens that the model expects around each. Of an
-        embedding model only. ``BadArgument`` for a text with a lone surrogate."""
+        """Returns the ids of separate texts, with the special tokens that the model expects around each. Only
+        for embedding models. Raises ``BadArgument`` for a text with a lone surrogate."""
         try:
             encoded = self._whole.encode_batch(list(texts), add_special_tokens=True)
         except TypeError as error:
@@ -307,7 +318,7 @@ class Tokenizer:
         return [list(one.ids) for one in encoded]
 
     def encode_written(self, text: str) -> list[int]:
-        """The ids of text that a model writes after other text: as content, except that marks of tool calls
+        """Returns the ids of text that a model writes after other text: like content, but marks of tool calls
         are recognised."""
         if not self.mark_ids:
             return self.encode(text, continues=True)
@@ -318,11 +329,11 @@ class Tokenizer:
         )
 
     def encode_markup(self, text: str, *, continues: bool = False) -> list[int]:
-        """The ids of trusted template text, in which special tokens are recognised."""
+        """Returns the ids of trusted template text, in which special tokens are recognised."""
         return self._encode(self._markup, self._inner_markup, text, continues)
 
     def closed_places(self, text: str) -> list[tuple[int, int]]:
-        """The start and end of each token of ``closed_ids`` in ``text``, read as markup."""
+        """Returns the start and end of each token of ``closed_ids`` in ``text``, read as markup."""
         if not self._closed_ids:
             return []
         encoded = self._encoding(self._markup, text)
@@ -330,7 +341,7 @@ class Tokenizer:
         return [place for token, place in pairs if token in self._closed_ids]
 
     def encode_exact(self, text: str, *, continues: bool = False) -> list[int]:
-        """Ids of content whose bytes are exactly those of ``text``, even where the tokenizer would normalise
+        """Returns ids of content with exactly the bytes of ``text``, even where the tokenizer would normalise
         it. Characters that it cannot write otherwise are written byte by byte. (A byte without a token is
         dropped, as in ``encode``: SmolLM2 has no token for U+0004.)"""
         ids = self.encode(text, continues=continues)
@@ -345,22 +356,22 @@ class Tokenizer:
 
     def continues_after(self, num_chars: int, last_id: int | None) -> bool:
         """Whether text after ``num_chars`` characters, the last of which are token ``last_id``, continues
-        them. False if this tokenizer puts a space in front of it."""
+        them. False if this tokenizer adds a space in front of the text."""
         if num_chars == 0:
             return False
         return not (self.space_prefix == "every" and last_id in self._added_ids)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True, continues: bool = False) -> str:
-        """The text of ``ids``. Invalid UTF-8 becomes U+FFFD as in ``bytes.decode``. ``continues``: the ids
-        follow other text, so a space in front is kept."""
+        """Returns the text of ``ids``. Invalid UTF-8 becomes U+FFFD as in ``bytes.decode``. ``continues``:
+        the ids follow other text, so a space in front is kept."""
         table = self._bytes if skip_special else self._bytes_with_special
         size = len(table)
         text = b"".join([table[i] for i in ids if 0 <= i < size]).decode(errors="replace")
         return text if continues else text[self.leading_spaces(text) :]
 
     def texts_of(self, ids: Iterable[int]) -> list[str]:
-        """The text of each token, special ones included. A character in several tokens is in the last of
-        them, and the others have less. Joined, they are ``decode(ids, skip_special=False,
+        """Returns the text of each token, including special ones. A character that several tokens form
+        belongs to the last of them. Joined, the texts are ``decode(ids, skip_special=False,
         continues=True)``."""
         table = self._bytes_with_special
         size = len(table)
@@ -371,37 +382,38 @@ class Tokenizer:
         return texts
 
     def leading_spaces(self, text: str) -> int:
-        """The number of spaces that decoding removes from the front of a text that follows nothing."""
+        """Returns the number of spaces that decoding removes from the front of a text at the start of a
+        sequence."""
         most = self._decoder.stripped_spaces
         return min(most, len(text) - len(text.lstrip(" "))) if most else 0
 
     @property
     def max_leading_spaces(self) -> int:
-        """The largest result of ``leading_spaces``."""
+        """Returns the largest possible result of ``leading_spaces``."""
         return self._decoder.stripped_spaces
 
     def fewest_tokens(self, num_chars: int) -> int:
-        """A lower bound of the tokens of a text of this length, without encoding it (characters the
-        vocabulary cannot write aside). 0 if a normalizer may shorten the text without bound."""
+        """Returns a lower bound of the tokens of a text of this length, without encoding it (except for
+        characters that the vocabulary cannot write). 0 if a normalizer may shorten the text without bound."""
         shrinkage = self._most_shrinkage
         return 0 if shrinkage is None else -(-num_chars // (shrinkage * self._longest))
 
     def prepare(self) -> None:
-        """Computes the table behind ``fewest_tokens``, which its first call does otherwise. Takes 0.1 s for
-        50,000 tokens: call it from a thread."""
+        """Computes the table for ``fewest_tokens``, so that its first call does not. Takes 0.1 s for 50,000
+        tokens: call it from a thread."""
         _ = self._longest
 
     @cached_property
     def _longest(self) -> int:
-        """The most bytes, and so the most characters, of one token."""
+        """The largest number of bytes, and so of characters, of one token."""
         return max(1, *map(len, self._bytes_with_special))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token; empty for special tokens and unknown ids."""
+        """Returns the bytes of a token; empty for special tokens and unknown ids."""
         return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
 
     def shown(self, token_id: int) -> tuple[str, bytes]:
-        """A token's text after other text, and its bytes. Cached, as the same tokens recur in
+        """Returns a token's text after other text, and its bytes. Cached, because the same tokens recur in
         log-probabilities."""
         found = self._shown.get(token_id)
         if found is None:
@@ -417,7 +429,7 @@ class Tokenizer:
 
     @cached_property
     def _bytes(self) -> list[bytes]:
-        """The bytes of each id. Computed at first use; two threads at once may both compute it."""
+        """The bytes of each id. Computed at first use; concurrent threads may both compute it."""
         written = [self._markup.id_to_token(i) for i in range(self.vocab_size)]
         to_bytes, unseen = self._decoder.to_bytes, self.special_ids - self.mark_ids
         return [b"" if token is None or i in unseen else to_bytes(token) for i, token in enumerate(written)]
@@ -436,7 +448,7 @@ class Tokenizer:
         ids: list[int] = encoded.ids
         if not continues or inner is whole:
             return ids
-        # Text after an added token is a section of its own, encoded by the rules of a whole text.
+        # Text after an added token is a separate section, encoded by the rules of a whole text.
         first = next((n for n, i in enumerate(ids) if i in self._added_ids), None)
         if first is None:
             return list(_encoded(inner, text).ids)
@@ -465,7 +477,7 @@ class Tokenizer:
 
 
 def _most_shrinkage(normalizer: Mapping[str, Any] | None) -> int | None:
-    """The most characters that the normalizer merges into one; None: unknown."""
+    """Returns the largest number of characters that the normalizer merges into one; None: unknown."""
     if normalizer is None:
         return 1
     return COMPOSED_CHARS if normalizer.get("type") in ("NFC", "NFKC") else None
@@ -482,7 +494,7 @@ def _load(spec: Mapping[str, Any], where: str) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(spec))
     except BaseException as error:
-        # The library raises bare Exception, and BaseException where its own code fails.
+        # The library raises bare Exception, and BaseException if it panics.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise BadModelFolder(f"{where} cannot be used: {error}", param="tokenizer.json") from error
@@ -494,10 +506,10 @@ def _variant(
     added: Collection[Mapping[str, Any]],
     closed_to_content: Collection[str] | None,
 ) -> tokenizers.Tokenizer:
-    """A tokenizer that shares ``base``'s vocabulary in memory and differs in the rest of ``spec``.
+    """Returns a tokenizer that shares ``base``'s vocabulary in memory and differs in the rest of ``spec``.
 
     ``closed_to_content``: added tokens that are not recognised in text; None: all are recognised. Recognition
-    is a flag of the library's object, so each variant is an object of its own.
+    is a flag of the library's object, so each variant is a separate object.
     """
     is_open = closed_to_content is None
     tokens = [

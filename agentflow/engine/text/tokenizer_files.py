@@ -1,4 +1,4 @@
-"""Reads what describes the tokenizer and chat template of a model: the text files of its folder, or the
+"""Reads the description of a model's tokenizer and chat template: the text files of its folder, or the
 metadata of its GGUF file."""
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ NAMED_TOKENS = (
 
 
 def read_text(file: Path) -> str | None:
-    """The file's text; None if there is no such file. ``BadModelFolder`` if it cannot be read."""
+    """Returns the file's text; None if there is no such file. Raises ``BadModelFolder`` if it cannot be
+    read."""
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -34,7 +35,8 @@ def read_text(file: Path) -> str | None:
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """The file's JSON object; None if there is no such file. ``BadModelFolder`` if it is invalid."""
+    """Returns the file's JSON object; None if there is no such file. Raises ``BadModelFolder`` if it is
+    invalid."""
     text = read_text(file)
     if text is None:
         return None
@@ -50,7 +52,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def read_tokenizer(folder: Path) -> dict[str, Any]:
-    """The object in ``tokenizer.json``. ``BadModelFolder``."""
+    """Returns the object in ``tokenizer.json``. Raises ``BadModelFolder``."""
     if (gguf := find_gguf(folder)) is not None:
         return tokenizer_spec(open_gguf(gguf).vocabulary)
     spec = read_json(folder / "tokenizer.json")
@@ -64,8 +66,8 @@ def read_tokenizer(folder: Path) -> dict[str, Any]:
 
 
 def named_special_tokens(folder: Path) -> dict[str, str]:
-    """The special tokens by role, such as ``{"bos_token": "<s>"}``. ``tokenizer_config.json`` overrides
-    ``special_tokens_map.json``."""
+    """Returns the special tokens by role, such as ``{"bos_token": "<s>"}``. ``tokenizer_config.json``
+    overrides ``special_tokens_map.json``."""
     if (gguf := find_gguf(folder)) is not None:
         return open_gguf(gguf).vocabulary.named_tokens
     named: dict[str, str] = {}
@@ -84,7 +86,7 @@ def named_special_tokens(folder: Path) -> dict[str, str]:
 
 
 def given_chat_template(file: str) -> str:
-    """The Jinja source in the file of the option ``chat_template``. ``BadArgument``."""
+    """Returns the Jinja source in the file of the option ``chat_template``. Raises ``BadArgument``."""
     try:
         return Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -96,7 +98,7 @@ def given_chat_template(file: str) -> str:
 
 
 def chat_template_source(folder: Path) -> str | None:
-    """The Jinja source of the folder's default chat template; None if it has none.
+    """Returns the Jinja source of the folder's default chat template; None if it has none.
 
     Taken from the first of ``chat_template.jinja``, ``chat_template.json`` and ``tokenizer_config.json``. In
     the JSON files it is a string or a list of named templates, of which ``default`` is used.

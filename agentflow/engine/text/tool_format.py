@@ -1,4 +1,4 @@
-"""How a model writes tool calls, found by rendering its chat template.
+"""Finds a model's notation of tool calls by rendering its chat template.
 
 ``tool_format`` renders an assistant's turn with calls whose names and arguments are random; the text around
 these is the model's notation. A template that does not render tools, calls and results does not support
@@ -25,35 +25,26 @@ from agentflow.protocol.constraint import Whitespace
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A call is ``begin``, a JSON object, ``end``; if ``is_list``, a JSON list of such objects instead. The
-    object has the members ``name_key`` and ``arguments_key``, the name first if ``name_first``, preceded by
-    the ``constants``.
+    """The notation of calls. A call is ``begin``, a JSON object, ``end``."""
 
-    ``before``: the text between prose and the first ``begin``. ``between``: the text from one ``end`` to the
-    next ``begin``; None if there is never a second call. ``whitespace``: of the JSON, as in ``Constraint``.
-    ``lead``: white space that the template writes before an answer's content. ``is_native``: the notation is
-    the template's own. ``has_channels``: a call is a message of its own (``channels``), whose head has the
-    name; ``begin`` is the beginning of the head.
-    """
-
-    begin: str
+    begin: str  # with channels: the beginning of a call's head
     end: str
-    name_key: str = "name"
-    arguments_key: str = "arguments"
-    name_first: bool = True
-    constants: tuple[tuple[str, str], ...] = ()
-    is_list: bool = False
-    before: str = "\n"
-    between: str | None = "\n"
-    whitespace: Whitespace = "compact"
-    lead: str = ""
-    is_native: bool = True
-    has_channels: bool = False
+    name_key: str = "name"  # the member of the object that has the name
+    arguments_key: str = "arguments"  # the member that has the arguments
+    name_first: bool = True  # the name comes before the arguments
+    constants: tuple[tuple[str, str], ...] = ()  # further members, before the other two
+    is_list: bool = False  # a JSON list of objects instead of one
+    before: str = "\n"  # the text between prose and the first ``begin``
+    between: str | None = "\n"  # the text from one ``end`` to the next ``begin``; None: at most one call
+    whitespace: Whitespace = "compact"  # of the JSON, as in ``Constraint``
+    lead: str = ""  # white space that the template writes before an answer's content
+    is_native: bool = True  # the notation comes from the template
+    has_channels: bool = False  # a call is a separate message (``channels``), whose head has the name
 
     @property
     def mark(self) -> str:
-        """What a reader searches for: ``begin`` without surrounding white space. Empty if calls have no mark;
-        then only a whole turn can be a call."""
+        """The text by which a reader finds calls: ``begin`` without surrounding white space. Empty if calls
+        have no mark; then only a whole turn can be a call."""
         return self.begin.strip()
 
     @property
@@ -63,18 +54,18 @@ class ToolFormat:
 
 
 FALLBACK = ToolFormat("<tool_call>", "</tool_call>", is_native=False)
-"""For templates that do not support tools."""
+"""The notation for templates that do not support tools."""
 IN_CHANNELS = ToolFormat(CALL_MARK, "", before="", between=None, whitespace="free", has_channels=True)
-"""For templates that write answers in channels."""
+"""The notation for templates that write answers in channels."""
 
 RESULT_BEGIN = "<tool_response>\n"
 RESULT_END = "\n</tool_response>"
-"""Around the result of a tool, for these templates."""
+"""The text around the result of a tool, for templates that do not support tools."""
 
 
 @lru_cache(maxsize=64)
 def tool_format(template: ChatTemplate) -> ToolFormat:
-    """The template's notation, or ``FALLBACK``. Found with about ten renderings, once for each template."""
+    """Returns the template's notation, or ``FALLBACK``. Renders about ten times, once for each template."""
     if not template.has_template or not _knows_tools(template):
         return FALLBACK
     if template.has_channels:
@@ -115,7 +106,7 @@ def _words(call: CalledTool) -> tuple[str, str]:
 
 
 def _native(template: ChatTemplate) -> ToolFormat | None:
-    """None if calls are not written as JSON objects."""
+    """Returns the template's notation; None if it does not write calls as JSON objects."""
     call, more, prose = _call(), _call(), _nonce()
     alone = _after_prompt(template, Message("assistant", "", tool_calls=(call,)))
     plain = _after_prompt(template, Message("assistant", prose))
@@ -134,7 +125,7 @@ def _native(template: ChatTemplate) -> ToolFormat | None:
     if is_list:
         head, tail, between = head[:-1], tail[1:], None
     elif between is not None:
-        head = _common_end(head, between)  # a first call may come after what opens the turn, as thoughts do
+        head = _common_end(head, between)  # before a first call, ``head`` may include the opening of the turn
     begin = head.lstrip()
     if between is not None:
         if not between.startswith(tail):
@@ -147,7 +138,7 @@ def _native(template: ChatTemplate) -> ToolFormat | None:
 
 
 def _after_prompt(template: ChatTemplate, *turns: Message) -> str | None:
-    """What is rendered for turns of an assistant, after the generation prompt."""
+    """Returns the rendering of an assistant's turns, after the generation prompt."""
     question = Message("user", _nonce())
     try:
         prompt = template.render([question], add_generation_prompt=True)
@@ -156,12 +147,13 @@ def _after_prompt(template: ChatTemplate, *turns: Message) -> str | None:
         return None
     if text.startswith(prompt):
         return text[len(prompt) :]
-    shorter = prompt.rstrip()  # some have a line break in the prompt that belongs to a content
+    shorter = prompt.rstrip()  # in some templates, a line break at the end of the prompt belongs to a content
     return text[len(shorter) :] if text.startswith(shorter) else None
 
 
 def _json_with(text: str, call: CalledTool) -> tuple[int, int, dict[str, Any]] | None:
-    """The first JSON object that has the call's name as a member: its start, its end and its value."""
+    """Returns the start, the end and the value of the first JSON object that has the call's name as a
+    member."""
     decoder = json.JSONDecoder()
     at = text.find("{")
     while at >= 0:
@@ -176,7 +168,7 @@ def _json_with(text: str, call: CalledTool) -> tuple[int, int, dict[str, Any]] |
 
 
 def _members(written: str, members: dict[str, Any], call: CalledTool) -> dict[str, Any] | None:
-    """Which member is which, and how they are written."""
+    """Returns the fields of ``ToolFormat`` that describe the members of the object."""
     arguments = json.loads(call.arguments)
     names = [key for key, value in members.items() if value == call.name]
     holders = [key for key, value in members.items() if value == arguments]
@@ -188,10 +180,10 @@ def _members(written: str, members: dict[str, Any], call: CalledTool) -> dict[st
         for key, value in members.items()
         if isinstance(value, str) and key not in (names[0], holders[0]) and call.id not in value
     }
-    # The template may have been given a short id in place of the call's.
+    # The template may have received a short id instead of the call's id.
     constants = {key: value for key, value in constants.items() if key != "id"}
     layouts: dict[Whitespace, tuple[str, str]] = {"compact": (", ", ": "), "tight": (",", ":")}
-    # Arguments keep their own text, so only the text around them shows the separators.
+    # Arguments keep their text, so only the text around them shows the separators.
     shown = written.replace(call.arguments, '""')
     outline = {key: "" if key == holders[0] else value for key, value in members.items()}
     whitespace = next(
@@ -208,7 +200,7 @@ def _members(written: str, members: dict[str, Any], call: CalledTool) -> dict[st
 
 
 def _between(template: ChatTemplate, one: CalledTool, other: CalledTool) -> str | None:
-    """The text between the objects of two calls; None if there may be only one."""
+    """Returns the text between the objects of two calls; None if only one call is possible."""
     text = _after_prompt(template, Message("assistant", "", tool_calls=(one, other)))
     first = _json_with(text, one) if text is not None else None
     if text is None or first is None:
@@ -218,7 +210,7 @@ def _between(template: ChatTemplate, one: CalledTool, other: CalledTool) -> str 
 
 
 def _before(template: ChatTemplate, call: CalledTool, prose: str, begin: str) -> str:
-    """The text between prose and the calls after it."""
+    """Returns the text between prose and the calls after it."""
     text = _after_prompt(template, Message("assistant", prose, tool_calls=(call,)))
     written = "" if text is None else text.partition(prose)[2].partition(begin)[0]
     return written if not written.strip() else ""
@@ -234,14 +226,14 @@ def _common_end(a: str, b: str) -> str:
 def as_plain_messages(
     messages: Sequence[Message], tools: Sequence[ToolSpec], template: ChatTemplate
 ) -> tuple[Message, ...]:
-    """The same conversation in messages that have only a content.
+    """Returns the conversation in messages that have only a content.
 
-    Tools are described in the system turn; if there is none it is added or, if the template has no system
+    Tools are described in the system turn. If there is none, it is added; if the template has no system
     turns, the description precedes the first content. Results become turns of the user. Consecutive results,
-    and the user's text right after them, share a turn, as many templates require roles to alternate.
+    and the user's text directly after them, share a turn, because many templates require alternating roles.
     """
     plain: list[Message] = []
-    parts: list[list[str]] = []  # the lines of each message's content
+    parts: list[list[str]] = []  # the lines of the content of each message
     is_answering = False
     for message in messages:
         content = message.content
@@ -291,7 +283,8 @@ def takes_system(template: ChatTemplate) -> bool:
 
 
 def tool_description(tools: Sequence[ToolSpec]) -> str:
-    """The tools in words, for templates that do not show them. Short, as models that need it are small."""
+    """Describes the tools, for templates that do not show them. Short, because models that need it are
+    small."""
     lines = [
         json.dumps(
             {"name": tool.name, "description": tool.description, "parameters": tool.parameters},

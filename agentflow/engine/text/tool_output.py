@@ -2,8 +2,8 @@
 
 ``ToolOutput`` reads the text of one answer with a state machine (``_State``). If a constraint guarantees that
 calls are valid, a call is reported as soon as its name is complete, and its arguments as they grow. Otherwise
-a call is reported when it is complete, as it may still turn out to be prose; no text is lost. Of a truncated
-answer, the beginning of a call that was not reported yet is dropped.
+a call is reported when it is complete, because it may still turn out to be prose; no text is lost. If an
+answer is truncated, the beginning of a call that was not reported yet is dropped.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from agentflow.protocol.chat import Arguments, CallBegun, Piece, TextPiece
 
 
 class CallMarks(msgspec.Struct, frozen=True, array_like=True):
-    """What a tool call in a text is between. ``begin``: empty for calls that are the whole text, in JSON."""
+    """The marks around a tool call in a text."""
 
-    begin: str
+    begin: str  # empty for calls that are the whole text, in JSON
     end: str
 
 
 class _State(Enum):
-    """What the text held back is read as."""
+    """The meaning of the held text."""
 
     START = auto()
     """The beginning of the answer."""
@@ -40,11 +40,11 @@ class _State(Enum):
     """From the mark of a call to its arguments."""
     ARGUMENTS = auto()
     AFTER_ARGUMENTS = auto()
-    """From arguments to the end of the call, of the list, or to the list's next call."""
+    """From arguments to the end of the call or list, or to the list's next call."""
     NEXT_HEAD = auto()
     """From the comma in a list of calls to the next call's arguments."""
     WHOLE_CALL = auto()
-    """A call, or a list of calls, of which nothing is reported before it is complete."""
+    """A call, or a list of calls, that is reported only when it is complete."""
     CALL_END = auto()
     """The end mark of a call."""
     GAP = auto()
@@ -52,7 +52,7 @@ class _State(Enum):
 
 
 class PieceReader(ABC):
-    """Reads one answer, as it is generated, into pieces. ``num_calls``: calls reported so far."""
+    """Divides one answer into pieces, as it is generated. ``num_calls``: the calls reported so far."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -60,7 +60,7 @@ class PieceReader(ABC):
         self._pieces: list[Piece] = []
         self._is_truncated = False
         self._extent = JsonExtent()
-        self._num_read = 0  # characters of the held text that the extent has read
+        self._num_read = 0  # the characters of the held text that the ``JsonExtent`` has read
 
     def push(self, text: str) -> list[Piece]:
         """Reads more text. Returns the pieces that are now certain."""
@@ -69,7 +69,7 @@ class PieceReader(ABC):
 
     def finish(self, rest: str = "", *, is_truncated: bool = False) -> list[Piece]:
         """Reads ``rest`` and ends the answer. Returns all remaining pieces. ``is_truncated``: the answer
-        reached a limit, so that a call which is incomplete was meant as one."""
+        reached a limit, so that an incomplete call counts as a call."""
         self._held += rest
         self._is_truncated = is_truncated
         return self._go_on(is_over=True)
@@ -82,14 +82,15 @@ class PieceReader(ABC):
 
     @abstractmethod
     def _step(self, is_over: bool) -> bool:
-        """Reads from the front of the held text and sets the next state. False if more text is needed."""
+        """Reads from the front of the held text and sets the next state. Returns False if more text is
+        needed."""
 
     def _emit_call(self, name: str) -> None:
         self._pieces.append(CallBegun(f"call_{secrets.token_hex(12)}", name))
         self.num_calls += 1
 
     def _emit_arguments(self) -> bool:
-        """Reports arguments as they grow. Whether the held text has their end."""
+        """Reports arguments as they grow. Returns whether the held text has their end."""
         if not self._held:
             return False
         end = self._extent.read(self._held)
@@ -109,8 +110,8 @@ class ToolOutput(PieceReader):
     [TextPiece('I look.'), CallBegun('call_…', 'weather'), Arguments('{"ci')]
     >>> pieces += output.push('ty": "Oslo"}}\\n</tool_call>') + output.finish()
 
-    How the text is split into pushes affects only where adjacent pieces of one kind are split. Prose is held
-    back only while it may belong to the mark of a call or separate two calls.
+    The division of the text into pushes affects only the division of adjacent pieces of one kind. Prose is
+    held back only while it may belong to the mark of a call or separate two calls.
     """
 
     def __init__(
@@ -121,8 +122,8 @@ class ToolOutput(PieceReader):
         self._names = frozenset(names)
         self._begins = tuple(begins)
         self._state = _State.START if names else _State.PROSE
-        self._space = ""  # white space before the mark of the call that is read
-        self._checked_at = 0  # length at which the held text was last checked to be JSON
+        self._space = ""  # white space before the mark of the current call
+        self._checked_at = 0  # the length of the held text at the last check that it may be JSON
         self._marks = _openings(form) if names else ()
         self._heads = _CallHeads(form) if is_constrained and form.name_first else None
 
@@ -148,7 +149,8 @@ class ToolOutput(PieceReader):
     # Outside of calls
 
     def _read_start(self, is_over: bool) -> bool:
-        """If calls have no mark, or must come first, only the beginning shows whether the answer has any."""
+        """Reads the beginning of an answer. If calls have no mark, or must come first, it alone shows whether
+        the answer has any."""
         if self._begins and not self._held.startswith(self._begins):
             if not is_over and any(begin.startswith(self._held) for begin in self._begins):
                 return False
@@ -186,7 +188,7 @@ class ToolOutput(PieceReader):
         return is_over and unsure > 0 and self._drop_call()
 
     def _read_gap(self, is_over: bool) -> bool:
-        """White space between calls, and after the last one, is dropped."""
+        """Drops white space between calls, and after the last one."""
         bare = self._held.lstrip()
         if not bare:
             if is_over:
@@ -223,13 +225,14 @@ class ToolOutput(PieceReader):
     # Calls
 
     def _begin_call(self, num_before: int = 0) -> None:
-        """The held text begins with ``num_before`` characters of white space and the mark of a call."""
+        """Begins a call. The held text has ``num_before`` characters of white space and the mark of a
+        call."""
         self._space, self._held = self._held[:num_before], self._held[num_before:]
         self._extent, self._num_read, self._checked_at = JsonExtent(), 0, 0
         self._state = _State.WHOLE_CALL if self._heads is None else _State.CALL_HEAD
 
     def _reject_call(self) -> bool:
-        """The held text is no call: its mark is prose, and the text after it is read again."""
+        """Handles held text that is not a call: its mark is prose, and the text after it is read again."""
         self._state = _State.PROSE
         self._held = self._space + self._held
         if self._form.mark:
@@ -239,7 +242,7 @@ class ToolOutput(PieceReader):
         return True
 
     def _read_head(self, is_over: bool) -> bool:
-        """A call up to its arguments; any that is not as the constraint says is read as a whole."""
+        """Reads a call up to its arguments; a call that does not match the constraint is read as a whole."""
         assert self._heads is not None
         head = self._heads.first if self._state is _State.CALL_HEAD else self._heads.later
         found = head.match(self._held, partial=True)
@@ -308,7 +311,8 @@ class ToolOutput(PieceReader):
         return True
 
     def _read_cut_call(self) -> bool:
-        """The answer was truncated within a call. If its name is complete, it is reported as it is."""
+        """Handles an answer that was truncated within a call. If the name is complete, the rest of the call
+        is reported unchanged."""
         if not self._form.name_first:
             return self._drop_call()
         self._heads = _CallHeads(self._form)
@@ -316,13 +320,13 @@ class ToolOutput(PieceReader):
         return True
 
     def _drop_call(self) -> bool:
-        """The answer was truncated before the name of a call."""
+        """Handles an answer that was truncated before the name of a call."""
         self._held = self._space = ""
         self._state = _State.GAP
         return False
 
     def _is_not_json(self, begun: str) -> bool:
-        """Whether no text can complete it. Checked each time its length has doubled."""
+        """Whether no continuation makes it JSON. Checked each time its length has doubled."""
         if len(begun) < 2 * self._checked_at:
             return False
         self._checked_at = len(begun)
@@ -330,19 +334,19 @@ class ToolOutput(PieceReader):
 
 
 def _openings(form: ToolFormat) -> tuple[str, ...]:
-    """The texts that prose is held back for."""
+    """Returns the texts for whose beginnings prose is held back."""
     return (form.mark, form.before + form.mark) if form.mark else ()
 
 
 def overlap(text: str, mark: str) -> int:
-    """The length of the longest suffix of ``text`` that is a prefix of ``mark``."""
+    """Returns the length of the longest suffix of ``text`` that is a prefix of ``mark``."""
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def _read_calls(form: ToolFormat, names: Collection[str], text: str) -> list[tuple[str, str]]:
-    """The names and arguments of the call, or list of calls, that is the whole ``text``. Empty if any of it
-    is not a call of a tool in ``names``."""
+    """Returns the names and arguments of the call, or list of calls, that is the whole ``text``. Empty if a
+    part of it is not a call of a tool in ``names``."""
     if not _could_be_json(text):  # the check made while the text grows, so that both agree
         return []
     calls: list[tuple[str, str]] = []
@@ -373,7 +377,7 @@ def _could_be_json(text: str) -> bool:
 
 
 def _name_of(found: regex.Match[str]) -> str | None:
-    """The name in a complete match of a call's head; None if it is not a JSON string."""
+    """Returns the name in a complete match of a call's head; None if it is not a JSON string."""
     try:
         return msgspec.json.decode(found["name"], type=str)
     except msgspec.MsgspecError:
@@ -382,8 +386,8 @@ def _name_of(found: regex.Match[str]) -> str | None:
 
 class _CallHeads:
     """Patterns of the text around arguments, for formats whose calls are reported as they grow. ``first``:
-    from the mark to the first arguments. ``after``: from arguments to the end of the call or list, or to
-    where the list has ``more``. ``later``: from there to the next arguments."""
+    from the mark to the first arguments. ``after``: from arguments to the end of the call or list, or to the
+    group ``more`` if the list continues. ``later``: from there to the next arguments."""
 
     def __init__(self, form: ToolFormat) -> None:
         constants = "".join([rf"{_json(key)}\s*:\s*{_json(value)}\s*,\s*" for key, value in form.constants])
@@ -414,8 +418,8 @@ class JsonExtent:
         self._after_backslash = False
 
     def read(self, text: str) -> int | None:
-        """Reads on. The number of characters of ``text`` that belong to the value if it ends there, else
-        None. Not to be called after the end."""
+        """Reads more text. If the value ends in it, returns the number of its characters that belong to the
+        value, else None. Must not be called after the end."""
         at = 0
         while at < len(text):
             if self._after_backslash:

@@ -1,8 +1,8 @@
-"""A request's tools: what the template renders, what constrains the answer, and what reads it.
+"""The tools of a request: the template's input, the constraint of the answer, and its reader.
 
 ``tool_use`` combines a conversation with the template's notation of calls (``tool_format``); ``ToolUse``
-gives the constraint and the reader (``tool_output``) of an answer. ``ReplyText`` writes the answer as the
-text of a reply.
+has the constraint and the reader (``tool_output``) of an answer. ``ReplyText`` writes the answer as the text
+of a reply.
 """
 
 from __future__ import annotations
@@ -48,24 +48,20 @@ from agentflow.protocol.schema_walk import resolved
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """``messages`` and ``tools``: for the ``TokenState``. ``named``: the conversation as given, with the name
-    of the tool in each result; its assistant messages are those of ``messages``, in order.
-    ``callable_names``: tools that an answer may call. ``calls``: the constraint of an answer that consists of
-    calls; None if there may be none. Such an answer begins with one of ``begins``. ``must_call``: every
-    answer must consist of calls."""
+    """How the engine runs a conversation with tools."""
 
-    messages: tuple[Message, ...]
-    named: tuple[Message, ...]
-    tools: tuple[ToolSpec, ...]
+    messages: tuple[Message, ...]  # for the ``TokenState``
+    named: tuple[Message, ...]  # the client's messages, with the tool's name in each result
+    tools: tuple[ToolSpec, ...]  # for the ``TokenState``
     form: ToolFormat
-    callable_names: tuple[str, ...] = ()
-    calls: PartedConstraint | None = None
-    begins: tuple[str, ...] = ()
-    must_call: bool = False
+    callable_names: tuple[str, ...] = ()  # the tools that an answer may call
+    calls: PartedConstraint | None = None  # of an answer that consists of calls; None if none are allowed
+    begins: tuple[str, ...] = ()  # such an answer begins with one of these
+    must_call: bool = False  # every answer must consist of calls
 
     def constraint(self, otherwise: Constraint | None = None) -> Constraint | None:
-        """The constraint of the generation. ``otherwise``: the constraint of an answer without calls;
-        ``NotSupported`` if the beginning of an answer does not show which of the two applies."""
+        """Returns the constraint of the generation. ``otherwise``: the constraint of an answer without calls.
+        Raises ``NotSupported`` if the beginning of an answer does not show which of the two applies."""
         if self.calls is None:
             return otherwise
         if self.must_call:
@@ -82,7 +78,7 @@ class ToolUse:
 
     @property
     def marks(self) -> CallMarks | None:
-        """What calls of an answer are between; None if it may have none."""
+        """Returns the marks around the calls of an answer; None if it may have none."""
         if not self.callable_names:
             return None
         if self.form.has_channels:
@@ -90,7 +86,7 @@ class ToolUse:
         return CallMarks(self.form.mark, self.form.end.strip())
 
     def output(self, otherwise: Constraint | None = None) -> ToolOutput:
-        """The reader of one answer under this constraint."""
+        """Returns the reader of one answer under this constraint."""
         return ToolOutput(
             self.form,
             self.callable_names,
@@ -102,7 +98,7 @@ class ToolUse:
 def answer_output(
     use: ToolUse | None, otherwise: Constraint | None, thinking: Thinking | None
 ) -> AnswerOutput | None:
-    """The reader of an answer under ``use.constraint(otherwise)``; None if it is text and nothing else."""
+    """Returns the reader of an answer under ``use.constraint(otherwise)``; None if it is only text."""
     can_call = use is not None and bool(use.callable_names)
     if thinking is not None and thinking.has_channels:
         names = use.callable_names if use is not None and use.form.has_channels else ()
@@ -112,7 +108,7 @@ def answer_output(
 
 
 def tool_use(template: ChatTemplate, conversation: Conversation) -> ToolUse:
-    """How the engine runs a conversation, with or without tools.
+    """Prepares a conversation, with or without tools, for the engine.
 
     >>> use = tool_use(template, conversation)
     >>> tokens.tools(use.tools)
@@ -127,12 +123,14 @@ def tool_use(template: ChatTemplate, conversation: Conversation) -> ToolUse:
     >>> reason = "tool_calls" if output.num_calls else end.finish_reason
 
     ``required``: the answer is one call (or several, if allowed by the request and by the model's notation)
-    and nothing else. ``auto``: prose, in which whatever begins as a call is a valid call. If the notation has
-    no mark (Llama 3.1 writes a bare JSON object), an answer under ``auto`` is not constrained, as nothing
-    shows where a call begins; an answer that as a whole is a valid call is read as one. ``auto`` with
-    ``otherwise``: either calls and nothing else, or text under that constraint.
+    and no text. ``auto``: prose, in which each text that begins like a call is a valid call. If the notation
+    has no mark (Llama 3.1 writes a bare JSON object), an answer under ``auto`` is not constrained, because
+    nothing shows where a call begins; an answer that is a valid call as a whole is read as one. ``auto`` with
+    ``otherwise``: either only calls, or text under that constraint.
 
-    ``BadArgument`` for invalid tools. ``NotSupported`` if the model has no chat template.
+    Raises:
+        BadArgument: a tool is invalid.
+        NotSupported: the model has no chat template.
     """
     choice, tools = conversation.choice, conversation.tools
     _check_bounds(conversation.check())
@@ -153,8 +151,8 @@ def tool_use(template: ChatTemplate, conversation: Conversation) -> ToolUse:
 
 
 def _bare_begin(form: ToolFormat, name: str) -> str:
-    """The beginning of a call of this tool in a format without a mark, up to its arguments (or its name, if
-    that comes later)."""
+    """Returns the beginning of a call of this tool in a format without a mark, up to its arguments (or its
+    name, if that comes later)."""
     comma, colon = (",", ":") if form.whitespace == "tight" else (", ", ": ")
     said = [(key, json.dumps(value, ensure_ascii=False)) for key, value in form.constants]
     if form.name_first:
@@ -165,7 +163,8 @@ def _bare_begin(form: ToolFormat, name: str) -> str:
 
 
 def _with_names(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Tool results with the name of the tool, which clients omit and some templates require."""
+    """Returns the messages with the name of the tool in each result, which clients omit and some templates
+    require."""
     names: dict[str | None, str] = {}
     named: list[Message] = []
     for message in messages:
@@ -199,7 +198,8 @@ def _count(scan: JsonScan, text: bytes) -> None:
 
 
 def _calls_in_channels(tools: Mapping[int, ToolSpec]) -> PartedConstraint:
-    """A call is the last message of its answer. ``tools``: as for ``_calls``."""
+    """Returns the constraint of calls in channels: a call is the last message of its answer. ``tools``: as
+    for ``_calls``."""
     rules: list[dict[str, str]] = []
     parts: list[SchemaPart] = []
     for place, (number, tool) in enumerate(tools.items()):
@@ -217,7 +217,7 @@ def _calls_in_channels(tools: Mapping[int, ToolSpec]) -> PartedConstraint:
 
 
 def _calls(form: ToolFormat, tools: Mapping[int, ToolSpec], choice: ToolChoice) -> PartedConstraint:
-    """``tools``: by their numbers in the conversation."""
+    """Returns the constraint of calls. ``tools``: by their numbers in the conversation."""
     if form.has_channels:
         return _calls_in_channels(tools)
     is_single = not choice.parallel or choice.name is not None or not form.allows_several
@@ -248,7 +248,7 @@ def _calls(form: ToolFormat, tools: Mapping[int, ToolSpec], choice: ToolChoice) 
 
 
 def call_schema(form: ToolFormat, tools: Sequence[ToolSpec]) -> dict[str, Any]:
-    """The JSON schema of one call of one of the tools, with members in the format's order."""
+    """Returns the JSON schema of one call of one of the tools, with members in the format's order."""
     definitions: dict[str, Any] = {}
     calls: list[dict[str, Any]] = []
     for tool in tools:
@@ -269,8 +269,8 @@ def call_schema(form: ToolFormat, tools: Sequence[ToolSpec]) -> dict[str, Any]:
 
 
 def _of_object(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Arguments are an object even if the schema does not say so. A tool without parameters takes an empty
-    object."""
+    """Returns the schema of arguments, which are an object even if ``parameters`` does not say so. A tool
+    without parameters accepts an empty object."""
     if "$ref" in parameters and resolved(parameters, parameters).get("type") == "object":
         return parameters
     schema = {"type": "object", **parameters}
@@ -280,8 +280,8 @@ def _of_object(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 class ReplyText:
-    """The text of one reply. ``use``: the tools, if any. ``constraint``: for an answer without calls; the
-    attribute is the constraint of the whole answer. ``thinking``: how it may begin with ``thoughts``."""
+    """The text of one reply. ``use``: the tools, if any. ``constraint``: of an answer without calls; the
+    attribute is the constraint of any answer. ``thinking``: how the answer may begin with ``thoughts``."""
 
     def __init__(
         self, use: ToolUse | None, constraint: Constraint | None = None, thinking: Thinking | None = None
@@ -294,14 +294,14 @@ class ReplyText:
         self._num_chars = 0
 
     def push(self, text: str, answer_at: int | None) -> str:
-        """Reads more of the answer. ``answer_at``: as of ``Progress``. Returns the new text of the reply."""
+        """Reads more of the answer. ``answer_at``: from ``Progress``. Returns the new text of the reply."""
         self._num_chars += len(text)
         if self._output is None:
             return self._write_text(text)
         return self._write(push_output(self._output, text, answer_at))
 
     def finish(self, text: str, answer_at: int | None, *, is_truncated: bool) -> str:
-        """The whole reply, given the whole answer. ``is_truncated``: a limit ended it."""
+        """Returns the whole reply. ``text``: the whole answer. ``is_truncated``: a limit ended it."""
         rest = text[self._num_chars :]
         if self._output is None:
             self._write_text(rest)

@@ -1,7 +1,7 @@
-"""The tokens with which a model ends an answer, from all that says so.
+"""Finds the tokens with which a model ends an answer, from all sources.
 
-``config.json``, ``generation_config.json``, the tokenizer and the chat template may each name others, and a
-model ends with any of them: a token that is missed makes it write on to its limit.
+``config.json``, ``generation_config.json``, the tokenizer and the chat template may each have different ones,
+and a model may end with any of them: if one is missed, the model generates up to its limit.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 def all_end_ids(of_model: Sequence[int], tokenizer: Tokenizer, template: ChatTemplate) -> tuple[int, ...]:
-    """Joins the end tokens of the model's files with the tokenizer's and the template's, and warns of those
-    that the files do not have."""
+    """Joins the end tokens of the model's files with the tokens of the tokenizer and the template, and warns
+    about tokens that the files do not have."""
     found = dict.fromkeys(of_model)
     if template.has_channels:  # its <|end|> ends a message, not the answer
         return tuple(found)
@@ -38,12 +38,12 @@ def all_end_ids(of_model: Sequence[int], tokenizer: Tokenizer, template: ChatTem
 
 
 def _closing_id(tokenizer: Tokenizer, template: ChatTemplate) -> int | None:
-    """The special token after the assistant's text in a conversation; None if there is none."""
+    """Returns the special token after the assistant's text in a conversation; None if there is none."""
     if not template.has_template:
         return None
     try:
         layout = lay_out(template, [Message("user", "Hello."), Message("assistant", "Hi.")])
-    except AgentflowError:  # a template of other roles; what it rejects is said where it is used
+    except AgentflowError:  # a template of other roles, whose errors are reported when it is used
         return None
     if not layout.shown:
         return None
