@@ -11,7 +11,7 @@ from rich.console import Console
 
 from benchmarks.report import Report
 
-# The module of each name below this package, and what it measures.
+# For each name: its module below this package, and a description.
 NAMES = {
     "step": (
         "step.suite",

@@ -1,6 +1,6 @@
-"""An installed Chromium, driven by Playwright: for the page's benchmark, its tests, and the docs' pictures.
+"""Drives an installed Chromium with Playwright, for the page's benchmark, its tests, and the docs' pictures.
 
-The browser is not Playwright's own download. It is the first of ``NAMES`` on the PATH, such as Debian's.
+The browser is the first of ``NAMES`` on the PATH, such as Debian's; Playwright does not download one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class NoBrowser(Exception):
 
 
 def chromium() -> str:
-    """The path of the browser's executable. ``NoBrowser``, in one line, if there is none."""
+    """Returns the path of the browser's executable. Raises ``NoBrowser`` if there is none."""
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
         raise NoBrowser(
@@ -33,7 +33,7 @@ def chromium() -> str:
 
 @contextmanager
 def open_browser(*flags: str) -> Iterator[Browser]:
-    """A headless browser. ``flags``: additional ones."""
+    """Opens a headless browser. ``flags``: further flags of its command."""
     executable = chromium()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=[*FLAGS, *flags])

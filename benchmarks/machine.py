@@ -1,4 +1,4 @@
-"""The machine of a measurement, and how much of it other processes used meanwhile."""
+"""The machine of a measurement, and the load of other processes meanwhile."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class OthersLoad:
         self._ended: float | None = None
 
     def end(self) -> None:
-        """Measures only until now, while this benchmark's processes run: the time of one that ends without
-        its parent waiting for it would count as that of another process."""
+        """Ends the measurement while this benchmark's processes still run: if a process ends and its parent
+        does not wait for it, its time would count as time of other processes."""
         self._ended = self.cores()
 
     def cores(self) -> float:
@@ -91,7 +91,7 @@ def _cpu_info() -> str:
 
 
 def _cpu_name() -> str:
-    """The name with the family, as one name may stand for several generations."""
+    """Returns the name with the family, because several generations may have one name."""
     found: dict[str, str] = {}
     for line in _cpu_info().splitlines():
         key, _, value = line.partition(":")

@@ -32,7 +32,7 @@ TITLES = {
     "gpu": "On a GPU",
 }
 COMMANDS = {"gpu": "make gpu-check"}
-"""Where the command is not ``python -m benchmarks NAME``."""
+"""The commands of benchmarks that ``python -m benchmarks NAME`` does not run."""
 REMARKS = {
     "step": (
         "What a step must read and multiply, against the memory bandwidth and the matrix products of the "
@@ -131,7 +131,7 @@ HEADLINES = [
         "DSPy with majority votes through the adapter, against the OpenAI route",
     ),
 ]
-"""The README's figures: ids and what they compare."""
+"""The README's figures: their ids, and descriptions of the comparisons."""
 _TABLE = re.compile(r"(<!-- figures.*?-->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 

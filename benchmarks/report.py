@@ -20,14 +20,14 @@ MAX_OTHERS_CORES = 0.15
 
 @dataclass(frozen=True)
 class Result:
-    """One figure. ``goal``: a condition such as ``>= 1.5``; ``runs``: all measurements."""
+    """One figure."""
 
     id: str
     value: float
     unit: str
-    runs: list[float]
+    runs: list[float]  # all measurements
     note: str = ""
-    goal: str = ""
+    goal: str = ""  # a condition such as ``>= 1.5``
 
     @property
     def is_reached(self) -> bool | None:
@@ -54,7 +54,7 @@ class Report:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The file's content."""
+        """Returns the content of the file."""
         others = round(self.load.cores(), 3)
         return {
             "machine": {**machine.describe(), "others_cores": others, "disturbed": others > MAX_OTHERS_CORES},
@@ -65,7 +65,7 @@ class Report:
         }
 
     def show(self, console: Console) -> None:
-        """The table, the machine below it."""
+        """Prints the table, and the machine below it."""
         table = Table(
             title=f"agentflow benchmarks ({self.scale} scale)", title_justify="left", show_lines=True
         )

@@ -1,7 +1,7 @@
 """Jump-forward against plain masked decoding and against free text: records by a regular expression.
 
-The workload is that of the SGLang paper's JSON decoding (Zheng et al., 2024, section 6.1): records with text,
-numbers, and fields that have one of a few values.
+The workload follows the JSON decoding of the SGLang paper (Zheng et al., 2024, section 6.1): records with
+text, numbers, and fields that have one of a few values.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ MAX_TOKENS = 400
 
 @dataclass(frozen=True)
 class Run:
-    """One batch. ``seconds``: from its submission to its end."""
+    """One batch."""
 
     ends: list[Finished]
-    seconds: float
-    num_steps: int
+    seconds: float  # from its submission to its end
+    num_steps: int  # of the engine
 
     @property
     def num_tokens(self) -> list[int]:
@@ -134,8 +134,8 @@ async def measure_jump_forward(report: Report) -> None:
 
 
 async def measure_reuse(report: Report) -> None:
-    """Compares requests that share a compiled constraint and its masks with requests that each have their
-    own."""
+    """Compares requests that share a compiled constraint and its masks with requests that each have a
+    separate constraint."""
     repeats = 3 if report.scale == "full" else 1
     gains: list[float] = []
     async with engine(kv_tokens=30_000) as client:

@@ -1,5 +1,5 @@
-"""The cost of a tenant that sends hostile constraints to the others: their time per token beside it, and
-beside one that generates as much without constraints."""
+"""The cost of a tenant with hostile constraints to the other tenants: compares their time per token while it
+runs, and while a tenant generates the same amount without constraints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROUND_TRIP_S = 0.02
 
 
 def bombs() -> Iterator[Constraint]:
-    """Returns constraints that all differ, so that none is found in a cache."""
+    """Yields constraints that all differ, so that none is found in a cache."""
     for n in itertools.count(int(time.time())):
         yield Constraint("regex", f"x{n}.*a.{{{20 + n % 5}}}")
         yield Constraint("regex", f"x{n}((a{{1,999}}){{1,999}}){{1,999}}")
@@ -42,7 +42,7 @@ def bombs() -> Iterator[Constraint]:
 
 async def throw_bombs(compiler: ConstraintCompiler, constraints: Sequence[Constraint]) -> None:
     """Sends one after the other, each as soon as the previous one is rejected, but no faster than a remote
-    client could: the attacker's own computation must not count."""
+    client could: the attacker's computation must not count."""
     for constraint in constraints:
         with contextlib.suppress(AgentflowError):
             await compiler.compile(constraint, tenant="hostile")
@@ -125,7 +125,7 @@ async def _time_beside(
 
 
 async def measure_hostile(report: Report) -> None:
-    """Measures ``hostile_tpot_ratio``, with the engine in its own process, as in a server."""
+    """Measures ``hostile_tpot_ratio``, with the engine in a separate process, as in a server."""
     repeats = 5 if report.scale == "full" else 2
     ratios: list[float] = []
     times: list[tuple[float, float, float]] = []

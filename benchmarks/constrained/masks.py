@@ -56,12 +56,11 @@ TEXTS = [json.dumps({**instance, "score": 4.5}, ensure_ascii=False) for instance
 
 @dataclass
 class Costs:
-    """The times of one library, in seconds: the cold compilation; each warm step of the loop (accepting a
-    token and computing the next mask); the masks that were computed for the first time."""
+    """The times of one library."""
 
-    compile_s: float = 0.0
-    step_s: list[float] = field(default_factory=list)
-    first_mask_s: list[float] = field(default_factory=list)
+    compile_s: float = 0.0  # the cold compilation
+    step_s: list[float] = field(default_factory=list)  # each warm step: a token, and the next mask
+    first_mask_s: list[float] = field(default_factory=list)  # each mask that was computed for the first time
 
 
 Step = tuple[Callable[[], object], Callable[[int], object]]
@@ -84,8 +83,8 @@ def walk(costs: Costs, start: Callable[[], Step], texts: Sequence[Sequence[int]]
 
 
 def ours(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int) -> tuple[Costs, float]:
-    """Returns the engine's times, and the seconds of compiling the same constraint again, found by its
-    key."""
+    """Returns the engine's times, and the seconds for compiling the same constraint again, which the cache
+    finds by its key."""
     costs = Costs()
     constraint = Constraint("schema", json.dumps(SCHEMA))
     grammars = GrammarCache(tokenizer, tokenizer.vocab_size)
@@ -124,7 +123,7 @@ def _time_first_masks(costs: Costs, grammar: Grammar, texts: Sequence[Sequence[i
 
 
 def llguidance(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int) -> Costs:
-    """llguidance, with the same tokenizer."""
+    """Measures llguidance, with the same tokenizer."""
     from llguidance import LLMatcher
     from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
@@ -148,7 +147,7 @@ def llguidance(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: in
 
 
 def xgrammar(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int) -> Costs:
-    """xgrammar, with the same separators."""
+    """Measures xgrammar, with the same separators."""
     xgr = importlib.import_module("xgrammar")
     costs = Costs()
     vocabulary = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
@@ -171,8 +170,8 @@ def xgrammar(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int)
 
 
 def outlines_core(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int) -> Costs:
-    """outlines-core, with the regular expression that it derives from the schema and its index of all
-    states."""
+    """Measures outlines-core, with the regular expression that it derives from the schema and its index of
+    all states."""
     outlines = importlib.import_module("outlines_core")
     kernels = importlib.import_module("outlines_core.json_schema")
     costs = Costs()

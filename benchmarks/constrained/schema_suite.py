@@ -48,20 +48,20 @@ _PREFIXES = (b"", b"{", b'{"', b"[", b"[[", b'["', b"-", b'"')
 
 @dataclass
 class Row:
-    """The results for one keyword's schemas. ``reasons``: the error messages of rejected ones."""
+    """The results for the schemas of one keyword."""
 
     keyword: str
-    machines: int = 0
-    grammars: int = 0
-    refused: int = 0
-    instances: int = 0
-    unfinished: int = 0
-    reasons: dict[str, str] = field(default_factory=dict)
-    invalid: list[str] = field(default_factory=list)
+    machines: int = 0  # schemas compiled to DFAs
+    grammars: int = 0  # schemas compiled to grammars for llguidance
+    refused: int = 0  # rejected schemas
+    instances: int = 0  # generated texts
+    unfinished: int = 0  # texts that did not end
+    reasons: dict[str, str] = field(default_factory=dict)  # the error messages of rejected schemas
+    invalid: list[str] = field(default_factory=list)  # texts that are not valid under their schema
 
     @property
     def schemas(self) -> int:
-        """All of them."""
+        """The number of all schemas."""
         return self.machines + self.grammars + self.refused
 
 
@@ -143,7 +143,7 @@ def _decimal(text: str) -> Decimal | float:
 
 
 def table_lines(rows_of_draft: dict[str, list[Row]]) -> Iterator[str]:
-    """Returns the table as in the documentation."""
+    """Yields the lines of the table in the documentation."""
     for draft, rows in rows_of_draft.items():
         yield f"**{draft}**"
         yield ""
@@ -167,7 +167,7 @@ def _total(rows: list[Row]) -> Row:
 
 
 def run(report: Report, console: Console, only: str) -> None:
-    """The figures, and the table of keywords."""
+    """Reports the figures, and prints the table of keywords."""
     for draft in DRAFTS:
         if only not in f"schema_suite.{draft}":
             continue

@@ -1,4 +1,4 @@
-"""Random texts under a compiled constraint, byte by byte, to test what it allows."""
+"""Random texts under a compiled constraint, byte by byte, to test which texts it allows."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ class SingleBytes:
     """A vocabulary whose tokens are the 256 bytes."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Of that number."""
+        """Returns the byte of that number."""
         return bytes([token_id])
 
     def encode(self, text: str, *, continues: bool = False) -> list[int]:
-        """Of UTF-8."""
+        """Returns the bytes of UTF-8."""
         return list(text.encode())
 
 
@@ -81,7 +81,7 @@ BYTE_VOCABULARY = LlguidanceVocabulary(SingleBytes(), 256)
 
 
 def text_under(compiled: CompiledConstraint) -> GrowingText:
-    """A new one."""
+    """Returns a new text under the constraint."""
     if compiled.form == "dfa":
         return DfaText(Dfa.from_bytes(compiled.payload))
     grammar = LlguidanceGrammar(compiled.payload.decode(), BYTE_VOCABULARY, compiled.num_alternatives)

@@ -41,13 +41,13 @@ RUNS = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """One line of the ablation. ``is_parallel``: programs and their branches run side by side."""
+    """One line of the ablation."""
 
     name: str
     policy: str = "fair-lpm"
     use_cache: bool = True
-    whole_prompts: bool = False
-    is_parallel: bool = True
+    whole_prompts: bool = False  # the cache is a ``WholePromptCache``
+    is_parallel: bool = True  # programs and their branches run concurrently
     use_hints: bool = True
 
 
@@ -64,7 +64,7 @@ SETTINGS = [
 
 @dataclass
 class LentRunner:
-    """A loaded model that outlives its engine, with as many slots as the workload should have."""
+    """A loaded model that outlives its engine, with the number of slots for the workload."""
 
     runner: ModelRunner
     num_slots: int
@@ -83,14 +83,14 @@ class LentRunner:
 
 
 class WholePromptCache(RadixCache):
-    """A table instead of a tree: a request's tokens are found only as a whole."""
+    """A table instead of a tree: it matches only complete requests."""
 
     def __init__(self) -> None:
         super().__init__()
         self._entries: dict[Hashable, set[TokenRun]] = {}
 
     def record(self, extra_key: Hashable, run: TokenRun) -> None:
-        """A request ended with these tokens computed."""
+        """Records the computed tokens of a request that ended."""
         self._entries.setdefault(extra_key, set()).add(run)
 
     def match(self, extra_key: Hashable, run: TokenRun) -> PrefixMatch:

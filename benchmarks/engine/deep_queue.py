@@ -1,6 +1,6 @@
 """One scheduling step with thousands of requests waiting.
 
-``python -m benchmarks.engine.deep_queue QUEUE STEPS`` measures in its own process and prints JSON.
+``python -m benchmarks.engine.deep_queue QUEUE STEPS`` measures in a separate process and prints JSON.
 ``python -m benchmarks scheduler`` runs it several times, interleaved, and reports the results.
 """
 
@@ -102,7 +102,7 @@ class ManyTenants(DeepQueue):
 
 
 class ManySiblings(DeepQueue):
-    """5,000 branches of one program wait until one of them has computed the prompt that they share."""
+    """5,000 branches of one program wait until one of them has computed their shared prompt."""
 
     per_step = 0
 
@@ -128,7 +128,7 @@ QUEUES: dict[str, Callable[[], DeepQueue]] = {
 }
 
 GOALS = {"fair-lpm": "<= 3", "tenants": "<= 10", "siblings": "<= 10"}
-"""In milliseconds."""
+"""The goals for a step with each queue, in milliseconds."""
 
 
 def measure_deep_queue(report: Report) -> None:

@@ -1,5 +1,5 @@
-"""The engine against transformers' own loop, the prefix cache against none, and the cost of an idle server.
-All with the same weights and the same number of threads, interleaved."""
+"""Compares the engine with the generation loop of transformers, runs with and without the prefix cache, and
+measures an idle server. All runs have the same weights and number of threads, and are interleaved."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class Prompts:
         self._random = random.Random(1)
 
     def new(self, length: int) -> list[int]:
-        """One prompt."""
+        """Returns one prompt."""
         return [self._random.randrange(10, 49_000) for _ in range(length)]
 
 
 def exactly(num_tokens: int) -> SamplingParams:
-    """Greedy parameters without an earlier end."""
+    """Returns parameters for greedy generation of exactly this many tokens."""
     return SamplingParams(max_tokens=num_tokens, ignore_eos=True)
 
 
 async def generate_s(client: EngineClient, prompts: list[list[int]], num_tokens: int) -> float:
-    """Returns the seconds until all prompts, submitted at once, have generated this many tokens."""
+    """Submits all prompts together. Returns the seconds until each has generated this many tokens."""
     start = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for prompt in prompts:

@@ -1,9 +1,10 @@
-"""Shapes of models that people run, with random weights: steps as shares of the machine's limits; adapters in
-a batch, and what a server needs.
+"""Shapes of popular models, with random weights: steps as shares of the machine's limits; adapters in a
+batch; the memory of a server.
 
-A model of 4 bits is made as such, matrix by matrix, so that no file and no copy in 16 bits is needed. A
-decode is compared with reading weights and KV once, a prefill with its operations: products with weights of 4
-bits with the faster of products of bytes and of bfloat16, attention with those of bfloat16.
+A model of 4 bits is created in 4 bits, matrix by matrix, without a file or a copy in 16 bits. The limit of a
+decode step is reading weights and KV once, and the limit of a prefill is its operations: for products with
+weights of 4 bits, the faster rate of byte products and bfloat16 products; for attention, the rate of bfloat16
+products.
 """
 
 from __future__ import annotations
@@ -100,7 +101,15 @@ def measure_shape(name: str, report: Report) -> None:
 def least_ms(
     shape: Shape, config: DecoderConfig, limits: Limits, byte_flops: float, *, is_4_bit: bool
 ) -> tuple[float, float]:
-    """Returns the least milliseconds for the bytes of a step, and for its operations."""
+    """Returns the least milliseconds for the bytes of a step, and for its operations.
+
+    Args:
+        shape: the batch.
+        config: the model.
+        limits: of the machine.
+        byte_flops: operations per second of byte products.
+        is_4_bit: the weights have 4 bits.
+    """
     parts = work_of_parts(shape, config)
     attention = parts.pop("attention")
     products = sum(parts.values(), Work(0, 0))
@@ -112,7 +121,8 @@ def least_ms(
 
 
 def measure_adapters(report: Report) -> None:
-    """Measures the tokens per second of a batch whose requests use adapters in turn, over those without."""
+    """Measures the ratio of tokens per second of a batch whose requests use different adapters to a batch
+    without adapters."""
     runner = TorchRunner(
         resolve_model(DEFAULT_MODEL), num_slots=20_000, dtype="auto", num_threads=NUM_THREADS
     )
@@ -167,7 +177,7 @@ def write_adapter(folder: Path, config: DecoderConfig, seed: int) -> Path:
 
 
 async def measure_server(report: Report) -> None:
-    """Measures the peak of the memory of ``agentflow serve`` with the default model as its file is."""
+    """Measures the peak memory of ``agentflow serve`` with the default model in the format of its file."""
     port = free_port()
     server = await start_server(port, SERVER_KV_TOKENS, "auto")
     try:

@@ -26,10 +26,11 @@ def words(count: int, seed: str) -> str:
 
 @dataclass(frozen=True)
 class Shape:
-    """``program(state, number, is_parallel)`` is run for each number below ``num_programs``."""
+    """A workload."""
 
     name: str
     num_programs: int
+    # Called with (state, number, is_parallel), for each number below ``num_programs``.
     program: Callable[..., Coroutine[Any, Any, object]]
 
 

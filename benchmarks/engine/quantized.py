@@ -1,8 +1,9 @@
-"""Quantised weights against the same weights in bfloat16: steps, memory, loading, and what rounding costs.
+"""Quantised weights against the same weights in bfloat16: steps, memory, loading, and rounding errors.
 
-Both models come from the default model's GGUF file (Q4_1) and run in turn in one process. Errors are those of
-the logits over a novel, against the dequantised weights in float32: ``workloads/persuasion.txt.xz`` has the
-first 14 chapters of Jane Austen's *Persuasion* (1818, in the public domain), a line for each paragraph.
+Both models come from the default model's GGUF file (Q4_1) and run alternately in one process. Errors are
+measured on the logits over a novel, against the dequantised weights in float32:
+``workloads/persuasion.txt.xz`` has the first 14 chapters of Jane Austen's *Persuasion* (1818, in the public
+domain), a line for each paragraph.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ NUM_THREADS = 2
 NUM_SLOTS = 20_000
 TEXT = ROOT / "benchmarks" / "workloads" / "persuasion.txt.xz"
 CHUNK = 512
-"""Tokens that are read together; each is predicted from those before it in its chunk."""
+"""The tokens of one pass; each is predicted from the tokens before it in its chunk."""
 NUM_ERROR_TOKENS = {"full": 50_000, "small": 2_048}
 STEPS = {
     "single": (Shape(1, 100), 40, ""),
@@ -84,7 +85,7 @@ def run(report: Report, console: Console, only: str) -> None:
 
 
 def measure_steps(path: Path, report: Report) -> None:
-    """The time of a step in bfloat16 over that with quantised weights, in turn."""
+    """Measures the ratio of the time of a step in bfloat16 to a step with quantised weights, alternately."""
     dense, quantised = (TorchRunner(path, num_slots=NUM_SLOTS, dtype=dtype) for dtype in ("bfloat16", "auto"))
     runs = 7 if report.scale == "full" else 3
     for name, (shape, repeats, goal) in STEPS.items():
@@ -102,8 +103,8 @@ def measure_steps(path: Path, report: Report) -> None:
 
 
 def measure_against_llamacpp(path: Path, report: Report) -> None:
-    """Tokens per second over those of llama.cpp on the same file, in turn: bare steps of both, without a
-    server."""
+    """Measures the ratio of tokens per second to llama.cpp's on the same file, alternately: bare steps of
+    both, without a server."""
     runner, peer = TorchRunner(path, num_slots=NUM_SLOTS, dtype="auto"), LlamaCpp(path, NUM_THREADS)
     single, batched, prefill = (STEPS[name][0] for name in ("single", "batch32", "prefill2000"))
     measured: dict[str, tuple[Shape, int, str, Callable[[], float]]] = {
@@ -131,7 +132,8 @@ def measure_against_llamacpp(path: Path, report: Report) -> None:
 
 
 def measure_loading(path: Path, report: Report) -> None:
-    """The time and the peak of memory of loading, each in a process of its own with the file in memory."""
+    """Measures the time and the peak memory of loading, each in a separate process with the file in the page
+    cache."""
     took, peaks, size = [], [], 0
     for _ in range(5 if report.scale == "full" else 2):
         command = [sys.executable, "-c", LOADING, str(path)]
@@ -147,12 +149,12 @@ def measure_loading(path: Path, report: Report) -> None:
 
 @dataclass
 class Errors:
-    """Sums over all tokens, and what they give."""
+    """Sums over all tokens, and the errors that follow from them."""
 
-    differences: float = 0.0  # squares, of all logits
-    sizes: float = 0.0  # squares of the exact ones
-    divergences: float = 0.0
-    losses: list[Tensor] = field(default_factory=list)
+    differences: float = 0.0  # the squared differences of all logits
+    sizes: float = 0.0  # the squares of the exact logits
+    divergences: float = 0.0  # Kullback-Leibler, in nats
+    losses: list[Tensor] = field(default_factory=list)  # of each chunk
     num_tokens: int = 0
 
     def add(self, found: Tensor, exact: Tensor, tokens: Tensor) -> None:
@@ -166,22 +168,22 @@ class Errors:
 
     @property
     def logits(self) -> float:
-        """The norm of all differences over that of all logits."""
+        """The norm of all differences divided by the norm of all logits."""
         return float((self.differences / self.sizes) ** 0.5)
 
     @property
     def divergence(self) -> float:
-        """Kullback-Leibler, in nats per token."""
+        """The Kullback-Leibler divergence, in nats per token."""
         return self.divergences / self.num_tokens
 
     @property
     def perplexity(self) -> float:
-        """Of each chunk's tokens after its first."""
+        """The perplexity of all tokens except the first of each chunk."""
         return float(torch.cat(self.losses).mean().exp())
 
 
 def measure_errors(path: Path, report: Report) -> None:
-    """What rounding weights and activations costs."""
+    """Measures the errors from rounding weights and activations."""
     text = lzma.decompress(TEXT.read_bytes()).decode()
     tokens = torch.tensor(Tokenizer.from_folder(path).encode(text)[: NUM_ERROR_TOKENS[report.scale]])
     dtypes = {"": "auto", "bf16_": "bfloat16", "exact": "float32"}
@@ -209,7 +211,7 @@ def measure_errors(path: Path, report: Report) -> None:
 
 @torch.inference_mode()
 def logits_of(runner: TorchRunner, tokens: Tensor) -> Tensor:
-    """The logits of a text of at most ``CHUNK`` tokens: [tokens, vocabulary]."""
+    """Returns the logits of a text of at most ``CHUNK`` tokens: [tokens, vocabulary]."""
     model, kernels = runner._model, runner._kernels
     num, places = np.array([len(tokens)]), np.arange(len(tokens))
     batch = AttentionBatch(places.astype(np.int32)[None], np.array([0]), num, num, None)

@@ -1,4 +1,4 @@
-"""The cost of the radix cache's operations on a tree of a million tokens, and on one of a tenth of the
+"""The cost of the radix cache's operations on a tree of a million tokens, and on a tree of a tenth of this
 size."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Tree:
         return max((self.random.choice(self.paths) for _ in range(4)), key=len)
 
     def insert(self, tokens: np.ndarray) -> PrefixMatch:
-        """Does what a request does: match, lock, extend, unlock."""
+        """Performs the operations of a request: match, lock, extend, unlock."""
         run = token_run(tokens)
         slots = np.arange(self.next_slot, self.next_slot + len(tokens), dtype=np.int32)
         self.next_slot += len(tokens)
@@ -69,7 +69,7 @@ class Tree:
 
 
 def timed_us(work: Callable[[], object]) -> float:
-    """Returns the microseconds that the call takes."""
+    """Returns the microseconds of the call."""
     start = time.perf_counter()
     work()
     return (time.perf_counter() - start) * 1e6

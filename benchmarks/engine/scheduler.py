@@ -68,7 +68,7 @@ def fit_cost_model(console: Console) -> CostModel:
 
 
 def measure_fairness(report: Report, cost: CostModel) -> None:
-    """The cold tail: requests that share nothing, in a burst of requests that share much."""
+    """Measures the cold tail: requests that share nothing, in a burst of requests that share much."""
     workload = read_workload(WORKLOADS / "cold-tail.json")
 
     def run(policy: str) -> Simulated:
@@ -110,7 +110,7 @@ def measure_fairness(report: Report, cost: CostModel) -> None:
 
 
 def measure_overcommit(report: Report, cost: CostModel) -> None:
-    """The same pool, with a batch size that fills it, and with twice that size."""
+    """Measures one pool with a batch size that fills it, and with twice this size."""
     arrivals = unshared(num_requests=600, prompt=100, output=200)
     pool = 32 * 300
 

@@ -1,4 +1,4 @@
-"""Pipelines of LangChain and DSPy, for ``adapters``: run in an adapter's own environment.
+"""Pipelines of LangChain and DSPy, for ``adapters``. They run in the environment of an adapter.
 
 ``python adapter_pipelines.py PIPELINE ROUTE URL SIZE`` prints its time and counts as JSON. ``ROUTE``:
 ``adapter`` or ``openai``.

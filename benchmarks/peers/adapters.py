@@ -1,6 +1,6 @@
 """LangChain and DSPy pipelines through their adapters, through OpenAI's API, and without the prefix cache.
 
-Each run has its own server, so that it begins with an empty cache. The pipelines run in the adapters'
+Each run has a separate server, so that it begins with an empty cache. The pipelines run in the adapters'
 environments, which ``make test-adapters`` creates.
 """
 
@@ -21,7 +21,7 @@ from rich.console import Console
 from benchmarks.report import Report, Result, median_of
 
 ROOT = Path(__file__).parents[2]
-# The adapter, and how many inputs there are.
+# For each pipeline: its adapter, and the number of inputs.
 PIPELINES = {
     "langchain": ("langchain-agentflow", 32),
     "dspy": ("dspy-agentflow", 100),
@@ -31,7 +31,7 @@ ROUNDS = 3
 # A route, and the options of its server.
 RUNS = {"adapter": ("adapter", ()), "openai": ("openai", ()), "no cache": ("adapter", ("--no-cache",))}
 
-# The output of ``adapter_pipelines`` for one run; and that of each round, by the run's name.
+# The output of ``adapter_pipelines`` for one run; and the outputs of all rounds, by the run's name.
 Taken = dict[str, Any]
 Runs = dict[str, list[Taken]]
 

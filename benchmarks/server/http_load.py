@@ -1,7 +1,7 @@
 """``python -m benchmarks.server.http_load``: clients of the OpenAI API in a separate process.
 
 Reads loads as JSON from standard input, one per line, runs each, and writes its outcomes as one line. The
-clients do as little as possible, because they use the server's cores.
+clients do little work, because they use the server's cores.
 """
 
 from __future__ import annotations
@@ -24,40 +24,36 @@ GIVE_UP_S = 120.0
 
 @dataclass
 class Outcome:
-    """The outcome of one request. ``status`` 0: the connection broke; -1: no answer within ``GIVE_UP_S``.
-    ``ended``: whether the model ended its answer, rather than the limit of tokens."""
+    """The outcome of one request."""
 
-    began_s: float
-    status: int = 0
+    began_s: float  # on ``time.perf_counter``
+    status: int = 0  # 0: the connection broke; -1: no answer within ``GIVE_UP_S``
     ttft_s: float = 0.0
     took_s: float = 0.0
     num_tokens: int = 0
-    ended: bool = False
+    ended: bool = False  # the model ended its answer, not the limit of tokens
 
 
 @dataclass
 class Load:
-    """A closed loop: ``streams`` clients, each of which sends ``requests`` requests in sequence, for at most
-    ``duration_s``. Or, with ``rate_per_s``, an open loop: requests arrive at random times for ``duration_s``.
-    A prompt has ``prompt_words`` random words and generates ``max_tokens``, plus or minus ``spread``. Before
-    them come ``shared_words``, the same in all prompts. With ``schema``, answers are JSON by that schema, of
-    at most ``max_tokens`` tokens; their number is not known."""
+    """A closed loop of clients that send requests in sequence. Or, with ``rate_per_s``, an open loop:
+    requests arrive at random times for ``duration_s``."""
 
     port: int
-    streams: int = 1
-    requests: int = 1
-    rate_per_s: float = 0.0
-    duration_s: float = 0.0
-    prompt_words: int = 40
-    max_tokens: int = 64
-    spread: int = 0
+    streams: int = 1  # the clients
+    requests: int = 1  # of each client
+    rate_per_s: float = 0.0  # the mean arrival rate of an open loop
+    duration_s: float = 0.0  # the limit of a closed loop; 0: none
+    prompt_words: int = 40  # random words of each prompt
+    max_tokens: int = 64  # to generate
+    spread: int = 0  # the largest random change of ``max_tokens``
     seed: int = 0
-    shared_words: int = 0
-    schema: dict[str, Any] | None = None
+    shared_words: int = 0  # words before the random ones, the same in all prompts
+    schema: dict[str, Any] | None = None  # of the answers, whose number of tokens is then unknown
     outcomes: list[Outcome] = field(default_factory=list)
 
     async def put(self) -> dict[str, Any]:
-        """Runs the load. ``wall_s``: from the first request to the last answer."""
+        """Runs the load. In the result, ``wall_s`` is the time from the first request to the last answer."""
         rng = random.Random(self.seed)
         began_s = time.perf_counter()
         end_s = began_s + self.duration_s

@@ -1,4 +1,4 @@
-"""The benchmark's handle on the process that runs ``http_load``."""
+"""The handle on the process that runs ``http_load``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_LINE_BYTES = 64 * 1024 * 1024
 
 
 class LoadProcess:
-    """Use ``load_process`` to start one."""
+    """A running process of clients, which ``load_process`` starts."""
 
     def __init__(self, process: Process) -> None:
         self._process = process

@@ -1,4 +1,4 @@
-"""An overload: three times as many requests as the server can answer, and their outcomes."""
+"""An overload: three times the requests that the server can answer, and their outcomes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from benchmarks.server.load_process import LoadProcess
 
 MODEL = "smollm2-135m"
 MAX_RUNNING = 16
-# The machine's speed changes within a minute by more than an overload may cost. So goodput is measured in
+# The machine's speed changes within a minute by more than the cost of an overload. So goodput is measured in
 # short overloads, each between two peaks, and slow failures in a long one.
 NUM_SLICES, SLICE_S = 16, 10.0
 LONG_S = 60.0
@@ -31,7 +31,7 @@ LONG_S = 60.0
 PEAK_STREAMS = 24
 # Answers differ in length: clients in lockstep would be faster than real ones.
 LOAD = {"prompt_words": 40, "max_tokens": 32, "spread": 16}
-# Until all places are taken and the first answers have ended. Answers that end earlier are not counted.
+# The time until all places are taken and the first answers have ended. Earlier answers are not counted.
 FILL_S = 4.0
 # The expected wait above which the server rejects, and the time to first token that counts as good.
 MAX_WAIT_S = 3.0
@@ -52,11 +52,11 @@ async def served() -> AsyncIterator[RunningServer]:
 
 @dataclass
 class LongOverload:
-    """The outcomes of a long overload, the time of recovery, and memory in bytes once per second."""
+    """The results of a long overload."""
 
     outcomes: list[Outcome]
-    recovery_s: float
-    samples: list[int]
+    recovery_s: float  # from the last answer until the time to first token is back to normal
+    samples: list[int]  # memory in bytes, once per second
 
 
 async def measure_overload(report: Report, clients: LoadProcess) -> None:

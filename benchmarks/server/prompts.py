@@ -1,6 +1,5 @@
-"""Prompts beside each other and beside running streams: how long a short request waits beside long prompts,
-how much longer a stream's tokens take beside prompts, and how much the limits on a step slow a long
-prompt."""
+"""Concurrent prompts and streams: the wait of a short request during long prompts, the slowdown of a stream
+during prompts, and the slowdown of a long prompt by the limits of a step."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def _tpot_ms(outcome: Outcome) -> float:
 
 
 async def measure_prompts(report: Report, clients: LoadProcess) -> None:
-    """Measures ``short_ttft_beside_long`` and ``tpot_beside_prefill``, alternating alone and beside
+    """Measures ``short_ttft_beside_long`` and ``tpot_beside_prefill``: alternately alone and during
     prompts."""
     rounds = 5 if report.scale == "full" else 2
     waits: list[tuple[float, float]] = []

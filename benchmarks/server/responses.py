@@ -1,5 +1,5 @@
 """The cost of a turn of the Responses API: the share of the earlier tokens that it finds in the cache, and
-its time beside the same turn of the chat route."""
+its time compared with the same turn of the chat route."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Dialogue:
         self.cached_shares: list[float] = []
 
     def question(self) -> str:
-        """The user's next text."""
+        """Returns the user's next text."""
         self._num_turns += 1
         return _words(self._rng, FIRST_WORDS if self._num_turns == 1 else TURN_WORDS)
 
@@ -84,7 +84,7 @@ class _Responses(_Dialogue):
 
 
 class _Chat(_Dialogue):
-    """The same with the whole conversation in each request."""
+    """Turns with the whole conversation in each request."""
 
     def __init__(self, client: httpx2.AsyncClient, rng: random.Random) -> None:
         super().__init__(client, rng)

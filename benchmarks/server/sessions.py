@@ -1,4 +1,4 @@
-"""Memory of idle sessions: how much more a server uses with a thousand of them open."""
+"""The memory of idle sessions: the growth of a server when a thousand sessions are open."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AT_ONCE = 50
 
 
 async def measure_sessions(report: Report, _: LoadProcess) -> None:
-    """Measures ``idle_session_kb``; each run has its own server."""
+    """Measures ``idle_session_kb``; each run has a separate server."""
     runs = [await _session_kb() for _ in range(3 if report.scale == "full" else 1)]
     note = (
         f"resident memory of a server with {NUM_SESSIONS} idle websocket sessions "

@@ -1,5 +1,5 @@
-"""How long one request can block all others: the longest time in which the server's event loop is blocked by
-bodies and frames of the largest size in the worst known shapes.
+"""How long one request can block all others: the longest time for which bodies and frames of the largest
+size, in the worst known shapes, block the server's event loop.
 
 ``python -m benchmarks.server.stalls PORT`` is the client. It sends one shape after the other, and prints the
 name of each before sending and the status after it.
@@ -45,7 +45,7 @@ CALL = b'{"id":"a","type":"function","function":{"name":"a","arguments":"{}"}}'
 
 
 def repeated(part: bytes, *, num_bytes: int = BODY_BYTES) -> bytes:
-    """Returns the part as often as it fits into a body, separated by commas."""
+    """Repeats the part as often as it fits into a body, separated by commas."""
     return b",".join([part] * (num_bytes // (len(part) + 1)))
 
 
@@ -165,7 +165,7 @@ def put_ops(port: int, sent: Sequence[ops.Op]) -> str:
 
 
 def put_pongs(port: int) -> str:
-    """Eight websockets with 256 KB of frames without data each."""
+    """Sends 256 KB of frames without data on each of eight websockets."""
     with contextlib.ExitStack() as stack:
         sockets = [
             stack.enter_context(connect(f"ws://127.0.0.1:{port}{SESSION_PATH}", max_size=None))
@@ -185,7 +185,7 @@ def put_pongs(port: int) -> str:
 
 
 def delete_item(port: int) -> str:
-    """An item of a conversation of the largest size."""
+    """Deletes an item of a conversation of the largest size."""
     item = {"type": "message", "role": "user", "content": "word, " * 20_000}
     body = msgspec.json.encode({"items": [item] * 20})
     headers = {"content-type": "application/json"}
@@ -209,9 +209,9 @@ def delete_item(port: int) -> str:
 
 
 def put_body(port: int, path: str, body: bytes) -> str:
-    """The status."""
+    """Sends a body, and returns the status."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=100)
-    with contextlib.suppress(OSError):  # refused before all of it was sent
+    with contextlib.suppress(OSError):  # the server rejected the body before its end
         connection.request("POST", path, body, {"content-type": "application/json"})
     try:
         return str(connection.getresponse().status)
@@ -266,10 +266,10 @@ class LoopWatch:
         self.longest_s = 0.0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Measures until cancelled."""
         while True:
             began_s = time.perf_counter()
-            await asyncio.sleep(TICK_S)  # noqa: TID251 - how long it takes is what is measured
+            await asyncio.sleep(TICK_S)  # noqa: TID251 - its duration is measured
             self.longest_s = max(self.longest_s, time.perf_counter() - began_s - TICK_S)
 
 

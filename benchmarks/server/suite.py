@@ -49,7 +49,7 @@ async def served() -> AsyncIterator[tuple[RunningServer, EngineModel]]:
 
 
 class InProcess:
-    """The engine's own client, driven without HTTP: the same prompts, as ids."""
+    """Drives the engine's client without HTTP, with the same prompts as ids."""
 
     def __init__(self, model: EngineModel, num_words: int = PROMPT_WORDS) -> None:
         self._model = model
@@ -57,7 +57,7 @@ class InProcess:
         self._rng = random.Random(7)
 
     def prompt(self) -> list[int]:
-        """The next one."""
+        """Returns the next prompt."""
         generator = self._model.generator(ANONYMOUS)
         context = generator.open("")
         generator.begin_role(context, "user")
@@ -80,18 +80,18 @@ class InProcess:
 
 
 class EngineWatch:
-    """A ``RequestObserver`` that measures the engine's own time to a request's first text."""
+    """A ``RequestObserver`` that measures the engine's time to the first text of a request."""
 
     def __init__(self) -> None:
         self._sent_s = 0.0
         self.ttft_ms = 0.0
 
     def sent(self, submit: Submit) -> None:
-        """It begins."""
+        """Starts the time."""
         self._sent_s, self.ttft_ms = time.perf_counter(), 0.0
 
     def received(self, messages: Sequence[FromEngine]) -> None:
-        """It ends with the first text."""
+        """Stops the time at the first text."""
         if not self.ttft_ms and any(isinstance(one, Progress) and one.text for one in messages):
             self.ttft_ms = (time.perf_counter() - self._sent_s) * 1000
 
@@ -101,7 +101,7 @@ def _hear(progress: Progress) -> None:
 
 
 async def over_http(clients: LoadProcess, port: int, seed: int) -> float:
-    """Returns the output tokens per second of as many streams."""
+    """Returns the output tokens per second of ``NUM_STREAMS`` streams."""
     wall_s, outcomes = await clients.put(
         port=port, streams=NUM_STREAMS, prompt_words=PROMPT_WORDS, max_tokens=NUM_TOKENS, seed=seed
     )
@@ -111,7 +111,7 @@ async def over_http(clients: LoadProcess, port: int, seed: int) -> float:
 
 
 async def measure_throughput(report: Report, clients: LoadProcess) -> None:
-    """Measures ``http_vs_engine`` in alternating rounds, each with its own prompts."""
+    """Measures ``http_vs_engine`` in alternating rounds, each with different prompts."""
     rounds = 7 if report.scale == "full" else 2
     ratios: list[float] = []
     rates: list[tuple[float, float]] = []
@@ -132,8 +132,8 @@ async def measure_throughput(report: Report, clients: LoadProcess) -> None:
 
 
 async def measure_ttft(report: Report, clients: LoadProcess) -> None:
-    """Measures ``http_ttft_ms``: a client's wait for the first text, minus the wait of the engine's own
-    client for the same request, because forward passes vary by more than the difference."""
+    """Measures ``http_ttft_ms``: a client's wait for the first text, minus the wait of the engine's client
+    for the same request, because forward passes vary by more than the difference."""
     rounds = 60 if report.scale == "full" else 15
     added: list[float] = []
     alone: list[float] = []

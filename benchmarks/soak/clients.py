@@ -1,4 +1,4 @@
-"""Well-behaved clients of a soak run: each must be answered, or rejected as the API documents it."""
+"""Well-behaved clients of a soak run: the server must answer each, or reject it as documented."""
 
 from __future__ import annotations
 
@@ -68,13 +68,14 @@ class Target:
         return f"http://127.0.0.1:{self.server.port}"
 
     def prompt(self) -> str:
-        """A prompt: long and varied enough to keep the cache full, and often with an earlier prefix."""
+        """Returns a prompt that is long and varied enough to keep the cache full, often with an earlier
+        prefix."""
         family = self.random.randrange(12)
         beginning = f"Notes {family}. " + " ".join(f"{word} {family}" for word in _SUBJECTS * 8)
         return f"{beginning}\nTell me about {self.random.choice(_SUBJECTS)} ({self.random.randrange(10**6)})."
 
     def chat(self, *, stream: bool = False, max_tokens: int | None = None) -> dict[str, Any]:
-        """A request for a chat completion."""
+        """Returns a request for a chat completion."""
         return {
             "model": MODEL,
             "messages": [{"role": "user", "content": self.prompt()}],
@@ -302,4 +303,4 @@ SCENARIOS: dict[Scenario, int] = {
     program: 5,
     resume: 4,
 }
-"""With their weights."""
+"""The scenarios, with their weights."""

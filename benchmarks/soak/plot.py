@@ -62,7 +62,7 @@ def plot(samples: Sequence[Sample], kills_s: Sequence[float], title: str) -> str
 
 
 def ticks(most: float) -> list[float]:
-    """Round numbers from 0 to just above ``most``, four to eight steps.
+    """Returns round numbers from 0 to just above ``most``, in four to eight steps.
 
     >>> ticks(700.0)
     [0.0, 100.0, 200.0, 300.0, 400.0, 500.0, 600.0, 700.0]

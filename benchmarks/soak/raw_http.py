@@ -20,11 +20,11 @@ class BadAnswer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``payload``: bytes, or a value that is sent as JSON."""
+    """A request to the server."""
 
     method: str
     path: str
-    payload: Any = None
+    payload: Any = None  # bytes, or a value that is sent as JSON
 
     @property
     def body(self) -> bytes:
@@ -48,19 +48,19 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``headers``: names in lower case."""
+    """An answer of the server."""
 
     status: int
-    headers: dict[str, str]
+    headers: dict[str, str]  # names in lower case
     body: bytes
 
     def json(self) -> Any:
-        """The body."""
+        """Returns the value of the body."""
         return json.loads(self.body)
 
 
 async def connect(port: int) -> SocketStream:
-    """A connection to the server on this machine."""
+    """Connects to the server on this machine."""
     return await anyio.connect_tcp(HOST, port)
 
 

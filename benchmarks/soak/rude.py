@@ -1,5 +1,5 @@
-"""Clients of a soak run that disconnect, are slow, or send invalid data. Any answer is right, as long as the
-server releases what they used."""
+"""Clients of a soak run that disconnect, are slow, or send invalid data. Any answer is correct, as long as
+the server releases their resources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.soak.clients import Scenario, Target
 from benchmarks.soak.raw_http import Request, connect, read_all, reset
 
 DONE = "let go"
-# How long a slow client stays.
+# The time for which a slow client stays connected.
 SLOW_S = 8.0
 LONG = 400
 _BAD_FRAMES: tuple[bytes | str, ...] = (b"\xc1", b"", "{}", encode(Ops(99, ()), binary=True))
@@ -72,7 +72,7 @@ async def read_slowly(target: Target) -> str:
 
 
 async def talk_nonsense(target: Target) -> str:
-    """Invalid requests."""
+    """Sends invalid requests."""
     post = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
     nonsense = [
         target.random.randbytes(200),
@@ -102,7 +102,7 @@ async def talk_nonsense(target: Target) -> str:
 
 
 async def abandon_session(target: Target) -> str:
-    """A session whose client disconnects while it runs, or sends something other than frames."""
+    """Opens a session, and disconnects while it runs, or sends invalid frames."""
     url = f"{target.server.url}{SESSION_PATH}"
     gen = ops.Gen(1, 2, "tale", SamplingParams(max_tokens=LONG, ignore_eos=True))
     frames: list[bytes | str] = [
@@ -135,7 +135,7 @@ async def abandon_session(target: Target) -> str:
 
 
 async def leave_session(target: Target) -> str:
-    """A session that is closed properly while everything in it runs."""
+    """Opens a session, and closes it properly while its states run."""
     try:
         async with af.session(target.server.url) as flow, flow.state() as s:
             s += target.prompt()
@@ -155,4 +155,4 @@ SCENARIOS: dict[Scenario, int] = {
     abandon_session: 4,
     leave_session: 2,
 }
-"""With their weights."""
+"""The scenarios, with their weights."""

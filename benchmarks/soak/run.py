@@ -28,8 +28,8 @@ NUM_CLIENTS = 8
 PAUSE_S = 0.5
 SAMPLE_S = 3.0
 KILLS_AT = (0.25, 0.45)
-# After all clients have disconnected, everything is released within the grace period of sessions plus the
-# time to notice.
+# After all clients have disconnected, the server releases everything within the grace period of sessions,
+# plus the time to detect the disconnections.
 REST_S = RESUME_GRACE_S + 30.0
 SEED = 1
 WRONG = "WRONG"
@@ -114,7 +114,7 @@ class Soak:
 
 
 def main(minutes: float, folder: Path, console: Console) -> int:
-    """Runs it. Returns 1 if something leaked or an answer was wrong."""
+    """Runs a soak run. Returns 1 if something leaked or an answer was wrong."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("httpx", "openai", "anthropic"):
         logging.getLogger(name).setLevel(logging.ERROR)

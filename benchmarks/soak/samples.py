@@ -9,50 +9,50 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
 
-# Until then, caches fill, allocators grow, and lazy imports run.
+# The part of the run in which caches fill, allocators grow, and lazy imports run.
 WARM_UP_SHARE = 0.2
 # The same for an engine process that was just started: its cache takes memory as it fills.
 ENGINE_WARM_UP_S = 90.0
 # Shorter series are not judged.
 MIN_JUDGED_S = 60.0
 MAX_MB_PER_HOUR = 60.0
-# The ways to the compiling process and to an engine that was started anew, and a scrape of ours.
+# For the connections to the compiling process and to a restarted engine, and for a scrape of this benchmark.
 FD_SLACK = 4
 TASK_SLACK = 3
 
 Process = Literal["server", "engine", "compiler"]
-# Growth after the warm-up that is allowed, in addition to a rate per hour. The native memory of an engine
-# grows ever more slowly for some minutes (measured with 8 clients: 20 MB from 50 s to 200 s of its life, 9 MB
+# The allowed growth after the warm-up, in addition to a rate per hour. The native memory of an engine grows
+# more and more slowly for some minutes (measured with 8 clients: 20 MB from 50 s to 200 s of its life, 9 MB
 # in the next 240 s).
 NOISE_MB: dict[Process, float] = {"server": 8.0, "compiler": 8.0, "engine": 40.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The state at ``at_s`` seconds. ``*_mb``: resident memory, 0 if the process does not exist at the time.
-    The last five are from /metrics, or None if it did not answer in time."""
+    """The state of the server at one time. The last five fields come from /metrics; None: it did not answer
+    in time."""
 
-    at_s: float
-    server_mb: float
+    at_s: float  # since the start
+    server_mb: float  # resident memory of this process and the next two; 0: there is no process
     engine_mb: float
     compiler_mb: float
-    fds: int
-    threads: int
+    fds: int  # of the server
+    threads: int  # of the server
     tasks: float | None = None
     sessions: float | None = None
-    running: float | None = None
-    waiting: float | None = None
-    in_use: float | None = None
+    running: float | None = None  # requests
+    waiting: float | None = None  # requests
+    in_use: float | None = None  # slots
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Growth by ``mb`` over the ``took_s`` seconds of the samples, with the slope ``mb_per_hour``."""
+    """The growth of a process's memory."""
 
     mb: float
-    mb_per_hour: float
+    mb_per_hour: float  # the slope
     allowed_mb: float
-    took_s: float
+    took_s: float  # the time of the samples
 
     @property
     def is_bounded(self) -> bool:
@@ -66,12 +66,13 @@ class Check:
 
     name: str
     holds: bool
-    found: str
-    wanted: str
+    found: str  # for people
+    wanted: str  # for people
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """Returns the Theil-Sen slope: the median of the slopes between all pairs. 0 if there are no two places.
+    """Returns the Theil-Sen slope: the median of the slopes between all pairs. 0 without two different
+    places.
 
     >>> slope([(0, 1.0), (1, 3.0), (2, 5.0), (3, 700.0)])
     2.0
@@ -95,7 +96,7 @@ def growth(samples: Sequence[Sample], process: Process, from_s: float) -> Growth
 
 
 def growth_checks(samples: Sequence[Sample], minutes: float, last_kill_s: float) -> list[Check]:
-    """Checks the growth of the server after the warm-up, and of the last engine process after its own."""
+    """Checks the growth of the server after its warm-up, and of the last engine process after its warm-up."""
     warm_s = WARM_UP_SHARE * minutes * 60
     checks = []
     starts: tuple[tuple[Process, float], ...] = (
@@ -115,8 +116,8 @@ def growth_checks(samples: Sequence[Sample], minutes: float, last_kill_s: float)
 
 
 def rest_checks(before: Sample, after: Sample) -> list[Check]:
-    """Checks what must be released after all clients have disconnected. ``before``: the sample before the
-    first."""
+    """Checks the resources that must be released after all clients have disconnected. ``before``: the sample
+    before the first client."""
     checks = [
         Check(name, value == 0, "unknown" if value is None else f"{value:g}", "0")
         for name, value in (

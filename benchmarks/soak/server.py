@@ -88,7 +88,7 @@ class SoakServer:
         )
 
     def unexpected_lines(self) -> list[str]:
-        """Returns the lines of its log that no client may cause, such as those of a traceback."""
+        """Returns the lines of its log that no client may cause, such as lines of a traceback."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         return [line for line in lines if not any(re.search(pattern, line) for pattern in _EXPECTED)]
 

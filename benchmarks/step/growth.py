@@ -1,5 +1,6 @@
-"""How the cost of a step grows: its time with the batch, the context, the size of a prefix tree and the depth
-of the queue, and memory with the number of cached tokens. Each is a curve with its fitted exponent."""
+"""The growth of costs: of the time of a step with the batch, the context, the size of a prefix tree and the
+depth of the queue, and of memory with the number of cached tokens. Each is a curve with its fitted
+exponent."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (100, 300, 1_000, 2_000, 4_000, 8_000)
 LEAVES = (1, 2, 4, 8, 16, 32, 64)
 LEVEL = 100
-"""Tokens of each node of a tree."""
+"""The tokens of each node of a tree."""
 QUEUE_DEPTHS = (300, 1_000, 3_000, 10_000)
 
 
@@ -58,8 +59,8 @@ def measure(runner: TorchRunner, report: Report) -> None:
 
 
 def tree_batch(leaves: int, num_slots: int, max_context: int) -> Batch:
-    """Requests that are the leaves of a binary tree of runs of ``LEVEL`` tokens: neighbours share all but the
-    last of them."""
+    """Returns requests that are the leaves of a binary tree of runs of ``LEVEL`` tokens: neighbours share all
+    runs except the last one."""
     depth = int(math.log2(leaves)) + 1
     batch = batch_of(Shape(leaves, depth * LEVEL), num_slots, max_context)
     table = batch.req_to_token.copy()
@@ -85,7 +86,7 @@ def _schedule_ms(depth: int, runs: int) -> float:
 
 
 def _memory_of_cached_tokens(num_slots: int) -> tuple[list[int], list[float]]:
-    """The resident memory that a KV pool of the default model takes as tokens are written to it."""
+    """Measures the resident memory of a KV pool of the default model while tokens are written to it."""
     import torch
 
     from agentflow.engine.models.kv_pool import KvPool

@@ -1,5 +1,5 @@
-"""Plots cost curves side by side on logarithmic axes, each with its fitted line. An SVG that is legible on
-light and dark pages."""
+"""Plots cost curves next to each other on logarithmic axes, each with its fitted line. An SVG that is legible
+on light and dark pages."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ text { fill: currentColor; }
 
 @dataclass(frozen=True)
 class Curve:
-    """A cost ``ys`` in ``unit`` over ``xs``, which ``label`` describes."""
+    """A cost over a size."""
 
     name: str
-    label: str
-    unit: str
+    label: str  # describes ``xs``
+    unit: str  # of ``ys``
     xs: Sequence[int]
     ys: Sequence[float]
 
     @property
     def exponent(self) -> float:
-        """The k of the c xᵏ that fits best (least squares of the logarithms)."""
+        """The exponent k of the curve c xᵏ that fits best (least squares of the logarithms)."""
         return self.fit[0]
 
     @property
@@ -91,7 +91,7 @@ def _panel(curve: Curve) -> list[str]:
 
 
 def _decades(values: Sequence[float]) -> list[float]:
-    """Powers of ten around all values.
+    """Returns powers of ten around all values.
 
     >>> _decades([3.0, 250.0])
     [1.0, 10.0, 100.0, 1000.0]
@@ -101,5 +101,5 @@ def _decades(values: Sequence[float]) -> list[float]:
 
 
 def _place(value: float, marks: Sequence[float]) -> float:
-    """0 at the first mark, 1 at the last."""
+    """Returns the place between the first mark (0) and the last (1)."""
     return math.log(value / marks[0]) / math.log(marks[-1] / marks[0])

@@ -16,21 +16,21 @@ SIZE = 2048
 
 @dataclass(frozen=True)
 class Limits:
-    """``bytes_s``: bytes read per second; ``flops``: operations per second."""
+    """The limits of a machine."""
 
-    bytes_s: float
-    flops: float
+    bytes_s: float  # bytes read per second
+    flops: float  # operations per second
 
     def bytes_ms(self, work: Work) -> float:
-        """Milliseconds to read the bytes."""
+        """Returns the milliseconds for reading the bytes."""
         return 1e3 * work.num_bytes / self.bytes_s
 
     def flops_ms(self, work: Work) -> float:
-        """Milliseconds to do the operations."""
+        """Returns the milliseconds for the operations."""
         return 1e3 * work.flops / self.flops
 
     def ms(self, work: Work) -> float:
-        """Both, one after the other."""
+        """Returns the milliseconds for both, one after the other."""
         return self.bytes_ms(work) + self.flops_ms(work)
 
 
@@ -44,7 +44,7 @@ def measure_limits(num_tries: int = 8) -> Limits:
 
 
 def measure_byte_flops(num_tries: int = 8) -> float:
-    """Operations per second of products of bytes: the best of several attempts."""
+    """Measures the operations per second of byte products: the best of several attempts."""
     left, right = (torch.randint(-127, 128, (SIZE, SIZE), dtype=torch.int8) for _ in range(2))
     return 2 * SIZE**3 / min(_timed_s(lambda: torch._int_mm(left, right)) for _ in range(num_tries))
 

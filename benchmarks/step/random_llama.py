@@ -60,8 +60,16 @@ def random_llama(
     *,
     is_4_bit: bool = False,
 ) -> LlamaModel:
-    """Returns the model. Small models are made on the CPU, so that they are equal on every device.
-    ``is_4_bit``: matrices are blocks of the type Q4_1, and made as such, one at a time."""
+    """Returns a model with random weights. Small models are made on the CPU, so that they are equal on every
+    device.
+
+    Args:
+        config: the shape.
+        kernels: the implementation that packs the weights.
+        dtype: of the weights.
+        device: where the model is.
+        is_4_bit: matrices are blocks of the type Q4_1, created in this form, one at a time.
+    """
     generator = torch.Generator(device if config.hidden_size > 1024 else "cpu").manual_seed(0)
     rng = np.random.default_rng(0)
 
@@ -117,7 +125,7 @@ def random_llama(
 
 
 def random_blocks(rng: np.random.Generator, num_out: int, num_in: int) -> BlockMatrix:
-    """A random matrix of the type Q4_1: blocks of a scale, a minimum, and 32 codes of 4 bits."""
+    """Returns a random matrix of the type Q4_1: blocks of a scale, a minimum, and 32 codes of 4 bits."""
     rows = rng.integers(0, 256, (num_out, num_in // 32, 20), dtype=np.uint8)
     scale = 2.0 * num_in**-0.5 / 4.6  # the codes have this standard deviation
     rows[..., :4] = np.array([scale, -7.5 * scale], dtype=np.float16).view(np.uint8)
@@ -126,14 +134,13 @@ def random_blocks(rng: np.random.Generator, num_out: int, num_in: int) -> BlockM
 
 @dataclass
 class RandomRunner:
-    """Like ``TorchRunner``, but for a random model, with a KV pool of ``num_slots`` tokens. ``is_4_bit``: as
-    of ``random_llama``."""
+    """Like ``TorchRunner``, but for a random model."""
 
     config: DecoderConfig
-    num_slots: int
+    num_slots: int  # the tokens of the KV pool
     dtype: torch.dtype
     device: torch.device
-    is_4_bit: bool = False
+    is_4_bit: bool = False  # as for ``random_llama``
     kernels: Kernels = field(init=False)
     model: LlamaModel = field(init=False)
     pool: KvPool = field(init=False)

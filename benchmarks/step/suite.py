@@ -1,8 +1,8 @@
-"""The budget of a step: what it must read and multiply, the minimum time for that on this machine, the actual
-time, and where the difference goes.
+"""The budget of a step: its necessary reads and operations, their minimum time on this machine, the actual
+time, and the parts of the difference.
 
-The limits are measured in the same run. ``of_limit`` is the minimum time for the bytes plus that for the
-operations, divided by the time of the step. A step that overlaps the two can take less than their sum.
+The limits are measured in the same run. ``of_limit`` is the sum of the minimum times for the bytes and for
+the operations, divided by the time of the step. A step that overlaps the two can take less than their sum.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def run(report: Report, console: Console, only: str) -> None:
 
 
 def runner_on(kernels: str) -> TorchRunner:
-    """Returns the default model in bfloat16 on the named kernels, with data in every slot: untouched pages
-    all map to one page of zeros, and reading them costs nothing."""
+    """Returns the default model in bfloat16 on the kernels of this name, with data in every slot: untouched
+    pages all map to one page of zeros, and reading them costs nothing."""
     with patch.dict(os.environ, AGENTFLOW_KERNELS=kernels):
         runner = TorchRunner(
             resolve_model(MODEL), num_slots=NUM_SLOTS, dtype="bfloat16", device="cpu", num_threads=NUM_THREADS
@@ -92,7 +92,7 @@ def step_ms(runner: TorchRunner, shape: Shape, runs: int = 5) -> tuple[float, di
 
 
 def show_budget(runner: TorchRunner, config: DecoderConfig, report: Report, console: Console) -> None:
-    """Prints a table of steps, their limits, and where their time goes."""
+    """Prints a table of steps, their limits, and the times of their parts."""
     limits = measure_limits()
     title = f"limits: {limits.bytes_s / 1e9:.1f} GB/s, {limits.flops / 1e9:.0f} GFLOP/s"
     table = Table(title=title, title_justify="left", show_lines=True)

@@ -1,5 +1,5 @@
-"""Batches for a bare model runner, and the bytes and operations of each, with which a step's time is
-compared."""
+"""Batches for a bare model runner, and the bytes and operations of each, for comparison with the time of its
+step."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ STRIDE = 1009
 
 @dataclass(frozen=True)
 class Shape:
-    """``num_requests`` requests, each with ``num_rows`` rows after ``context`` cached tokens, of which the
-    first ``shared`` are the same slots for all."""
+    """The shape of a batch."""
 
     num_requests: int
-    context: int
-    num_rows: int = 1
-    shared: int = 0
+    context: int  # cached tokens of each request
+    num_rows: int = 1  # of each request, after the context
+    shared: int = 0  # the first tokens of the context that all requests have in the same slots
 
     def __str__(self) -> str:
         what = "decode" if self.num_rows == 1 else f"prefill of {self.num_rows:,}"
@@ -87,10 +86,10 @@ def median_ms(run: Callable[[Batch], object], batch: Batch, runs: int) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """The minimum work: bytes from memory, and floating-point operations."""
+    """The minimum work of a step or a part."""
 
-    num_bytes: float
-    flops: float
+    num_bytes: float  # read from memory
+    flops: float  # floating-point operations
 
     def __add__(self, other: Work) -> Work:
         return Work(self.num_bytes + other.num_bytes, self.flops + other.flops)

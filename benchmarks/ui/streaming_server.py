@@ -49,7 +49,7 @@ class SteadyGenerator(ScriptedGenerator):
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
     ) -> Generated:
-        """``max_tokens`` words, one in each step."""
+        """Generates ``max_tokens`` words, one in each step."""
         pieces: list[str] = []
         for index in range(params.max_tokens):
             await self._step.wait()

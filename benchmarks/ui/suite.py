@@ -1,4 +1,4 @@
-"""The page's weight and speed in a headless Chromium, and what watching costs the server."""
+"""The page's weight and speed in a headless Chromium, and the cost of watching to the server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIRST_PAINT = """() => new Promise((resolve) => new PerformanceObserver((entries
 
 @contextmanager
 def streaming_server(steps_per_s: float) -> Iterator[str]:
-    """A server in another process whose generations advance in step. Yields the address of its page."""
+    """Runs a server in another process whose generations advance in step. Yields the address of its page."""
     command = [sys.executable, "-m", "benchmarks.ui.streaming_server", str(steps_per_s)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -59,7 +59,7 @@ def measure_first_paint(report: Report, browser: Browser) -> None:
     )
 
 
-# Columns that stream at once, and steps per second: a token for each column in each step.
+# The columns that stream concurrently, and steps per second: a token for each column in each step.
 NUM_COLUMNS, STEPS_PER_S = 200, 10
 NUM_TOKENS = 400
 FRAMES_IN = """(duration_ms) => new Promise((resolve) => {
@@ -76,7 +76,7 @@ STREAMED = """() => [...document.querySelectorAll(".streamed")].reduce(
 
 
 def stream(page: Page, url: str, num_columns: int) -> None:
-    """Runs a fork into so many columns in the playground. Returns when all of them stream."""
+    """Runs a fork into ``num_columns`` columns in the playground. Returns when all of them stream."""
     page.goto(url)
     page.locator('[data-status="open"]').wait_for()
     page.get_by_test_id("example").select_option("few_shot")
@@ -87,7 +87,7 @@ def stream(page: Page, url: str, num_columns: int) -> None:
 
 
 def measure_frames(report: Report, browser: Browser) -> None:
-    """Measures ``frames_s_200_columns`` by the page's own animation frames, over five seconds."""
+    """Measures ``frames_s_200_columns`` by the page's animation frames, over five seconds."""
     runs: list[float] = []
     with streaming_server(STEPS_PER_S) as url:
         for _ in range(5 if report.scale == "full" else 1):
@@ -103,8 +103,8 @@ def measure_frames(report: Report, browser: Browser) -> None:
 
 def measure_main_thread(report: Report, browser: Browser) -> None:
     """Measures ``main_thread_ms_per_100_tokens``: the time of all tasks of the page's main thread, scripts,
-    style, layout and painting, while as many columns stream as for the frames. A slow stream costs more per
-    token, because each of its frames shows fewer."""
+    style, layout and painting, with the same number of columns as for the frames. A slow stream costs more
+    per token, because each of its frames shows fewer."""
     runs: list[float] = []
     with streaming_server(STEPS_PER_S) as url:
         for _ in range(5 if report.scale == "full" else 1):

@@ -1,4 +1,4 @@
-"""What a watching page costs the server: its throughput with and without one, in turns."""
+"""The cost of a watching page to the server: the throughput with and without one, alternately."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from benchmarks.server.load_process import load_process
 from benchmarks.server.prompts import port_of
 from benchmarks.server.suite import NUM_STREAMS, over_http, served
 
-INTERVAL_S = 0.5  # of the page's own watch
+INTERVAL_S = 0.5  # the interval of the page's watch
 
 
 @asynccontextmanager
 async def watching(port: int) -> AsyncIterator[None]:
-    """A process watches the server while the scope is open."""
+    """Runs a process that watches the server while the scope is open."""
     command = [sys.executable, "-m", "benchmarks.ui.watcher", str(port), str(INTERVAL_S)]
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
     try:
