@@ -76,8 +76,8 @@ _popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
 
 def lower_priority() -> None:
-    """Lowers the priority of this thread, and of threads that it starts, below that of processes started with
-    ``start_process``. Permanent. A second call has no effect, and no call has one outside Linux."""
+    """Lowers the priority of this thread, and of threads that it starts, below the one of processes started
+    with ``start_process``. Permanent. A second call has no effect, and no call has one outside Linux."""
     global _starter
     if sys.platform != "linux":
         return

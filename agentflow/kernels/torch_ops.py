@@ -424,7 +424,7 @@ def sample(
         uniforms: [S], random numbers in [0, 1).
     """
     device = logits.device
-    # Relative to the largest logit, so that no temperature, however small, overflows.
+    # Relative to the largest logit, so that even the smallest temperature does not overflow.
     highest = logits.amax(dim=-1, keepdim=True)
     weights = logits - highest
     weights = weights.div_(_column(temperatures, device)).exp_()

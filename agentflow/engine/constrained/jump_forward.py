@@ -75,7 +75,7 @@ class ConstrainedText:
         self._encode = encode
         self._data = bytearray()
         self._starts: list[int] = []  # the offset of each token in _data
-        self._num_encoded = 0  # this many ids are exactly what the tokenizer gives
+        self._num_encoded = 0  # the number of ids that equal the tokenizer's ids for the text
 
     def may_end(self) -> bool:
         """Whether the text is complete."""

@@ -148,7 +148,7 @@ def _message_value(message: Message, dialect: ToolDialect, mark: Mark) -> dict[s
     value: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning is not None:
         value["reasoning_content"] = mark(message.reasoning)
-        if not (message.content and message.tool_calls):  # templates that read it reject all three
+        if not (message.content and message.tool_calls):  # templates that read it reject the combination
             value["thinking"] = value["reasoning_content"]
     if message.tool_calls:
         value["tool_calls"] = [_call_value(call, dialect, mark) for call in message.tool_calls]

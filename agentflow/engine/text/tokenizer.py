@@ -287,8 +287,8 @@ class Tokenizer:
 
     @property
     def closed_ids(self) -> frozenset[int]:
-        """Tokens that no content contains: special ones, and those that have a meaning in the chat template
-        or in tool calls."""
+        """Tokens that no content contains: special tokens, and tokens with a meaning in the chat template or
+        in tool calls."""
         return self._closed_ids
 
     def id_of(self, token: str) -> int | None:

@@ -410,7 +410,7 @@ _IN_STRING = re.compile(r'["\\]')
 
 class JsonExtent:
     """Finds the end of a JSON object or list in text that arrives in parts. Reads each character once and
-    does not check what is inside."""
+    does not check the contents."""
 
     def __init__(self) -> None:
         self._depth = 0

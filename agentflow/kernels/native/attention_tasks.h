@@ -76,7 +76,7 @@ struct HeadShape {
     int64_t group() const { return num_heads / num_kv_heads; }
 };
 
-constexpr int KEY_BLOCK = 128;      // keys that a task processes at once
+constexpr int KEY_BLOCK = 128;      // the keys in a block
 constexpr int PATH_BLOCK = 1 << 20; // the first block of a path, which is added to its prefix last
 constexpr int BLOCK_VALUES = 1 << 16;  // the values in the keys and values of a block: the cache holds two blocks of this size
 constexpr int MAX_QUERIES = 192;    // the queries of a task: query rows times query heads per KV head

@@ -80,7 +80,7 @@ class RowChoice {
 
     int64_t drawn(float highest, float temperature) {
         weights().resize(round_up<int64_t>(num_, BLOCK));
-        // Relative to the largest logit, so that no temperature, however small, overflows.
+        // Relative to the largest logit, so that even the smallest temperature does not overflow.
         const Vec top = broadcast(highest), heat = broadcast(temperature), log2_e = broadcast(LOG2_E);
         float* weight = weights().data();
         for (int64_t first = 0; first < num_; first += LANES) {

@@ -53,7 +53,7 @@ DEFAULT_CONTEXT: Final = 512
 
 
 class EncoderRunner:
-    """A ``ModelRunner`` that makes embeddings. The arguments are those of ``TorchRunner``."""
+    """A ``ModelRunner`` that makes embeddings. ``TorchRunner`` has the same arguments."""
 
     info: RunnerInfo
 
