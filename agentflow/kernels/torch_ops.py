@@ -347,7 +347,8 @@ def attend(
 def attend_dense(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """``attend`` in plain tensor algebra, with all scores in memory as float32."""
+    """``attend`` in plain tensor algebra, with all scores in memory as float32. The arguments and results are
+    the same."""
     scores = torch.matmul(q, k.transpose(-1, -2)).float() * scale
     if mask is not None:
         scores += mask

@@ -203,7 +203,7 @@ class Run:
 async def run_once(
     runner: ModelRunner, tokenizer: Tokenizer, setting: Setting, shape: Shape, slots: int
 ) -> Run:
-    """Runs all programs of the shape, on an empty cache."""
+    """Runs all programs of the shape, on an empty cache. ``slots``: the size of the KV pool, in tokens."""
     engine = AblatedEngine(LentRunner(runner, slots), tokenizer, setting)
     async with af.session(backend=engine, seed=0) as flow:
         start = time.perf_counter()

@@ -30,7 +30,7 @@ def llama_config(
     is_tied: bool = False,
     max_context: int = 8192,
 ) -> DecoderConfig:
-    """Returns a config of these sizes."""
+    """Returns a config of these sizes. ``is_tied``: the head is the embedding."""
     return DecoderConfig(
         architecture="LlamaForCausalLM",
         vocab_size=vocab_size,

@@ -343,7 +343,15 @@ class _Reader:
         self._boundaries: dict[tuple[bool, bool], Regex] = {}
 
     def sequence(self, items: list[Any], flags: int, at_start: bool, at_end: bool, depth: int) -> Regex:
-        """Converts a sequence. ``at_start``, ``at_end``: whether it begins, or ends, the text."""
+        """Converts a sequence.
+
+        Args:
+            items: the parser's output.
+            flags: of ``re``, in force here.
+            at_start: the sequence begins the text.
+            at_end: the sequence ends the text.
+            depth: the number of enclosing groups.
+        """
         if depth > MAX_DEPTH:
             raise BadArgument(_TOO_DEEP)
         first = 0

@@ -53,7 +53,16 @@ DEFAULT_CONTEXT: Final = 512
 
 
 class EncoderRunner:
-    """A ``ModelRunner`` that makes embeddings. ``TorchRunner`` has the same arguments."""
+    """A ``ModelRunner`` that makes embeddings.
+
+    Args:
+        folder: the model folder.
+        embedding: the pooling and the steps after it.
+        num_slots: the most tokens of unfinished texts.
+        device: cpu, cuda or None (cuda if available).
+        dtype: of weights and activations.
+        num_threads: as for ``TorchRunner``.
+    """
 
     info: RunnerInfo
 
