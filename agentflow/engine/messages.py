@@ -3,7 +3,7 @@
 The client sends single messages; the engine sends one list per step, for the whole batch. Exactly one
 ``Finished`` or ``Failed`` answers each ``Submit``, aborted or not. An engine process first gets ``Start`` and
 answers with ``Loaded`` or ``LoadFailed``. On the socket, each message to the engine, and each list from it,
-is one msgpack frame (``child.to_frame``).
+is one msgpack frame (``child_process.to_frame``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GGUF files as they are: nothing is converted or written.
+"""GGUF files, unchanged: nothing is converted or written.
 
 Read ``container`` (the format), ``tensors`` (a tensor in the torch model's layout), ``metadata``,
 ``architectures`` (config and names), ``vocabulary`` and ``tokenizer`` (to the object of a
