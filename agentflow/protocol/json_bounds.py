@@ -59,7 +59,7 @@ class JsonBounds:
     bytes: int | None = None
 
 
-BODY_BOUNDS: Final = JsonBounds(values=1_000_000, parts=100_000, escapes=4_000_000, wide_bytes=8_000_000)
+BODY_BOUNDS: Final = JsonBounds(values=500_000, parts=100_000, escapes=4_000_000, wide_bytes=8_000_000)
 """For a request's body: decoding takes 30 ms at most, during which no other thread runs."""
 
 

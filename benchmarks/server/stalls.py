@@ -34,6 +34,7 @@ MODEL = b"smollm2-135m"
 BODY_BYTES = 15_900_000
 FRAME_BYTES = 7_900_000
 PARTS = 99_000  # just within the bound
+IDS = 499_000  # just within the bound
 WIDE_BYTES = 7_900_000  # just within the bound
 TICK_S = 0.001
 
@@ -77,7 +78,7 @@ def bodies() -> Iterator[tuple[str, str, bytes]]:
         (HEAD + USER + b'],"metadata":{' + b",".join([b'"%d":""' % n for n in range(PARTS // 2)]) + b"}}"),
     )
     yield "token ids", TEXT, HEAD + b'"prompt":[' + repeated(b"1") + b"]}"
-    yield "token ids, few", TEXT, HEAD + b'"prompt":[' + repeated(b"1", num_bytes=1_900_000) + b"]}"
+    yield "token ids, few", TEXT, HEAD + b'"prompt":[' + repeated(b"1", num_bytes=2 * IDS) + b"]}"
     yield "prompts, few", TEXT, HEAD + b'"prompt":[' + repeated(b"[1]", num_bytes=4 * PARTS) + b"]}"
     yield (
         "tokenize",
@@ -111,6 +112,10 @@ def frames() -> Iterator[tuple[str, bool, bytes]]:
         ("converse, lists in a tool, few", Conversation((user,), (few,))),
         ("converse, tool calls", Conversation((user, calls))),
         ("converse, lists in arguments", Conversation((user, nested))),
+        (
+            "converse, numbers in a tool, few",
+            Conversation((user,), (ToolSpec("a", "", {"enum": [1] * IDS}),)),
+        ),
     ):
         for is_binary in (True, False):
             frame = Ops(1, (ops.Open(1), ops.Converse(1, conversation), ops.Await(1, 1)))

@@ -17,8 +17,8 @@ from agentflow.protocol.events import Delta, ErrorInfo, Event, StateFailed, Valu
 from agentflow.protocol.json_bounds import PIECE_BYTES, JsonBounds, JsonScan, TooMuchJson, pieces_of
 from agentflow.protocol.wire import Events, encode
 
-FRAME_BOUNDS: Final = JsonBounds(values=1_000_000, parts=70_000)
-"""Decoding a frame within these bounds takes at most 50 ms. The package's clients send frames of at most
+FRAME_BOUNDS: Final = JsonBounds(values=500_000, parts=70_000)
+"""Decoding a frame within these bounds takes at most 25 ms. The package's clients send frames of at most
 128 KB, unless a single op is larger."""
 SMALL_FRAME_BYTES: Final = PIECE_BYTES
 VALUES_PER_PIECE: Final = 5_000
