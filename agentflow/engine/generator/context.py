@@ -15,7 +15,7 @@ import json
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -35,6 +35,8 @@ from agentflow.protocol.chat import Conversation, Message
 
 # The estimate until a text is encoded.
 CHARS_PER_TOKEN = 4
+# A text that is probably too long is encoded in pieces of this size, each some tenths of a second.
+PIECE_CHARS = 65_536
 # Rendering one turn costs about as much as encoding this many characters.
 CHARS_PER_TURN = 32
 # Appending this many characters of a conversation costs about as much as encoding one.
@@ -70,6 +72,37 @@ class PromptLimits:
                 f"the prompt has {num_chars:,} characters, which is at least {fewest:,} tokens; "
                 f"the limit is {max_tokens:,}: shorten it"
             )
+
+    def checking_texts(self, texts: Sequence[str], max_tokens: int | None = None) -> Iterator[int]:
+        """``PromptTooLong`` for texts that are far longer than ``max_tokens``. They are encoded in steps,
+        piece by piece, so that it ends soon when they are. Has no steps for texts that may well fit. Default:
+        what the model takes.
+
+        Yields:
+            The number of characters that the next step encodes.
+        """
+        max_tokens = max_tokens or self._max_tokens
+        if sum(map(len, texts)) <= CHARS_PER_TOKEN * max_tokens:
+            return
+        num_tokens = 0
+        for text in texts:
+            for start in range(0, len(text), PIECE_CHARS):
+                piece = text[start : start + PIECE_CHARS]
+                yield len(piece)
+                num_tokens += len(self._tokenizer.encode_markup(piece))
+                # Where a text is cut, it may have some more tokens than uncut.
+                if num_tokens > max_tokens + max_tokens // 4:
+                    raise PromptTooLong(
+                        f"the prompt has more than {max_tokens:,} tokens, and this server takes no more: "
+                        "shorten it"
+                    )
+
+    def check_texts(self, texts: Sequence[str], *, max_tokens: int | None = None) -> None:
+        """``checking_texts`` without pauses, for a worker thread. Accepts one piece, whatever its tokens:
+        the engine rejects it."""
+        if sum(map(len, texts)) > PIECE_CHARS:
+            for _ in self.checking_texts(texts, max_tokens):
+                pass
 
     def check_num_tokens(self, num_tokens: int, max_tokens: int | None = None) -> None:
         """Raises ``PromptTooLong`` for more than ``max_tokens``. Default: the limit of the model."""

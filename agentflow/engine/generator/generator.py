@@ -71,8 +71,6 @@ ArgTs = TypeVarTuple("ArgTs")
 MAX_INLINE_CHARS = 4000
 # The worker threads of each tenant.
 ENCODING_THREADS = 4
-# A text that is probably too long is encoded in pieces of this size, which take some tenths of a second each.
-PIECE_CHARS = 65_536
 # A shared prefix is computed before its forks ask for it if at least this many of its tokens are missing.
 # For fewer, the forks wait for the first of them about as briefly.
 MIN_AHEAD_TOKENS = 32
@@ -169,6 +167,7 @@ class EngineGenerator:
         patience_s: float | None = None,
         trace: str = "",
         template_values: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
     ) -> EngineContext:
         """Returns a context for an empty state.
 
@@ -180,6 +179,8 @@ class EngineGenerator:
             patience_s: as for the generator.
             trace: as in ``Origin``.
             template_values: further variables of the chat template.
+            max_tokens: a far longer prompt is rejected before it is encoded; by default the longest that the
+                model takes.
         """
         origin = Origin(
             self.tenant.name,
@@ -194,7 +195,8 @@ class EngineGenerator:
             adapter=self._adapter,
         )
         template = self.template.with_values(template_values or {})
-        return EngineContext(TokenState(self._client.tokenizer, template), origin, self.limits)
+        check = partial(self.limits.check_texts, max_tokens=max_tokens)
+        return EngineContext(TokenState(self._client.tokenizer, template, check), origin, self.limits)
 
     def fill(self, context: EngineContext, text: str) -> None:
         """Appends text, to be encoded later. Raises ``PromptTooLong`` if no output would fit after it."""
@@ -501,24 +503,12 @@ class EngineGenerator:
         return encoded
 
     async def check_texts(self, texts: Iterable[str], most: int | None = None) -> None:
-        """Raises ``PromptTooLong`` for texts that are far longer than ``most`` tokens (None: the limit of the
-        model). They are encoded piece by piece, so that the check ends soon after the limit is reached, or
-        after the caller is cancelled. Texts that probably fit are not checked."""
-        most = most or self.limits.max_tokens()
-        texts = list(texts)
-        if sum(map(len, texts)) <= CHARS_PER_TOKEN * most:
-            return
-        num_tokens = 0
-        for text in texts:
-            for start in range(0, len(text), PIECE_CHARS):
-                piece = text[start : start + PIECE_CHARS]
-                ids = await self.encode_beside(len(piece), self.tokenizer.encode_markup, piece)
-                num_tokens += len(ids)
-                # A divided text may have some more tokens than the whole one.
-                if num_tokens > most + most // 4:
-                    raise PromptTooLong(
-                        f"the prompt has more than {most:,} tokens, and this server takes no more: shorten it"
-                    )
+        """Runs ``limits.checking_texts`` for ``most`` tokens (None: the limit of the model) in a worker thread.
+        The check ends soon after the caller is cancelled. Raises ``PromptTooLong``."""
+        steps = self.limits.checking_texts(list(texts), most)
+        num_chars = next(steps, 0)
+        while num_chars:
+            num_chars = await self.encode_beside(num_chars, next, steps, 0)
 
     def check_gate(self, num_requests: int) -> None:
         """Raises ``RateLimited`` if the tenant may not send ``num_requests`` requests now."""

@@ -7,7 +7,7 @@ become spans of text (``spans_of``), and these become ids (``encode_spans``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
@@ -316,11 +316,22 @@ class TokenState:
 
     ``num_rerendered_tokens``: the settled ids that were discarded later because the template rewrote earlier
     turns; all ids from the first of these on are computed again.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        template: Its chat template.
+        check: Raises ``PromptTooLong`` for new text, markup included, that is too long to be encoded.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        check: Callable[[Sequence[str]], None] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self.template = template
+        self._check = check
         # Fixed, so that a template that shows the time does not rewrite the conversation later.
         self._now = datetime.now()
         self._tools: tuple[ToolSpec, ...] = ()
@@ -432,6 +443,8 @@ class TokenState:
             self.generated(self._tokenizer.encode_markup(ANSWER_HEAD, continues=True), ANSWER_HEAD)
         try:
             self._settle()
+            if self._check is not None:
+                self._check(pending)
         finally:
             self._pending, self._is_settled = pending, self._is_settled and not pending
         num_chars = sum([len(segment.span.text) for segment in self._segments])
@@ -448,7 +461,7 @@ class TokenState:
     def fork(self) -> TokenState:
         """Returns an independent copy. This copies the ids; nothing is rendered or encoded."""
         self.cut()
-        child = TokenState(self._tokenizer, self.template)
+        child = TokenState(self._tokenizer, self.template, self._check)
         child._now = self._now
         child._tools = self._tools
         child._plain = self._plain
@@ -555,13 +568,31 @@ class TokenState:
         return spans if self._has_prefix else spans[1:]
 
     def _segments_now(self) -> list[Segment]:
-        return encode_spans(self._spans(self._lay_out()), self._tokenizer, self._segments)
+        return self._encoded(self._lay_out())
+
+    def _encoded(self, layout: Layout | None) -> list[Segment]:
+        if self._check is not None:
+            self._check(self._new_texts(layout))
+        return encode_spans(self._spans(layout), self._tokenizer, self._segments)
+
+    def _new_texts(self, layout: Layout | None) -> list[str]:
+        """The text beyond as many characters as are settled."""
+        parts = [part for part in self._shown(self._all_parts()) if part.role is None or part.is_open]
+        texts = [run.text for part in parts for run in part.runs if run.ids is None]
+        if layout is not None:
+            texts.insert(0, layout.text)
+        num_settled = sum([len(segment.span.text) for segment in self._segments])
+        new: list[str] = []
+        for text in texts:
+            new.append(text[num_settled:])
+            num_settled = max(0, num_settled - len(text))
+        return new
 
     def _settle(self) -> None:
         if self._is_settled:
             return
         layout = self._lay_out()
-        segments = encode_spans(self._spans(layout), self._tokenizer, self._segments)
+        segments = self._encoded(layout)
         ids = _joined(segments)
         self.num_rerendered_tokens += len(self._ids) - num_common_ids(self._ids, ids)
         self._layout, self._segments, self._ids = layout, segments, ids

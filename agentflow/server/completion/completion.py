@@ -123,9 +123,11 @@ async def completing(
 
 async def prompt_ids(generator: EngineGenerator, request: CompletionRequest) -> list[int]:
     """The token ids of the prompt, as the model would be given them. Runs nothing on the engine."""
-    context = generator.open(request.cache_salt, template_values=_template_values(generator, request))
+    most = COUNTED_CONTEXTS * generator.limits.max_tokens()
+    values = _template_values(generator, request)
+    context = generator.open(request.cache_salt, template_values=values, max_tokens=most)
     try:
-        await _check_length(generator, request, COUNTED_CONTEXTS * generator.limits.max_tokens())
+        await _check_length(generator, request, most)
         await _fill(generator, request, context)
         return await generator.prompt_ids(context)
     finally:

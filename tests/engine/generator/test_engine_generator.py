@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from support.plain_engine import alone, fake_logprob, plain_engine, plain_token
 
 import agentflow as af
 from agentflow.engine.client import EngineClient
-from agentflow.engine.generator.context import EngineContext
+from agentflow.engine.generator.context import PIECE_CHARS, EngineContext, PromptLimits
 from agentflow.engine.generator.generator import MAX_INLINE_CHARS, EngineGenerator
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.submit import Submit
@@ -506,6 +507,53 @@ async def test_f24c_a_prompt_that_is_too_long_is_one_error_however_long_it_is(nu
             with pytest.raises(af.PromptTooLong):
                 await s["x"]
         await engine.assert_idle()
+
+
+async def test_text_far_too_long_is_encoded_in_pieces(monkeypatch):
+    lengths: list[int] = []
+    encode = TOKENIZER._encoding
+
+    def encoding(whole, text):
+        lengths.append(len(text))
+        return encode(whole, text)
+
+    monkeypatch.setattr(TOKENIZER, "_encoding", encoding)
+    async with plain_engine(max_context=4_000) as client:
+        generator = generator_on(client)
+        for length, num_turns in ((3 * PIECE_CHARS // 2, 0), (PIECE_CHARS // 4, 4)):
+            context = generator.open("")
+            generator.fill(context, "x" * length)
+            for _ in range(num_turns):
+                fill_turn(generator, context, "user", "x" * length)
+            for run in (
+                partial(generator.fork, context, 2),
+                partial(generate, generator, context),
+                partial(generator.score, context, CHOICES, "token_length_normalized"),
+            ):
+                with pytest.raises(af.PromptTooLong):
+                    await run()
+            generator.free(context)
+    assert max(lengths) == PIECE_CHARS
+
+
+async def test_text_that_fits_is_not_counted_again(monkeypatch):
+    counted: list[int] = []
+    check = PromptLimits.check_texts
+
+    def check_texts(limits, texts, **options):
+        counted.append(sum(map(len, texts)))
+        check(limits, texts, **options)
+
+    monkeypatch.setattr(PromptLimits, "check_texts", check_texts)
+    async with plain_engine(max_context=4_000) as client:
+        generator = generator_on(client)
+        context = generator.open("")
+        for _ in range(3):
+            fill_turn(generator, context, "user", "x " * 1_000)
+            await generator.fork(context, 1, ahead=False)
+        generator.free(context)
+    assert len(counted) >= 3
+    assert max(counted[-3:]) < 2_500
 
 
 async def test_f24c_what_depends_on_another_states_prompt_has_it_as_its_cause():

@@ -15,11 +15,12 @@ import httpx2
 import msgspec
 import pytest
 from support.api_server import MODEL, ApiServer, api_server
-from support.fake_engine import FakeEngine
+from support.fake_engine import TOKENIZER, FakeEngine
 from support.faulty_servers import KEY, tenants
 from support.server.exchanges import Exchange, exchange, service
 
-from agentflow.engine.generator.generator import PIECE_CHARS
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.generator.context import PIECE_CHARS
 from agentflow.engine.tenant import Tenant
 from agentflow.errors import Overloaded
 from agentflow.protocol.json_bounds import BODY_BOUNDS, OBJECT_BOUNDS, PIECE_BYTES
@@ -247,6 +248,42 @@ def test_a_text_far_too_long_is_encoded_no_further_than_that_shows(
         assert encoded == [len(text)]
     longest = 4 * COUNTED_CONTEXTS * 1024
     assert post(server, "/tokenize", prompt="xy" * (longest // 4)).json()["count"] > 1024
+
+
+LONG_CONTEXT = 4_000
+
+
+@pytest.fixture(scope="module")
+def long_server() -> Iterator[ApiServer]:
+    runner = FakeRunner(vocab_size=TOKENIZER.vocab_size, max_context=LONG_CONTEXT)
+    with api_server(FakeEngine(runner=runner), constraints=False) as running:
+        yield running
+
+
+@pytest.mark.parametrize(("path", "extra"), [("/v1/chat/completions", {"max_tokens": 1}), ("/tokenize", {})])
+def test_calls_that_are_rendered_far_too_long_are_encoded_in_pieces(
+    long_server: ApiServer, monkeypatch: pytest.MonkeyPatch, path: str, extra: dict[str, Any]
+) -> None:
+    lengths: list[int] = []
+    tokenizer = long_server.generator.tokenizer
+    encode = tokenizer._encoding
+
+    def encoding(whole: Any, text: str) -> Any:
+        lengths.append(len(text))
+        return encode(whole, text)
+
+    monkeypatch.setattr(tokenizer, "_encoding", encoding)
+    [user, calling, *_] = called("{}", 1_500)  # their arguments have fewer characters than the context tokens
+    answer = post(long_server, path, messages=[user, calling], **extra)
+    assert refused(answer)[:2] == (400, "context_length_exceeded")
+    assert max(lengths) == PIECE_CHARS
+    assert sum(lengths) < 2 * PIECE_CHARS
+
+
+def test_a_conversation_longer_than_the_context_can_be_tokenized(long_server: ApiServer) -> None:
+    [user, calling, *_] = called("{}", 150)
+    num_tokens = post(long_server, "/tokenize", messages=[user, calling]).json()["count"]
+    assert LONG_CONTEXT < num_tokens < COUNTED_CONTEXTS * LONG_CONTEXT
 
 
 def gate_of(tokens_per_minute: int) -> tuple[TenantGate, Tenant]:
