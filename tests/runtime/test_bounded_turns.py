@@ -80,6 +80,22 @@ async def test_f27c_a_turn_ends_after_its_time(monkeypatch: pytest.MonkeyPatch) 
         group.cancel_scope.cancel()
 
 
+async def test_tasks_that_others_wake_run_before_a_turn_that_has_ended_continues() -> None:
+    first, second, third = anyio.Event(), anyio.Event(), anyio.Event()
+
+    async def pass_on(received: anyio.Event, sent: anyio.Event) -> None:
+        await received.wait()
+        sent.set()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(pass_on, first, second)
+        group.start_soon(pass_on, second, third)
+        await anyio.wait_all_tasks_blocked()
+        first.set()
+        await turns.end_turn()
+        assert third.is_set()
+
+
 class Session:
     """An interpreter whose events the test takes."""
 

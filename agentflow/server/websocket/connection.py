@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from typing import Generic, NoReturn, TypeAlias
 
 import anyio
-import anyio.lowlevel
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from agentflow.errors import (
@@ -49,6 +48,7 @@ from agentflow.protocol.wire import (
     op_reader,
 )
 from agentflow.runtime.generator import ContextT, Embedder, Generator
+from agentflow.runtime.turns import Turn, end_turn
 from agentflow.server.websocket.frames import SMALL_FRAME_BYTES, check_frame, event_frames
 from agentflow.server.websocket.sessions import IsValid, ServedSession, Sessions, always_valid, revoked
 
@@ -228,8 +228,10 @@ class WsSession(Generic[ContextT]):
     async def _send_events(self, ack: int, events: list[Event]) -> None:
         self._num_acked, self._num_unacked_bytes = ack, 0
         frames = event_frames(ack, events, frame_bytes=self._limits.frame_bytes, binary=self._binary)
+        turn = Turn()
         for frame in frames:
             await self._send_bytes(frame)
+            await turn.pause()
 
     def _request_ack(self, session: ServedSession[ContextT]) -> None:
         if session.num_taken - self._num_acked >= ACK_OPS or self._num_unacked_bytes >= ACK_BYTES:
@@ -240,12 +242,16 @@ class WsSession(Generic[ContextT]):
         if message["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(message.get("code") or 1006, message.get("reason"))
         data: bytes | str = message["bytes"] if message.get("bytes") is not None else message["text"]
-        if len(data) > SMALL_FRAME_BYTES:
-            await anyio.lowlevel.checkpoint()  # receiving was one turn
+        is_large = len(data) > SMALL_FRAME_BYTES
+        if is_large:
+            await end_turn()  # receiving was one turn
         is_binary = not isinstance(data, str)
         if first:
             self._binary = is_binary
-        num_bytes = len(data.encode(errors="surrogatepass")) if isinstance(data, str) else len(data)
+        encoded = data.encode(errors="surrogatepass") if isinstance(data, str) else data
+        num_bytes = len(encoded)
+        if is_large:
+            await end_turn()  # encoding was one turn
         if num_bytes > self._limits.frame_bytes:
             raise FrameTooLarge(
                 f"a frame has {num_bytes:,} bytes, and the limit is {self._limits.frame_bytes:,}: "
@@ -256,10 +262,10 @@ class WsSession(Generic[ContextT]):
                 f"expected {_kind(self._binary)} as in the hello frame, received {_kind(is_binary)}"
             )
         self._num_unacked_bytes += num_bytes
-        await check_frame(data)
+        await check_frame(encoded, binary=is_binary)
         frame = self._decoder.decode(data)
-        if num_bytes > SMALL_FRAME_BYTES:
-            await anyio.lowlevel.checkpoint()  # decoding was one turn
+        if is_large:
+            await end_turn()  # decoding was one turn
         return frame
 
     async def _send(self, frame: ServerFrame) -> None:

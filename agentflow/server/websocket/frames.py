@@ -34,12 +34,12 @@ _PLAIN: Final = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 
 }  # fmt: skip
 
 
-async def check_frame(data: bytes | str) -> None:
+async def check_frame(data: bytes, *, binary: bool) -> None:
     """``FrameTooLarge`` for a frame over ``FRAME_BOUNDS``. A small frame is within them."""
     if len(data) <= SMALL_FRAME_BYTES:
         return
     try:
-        for _ in _counting_json(data.encode()) if isinstance(data, str) else _counting_msgpack(data):
+        for _ in _counting_msgpack(data) if binary else _counting_json(data):
             await anyio.lowlevel.checkpoint()
     except TooMuchJson as error:
         raise FrameTooLarge(f"a frame has {error}: send the ops in several frames") from None
@@ -85,14 +85,17 @@ def _counting_msgpack(data: bytes) -> Iterator[None]:
 
 
 MAX_SHOWN_CHARS = 400
+MAX_SENT_CHARS = 500_000
+"""The text in one frame. Encoding and sending so much takes a few milliseconds."""
 
 
 def event_frames(ack: int, events: Sequence[Event], *, frame_bytes: int, binary: bool) -> Iterator[bytes]:
     """One frame if it fits, else several, in order. A long text is split into several deltas."""
-    frame = encode(Events(ack, tuple(events)), binary=binary)
-    if len(frame) <= frame_bytes:
-        yield frame
-        return
+    if sum(map(_num_chars, events)) <= MAX_SENT_CHARS:
+        frame = encode(Events(ack, tuple(events)), binary=binary)
+        if len(frame) <= frame_bytes:
+            yield frame
+            return
     if len(events) == 1:
         halves = _halves(events[0], frame_bytes)
     else:
@@ -100,6 +103,16 @@ def event_frames(ack: int, events: Sequence[Event], *, frame_bytes: int, binary:
         halves = [events[:middle], events[middle:]]
     for half in halves:
         yield from event_frames(ack, half, frame_bytes=frame_bytes, binary=binary)
+
+
+def _num_chars(event: Event) -> int:
+    match event:
+        case Delta(text=text, reasoning=reasoning):
+            return len(text) + len(reasoning)
+        case Value(text=text):
+            return len(text)
+        case _:
+            return 0
 
 
 def _halves(event: Event, frame_bytes: int) -> list[Sequence[Event]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.protocol.events import Delta, ErrorInfo, Event, Reached, StateFailed, Usage, Value, VarFailed
 from agentflow.protocol.wire import Events, server_frames
+from agentflow.server.websocket import frames
 from agentflow.server.websocket.frames import event_frames
 
 LIMIT = 4096
@@ -62,6 +64,27 @@ def test_frames_carry_all_events_in_order_within_the_limit(given_events: list[Ev
             assert end == event or event.error.message.startswith(
                 end.error.message.removesuffix("… (shortened)")
             )
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_much_text_is_sent_in_several_frames_that_fit_well(
+    monkeypatch: pytest.MonkeyPatch, binary: bool
+) -> None:
+    monkeypatch.setattr(frames, "MAX_SENT_CHARS", 100)
+    value = Value(2, 0, "b" * 1_000, "eos", Usage(1, 2, 3))
+    sent: list[Event] = [Delta(1, 5, "a" * 150), value, Reached(1, 1), Delta(3, 0, "", "c" * 150, 7)]
+    received: list[Event] = []
+    for data in event_frames(7, sent, frame_bytes=10**6, binary=binary):
+        frame = server_frames().decode(data if binary else data.decode())
+        assert isinstance(frame, Events)
+        texts = [one.text for one in frame.events if isinstance(one, Delta | Value)]
+        texts += [one.reasoning for one in frame.events if isinstance(one, Delta)]
+        assert sum(map(len, texts)) <= 100
+        received += frame.events
+    assert _pieces(received) == [(1, 5, "a" * 150), (2, 0, "b" * 1_000)]
+    assert _thoughts(received) == [(3, 7, "c" * 150)]
+    ends = [one for one in received if not isinstance(one, Delta)]
+    assert [type(one) for one in ends] == [Value, Reached]
 
 
 def test_what_fits_is_one_frame() -> None:

@@ -17,8 +17,11 @@ from agentflow.backends.remote import USUAL_FRAME_BYTES
 from agentflow.errors import FrameTooLarge
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation, Message, ToolSpec
+from agentflow.protocol.events import Reached, Value
 from agentflow.protocol.json_bounds import JsonBounds, TooMuchJson
 from agentflow.protocol.wire import MAX_FRAME_BYTES, Ops, encode
+from agentflow.runtime import turns
+from agentflow.server.websocket import connection
 from agentflow.server.websocket import frames as frame_scan
 from agentflow.server.websocket.frames import FRAME_BOUNDS, SMALL_FRAME_BYTES, check_frame
 
@@ -84,6 +87,11 @@ def frames(parts: int) -> Iterator[bytes | str]:
     yield encode(frame, binary=False).decode()
 
 
+async def check(data: bytes | str) -> None:
+    is_binary = isinstance(data, bytes)
+    await check_frame(data if is_binary else data.encode(), binary=is_binary)
+
+
 async def test_a_frame_of_too_many_values_is_refused_in_pieces() -> None:
     for data in frames(FRAME_BOUNDS.parts):
         turns = 0
@@ -97,11 +105,35 @@ async def test_a_frame_of_too_many_values_is_refused_in_pieces() -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(turn)
             with pytest.raises(FrameTooLarge):
-                await check_frame(data)
+                await check(data)
             group.cancel_scope.cancel()
         assert turns >= 1
     for data in frames(FRAME_BOUNDS.parts - 100):
-        await check_frame(data)
+        await check(data)
+
+
+async def test_a_large_frame_is_received_in_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_turns = 0
+
+    async def end_turn() -> None:
+        nonlocal num_turns
+        num_turns += 1
+        await turns.end_turn()
+
+    monkeypatch.setattr(connection, "end_turn", end_turn)
+    text = "д" * SMALL_FRAME_BYTES
+    frame = Ops(1, (ops.Open(1), ops.Set(1, 1, "v", (text,)), ops.Await(1, 1)))
+    for is_binary in (True, False):
+        async with bench() as server, connected(server, binary=[is_binary]) as [peer]:
+            await peer.greet()
+            num_turns = 0
+            data = encode(frame, binary=is_binary)
+            peer.put_data(data if is_binary else data.decode())
+            events = await peer.events(lambda received: Reached(1, 1) in received)
+            assert [event.text for event in events if isinstance(event, Value)] == [text]
+            assert num_turns == 3  # received, encoded and decoded
+            peer.bye()
+            await server.is_idle()
 
 
 async def test_a_converse_of_too_many_values_ends_its_session_alone() -> None:
