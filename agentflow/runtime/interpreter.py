@@ -251,6 +251,7 @@ class Interpreter(Generic[ContextT]):
                     op.name,
                     self.events,
                     Reservation(self._memory, variable_bytes(op.name)),
+                    self._later,
                     is_expected=isinstance(op, ops.Expect),
                     is_reply=isinstance(op, ops.Gen) and op.reply,
                 )
@@ -291,7 +292,8 @@ class Interpreter(Generic[ContextT]):
         for number, name in op.names.items():
             if number not in self._variables and ops.may_be_number(number):
                 reservation = Reservation(self._memory_of_rejected, variable_bytes(name))
-                variable = self._variables[number] = VariableRecord(number, name, self.events, reservation)
+                variable = VariableRecord(number, name, self.events, reservation, self._later)
+                self._variables[number] = variable
                 state.variables.append(variable)
                 variable.fail(op.error)
         if state.error is not None:
@@ -390,7 +392,7 @@ class Interpreter(Generic[ContextT]):
         match op := pending.op:
             case _ if isinstance(op, ops.Declaring):
                 variable = self._variables.get(op.var)  # None: its state is closed already
-                if variable is not None and not variable.done.is_set():
+                if variable is not None and not variable.has_ended:
                     variable.fail(derived_error(f"{op.name!r} was not {spec_of(op).outcome}", error, state))
             case ops.Fork():
                 for child in pending.children:
@@ -419,7 +421,7 @@ class Interpreter(Generic[ContextT]):
         variable = self._variables.get(op.var)
         if variable is not None and not variable.is_expected:
             raise ProtocolError(f"variable {op.var} is not one that the client provides")
-        if variable is None or variable.done.is_set():
+        if variable is None or variable.has_ended:
             return  # its state has failed or was closed meanwhile
         if op.error is not None:
             variable.fail(op.error.to_exception())
@@ -630,7 +632,7 @@ class _OpExecution(Generic[ContextT]):
     async def _resolved(self, parts: ops.Parts, sources: Sequence[VariableRecord]) -> str:
         """The text of the parts. ``sources``: the variables that they refer to, in their order."""
         for variable in sources:  # all of them, before memory is taken for the first
-            await variable.done.wait()
+            await variable.wait()
             if variable.error is not None:
                 cause = root_cause(variable.error)
                 raise RunFailed(f"the text needs {variable.name!r}, which has no value: {cause}") from cause

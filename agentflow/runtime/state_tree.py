@@ -110,6 +110,8 @@ class EventCursor:
 
 MAX_DRAINED_RECORDS = 250
 MAX_DRAINED_CHARS = 4_000_000
+MAX_WOKEN = 50
+"""The ops that wait for a variable and continue in one turn of the event loop after its end."""
 
 
 class VariableRecord:
@@ -121,6 +123,7 @@ class VariableRecord:
         name: Its name.
         events: The session's events.
         reservation: Its memory.
+        later: Calls a function in another turn of the event loop.
         is_expected: The client provides the value.
         is_reply: The text is the notation of a reply.
     """
@@ -131,6 +134,7 @@ class VariableRecord:
         name: str,
         events: EventCursor,
         reservation: Reservation,
+        later: Callable[[Callable[[], object]], None],
         *,
         is_expected: bool = False,
         is_reply: bool = False,
@@ -143,7 +147,9 @@ class VariableRecord:
         self.reasoning = ""
         self.value: Value | None = None
         self.error: AgentflowError | None = None
-        self.done = anyio.Event()
+        self.has_ended = False
+        self._waiting: deque[anyio.Event] = deque()  # one event for each waiting op
+        self._later = later
         self._content: str | None = None
         self._events = events
         self._reservation = reservation
@@ -178,15 +184,29 @@ class VariableRecord:
 
     def fail(self, error: AgentflowError) -> None:
         """Ends the variable without a value. Has no effect after its end."""
-        if not self.done.is_set():
+        if not self.has_ended:
             self._reservation.count(error_bytes(error, self.text))
             self.error = error
             self._end()
 
+    async def wait(self) -> None:
+        """Waits for the end."""
+        if not self.has_ended:
+            ended = anyio.Event()
+            self._waiting.append(ended)
+            await ended.wait()
+
     def _end(self) -> None:
-        self.done.set()
+        self.has_ended = True
+        self._wake()
         if self.reports != "nothing":
             self._events.mark(self)
+
+    def _wake(self) -> None:
+        for _ in range(min(MAX_WOKEN, len(self._waiting))):
+            self._waiting.popleft().set()
+        if self._waiting:
+            self._later(self._wake)
 
     def rewind(self, num_chars: int) -> None:
         """The reader has received ``num_chars`` characters, and not the end. Reasoning is sent again."""

@@ -18,7 +18,7 @@ from agentflow.backends.scripted import ScriptedGenerator
 from agentflow.protocol import ops, transform
 from agentflow.protocol import sized as sized_module
 from agentflow.protocol.chat import ToolSpec
-from agentflow.protocol.events import Event, Reached, StateFailed, Value
+from agentflow.protocol.events import ErrorInfo, Event, Reached, StateFailed, Value
 from agentflow.protocol.op_table import GRAPH_TICKET, counting_bytes, op_bytes
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.protocol.sized import sized, sizing
@@ -254,6 +254,33 @@ async def test_branches_begin_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         group.cancel_scope.cancel()
     assert sorted([event.state for event in reached if isinstance(event, Reached)]) == list(CHILDREN)
     assert counted.num_turns > NUM_BRANCHES
+
+
+@pytest.mark.parametrize("num_woken", [1, 7])
+@pytest.mark.parametrize("fails", [False, True])
+async def test_states_that_wait_for_one_variable_continue_a_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, num_woken: int, fails: bool
+) -> None:
+    monkeypatch.setattr(state_tree, "MAX_WOKEN", num_woken)
+    async with anyio.create_task_group() as group:
+        session = Session(Interpreter(ScriptedGenerator("x"), group))
+        session.submit(ops.Open(1), ops.Expect(1, 1, "v"), ops.Fork(1, CHILDREN))
+        for child in CHILDREN:
+            session.submit(ops.Set(child, child, "w", (ops.Ref(1), "!")), ops.Await(child, 1))
+        await anyio.wait_all_tasks_blocked()
+        session.interpreter.events.drain()
+        ended: list[Event] = []
+        async with counted_turns(monkeypatch) as counted:
+            error = ErrorInfo.of(af.RunFailed("no value")) if fails else None
+            session.submit(ops.Provide(1, "" if fails else "text", error))
+            while sum(isinstance(event, Reached | StateFailed) for event in ended) < NUM_BRANCHES:
+                await session.interpreter.events.wait()
+                ended += session.interpreter.events.drain()
+        group.cancel_scope.cancel()
+    assert counted.num_turns >= NUM_BRANCHES // num_woken - 2
+    values = [event.var for event in ended if isinstance(event, Value) and event.text == "text!"]
+    assert sorted(values) == ([] if fails else list(CHILDREN))
+    assert any(isinstance(event, StateFailed) for event in ended) == fails
 
 
 async def test_branches_of_a_failed_state_fail_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
