@@ -11,9 +11,9 @@ TURN_S = 0.005
 
 
 async def end_turn() -> None:
-    """Lets all tasks run that have become ready in this turn of the event loop. Timers and received data are
-    queued in its next iteration, behind this task, and wake their tasks for the one after it. A single
-    checkpoint would come back before them."""
+    """Ends a turn of the event loop that has taken many milliseconds: lets all tasks run that have become
+    ready in it. Timers and received data are queued in the next iteration of the loop, behind this task, and
+    wake their tasks for the one after it, so a single checkpoint would come back before them."""
     for _ in range(3):
         await anyio.lowlevel.checkpoint()
 
@@ -48,5 +48,5 @@ class Turn:
             return
         self._num_left = self._units
         if self.is_over:
-            await end_turn()
+            await anyio.lowlevel.checkpoint()
             self._end = time.perf_counter() + TURN_S
