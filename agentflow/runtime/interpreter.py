@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Generic, Literal
 
 import anyio
+import anyio.lowlevel
 import msgspec
 from anyio.abc import TaskGroup
 from msgspec.structs import replace
@@ -330,7 +331,9 @@ class Interpreter(Generic[ContextT]):
                 state.scope = None
             if state.error is not None:
                 await self._skip(state, pending, state.error, turn)
-            await turn.pause()
+            if turn.is_over:
+                await anyio.lowlevel.checkpoint()  # the next turn among other states
+                turn = Turn()
         state.is_running = False
         if state.error is not None:
             self._states.free(state)

@@ -48,5 +48,5 @@ class Turn:
             return
         self._num_left = self._units
         if self.is_over:
-            await anyio.lowlevel.checkpoint()
+            await end_turn()
             self._end = time.perf_counter() + TURN_S

@@ -145,6 +145,9 @@ def sequences() -> Iterator[tuple[str, list[ops.Op]]]:
         forks.append(ops.Fork(1, tuple(range(first, first + 2_000))))
     yield "8,000 branches", [*forks, ops.Await(1, 1)]
     yield "8,000 branches cancelled", [*forks, ops.Cancel(1)]
+    waiting = [*forks, ops.Expect(1, 1, "v"), *[ops.Text(state, (ops.Ref(1),)) for state in range(2, 8_002)]]
+    waiting += [ops.Set(8_001, 2, "w", (ops.Ref(1),)), ops.Text(1, (ops.Ref(2),)), ops.Await(1, 1)]
+    yield "8,000 branches that wait for one variable", [*waiting, ops.Provide(1, "a text")]
     chain: list[ops.Op] = [ops.Open(1)]
     for state in range(1, 3_000):
         chain += [ops.Fork(state, (state + 1,)), ops.TaskGroup(state, (state + 1,))]

@@ -32,14 +32,11 @@ from agentflow.runtime.generator import ContextT, Embedder, Generator
 from agentflow.runtime.interpreter import Interpreter
 from agentflow.runtime.limits import MemoryBudget, TenantMemory, part_of
 from agentflow.runtime.task_group import open_task_group
-from agentflow.runtime.turns import Turn, end_turn
+from agentflow.runtime.turns import Turn
 from agentflow.server.config.limits import ServerLimits
 
 logger = logging.getLogger(__name__)
 
-
-LARGE_OP_BYTES = 1_000_000
-"""Decoding a larger op takes 5 ms and more."""
 
 IsValid = Callable[[], bool]
 """Whether the API key of a websocket still identifies its tenant."""
@@ -88,10 +85,7 @@ class ServedSession(Generic[ContextT]):
         for number, data in enumerate(frame.ops, frame.first):
             if number > self.num_taken:
                 op = read(data)
-                if len(memoryview(data)) > LARGE_OP_BYTES:
-                    await end_turn()
-                else:
-                    await turn.pause()
+                await turn.pause()
                 for _ in self.interpreter.submitting(op):
                     if turn.is_over:
                         with anyio.CancelScope(shield=True):  # an op is taken as a whole, or not at all
