@@ -503,8 +503,8 @@ class EngineGenerator:
         return encoded
 
     async def check_texts(self, texts: Iterable[str], most: int | None = None) -> None:
-        """Runs ``limits.checking_texts`` for ``most`` tokens (None: the model's limit) in a worker thread. The
-        check ends soon after the caller is cancelled. Raises ``PromptTooLong``."""
+        """Runs ``limits.checking_texts`` for ``most`` tokens (None: the model's limit) in a worker thread. It
+        ends soon after the caller is cancelled. Raises ``PromptTooLong``."""
         steps = self.limits.checking_texts(list(texts), most)
         num_chars = next(steps, 0)
         while num_chars:
