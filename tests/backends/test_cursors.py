@@ -44,7 +44,9 @@ def test_each_event_is_delivered_once_across_broken_connections(recorded: list[t
     for op in (ops.Open(1), gen(1, 2), gen(1, 3), ops.Await(1, 100)):
         assert cursors.submit(op)
     memory = MemoryBudget()
-    variables = {var: VariableRecord(var, "v", events, Reservation(memory, 1)) for var in (2, 3)}
+    variables = {
+        var: VariableRecord(var, "v", events, Reservation(memory, 1), lambda call: call()) for var in (2, 3)
+    }
     state: StateRecord[None] = StateRecord(1, None, events, Reservation(memory, 1))
 
     def resume() -> None:
