@@ -58,11 +58,11 @@ def test_each_event_is_delivered_once_across_broken_connections(recorded: list[t
 
     for action, text in recorded:
         name, _, which = action.partition(" ")
-        if name == "extend" and not variables[int(which)].done.is_set():
+        if name == "extend" and not variables[int(which)].has_ended:
             variables[int(which)].extend(text)
-        elif name == "think" and not variables[2].done.is_set():
+        elif name == "think" and not variables[2].has_ended:
             variables[2].extend_reasoning(text)
-        elif action == "complete 2" and not variables[2].done.is_set():
+        elif action == "complete 2" and not variables[2].has_ended:
             thoughts = variables[2].reasoning or None
             variables[2].complete(Value(2, 0, variables[2].text, "eos", Usage(), reasoning=thoughts))
         elif action == "fail 3":
@@ -84,7 +84,7 @@ def test_each_event_is_delivered_once_across_broken_connections(recorded: list[t
     assert listener.thoughts.get(2, "") == variables[2].reasoning
     for var, variable in variables.items():
         assert listener.texts.get(var, "") == variable.text
-        assert (var in listener.ends) == variable.done.is_set()
+        assert (var in listener.ends) == variable.has_ended
     assert listener.reached.get(1, 0) == state.reached
     assert (1 in listener.failed) == (state.error is not None)
 
