@@ -135,7 +135,7 @@ class PlainRunner:
 
     def __init__(self) -> None:
         fake = runner()
-        self.info, self.run, self.close = fake.info, fake.run, fake.close
+        self.info, self.launch, self.collect, self.close = fake.info, fake.launch, fake.collect, fake.close
 
 
 async def test_a_model_without_adapters_rejects_them(tmp_path: Path) -> None:
