@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
