@@ -87,6 +87,8 @@ logger = logging.getLogger(__name__)
 
 # Twice the number of ops that the frontend lets a program submit without awaiting.
 MAX_PENDING_OPS = 20_000
+SKIPS_PER_LOOK = 64
+"""Ops of a failed state that are skipped between two checks of the clock."""
 VARIABLES_PER_LOOK = 64
 """Variables of a closed state that are removed between two checks of the clock."""
 # Rejected ops have a separate budget: their states and variables must fail even if memory is exhausted.
@@ -321,6 +323,9 @@ class Interpreter(Generic[ContextT]):
 
     async def _run(self, state: StateRecord[ContextT]) -> None:
         turn = Turn()  # a stream of text ops never waits
+        # Skipping an op takes microseconds. The clock is not checked after each, because it has run on while
+        # the op that failed waited, and the end of a cancelled state should not take more turns than needed.
+        skips = Turn(SKIPS_PER_LOOK)
         while state.pending:
             pending = state.pending.popleft()
             if state.error is None:
@@ -330,8 +335,9 @@ class Interpreter(Generic[ContextT]):
                     self._fail(state, pending, deadline_exceeded())
                 state.scope = None
             if state.error is not None:
-                await self._skip(state, pending, state.error, turn)
-            if turn.is_over:
+                await self._skip(state, pending, state.error)
+                await skips.pause()
+            elif turn.is_over:
                 await anyio.lowlevel.checkpoint()  # the next turn among other states
                 turn = Turn()
         state.is_running = False
@@ -389,7 +395,7 @@ class Interpreter(Generic[ContextT]):
             self._generator.free(context)
 
     async def _skip(
-        self, state: StateRecord[ContextT], pending: PendingOp[ContextT], error: AgentflowError, turn: Turn
+        self, state: StateRecord[ContextT], pending: PendingOp[ContextT], error: AgentflowError
     ) -> None:
         """Skips an op of a failed state: its variable and its children fail too."""
         match op := pending.op:
@@ -398,6 +404,7 @@ class Interpreter(Generic[ContextT]):
                 if variable is not None and not variable.has_ended:
                     variable.fail(derived_error(f"{op.name!r} was not {spec_of(op).outcome}", error, state))
             case ops.Fork():
+                turn = Turn()
                 for child in pending.children:
                     if self._states.waits_for_fork(child):
                         self._states.stop(child, derived_error("the fork did not happen", error, child))
