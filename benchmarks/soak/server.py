@@ -32,6 +32,8 @@ _EXPECTED = (
     r"agentflow serves .* at ws://",
     r"OpenAI's API is at http://",
     r" INFO (GET|POST) /\S* \d+ [\d.]+s tenant=",
+    r" INFO compiling the native kernels for \S+ \(once on this machine",
+    r" INFO \S+: .* weights",
     r"the engine was killed by SIGKILL with \d+ unfinished requests; restarting it",
     r"Invalid HTTP request received\.",
     r"Unsupported upgrade request\.",
