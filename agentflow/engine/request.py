@@ -13,12 +13,11 @@ import numpy as np
 from agentflow.engine.cache.radix_cache import PrefixMatch, SlotArray, TokenArray, TokenRun, token_run
 from agentflow.engine.grammar.grammar import TokenWords
 from agentflow.engine.media_run import MediaRun, Positions, pseudo_tokens, rope_positions
-from agentflow.engine.submit import Origin, Submit, TopTokens
+from agentflow.engine.submit import GREEDY, Origin, Submit, TopTokens
 from agentflow.engine.token_tree import TokenTree, token_tree
 from agentflow.errors import BadArgument
 from agentflow.protocol.sampling import SamplingParams
 
-_GREEDY = SamplingParams()
 _NO_SLOTS: SlotArray = np.empty(0, dtype=np.int32)
 
 
@@ -142,7 +141,7 @@ class Request:
             BadArgument: A number of ``submit`` is out of range, or choices are.
         """
         submit.origin.check()
-        score_from, params = submit.score_from, submit.params or _GREEDY
+        score_from, params = submit.score_from, submit.params or GREEDY
         tokens: TokenArray = np.empty(len(prompt) + max_new_tokens, dtype=np.int32)
         tokens[: len(prompt)] = prompt
         for run in media:

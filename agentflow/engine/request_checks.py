@@ -13,11 +13,9 @@ import numpy as np
 
 from agentflow.engine.request import Request
 from agentflow.engine.runner import RunnerInfo
-from agentflow.engine.submit import Submit
+from agentflow.engine.submit import GREEDY, Submit
 from agentflow.errors import BadArgument, EngineFailed, PromptTooLong
 from agentflow.protocol.sampling import SamplingParams
-
-_GREEDY = SamplingParams()
 
 
 def check_task(embeds: bool, info: RunnerInfo) -> None:
@@ -51,7 +49,7 @@ def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Re
     """The scheduler's request for a ``Submit``. Tokens that an engine generated before it died are part of
     it and will be computed again, as after a preemption. ``max_total_tokens``: limit of prompt and output.
     ``BadArgument`` for a parameter out of range."""
-    params = message.params or _GREEDY
+    params = message.params or GREEDY
     check_task(message.embeds, info)
     if not message.token_ids:
         raise EngineFailed("a request needs at least one token")

@@ -20,6 +20,8 @@ TopTokens = list[tuple[int, float]]
 """The likeliest tokens at one position with their log-probabilities, likeliest first."""
 
 
+GREEDY = SamplingParams()
+"""The parameters of requests that are submitted without any."""
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
 """Range of a tenant's weight."""
 MAX_PRIORITY = 10

@@ -127,7 +127,7 @@ class RadixCache:
     ``num_cached``: tokens in the trees. ``num_locked``: those under a lock.
 
     ``owner_of``: returns the owner of an extra key. ``idle_after``: an owner that does not use the cache
-    while this many tokens enter it loses its claim to a part (0: never). ``on_blocks``: is told which blocks
+    while this many tokens enter it loses its claim to a part (0: never). ``on_blocks``: called with blocks that
     enter and leave; the first blocks follow ``blocks.root_digest(model, extra_key)``.
     """
 

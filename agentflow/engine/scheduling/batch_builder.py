@@ -194,7 +194,7 @@ def _targets(request: Request, num_tokens: int) -> Targets:
     return targets
 
 
-def all_sampled_once(rows: Sequence[Row]) -> bool:
+def _all_sampled_once(rows: Sequence[Row]) -> bool:
     """Whether each row is one token, after which one is sampled, as in most steps."""
     return [row.targets for row in rows].count(SAMPLED_ONCE) == len(rows)
 
@@ -209,7 +209,7 @@ def _sampled_rows(
 ) -> SampledRows:
     """The targets of all rows. In most steps each row samples after its last token."""
     rows: IntArray = query_lens.cumsum() - 1
-    if not trees and all_sampled_once(work):
+    if not trees and _all_sampled_once(work):
         return sampling.sampled_rows(rows, req_rows, kv_lens)
     if trees or any(len(row.targets) > 1 or (row.targets and row.targets[0][1] >= 0) for row in work):
         return _scored_and_sampled_rows(work, trees, sampling)

@@ -6,15 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentflow.engine.batch import BatchOutput
+from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.request import Request
-from agentflow.engine.scheduling.batch_builder import (
-    ScoredNodes,
-    Work,
-    all_sampled_once,
-    scored_nodes,
-    store_scores,
-)
+from agentflow.engine.scheduling.batch_builder import ScoredNodes, Work, scored_nodes, store_scores
 from agentflow.engine.scheduling.in_progress_prefixes import InProgressPrefixes
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.row import Row
@@ -91,9 +85,11 @@ class InFlight:
         """Of the oldest batch."""
         return self._launched[0].features
 
-    def launch(self, rows: list[Row], features: Features) -> None:
-        """A batch of these rows is launched, after those in flight."""
-        scored = [] if all_sampled_once(rows) else scored_nodes(rows, [row for row in rows if row.num_nodes])
+    def launch(self, rows: list[Row], batch: Batch, features: Features) -> None:
+        """The batch of these rows is launched, after those in flight."""
+        scored: list[ScoredNodes] = []
+        if batch.sampled.scored is not None:
+            scored = scored_nodes(rows, [row for row in rows if row.num_nodes])
         for row in rows:
             request = row.request
             request.num_computed = row.end
@@ -204,7 +200,7 @@ class InFlight:
             row.ranks = output.ranks[first:end].tolist()
 
     def discard(self) -> list[Request]:
-        """The oldest batch failed: takes back all batches in flight, as the later ones follow from it.
+        """Takes back all batches in flight, because the oldest one failed and the later ones continue it.
         Returns the requests of the oldest."""
         failed = [request for request, _ in self.oldest_work()]
         while self._launched:

@@ -190,7 +190,7 @@ class Scheduler:
                 request.node_slots = request.node_slots[: request.num_nodes_computed]
             raise
         self.num_decode_tokens = draft.num_decode
-        self._in_flight.launch(rows, features)
+        self._in_flight.launch(rows, batch, features)
         return batch
 
     def _decode(self) -> Draft:

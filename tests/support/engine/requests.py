@@ -10,10 +10,8 @@ import numpy as np
 
 from agentflow.engine.media_run import MediaRun
 from agentflow.engine.request import Request
-from agentflow.engine.submit import Origin, Submit
+from agentflow.engine.submit import GREEDY, Origin, Submit
 from agentflow.protocol.sampling import SamplingParams
-
-GREEDY = SamplingParams()
 
 
 def request_of(

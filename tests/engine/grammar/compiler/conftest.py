@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from agentflow.engine import child_process as child
+from agentflow.engine import child_process
 
 
 @pytest.fixture(autouse=True)
 def patience_with_killed_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a killed process of the idle class waits for its last moment on a processor."""
-    monkeypatch.setattr(child, "KILL_S", 60.0)
+    monkeypatch.setattr(child_process, "KILL_S", 60.0)
