@@ -320,7 +320,7 @@ class RecordedRuns:
         for index, op in enumerate(state.ops[num_done:], start=num_done):
             if any(_failed_with(source, origin) for source in op.sources):
                 return index + 1, needed
-        # None of its own ops failed, but a branch or the parent did.
+        # A branch or the parent failed, and no op of this state.
         return (num_done if needed is not None else min(num_done + 1, len(state.ops))), needed
 
 

@@ -127,8 +127,8 @@ class RadixCache:
     ``num_cached``: tokens in the trees. ``num_locked``: those under a lock.
 
     ``owner_of``: returns the owner of an extra key. ``idle_after``: an owner that does not use the cache
-    while this many tokens enter it loses its claim to a part (0: never). ``on_blocks``: called with blocks that
-    enter and leave; the first blocks follow ``blocks.root_digest(model, extra_key)``.
+    while this many tokens enter it loses its claim to a part (0: never). ``on_blocks``: called with blocks
+    that enter and leave; the first blocks follow ``blocks.root_digest(model, extra_key)``.
     """
 
     def __init__(

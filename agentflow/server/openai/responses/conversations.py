@@ -127,7 +127,7 @@ def conversation_of(call: ApiCall, given: Unread) -> StoredConversation | None:
 
 
 def append_turn(responses: ResponseStore, tenant: str, conversation_id: str, turn: Turn) -> None:
-    """Appends a turn to the conversation as it is now stored, unless it was deleted in the meantime."""
+    """Appends a turn to the stored conversation, unless it was deleted in the meantime."""
     found = responses.find_conversation(tenant, conversation_id)
     if found is None:
         return
