@@ -73,7 +73,7 @@ def agentflow_scripted(request: pytest.FixtureRequest) -> Iterator[Callable[...,
             for backend, is_strict in made:
                 if is_strict:
                     backend.check_used()
-        except af.ScriptMismatch as error:
+        except af.errors.ScriptMismatch as error:
             unused = str(error)
         if unused:  # outside the handler, so that the report shows no other exception
             pytest.fail(unused, pytrace=False)

@@ -1,4 +1,4 @@
-"""All errors of agentflow, as one tree. Those that programs raise are also in ``agentflow`` itself.
+"""All errors of agentflow, as one tree. Programs import the ones they catch most from ``agentflow`` itself.
 
 ::
 
@@ -172,7 +172,7 @@ class ConcurrentAppend(ProgramError):
     ...     async with anyio.create_task_group() as tasks:
     ...         tasks.start_soon(write, s, "one")
     ...         tasks.start_soon(write, s, "two")
-    ... except* af.ConcurrentAppend:
+    ... except* af.errors.ConcurrentAppend:
     ...     print("give each task a branch")
     give each task a branch
     """
@@ -315,7 +315,7 @@ class BlockingWarning(RuntimeWarning):
     ``ProgramError``.
 
     >>> import warnings
-    >>> warnings.filterwarnings("ignore", category=af.BlockingWarning)
+    >>> warnings.filterwarnings("ignore", category=af.errors.BlockingWarning)
     """
 
 
@@ -352,7 +352,7 @@ class ModelError(AgentflowError):
     >>> try:
     ...     async with af.session(model="smollm2-135m") as flow:
     ...         grade = await flow.run(judge, essay)
-    ... except af.ModelError as error:
+    ... except af.errors.ModelError as error:
     ...     print(f"no model here: {error}")
     """
 
@@ -383,7 +383,7 @@ class ServerError(AgentflowError):
     >>> try:
     ...     async with af.session("ws://127.0.0.1:8410") as flow:
     ...         grade = await flow.run(judge, essay)
-    ... except af.ServerError as error:
+    ... except af.errors.ServerError as error:
     ...     print(f"no answer from there: {error}")
     """
 
@@ -438,7 +438,7 @@ class PortInUse(ServerError):
 class EngineFailed(AgentflowError):
     """The engine failed, not because of the request.
 
-    >>> broken = af.Scripted([af.EngineFailed("out of memory")])  # how to test what a program does then
+    >>> broken = af.Scripted([af.errors.EngineFailed("out of memory")])  # to test how a program handles it
     >>> async with af.session(backend=broken) as flow, flow.state() as s:
     ...     s += af.gen("answer")
     ...     await s["answer"]  # raises EngineFailed

@@ -56,7 +56,7 @@ async def main(flow: af.Session, console: Console) -> None:
     async with af.mcp([sys.executable, __file__, "--serve"]) as shop:
         try:
             console.print(await flow.run(agent, QUESTION, shop, console), markup=False)
-        except af.LimitExceeded as error:  # small models may go on calling
+        except af.errors.LimitExceeded as error:  # small models may go on calling
             console.print(str(error), style="yellow")
 
 

@@ -53,7 +53,7 @@ def create_app(open_session: Callable[[], AbstractAsyncContextManager[af.Session
             return {"answer": await request.app.state.flow.run(explain, question)}
         except af.Overloaded as error:
             raise HTTPException(503, "try again later", {"Retry-After": "1"}) from error
-        except af.RequestRefused as error:
+        except af.errors.RequestRefused as error:
             raise HTTPException(400, str(error)) from error
 
     @app.get("/explain/stream")

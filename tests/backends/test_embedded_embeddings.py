@@ -48,5 +48,5 @@ async def test_a_session_may_only_embed(tmp_path: Path) -> None:
         with pytest.raises(af.PromptTooLong, check=has_param("texts")):
             await flow.embed("a dog " * 5_000)
         s += "Once" + af.gen("tale", max_tokens=4)
-        with pytest.raises(af.BadArgument):
+        with pytest.raises(af.errors.BadArgument):
             await s["tale"]

@@ -96,9 +96,9 @@ async def test_f18c_what_begins_without_a_server_waits_and_then_fails(servers: l
         with pytest.raises(af.ServerLost):
             await flow.run(ask, "one #1")
         assert (flow.is_alive, flow.is_connected) == (True, False)
-        with pytest.raises(af.ServerUnreachable):
+        with pytest.raises(af.errors.ServerUnreachable):
             await flow.run(ask, "two #1")
-        with pytest.raises(af.ServerUnreachable):
+        with pytest.raises(af.errors.ServerUnreachable):
             await flow.stats()
         async with anyio.create_task_group() as group:
 
@@ -112,7 +112,7 @@ async def test_f18c_what_begins_without_a_server_waits_and_then_fails(servers: l
                 try:
                     assert len((await flow.run(ask, "three #3")).split()) == 3
                     break
-                except af.ServerUnreachable:
+                except af.errors.ServerUnreachable:
                     continue
 
 
@@ -137,10 +137,10 @@ async def test_f18e_a_server_that_rejects_the_key_ends_the_session(servers: list
     async with restartable(servers) as (proxy, flow):
         proxy.answers = [b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n"] * 2
         proxy.current.up = 0
-        with pytest.raises(af.NotAuthorized):
+        with pytest.raises(af.errors.NotAuthorized):
             await flow.run(ask, "one #1")
         assert not flow.is_alive
-        with pytest.raises(af.NotAuthorized):
+        with pytest.raises(af.errors.NotAuthorized):
             await flow.run(ask, "two #1")
 
 
@@ -189,7 +189,7 @@ async def test_f18h_every_input_ends_right_whatever_breaks(
             for question in questions:
                 try:
                     assert len((await flow.run(ask, question)).split()) == 3
-                except (af.ServerLost, af.ServerUnreachable):
+                except (af.ServerLost, af.errors.ServerUnreachable):
                     continue
         proxy.budgets, proxy.current = [], Budget()
         assert flow.is_alive

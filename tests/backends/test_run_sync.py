@@ -35,7 +35,7 @@ def test_run_gives_what_the_program_returns(backend):
 
 
 def test_run_raises_what_the_program_raises(backend):
-    with pytest.raises(af.EngineFailed, match="cannot answer a!"):
+    with pytest.raises(af.errors.EngineFailed, match="cannot answer a!"):
         af.run(ask, "a", mark="!", session=af.session(backend=backend))
     with pytest.raises(TypeError, match="unexpected keyword argument 'backend'"):
         af.run(ask, "a", backend=1, session=af.session(backend=backend))
@@ -58,39 +58,39 @@ def test_map_passes_its_options_on(backend, capsys):
 
     ok, failed = af.map(ask, ["a", "b!"], on_error="return", progress=True, session=session())
     assert ok == "<a>"
-    assert isinstance(failed, af.EngineFailed)
+    assert isinstance(failed, af.errors.EngineFailed)
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("map: 2/2, ")
-    with pytest.raises(af.EngineFailed) as failure:
+    with pytest.raises(af.errors.EngineFailed) as failure:
         af.map(ask, ["a", "b!"], session=session())
     line, item = failure.value.__notes__
     assert line.endswith(", in ask")
     assert item == "in map: input 1 was 'b!'"
-    with pytest.raises(af.BadArgument, match="concurrency=0"):
+    with pytest.raises(af.errors.BadArgument, match="concurrency=0"):
         af.map(ask, ["a"], concurrency=0, session=session())
 
 
 def test_the_default_session_connects_to_the_url_of_the_environment(monkeypatch):
     monkeypatch.setenv("AGENTFLOW_URL", "ws://127.0.0.1:9")  # no server listens on this port
-    with pytest.raises(af.ServerUnreachable, match=r"127\.0\.0\.1:9"):
+    with pytest.raises(af.errors.ServerUnreachable, match=r"127\.0\.0\.1:9"):
         af.run(ask, "a")
-    with pytest.raises(af.ServerUnreachable, match=r"127\.0\.0\.1:9"):
+    with pytest.raises(af.errors.ServerUnreachable, match=r"127\.0\.0\.1:9"):
         af.map(ask, ["a"])
 
 
 def test_a_session_is_used_once(backend):
     flow = af.session(backend=backend)
     assert af.run(ask, "a", session=flow) == "<a>"
-    with pytest.raises(af.BadArgument, match="entered once"):
+    with pytest.raises(af.errors.BadArgument, match="entered once"):
         af.run(ask, "a", session=flow)
 
 
 @pytest.mark.anyio
 async def test_run_and_map_are_rejected_inside_an_event_loop(backend):
-    with pytest.raises(af.ProgramError, match=r"use `await flow\.run\(\.\.\.\)` inside `async with"):
+    with pytest.raises(af.errors.ProgramError, match=r"use `await flow\.run\(\.\.\.\)` inside `async with"):
         af.run(ask, "a", session=af.session(backend=backend))
-    with pytest.raises(af.ProgramError, match=r"use `await flow\.map\(\.\.\.\)` inside `async with"):
+    with pytest.raises(af.errors.ProgramError, match=r"use `await flow\.map\(\.\.\.\)` inside `async with"):
         af.map(ask, ["a"], session=af.session(backend=backend))
 
 
@@ -157,7 +157,7 @@ def test_f21a_a_worker_thread_of_an_event_loop_may_run_programs(backend, backend
 
 def test_f21b_a_thread_that_runs_an_event_loop_may_not(backend):
     async def main() -> None:
-        with pytest.raises(af.ProgramError, match="would block"):
+        with pytest.raises(af.errors.ProgramError, match="would block"):
             af.run(ask, "a", session=af.session(backend=backend))
 
     for name in ("asyncio", "trio"):

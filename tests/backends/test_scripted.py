@@ -57,19 +57,19 @@ async def test_answers_end_at_stops_and_max_tokens(options, text, reason):
 
 @pytest.mark.parametrize("options", [{"logprobs": True}, {"top_logprobs": 3}])
 async def test_log_probabilities_are_refused(options):
-    with pytest.raises(af.NotSupported, match="log-probabilities"):
+    with pytest.raises(af.errors.NotSupported, match="log-probabilities"):
         await cut(**options)
 
 
 async def test_a_regex_that_matches_nothing_is_refused():
-    with pytest.raises(af.BadArgument, match="empty"):
+    with pytest.raises(af.errors.BadArgument, match="empty"):
         await cut(stop_regex="a*")
 
 
 async def test_a_stop_regex_that_backtracks_without_end_fails_its_gen():
     async with af.session(backend=af.Scripted(["x" * 2000])) as flow, flow.state() as s:
         s += af.gen("answer", stop_regex="(x+x+)+y")
-        with pytest.raises(af.RequestRefused):
+        with pytest.raises(af.errors.RequestRefused):
             await s["answer"]
 
 
@@ -107,7 +107,7 @@ async def test_a_value_stands_for_its_json(schema, value, text):
 async def test_an_answer_that_is_not_serializable_is_rejected():
     async with af.session(backend=af.Scripted([object()])) as flow, flow.state() as s:
         s += af.gen("r")
-        with pytest.raises(af.BadArgument, match="an answer must be a text"):
+        with pytest.raises(af.errors.BadArgument, match="an answer must be a text"):
             await s["r"]
 
 
@@ -119,15 +119,15 @@ LONG = "|".join(["[0-9]"] * 1000)
     [
         ({"regex": r"\p{Lu}\p{Ll}+"}, "Köln", None),
         ({"regex": LONG}, "7", None),
-        ({"regex": "[a-z]+"}, "ab3", af.ScriptMismatch),
-        ({"regex": "["}, "a", af.BadArgument),
-        ({"regex": "(a|a)*b"}, "a" * 60, af.ScriptMismatch),
-        ({"choices": ["a", "b"]}, "c", af.ScriptMismatch),
-        ({"schema": {}}, "{", af.ScriptMismatch),
-        ({"schema": {}}, "[" * 100_000, af.ScriptMismatch),
+        ({"regex": "[a-z]+"}, "ab3", af.errors.ScriptMismatch),
+        ({"regex": "["}, "a", af.errors.BadArgument),
+        ({"regex": "(a|a)*b"}, "a" * 60, af.errors.ScriptMismatch),
+        ({"choices": ["a", "b"]}, "c", af.errors.ScriptMismatch),
+        ({"schema": {}}, "{", af.errors.ScriptMismatch),
+        ({"schema": {}}, "[" * 100_000, af.errors.ScriptMismatch),
         ({"tags": [af.Tag("<n>", regex="[0-9]", end="</n>")]}, "a <n>3</n> b", None),
-        ({"tags": [af.Tag("<n>", regex="[0-9]", end="</n>")]}, "a <n>33</n> b", af.ScriptMismatch),
-        ({"tags": [af.Tag("<n>", regex="[", end="</n>")]}, "a <n>3</n> b", af.BadArgument),
+        ({"tags": [af.Tag("<n>", regex="[0-9]", end="</n>")]}, "a <n>33</n> b", af.errors.ScriptMismatch),
+        ({"tags": [af.Tag("<n>", regex="[", end="</n>")]}, "a <n>3</n> b", af.errors.BadArgument),
     ],
 )
 async def test_an_answer_must_match_its_constraint(wanted, answer, error):
@@ -145,7 +145,7 @@ async def test_a_text_is_one_answer():
         s += "a" + af.gen("x")
         assert await s["x"] == "yes"
         s += af.gen("y")
-        with pytest.raises(af.RunFailed, match="has 1") as failure:
+        with pytest.raises(af.errors.RunFailed, match="has 1") as failure:
             await s["y"]
         assert "'y'" in str(failure.value)
 
@@ -169,11 +169,11 @@ async def test_a_script_may_be_a_list_or_a_function():
 
 
 async def test_a_script_without_an_answer_fails_the_run():
-    with pytest.raises(af.ScriptMismatch, match=r"'x'.*has 1"):
+    with pytest.raises(af.errors.ScriptMismatch, match=r"'x'.*has 1"):
         await answers(["one"], "a", "b")
-    with pytest.raises(af.ScriptMismatch, match=r"'x'.*has: 'c'"):
+    with pytest.raises(af.errors.ScriptMismatch, match=r"'x'.*has: 'c'"):
         await answers({"c": "x"}, "ab")
-    with pytest.raises(af.ScriptMismatch, match=r"'x'.*'pick'.*choices"):
+    with pytest.raises(af.errors.ScriptMismatch, match=r"'x'.*'pick'.*choices"):
         await pick_from_script(["x"])
 
 
@@ -193,14 +193,14 @@ async def test_every_space_of_a_scripted_answer_is_delivered(answer):
 async def test_an_exception_as_an_answer_is_raised():
     with pytest.raises(af.PromptTooLong, match="too long"):
         await answers([af.PromptTooLong("too long")], "a")
-    with pytest.raises(af.EngineFailed, match="gen failed: ZeroDivisionError") as failure:
+    with pytest.raises(af.errors.EngineFailed, match="gen failed: ZeroDivisionError") as failure:
         await answers([ZeroDivisionError("x")], "a")
     assert "ZeroDivisionError" in str(failure.value.__cause__)
 
 
 def test_a_turn_that_never_began_cannot_end():
     generator = ScriptedGenerator([])
-    with pytest.raises(af.BadArgument):
+    with pytest.raises(af.errors.BadArgument):
         generator.end_role(generator.open(""))
 
 
@@ -323,7 +323,7 @@ async def test_an_error_of_the_script_names_the_variable_and_the_line(script, er
             s += af.gen("judgment")
         await s
 
-    with pytest.raises(af.ScriptMismatch, match=error) as failure:
+    with pytest.raises(af.errors.ScriptMismatch, match=error) as failure:
         await result_of(af.Scripted(script), ask)
     assert any("test_scripted.py:" in note for note in failure.value.__notes__)
 
@@ -335,7 +335,7 @@ async def test_an_invalid_value_names_the_variable_and_the_line(value):
         s += essay + af.gen("rating", schema=Annotated[int, Field(ge=1, le=10)])
         return await s["rating"]
 
-    with pytest.raises(af.RunFailed, match="'rating'") as failure:
+    with pytest.raises(af.errors.RunFailed, match="'rating'") as failure:
         await result_of(af.Scripted({"rating": value}), rate)
     assert any("test_scripted.py:" in note for note in failure.value.__notes__)
 
@@ -348,11 +348,11 @@ async def test_an_invalid_value_names_the_variable_and_the_line(value):
     ],
 )
 async def test_unused_answers_are_an_error_at_the_end_of_a_strict_session(script, unused):
-    with pytest.raises(af.ScriptMismatch, match=f"unused answers: {unused}$"):
+    with pytest.raises(af.errors.ScriptMismatch, match=f"unused answers: {unused}$"):
         await result_of(af.Scripted(script, strict=True))
     lenient = af.Scripted(script)
     await result_of(lenient)
-    with pytest.raises(af.ScriptMismatch, match=f"unused answers: {unused}$"):
+    with pytest.raises(af.errors.ScriptMismatch, match=f"unused answers: {unused}$"):
         lenient.check_used()
 
 
@@ -435,7 +435,7 @@ def test_each_generation_gets_the_answers_of_its_own_name(loop, steps, is_strict
             for choice, kind in steps:
                 number = choice % len(states)
                 s, name = states[number], f"v{len(variables)}"
-                with contextlib.suppress(af.StateClosed):  # a state that was cancelled
+                with contextlib.suppress(af.errors.StateClosed):  # a state that was cancelled
                     match kind:
                         case "gen":
                             s += "a" + af.gen(name)
@@ -455,7 +455,7 @@ def test_each_generation_gets_the_answers_of_its_own_name(loop, steps, is_strict
                         case "wire" if variables:
                             s += variables[choice % len(variables)]
             for variable in variables:
-                with contextlib.suppress(af.Cancelled, af.RunFailed):
+                with contextlib.suppress(af.Cancelled, af.errors.RunFailed):
                     assert await variable == variable.name
         called, appended = [call.name for call in backend.calls], [variable.name for variable in variables]
         assert called == [name for name in appended if name in called]

@@ -180,7 +180,7 @@ async def test_a_model_without_turns_is_refused():
     backend = Talkative()
     backend.generator.capabilities = Capabilities(model="base", roles=False)
     async with af.session(backend=backend) as flow:
-        with pytest.raises(af.NotSupported, match="base has no chat template"):
+        with pytest.raises(af.errors.NotSupported, match="base has no chat template"):
             Conversation(flow)
 
 

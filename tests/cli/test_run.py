@@ -33,7 +33,7 @@ number = 3
 
 
 def answer(prompt: str) -> str | Exception:
-    return af.EngineFailed("no") if prompt == "bad" else f"<{prompt}>"
+    return af.errors.EngineFailed("no") if prompt == "bad" else f"<{prompt}>"
 
 
 @pytest.fixture(autouse=True)

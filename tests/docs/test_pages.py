@@ -138,7 +138,7 @@ def test_the_reference_has_every_public_name_once(package: ModuleType):
 
 
 def is_error(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, af.AgentflowError | af.BlockingWarning)
+    return isinstance(value, type) and issubclass(value, af.AgentflowError | af.errors.BlockingWarning)
 
 
 @pytest.mark.anyio

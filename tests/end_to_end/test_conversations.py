@@ -109,7 +109,7 @@ async def test_a_conversation_with_tools_over_the_wire(model_url):
 async def refuse(flow: af.Session) -> None:
     """What makes no sense is told with its reason, and the session goes on."""
     for odd in ({"tools": TOOLS, "choice": "sing"}, {"choice": "required"}):
-        with pytest.raises(af.BadArgument):
+        with pytest.raises(af.errors.BadArgument):
             af.conversation(ASKED, **odd)
     async with flow.state() as s:
         s += af.conversation(ASKED * 9000) + af.reply("answer")

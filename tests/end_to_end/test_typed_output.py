@@ -250,7 +250,7 @@ def test_an_unsupported_constraint_is_rejected_and_affects_no_other_request(mode
     assert isinstance(good, int)
     for name, (_, message) in REFUSED.items():
         assert re.search(message, str(told[name])), (name, str(told[name]))
-        assert isinstance(told[name], af.BadArgument), name
+        assert isinstance(told[name], af.errors.BadArgument), name
         assert "some_wrong" in told[name].__notes__[0], name
 
 

@@ -30,7 +30,7 @@ async def main():
     try:
         async with af.session() as flow:
             pass
-    except af.ModelError as error:
+    except af.errors.ModelError as error:
         print(error)
 
 anyio.run(main)

@@ -176,7 +176,7 @@ async def test_a_hostile_regex_fails_its_own_gen_only(backend: Backend) -> None:
         long = {"max_tokens": 200, "ignore_eos": True}
         s += PROMPT + af.gen("x", **long, stop_regex=r"(?:(?:.|\s)+)+[éü]")
         other += PROMPT + af.gen("y", **long)
-        with pytest.raises(af.RequestRefused, match="stop_regex"):
+        with pytest.raises(af.errors.RequestRefused, match="stop_regex"):
             await s["x"]
         assert await other["y"] == expected(**long).text
 
@@ -184,9 +184,9 @@ async def test_a_hostile_regex_fails_its_own_gen_only(backend: Backend) -> None:
 async def test_parameters_that_the_model_cannot_apply_are_rejected(backend: Backend) -> None:
     async with af.session(backend=backend) as flow, flow.state() as s:
         s += PROMPT + af.gen("x", logit_bias={10**6: 1})
-        with pytest.raises(af.BadArgument, match=r"logit_bias.*\b1000000\b"):
+        with pytest.raises(af.errors.BadArgument, match=r"logit_bias.*\b1000000\b"):
             await s["x"]
     async with af.session(backend=backend) as flow, flow.state() as s:
         s += PROMPT + af.gen("x", stop_regex="a*")
-        with pytest.raises(af.BadArgument, match="stop_regex"):
+        with pytest.raises(af.errors.BadArgument, match="stop_regex"):
             await s["x"]

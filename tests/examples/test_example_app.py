@@ -105,7 +105,7 @@ async def test_a_client_that_disconnects_cancels_all_branches() -> None:
 
 
 async def test_a_failure_is_the_last_event() -> None:
-    async with client_of(on(af.Scripted([af.EngineFailed("broken")] * 4))) as client:
+    async with client_of(on(af.Scripted([af.errors.EngineFailed("broken")] * 4))) as client:
         kind, message = events((await client.get("/discuss", params=ASKED)).text)[-1]
     assert kind == "error"
     assert "broken" in message
@@ -137,7 +137,7 @@ async def test_without_a_server_it_says_so_and_works_once_there_is_one() -> None
 
     async def open_one() -> af.OpenSession:
         if not is_up:
-            raise af.ServerUnreachable("nothing listens there")
+            raise af.errors.ServerUnreachable("nothing listens there")
         return await af.open_session(backend=af.Scripted(TEXTS))
 
     async with client_of(open_one) as client:

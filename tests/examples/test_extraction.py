@@ -62,7 +62,7 @@ async def test_a_truncated_record_has_no_value():
 
 
 async def test_a_backend_without_schemas_refuses():
-    with pytest.raises(af.NotSupported, match="'schema'"):
+    with pytest.raises(af.errors.NotSupported, match="'schema'"):
         await run(extract, scripted(reader, keeps_schemas=False), str(PAPERS[0]))
 
 

@@ -78,7 +78,7 @@ async def test_errors_are_statuses_of_http(error, status):
 
 
 async def test_an_error_in_a_stream_is_its_last_event():
-    async with client_of(af.Scripted([af.EngineFailed("broken")])) as client:
+    async with client_of(af.Scripted([af.errors.EngineFailed("broken")])) as client:
         answer = await client.get("/explain/stream", params={"question": "?"})
         [(kind, message)] = events(answer.text)
         assert kind == "error"

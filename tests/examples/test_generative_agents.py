@@ -79,7 +79,7 @@ async def test_memories_only_grow():
 async def test_staying_at_home_is_not_among_the_choices(person):
     script = lambda prompt: person.home if prompt.endswith("<assistant>") else "hello"  # noqa: E731
     others = [place for place in PLACES if place != person.home]
-    with pytest.raises(af.RunFailed, match=f"none of the choices \\['{others[0]}', '{others[1]}'"):
+    with pytest.raises(af.errors.RunFailed, match=f"none of the choices \\['{others[0]}', '{others[1]}'"):
         await run(live, scripted(script), [person])
 
 

@@ -78,7 +78,7 @@ async def test_finish_is_the_only_choice_after_a_repeated_call_or_the_last_round
     trace = await run(react.react, scripted(stubborn(inputs, num_calls)), "What?", max_steps=max_steps)
     assert len(trace.steps) == num_calls
     async with af.session(backend=scripted(stubborn([*inputs, "more"], num_calls + 1))) as flow:
-        with pytest.raises(af.RunFailed, match=r"none of the choices \['finish'\]"):
+        with pytest.raises(af.errors.RunFailed, match=r"none of the choices \['finish'\]"):
             await flow.run(react.react, "What?", max_steps=max_steps)
 
 

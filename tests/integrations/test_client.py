@@ -99,11 +99,11 @@ async def test_a_text_has_n_continuations(connection):
 
 def test_the_cause_of_a_failure_is_raised_as_itself(connection):
     call = ModelCall(af.conversation([af.Message("user", "cold")]), af.reply("answer", choices=["yes"]))
-    with pytest.raises(af.RunFailed, match="the script answers 'It is"):
+    with pytest.raises(af.errors.RunFailed, match="the script answers 'It is"):
         list(connection.stream(call))
     for n in (1, 2):
         broken = ModelCall(ASKED, af.gen("answer", logprobs=True), n=n)
-        with pytest.raises(af.NotSupported, match="no log-probabilities"):
+        with pytest.raises(af.errors.NotSupported, match="no log-probabilities"):
             list(connection.stream(broken))
 
 
@@ -123,14 +123,16 @@ def scripted(*answers: Any) -> ModelConnection:
 def test_transient_failures_are_retried_and_others_are_not(monkeypatch):
     monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.0)
     call = ModelCall("Well", af.gen("answer"))
-    connection = scripted(af.EngineFailed("a"), af.Overloaded("b"), "Here.", af.NotAuthorized("c"), "Here.")
+    connection = scripted(
+        af.errors.EngineFailed("a"), af.Overloaded("b"), "Here.", af.errors.NotAuthorized("c"), "Here."
+    )
     assert connection.complete(call, max_retries=2)[0].text == "Here."
-    with pytest.raises(af.NotAuthorized):
+    with pytest.raises(af.errors.NotAuthorized):
         connection.complete(call, max_retries=2)
     assert list(connection.stream(call, max_retries=2))[-1].text == "Here."
     connection.close()
-    connection = scripted(*[af.EngineFailed("a")] * 3, "Here.")
-    with pytest.raises(af.EngineFailed):
+    connection = scripted(*[af.errors.EngineFailed("a")] * 3, "Here.")
+    with pytest.raises(af.errors.EngineFailed):
         connection.complete(call, max_retries=2)
     assert list(connection.stream(call))[-1].text == "Here."
     connection.close()
@@ -151,21 +153,21 @@ async def test_embeddings_are_retried_and_keep_their_order(connection, backend, 
     vectors = await connection.aembed(call, max_retries=2)
     assert [len(vector) for vector in vectors] == [3, 3]
     assert connection.embed(EmbedCall(["two"], dimensions=3)) == vectors[1:]
-    faults.append(af.NotAuthorized("c"))
-    with pytest.raises(af.NotAuthorized):
+    faults.append(af.errors.NotAuthorized("c"))
+    with pytest.raises(af.errors.NotAuthorized):
         connection.embed(call, max_retries=2)
 
 
 def test_answers_of_several_are_retried_together_and_a_stream_only_before_its_first_event(monkeypatch):
     monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.0)
     call = ModelCall("Well", af.gen("answer"), n=2)
-    connection = scripted("One.", af.EngineFailed("a"), "Two.", "Three.")
+    connection = scripted("One.", af.errors.EngineFailed("a"), "Two.", "Three.")
     assert {answer.text for answer in connection.complete(call, max_retries=1)} == {"Two.", "Three."}
     connection.close()
-    connection = scripted("One.", af.EngineFailed("a"), "Two.", "Three.")
+    connection = scripted("One.", af.errors.EngineFailed("a"), "Two.", "Three.")
     events = connection.stream(call, max_retries=1)
     assert isinstance(next(events), Delta)
-    with pytest.raises(af.EngineFailed):
+    with pytest.raises(af.errors.EngineFailed):
         list(events)
     connection.close()
 
@@ -216,7 +218,7 @@ def test_a_call_fails_when_the_session_fails_to_open_and_the_next_one_opens_it()
     tries = iter([af.Remote("ws://127.0.0.1:1"), af.Scripted(["Here."])])
     connection = ModelConnection(lambda: af.session(backend=next(tries)))
     call = ModelCall("Well", af.gen("answer"))
-    with pytest.raises(af.ServerUnreachable):
+    with pytest.raises(af.errors.ServerUnreachable):
         list(connection.stream(call))
     assert len(list(connection.stream(call))) == 2
     connection.close()
@@ -238,7 +240,7 @@ def test_there_is_one_connection_per_model_under_each_of_its_names(monkeypatch):
 
 def test_a_connection_for_embeddings_has_a_model_of_its_own(monkeypatch):
     monkeypatch.delenv("AGENTFLOW_URL", raising=False)
-    with pytest.raises(af.BadArgument, check=has_param("model")):
+    with pytest.raises(af.errors.BadArgument, check=has_param("model")):
         embedding_connection_to()
     assert embedding_connection_to(model="a") is embedding_connection_to(model="a", api_key="k")
     assert embedding_connection_to(model="smollm2-135m") is not connection_to()

@@ -179,7 +179,7 @@ def test_what_no_fixture_overrides_is_the_sessions_own_choice(run, monkeypatch: 
         from judging import judged
 
         def test_it(agentflow_replay):
-            with pytest.raises(af.ServerUnreachable):
+            with pytest.raises(af.errors.ServerUnreachable):
                 judged("Leaves.")
         """,
     )

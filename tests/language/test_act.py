@@ -146,7 +146,7 @@ async def test_the_loop_is_that_of_the_model(rounds, max_rounds, max_calls, is_s
             else:
                 assert await loop == "the end"
             assert ends
-        except af.LimitExceeded:
+        except af.errors.LimitExceeded:
             assert not ends
         messages = await s.messages()
         s += af.user("z") + af.reply("after", tools=[ok])
@@ -296,7 +296,7 @@ async def test_calls_are_approved_one_after_another_in_their_order(is_async):
 
 @pytest.mark.parametrize("verdict", [None, 1])
 async def test_a_hook_without_a_verdict_is_an_error_of_the_program(verdict):
-    with pytest.raises(af.BadArgument) as caught:
+    with pytest.raises(af.errors.BadArgument) as caught:
         await answered([weather], call("weather", city="a"), approve=lambda _: verdict)
     assert caught.value.param == "approve"
 
@@ -329,7 +329,7 @@ async def test_f23j_a_hook_changes_the_arguments():
 
 @pytest.mark.parametrize("changed", [{"city": 3}, {}, {"city": object()}, {"town": "a"}])
 async def test_f23k_invalid_arguments_of_a_hook_are_an_error_of_the_program(changed):
-    with pytest.raises(af.BadArgument) as caught:
+    with pytest.raises(af.errors.BadArgument) as caught:
         await answered([weather], call("weather", city="a"), approve=lambda _: changed)
     assert caught.value.param == "approve"
 
@@ -414,7 +414,7 @@ async def test_a_state_that_fails_while_tools_run_cancels_them(cause):
         finally:
             cancelled.append(True)
 
-    script = {"answer": [call("waiting")], "broken": af.EngineFailed("broken")}
+    script = {"answer": [call("waiting")], "broken": af.errors.EngineFailed("broken")}
     async with af.session(backend=af.Scripted(script)) as flow, flow.state() as s:
         async with s.fork(2) as (branch, sibling):
             branch += af.user("?")
@@ -460,7 +460,7 @@ async def test_options_of_gen_and_the_choice_are_passed_on():
         s += af.conversation([{"role": "user", "content": "?"}])
         loop = af.act(s, tools=[weather], name="said", choice="required", temperature=0.5, max_tokens=9)
         assert await loop == "done"
-        with pytest.raises(af.BadArgument):
+        with pytest.raises(af.errors.BadArgument):
             await loop
         assert [m["role"] for m in await s.messages()] == ["user", "assistant", "tool", "assistant"]
     assert {(one.params.temperature, one.params.max_tokens) for one in backend.calls} == {(0.5, 9)}
@@ -496,7 +496,7 @@ async def test_a_replay_takes_the_results_from_the_recording(tmp_path):
         assert await flow.run(agent, "?") == first
     async with af.session(backend=af.Replay(tmp_path / "again.jsonl")) as flow:
         assert await flow.run(agent, "?") == first
-        with pytest.raises(af.ReplayDiffers):
+        with pytest.raises(af.errors.ReplayDiffers):
             await flow.run(agent, "another question")
 
 
@@ -520,14 +520,14 @@ async def test_a_replay_takes_the_results_from_the_recording(tmp_path):
 async def test_wrong_arguments_are_rejected_at_once(wrong, param):
     async with scripted("x") as flow, flow.state() as s:
         s += af.user("?")
-        with pytest.raises(af.BadArgument) as caught:
+        with pytest.raises(af.errors.BadArgument) as caught:
             af.act(s, **wrong)
         assert param is None or caught.value.param == param
         assert await s.text() == "<user>?</user>"
 
 
 def test_a_turn_of_a_tool_is_another_function():
-    with pytest.raises(af.BadArgument, match="tool_result"):
+    with pytest.raises(af.errors.BadArgument, match="tool_result"):
         af.tool("12 degrees")  # type: ignore[call-overload]
 
 
@@ -544,7 +544,7 @@ async def test_a_graph_cannot_hold_a_loop():
         s += af.user(question)
         return await af.act(s, tools=[weather])
 
-    with pytest.raises(af.DataDependent):
+    with pytest.raises(af.errors.DataDependent):
         agent.trace()
 
 

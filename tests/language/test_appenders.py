@@ -49,7 +49,7 @@ async def test_concurrent_appends_are_rejected_until_the_other_task_ends(how):
             group.start_soon(other)
             await settle()
             num_ops = len(observed.ops)
-            with pytest.raises(af.ConcurrentAppend):
+            with pytest.raises(af.errors.ConcurrentAppend):
                 ways[how](s)
             assert len(observed.ops) == num_ops
             other_waits.set()
@@ -67,7 +67,7 @@ async def test_one_of_two_tasks_that_alternate_is_rejected():
                 for _ in range(5):
                     s.add(name)
                     await settle()
-            except af.ConcurrentAppend:
+            except af.errors.ConcurrentAppend:
                 refused.append(name)
 
         async with anyio.create_task_group() as group:
@@ -193,7 +193,7 @@ async def test_nested_programs_append_in_runs_maps_and_streams():
 async def test_an_append_from_a_thread_without_an_event_loop_is_rejected():
     observed = Observed(af.Scripted(length))
     async with af.session(backend=observed) as flow, flow.state() as s:
-        with pytest.raises(af.ProgramError, match=r"anyio\.from_thread"):
+        with pytest.raises(af.errors.ProgramError, match=r"anyio\.from_thread"):
             await anyio.to_thread.run_sync(s.add, "x")
         assert observed.ops == [ops.Open(s.id)]
         await anyio.to_thread.run_sync(anyio.from_thread.run_sync, s.add, "y")

@@ -33,7 +33,7 @@ def shown(monkeypatch) -> list[warnings.WarningMessage]:
     arrived.clear()
     found: list[warnings.WarningMessage] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("default", af.BlockingWarning)
+        warnings.simplefilter("default", af.errors.BlockingWarning)
 
         def show(message, category, filename, lineno, file=None, line=None) -> None:
             found.append(warnings.WarningMessage(message, category, filename, lineno))
@@ -70,7 +70,7 @@ async def test_a_blocking_line_of_a_program_is_named_once(shown, blocks):
     lines = blocks.__code__.co_firstlineno, program.__code__.co_firstlineno
     assert warning.filename == __file__
     assert lines[0] < warning.lineno <= lines[0] + 2
-    assert issubclass(warning.category, af.BlockingWarning)
+    assert issubclass(warning.category, af.errors.BlockingWarning)
     assert issubclass(warning.category, RuntimeWarning)
     assert f"{FILE}:{warning.lineno}, in {blocks.__name__}" in str(warning.message)
     assert "anyio.to_thread.run_sync" in str(warning.message)
@@ -96,7 +96,7 @@ async def test_if_warnings_are_errors_the_session_ends(shown):
             sum(range(1000))
         return await s["x"]
 
-    warnings.simplefilter("error", af.BlockingWarning)
+    warnings.simplefilter("error", af.errors.BlockingWarning)
     async with af.session(backend=af.Scripted(lambda call: "yes")) as flow:
         watch = flow._link._watch
         call_in_loop = watch._call_in_loop
@@ -107,7 +107,7 @@ async def test_if_warnings_are_errors_the_session_ends(shown):
                 arrived.set()
 
         watch._call_in_loop = call
-        with pytest.raises(af.ProgramError, match=f"{FILE}:.*blocked the event loop"):
+        with pytest.raises(af.errors.ProgramError, match=f"{FILE}:.*blocked the event loop"):
             await flow.run(program)
         assert not flow.is_alive
     assert shown == []
@@ -280,7 +280,7 @@ def test_the_time_is_set_by_the_environment():
     assert threshold_s({"AGENTFLOW_BLOCKING_MS": "250"}) == 0.25
     assert threshold_s({"AGENTFLOW_BLOCKING_MS": "0"}) == 0
     for wrong in ("no", "-1", "nan"):
-        with pytest.raises(af.BadArgument, match="AGENTFLOW_BLOCKING_MS"):
+        with pytest.raises(af.errors.BadArgument, match="AGENTFLOW_BLOCKING_MS"):
             threshold_s({"AGENTFLOW_BLOCKING_MS": wrong})
 
 

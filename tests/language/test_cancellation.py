@@ -172,7 +172,7 @@ async def test_state_cancel_frees_everything_within_a_step(engine, point):
         for variable in root.variables:
             with pytest.raises(af.Cancelled):
                 await variable
-        with pytest.raises(af.StateClosed):
+        with pytest.raises(af.errors.StateClosed):
             root += "more"
 
 
@@ -242,9 +242,9 @@ async def test_a_producer_that_is_cancelled_fails_its_consumer_with_the_cause(en
         await engine.gate.held()
         branch.cancel()
         engine.gate.open()
-        with pytest.raises(af.RunFailed, match="source") as failure:
+        with pytest.raises(af.errors.RunFailed, match="source") as failure:
             await root["sink"]
-        assert isinstance(failure.value.__cause__, af.RunFailed | af.Cancelled)
+        assert isinstance(failure.value.__cause__, af.errors.RunFailed | af.Cancelled)
         await engine.assert_idle()
 
 

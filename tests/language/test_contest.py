@@ -69,7 +69,7 @@ async def test_of_values_that_are_there_already_the_one_that_ended_first_wins():
 
 
 async def test_a_branch_that_fails_cannot_win_and_does_not_fail_the_run():
-    script = {"bad": af.EngineFailed("no"), "medium": "one two", "invalid": "none"}
+    script = {"bad": af.errors.EngineFailed("no"), "medium": "one two", "invalid": "none"}
     backend = unconstrained(by_end(script))
 
     async def program(s: af.State) -> str:
@@ -88,12 +88,12 @@ async def test_if_no_branch_has_a_value_the_first_failure_is_raised(choose):
         branches = s.fork(3)
         begin(branches, ["a!", "b!", "never"])
         branches[2].cancel()
-        with pytest.raises(af.EngineFailed):
+        with pytest.raises(af.errors.EngineFailed):
             await getattr(branches, choose)("x")
 
 
 async def test_in_a_task_group_the_failure_of_a_branch_is_raised():
-    script = {"bad": af.EngineFailed("no"), "never": "word " * 500}
+    script = {"bad": af.errors.EngineFailed("no"), "never": "word " * 500}
 
     async def program(s: af.State, choose: str) -> object:
         async with s.fork(3) as branches:
@@ -102,7 +102,7 @@ async def test_in_a_task_group_the_failure_of_a_branch_is_raised():
 
     async with af.session(backend=af.Scripted(by_end(script))) as flow:
         for choose in ("first", "best", "vote"):
-            with pytest.raises(af.EngineFailed, match="no"):
+            with pytest.raises(af.errors.EngineFailed, match="no"):
                 await flow.run(program, choose)
 
 
@@ -115,7 +115,7 @@ async def test_the_greatest_value_wins():
             branch += af.gen("more") if prompt == "a" else ""
         numbers = af.Branches(s, [branches[i] for i in (0, 1, 2, 4)])
         assert await numbers.best("score", key=abs) is branches[4]
-        with pytest.raises(af.StateClosed, match="cancelled"):
+        with pytest.raises(af.errors.StateClosed, match="cancelled"):
             branches[0] += "more"
         copies = s.fork(3)
         begin(copies, ["a", "b", "c"])
@@ -158,7 +158,7 @@ async def test_abstentions_and_enough_votes():
         assert await vote("zbz") == 2
         assert await vote("abb") == 2
         assert await vote("abb", n=1) == 1
-        with pytest.raises(af.BadArgument):
+        with pytest.raises(af.errors.BadArgument):
             await vote("a", n=0)
 
 
@@ -175,7 +175,7 @@ async def test_an_unknown_variable_is_rejected():
         branches = s.fork(2)
         begin(branches[:1], ["a"])
         for choose in (branches.first, branches.best, branches.vote):
-            with pytest.raises(af.UnknownVariable):
+            with pytest.raises(af.errors.UnknownVariable):
                 await choose("x")
 
 
@@ -199,7 +199,7 @@ def test_a_trace_names_the_line(choose):
         begin(branches, ["a", "b"])
         await getattr(branches, choose)("x")
 
-    with pytest.raises(af.DataDependent, match=r"test_contest.py:\d+, in program"):
+    with pytest.raises(af.errors.DataDependent, match=r"test_contest.py:\d+, in program"):
         program.trace()
 
 
@@ -277,7 +277,7 @@ async def test_f23b_a_branch_that_was_chosen_after_the_block_is_sealed_and_the_e
             copy = branches[1].copy()
         winner = await branches.best("x", key=len)
         assert winner is branches[1]
-        with pytest.raises(af.StateClosed, match=r"copy\(\)"):
+        with pytest.raises(af.errors.StateClosed, match=r"copy\(\)"):
             winner += "more"
         copy += " medium" + af.gen("y")
         assert await copy["y"] == "one two"
@@ -304,7 +304,7 @@ async def test_f23c_the_n_best_are_ordered_and_the_others_are_cancelled(values, 
             if branch in best:
                 branch += "more"
             else:
-                with pytest.raises(af.StateClosed):
+                with pytest.raises(af.errors.StateClosed):
                     branch += "more"
 
 
@@ -317,7 +317,7 @@ async def test_f23d_a_beam_search_by_log_probability():
 
 
 async def test_f23e_branches_come_as_they_complete():
-    backend = unconstrained(by_end({"bad": af.EngineFailed("no"), "a": "1", "b": "2"}))
+    backend = unconstrained(by_end({"bad": af.errors.EngineFailed("no"), "a": "1", "b": "2"}))
     async with af.session(backend=backend) as flow, flow.state() as s:
         branches = s.fork(3)
         begin(branches, ["a", "bad", "b"])
@@ -325,7 +325,7 @@ async def test_f23e_branches_come_as_they_complete():
         async for branch in branches.as_completed("x"):
             try:
                 found.append(await branch["x"])
-            except af.EngineFailed:
+            except af.errors.EngineFailed:
                 failed.append(branch)
         assert (sorted(found), failed) == (["1", "2"], [branches[1]])
 
@@ -348,9 +348,9 @@ async def test_f23g_in_a_task_group_a_failure_ends_the_iteration():
         async for _ in branches.as_completed("x"):
             raise AssertionError("no branch has a value")
 
-    script = {"bad": af.EngineFailed("no"), "never": "word " * 500}
+    script = {"bad": af.errors.EngineFailed("no"), "never": "word " * 500}
     async with af.session(backend=af.Scripted(by_end(script))) as flow:
-        with pytest.raises(af.EngineFailed, match="no"):
+        with pytest.raises(af.errors.EngineFailed, match="no"):
             await flow.run(program)
 
 
@@ -381,6 +381,6 @@ async def test_f23i_wrong_arguments_of_best(options, param):
     async with af.session(backend=af.Scripted(SCRIPT)) as flow, flow.state() as s:
         branches = s.fork(2)
         begin(branches, ["short", "long"])
-        with pytest.raises(af.BadArgument) as caught:
+        with pytest.raises(af.errors.BadArgument) as caught:
             await branches.best("x", **options)
         assert caught.value.param == param

@@ -124,7 +124,7 @@ def test_the_tool_choice_is_a_mode_or_a_tools_name(choice, expected):
     ],
 )
 def test_invalid_messages_are_rejected(messages, why):
-    with pytest.raises(af.BadArgument) as caught:
+    with pytest.raises(af.errors.BadArgument) as caught:
         af.conversation(messages)
     assert why in str(caught.value)
 
@@ -226,7 +226,7 @@ async def test_a_reply_ends_no_turn_that_the_program_opened():
             "<assistant>C?</assistant><user>y</user><assistant>D</assistant>"
         )
         s.begin("user")
-        with pytest.raises(af.BadArgument):
+        with pytest.raises(af.errors.BadArgument):
             s += af.reply("e")
 
 
@@ -407,15 +407,15 @@ async def test_a_truncated_reply_is_a_value():
 async def test_a_conversation_must_be_the_first_append():
     async with scripted("x") as flow, flow.state() as s:
         why = "a conversation begins a state: append it first, and nothing before it"
-        with pytest.raises(af.BadArgument, match=why):
+        with pytest.raises(af.errors.BadArgument, match=why):
             s += "Hello." + af.conversation(ASKED)
-        with pytest.raises(af.BadArgument, match=why):
+        with pytest.raises(af.errors.BadArgument, match=why):
             s += af.user("Hello.") + af.conversation(ASKED)
         s += af.conversation(ASKED)
         branch = s.copy()
-        with pytest.raises(af.BadArgument, match=why):
+        with pytest.raises(af.errors.BadArgument, match=why):
             branch += af.conversation(ASKED)
-        with pytest.raises(af.BadArgument, match="the assistant turn is open"):
+        with pytest.raises(af.errors.BadArgument, match="the assistant turn is open"):
             s += af.user("More.")
 
 
@@ -436,9 +436,9 @@ async def test_a_backend_rejects_invalid_conversations(op, why):
     async with scripted("x") as flow, flow.state() as s:
         flow._link._connection.send([ops.Converse(s.id, op.conversation)])
         s += af.gen("x")
-        with pytest.raises(af.RunFailed) as caught:
+        with pytest.raises(af.errors.RunFailed) as caught:
             await s["x"]
-        assert type(caught.value.__cause__) is af.BadArgument
+        assert type(caught.value.__cause__) is af.errors.BadArgument
         assert str(caught.value.__cause__) == why
 
 
@@ -489,5 +489,5 @@ async def test_a_conversation_has_the_token_ids_of_its_turns():
 async def test_an_engine_without_tag_constraints_rejects_tools():
     async with af.session(backend=FakeEngine()) as flow, flow.state() as s:
         s += af.conversation(ASKED, tools=[weather], choice="required") + af.reply("answer")
-        with pytest.raises(af.NotSupported, match="'tags'"):
+        with pytest.raises(af.errors.NotSupported, match="'tags'"):
             await s["answer"]

@@ -21,11 +21,17 @@ from support.language.docstring_examples import (
 from support.programs import by_end
 
 import agentflow as af
+from agentflow import errors
 from agentflow.backends.local import Embedded
 from agentflow.backends.remote import Remote
 from agentflow.errors import AgentflowError
 
-PUBLIC: dict[str, Any] = {name: getattr(af, name) for name in af.__all__}
+ERRORS = {
+    name: value
+    for name, value in vars(errors).items()
+    if inspect.isclass(value) and issubclass(value, Warning | AgentflowError)
+}
+PUBLIC: dict[str, Any] = {name: getattr(af, name) for name in af.__all__} | ERRORS
 CLASSES = {name: public for name, public in PUBLIC.items() if inspect.isclass(public)}
 FUNCTIONS = {name: public for name, public in PUBLIC.items() if inspect.isfunction(public)}
 MEMBERS = {f"{name}.{inner}": member for name in CLASSES for inner, member in public_members(CLASSES[name])}

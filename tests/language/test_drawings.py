@@ -100,7 +100,7 @@ async def test_runs_are_kept_with_their_costs():
         assert len(flow.runs) == 0
         assert "no runs" in str(flow.runs)
         await flow.run(ask, "a b")
-        with pytest.raises(af.EngineFailed):
+        with pytest.raises(af.errors.EngineFailed):
             await flow.run(ask, "a!")
         await flow.map(ask, ["c", "d"])
         s = flow.state()

@@ -87,7 +87,7 @@ def test_an_op_has_as_many_texts_as_it_may(lengths, count, prompt_chars):
         op = ops.Embed(1, 2, "embed()", tuple(batch), prompt=prompt)
         try:
             spec_of(op).check(op)
-        except af.BadArgument:
+        except af.errors.BadArgument:
             return False
         return True
 
@@ -166,7 +166,7 @@ async def test_a_recording_replays_them(tmp_path: Path):
     async with af.session(backend=af.Replay(path)) as flow:
         assert (await flow.embed(texts), await flow.embed("a b", prompt="c")) == (first, one)
     async with af.session(backend=af.Replay(path)) as flow:
-        with pytest.raises(af.ReplayDiffers, match="another"):
+        with pytest.raises(af.errors.ReplayDiffers, match="another"):
             await flow.embed([*texts[:-1], "another"])
 
 
@@ -185,14 +185,14 @@ async def test_a_recording_replays_them(tmp_path: Path):
 )
 async def test_wrong_arguments_are_named(texts, options, param):
     async with af.session(backend=af.Scripted("")) as flow:
-        with pytest.raises(af.BadArgument, check=has_param(param)):
+        with pytest.raises(af.errors.BadArgument, check=has_param(param)):
             await flow.embed(texts, **options)
 
 
 async def test_a_variable_must_be_awaited_first():
     async with af.session(backend=af.Scripted("a")) as flow, flow.state() as s:
         s += "p" + af.gen("x")
-        with pytest.raises(af.BadArgument):
+        with pytest.raises(af.errors.BadArgument):
             await flow.embed([f"about {s['x']}"])
         assert await flow.embed(await s["x"]) == expected("a")
 
@@ -203,16 +203,16 @@ async def test_a_model_that_makes_none_is_not_asked():
     observed = Observed(backend)
     async with af.session(backend=observed) as flow:
         for texts in ([], "a"):
-            with pytest.raises(af.NotSupported, match="embed_model"):
+            with pytest.raises(af.errors.NotSupported, match="embed_model"):
                 await flow.embed(texts)
         assert observed.ops == []
     async with af.session(backend=af.Scripted("")) as flow:
-        with pytest.raises(af.UnknownModel, match="scripted", check=has_param("model")):
+        with pytest.raises(af.errors.UnknownModel, match="scripted", check=has_param("model")):
             await flow.embed("a", model="other")
 
 
 async def test_a_backend_that_is_given_has_its_own_models():
-    with pytest.raises(af.BadArgument):
+    with pytest.raises(af.errors.BadArgument):
         af.session(backend=af.Scripted(""), embed_model="minilm")
-    with pytest.raises(af.BadArgument):
+    with pytest.raises(af.errors.BadArgument):
         af.session(embed_model=3)  # type: ignore[arg-type]

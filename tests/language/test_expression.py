@@ -123,7 +123,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("field", "value"), WRONG, ids=repr)
 def test_a_parameter_out_of_range_is_rejected(field, value):
-    with pytest.raises(af.BadArgument) as caught:
+    with pytest.raises(af.errors.BadArgument) as caught:
         af.gen("x", **{field: value})
     assert caught.value.param == field
 
@@ -159,7 +159,7 @@ def test_equal_biases_are_equal_parameters_and_can_be_hashed():
     ],
 )
 def test_unsupported_stop_regexes_are_rejected(pattern, why):
-    with pytest.raises(af.BadArgument, match=why) as caught:
+    with pytest.raises(af.errors.BadArgument, match=why) as caught:
         af.gen("x", stop_regex=pattern)
     assert caught.value.param == "stop_regex"
 
@@ -173,7 +173,7 @@ def test_checking_a_pattern_does_not_match_it():
 @pytest.mark.parametrize("name", ["", None, 3, b"x", ["x"]])
 @pytest.mark.parametrize("make", [af.gen, lambda name: af.select(name, ["a", "b"])])
 def test_a_variable_needs_a_name(make, name):
-    with pytest.raises(af.BadArgument, match="needs a name for its variable"):
+    with pytest.raises(af.errors.BadArgument, match="needs a name for its variable"):
         make(name)
 
 
@@ -191,7 +191,7 @@ def test_a_variable_needs_a_name(make, name):
     ],
 )
 def test_invalid_choices_are_rejected(choices, why):
-    with pytest.raises(af.BadArgument, match=rf"select\('pick'\).*{why}"):
+    with pytest.raises(af.errors.BadArgument, match=rf"select\('pick'\).*{why}"):
         af.select("pick", choices)
 
 
@@ -201,7 +201,7 @@ def test_a_select_accepts_the_maximum_of_choices_from_any_iterable():
 
 
 def test_an_unknown_select_method_is_rejected():
-    with pytest.raises(af.BadArgument, match=r"'best'.*token_length_normalized"):
+    with pytest.raises(af.errors.BadArgument, match=r"'best'.*token_length_normalized"):
         af.select("pick", ["a"], method="best")
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 async def test_a_fork_needs_a_number_of_branches(count):
     observed = Observed(af.Scripted(echo))
     async with af.session(backend=observed) as flow, flow.state() as s:
-        with pytest.raises(af.BadArgument, match=r"fork\(.*1 or more"):
+        with pytest.raises(af.errors.BadArgument, match=r"fork\(.*1 or more"):
             s.fork(count)
         assert observed.ops == [ops.Open(s.id)]
 
@@ -74,7 +74,7 @@ async def test_leaving_the_block_seals_the_branches_and_does_not_wait():
                 branch += af.gen("x")
         assert not branches[0]["x"].is_done
         for use in (lambda: branches[0].add("more"), lambda: branches[1].fork(1)):
-            with pytest.raises(af.StateClosed, match="sealed"):
+            with pytest.raises(af.errors.StateClosed, match="sealed"):
                 use()
         s += "goes on"
         await backend.allow(4)
@@ -113,19 +113,19 @@ async def test_a_failed_branch_cancels_its_siblings_and_fails_its_parent_with_th
             branches[2] += many_words(200) + af.gen("x")
         await branches[1]["x"].settled()
         s += af.gen("own")
-        with pytest.raises(af.RunFailed, match=r"branch 1.*cannot answer p!") as failure:
+        with pytest.raises(af.errors.RunFailed, match=r"branch 1.*cannot answer p!") as failure:
             await s
-        assert isinstance(failure.value.__cause__, af.EngineFailed)
-        with pytest.raises(af.EngineFailed, match="cannot answer p!"):
+        assert isinstance(failure.value.__cause__, af.errors.EngineFailed)
+        with pytest.raises(af.errors.EngineFailed, match="cannot answer p!"):
             await branches[1]["x"]
-        with pytest.raises(af.RunFailed, match="'next'"):
+        with pytest.raises(af.errors.RunFailed, match="'next'"):
             await branches[1]["next"]
         for sibling in (branches[0], branches[2]):
             for wait in (sibling, sibling["x"]):
                 with pytest.raises(af.Cancelled, match="branch 1") as cancelled:
                     await wait
-                assert isinstance(cancelled.value.__cause__, af.EngineFailed)
-        with pytest.raises(af.RunFailed, match=r"'own'.*branch 1"):
+                assert isinstance(cancelled.value.__cause__, af.errors.EngineFailed)
+        with pytest.raises(af.errors.RunFailed, match=r"'own'.*branch 1"):
             await s["own"]
 
 
@@ -143,9 +143,9 @@ async def test_a_failure_in_nested_groups_propagates_to_the_root():
             outer[1] += many_words(200) + af.gen("x")
         await inner[1]["x"].settled()
         for state, branches in ((s, "branch 0.*branch 1"), (outer[0], "branch 1")):
-            with pytest.raises(af.RunFailed, match=f"{branches}.*cannot answer !") as failure:
+            with pytest.raises(af.errors.RunFailed, match=f"{branches}.*cannot answer !") as failure:
                 await state
-            assert isinstance(failure.value.__cause__, af.EngineFailed)
+            assert isinstance(failure.value.__cause__, af.errors.EngineFailed)
         for cancelled in (inner[0]["x"], outer[1]["x"]):
             with pytest.raises(af.Cancelled):
                 await cancelled
@@ -201,7 +201,7 @@ async def test_cancelling_the_parent_cancels_what_was_forked_from_it():
         s.cancel()
         with pytest.raises(af.Cancelled):
             await leaf["x"]
-        with pytest.raises(af.StateClosed, match="cancelled"):
+        with pytest.raises(af.errors.StateClosed, match="cancelled"):
             leaf += "more"
 
 
@@ -248,7 +248,7 @@ async def test_a_failed_branch_of_a_plain_fork_does_not_affect_the_others():
         s += af.gen("own")
         assert await good["x"] == "<p>"
         assert await s["own"] == "<p>"
-        with pytest.raises(af.EngineFailed):
+        with pytest.raises(af.errors.EngineFailed):
             await bad
         await s
 
@@ -258,11 +258,11 @@ async def test_branches_that_failed_before_the_block_fail_the_group():
         branches = s.fork(3)
         branches[0].cancel()
         branches[1] += "!" + af.gen("x")
-        with pytest.raises(af.EngineFailed):
+        with pytest.raises(af.errors.EngineFailed):
             await branches[1]
         async with branches:
             branches[2] += many_words(200) + af.gen("x")
-        with pytest.raises(af.RunFailed, match="branch 1"):
+        with pytest.raises(af.errors.RunFailed, match="branch 1"):
             await s
         with pytest.raises(af.Cancelled, match="branch 1"):
             await branches[2]["x"]
@@ -275,9 +275,9 @@ async def test_a_fork_of_a_failed_state_fails_with_it():
             for branch in branches:
                 branch += af.gen("y")
         for branch in branches:  # both alike: it is not one's failure that cancels the other
-            with pytest.raises(af.RunFailed, match="the fork did not happen") as failure:
+            with pytest.raises(af.errors.RunFailed, match="the fork did not happen") as failure:
                 await branch["y"]
-            assert isinstance(failure.value.__cause__, af.EngineFailed)
+            assert isinstance(failure.value.__cause__, af.errors.EngineFailed)
 
 
 async def test_a_branch_that_is_cancelled_before_it_began_leaves_nothing_open():

@@ -50,7 +50,7 @@ async def test_a_mapped_graph_gives_what_the_program_gives() -> None:
 async def test_invalid_arguments_fail_only_their_input(bad) -> None:
     async with af.session(backend=af.Scripted(answer)) as flow:
         found = await flow.map(ask.trace(), [bad, ("tea", "dry")], on_error="return")
-        assert isinstance(found[0], af.BadArgument)
+        assert isinstance(found[0], af.errors.BadArgument)
         assert isinstance(found[1], list)
 
 
@@ -104,9 +104,9 @@ async def test_f47a_submit_and_stream_take_the_same_arguments(args, kwargs) -> N
 )
 async def test_f47b_wrong_arguments_of_a_graph_are_rejected_by_both(args, kwargs) -> None:
     async with af.session(backend=af.Scripted(answer)) as flow:
-        with pytest.raises(af.BadArgument):
+        with pytest.raises(af.errors.BadArgument):
             await flow.submit(ask.trace(), *args, **kwargs)
-        with pytest.raises(af.BadArgument):
+        with pytest.raises(af.errors.BadArgument):
             flow.stream(ask.trace(), *args, **kwargs)
 
 

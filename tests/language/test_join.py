@@ -49,15 +49,15 @@ async def test_variables_needs_the_name_in_every_branch():
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
         branches = s.fork(2)
         branches[0] += "a" + af.gen("x")
-        with pytest.raises(af.UnknownVariable, match="'x'"):
+        with pytest.raises(af.errors.UnknownVariable, match="'x'"):
             branches.variables("x")
-        with pytest.raises(af.UnknownVariable, match="'x'"):
+        with pytest.raises(af.errors.UnknownVariable, match="'x'"):
             await branches.gather("x")
         branches[1] += "b" + af.gen("x")
         assert branches.variables("x") == [branch["x"] for branch in branches]
         s += "; ".join([f"{x}" for x in branches.variables("x")])
         assert await s.text() == "<a>; <b>"
-        with pytest.raises(af.BadArgument, match="name"):
+        with pytest.raises(af.errors.BadArgument, match="name"):
             branches.variables(3)
 
 
@@ -66,7 +66,7 @@ async def test_gather_raises_the_first_failure():
         branches = s.fork(3)
         for branch, text in zip(branches, ("a", "b!", "c!"), strict=True):
             branch += text + af.gen("x")
-        with pytest.raises(af.EngineFailed, match="cannot answer b!"):
+        with pytest.raises(af.errors.EngineFailed, match="cannot answer b!"):
             await branches.gather("x")
         assert await branches[0]["x"] == "<a>"
 
@@ -160,10 +160,10 @@ async def test_a_failed_branch_fails_the_join_with_its_cause(coupled):
                 pass
         s.join(branches)
         s += af.gen("after")
-        with pytest.raises(af.RunFailed, match=r"cannot answer b!|'x'") as failure:
+        with pytest.raises(af.errors.RunFailed, match=r"cannot answer b!|'x'") as failure:
             await s
-        assert isinstance(failure.value.__cause__, af.EngineFailed)
-        with pytest.raises(af.RunFailed, match="'after'"):
+        assert isinstance(failure.value.__cause__, af.errors.EngineFailed)
+        with pytest.raises(af.errors.RunFailed, match="'after'"):
             await s["after"]
     assert_idle(backend)
 
@@ -181,7 +181,7 @@ async def test_a_branch_that_failed_outside_its_text_fails_the_join(coupled):
             async with branches:
                 pass
         s.join(branches)
-        with pytest.raises(af.RunFailed, match=r"finds nothing|the end of branch \(1,\)|branch 1"):
+        with pytest.raises(af.errors.RunFailed, match=r"finds nothing|the end of branch \(1,\)|branch 1"):
             await s
         assert await branches[0]["x"] == "<fine>"
     assert_idle(backend)
@@ -194,7 +194,7 @@ async def test_a_cancelled_branch_of_plain_text_fails_the_join():
             branch += "text"
         branches[0].cancel()
         s.join(branches)
-        with pytest.raises(af.RunFailed, match="the end of branch") as failure:
+        with pytest.raises(af.errors.RunFailed, match="the end of branch") as failure:
             await s
         assert isinstance(failure.value.__cause__, af.Cancelled)
 
@@ -207,7 +207,7 @@ async def test_a_cancelled_branch_fails_the_join():
             branch += af.gen("x")
         s.join(branches)
         branches[0].cancel()
-        with pytest.raises(af.RunFailed, match="'x'") as failure:
+        with pytest.raises(af.errors.RunFailed, match="'x'") as failure:
             await s
         assert isinstance(failure.value.__cause__, af.Cancelled)
     assert_idle(backend)
@@ -220,9 +220,9 @@ async def test_only_the_branches_of_the_state_are_joined():
         inner = branches[0].fork(1)
         num_ops = len(observed.ops)
         for wrong in (foreign, inner, list(branches), branches[:1], [], None):
-            with pytest.raises(af.ForeignState, match="branches"):
+            with pytest.raises(af.errors.ForeignState, match="branches"):
                 s.join(wrong)
-        with pytest.raises(af.BadArgument, match="separator"):
+        with pytest.raises(af.errors.BadArgument, match="separator"):
             s.join(branches, separator=3)
         assert len(observed.ops) == num_ops
         branches[0].join(inner)

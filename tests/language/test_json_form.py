@@ -182,7 +182,9 @@ async def test_f16a_a_type_that_cannot_be_read_back_is_rejected_before_anything_
         ran.append(item)
 
     program.__annotations__["return"] = kind
-    with pytest.raises(af.BadArgument, match=f"{getattr(kind, '__name__', 'list')}.*{field}") as rejected:
+    with pytest.raises(
+        af.errors.BadArgument, match=f"{getattr(kind, '__name__', 'list')}.*{field}"
+    ) as rejected:
         await flow.map(program, [1, 2], resume=tmp_path / "run.jsonl")
     assert rejected.value.param == "resume"
     assert ran == []
@@ -209,9 +211,9 @@ async def test_f16b_a_script_answers_with_a_model(saved):
 async def test_f16b_what_cannot_be_read_back_is_neither_answered_nor_an_argument(secret):
     async with af.session(backend=af.Scripted({"user": secret})) as flow, flow.state() as s:
         s += af.gen("user", schema=dict[str, Any])
-        with pytest.raises(af.BadArgument):
+        with pytest.raises(af.errors.BadArgument):
             await s["user"]
-    with pytest.raises(af.BadArgument):
+    with pytest.raises(af.errors.BadArgument):
         af.ToolCall("save", {"user": [secret]})
 
 

@@ -357,7 +357,7 @@ def test_two_definitions_of_one_name_stay_apart() -> None:
     ids=str,
 )
 def test_what_is_no_type_of_values_is_rejected(kind: Any) -> None:
-    with pytest.raises(af.BadArgument) as failure:
+    with pytest.raises(af.errors.BadArgument) as failure:
         af.gen("x", schema=kind)
     assert failure.value.param == "schema"
 

@@ -238,11 +238,11 @@ async def test_the_seeds_of_a_map_do_not_depend_on_its_concurrency():
 
 async def test_a_map_is_refused_outside_its_session():
     flow = af.session(backend=af.Scripted(echo))
-    with pytest.raises(af.StateClosed, match="was not opened"):
+    with pytest.raises(af.errors.StateClosed, match="was not opened"):
         flow.map(ask, [])
     async with flow:
         late = flow.map(ask, ["a"])
-    with pytest.raises(af.StateClosed):
+    with pytest.raises(af.errors.StateClosed):
         await late
 
 
@@ -261,5 +261,5 @@ async def test_a_map_is_refused_outside_its_session():
     ],
 )
 async def test_invalid_arguments_are_rejected(flow, options, message):
-    with pytest.raises(af.BadArgument, match=message):
+    with pytest.raises(af.errors.BadArgument, match=message):
         flow.map(**{"program": ask, "inputs": ["a"]} | options)

@@ -50,7 +50,7 @@ async def test_results_before_the_failure_come_first_and_it_is_raised_once(flow)
         async for result in results:
             received.append(result)
 
-    with pytest.raises(af.EngineFailed, match="cannot answer c!"):
+    with pytest.raises(af.errors.EngineFailed, match="cannot answer c!"):
         await read()
     assert received == ["<a>", "<b>"]
     await read()
@@ -64,7 +64,7 @@ async def test_failures_are_returned_among_the_results(flow):
         return await ask(s, question)
 
     results = await flow.map(typed, ["a", "b!", {"wrong": 1}, {1: 2}, "c"], on_error="return", concurrency=2)
-    assert [type(result) for result in results] == [str, af.EngineFailed, TypeError, TypeError, str]
+    assert [type(result) for result in results] == [str, af.errors.EngineFailed, TypeError, TypeError, str]
     assert "unexpected keyword argument 'wrong'" in str(results[2])
     assert [result for result in results if isinstance(result, str)] == ["<a>", "<c>"]
 
@@ -130,8 +130,8 @@ async def test_f12_a_program_that_is_cancelled_from_within_fails_its_input_alone
     async with af.session(backend=af.Scripted(echo)) as flow:
         results = [r async for r in flow.map(cancelled, range(5), on_error="return", concurrency=1)]
         assert [r for r in results if isinstance(r, int)] == [0, 1, 3, 4]
-        assert isinstance(results[2], af.RunFailed)
-        with pytest.raises(af.RunFailed):
+        assert isinstance(results[2], af.errors.RunFailed)
+        with pytest.raises(af.errors.RunFailed):
             _ = [r async for r in flow.map(cancelled, range(5), concurrency=1)]
 
 

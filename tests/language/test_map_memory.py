@@ -42,7 +42,7 @@ async def eventful(s: af.State, i: int) -> str | None:
         case 3:
             other = s.fork(1)[0]
             other += "!" + af.gen("fails") + af.gen("never")
-            with suppress(af.EngineFailed):
+            with suppress(af.errors.EngineFailed):
                 await other["fails"]
         case 4:
             s.fork(1)[0].add("!").add(af.gen("fails"))

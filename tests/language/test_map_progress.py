@@ -123,7 +123,7 @@ async def test_the_final_bar_stays_in_a_terminal() -> None:
 @pytest.mark.anyio
 async def test_the_bar_of_a_failed_map_stays_in_a_terminal() -> None:
     out = StringIO()
-    with pytest.raises(af.EngineFailed):
+    with pytest.raises(af.errors.EngineFailed):
         await mapped(Console(file=out, force_terminal=True, width=100), ["a", "b!", "c"], concurrency=1)
     last = out.getvalue().rstrip("\x1b[?25h\n").splitlines()[-1]
     assert "1/3" in last

@@ -130,7 +130,7 @@ async def test_a_result_without_a_form_in_json_ends_the_map(flow, tmp_path):
     async def program(s, item):
         return object()
 
-    with pytest.raises(af.BadArgument, match="cannot be kept as JSON"):
+    with pytest.raises(af.errors.BadArgument, match="cannot be kept as JSON"):
         await flow.map(program, [1], resume=tmp_path / "run.jsonl", on_error="return")
 
 
@@ -150,7 +150,7 @@ async def test_seeds_of_the_rest_are_those_of_an_uninterrupted_map(tmp_path):
 
 async def test_a_map_without_resume_takes_no_key(flow, tmp_path):
     for options in ({"key": "id"}, {"resume": 3}, {"retries": -1}, {"resume": "x", "key": 3}):
-        with pytest.raises(af.BadArgument):
+        with pytest.raises(af.errors.BadArgument):
             flow.map(ask, [], **options)
 
 
@@ -220,7 +220,7 @@ async def test_a_failure_that_may_pass_runs_again(monkeypatch):
     monkeypatch.setattr(retries_module, "FIRST_PAUSE_S", 0.0)
     overloaded = af.Overloaded("busy")
     overloaded.retry_after_s = 0.0
-    answers = [af.EngineFailed("x"), overloaded, "none", "12"]
+    answers = [af.errors.EngineFailed("x"), overloaded, "none", "12"]
 
     async def number(s: af.State, item: int) -> int:
         s += af.gen("x", type=int)
@@ -233,7 +233,7 @@ async def test_a_failure_that_may_pass_runs_again(monkeypatch):
             await flow.map(number, [1], retries=2)
 
 
-@pytest.mark.parametrize("error", [KeyError("a bug"), af.BadArgument("x"), af.BudgetExceeded("x")])
+@pytest.mark.parametrize("error", [KeyError("a bug"), af.errors.BadArgument("x"), af.BudgetExceeded("x")])
 async def test_a_failure_that_stays_does_not_run_again(flow, error):
     runs = []
 
@@ -263,7 +263,7 @@ async def test_a_retry_samples_anew_and_changes_no_other_input(flow):
 
 
 async def test_leaving_a_map_ends_a_pause():
-    failing = af.Scripted(lambda prompt: af.EngineFailed("down"))
+    failing = af.Scripted(lambda prompt: af.errors.EngineFailed("down"))
     async with af.session(backend=failing) as flow, flow.map(ask, ["a"], retries=10):
         await settle()
     assert_idle(failing)
@@ -275,7 +275,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
 
 
 def asking(seconds: float | None) -> af.Overloaded:
-    error = af.RateLimited("slow down")
+    error = af.errors.RateLimited("slow down")
     error.retry_after_s = seconds
     return error
 
@@ -283,18 +283,18 @@ def asking(seconds: float | None) -> af.Overloaded:
 @pytest.mark.parametrize(
     ("error", "pauses"),
     [
-        (af.EngineFailed("x"), [0.5, 1.0, 2.0]),
+        (af.errors.EngineFailed("x"), [0.5, 1.0, 2.0]),
         (asking(None), [0.5, 1.0]),
         (asking(7.5), [7.5, 7.5]),
         (asking(0.0), [0.0]),
         (af.InvalidValue("x"), [0.0, 0.0]),
-        (caused(af.RunFailed("x"), asking(3.0)), [3.0]),
-        (caused(af.Cancelled("x"), af.EngineDown("y")), [0.5]),
+        (caused(af.errors.RunFailed("x"), asking(3.0)), [3.0]),
+        (caused(af.Cancelled("x"), af.errors.EngineDown("y")), [0.5]),
         (ExceptionGroup("x", [asking(3.0), ConnectionResetError()]), [3.0]),
         (ExceptionGroup("x", [asking(3.0), KeyError()]), [None]),
-        (af.RunFailed("x"), [None]),
-        (af.ScriptMismatch("x"), [None]),
-        (af.NotAuthorized("x"), [None]),
+        (af.errors.RunFailed("x"), [None]),
+        (af.errors.ScriptMismatch("x"), [None]),
+        (af.errors.NotAuthorized("x"), [None]),
         (af.PromptTooLong("x"), [None]),
         (caused(KeyError("a bug"), asking(3.0)), [None]),
     ],
@@ -339,7 +339,7 @@ async def test_the_rows_of_dataframes(flow, tmp_path):
 
 async def test_a_missing_column_is_named(flow):
     for table in tables():
-        with pytest.raises(af.BadArgument, match=r"'item'.*'question'"):
+        with pytest.raises(af.errors.BadArgument, match=r"'item'.*'question'"):
             await flow.map(Asked(), table)
 
 

@@ -45,7 +45,7 @@ def fails(text: str) -> str:
 
 
 def refuses(text: str) -> str:
-    raise af.BadArgument("not this one")
+    raise af.errors.BadArgument("not this one")
 
 
 async def awaitable() -> None:
@@ -53,10 +53,10 @@ async def awaitable() -> None:
 
 
 FUNCTIONS = [
-    (fails, af.RunFailed, r"map failed: ZeroDivisionError\('nothing to divide'\)"),
-    (refuses, af.BadArgument, "not this one"),
-    (len, af.BadArgument, "map: the function must return a string, not 3"),
-    (lambda text: None, af.BadArgument, "map: the function must return a string, not None"),
+    (fails, af.errors.RunFailed, r"map failed: ZeroDivisionError\('nothing to divide'\)"),
+    (refuses, af.errors.BadArgument, "not this one"),
+    (len, af.errors.BadArgument, "map: the function must return a string, not 3"),
+    (lambda text: None, af.errors.BadArgument, "map: the function must return a string, not None"),
 ]
 
 
@@ -68,9 +68,9 @@ async def test_a_failing_function_fails_its_variable_and_its_consumers(function,
         other += "got " + mapped + af.gen("y")
         with pytest.raises(kind, match=message):
             await mapped
-        with pytest.raises(af.RunFailed, match=r"'x.map'") as failure:
+        with pytest.raises(af.errors.RunFailed, match=r"'x.map'") as failure:
             await other
-        assert isinstance(failure.value.__cause__, af.RunFailed | af.BadArgument)
+        assert isinstance(failure.value.__cause__, af.errors.RunFailed | af.errors.BadArgument)
         await s  # its own ops are all well
 
 
@@ -79,7 +79,7 @@ async def test_only_synchronous_functions_are_mapped(function):
     observed = Observed(af.Scripted(echo))
     async with af.session(backend=observed) as flow, flow.state() as s:
         s += "a" + af.gen("x")
-        with pytest.raises(af.BadArgument, match=r"function"):
+        with pytest.raises(af.errors.BadArgument, match=r"function"):
             s["x"].map(function)
         await s
         assert observed.of(ops.Expect) == []
@@ -95,7 +95,7 @@ async def test_a_map_of_a_failed_variable_fails_with_it():
         for mapped in (before, after):
             with pytest.raises(af.AgentflowError, match="cannot answer"):
                 await mapped
-        with pytest.raises(af.RunFailed, match=r"'x.map'"):
+        with pytest.raises(af.errors.RunFailed, match=r"'x.map'"):
             await other
 
 
@@ -115,10 +115,10 @@ async def test_a_variable_of_an_ended_run_cannot_be_mapped():
         async with flow.state() as s:
             s += "a" + af.gen("x")
             await s
-        with pytest.raises(af.StateClosed, match="'x'"):
+        with pytest.raises(af.errors.StateClosed, match="'x'"):
             s["x"].map(str.upper)
         assert observed.of(ops.Expect) == []
-    with pytest.raises(af.StateClosed, match="session has ended"):
+    with pytest.raises(af.errors.StateClosed, match="session has ended"):
         s["x"].map(str.upper)
 
 
@@ -137,7 +137,7 @@ async def test_a_run_waits_for_its_maps_and_raises_their_failures():
         await backend.allow(2)
         assert received == ["one two"]
         group.start_soon(backend.allow, 2)
-        with pytest.raises(af.RunFailed, match="map failed: ZeroDivisionError"):
+        with pytest.raises(af.errors.RunFailed, match="map failed: ZeroDivisionError"):
             await flow.run(program, fails)
     assert_idle(backend)
 
@@ -150,7 +150,7 @@ async def test_a_failure_that_only_a_map_received_is_raised_by_the_run():
         return "done"
 
     async with af.session(backend=af.Scripted(echo)) as flow:
-        with pytest.raises(af.EngineFailed, match="cannot answer"):
+        with pytest.raises(af.errors.EngineFailed, match="cannot answer"):
             await flow.run(program)
 
 
@@ -164,7 +164,7 @@ async def test_leaving_a_state_cancels_its_pending_maps():
             await backend.allow(1)
         with pytest.raises(af.Cancelled):
             await mapped
-        with pytest.raises(af.RunFailed, match=r"'x.map'"):
+        with pytest.raises(af.errors.RunFailed, match=r"'x.map'"):
             await other
     assert_idle(backend)
 
@@ -179,7 +179,7 @@ async def test_cancelling_a_state_fails_the_consumers_of_its_expected_variables(
         other += mapped
         await settle()
         branch.cancel()
-        with pytest.raises(af.RunFailed, match=r"'x.map'") as failure:
+        with pytest.raises(af.errors.RunFailed, match=r"'x.map'") as failure:
             await other
         assert isinstance(failure.value.__cause__, af.Cancelled)
         await backend.allow(2)
@@ -202,7 +202,7 @@ async def test_only_what_is_expected_can_be_provided(server):
     async with af.session(server.url) as flow, flow.state() as s:
         s += f"a {HANG}" + af.gen("x")
         flow._link._connection.send([ops.Provide(s["x"].id, "forged")])
-        with pytest.raises(af.ProtocolError, match="provides"):
+        with pytest.raises(af.errors.ProtocolError, match="provides"):
             await s["x"]
     await server.wait_until_idle()
 
@@ -216,7 +216,7 @@ async def test_maps_over_the_wire(server):
         assert await other["y"] == "that"
         assert await other.text() == "got this and thatthat"
         other += failing
-        with pytest.raises(af.RunFailed, match=r"'x.map'"):
+        with pytest.raises(af.errors.RunFailed, match=r"'x.map'"):
             await other
     await server.wait_until_idle()
 
@@ -228,7 +228,7 @@ async def test_failures_with_equal_messages_are_distinct(is_told_of_both):
         s += "a" + af.gen("x")
         mapped = [s["x"].map(fails), s["x"].map(fails)]
         for variable in mapped[: 1 + is_told_of_both]:
-            with pytest.raises(af.RunFailed):
+            with pytest.raises(af.errors.RunFailed):
                 await variable
         await settle()
         return "went on"
@@ -237,5 +237,5 @@ async def test_failures_with_equal_messages_are_distinct(is_told_of_both):
         if is_told_of_both:
             assert await flow.run(two) == "went on"
         else:
-            with pytest.raises(af.RunFailed, match="nothing to divide"):
+            with pytest.raises(af.errors.RunFailed, match="nothing to divide"):
                 await flow.run(two)

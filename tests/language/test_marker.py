@@ -59,13 +59,13 @@ def test_f20a_a_truncated_marker_is_rejected(around, change):
             has_digits = any(min(end, half + 16) - max(start, half) >= 15 for half in (first, last))
             is_readable = end >= first + 1 and start <= last + 15
             if (start, end) != (0, len(MARKER)) and (has_digits or (is_cut_once and is_readable)):
-                with pytest.raises(af.BadArgument, match="damaged"):
+                with pytest.raises(af.errors.BadArgument, match="damaged"):
                     MARKERS.split(around + change(MARKER[start:end]) + around)
 
 
 @pytest.mark.parametrize("length", [3, 4])
 def test_f20b_a_marker_cut_before_its_digits_is_rejected(length):
-    with pytest.raises(af.BadArgument, match="damaged"):
+    with pytest.raises(af.errors.BadArgument, match="damaged"):
         MARKERS.split("<" + MARKER[:length])
 
 
@@ -97,7 +97,7 @@ async def test_f20d_a_repr_in_a_prompt_is_rejected(contained, shown):
         s += af.user("?") + af.assistant(af.gen("x"))
         text = shown(CONTAINED[contained](s))
         for item in (text, af.user(text), af.user(text.upper()), af.gen("z", stop=text)):
-            with pytest.raises(af.BadArgument):
+            with pytest.raises(af.errors.BadArgument):
                 s += item
         assert await s["x"] == "8"
 
@@ -124,7 +124,7 @@ async def test_f20d_a_repr_in_a_prompt_is_rejected(contained, shown):
 def test_a_changed_marker_is_rejected(damage):
     damaged = damage(MARKER)
     assert damaged != MARKER
-    with pytest.raises(af.BadArgument, match="damaged"):
+    with pytest.raises(af.errors.BadArgument, match="damaged"):
         MARKERS.split(f"before {damaged} after")
 
 
@@ -133,7 +133,7 @@ def test_a_doubled_marker_is_two_references():
 
 
 def test_a_truncated_marker_beside_a_whole_one_is_rejected():
-    with pytest.raises(af.BadArgument, match="damaged"):
+    with pytest.raises(af.errors.BadArgument, match="damaged"):
         MARKERS.split(MARKER + MARKER[:30])
 
 
@@ -154,7 +154,7 @@ def test_a_marker_does_not_keep_its_variable():
     marker = mark(MARKERS, variable)
     del variable
     gc.collect()
-    with pytest.raises(af.StateClosed, match="has ended"):
+    with pytest.raises(af.errors.StateClosed, match="has ended"):
         MARKERS.split(marker)
 
 
@@ -182,9 +182,9 @@ async def test_an_f_string_holds_turns_and_more_f_strings():
 
 
 def test_an_expression_takes_no_format_and_has_no_text():
-    with pytest.raises(af.BadArgument):
+    with pytest.raises(af.errors.BadArgument):
         f"{af.gen('x'):>10}"
-    with pytest.raises(af.BadArgument):
+    with pytest.raises(af.errors.BadArgument):
         str(af.gen("x"))
 
 
@@ -192,7 +192,7 @@ def test_the_oldest_markers_of_expressions_are_dropped():
     markers = Markers()
     texts = [markers.mark_expression(Referred(number)) for number in range(MOST_KEPT + 1)]
     assert markers.split(texts[-1])[0].number == MOST_KEPT
-    with pytest.raises(af.StateClosed):
+    with pytest.raises(af.errors.StateClosed):
         markers.split(texts[0])
 
 
@@ -205,9 +205,9 @@ async def test_a_variable_of_another_session_in_an_f_string_is_rejected():
     ):
         s += af.gen("x")
         await s["x"]
-        with pytest.raises(af.ForeignState):
+        with pytest.raises(af.errors.ForeignState):
             foreign += f"from elsewhere: {s['x']}"
-        with pytest.raises(af.ForeignState):
+        with pytest.raises(af.errors.ForeignState):
             foreign.set("y", f"{s['x']}")
 
 
@@ -258,7 +258,7 @@ async def test_a_marker_that_has_no_text_is_not_returned():
 
     async with af.session(backend=af.Scripted(["a", "b"])) as flow:
         for program in (never_appended, damaged):
-            with pytest.raises(af.BadArgument):
+            with pytest.raises(af.errors.BadArgument):
                 await flow.run(program)
 
 
@@ -266,10 +266,10 @@ async def test_a_variable_that_failed_fails_the_result_that_holds_it():
     async def program(s):
         branch = s.fork(1)[0]
         branch += af.gen("x", type=int)
-        with pytest.raises(af.RunFailed):
+        with pytest.raises(af.errors.RunFailed):
             await branch["x"]
         return f"{branch['x']}"
 
     async with af.session(backend=af.Scripted(["no number"])) as flow:
-        with pytest.raises(af.RunFailed):
+        with pytest.raises(af.errors.RunFailed):
             await flow.run(program)

@@ -100,7 +100,7 @@ async def test_a_server_over_stdio():
 async def test_a_server_over_http():
     with http_server() as url:
         check(await shop_with(af.mcp(url, headers=KEY)))
-        with pytest.raises(af.ServerUnreachable):
+        with pytest.raises(af.errors.ServerUnreachable):
             await shop_with(af.mcp(url))
 
 
@@ -259,7 +259,7 @@ async def test_f15f_resources_and_prompts():
         ]
         with pytest.raises(af.errors.RunFailed):
             await shop.prompt("nothing")
-    with pytest.raises(af.BadArgument):
+    with pytest.raises(af.errors.BadArgument):
         await shop.resources()
 
 
@@ -301,11 +301,11 @@ async def test_f47g_the_blocks_of_the_page_run_on_these_servers():
 
 async def test_the_tools_are_those_of_an_open_server():
     shop = af.mcp(COMMAND)
-    with pytest.raises(af.BadArgument, match="async with"):
+    with pytest.raises(af.errors.BadArgument, match="async with"):
         shop.tools  # noqa: B018
     async with shop:
         assert shop.tools
-    with pytest.raises(af.BadArgument, match="async with"):
+    with pytest.raises(af.errors.BadArgument, match="async with"):
         shop.tools  # noqa: B018
 
 
@@ -327,13 +327,13 @@ async def test_an_error_in_the_block_leaves_as_itself():
     ids=["no command", "no server", "no listener"],
 )
 async def test_a_server_that_is_not_there(command):
-    with pytest.raises(af.ServerUnreachable):
+    with pytest.raises(af.errors.ServerUnreachable):
         async with af.mcp(command):
             raise AssertionError("entered")
 
 
 async def test_a_server_that_does_not_answer():
-    with pytest.raises(af.ServerUnreachable):
+    with pytest.raises(af.errors.ServerUnreachable):
         async with af.mcp([sys.executable, "-c", "input(); input()"], timeout_s=0.2):
             raise AssertionError("entered")
 
@@ -351,12 +351,12 @@ async def test_a_server_that_does_not_answer():
 )
 def test_wrong_arguments_are_rejected(arguments, param):
     server, options = arguments if len(arguments) == 2 else (*arguments, {})
-    with pytest.raises(af.BadArgument) as caught:
+    with pytest.raises(af.errors.BadArgument) as caught:
         af.mcp(server, **options)
     assert caught.value.param == param
 
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(af.NotSupported, match=r"agentflow-lm\[mcp\]"):
+    with pytest.raises(af.errors.NotSupported, match=r"agentflow-lm\[mcp\]"):
         af.mcp(["python", "server.py"])

@@ -20,12 +20,14 @@ URL = "https://example.com/a.png"
 
 async def test_an_unknown_variable_is_rejected():
     async with af.session(backend=af.Scripted(["a"])) as flow, flow.state() as s:
-        with pytest.raises(af.UnknownVariable, match=r"'x' \(it has: none yet\): append its gen first"):
+        with pytest.raises(
+            af.errors.UnknownVariable, match=r"'x' \(it has: none yet\): append its gen first"
+        ):
             s["x"]
         s += af.gen("y")
         s += af.gen("z")
         for name in ("x", 0, None, ["y"], {}, af.gen("x"), slice(1)):
-            with pytest.raises(af.UnknownVariable, match=r"no variable .* \(it has: 'y', 'z'\)"):
+            with pytest.raises(af.errors.UnknownVariable, match=r"no variable .* \(it has: 'y', 'z'\)"):
                 s[name]
         with pytest.raises(KeyError):
             s["x"]
@@ -53,19 +55,19 @@ async def test_a_state_cannot_be_used_after_its_scope(use):
             s += af.gen("x")
             await s["x"]
         num_ops = len(observed.ops)
-        with pytest.raises(af.StateClosed, match=r"has ended"):
+        with pytest.raises(af.errors.StateClosed, match=r"has ended"):
             USES[use](s)
         async with flow.state() as s:
             async with s.fork(1) as branches:
                 pass
             if use != "read":  # what was sealed can be read
-                with pytest.raises(af.StateClosed, match="sealed"):
+                with pytest.raises(af.errors.StateClosed, match="sealed"):
                     USES[use](branches[0])
             s.cancel()
-            with pytest.raises(af.StateClosed, match="cancelled"):
+            with pytest.raises(af.errors.StateClosed, match="cancelled"):
                 USES[use](s)
         assert len(observed.ops) == num_ops + 7  # open, fork, task group, seal, cancel, two closes
-    with pytest.raises(af.StateClosed, match="session has ended"):
+    with pytest.raises(af.errors.StateClosed, match="session has ended"):
         USES[use](s)
 
 
@@ -79,7 +81,7 @@ async def test_only_text_and_expressions_can_be_appended():
                 lambda item: af.user("a", item),
                 lambda item: "a" + (af.gen("x") + item),
             ):
-                with pytest.raises(af.BadArgument, match=f"cannot append {type(item).__name__}"):
+                with pytest.raises(af.errors.BadArgument, match=f"cannot append {type(item).__name__}"):
                     s.add(around(item))
         assert observed.ops == [ops.Open(s.id)]
 
@@ -114,7 +116,7 @@ async def test_a_variable_is_not_its_value(use, kind):
         s += af.gen("x")
         reference = s["x"] if kind == "variable" else s["x"].strip()
         for _ in range(2):  # before it is there, and after
-            with pytest.raises(af.BadArgument, match=rf"'x'.* cannot be ({word})"):
+            with pytest.raises(af.errors.BadArgument, match=rf"'x'.* cannot be ({word})"):
                 function(reference)
             await s
         assert reference == reference
@@ -134,14 +136,14 @@ async def test_a_variable_has_no_attributes_of_its_value():
 
 async def test_a_state_cannot_be_added_to_text():
     async with af.session(backend=af.Scripted([])) as flow, flow.state() as s:
-        with pytest.raises(af.BadArgument, match=r"s \+= x"):
+        with pytest.raises(af.errors.BadArgument, match=r"s \+= x"):
             s + "text"
 
 
 async def test_a_select_finds_its_variable():
     async with af.session(backend=af.Scripted(["yes"])) as flow, flow.state() as s:
         verdict = af.select("verdict", ["yes", "no"])
-        with pytest.raises(af.UnknownVariable):
+        with pytest.raises(af.errors.UnknownVariable):
             s[verdict]
         s += verdict
         assert await s[verdict] == "yes"
@@ -152,10 +154,10 @@ async def test_a_variable_cannot_be_formatted_as_text():
         s += af.gen("x")
         for _ in range(2):  # before it has a value, and after
             for use in (str, "{0!s}".format, "%s".__mod__, print):
-                with pytest.raises(af.BadArgument, match=r"str\(\) of variable 'x'"):
+                with pytest.raises(af.errors.BadArgument, match=r"str\(\) of variable 'x'"):
                     use(s["x"])
             for spec in (">10", "s", "\n"):
-                with pytest.raises(af.BadArgument, match="cannot be formatted"):
+                with pytest.raises(af.errors.BadArgument, match="cannot be formatted"):
                     format(s["x"], spec)
             await s
 
@@ -165,14 +167,14 @@ async def test_a_damaged_marker_is_rejected():
     async with af.session(backend=observed) as flow, flow.state() as s:
         s += af.gen("x")
         for use in (s.add, lambda text: s.set("q", text), lambda text: s.add(af.user(text))):
-            with pytest.raises(af.BadArgument, match="marker"):
+            with pytest.raises(af.errors.BadArgument, match="marker"):
                 use(f"{s['x'].strip()}"[:-3])
         assert len(observed.of(ops.Text) + observed.of(ops.Set) + observed.of(ops.Begin)) == 0
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, "1", True, float("nan"), [1]])
 def test_an_invalid_timeout_is_rejected(timeout_s):
-    with pytest.raises(af.BadArgument, match="timeout_s"):
+    with pytest.raises(af.errors.BadArgument, match="timeout_s"):
         af.gen("x", timeout_s=timeout_s)
 
 
@@ -191,7 +193,7 @@ HINTS = [
 async def test_an_invalid_hint_is_rejected(hint, message):
     observed = Observed(af.Scripted([]))
     async with af.session(backend=observed) as flow, flow.state() as s:
-        with pytest.raises(af.BadArgument, match=message):
+        with pytest.raises(af.errors.BadArgument, match=message):
             s.hint(**hint)
         assert observed.ops == [ops.Open(s.id)]
 
@@ -223,7 +225,7 @@ IMAGES = [
 
 @pytest.mark.parametrize(("source", "message"), IMAGES)
 def test_invalid_images_are_rejected(source, message):
-    with pytest.raises(af.BadArgument, match=message) as failure:
+    with pytest.raises(af.errors.BadArgument, match=message) as failure:
         af.image(source)
     assert len(str(failure.value)) < 400
 
@@ -245,7 +247,7 @@ def test_images_are_read_from_bytes_files_and_urls(tmp_path):
 async def test_an_image_is_rejected_before_it_is_sent_to_a_backend_without_vision():
     observed = Observed(FakeEngine())
     async with af.session(backend=observed) as flow, flow.state() as s:
-        with pytest.raises(af.NotSupported, match="does not accept images"):
+        with pytest.raises(af.errors.NotSupported, match="does not accept images"):
             s += af.user("look", af.image(PNG))
         assert observed.ops == [ops.Open(s.id)]
 
@@ -258,7 +260,7 @@ async def test_a_server_without_vision_rejects_an_image(server):
         server.call(lambda: setattr(server.generator, "capabilities", Capabilities("blind")))
         try:
             s += af.image(URL) + af.gen("x")
-            with pytest.raises(af.NotSupported, match="blind does not accept images"):
+            with pytest.raises(af.errors.NotSupported, match="blind does not accept images"):
                 await s
         finally:
             server.call(lambda: setattr(server.generator, "capabilities", able))
@@ -271,10 +273,10 @@ NO_PROGRAM = [None, 3, "judge", ["a"], {}]
 
 @pytest.mark.parametrize("wrong", NO_PROGRAM)
 def test_an_invalid_program_is_rejected_before_a_session_opens(wrong):
-    with pytest.raises(af.BadArgument, match="is not a function"):
+    with pytest.raises(af.errors.BadArgument, match="is not a function"):
         af.program(wrong)
     for use in (lambda: af.run(wrong, "essay"), lambda: af.map(wrong, ["essay"])):
-        with pytest.raises(af.BadArgument, match="cannot be called"):
+        with pytest.raises(af.errors.BadArgument, match="cannot be called"):
             use()
 
 
@@ -282,9 +284,9 @@ def test_an_invalid_program_is_rejected_before_a_session_opens(wrong):
 async def test_an_invalid_program_is_rejected_before_an_op_is_sent(wrong):
     observed = Observed(af.Scripted([]))
     async with af.session(backend=observed) as flow:
-        with pytest.raises(af.BadArgument, match=r"run: .* cannot be called"):
+        with pytest.raises(af.errors.BadArgument, match=r"run: .* cannot be called"):
             await flow.run(wrong, "essay")
-        with pytest.raises(af.BadArgument, match=r"stream: .* cannot be called"):
+        with pytest.raises(af.errors.BadArgument, match=r"stream: .* cannot be called"):
             flow.stream(wrong, "essay")
     assert observed.ops == []
 
@@ -294,11 +296,11 @@ async def test_a_synchronous_function_is_rejected():
         return "done"
 
     async with af.session(backend=af.Scripted([])) as flow:
-        with pytest.raises(af.BadArgument, match="'done'"):
+        with pytest.raises(af.errors.BadArgument, match="'done'"):
             await flow.run(plain)
-        with pytest.raises(af.BadArgument, match="an async function"):
+        with pytest.raises(af.errors.BadArgument, match="an async function"):
             await flow.run(af.program(plain))
-        with pytest.raises(af.BadArgument, match="an async function"):
+        with pytest.raises(af.errors.BadArgument, match="an async function"):
             af.program(plain).trace()
 
 
@@ -315,34 +317,34 @@ async def test_a_synchronous_function_is_rejected():
     ],
 )
 def test_invalid_arguments_of_a_session_are_rejected(arguments, why):
-    with pytest.raises(af.BadArgument, match=why):
+    with pytest.raises(af.errors.BadArgument, match=why):
         af.session(**arguments)
 
 
 @pytest.mark.parametrize("backend", [af.Scripted([]), af.Remote("ws://127.0.0.1:1")])
 async def test_f47e_a_backend_in_place_of_the_url_is_rejected_with_its_keyword(backend):
-    with pytest.raises(af.BadArgument, match="backend=") as caught:
+    with pytest.raises(af.errors.BadArgument, match="backend=") as caught:
         af.session(backend)
     assert caught.value.param == "url"
-    with pytest.raises(af.BadArgument, match="backend="):
+    with pytest.raises(af.errors.BadArgument, match="backend="):
         await af.open_session(backend)
 
 
 def test_invalid_paths_and_addresses_are_rejected():
     for wrong in (None, 3, b"a", ["a"]):
-        with pytest.raises(af.BadArgument, match="a string or a Path"):
+        with pytest.raises(af.errors.BadArgument, match="a string or a Path"):
             af.Replay(wrong)
-        with pytest.raises(af.BadArgument, match="the url must be a string"):
+        with pytest.raises(af.errors.BadArgument, match="the url must be a string"):
             af.Remote(wrong)
-    with pytest.raises(af.BadArgument, match="api_key"):
+    with pytest.raises(af.errors.BadArgument, match="api_key"):
         af.Remote("ws://127.0.0.1:1", api_key=3)
     for path in ("no\0file", "\ud83d"):
-        with pytest.raises(af.BadRecording, match="cannot read"):
+        with pytest.raises(af.errors.BadRecording, match="cannot read"):
             af.Replay(path)
 
 
 async def test_an_invalid_path_cannot_be_recorded_to():
-    with pytest.raises(af.BadArgument, match="cannot record to"):
+    with pytest.raises(af.errors.BadArgument, match="cannot record to"):
         async with af.session(backend=af.Scripted([]), record="no\0file"):
             pass
 
@@ -363,7 +365,7 @@ def look_up(city: str) -> str:
     ],
 )
 def test_invalid_tools_and_choices_are_rejected(options, why):
-    with pytest.raises(af.BadArgument, match=why):
+    with pytest.raises(af.errors.BadArgument, match=why):
         af.conversation([{"role": "user", "content": "?"}], **options)
 
 
@@ -375,7 +377,7 @@ async def test_inputs_of_a_graph_must_be_texts_or_a_dict(inputs):
         return await s["x"]
 
     async with af.session(backend=af.Scripted([])) as flow:
-        with pytest.raises(af.BadArgument, match="dict"):
+        with pytest.raises(af.errors.BadArgument, match="dict"):
             await flow.submit(ask.trace(), inputs)
 
 
@@ -402,7 +404,7 @@ async def test_a_variable_in_a_text_that_is_sent_literally_is_rejected(use):
     async with af.session(backend=observed) as flow, flow.state() as s, flow.state() as t:
         s += af.gen("x")
         num_ops = len(observed.ops)
-        with pytest.raises(af.BadArgument, match="await it and use its value"):
+        with pytest.raises(af.errors.BadArgument, match="await it and use its value"):
             t += use(s["x"])
         assert len(observed.ops) == num_ops
         assert await s["x"] == "a"
@@ -416,8 +418,8 @@ async def test_a_variable_in_a_text_that_the_client_provides_is_rejected():
 
     async with af.session(backend=af.Scripted(lambda _: "a")) as flow, flow.state() as s:
         s += af.gen("x")
-        with pytest.raises(af.BadArgument, match=r"map: .* await it and use its value"):
+        with pytest.raises(af.errors.BadArgument, match=r"map: .* await it and use its value"):
             await s["x"].map(lambda text: f"{text} and {s['x']}")
-        with pytest.raises(af.BadArgument, match="an argument of graph 'ask'"):
+        with pytest.raises(af.errors.BadArgument, match="an argument of graph 'ask'"):
             await flow.submit(ask.trace(), {"essay": f"{s['x']}"})
         assert await flow.run(ask, f"{s['x']}") == "a"  # appended, and so resolved

@@ -53,7 +53,7 @@ async def test_a_session_is_used_and_closed_in_other_tasks():
     assert names["results"] == ["<d>", "<e>"]
     assert names["events"][-1] == af.RunDone("<f>")
     assert not names["flow"].is_alive
-    with pytest.raises(af.StateClosed):
+    with pytest.raises(af.errors.StateClosed):
         names["flow"].state()
 
 
@@ -74,9 +74,9 @@ async def test_closing_cancels_what_runs():
 
 @pytest.mark.anyio
 async def test_an_error_of_opening_is_raised_where_it_is_opened():
-    with pytest.raises(af.BadArgument):
+    with pytest.raises(af.errors.BadArgument):
         await af.open_session("ws://127.0.0.1:1", backend=af.Scripted(echo))
-    with pytest.raises(af.ServerUnreachable):
+    with pytest.raises(af.errors.ServerUnreachable):
         await af.open_session("ws://127.0.0.1:1")
 
 

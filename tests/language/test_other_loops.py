@@ -118,14 +118,14 @@ def in_another_loop(use: Callable[..., Awaitable[Any]], *args: Any) -> None:
 async def test_f21c_a_session_in_another_loop_is_an_error(use):
     async with af.session(backend=Stepped(by_end({"": "never"}))) as flow, flow.state() as s:
         s += af.gen("x")
-        with pytest.raises(af.ProgramError, match=r"asyncio\.run_coroutine_threadsafe"):
+        with pytest.raises(af.errors.ProgramError, match=r"asyncio\.run_coroutine_threadsafe"):
             await anyio.to_thread.run_sync(in_another_loop, use, flow, s)
 
 
 @pytest.mark.anyio
 async def test_f21d_a_thread_without_a_loop_may_not_append():
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
-        with pytest.raises(af.ProgramError, match=r"asyncio\.run_coroutine_threadsafe"):
+        with pytest.raises(af.errors.ProgramError, match=r"asyncio\.run_coroutine_threadsafe"):
             await anyio.to_thread.run_sync(s.add, "more")
         s += "a" + af.gen("x")
         assert await s["x"] == "<a>"
@@ -158,7 +158,7 @@ def test_f21f_a_loop_between_two_runs_is_the_same():
             return await s["x"]
 
         assert cells.run(ask_again()) == "<a>"
-        with pytest.raises(af.ProgramError, match=r"asyncio\.run_coroutine_threadsafe"):
+        with pytest.raises(af.errors.ProgramError, match=r"asyncio\.run_coroutine_threadsafe"):
             contextvars.Context().run(asyncio.run, flow.close())
         cells.run(flow.close())
 

@@ -46,7 +46,7 @@ async def test_programs_compose():
 
 
 async def test_a_program_requires_a_state():
-    with pytest.raises(af.BadArgument, match="state, not str"):
+    with pytest.raises(af.errors.BadArgument, match="state, not str"):
         await ask("why")
 
 
@@ -93,7 +93,7 @@ async def test_an_unawaited_failure_is_raised_by_the_run(where, backend):
         else:  # an op without a variable fails, after everything that has one
             other = s.fork(1)[0]
             other += "!" + af.gen("x")
-            with pytest.raises(af.EngineFailed):
+            with pytest.raises(af.errors.EngineFailed):
                 await other
             s += af.user("text ", other["x"])
         return "done"
@@ -103,7 +103,7 @@ async def test_an_unawaited_failure_is_raised_by_the_run(where, backend):
             assert await flow.run(careless) == "done"
             return
         # Of a group, the branch or the parent, whichever fails first.
-        kinds = (af.EngineFailed, af.RunFailed) if where == "group" else af.EngineFailed
+        kinds = (af.errors.EngineFailed, af.errors.RunFailed) if where == "group" else af.errors.EngineFailed
         with pytest.raises(kinds, match="cannot answer !"):
             await flow.run(careless)
 
@@ -118,7 +118,7 @@ async def test_a_failed_op_after_the_last_value_is_raised_by_the_run(backend):
             return await s["x"]
 
         other += "!" + af.gen("bad")
-        with pytest.raises(af.RunFailed, match="'bad'"):
+        with pytest.raises(af.errors.RunFailed, match="'bad'"):
             await flow.run(consume)
 
 
@@ -149,12 +149,12 @@ async def test_other_failures_than_the_caught_one_are_raised_by_the_run(backend)
         first, second = s.fork(2)
         first += "1!" + af.gen("x")
         second += "2!" + af.gen("x")
-        with pytest.raises(af.EngineFailed):
+        with pytest.raises(af.errors.EngineFailed):
             await first["x"]
         return "done"
 
     async with af.session(backend=backend) as flow:
-        with pytest.raises(af.EngineFailed, match="cannot answer 2!"):
+        with pytest.raises(af.errors.EngineFailed, match="cannot answer 2!"):
             await flow.run(half_careful)
 
 
@@ -167,7 +167,7 @@ async def test_a_failure_caught_at_the_parent_is_not_raised_by_the_run(backend):
         await settle()
         try:
             await s
-        except af.RunFailed:
+        except af.errors.RunFailed:
             return "fallback"
         return "unreachable"
 
@@ -272,7 +272,7 @@ async def test_a_run_that_has_ended_leaves_nothing_in_the_session():
     async with af.session(backend=observed) as flow:
         for _ in range(3):
             await flow.run(ask, "why")
-            with pytest.raises(af.EngineFailed):
+            with pytest.raises(af.errors.EngineFailed):
                 await flow.run(ask, "!")
         await settle()
         assert_idle(backend)
@@ -287,7 +287,7 @@ async def test_runs_side_by_side_do_not_touch_each_other():
         async def run(number: int) -> None:
             try:
                 results[number] = await flow.run(ask, f"{number}!" if number % 3 == 0 else str(number))
-            except af.EngineFailed as error:
+            except af.errors.EngineFailed as error:
                 results[number] = str(error)
 
         async with anyio.create_task_group() as group:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 FILE = os.path.basename(__file__)
 
 
-BROKEN = af.EngineFailed("broken")  # one and the same, as often as it is raised
+BROKEN = af.errors.EngineFailed("broken")  # one and the same, as often as it is raised
 
 
 def echo(prompt: str) -> str | Exception:
@@ -179,7 +179,7 @@ async def test_what_a_run_raises_at_its_end_names_its_line():
     async with af.session(backend=af.Scripted(echo)) as flow:
         assert await notes_of(flow.run(program)) == [note(lines[0], "program")]
         async with flow.stream(program) as events:
-            with pytest.raises(af.EngineFailed) as failure:
+            with pytest.raises(af.errors.EngineFailed) as failure:
                 async for _ in events:
                     pass
         assert failure.value.__notes__ == [note(lines[0], "program")]

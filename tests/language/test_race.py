@@ -27,7 +27,7 @@ async def test_the_first_program_wins_and_the_states_of_the_others_are_cancelled
         slow = s.copy()
         found = await af.race(ask(slow, "never"), ask(s.copy(), "short"), forking(s))
         for state in (slow, forks[0]):
-            with pytest.raises(af.StateClosed, match="cancelled"):
+            with pytest.raises(af.errors.StateClosed, match="cancelled"):
                 state.add("more")
         s += "the parent goes on"
         await s
@@ -161,7 +161,7 @@ async def test_what_cannot_race_is_rejected():
         raise AssertionError
 
     for contenders in ((), (never, never()), (never(), 3)):
-        with pytest.raises(af.BadArgument, match="race"):
+        with pytest.raises(af.errors.BadArgument, match="race"):
             await af.race(*contenders)
 
 
@@ -170,5 +170,5 @@ def test_a_trace_names_the_line():
     async def program(s: af.State) -> str:
         return await af.race(ask(s.copy(), "a"), ask(s.copy(), "b"))
 
-    with pytest.raises(af.DataDependent, match=r"test_race.py:\d+, in program"):
+    with pytest.raises(af.errors.DataDependent, match=r"test_race.py:\d+, in program"):
         program.trace()

@@ -134,7 +134,7 @@ async def test_a_failed_branch_ends_the_waits_for_its_siblings_with_its_own_erro
         error: BaseException = failure.value
         while isinstance(error, BaseExceptionGroup):
             (error,) = error.exceptions
-        assert isinstance(error, af.EngineFailed)  # the cause, and none of its consequences
+        assert isinstance(error, af.errors.EngineFailed)  # the cause, and none of its consequences
 
 
 async def test_awaiting_all_branches_raises_the_failure_and_not_its_consequence():
@@ -142,15 +142,15 @@ async def test_awaiting_all_branches_raises_the_failure_and_not_its_consequence(
         async with s.fork(3) as branches:
             for branch, text in zip(branches, ("word " * 50, "word " * 50, "!"), strict=True):
                 branch += text + af.gen("x")
-        with pytest.raises(af.EngineFailed):
+        with pytest.raises(af.errors.EngineFailed):
             await branches
-        with pytest.raises(af.EngineFailed):
+        with pytest.raises(af.errors.EngineFailed):
             await branches.gather("x")
         with pytest.raises(
             af.Cancelled, match=r"'x' of state \(0,\).*branch 2 of its fork failed"
         ) as failure:
             await branches[0]["x"]
-        assert isinstance(failure.value.__cause__, af.EngineFailed)
+        assert isinstance(failure.value.__cause__, af.errors.EngineFailed)
         assert (failure.value.path, failure.value.variable) == ((0,), "x")
 
 
@@ -185,7 +185,7 @@ async def test_a_block_left_by_an_error_names_it_as_the_reason():
                 await anyio.lowlevel.checkpoint()
         with pytest.raises(af.Cancelled, match="cancellation of its task"):
             await branches[0]["x"]
-        with pytest.raises(af.StateClosed, match="cancellation of its task"):
+        with pytest.raises(af.errors.StateClosed, match="cancellation of its task"):
             branches[0] += "more"
 
 

@@ -71,7 +71,7 @@ def test_f17b_the_file_has_the_results_and_nothing_else(tmp_path):
     path = tmp_path / "run.jsonl"
     file = opened(path, untyped)
     add(file, a={"mark": 1}, b=None)
-    file.add_failure("c", af.EngineFailed("no c"), USED)
+    file.add_failure("c", af.errors.EngineFailed("no c"), USED)
     file.close()
     assert path.read_text() == '{"mark": 1}\nnull\n'
     header, *entries = map(json.loads, log_of(path).read_text().splitlines())
@@ -148,7 +148,7 @@ def test_a_file_of_something_else_is_refused_and_left_alone(content, log, tmp_pa
     path.write_bytes(content)
     if log is not None:
         log_of(path).write_bytes(log)
-    with pytest.raises(af.BadArgument, match="not a file of results") as refused:
+    with pytest.raises(af.errors.BadArgument, match="not a file of results") as refused:
         opened(path)
     assert refused.value.param == "resume"
     assert path.read_bytes() == content
@@ -159,7 +159,7 @@ def test_f17b_a_file_of_an_earlier_version_is_refused_and_left_alone(tmp_path):
     path = tmp_path / "run.jsonl"
     content = '{"agentflow_map":1,"version":"0.1","program":"program"}\n{"key":"a","result":"x"}\n'
     path.write_text(content)
-    with pytest.raises(af.BadArgument, match="earlier version"):
+    with pytest.raises(af.errors.BadArgument, match="earlier version"):
         opened(path)
     assert path.read_text() == content
 
@@ -169,12 +169,12 @@ def test_the_file_of_another_program_or_format_is_refused(tmp_path):
     file = opened(path, other)
     add(file, a="x")
     file.close()
-    with pytest.raises(af.BadArgument, match=r"'other'.*'program'"):
+    with pytest.raises(af.errors.BadArgument, match=r"'other'.*'program'"):
         opened(path)
     log_of(path).write_text('{"agentflow_map":9,"version":"9","program":"program"}\n')
-    with pytest.raises(af.BadArgument, match="format 9"):
+    with pytest.raises(af.errors.BadArgument, match="format 9"):
         opened(path)
-    with pytest.raises(af.BadArgument, match="cannot be opened"):
+    with pytest.raises(af.errors.BadArgument, match="cannot be opened"):
         opened(tmp_path / "no folder" / "run.jsonl")
 
 
@@ -186,7 +186,7 @@ def test_f17b_results_that_were_changed_are_refused_and_left_alone(old, new, tmp
     file.close()
     changed = path.read_bytes().replace(old, new)
     path.write_bytes(changed)
-    with pytest.raises(af.BadArgument, match="not the one that was written"):
+    with pytest.raises(af.errors.BadArgument, match="not the one that was written"):
         opened(path)
     assert path.read_bytes() == changed
 
@@ -197,7 +197,7 @@ def test_a_damaged_entry_is_named(tmp_path):
     add(file, a="x")
     file.close()
     log_of(path).write_bytes(log_of(path).read_bytes() + b"garbage\n" + b'{"key": "b"}\n')
-    with pytest.raises(af.BadArgument, match="line 3"):
+    with pytest.raises(af.errors.BadArgument, match="line 3"):
         opened(path)
 
 
@@ -213,12 +213,12 @@ def test_f17b_without_the_results_all_inputs_run_again(tmp_path):
 def test_two_writers_at_once_are_refused_also_after_the_file_was_replaced(tmp_path):
     path = tmp_path / "run.jsonl"
     file = opened(path)
-    with pytest.raises(af.BadArgument, match="another map"):
+    with pytest.raises(af.errors.BadArgument, match="another map"):
         opened(path)
     add(file, b="2", a="1")
     file.close(["a", "b"])
     second = opened(path)
-    with pytest.raises(af.BadArgument, match="another map"):
+    with pytest.raises(af.errors.BadArgument, match="another map"):
         opened(path)
     assert [second.result(key) for key in "ab"] == ["1", "2"]
     second.close()
@@ -228,7 +228,7 @@ def test_closed_files_have_one_line_for_each_input_in_their_order(tmp_path):
     path = tmp_path / "run.jsonl"
     file = opened(path)
     for key in "zcab":
-        file.add_failure(key, af.EngineFailed(f"no {key}"), USED)
+        file.add_failure(key, af.errors.EngineFailed(f"no {key}"), USED)
     add(file, a="A")
     file.close()
     file = opened(path)
@@ -352,7 +352,7 @@ def test_results_come_back_as_the_annotated_type(of, result):
 
 
 def test_a_return_type_without_a_form_in_json_is_refused():
-    with pytest.raises(af.BadArgument, match="resume keeps results as JSON"):
+    with pytest.raises(af.errors.BadArgument, match="resume keeps results as JSON"):
         result_form(foreign)
 
 
@@ -367,13 +367,13 @@ def test_equal_inputs_have_keys_of_their_own():
 def test_keys_of_the_program_are_unique_strings_or_integers():
     by_field = Keys("id")
     assert [by_field({"id": 7}), by_field(Usage_like(8))] == [7, 8]
-    with pytest.raises(af.BadArgument, match="two inputs"):
+    with pytest.raises(af.errors.BadArgument, match="two inputs"):
         by_field({"id": 7})
-    with pytest.raises(af.BadArgument, match="no such field"):
+    with pytest.raises(af.errors.BadArgument, match="no such field"):
         by_field({"name": 7})
-    with pytest.raises(af.BadArgument, match="string or an integer"):
+    with pytest.raises(af.errors.BadArgument, match="string or an integer"):
         Keys(lambda item: item)((1, 2))
-    with pytest.raises(af.BadArgument, match="give key="):
+    with pytest.raises(af.errors.BadArgument, match="give key="):
         Keys(None)(object())
 
 

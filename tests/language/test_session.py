@@ -33,25 +33,25 @@ async def test_nothing_can_be_done_after_the_end():
         lambda: flow._link.start_soon(anyio.sleep_forever),
         lambda: flow.capabilities,
     ):
-        with pytest.raises(af.StateClosed, match="session has ended"):
+        with pytest.raises(af.errors.StateClosed, match="session has ended"):
             use()
     for wait in (flow.run(ask, "a"), flow.stats()):
-        with pytest.raises(af.StateClosed, match="session has ended"):
+        with pytest.raises(af.errors.StateClosed, match="session has ended"):
             await wait
     assert await s["x"] == "<a>"  # what was there stays
 
 
 async def test_a_session_is_entered_once():
     flow = af.session(backend=af.Scripted(echo))
-    with pytest.raises(af.StateClosed):
+    with pytest.raises(af.errors.StateClosed):
         flow.check_alive()
-    with pytest.raises(af.StateClosed, match="was not opened"):
+    with pytest.raises(af.errors.StateClosed, match="was not opened"):
         flow.state()
     async with flow:
-        with pytest.raises(af.BadArgument, match="entered once"):
+        with pytest.raises(af.errors.BadArgument, match="entered once"):
             await flow.__aenter__()
         assert await flow.run(ask, "a") == "<a>"
-    with pytest.raises(af.BadArgument, match="entered once"):
+    with pytest.raises(af.errors.BadArgument, match="entered once"):
         await flow.__aenter__()
 
 
@@ -95,7 +95,7 @@ async def test_tasks_that_wait_outside_the_block_fail_at_its_end():
         group.start_soon(expect, af.Cancelled, s._wait)
         group.start_soon(expect, af.Cancelled, s["x"]._wait)
         group.start_soon(expect, af.Cancelled, t._wait)
-        group.start_soon(expect, af.StateClosed, flow.stats)
+        group.start_soon(expect, af.errors.StateClosed, flow.stats)
         await settle()
         assert failed == []
     assert sorted(failed) == ["_wait", "_wait", "_wait", "stats"]
@@ -128,7 +128,7 @@ async def test_a_foreign_error_of_the_backend_is_server_lost():
 
 @pytest.mark.parametrize(
     "error",
-    [KeyError("own"), KeyboardInterrupt(), af.BadArgument("x"), ExceptionGroup("own", [KeyError()])],
+    [KeyError("own"), KeyboardInterrupt(), af.errors.BadArgument("x"), ExceptionGroup("own", [KeyError()])],
     ids=repr,
 )
 async def test_an_error_of_the_block_is_raised_unchanged(error):
@@ -179,9 +179,9 @@ async def test_cancelling_a_session_from_outside():
 async def test_an_error_while_connecting_is_raised_unchanged():
     class Unreachable:
         def connect(self, deliver, lost):
-            raise af.ServerUnreachable("no server")
+            raise af.errors.ServerUnreachable("no server")
 
-    with pytest.raises(af.ServerUnreachable, match="no server"):
+    with pytest.raises(af.errors.ServerUnreachable, match="no server"):
         await af.session(backend=Unreachable()).__aenter__()
 
 
@@ -207,8 +207,8 @@ async def test_failing_stats_do_not_end_the_session():
     backend = af.Scripted(echo)
     backend.generator = HangingGenerator()
     async with af.session(backend=backend) as flow:
-        backend.generator.stats_fault = af.EngineFailed("the engine restarts")
-        with pytest.raises(af.EngineFailed, match="the engine restarts"):
+        backend.generator.stats_fault = af.errors.EngineFailed("the engine restarts")
+        with pytest.raises(af.errors.EngineFailed, match="the engine restarts"):
             await flow.stats()
         assert await flow.run(ask, "a") == "a"
         backend.generator.stats_fault = None
@@ -233,7 +233,7 @@ async def test_stats_of_an_engine_add_up():
 def test_a_session_has_one_backend(monkeypatch):
     backend = af.Scripted(echo)
     for two in ({"url": "ws://x", "backend": backend}, {"model": "m", "backend": backend}):
-        with pytest.raises(af.BadArgument, match="backend"):
+        with pytest.raises(af.errors.BadArgument, match="backend"):
             af.session(**two)
     monkeypatch.setenv("AGENTFLOW_URL", "ws://elsewhere:1")
     monkeypatch.setenv("AGENTFLOW_API_KEY", "af-1")
@@ -255,10 +255,10 @@ def test_f25c_options_of_the_engine_in_this_process(monkeypatch):
     assert isinstance(backend, af.Embedded)
     assert {name: backend._options[name] for name in options} == options
     for name, value in options.items():
-        with pytest.raises(af.BadArgument, match=name):
+        with pytest.raises(af.errors.BadArgument, match=name):
             af.session("ws://there:2", **{name: value})
-        with pytest.raises(af.BadArgument, match="backend"):
+        with pytest.raises(af.errors.BadArgument, match="backend"):
             af.session(backend=af.Scripted([]), **{name: value})
     monkeypatch.setenv("AGENTFLOW_URL", "ws://elsewhere:1")
-    with pytest.raises(af.BadArgument, match="AGENTFLOW_URL"):
+    with pytest.raises(af.errors.BadArgument, match="AGENTFLOW_URL"):
         af.session(kv_tokens=4000)

@@ -72,10 +72,10 @@ async def test_a_set_variable_whose_source_failed_fails_its_state():
         other += "!" + af.gen("x")
         s.set("q", other["x"])
         s += "after" + af.gen("y")
-        with pytest.raises(af.RunFailed, match="'x'") as failure:
+        with pytest.raises(af.errors.RunFailed, match="'x'") as failure:
             await s["q"]
-        assert isinstance(failure.value.__cause__, af.EngineFailed)
-        with pytest.raises(af.RunFailed, match="'y'"):
+        assert isinstance(failure.value.__cause__, af.errors.EngineFailed)
+        with pytest.raises(af.errors.RunFailed, match="'y'"):
             await s["y"]
 
 
@@ -83,7 +83,7 @@ async def test_a_set_variable_whose_source_failed_fails_its_state():
 async def test_only_text_can_be_set(value):
     observed = Observed(af.Scripted(echo))
     async with af.session(backend=observed) as flow, flow.state() as s:
-        with pytest.raises(af.BadArgument, match="must be text"):
+        with pytest.raises(af.errors.BadArgument, match="must be text"):
             s.set("q", value)
         assert observed.ops == [ops.Open(s.id)]
         assert "q" not in s
@@ -92,7 +92,7 @@ async def test_only_text_can_be_set(value):
 @pytest.mark.parametrize("name", ["", None, 3])
 async def test_a_set_variable_needs_a_name(name):
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
-        with pytest.raises(af.BadArgument, match="name"):
+        with pytest.raises(af.errors.BadArgument, match="name"):
             s.set(name, "text")
 
 
@@ -130,7 +130,7 @@ async def test_reads_are_not_among_the_variables_and_events_of_a_program():
             text = s.text()
             assert [v.name for v in s.variables] == ["x", "q"]
             assert text.name not in s
-            with pytest.raises(af.UnknownVariable, match=r"it has: 'x', 'q'"):
+            with pytest.raises(af.errors.UnknownVariable, match=r"it has: 'x', 'q'"):
                 s["text()"]
             return await text
 
@@ -183,7 +183,7 @@ async def test_a_sum_draws_as_its_parts_do():
 async def test_token_ids_are_rejected_by_a_backend_without_them():
     observed = Observed(af.Scripted(echo))
     async with af.session(backend=observed) as flow, flow.state() as s:
-        with pytest.raises(af.NotSupported):
+        with pytest.raises(af.errors.NotSupported):
             s.token_ids()
         assert observed.ops == [ops.Open(s.id)]
 
@@ -262,7 +262,7 @@ async def test_set_and_read_over_the_wire(server):
         assert await s["q"] == "why THIS?"
         assert await s.text() == "say thisthiswhy THIS?"
         assert s["q"].finish_reason == "set"
-        with pytest.raises(af.NotSupported):
+        with pytest.raises(af.errors.NotSupported):
             s.token_ids()
     await server.wait_until_idle()
 
@@ -288,9 +288,9 @@ async def test_a_branch_is_read_after_its_block_is_left(how, server):
                 assert await branches[0].token_ids() == await ids
             s += branches[0].text() + "!"
             assert await s.text() == "the prefix, the prefix, and more!"
-            with pytest.raises(af.StateClosed, match="sealed"):
+            with pytest.raises(af.errors.StateClosed, match="sealed"):
                 branches[0].add("more")
-        with pytest.raises(af.StateClosed, match="nothing can be appended"):
+        with pytest.raises(af.errors.StateClosed, match="nothing can be appended"):
             branches[0].text()
 
 
@@ -320,7 +320,7 @@ async def test_the_memory_of_sealed_branches_is_limited(monkeypatch):
             rounds += branches
             await branches[0].text()  # it has been sealed by then
         assert len(await rounds[-1].text()) == 10_001
-        with pytest.raises(af.StateClosed, match="dropped"):
+        with pytest.raises(af.errors.StateClosed, match="dropped"):
             await rounds[0].text()
         s += "z"
         assert len(await s.text()) == 10_001

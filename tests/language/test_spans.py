@@ -121,7 +121,7 @@ async def test_content_is_in_spans_only_where_it_is_allowed(
 
 async def test_errors_are_recorded(recorded: Recorded):
     async with af.session(backend=af.Scripted(echo)) as flow:
-        with pytest.raises(af.EngineFailed):
+        with pytest.raises(af.errors.EngineFailed):
             await flow.run(ask, "a!")
 
         async def broken(s: af.State) -> None:
@@ -240,7 +240,7 @@ async def test_tool_calls_have_spans(recorded: Recorded, monkeypatch):
 
 
 async def test_a_session_that_cannot_open_is_an_error(recorded: Recorded):
-    with pytest.raises(af.ServerUnreachable):
+    with pytest.raises(af.errors.ServerUnreachable):
         async with af.session("ws://127.0.0.1:1"):
             pass
     (session,) = recorded.spans

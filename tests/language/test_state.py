@@ -65,7 +65,7 @@ async def test_an_append_that_fails_changes_nothing(before, wrong, after):
     async with af.session(backend=observed) as flow, flow.state() as s:
         s += af.gen("old")
         old, sent = s["old"], list(observed.ops)
-        with pytest.raises(af.BadArgument):
+        with pytest.raises(af.errors.BadArgument):
             s += af.assistant(*before, wrong, *after)
         assert observed.ops == sent
         assert s.variables == [old]
@@ -94,7 +94,7 @@ async def test_a_variable_of_another_session_is_refused(observed):
         other.state() as o,
     ):
         o += af.gen("x")
-        with pytest.raises(af.ForeignState, match="'x'"):
+        with pytest.raises(af.errors.ForeignState, match="'x'"):
             s += o["x"]
         s += await o["x"]
         assert observed.of(ops.Text) == [ops.Text(s.id, ("0 chars",))]
@@ -107,15 +107,15 @@ async def test_a_state_is_closed_when_its_run_ends(observed):
             branches = s.fork(1)
             await s
         for use in (lambda: s.add("more"), lambda: s.fork(2), lambda: branches[0].add("more")):
-            with pytest.raises(af.StateClosed, match="has ended"):
+            with pytest.raises(af.errors.StateClosed, match="has ended"):
                 use()
-        with pytest.raises(af.StateClosed, match="cannot become a task group"):
+        with pytest.raises(af.errors.StateClosed, match="cannot become a task group"):
             await branches.__aenter__()
         await s  # all of it was done
         assert await s["x"] == "0 chars"
         s.cancel()  # has nothing to do
         assert observed.of(ops.Cancel) == []
-    with pytest.raises(af.StateClosed, match="session has ended"):
+    with pytest.raises(af.errors.StateClosed, match="session has ended"):
         s += "more"
 
 
@@ -131,7 +131,7 @@ async def test_awaiting_a_state_that_closed_early_fails():
             await s["x"]
         async with flow.state() as t:
             t += "text"
-        with pytest.raises(af.StateClosed, match="has ended"):
+        with pytest.raises(af.errors.StateClosed, match="has ended"):
             await t
 
 
@@ -140,7 +140,7 @@ async def test_tasks_that_await_a_state_fail_when_it_closes():
         received = []
 
         async def wait(state):
-            with pytest.raises(af.StateClosed) as failure:
+            with pytest.raises(af.errors.StateClosed) as failure:
                 await state
             received.append(str(failure.value))
 
@@ -160,7 +160,7 @@ async def test_a_cancelled_state_cannot_be_used(observed):
         s.cancel()
         s.cancel()
         for state in (s, branch):
-            with pytest.raises(af.StateClosed, match="cancelled"):
+            with pytest.raises(af.errors.StateClosed, match="cancelled"):
                 state += "more"
             with pytest.raises(af.Cancelled):
                 await state
@@ -236,18 +236,18 @@ async def test_awaiting_a_turn_that_ends_in_a_finished_gen_sends_no_op(observed)
 
 @pytest.mark.parametrize("as_told", [lambda backend: backend, Unbatched], ids=["at once", "unbatched"])
 async def test_a_failed_state_raises_at_every_await(as_told):
-    backend = as_told(af.Scripted([af.EngineFailed("broken")]))
+    backend = as_told(af.Scripted([af.errors.EngineFailed("broken")]))
     async with af.session(backend=backend) as flow, flow.state() as s:
         s += af.gen("x")
         s += af.gen("y")
         for _ in range(2):
-            with pytest.raises(af.EngineFailed, match="broken"):
+            with pytest.raises(af.errors.EngineFailed, match="broken"):
                 await s
-        with pytest.raises(af.EngineFailed, match="broken"):
+        with pytest.raises(af.errors.EngineFailed, match="broken"):
             await s["x"]
-        with pytest.raises(af.RunFailed, match=r"'y'.*broken") as failure:
+        with pytest.raises(af.errors.RunFailed, match=r"'y'.*broken") as failure:
             await s["y"]
-        assert isinstance(failure.value.__cause__, af.EngineFailed)
+        assert isinstance(failure.value.__cause__, af.errors.EngineFailed)
 
 
 async def test_a_full_backlog_rejects_appends_until_ops_are_done(monkeypatch):
@@ -262,12 +262,12 @@ async def test_a_full_backlog_rejects_appends_until_ops_are_done(monkeypatch):
         for _ in range(98):
             s += "y"
         await engine.gate.held()
-        with pytest.raises(af.BacklogFull):
+        with pytest.raises(af.errors.BacklogFull):
             s.join(branches)
         assert branches[0]._node.own == []  # nothing was asked of the branch
-        with pytest.raises(af.BacklogFull, match="100 ops"):
+        with pytest.raises(af.errors.BacklogFull, match="100 ops"):
             s += "one too many"
-        with pytest.raises(af.BacklogFull):
+        with pytest.raises(af.errors.BacklogFull):
             s.fork(1)
         engine.gate.open()
         await s  # awaiting is what helps, so it is always possible
@@ -293,11 +293,11 @@ async def test_a_finished_variable_of_a_closed_state_stands_for_its_value(observ
 
 
 async def test_a_failed_variable_of_a_closed_state_raises_why():
-    async with af.session(backend=af.Scripted([af.EngineFailed("broken")])) as flow:
+    async with af.session(backend=af.Scripted([af.errors.EngineFailed("broken")])) as flow:
         old, marker = await closed_state(flow, "ask")
         async with flow.state() as s:
             for item in (old["x"], marker):
-                with pytest.raises(af.EngineFailed, match="broken"):
+                with pytest.raises(af.errors.EngineFailed, match="broken"):
                     s += item
 
 
@@ -392,7 +392,7 @@ async def test_a_state_is_used_without_a_block(observed):
         with pytest.raises(af.Cancelled):
             await s["z"]
         for closed in (s, branch):
-            with pytest.raises(af.StateClosed, match="cancelled"):
+            with pytest.raises(af.errors.StateClosed, match="cancelled"):
                 closed.add("x")
     assert observed.of(ops.Open) == [ops.Open(s.id, "salt")]
     assert {op.state for op in observed.of(ops.Close)} == {s.id, branch.id}
@@ -407,7 +407,7 @@ async def test_a_state_without_a_block_ends_with_the_session():
         assert backend.generator.num_running == 1
     with pytest.raises(af.Cancelled, match="session has ended"):
         await s["x"]
-    with pytest.raises(af.StateClosed, match="session has ended"):
+    with pytest.raises(af.errors.StateClosed, match="session has ended"):
         s += "more"
     assert_idle(backend)
 
@@ -427,10 +427,10 @@ async def test_invalid_operands_of_a_sum_are_rejected(wrong):
     async with af.session(backend=af.Scripted(measure)) as flow, flow.state() as s:
         s += af.gen("x")
         for left, right in ((af.gen("y"), wrong), (wrong, af.gen("y")), (s["x"], wrong), (wrong, s["x"])):
-            with pytest.raises(af.BadArgument, match=r"cannot append|used as a number"):
+            with pytest.raises(af.errors.BadArgument, match=r"cannot append|used as a number"):
                 left + right
         for other in (flow, s):
-            with pytest.raises(af.BadArgument):
+            with pytest.raises(af.errors.BadArgument):
                 other + af.gen("y")
 
 
@@ -438,6 +438,6 @@ async def test_appending_to_a_list_of_branches_is_rejected(observed):
     async with af.session(backend=observed) as flow, flow.state() as s:
         branches = s.fork(2)
         for item in ("text", af.gen("x"), s.fork(1)):
-            with pytest.raises(af.BadArgument, match="append to each of them"):
+            with pytest.raises(af.errors.BadArgument, match="append to each of them"):
                 branches += item
         assert len(branches) == 2

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.anyio
 
 def echo(prompt: str) -> str | Exception:
     """Answers with the prompt; a prompt that ends in ``!`` fails."""
-    return af.EngineFailed(f"cannot answer {prompt}") if prompt.endswith("!") else f"say {prompt} again"
+    return (
+        af.errors.EngineFailed(f"cannot answer {prompt}") if prompt.endswith("!") else f"say {prompt} again"
+    )
 
 
 @af.program
@@ -120,7 +122,7 @@ async def test_a_failure_of_the_program_is_raised_after_what_came_before():
     async with af.session(backend=af.Scripted(echo)) as flow:
         stream = flow.stream(program)
         received: list[af.ProgramEvent] = []
-        with pytest.raises(af.EngineFailed, match="cannot answer"):
+        with pytest.raises(af.errors.EngineFailed, match="cannot answer"):
             await collect(stream, received)
         assert received[-1] == af.VariableDone((), "x", "say a again", "eos", af.Usage(1, 0, 3))
         assert await events_of(stream) == []  # it was raised once
@@ -146,7 +148,7 @@ async def test_an_unawaited_failure_is_raised_at_the_end():
         s.fork(1)[0].add("!").add(af.gen("x"))
 
     async with af.session(backend=af.Scripted(echo)) as flow:
-        with pytest.raises(af.EngineFailed):
+        with pytest.raises(af.errors.EngineFailed):
             await events_of(flow.stream(program))
 
 
@@ -284,7 +286,7 @@ async def test_events_of_a_state_that_fails_end_with_the_failure():
         s += "a" + af.gen("x") + "!" + af.gen("y")
         stream = aiter(s)
         received: list[af.ProgramEvent] = []
-        with pytest.raises(af.EngineFailed):
+        with pytest.raises(af.errors.EngineFailed):
             await collect(stream, received)
         assert [event.name for event in received if isinstance(event, af.VariableDone)] == ["x"]
         assert [event async for event in stream] == []

@@ -164,7 +164,7 @@ def test_what_a_backend_is_asked_for():
     ],
 )
 def test_an_invalid_tag_is_rejected(arguments, message):
-    with pytest.raises(af.BadArgument, match=message):
+    with pytest.raises(af.errors.BadArgument, match=message):
         af.Tag(**arguments)
 
 
@@ -186,10 +186,10 @@ def test_an_invalid_tag_is_rejected(arguments, message):
     ],
 )
 def test_an_invalid_gen_is_rejected(arguments, message):
-    with pytest.raises(af.BadArgument, match=message):
+    with pytest.raises(af.errors.BadArgument, match=message):
         af.gen("r", **arguments)
 
 
 def test_a_tag_needs_an_end():
-    with pytest.raises(af.BadArgument, match="end must not be empty"):
+    with pytest.raises(af.errors.BadArgument, match="end must not be empty"):
         af.Tag("<n>", schema={"type": "integer"}, end="")

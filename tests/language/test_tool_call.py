@@ -110,7 +110,7 @@ async def test_calls_of_a_schema_have_no_function():
         {"name": "ping", "arguments": {}},
     )
     assert (order.arguments, ping.arguments, ping.function) == ({"to": {"street": "a"}}, {}, None)
-    with pytest.raises(af.BadArgument, match="'order'"):
+    with pytest.raises(af.errors.BadArgument, match="'order'"):
         order()
 
 
@@ -202,7 +202,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("tools", "message"), REFUSED)
 def test_invalid_tools_are_rejected(tools, message):
-    with pytest.raises(af.BadArgument, match=message):
+    with pytest.raises(af.errors.BadArgument, match=message):
         af.gen("x", tools=tools)
 
 

@@ -129,7 +129,7 @@ class TestFailures:
                 by_end({"clarity.</user><assistant>": ValueError("broken"), "<assistant>": "yes"})
             )
             async with af.session(backend=backend) as flow:
-                with pytest.raises(af.RunFailed, match="branch 0") as failure:
+                with pytest.raises(af.errors.RunFailed, match="branch 0") as failure:
                     await flow.submit(judge.trace(dimensions=["clarity", "b"]), {"essay": "x"})
                 assert "broken" in str(failure.value.__cause__ or failure.value)
             assert backend.generator.num_open == backend.generator.num_running == 0
@@ -144,7 +144,7 @@ class TestFailures:
 
         backend = af.Scripted({"x": ValueError("broken"), "y": "fine"})
         async with af.session(backend=backend) as flow:
-            with pytest.raises(af.EngineFailed, match="broken"):
+            with pytest.raises(af.errors.EngineFailed, match="broken"):
                 await flow.submit(lost.trace())
 
     async def test_cancelling_the_submission_cancels_the_graph(self):
@@ -166,12 +166,12 @@ class TestFailures:
     )
     async def test_the_arguments_are_checked(self, inputs, problem):
         async with af.session(backend=af.Scripted([])) as flow:
-            with pytest.raises(af.BadArgument, match=problem):
+            with pytest.raises(af.errors.BadArgument, match=problem):
                 await flow.submit(judge.trace(dimensions=["a"]), inputs)
 
     async def test_only_graphs_are_submitted(self):
         async with af.session(backend=af.Scripted([])) as flow:
-            with pytest.raises(af.BadArgument, match=re.escape("which program.trace(...) makes")):
+            with pytest.raises(af.errors.BadArgument, match=re.escape("which program.trace(...) makes")):
                 await flow.submit(judge)
 
 
@@ -212,7 +212,7 @@ async def test_inspecting_a_value_is_rejected_with_the_line(look, of):
         return await look(await s["x"] if of == "a value" else question)
 
     line = look.__code__.co_firstlineno + 1
-    with pytest.raises(af.DataDependent, match=rf"test_trace\.py:{line}, in {look.__name__}"):
+    with pytest.raises(af.errors.DataDependent, match=rf"test_trace\.py:{line}, in {look.__name__}"):
         looks.trace()
 
 
@@ -259,7 +259,7 @@ async def test_operations_that_need_a_value_are_rejected_with_the_line(use):
         return await use(s)
 
     line = use.__code__.co_firstlineno + 1
-    with pytest.raises(af.DataDependent, match=rf"test_trace\.py:{line}, in {use.__name__}"):
+    with pytest.raises(af.errors.DataDependent, match=rf"test_trace\.py:{line}, in {use.__name__}"):
         uses.trace()
 
 
@@ -273,7 +273,7 @@ async def test_the_line_is_named_from_within_a_fork_too():
                 branch += branch["x"].map(str.upper)
 
     line = uses.function.__code__.co_firstlineno + 6
-    with pytest.raises(af.DataDependent, match=rf"test_trace\.py:{line}, in uses: variable 'x'"):
+    with pytest.raises(af.errors.DataDependent, match=rf"test_trace\.py:{line}, in uses: variable 'x'"):
         uses.trace()
 
 
@@ -282,12 +282,12 @@ async def test_waiting_for_something_else_is_refused():
     async def waits(s: af.State) -> None:
         await anyio.lowlevel.checkpoint()
 
-    with pytest.raises(af.DataDependent, match="waits for something that is not the model"):
+    with pytest.raises(af.errors.DataDependent, match="waits for something that is not the model"):
         waits.trace()
 
 
 def test_arguments_that_are_not_text_must_be_given():
-    with pytest.raises(af.BadArgument, match="'dimensions'"):
+    with pytest.raises(af.errors.BadArgument, match="'dimensions'"):
         judge.trace()
 
 

@@ -70,14 +70,14 @@ async def test_turns_cannot_be_nested(how):
         s += "before"
         async with s.assistant():
             num_ops = len(observed.ops)
-            with pytest.raises(af.BadArgument, match=r"inside another turn"):
+            with pytest.raises(af.errors.BadArgument, match=r"inside another turn"):
                 OPENINGS[how](s)
-            with pytest.raises(af.BadArgument, match="the assistant turn is open"):
+            with pytest.raises(af.errors.BadArgument, match="the assistant turn is open"):
                 async with s.tool_result():
                     raise AssertionError("entered")
             branch = s.fork(1)[0]
             num_ops += 1
-            with pytest.raises(af.BadArgument, match="inside another turn"):
+            with pytest.raises(af.errors.BadArgument, match="inside another turn"):
                 OPENINGS[how](branch)
             assert len(observed.ops) == num_ops, "something was submitted"
         s += af.user("y")
@@ -87,7 +87,7 @@ async def test_turns_cannot_be_nested(how):
 async def test_a_turn_inside_a_call_is_refused_before_anything_is_appended():
     observed = Observed(af.Scripted(answer))
     async with af.session(backend=observed) as flow, flow.state() as s:
-        with pytest.raises(af.BadArgument, match="the user turn is open"):
+        with pytest.raises(af.errors.BadArgument, match="the user turn is open"):
             s += "text" + af.user("a", af.gen("x"), af.assistant("b"))
         assert observed.ops == [ops.Open(s.id)]
         assert "x" not in s
@@ -97,10 +97,10 @@ async def test_a_turn_inside_a_call_is_refused_before_anything_is_appended():
 
 async def test_a_turn_that_is_not_open_cannot_end():
     async with af.session(backend=af.Scripted(answer)) as flow, flow.state() as s:
-        with pytest.raises(af.BadArgument, match="no open turn"):
+        with pytest.raises(af.errors.BadArgument, match="no open turn"):
             s.end()
         s += af.user("x")
-        with pytest.raises(af.BadArgument, match="no open turn"):
+        with pytest.raises(af.errors.BadArgument, match="no open turn"):
             s.end()
         assert await s.text() == "<user>x</user>"
 
@@ -108,7 +108,7 @@ async def test_a_turn_that_is_not_open_cannot_end():
 @pytest.mark.parametrize("role", ["User", "", "developer", None, 3, ["user"]])
 async def test_an_unknown_role_is_rejected(role):
     async with af.session(backend=af.Scripted(answer)) as flow, flow.state() as s:
-        with pytest.raises(af.BadArgument, match="system, user, assistant, tool"):
+        with pytest.raises(af.errors.BadArgument, match="system, user, assistant, tool"):
             s.begin(role)
 
 
@@ -169,7 +169,7 @@ async def test_a_block_that_raises_leaves_its_turn_open():
             async with s.user():
                 s += "half"
                 raise ZeroDivisionError
-        with pytest.raises(af.BadArgument, match="the user turn is open"):
+        with pytest.raises(af.errors.BadArgument, match="the user turn is open"):
             s += af.assistant("x")
         s += " and whole"
         s.end()
@@ -195,9 +195,9 @@ async def test_messages_wait_for_running_gens_and_are_those_of_the_call():
 
 
 async def test_messages_of_a_failed_state_raise_its_failure():
-    async with af.session(backend=af.Scripted([af.EngineFailed("broken")])) as flow, flow.state() as s:
+    async with af.session(backend=af.Scripted([af.errors.EngineFailed("broken")])) as flow, flow.state() as s:
         s += af.assistant(af.gen("x"))
-        with pytest.raises(af.EngineFailed, match="broken"):
+        with pytest.raises(af.errors.EngineFailed, match="broken"):
             await s.messages()
 
 
@@ -207,7 +207,7 @@ async def test_messages_with_an_image_are_rejected():
         s += af.user("look")
         assert await s.messages() == [{"role": "user", "content": "look"}]
         s += af.user(af.image("https://example.com/a.png"))
-        with pytest.raises(af.NotSupported, match="holds an image"):
+        with pytest.raises(af.errors.NotSupported, match="holds an image"):
             await s.messages()
 
 
@@ -268,12 +268,12 @@ async def test_a_generation_whose_turn_is_unclear_is_rejected(expression):
             af.assistant("a"),
         ):
             num_ops = len(observed.ops)
-            with pytest.raises(af.BadArgument, match=r"af\.assistant\("):
+            with pytest.raises(af.errors.BadArgument, match=r"af\.assistant\("):
                 s += before + expression
             assert len(observed.ops) == num_ops
         s += af.assistant(af.gen("y"))
         for state in (s, s.copy()):
-            with pytest.raises(af.BadArgument, match="assistant's turn"):
+            with pytest.raises(af.errors.BadArgument, match="assistant's turn"):
                 state.add(expression)
         s += "text"
         s += af.user("a turn makes it clear again") + expression
@@ -338,7 +338,7 @@ def step(kind: str, number: int, states: list[tuple[af.State, PlainState]]) -> N
         plain.append(f"t{number} ")
     elif kind == "gen":
         if plain.rejects_gen:
-            with pytest.raises(af.BadArgument, match=r"turn"):
+            with pytest.raises(af.errors.BadArgument, match=r"turn"):
                 state.add(af.gen("x"))
             return
         plain.generate()

@@ -54,7 +54,7 @@ async def test_wrong_name():
         return await s["anwser"]
 
     async with opened() as flow:
-        with pytest.raises(af.UnknownVariable) as failure:
+        with pytest.raises(af.errors.UnknownVariable) as failure:
             await flow.run(program)
         says(failure.value, "'anwser'", "did you mean 'answer'?")
         assert last_line(failure.value) == 'return await s["anwser"]'
@@ -64,7 +64,7 @@ async def test_the_name_of_a_branch_on_its_parent():
     async with opened() as flow, flow.state() as s:
         async with s.fork(2) as branches:
             branches[1] += af.gen("idea")
-        with pytest.raises(af.UnknownVariable, match=r"branches\[1\]\['idea'\]"):
+        with pytest.raises(af.errors.UnknownVariable, match=r"branches\[1\]\['idea'\]"):
             s["idea"]
 
 
@@ -88,7 +88,7 @@ async def test_missing_await(use):
         return USES[use](s["answer"])
 
     async with opened() as flow:
-        with pytest.raises((af.BadArgument, AttributeError, TypeError)) as failure:
+        with pytest.raises((af.errors.BadArgument, AttributeError, TypeError)) as failure:
             await flow.run(program)
         says(failure.value, "await it first")
         assert "USES[use]" in shown(failure.value)
@@ -101,7 +101,7 @@ async def test_reused_state():
 
     async with opened() as flow:
         s = await flow.run(program)
-        with pytest.raises(af.StateClosed) as failure:
+        with pytest.raises(af.errors.StateClosed) as failure:
             s += "more"
         says(failure.value, "has ended with its run", "return values", "flow.state()")
 
@@ -109,7 +109,7 @@ async def test_reused_state():
 async def test_foreign_variable():
     async with opened() as flow, opened() as other, flow.state() as s, other.state() as t:
         s += af.gen("answer")
-        with pytest.raises(af.ForeignState) as failure:
+        with pytest.raises(af.errors.ForeignState) as failure:
             t += f"It said {s['answer']}"
         says(failure.value, "'answer'", "another session", "await it and append its value")
 
@@ -129,7 +129,9 @@ async def test_name_collision():
         assert await flow.run(program, **named) == ["<a>", "<a<a>bcd>"]
         assert await flow.map(program, [named]) == [["<a>", "<a<a>bcd>"]]
         assert await flow.submit(program.trace(), named) == ["<a>", "<a<a>bcd>"]
-        with pytest.raises(af.BadArgument) as failure:  # two gens of one name: the type says which is meant
+        with pytest.raises(
+            af.errors.BadArgument
+        ) as failure:  # two gens of one name: the type says which is meant
             await typed_twice(flow)
         says(failure.value, "'x'", "is not of this gen", "before another of that name")
 
@@ -140,15 +142,15 @@ async def typed_twice(flow: af.Session) -> None:
         s += first + second
         try:
             s[first]
-        except af.UnknownVariable as error:
-            raise af.BadArgument(str(error)) from None
+        except af.errors.UnknownVariable as error:
+            raise af.errors.BadArgument(str(error)) from None
 
 
 def test_an_argument_that_is_named_as_the_session():
     async def program(s: af.State, session: str) -> str:
         return session
 
-    with pytest.raises(af.BadArgument, match="by position"):
+    with pytest.raises(af.errors.BadArgument, match="by position"):
         af.run(program, session="morning")
     assert af.run(program, "morning", session=opened()) == "morning"
 
@@ -167,7 +169,7 @@ async def test_blocking_call(monkeypatch):
         return text
 
     with warnings.catch_warnings():
-        warnings.simplefilter("default", af.BlockingWarning)
+        warnings.simplefilter("default", af.errors.BlockingWarning)
         monkeypatch.setattr(warnings, "showwarning", show)
         async with opened() as flow, flow.state() as s:
             s += "a" + af.gen("answer")
@@ -200,7 +202,7 @@ class Graded:
     ],
 )
 async def test_schema_slip(schema, words):
-    with pytest.raises(af.BadArgument) as failure:
+    with pytest.raises(af.errors.BadArgument) as failure:
         af.gen("report", schema=schema)
     says(failure.value, *words)
     assert last_line(failure.value) == 'af.gen("report", schema=schema)'
@@ -216,7 +218,7 @@ async def test_too_long_prompt():
 
 
 async def test_no_server(free_tcp_port):
-    with pytest.raises(af.ServerUnreachable) as failure:
+    with pytest.raises(af.errors.ServerUnreachable) as failure:
         async with af.session(f"ws://127.0.0.1:{free_tcp_port}"):
             pass
     says(failure.value, f"127.0.0.1:{free_tcp_port}", "agentflow serve", "check the address")
@@ -226,7 +228,7 @@ async def test_no_server(free_tcp_port):
 async def test_no_model(tmp_path, monkeypatch):
     monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
     monkeypatch.delenv("AGENTFLOW_URL", raising=False)
-    with pytest.raises(af.UnknownModel) as failure:
+    with pytest.raises(af.errors.UnknownModel) as failure:
         async with af.session():
             pass
     says(failure.value, "agentflow pull smollm2-135m")
@@ -243,7 +245,7 @@ async def test_wrong_key(api_key):
         yield HangingGenerator()
 
     async with running_server(one_model(opening), access=access) as server:
-        with pytest.raises(af.NotAuthorized) as failure:
+        with pytest.raises(af.errors.NotAuthorized) as failure:
             async with af.session(server.url, api_key=api_key):
                 pass
     says(failure.value, server.url.partition("/")[2].strip("/"), "API key", "api_key=")
@@ -252,7 +254,7 @@ async def test_wrong_key(api_key):
 async def test_closed_session():
     async with opened() as flow:
         pass
-    with pytest.raises(af.StateClosed) as failure:
+    with pytest.raises(af.errors.StateClosed) as failure:
         flow.state()
     says(failure.value, "the session has ended", "async with")
 
@@ -260,7 +262,7 @@ async def test_closed_session():
 async def test_session_that_was_not_opened():
     flow = opened()
     for use in (flow.state, flow.check_alive, lambda: flow.capabilities):
-        with pytest.raises(af.StateClosed) as failure:
+        with pytest.raises(af.errors.StateClosed) as failure:
             use()
         says(failure.value, "was not opened", "async with af.session(...) as flow:")
 
@@ -282,7 +284,7 @@ async def test_two_writers():
         with pytest.raises(BaseExceptionGroup) as failure:
             await in_tasks(write, s)
     (error,) = failure.value.exceptions
-    assert isinstance(error, af.ConcurrentAppend)
+    assert isinstance(error, af.errors.ConcurrentAppend)
     says(error, "two tasks", f"{FILE}:{line}, in write", "give each task a branch")
 
 
@@ -301,7 +303,7 @@ async def test_sync_in_async():
     async def program(s: af.State) -> None:
         pass
 
-    with pytest.raises(af.ProgramError) as failure:
+    with pytest.raises(af.errors.ProgramError) as failure:
         af.run(program)
     says(failure.value, "event loop", "await flow.run(...)")
 
@@ -315,7 +317,7 @@ async def test_a_function_that_is_not_async():
         return "done"
 
     async with opened() as flow:
-        with pytest.raises(af.BadArgument) as failure:
+        with pytest.raises(af.errors.BadArgument) as failure:
             await flow.run(program)
     line = program.__code__.co_firstlineno
     says(failure.value, f"{FILE}:{line}, in program", "'done'", "async def")
@@ -324,10 +326,10 @@ async def test_a_function_that_is_not_async():
 async def test_with_and_for_instead_of_async():
     async with opened() as flow, flow.state() as s:
         for item in (opened(), s, s.fork(1), s.user(), flow.map(nothing, [])):
-            with pytest.raises(af.BadArgument, match="`async with`"), item:
+            with pytest.raises(af.errors.BadArgument, match="`async with`"), item:
                 pass
         for item in (s, flow.map(nothing, [])):
-            with pytest.raises(af.BadArgument, match="`async for`"):
+            with pytest.raises(af.errors.BadArgument, match="`async for`"):
                 list(item)
 
 
@@ -336,11 +338,11 @@ def untyped(city):
 
 
 async def test_bad_tool():
-    with pytest.raises(af.BadArgument) as failure:
+    with pytest.raises(af.errors.BadArgument) as failure:
         af.gen("calls", tools=[untyped])
     line = untyped.__code__.co_firstlineno
     says(failure.value, "tool 'untyped'", "'city'", "city: str", f"{FILE}:{line}, in untyped")
-    with pytest.raises(af.BadArgument, match=r"a tool is a function or a schema.*'weather'"):
+    with pytest.raises(af.errors.BadArgument, match=r"a tool is a function or a schema.*'weather'"):
         af.gen("calls", tools=["weather"])
 
 
@@ -353,7 +355,7 @@ async def test_a_function_of_map_that_raises():
         s += af.gen("answer")
         s += af.user(s["answer"].map(shout))
         s += af.gen("next")
-        with pytest.raises(af.RunFailed) as failure:
+        with pytest.raises(af.errors.RunFailed) as failure:
             await s["next"]
         says(failure.value, "TypeError", f"{FILE}:{line}, in shout")
         root: BaseException = failure.value
@@ -368,7 +370,7 @@ def test_an_error_of_a_script_shows_the_program_alone():
         s += af.gen("answer")
         return await s["anwser"]
 
-    with pytest.raises(af.UnknownVariable) as failure:
+    with pytest.raises(af.errors.UnknownVariable) as failure:
         af.run(program, session=opened())
     names = [step.name for step in traceback.extract_tb(failure.value.__traceback__)]
     assert names[-1] == "program"

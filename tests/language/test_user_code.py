@@ -267,7 +267,7 @@ async def test_f12b_a_cancellation_by_asyncio_passes(anyio_backend):
     job = asyncio.create_task(anyio.sleep_forever())  # noqa: TID251  # of the user
     await anyio.lowlevel.checkpoint()
     job.cancel()
-    with pytest.raises(af.RunFailed) as caught, UserCode("the block"):
+    with pytest.raises(af.errors.RunFailed) as caught, UserCode("the block"):
         await job
     assert isinstance(caught.value.__cause__, asyncio.CancelledError)
 

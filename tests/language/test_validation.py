@@ -68,7 +68,7 @@ async def test_without_a_valid_value_the_state_fails_with_the_last_error():
         with pytest.raises(af.InvalidValue, match=r"'5'.*it is odd") as failure:
             await s["n"]
         assert "test_validation.py" in failure.value.__notes__[0]
-        with pytest.raises(af.RunFailed, match="'n'") as failed:
+        with pytest.raises(af.errors.RunFailed, match="'n'") as failed:
             await s
         assert isinstance(failed.value.__cause__, af.InvalidValue)
         assert len(backend.of(ops.Gen)) == 3
@@ -88,10 +88,10 @@ async def test_a_run_raises_what_its_program_did_not_await():
 
 
 async def test_a_failed_attempt_is_not_repeated():
-    backend = Observed(af.Scripted(["1", af.EngineFailed("no power"), "2"]))
+    backend = Observed(af.Scripted(["1", af.errors.EngineFailed("no power"), "2"]))
     async with af.session(backend=backend) as flow, flow.state() as s:
         s += even()
-        with pytest.raises(af.EngineFailed, match="no power"):
+        with pytest.raises(af.errors.EngineFailed, match="no power"):
             await s["n"]
         assert len(backend.of(ops.Gen)) == 2
 
@@ -189,13 +189,13 @@ async def test_a_trace_cannot_hold_it():
         s += even()
         return await s["n"]
 
-    with pytest.raises(af.DataDependent, match="retry"):
+    with pytest.raises(af.errors.DataDependent, match="retry"):
         program.trace()
 
 
 async def test_a_backend_without_the_constraint_rejects_it_at_once():
     async with af.session(backend=af.Scripted(["x"])) as flow, flow.state() as s:
-        with pytest.raises(af.NotSupported):
+        with pytest.raises(af.errors.NotSupported):
             s += "a" + af.gen("x", schema=Even, logprobs=True, on_invalid="retry")
         assert await s.text() == ""
 
@@ -210,10 +210,10 @@ async def test_a_backend_without_the_constraint_rejects_it_at_once():
     ],
 )
 def test_wrong_options_are_rejected(options, param):
-    with pytest.raises(af.BadArgument) as failure:
+    with pytest.raises(af.errors.BadArgument) as failure:
         af.gen("x", **options)
     assert failure.value.param == param
-    with pytest.raises(af.BadArgument):
+    with pytest.raises(af.errors.BadArgument):
         af.reply("x", on_invalid="retry")
 
 

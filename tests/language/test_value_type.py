@@ -246,7 +246,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("wanted", "message"), REFUSED)
 def test_invalid_types_are_rejected(wanted, message):
-    with pytest.raises(af.BadArgument, match=message):
+    with pytest.raises(af.errors.BadArgument, match=message):
         af.gen("r", **wanted)
 
 
@@ -258,7 +258,7 @@ async def test_typed_values_over_the_wire(server):
         assert await s[number] == 42
         assert await s[report].json("grade") == "3"
         s += " x" + af.gen("bad", type=int)
-        with pytest.raises(af.RunFailed, match="regex"):
+        with pytest.raises(af.errors.RunFailed, match="regex"):
             await s["bad"]
 
 
@@ -268,16 +268,16 @@ async def test_typed_values_over_the_wire(server):
 async def test_an_expression_looks_up_only_its_own_variable():
     number = af.gen("x", type=int)
     async with af.session(backend=af.Scripted(["text", "1", "text"])) as flow, flow.state() as s:
-        with pytest.raises(af.UnknownVariable, match="'x'"):
+        with pytest.raises(af.errors.UnknownVariable, match="'x'"):
             s[number]
         s += af.gen("x")
-        with pytest.raises(af.UnknownVariable, match="not of this gen"):
+        with pytest.raises(af.errors.UnknownVariable, match="not of this gen"):
             s[number]
         s += number
         found = s[number]
         assert s.copy()[number] is found
         s += af.gen("x")
-        with pytest.raises(af.UnknownVariable, match="before another"):
+        with pytest.raises(af.errors.UnknownVariable, match="before another"):
             s[number]
         assert (await found, await s["x"]) == (1, "text")
 

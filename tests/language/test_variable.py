@@ -13,7 +13,7 @@ from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio
 
-PROMPTS = {"numbers:": "one two three four", "fail": af.EngineFailed("broken")}
+PROMPTS = {"numbers:": "one two three four", "fail": af.errors.EngineFailed("broken")}
 
 
 async def read(variable: af.Variable, into: list[str]) -> None:
@@ -77,7 +77,7 @@ async def test_results_are_unavailable_before_the_end():
         s += af.gen("x")
         await backend.allow(1)
         for field in ("finish_reason", "usage", "logprobs", "top_logprobs", "choices"):
-            with pytest.raises(af.BadArgument, match="'x'"):
+            with pytest.raises(af.errors.BadArgument, match="'x'"):
                 getattr(s["x"], field)
         assert (s["x"].text, s["x"].is_done, s["x"].has_value) == ("yes", False, False)
         assert repr(s["x"]).partition(" ")[2] == "'x' of (): 3 chars so far>"
@@ -85,7 +85,7 @@ async def test_results_are_unavailable_before_the_end():
         assert s["x"].finish_reason == "eos"
         assert s["x"].usage == af.Usage(1, 0, 2)
         assert (s["x"].logprobs, s["x"].top_logprobs) == (None, None)
-        with pytest.raises(af.BadArgument, match="choices"):
+        with pytest.raises(af.errors.BadArgument, match="choices"):
             _ = s["x"].choices
         assert (s["x"].is_done, s["x"].has_value) == (True, True)
         assert repr(s["x"]).partition(" ")[2] == "'x' of (): done>"
@@ -107,11 +107,11 @@ async def test_a_failure_reaches_every_reader():
     async with af.session(backend=af.Scripted(by_end(PROMPTS))) as flow, flow.state() as s:
         s += "fail" + af.gen("x")
         for _ in range(2):
-            with pytest.raises(af.EngineFailed, match="broken"):
+            with pytest.raises(af.errors.EngineFailed, match="broken"):
                 await s["x"]
-            with pytest.raises(af.EngineFailed, match="broken"):
+            with pytest.raises(af.errors.EngineFailed, match="broken"):
                 await read(s["x"], [])
-            with pytest.raises(af.EngineFailed, match="broken"):
+            with pytest.raises(af.errors.EngineFailed, match="broken"):
                 _ = s["x"].usage
         assert (s["x"].is_done, s["x"].has_value) == (True, False)
         assert repr(s["x"]).partition(" ")[2] == "'x' of (): failed>"
@@ -195,9 +195,9 @@ async def test_a_long_chain_that_fails_fails_everywhere_with_the_first_cause():
         for branch in branches:
             branch += previous + af.gen("x")
             previous = branch["x"]
-        with pytest.raises(af.RunFailed, match="'x'") as failure:
+        with pytest.raises(af.errors.RunFailed, match="'x'") as failure:
             await previous
-        assert isinstance(failure.value.__cause__, af.EngineFailed)
+        assert isinstance(failure.value.__cause__, af.errors.EngineFailed)
 
 
 def special_ids(engine: FakeEngine) -> list[int]:

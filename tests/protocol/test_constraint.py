@@ -85,7 +85,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("constraint", "message"), REFUSED)
 def test_invalid_constraints_are_rejected(constraint, message):
-    with pytest.raises(af.BadArgument, match=message):
+    with pytest.raises(af.errors.BadArgument, match=message):
         constraint.check()
 
 
@@ -96,7 +96,7 @@ async def test_an_unsupported_constraint_is_rejected_before_an_op_is_sent(kind):
     backend.generator.capabilities = Capabilities("small", constraints=others)
     observed = Observed(backend)
     async with af.session(backend=observed) as flow, flow.state() as s:
-        with pytest.raises(af.NotSupported, match=f"'{kind}'"):
+        with pytest.raises(af.errors.NotSupported, match=f"'{kind}'"):
             s += af.user("first") + af.assistant(af.gen("r", **KINDS[kind]))
         assert observed.ops == [ops.Open(s.id)]
         assert await s.messages() == []
@@ -111,7 +111,7 @@ async def test_a_server_rejects_an_unsupported_constraint(server, kind):
         server.call(lambda: setattr(server.generator, "capabilities", unable))
         try:
             s += "a" + af.gen("r", **KINDS[kind])
-            with pytest.raises(af.NotSupported, match=rf"'{kind}'"):
+            with pytest.raises(af.errors.NotSupported, match=rf"'{kind}'"):
                 await s["r"]
         finally:
             server.call(lambda: setattr(server.generator, "capabilities", able))
@@ -124,6 +124,6 @@ async def test_an_invalid_constraint_over_the_wire_fails_its_state(server):
         gen = ops.Gen(s.id, flow._link.next_id(), "bad", af.gen("bad").params, bad)
         flow._link._connection.send([gen])
         s += "more"
-        with pytest.raises(af.BadArgument, match="choices"):
+        with pytest.raises(af.errors.BadArgument, match="choices"):
             await s
     await server.wait_until_idle()

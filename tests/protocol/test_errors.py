@@ -40,11 +40,23 @@ def test_the_drawing_is_the_tree():
     assert drawn_parents() == real
 
 
-def test_every_error_is_public():
-    names = {error.__name__ for error in all_classes()}
-    of_commands = {"PortInUse", "PullFailed"}
-    assert names - set(af.__all__) == of_commands
-    assert all(issubclass(getattr(af.errors, name), af.AgentflowError) for name in names)
+def test_the_errors_that_programs_catch_are_names_of_the_package():
+    caught = {
+        name
+        for name in af.__all__
+        if isinstance(value := getattr(af, name), type) and issubclass(value, Exception)
+    }
+    assert caught == {
+        "AgentflowError",
+        "BudgetExceeded",
+        "Cancelled",
+        "DeadlineExceeded",
+        "InvalidValue",
+        "Overloaded",
+        "PromptTooLong",
+        "ServerLost",
+    }
+    assert all(getattr(af, name) is getattr(errors, name) for name in caught)
 
 
 def test_every_class_has_a_code_of_its_own_and_is_found_by_it():
@@ -61,14 +73,14 @@ def test_a_code_from_a_newer_version_is_the_root_class():
 
 
 def test_errors_inherit_from_the_errors_of_python():
-    assert issubclass(af.BadArgument, ValueError)
-    assert issubclass(af.UnknownVariable, KeyError)
-    assert str(af.UnknownVariable("no 'x'")) == "no 'x'"  # not its repr, as of a KeyError
+    assert issubclass(af.errors.BadArgument, ValueError)
+    assert issubclass(af.errors.UnknownVariable, KeyError)
+    assert str(af.errors.UnknownVariable("no 'x'")) == "no 'x'"  # not its repr, as of a KeyError
 
 
 def one_info(causes: st.SearchStrategy[ErrorInfo | None]) -> st.SearchStrategy[ErrorInfo]:
     codes = st.sampled_from([error.code for error in all_classes()])
-    limits = st.sampled_from([af.Overloaded.code, af.RateLimited.code])
+    limits = st.sampled_from([af.Overloaded.code, af.errors.RateLimited.code])
     waits = st.none() | st.floats(0, 1e9)
     texts = st.text(max_size=20)
     params = st.none() | st.text(min_size=1, max_size=20)
@@ -101,18 +113,18 @@ def test_the_origin_is_the_last_cause(info):
 
 
 def test_a_foreign_exception_is_sent_as_its_description():
-    error = af.EngineFailed("broken")
+    error = af.errors.EngineFailed("broken")
     error.__cause__ = ZeroDivisionError("by zero")
     info = ErrorInfo.of(error)
     assert info.cause == ErrorInfo("run_failed", "ZeroDivisionError('by zero')")
-    assert isinstance(info.to_exception().__cause__, af.RunFailed)
+    assert isinstance(info.to_exception().__cause__, af.errors.RunFailed)
 
 
 @pytest.mark.parametrize("make_cycle", [False, True])
 def test_a_long_chain_of_causes_is_truncated(make_cycle):
-    first = error = af.RunFailed("0")
+    first = error = af.errors.RunFailed("0")
     for number in range(1, 10_000):
-        error.__cause__ = af.RunFailed(str(number))
+        error.__cause__ = af.errors.RunFailed(str(number))
         error = error.__cause__
     if make_cycle:
         error.__cause__ = first

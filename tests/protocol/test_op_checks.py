@@ -49,7 +49,7 @@ async def test_bad_arguments_are_rejected_where_they_are_written(server, is_remo
     async with opened(server if is_remote else None) as flow, flow.state() as s:
         s += "say #1" + af.gen("x")
         for write in BAD.values():
-            with pytest.raises(af.BadArgument):
+            with pytest.raises(af.errors.BadArgument):
                 write(flow, s)
         s += "say #1" + af.gen("z")  # the state has taken none of it
         await s["z"]
@@ -62,7 +62,7 @@ async def test_bad_arguments_are_rejected_where_they_are_written(server, is_remo
 async def test_a_map_to_a_lone_surrogate_fails_only_its_variable(server, is_remote: bool) -> None:
     async with opened(server if is_remote else None) as flow, flow.state() as s:
         s += "say #1" + af.gen("x")
-        with pytest.raises(af.BadArgument):
+        with pytest.raises(af.errors.BadArgument):
             await s["x"].map(lambda text: HALF)
         s += af.gen("y")
         await s["y"]
@@ -122,7 +122,7 @@ UNSUPPORTED = [
 async def test_unsupported_ops_are_rejected_before_anything_runs(program, ability, is_graph) -> None:
     backend = LimitedBackend(**{ability: False})
     async with af.session(backend=backend) as flow:
-        with pytest.raises(af.NotSupported):
+        with pytest.raises(af.errors.NotSupported):
             await (flow.submit(program.trace()) if is_graph else flow.run(program))
         await anyio.wait_all_tasks_blocked()
         assert (await flow.stats()).steps == 0

@@ -78,11 +78,11 @@ async def test_a_failing_transform_fails_only_its_consumers(name, argument, text
     async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as other:
         s += af.gen("x", max_tokens=100_000)
         other += applied(s["x"], name, argument) + af.gen("y")
-        with pytest.raises(af.RunFailed, match=message):
+        with pytest.raises(af.errors.RunFailed, match=message):
             await applied(s["x"], name, argument)
-        with pytest.raises(af.RunFailed, match=message):
+        with pytest.raises(af.errors.RunFailed, match=message):
             await other
-        with pytest.raises(af.RunFailed, match="'y'"):
+        with pytest.raises(af.errors.RunFailed, match="'y'"):
             await other["y"]
         await s
         assert await s.text() == text
@@ -96,7 +96,7 @@ async def test_transforms_over_the_wire(server):
         assert await other.text() == "in KÖLN,deutz"
         failing = other.copy()
         failing += s["place"].json("city.street")
-        with pytest.raises(af.RunFailed, match="'street'"):
+        with pytest.raises(af.errors.RunFailed, match="'street'"):
             await failing
         half = s.set("half", '{"a": "\\ud83d!"}')
         assert await s.set("reported", half.json("a")) == "\N{REPLACEMENT CHARACTER}!"
@@ -126,7 +126,7 @@ async def test_the_client_and_the_server_give_the_same_results(text, chain):
         wired = other.set("y", reference)
         here, there = [await outcome(waiting) for waiting in (reference, wired)]
         assert here == there
-        with suppress(af.RunFailed):
+        with suppress(af.errors.RunFailed):
             assert here == apply_transforms(text, tuple(Transform(*step) for step in chain))
 
 
@@ -134,7 +134,7 @@ async def outcome(waiting: af.Variable | af.Transformed) -> str:
     """Its value, or what it failed with."""
     try:
         return await waiting
-    except af.RunFailed as failure:
+    except af.errors.RunFailed as failure:
         return f"failed: {failure}"
 
 
@@ -153,7 +153,7 @@ async def test_a_slow_pattern_does_not_block_the_event_loop():
         failed = anyio.Event()
 
         async def read():
-            with pytest.raises(af.RunFailed, match="takes too long"):
+            with pytest.raises(af.errors.RunFailed, match="takes too long"):
                 await hostile
             failed.set()
 
@@ -165,7 +165,7 @@ async def test_a_slow_pattern_does_not_block_the_event_loop():
         assert num_turns > 100
         other += "go" + af.gen("y")
         assert await other["y"] == "one two three"
-        with pytest.raises(af.RunFailed, match="takes too long"):
+        with pytest.raises(af.errors.RunFailed, match="takes too long"):
             await bad
         assert await s.text() == ""
     assert_idle(backend)
@@ -187,7 +187,7 @@ async def test_leaving_during_a_search_does_not_wait_for_it():
 async def test_an_invalid_pattern_is_rejected(pattern):
     async with af.session(backend=af.Scripted(["x"])) as flow, flow.state() as s:
         s += af.gen("x")
-        with pytest.raises(af.BadArgument, check=has_param("pattern")):
+        with pytest.raises(af.errors.BadArgument, check=has_param("pattern")):
             s["x"].regex(pattern)
 
 
@@ -204,7 +204,7 @@ async def test_an_invalid_pattern_over_the_wire_fails_its_state(server, pattern,
         variable = s.set("x", "text")
         flow._link._connection.send([ops.Text(s.id, (ops.Ref(variable.id, (Transform("regex", pattern),)),))])
         s += "more"
-        with pytest.raises(af.BadArgument, match=message):
+        with pytest.raises(af.errors.BadArgument, match=message):
             await s
         other += variable
         assert await other.text() == "text"
@@ -216,7 +216,7 @@ async def test_too_many_transforms_over_the_wire_fail_their_state(server):
         variable = s.set("x", "text")
         flow._link._connection.send([ops.Text(s.id, (ops.Ref(variable.id, (Transform("strip"),) * 17),))])
         s += "more"
-        with pytest.raises(af.BadArgument, match=r"\b16\b"):
+        with pytest.raises(af.errors.BadArgument, match=r"\b16\b"):
             await s
         assert await variable == "text"
     await server.wait_until_idle()
@@ -228,7 +228,7 @@ async def test_the_number_of_transforms_is_limited():
         reference = s["x"]
         for _ in range(16):
             reference = reference.strip()
-        with pytest.raises(af.BadArgument, match=r"\b16\b"):
+        with pytest.raises(af.errors.BadArgument, match=r"\b16\b"):
             reference.strip()
         assert await reference == "x"
 
@@ -252,7 +252,9 @@ async def test_a_transform_names_itself():
         changed = s["x"].strip().json("a.b")
         assert repr(changed).partition(" ")[2] == "'x'.strip().json('a.b')>"
         assert changed is s["x"].strip().json("a.b")
-        with pytest.raises(af.BadArgument, match=r"variable 'x'\.strip\(\)\.json\('a.b'\) is a reference"):
+        with pytest.raises(
+            af.errors.BadArgument, match=r"variable 'x'\.strip\(\)\.json\('a.b'\) is a reference"
+        ):
             bool(changed)
 
 

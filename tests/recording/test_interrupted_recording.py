@@ -87,14 +87,14 @@ async def test_f22d_a_forked_child_adds_nothing_to_a_recording(path):
 class Unreachable:
     @asynccontextmanager
     async def connect(self, deliver, lost):
-        raise af.ServerUnreachable("there is no server")
+        raise af.errors.ServerUnreachable("there is no server")
         yield
 
 
 async def test_f22e_a_failed_connect_leaves_the_recording_before(path):
     await record(path)
     before = path.read_bytes()
-    with pytest.raises(af.ServerUnreachable):
+    with pytest.raises(af.errors.ServerUnreachable):
         async with af.session(backend=Unreachable(), record=path):
             pass
     assert path.read_bytes() == before
@@ -106,7 +106,7 @@ async def test_f22f_two_sessions_do_not_record_to_one_path(path, tmp_path):
     link.symlink_to(path)
     async with af.session(backend=scripted(), record=path, seed=1) as flow:
         for other in (path, link):
-            with pytest.raises(af.BadArgument):
+            with pytest.raises(af.errors.BadArgument):
                 async with af.session(backend=scripted(), record=other):
                     pass
         await flow.run(greet, "you")
@@ -134,7 +134,7 @@ async def test_f22g_two_sessions_that_connect_do_not_record_to_one_path(path):
     async with anyio.create_task_group() as group:
         group.start_soon(slow)
         await is_connecting.wait()
-        with pytest.raises(af.BadArgument):
+        with pytest.raises(af.errors.BadArgument):
             await record(path, seed=2)
         may_connect.set()
     assert read_recording(path).header.seed == 1

@@ -26,7 +26,9 @@ SELECT = "really?"
 def answer(prompt: str) -> str | Exception:
     if prompt.endswith(SELECT):
         return "yes"
-    return af.EngineFailed(f"cannot answer {prompt[-8:]}") if prompt.endswith("!") else "a short answer"
+    return (
+        af.errors.EngineFailed(f"cannot answer {prompt[-8:]}") if prompt.endswith("!") else "a short answer"
+    )
 
 
 @af.program
@@ -54,7 +56,7 @@ async def test_all_ops_and_events_are_recorded(path):
     backend = Observed(af.Scripted(answer))
     async with af.session(backend=backend, record=path, seed=7) as flow:
         assert await flow.run(judge, "an essay") == "a short answer"
-        with pytest.raises(af.EngineFailed):
+        with pytest.raises(af.errors.EngineFailed):
             await flow.run(failing)
         await flow.stats()
         async with flow.state() as s:
@@ -114,7 +116,7 @@ async def test_a_recorded_replay_ends_as_its_session_does(tmp_path):
     """A replay that is recorded ends as its session does."""
     first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
     await record_judge(first)
-    with pytest.raises(af.ReplayDiffers, match="run 0"):
+    with pytest.raises(af.errors.ReplayDiffers, match="run 0"):
         async with af.session(backend=af.Replay(first), record=second):
             pass
     with pytest.raises(ZeroDivisionError):
@@ -136,14 +138,14 @@ async def test_a_lost_backend_is_recorded(path):
 async def test_an_op_that_cannot_be_recorded_is_not_run(path):
     backend = Observed(af.Scripted(answer))
     async with af.session(backend=backend, record=path) as flow, flow.state() as s:
-        with pytest.raises(af.BadArgument):
+        with pytest.raises(af.errors.BadArgument):
             s += "\ud800"
     assert not backend.of(ops.Text)
 
 
 async def test_a_file_that_cannot_be_written_is_rejected_before_the_backend_connects(tmp_path):
     backend = Observed(af.Scripted(answer))
-    with pytest.raises(af.BadArgument, match=r"cannot record to .*nowhere"):
+    with pytest.raises(af.errors.BadArgument, match=r"cannot record to .*nowhere"):
         async with af.session(backend=backend, record=tmp_path / "nowhere" / "run.jsonl"):
             pass
     assert not hasattr(backend, "lose")
@@ -187,7 +189,7 @@ async def test_a_truncated_file_is_read_up_to_its_last_whole_line(path):
 async def test_an_invalid_file_is_reported_in_one_line(path, capsys, content, message):
     await record_judge(path)
     path.write_bytes(content.replace(b"HEADER", path.read_bytes().splitlines()[0]))
-    with pytest.raises(af.BadRecording, match=message):
+    with pytest.raises(af.errors.BadRecording, match=message):
         af.Replay(path)
     assert main(["replay", str(path)]) == 1
     captured = capsys.readouterr()
@@ -260,7 +262,7 @@ async def test_the_command_shows_failures_cancellations_and_strange_text(path):
     assert "\x1b" not in lines
     assert "cancelled" in lines
     async with af.session(backend=af.Scripted(answer), record=path) as flow:
-        with pytest.raises(af.EngineFailed):
+        with pytest.raises(af.errors.EngineFailed):
             await flow.run(failing)
     lines = "\n".join(shown(path, width=120))
     assert "engine_failed: cannot answer a!" in lines

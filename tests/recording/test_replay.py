@@ -307,7 +307,7 @@ async def test_a_truncated_recording_is_replayed_up_to_its_end(path):
             async with af.session(backend=af.Replay(path)) as flow:
                 try:
                     await flow.run(talk, received)
-                except af.ReplayDiffers as error:
+                except af.errors.ReplayDiffers as error:
                     assert "the recording ends" in str(error)  # noqa: PT017 - only the last cuts are whole
         assert received == whole[: len(received)]
         lengths.add(len(received))
@@ -331,7 +331,7 @@ async def test_a_replay_fails_where_the_recorded_session_was_cancelled(path):
     async with af.session(backend=af.Replay(path)) as flow:
         with (
             anyio.fail_after(10),
-            pytest.raises(af.ReplayDiffers, match="the recording ends"),
+            pytest.raises(af.errors.ReplayDiffers, match="the recording ends"),
         ):
             await wait(flow, lambda: None)
 
@@ -357,12 +357,12 @@ async def test_a_lost_backend_is_lost_again(path):
 async def test_failing_stats_fail_again(path):
     backend = af.Scripted([])
     backend.generator = HangingGenerator()
-    backend.generator.stats_fault = af.EngineFailed("it restarts")
+    backend.generator.stats_fault = af.errors.EngineFailed("it restarts")
     async with af.session(backend=backend, record=path) as flow:
-        with pytest.raises(af.EngineFailed, match="it restarts"):
+        with pytest.raises(af.errors.EngineFailed, match="it restarts"):
             await flow.stats()
     async with af.session(backend=af.Replay(path)) as flow:
-        with pytest.raises(af.EngineFailed, match="it restarts"):
+        with pytest.raises(af.errors.EngineFailed, match="it restarts"):
             await flow.stats()
 
 
@@ -378,7 +378,7 @@ class Picky:
 
     def send(self, submitted: Sequence[ops.Op]) -> None:
         if any(len(str(op)) > 500 for op in submitted):
-            raise af.FrameTooLarge("too long")
+            raise af.errors.FrameTooLarge("too long")
         self._connection.send(submitted)
 
     def end(self, error: BaseException | None) -> None:
@@ -387,7 +387,7 @@ class Picky:
 
 async def test_rejected_ops_are_rejected_again(path):
     async def use(s: af.State) -> str:
-        with pytest.raises(af.FrameTooLarge, match="too long"):
+        with pytest.raises(af.errors.FrameTooLarge, match="too long"):
             s += af.user("long " * 200) + af.gen("x")
         s += "short " + af.gen("x")
         fork = s.fork(1)[0]

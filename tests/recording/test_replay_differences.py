@@ -100,11 +100,11 @@ async def test_a_changed_program_raises_at_its_first_difference(path, change, me
     async with af.session(backend=af.Replay(path)) as flow:
         assert await flow.run(judge) == first
     async with af.session(backend=af.Replay(path)) as flow:
-        with anyio.fail_after(10), pytest.raises(af.ReplayDiffers) as caught:
+        with anyio.fail_after(10), pytest.raises(af.errors.ReplayDiffers) as caught:
             await flow.run(judge, change)
         assert str(caught.value) == message
         assert not flow.is_alive
-        with pytest.raises(af.ReplayDiffers):  # and so does every later use
+        with pytest.raises(af.errors.ReplayDiffers):  # and so does every later use
             await flow.run(judge)
 
 
@@ -113,7 +113,7 @@ async def test_more_at_the_end_is_a_difference(path):
         await flow.run(ask, "a question")
     async with af.session(backend=af.Replay(path)) as flow, flow.state() as s:
         assert await ask(s, "a question") == "10 chars"
-        with pytest.raises(af.ReplayDiffers, match=r"op 3: .*text 'and'"):
+        with pytest.raises(af.errors.ReplayDiffers, match=r"op 3: .*text 'and'"):
             s += "and"
 
 
@@ -121,13 +121,13 @@ async def test_more_runs_and_fewer_runs_are_differences(path):
     async with af.session(backend=af.Scripted(measure), record=path) as flow:
         await flow.run(ask, "one")
         await flow.run(ask, "two")
-    with pytest.raises(af.ReplayDiffers, match="run 1"):
+    with pytest.raises(af.errors.ReplayDiffers, match="run 1"):
         async with af.session(backend=af.Replay(path)) as flow:
             await flow.run(ask, "one")
     async with af.session(backend=af.Replay(path)) as flow:
         await flow.run(ask, "one")
         await flow.run(ask, "two")
-        with pytest.raises(af.ReplayDiffers, match="run 2"):
+        with pytest.raises(af.errors.ReplayDiffers, match="run 2"):
             await flow.run(ask, "two")
 
 
@@ -137,7 +137,7 @@ async def test_a_replay_is_checked_while_another_exception_is_handled(path):
     try:
         raise ZeroDivisionError
     except ZeroDivisionError:
-        with pytest.raises(af.ReplayDiffers, match="run 0"):
+        with pytest.raises(af.errors.ReplayDiffers, match="run 0"):
             async with af.session(backend=af.Replay(path)):
                 pass
 
@@ -165,7 +165,7 @@ async def test_a_missing_failing_gen_is_a_difference_at_its_branch(path):
     async with af.session(backend=af.Replay(path)) as flow:
         await flow.run(partial(program, fails=True))
     async with af.session(backend=af.Replay(path)) as flow:
-        with pytest.raises(af.ReplayDiffers, match=r"state \(1,\), op 0: .*text 'bad!'"):
+        with pytest.raises(af.errors.ReplayDiffers, match=r"state \(1,\), op 0: .*text 'bad!'"):
             await flow.run(partial(program, fails=False))
 
 
@@ -178,7 +178,7 @@ async def test_another_salt_is_a_difference(path):
     async with af.session(backend=af.Scripted(measure), record=path) as flow:
         await use(flow, "one")
     async with af.session(backend=af.Replay(path)) as flow:
-        with pytest.raises(af.ReplayDiffers, match="cache_salt 'one'"):
+        with pytest.raises(af.errors.ReplayDiffers, match="cache_salt 'one'"):
             await use(flow, "two")
 
 
@@ -202,7 +202,7 @@ async def test_the_seed_is_the_recorded_one(path):
         await flow.run(ask, "one")
     assert af.session(backend=af.Replay(path)).seed == 5
     assert af.session(backend=af.Replay(path), seed=5).seed == 5
-    with pytest.raises(af.BadArgument, match=r"seed 5, .*seed=6"):
+    with pytest.raises(af.errors.BadArgument, match=r"seed 5, .*seed=6"):
         af.session(backend=af.Replay(path), seed=6)
 
 

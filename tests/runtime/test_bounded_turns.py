@@ -170,7 +170,7 @@ async def test_f27e_events_of_many_records_come_in_several_reads(monkeypatch: py
 async def test_f27f_a_fork_has_a_bounded_number_of_branches() -> None:
     async with af.session(backend=af.Scripted("x")) as flow, flow.state() as s:
         assert len(s.fork(ops.MAX_BRANCHES)) == ops.MAX_BRANCHES
-        with pytest.raises(af.BadArgument):
+        with pytest.raises(af.errors.BadArgument):
             s.fork(ops.MAX_BRANCHES + 1)
     async with anyio.create_task_group() as group:
         session = Session(Interpreter(ScriptedGenerator("x"), group))
@@ -271,7 +271,7 @@ async def test_states_that_wait_for_one_variable_continue_a_few_at_a_time(
         session.interpreter.events.drain()
         ended: list[Event] = []
         async with counted_turns(monkeypatch) as counted:
-            error = ErrorInfo.of(af.RunFailed("no value")) if fails else None
+            error = ErrorInfo.of(af.errors.RunFailed("no value")) if fails else None
             session.submit(ops.Provide(1, "" if fails else "text", error))
             while sum(isinstance(event, Reached | StateFailed) for event in ended) < NUM_BRANCHES:
                 await session.interpreter.events.wait()

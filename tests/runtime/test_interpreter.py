@@ -222,7 +222,7 @@ async def test_the_frontend_gives_the_same_values(program):
                 assert await variable == expected
                 assert "".join([delta async for delta in variable]) == expected
             else:
-                with pytest.raises(af.EngineFailed if expected.is_own else af.RunFailed):
+                with pytest.raises(af.errors.EngineFailed if expected.is_own else af.errors.RunFailed):
                     await variable
         for state in program.states:
             if program.failure_of(state) is None:
@@ -255,7 +255,7 @@ async def test_an_op_without_a_state_is_rejected(op, why, when):
         if when == "later":
             await settle()
             why = why.replace("state 4 has been closed", "there is no state 4")
-        with pytest.raises(af.ProtocolError, match=f"^{why}$"):
+        with pytest.raises(af.errors.ProtocolError, match=f"^{why}$"):
             at.submit(op)
         at.submit(ops.Text(2, (ops.Ref(3),)), gen(2, 5), ops.Fork(2, (7,)), gen(7, 6))
         await at.listen_until_all_ended([3, 5, 6])
@@ -291,8 +291,8 @@ NONSENSE = [
     (ops.SubmitGraph(20, ()), 20, "protocol_error"),
     (ops.SubmitGraph(20, (ops.Open(1), gen(1, 2), ops.Open(1)), outputs=(2,)), 20, "protocol_error"),
     (ops.SubmitGraph(20, (ops.Open(1), ops.Fork(1, (3, 3)), gen(1, 2)), outputs=(2,)), 20, "protocol_error"),
-    (ops.Rejected(2, af.BadArgument("no"), "gen", {11: "x"}), 2, "bad_argument"),
-    (ops.Rejected(2, af.BadArgument("no"), "fork", {}, (17,)), 2, "bad_argument"),
+    (ops.Rejected(2, af.errors.BadArgument("no"), "gen", {11: "x"}), 2, "bad_argument"),
+    (ops.Rejected(2, af.errors.BadArgument("no"), "fork", {}, (17,)), 2, "bad_argument"),
 ]
 
 

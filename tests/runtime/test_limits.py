@@ -77,7 +77,7 @@ async def test_a_deadline_ends_running_gens(limits_first):
             s.limit(deadline_s=SOON_S)
         with pytest.raises(af.DeadlineExceeded):
             await s["x"]
-        with pytest.raises(af.RunFailed, match="'x'") as failure:
+        with pytest.raises(af.errors.RunFailed, match="'x'") as failure:
             await free
         assert isinstance(failure.value.__cause__, af.DeadlineExceeded)
         await settle()
@@ -139,7 +139,7 @@ async def test_a_task_group_fails_with_a_branch_past_its_deadline():
             with pytest.raises(af.Cancelled):
                 await sibling["x"]
         s += "more"
-        with pytest.raises(af.RunFailed, match="branch 1") as failure:
+        with pytest.raises(af.errors.RunFailed, match="branch 1") as failure:
             await s
         assert isinstance(failure.value.__cause__, af.DeadlineExceeded)
     assert_idle(backend)
@@ -158,7 +158,7 @@ async def test_a_deadline_of_the_session_applies_to_existing_and_later_states():
             with pytest.raises(af.DeadlineExceeded):
                 await late
     assert_idle(backend)
-    with pytest.raises(af.StateClosed):
+    with pytest.raises(af.errors.StateClosed):
         flow.limit(deadline_s=1)
 
 
@@ -175,7 +175,7 @@ async def test_only_what_exceeds_a_limit_itself_has_its_error():
                 await variable
         for dependent in other_end:
             with pytest.raises(
-                af.RunFailed, check=lambda error: isinstance(error.__cause__, af.BudgetExceeded)
+                af.errors.RunFailed, check=lambda error: isinstance(error.__cause__, af.BudgetExceeded)
             ):
                 await dependent
     async with af.session(backend=backend) as flow, flow.state() as s:
@@ -183,7 +183,7 @@ async def test_only_what_exceeds_a_limit_itself_has_its_error():
         with pytest.raises(af.DeadlineExceeded):
             await s["x"]
         with pytest.raises(
-            af.RunFailed, check=lambda error: isinstance(error.__cause__, af.DeadlineExceeded)
+            af.errors.RunFailed, check=lambda error: isinstance(error.__cause__, af.DeadlineExceeded)
         ):
             await s["y"]
     assert_idle(backend)
@@ -220,7 +220,7 @@ async def test_invalid_limits_are_rejected(limit, param):
     observed = Observed(af.Scripted([]))
     async with af.session(backend=observed) as flow, flow.state() as s:
         for limited in (s, flow):
-            with pytest.raises(af.BadArgument, check=has_param(param)):
+            with pytest.raises(af.errors.BadArgument, check=has_param(param)):
                 limited.limit(**limit)
         assert observed.of(ops.Limit) == []
 
@@ -230,7 +230,7 @@ async def test_an_invalid_limit_over_the_wire_fails_its_state(server, limit):
     async with af.session(server.url) as flow, flow.state() as s, flow.state() as other:
         flow._link._connection.send([ops.Limit(s.id, **limit)])
         s += "more"
-        with pytest.raises(af.BadArgument, match="limit: "):
+        with pytest.raises(af.errors.BadArgument, match="limit: "):
             await s
         other += "a" + af.gen("good")
         await other
@@ -245,6 +245,6 @@ async def test_an_invalid_timeout_over_the_wire_fails_its_state(server, timeout_
         gen = ops.Gen(s.id, flow._link.next_id(), "bad", af.gen("bad").params)
         flow._link._connection.send([msgspec.structs.replace(gen, timeout_s=timeout_s)])
         s += "b"
-        with pytest.raises(af.BadArgument, match="timeout_s"):
+        with pytest.raises(af.errors.BadArgument, match="timeout_s"):
             await s
     await server.wait_until_idle()

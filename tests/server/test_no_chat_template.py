@@ -72,7 +72,7 @@ def test_f42e_each_api_says_what_to_do(path: str, body: dict[str, Any]) -> None:
 )
 async def test_f42e_a_program_is_told_what_to_do(folder: Path, asked: Any) -> None:
     async with af.session(backend=af.Embedded(str(folder), kv_tokens=2000)) as flow:
-        with pytest.raises(af.NotSupported) as caught:
+        with pytest.raises(af.errors.NotSupported) as caught:
             await flow.state().add(asked)
         assert all(way in str(caught.value) for way in WAYS_OUT)
         plain = flow.state()

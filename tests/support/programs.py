@@ -12,7 +12,7 @@ import agentflow as af
 
 def echo(prompt: str) -> str | Exception:
     """A script that answers with the prompt; a prompt that ends in ``!`` fails."""
-    return af.EngineFailed(f"cannot answer {prompt}") if prompt.endswith("!") else f"<{prompt}>"
+    return af.errors.EngineFailed(f"cannot answer {prompt}") if prompt.endswith("!") else f"<{prompt}>"
 
 
 def by_end(answers: Mapping[str, Any]) -> Callable[[str], Any]:
@@ -28,7 +28,11 @@ def measure(prompt: str) -> str | Exception:
     """A script that answers with the prompt's length; ``yes or no? `` is answered with yes, ``!`` fails."""
     if prompt.endswith("yes or no? "):
         return "yes"
-    return af.EngineFailed(f"cannot answer {prompt[-6:]}") if prompt.endswith("!") else f"{len(prompt)} chars"
+    return (
+        af.errors.EngineFailed(f"cannot answer {prompt[-6:]}")
+        if prompt.endswith("!")
+        else f"{len(prompt)} chars"
+    )
 
 
 def words(count: int) -> str:

@@ -40,7 +40,7 @@ class AgentflowEmbedding:
         elif base_url is None and model is None:
             self._connection = connection_through(backend)
         else:
-            raise af.BadArgument(
+            raise af.errors.BadArgument(
                 "AgentflowEmbedding: a backend cannot be combined with a base_url or a model"
             )
         self._options = (dimensions, prompt, prompt_name)

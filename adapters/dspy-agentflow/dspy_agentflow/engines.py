@@ -233,11 +233,13 @@ def _sampling(config: lm15.Config) -> dict[str, Any]:
 def _check(config: lm15.Config) -> None:
     unknown = sorted((config.extensions or {}).keys() - _EXTENSIONS)
     if unknown:
-        raise af.NotSupported(f"there is no parameter {', '.join(unknown)}")
+        raise af.errors.NotSupported(f"there is no parameter {', '.join(unknown)}")
     if config.reasoning is not None and not config.reasoning.is_off:
-        raise af.NotSupported("reasoning is not supported (use dspy.ChainOfThought for step-by-step answers)")
+        raise af.errors.NotSupported(
+            "reasoning is not supported (use dspy.ChainOfThought for step-by-step answers)"
+        )
     if config.probabilities == "required":
-        raise af.NotSupported("probabilities are not supported")
+        raise af.errors.NotSupported("probabilities are not supported")
 
 
 def _wanted(config: lm15.Config) -> dict[str, Any]:
@@ -258,13 +260,15 @@ def _choice(asked: lm15.ToolChoice | None, has_tools: bool, must_call: bool) -> 
     if len(asked.allowed) == 1 and asked.mode == "required":
         return ToolChoice("required", asked.allowed[0], parallel=parallel)
     if asked.allowed:
-        raise af.NotSupported("tool_choice cannot allow a subset of the tools: pass only these tools")
+        raise af.errors.NotSupported("tool_choice cannot allow a subset of the tools: pass only these tools")
     return ToolChoice(asked.mode, parallel=parallel)
 
 
 def _tool(tool: Any) -> ToolSpec:
     if not isinstance(tool, lm15.FunctionTool):
-        raise af.NotSupported(f"the tool {tool.name!r} is not a function: only function tools are supported")
+        raise af.errors.NotSupported(
+            f"the tool {tool.name!r} is not a function: only function tools are supported"
+        )
     return ToolSpec(tool.name, tool.description or "", tool.parameters, strict=False)
 
 
@@ -301,7 +305,7 @@ def _part_text(role: str, part: Any) -> str:
         return str(part.text)
     if isinstance(part, lm15.DataPart):
         return json.dumps(part.value, ensure_ascii=False)
-    raise af.NotSupported(
+    raise af.errors.NotSupported(
         f"a {role} message has a part of type {part.type!r}, and this model takes text only"
     )
 
@@ -406,14 +410,17 @@ class _EventWriter:
 
 _KINDS: Final[tuple[tuple[type[Exception] | tuple[type[Exception], ...], Any], ...]] = (
     (af.PromptTooLong, lm15.ContextLengthError),
-    (af.UnknownModel, lm15.UnsupportedModelError),
-    (af.NotAuthorized, lm15.AuthError),
-    (af.RateLimited, lm15.RateLimitError),
+    (af.errors.UnknownModel, lm15.UnsupportedModelError),
+    (af.errors.NotAuthorized, lm15.AuthError),
+    (af.errors.RateLimited, lm15.RateLimitError),
     (af.DeadlineExceeded, lm15.TimeoutError),
-    ((af.ServerUnreachable, af.ServerLost), lm15.TransportError),
-    (af.NotSupported, lm15.UnsupportedFeatureError),
-    ((af.BadArgument, af.RequestRefused, af.LimitExceeded, af.ScriptMismatch), lm15.InvalidRequestError),
-    ((af.ServerError, af.EngineFailed), lm15.ServerError),  # which DSPy retries
+    ((af.errors.ServerUnreachable, af.ServerLost), lm15.TransportError),
+    (af.errors.NotSupported, lm15.UnsupportedFeatureError),
+    (
+        (af.errors.BadArgument, af.errors.RequestRefused, af.errors.LimitExceeded, af.errors.ScriptMismatch),
+        lm15.InvalidRequestError,
+    ),
+    ((af.errors.ServerError, af.errors.EngineFailed), lm15.ServerError),  # which DSPy retries
     (af.AgentflowError, lm15.ProviderError),
 )
 

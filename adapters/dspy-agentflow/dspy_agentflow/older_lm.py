@@ -145,7 +145,7 @@ def _asked_of(request: Mapping[str, Any], settings: EngineSettings, notes: CallN
     request = {name: value for name, value in request.items() if value is not None}
     unknown = request.keys() - _SAMPLING.keys() - set(_CONSTRAINTS) - set(_TOOLS) - set(_ELSEWHERE)
     if unknown:
-        raise af.BadArgument(f"there is no parameter {', '.join(sorted(unknown))}")
+        raise af.errors.BadArgument(f"there is no parameter {', '.join(sorted(unknown))}")
     sampling: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS}
     sampling |= {name: request[key] for key, name in _SAMPLING.items() if key in request}
     if settings.timeout is not None:
@@ -215,7 +215,7 @@ def _text(content: Any) -> str:
         return content or ""
     for block in content:
         if block.get("type") != "text":
-            raise af.NotSupported(
+            raise af.errors.NotSupported(
                 f"content of type {block.get('type')!r} is not supported: this model takes text only"
             )
     return "".join([block["text"] for block in content])
@@ -223,13 +223,13 @@ def _text(content: Any) -> str:
 
 _KINDS: Final[tuple[tuple[type[Exception] | tuple[type[Exception], ...], Any], ...]] = (
     (af.PromptTooLong, exceptions.ContextWindowExceededError),
-    (af.UnknownModel, exceptions.NotFoundError),
-    (af.NotAuthorized, exceptions.AuthenticationError),
-    (af.RateLimited, exceptions.RateLimitError),
+    (af.errors.UnknownModel, exceptions.NotFoundError),
+    (af.errors.NotAuthorized, exceptions.AuthenticationError),
+    (af.errors.RateLimited, exceptions.RateLimitError),
     (af.DeadlineExceeded, exceptions.Timeout),
-    ((af.ServerUnreachable, af.ServerLost), exceptions.APIConnectionError),
-    (af.NotSupported, exceptions.UnsupportedParamsError),
-    ((af.ServerError, af.EngineFailed), exceptions.InternalServerError),
+    ((af.errors.ServerUnreachable, af.ServerLost), exceptions.APIConnectionError),
+    (af.errors.NotSupported, exceptions.UnsupportedParamsError),
+    ((af.errors.ServerError, af.errors.EngineFailed), exceptions.InternalServerError),
     (af.AgentflowError, exceptions.BadRequestError),
 )
 

@@ -35,9 +35,9 @@ def test_dspy_s_cache_does_not_mix_models_and_options() -> None:
 
 def test_wrong_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AGENTFLOW_URL", raising=False)
-    with pytest.raises(af.BadArgument):
+    with pytest.raises(af.errors.BadArgument):
         AgentflowEmbedding()
-    with pytest.raises(af.BadArgument):
+    with pytest.raises(af.errors.BadArgument):
         AgentflowEmbedding("a", backend=af.Scripted(""))
-    with pytest.raises(af.BadArgument):
+    with pytest.raises(af.errors.BadArgument):
         AgentflowEmbedding(backend=af.Scripted(""))([""])

@@ -19,18 +19,18 @@ HAS_OWN_ERRORS = hasattr(dspy.utils.exceptions, "LMError")
 # agentflow's, DSPy's, and LiteLLM's, which DSPy shows where it has none of its own.
 KINDS = [
     (af.PromptTooLong, "ContextWindowExceededError", "ContextWindowExceededError"),
-    (af.UnknownModel, "LMUnsupportedModelError", "NotFoundError"),
-    (af.NotAuthorized, "LMAuthError", "AuthenticationError"),
-    (af.RateLimited, "LMRateLimitError", "RateLimitError"),
+    (af.errors.UnknownModel, "LMUnsupportedModelError", "NotFoundError"),
+    (af.errors.NotAuthorized, "LMAuthError", "AuthenticationError"),
+    (af.errors.RateLimited, "LMRateLimitError", "RateLimitError"),
     (af.DeadlineExceeded, "LMTimeoutError", "Timeout"),
-    (af.ServerUnreachable, "LMTransportError", "APIConnectionError"),
+    (af.errors.ServerUnreachable, "LMTransportError", "APIConnectionError"),
     (af.ServerLost, "LMTransportError", "APIConnectionError"),
-    (af.BadArgument, "LMInvalidRequestError", "BadRequestError"),
+    (af.errors.BadArgument, "LMInvalidRequestError", "BadRequestError"),
     (af.BudgetExceeded, "LMInvalidRequestError", "BadRequestError"),
-    (af.ScriptMismatch, "LMInvalidRequestError", "BadRequestError"),
-    (af.RunFailed, "LMProviderError", "BadRequestError"),
-    (af.ReplayDiffers, "LMProviderError", "BadRequestError"),
-    (af.EngineFailed, "LMServerError", "InternalServerError"),
+    (af.errors.ScriptMismatch, "LMInvalidRequestError", "BadRequestError"),
+    (af.errors.RunFailed, "LMProviderError", "BadRequestError"),
+    (af.errors.ReplayDiffers, "LMProviderError", "BadRequestError"),
+    (af.errors.EngineFailed, "LMServerError", "InternalServerError"),
     (af.Overloaded, "LMServerError", "InternalServerError"),
 ]
 
@@ -54,7 +54,7 @@ def test_each_kind(error: type[Exception], name: str, older: str) -> None:
 
 
 def test_an_error_is_no_answer_that_cannot_be_parsed() -> None:
-    lm, model = scripted(lambda prompt: af.BadArgument("this is why"))
+    lm, model = scripted(lambda prompt: af.errors.BadArgument("this is why"))
     with (
         dspy.context(lm=lm),
         pytest.raises(kind_of("LMInvalidRequestError", "BadRequestError"), match="this is why"),

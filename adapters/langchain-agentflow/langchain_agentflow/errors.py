@@ -20,15 +20,15 @@ from langchain_core.exceptions import (
 import agentflow as af
 
 
-class AgentflowAPIError(ModelAPIError, af.ServerError):
+class AgentflowAPIError(ModelAPIError, af.errors.ServerError):
     """The engine failed, or the server is overloaded. The same request may succeed later."""
 
 
-class AgentflowAuthenticationError(ModelAuthenticationError, af.NotAuthorized):
+class AgentflowAuthenticationError(ModelAuthenticationError, af.errors.NotAuthorized):
     """The server requires an API key, or rejects this one."""
 
 
-class AgentflowConnectionError(ModelConnectionError, af.ServerError):
+class AgentflowConnectionError(ModelConnectionError, af.errors.ServerError):
     """No server answers at this address, or the connection was lost."""
 
 
@@ -36,15 +36,15 @@ class AgentflowContextOverflowError(ContextOverflowError, af.PromptTooLong):
     """The prompt is longer than the model's context."""
 
 
-class AgentflowInvalidRequestError(ModelInvalidRequestError, af.BadArgument):
+class AgentflowInvalidRequestError(ModelInvalidRequestError, af.errors.BadArgument):
     """The request is invalid or not supported: a schema that cannot be enforced, for example."""
 
 
-class AgentflowModelNotFoundError(ModelNotFoundError, af.UnknownModel):
+class AgentflowModelNotFoundError(ModelNotFoundError, af.errors.UnknownModel):
     """Neither the server nor this machine has a model of that name."""
 
 
-class AgentflowRateLimitError(ModelRateLimitError, af.RateLimited):
+class AgentflowRateLimitError(ModelRateLimitError, af.errors.RateLimited):
     """The tenant's limit of requests or tokens is used up."""
 
 
@@ -58,16 +58,16 @@ class AgentflowModelError(ModelError, af.AgentflowError):
 
 _KINDS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], type[ModelError]], ...] = (
     (af.PromptTooLong, AgentflowContextOverflowError),
-    (af.UnknownModel, AgentflowModelNotFoundError),
-    (af.NotAuthorized, AgentflowAuthenticationError),
-    (af.RateLimited, AgentflowRateLimitError),
+    (af.errors.UnknownModel, AgentflowModelNotFoundError),
+    (af.errors.NotAuthorized, AgentflowAuthenticationError),
+    (af.errors.RateLimited, AgentflowRateLimitError),
     (af.DeadlineExceeded, AgentflowTimeoutError),
-    ((af.ServerUnreachable, af.ServerLost), AgentflowConnectionError),
+    ((af.errors.ServerUnreachable, af.ServerLost), AgentflowConnectionError),
     (
-        (af.BadArgument, af.RequestRefused, af.LimitExceeded, af.ScriptMismatch),
+        (af.errors.BadArgument, af.errors.RequestRefused, af.errors.LimitExceeded, af.errors.ScriptMismatch),
         AgentflowInvalidRequestError,
     ),
-    ((af.ServerError, af.EngineFailed), AgentflowAPIError),
+    ((af.errors.ServerError, af.errors.EngineFailed), AgentflowAPIError),
     (af.AgentflowError, AgentflowModelError),
 )
 

@@ -44,7 +44,7 @@ def _turn(message: BaseMessage) -> af.Message:
             return af.Message("tool", text, tool_call_id=message.tool_call_id, name=message.name)
         case ChatMessage():
             return af.Message(_ROLES.get(message.role, message.role), text)
-    raise af.BadArgument(
+    raise af.errors.BadArgument(
         f"messages of type {message.type!r} are not supported: use a ToolMessage for results"
     )
 
@@ -66,7 +66,7 @@ def _block_text(block: str | dict[Any, Any], message: BaseMessage) -> str:
         return str(block.get("refusal", ""))
     if kind == "json":
         return json.dumps(block.get("json"), ensure_ascii=False)
-    raise af.BadArgument(
+    raise af.errors.BadArgument(
         f"a {message.type} message has a content block of type {kind!r}, and this model takes only text"
     )
 

@@ -143,7 +143,7 @@ class ModelSettings(BaseModel):
         Raises ``BadArgument`` for an unknown parameter."""
         unknown = asked.keys() - _SAMPLING.keys() - set(CONSTRAINTS) - set(_ELSEWHERE)
         if unknown:
-            raise af.BadArgument(f"there is no parameter {', '.join(sorted(unknown))}")
+            raise af.errors.BadArgument(f"there is no parameter {', '.join(sorted(unknown))}")
         options: dict[str, Any] = {}
         for field, name in _SAMPLING.items():
             value = asked.get(field, getattr(self, field, None))
@@ -189,7 +189,7 @@ def translated(given: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return _translated(given)
     except ValueError as error:
-        raise af.BadArgument(str(error)) from error
+        raise af.errors.BadArgument(str(error)) from error
 
 
 def _translated(given: Mapping[str, Any]) -> dict[str, Any]:

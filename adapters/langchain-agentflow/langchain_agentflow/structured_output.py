@@ -68,7 +68,7 @@ def constraint_of(response_format: Any) -> dict[str, Any]:
         case type():
             return {"schema": json_schema_of(response_format)}
     known = "text, json_object, or json_schema with a schema"
-    raise af.BadArgument(f"the type of response_format must be {known}, not {response_format!r}")
+    raise af.errors.BadArgument(f"the type of response_format must be {known}, not {response_format!r}")
 
 
 def _by_call(

@@ -24,7 +24,7 @@ def as_openai(tools: Sequence[Tool]) -> list[dict[str, Any]]:
         try:
             described.append(convert_to_openai_tool(tool))
         except (ValueError, TypeError) as error:
-            raise af.BadArgument(f"{tool!r} cannot be made a tool: {error}") from error
+            raise af.errors.BadArgument(f"{tool!r} cannot be made a tool: {error}") from error
     return described
 
 
@@ -33,7 +33,7 @@ def specs_of(tools: Sequence[dict[str, Any]]) -> tuple[ToolSpec, ...]:
     specs = []
     for tool in tools:
         if tool.get("type") != "function" or "function" not in tool:
-            raise af.BadArgument(
+            raise af.errors.BadArgument(
                 f"tools of type {tool.get('type')!r} are not supported: pass functions or schemas"
             )
         function = tool["function"]
@@ -60,5 +60,7 @@ def choice_of(choice: Choice, names: Sequence[str], *, parallel: bool | None) ->
         mode = _MODES[asked]
         return one if mode == "required" else ToolChoice(mode, parallel=parallel is not False)  # type: ignore[arg-type]
     if asked not in names:
-        raise af.BadArgument(f"tool_choice names {asked!r}, and the tools are: {', '.join(names) or 'none'}")
+        raise af.errors.BadArgument(
+            f"tool_choice names {asked!r}, and the tools are: {', '.join(names) or 'none'}"
+        )
     return ToolChoice("required", asked, parallel=False)

@@ -25,16 +25,16 @@ import agentflow as af
     ("error", "kind"),
     [
         (af.PromptTooLong("x"), exceptions.ContextOverflowError),
-        (af.UnknownModel("x"), exceptions.ModelNotFoundError),
-        (af.NotAuthorized("x"), exceptions.ModelAuthenticationError),
-        (af.RateLimited("x"), exceptions.ModelRateLimitError),
+        (af.errors.UnknownModel("x"), exceptions.ModelNotFoundError),
+        (af.errors.NotAuthorized("x"), exceptions.ModelAuthenticationError),
+        (af.errors.RateLimited("x"), exceptions.ModelRateLimitError),
         (af.Overloaded("x"), exceptions.ModelAPIError),
         (af.DeadlineExceeded("x"), exceptions.ModelTimeoutError),
         (af.ServerLost("x"), exceptions.ModelConnectionError),
-        (af.NotSupported("x"), exceptions.ModelInvalidRequestError),
-        (af.EngineFailed("x"), exceptions.ModelAPIError),
-        (af.RunFailed("x"), exceptions.ModelError),
-        (af.ScriptMismatch("x"), exceptions.ModelInvalidRequestError),
+        (af.errors.NotSupported("x"), exceptions.ModelInvalidRequestError),
+        (af.errors.EngineFailed("x"), exceptions.ModelAPIError),
+        (af.errors.RunFailed("x"), exceptions.ModelError),
+        (af.errors.ScriptMismatch("x"), exceptions.ModelInvalidRequestError),
     ],
 )
 def test_each_error_is_both(error, kind):
@@ -86,11 +86,11 @@ def test_a_call_is_tried_again_where_that_may_help(monkeypatch):
     monkeypatch.setattr("agentflow.language.batch.retries.FIRST_PAUSE_S", 0.0)
     answers = iter(
         [
-            af.EngineFailed("restarts"),
+            af.errors.EngineFailed("restarts"),
             af.Overloaded("full"),
             "Here.",
-            af.EngineFailed("a"),
-            af.BadArgument("b"),
+            af.errors.EngineFailed("a"),
+            af.errors.BadArgument("b"),
         ]
     )
     model = ChatAgentflow(backend=af.Scripted(lambda _: next(answers)), max_retries=2)
@@ -100,13 +100,13 @@ def test_a_call_is_tried_again_where_that_may_help(monkeypatch):
 
 
 def test_a_retry_after_is_kept():
-    limited = af.RateLimited("x")
+    limited = af.errors.RateLimited("x")
     limited.retry_after_s = 7.5
     assert as_langchain(limited).retry_after_s == 7.5
 
 
 def test_a_call_says_how_often_it_is_tried():
-    failures = iter([af.EngineFailed("a"), "Yes."])
+    failures = iter([af.errors.EngineFailed("a"), "Yes."])
     model = ChatAgentflow(backend=af.Scripted(lambda _: next(failures)))
     with pytest.raises(exceptions.ModelAPIError):
         model.invoke("x", max_retries=0)

@@ -94,7 +94,7 @@ def test_what_is_no_text_is_refused(message, why):
         model.invoke([message])
     assert why in str(caught.value)
     assert type(caught.value) is AgentflowInvalidRequestError
-    assert isinstance(caught.value, af.BadArgument)
+    assert isinstance(caught.value, af.errors.BadArgument)
 
 
 def test_an_answer_comes_with_its_calls_its_usage_and_its_reason():

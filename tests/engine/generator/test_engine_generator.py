@@ -367,9 +367,9 @@ async def test_a_call_cancelled_before_it_is_submitted_sends_nothing(call):
 async def test_an_empty_state_cannot_be_continued():
     async with plain_engine() as client:
         generator = generator_on(client)
-        with pytest.raises(af.BadArgument, match=r"^gen "):
+        with pytest.raises(af.errors.BadArgument, match=r"^gen "):
             await generate(generator, generator.open(""))
-        with pytest.raises(af.BadArgument, match=r"^select "):
+        with pytest.raises(af.errors.BadArgument, match=r"^select "):
             await generator.score(generator.open(""), CHOICES, "token_length_normalized")
 
 
@@ -393,7 +393,7 @@ async def test_a_select_whose_forward_pass_fails_says_why_once(caplog):
         generator = generator_on(client)
         context = generator.open("")
         generator.fill(context, "the question")
-        with pytest.raises(af.EngineFailed, match="the forward pass failed"):
+        with pytest.raises(af.errors.EngineFailed, match="the forward pass failed"):
             await generator.score(context, CHOICES, "token_length_normalized")
         assert prompt_of(context) == TOKENIZER.encode("the question")
 
@@ -403,7 +403,7 @@ async def test_a_model_without_a_template_has_no_roles():
         generator = EngineGenerator(client, ChatTemplate(None))
         assert generator.capabilities == Capabilities("fake", roles=False, max_context=512, watch=True)
         assert generator_on(client).capabilities.roles
-        with pytest.raises(af.NotSupported):
+        with pytest.raises(af.errors.NotSupported):
             generator.begin_role(generator.open(""), "user")
 
 
@@ -562,7 +562,7 @@ async def test_f24c_what_depends_on_another_states_prompt_has_it_as_its_cause():
         s += "x " * 50_000 + af.gen("x", max_tokens=3)
         other += s["x"]
         other += af.gen("y", max_tokens=3)
-        with pytest.raises(af.RunFailed) as caught:
+        with pytest.raises(af.errors.RunFailed) as caught:
             await other["y"]
         assert isinstance(caught.value.__cause__, af.PromptTooLong)
         await engine.assert_idle()

@@ -56,7 +56,7 @@ async def test_choices_are_scored_as_one_by_one():
 @pytest.mark.parametrize(("prompt", "choices"), [(PROMPT, [[1], []]), ([], [[1]])])
 async def test_an_invalid_select_fails_alone(prompt, choices):
     async with plain_engine() as client:
-        with pytest.raises((af.BadArgument, af.EngineFailed)):
+        with pytest.raises((af.errors.BadArgument, af.errors.EngineFailed)):
             await client.score_choices(prompt, choices)
         with pytest.raises(af.PromptTooLong, check=has_param("prompt")):
             await client.score_choices([5] * 509, CHOICES)
@@ -100,7 +100,7 @@ async def test_a_select_whose_forward_pass_fails_gives_all_slots_back(caplog):
             raise ZeroDivisionError
 
     async with plain_engine(SchedulerConfig(token_budget=8), on_step=fail_late) as client:
-        with pytest.raises(af.EngineFailed, match="the forward pass failed"):
+        with pytest.raises(af.errors.EngineFailed, match="the forward pass failed"):
             await client.score_choices(PROMPT[:7], [[a, 0] for a in range(12)])
         stats = await client.stats()
         assert (stats.in_use_slots, stats.cached_slots) == (0, 7)
@@ -237,7 +237,7 @@ async def test_f8c_choices_that_are_too_long_together_fail_before_any_is_scored(
     async with plain_engine() as client:
         _, context = opened(client, "the question", with_role=False)
         encoded = EncodedChoices(0, "", ["", ""], PROMPT, [[7], [7] * MAX_CHOICE_TOKENS])
-        with pytest.raises(af.BadArgument, check=has_param("choices")):
+        with pytest.raises(af.errors.BadArgument, check=has_param("choices")):
             await select.select_scores(client, context, encoded, METHODS[0])
         too_long = EncodedChoices(0, "", ["", ""], PROMPT, [[7], [7] * 600])
         with pytest.raises(af.PromptTooLong, check=has_param("prompt")):

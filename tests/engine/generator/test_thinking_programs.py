@@ -134,7 +134,7 @@ async def test_a_budget_is_recorded_and_replayed(tmp_path: Path) -> None:
     assert '"max_reasoning_tokens":2' in path.read_text().replace(" ", "")
     async with af.session(backend=af.Replay(path)) as flow:
         assert await flow.run(asked, 2) == reasoning
-    with pytest.raises(af.ReplayDiffers):
+    with pytest.raises(af.errors.ReplayDiffers):
         async with af.session(backend=af.Replay(path)) as flow:
             await flow.run(asked, 3)
 
@@ -175,7 +175,7 @@ async def test_streamed_thoughts_are_replayed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("budget", [-1, True, 1.5, "2"])
 def test_a_budget_is_a_whole_number(budget: Any) -> None:
-    with pytest.raises(af.BadArgument) as caught:
+    with pytest.raises(af.errors.BadArgument) as caught:
         af.gen("answer", max_reasoning_tokens=budget)
     assert caught.value.param == "max_reasoning_tokens"
 

@@ -65,7 +65,7 @@ async def test_a_session_of_the_embedding_model_embeds_too(server: ApiServer) ->
         assert flow.capabilities.embedding_models == (EMBEDDER,)
         assert len(await flow.embed("a dog")) == SIZE
         s += "Once" + af.gen("tale", max_tokens=4)
-        with pytest.raises(af.BadArgument):
+        with pytest.raises(af.errors.BadArgument):
             await s["tale"]
 
 
@@ -74,9 +74,9 @@ async def test_a_session_of_the_embedding_model_embeds_too(server: ApiServer) ->
     [
         ("word " * 200, {}, af.PromptTooLong, "texts"),
         ("word " * 10_000, {}, af.PromptTooLong, "texts"),
-        ("a", {"dimensions": SIZE + 1}, af.BadArgument, "dimensions"),
-        ("a", {"prompt_name": "passage"}, af.BadArgument, "prompt_name"),
-        ("a", {"model": MODEL}, af.UnknownModel, "model"),
+        ("a", {"dimensions": SIZE + 1}, af.errors.BadArgument, "dimensions"),
+        ("a", {"prompt_name": "passage"}, af.errors.BadArgument, "prompt_name"),
+        ("a", {"model": MODEL}, af.errors.UnknownModel, "model"),
     ],
 )
 async def test_what_is_wrong_fails_the_call_alone(
@@ -89,7 +89,7 @@ async def test_what_is_wrong_fails_the_call_alone(
 
 
 async def test_an_unknown_model_is_refused_when_the_session_opens(server: ApiServer) -> None:
-    with pytest.raises(af.UnknownModel, match=EMBEDDER, check=has_param("embed_model")):
+    with pytest.raises(af.errors.UnknownModel, match=EMBEDDER, check=has_param("embed_model")):
         async with af.session(server.url, embed_model="other"):
             pytest.fail("it opened")
 
@@ -97,9 +97,9 @@ async def test_an_unknown_model_is_refused_when_the_session_opens(server: ApiSer
 async def test_a_server_without_one_says_so() -> None:
     with api_server(constraints=False) as server:
         async with af.session(server.url) as flow:
-            with pytest.raises(af.NotSupported):
+            with pytest.raises(af.errors.NotSupported):
                 await flow.embed("a")
-        with pytest.raises(af.NotSupported):
+        with pytest.raises(af.errors.NotSupported):
             async with af.session(server.url, embed_model=EMBEDDER):
                 pytest.fail("it opened")
 
@@ -122,7 +122,7 @@ async def test_each_op_is_a_request_of_the_tenant() -> None:
     with api_server(constraints=False, **options) as server:
         async with af.session(server.url) as flow:
             assert len(await flow.embed(["a"] * 512)) == 512
-            with pytest.raises(af.RateLimited) as caught:
+            with pytest.raises(af.errors.RateLimited) as caught:
                 await flow.embed("a")
             assert caught.value.retry_after_s
 
@@ -131,7 +131,7 @@ async def test_a_tenant_embeds_only_with_models_that_it_may_use() -> None:
     tenants = Only(Tenant("someone", models=frozenset({MODEL})))
     with api_server(constraints=False, tenants=tenants, embedder=embedding_engine(SIZE, 64)) as server:
         async with af.session(server.url) as flow:
-            with pytest.raises(af.NotSupported):
+            with pytest.raises(af.errors.NotSupported):
                 await flow.embed("a")
 
 

@@ -295,6 +295,6 @@ async def test_the_error_of_a_rejected_op_names_its_argument() -> None:
     with api_server(constraints=False) as server:
         async with af.session(server.url) as flow, flow.state() as s:
             s += "a" + af.gen("x", logit_bias={999_999: 1.0})
-            with pytest.raises(af.BadArgument) as failure:
+            with pytest.raises(af.errors.BadArgument) as failure:
                 await s["x"]
     assert failure.value.param == "logit_bias"

@@ -46,7 +46,7 @@ def answer(prompt: str) -> str | Exception:
     if prompt.endswith("?"):
         return CHOICES[number % 2]
     if number % 13 == 0 and ASIDE not in prompt:
-        return af.EngineFailed(f"failure {number}")
+        return af.errors.EngineFailed(f"failure {number}")
     return f"answer {number % 97} to that"
 
 
@@ -134,7 +134,7 @@ class _Player:
                     await self._fork(s, step)
                 else:
                     await self._do(s, *step, seen)
-        except af.ReplayDiffers:
+        except af.errors.ReplayDiffers:
             raise
         except af.AgentflowError as error:
             seen.append(repr(error))
@@ -205,7 +205,7 @@ async def play(flow: af.Session, branch: Branch, pause: Clumsy) -> list[object]:
 
     try:
         await flow.run(program)
-    except af.ReplayDiffers:
+    except af.errors.ReplayDiffers:
         raise
     except af.AgentflowError:
         return [player.outcomes, "failed"]
