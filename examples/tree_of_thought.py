@@ -46,8 +46,13 @@ async def search(
     """Returns all thoughts, level by level. Of the last level only the best one is kept, which ends the
     story."""
     s += af.user(task)
-    s.begin("assistant")
-    s += beginning
+    async with s.assistant():  # each branch ends the turn for itself
+        s += beginning
+        return await grow(s, depth, breadth, num_kept)
+
+
+async def grow(s: af.State, depth: int, breadth: int, num_kept: int) -> list[Thought]:
+    """Returns the thoughts that continue the open turn of ``s``."""
     found: list[Thought] = []
     frontier = [s]
     for level in range(depth):

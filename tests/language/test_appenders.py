@@ -29,7 +29,7 @@ async def test_concurrent_appends_are_rejected_until_the_other_task_ends(how):
     observed = Observed(af.Scripted(length))
     ways = {
         "append": lambda s: s.add("x"),
-        "turn": lambda s: s.begin("user"),
+        "turn": lambda s: s.add(af.user("x")),
         "set": lambda s: s.set("x", "y"),
         "read": lambda s: s.text(),
         "fork": lambda s: s.copy(),

@@ -106,10 +106,10 @@ async def in_a_turn(engine, flow, root):
     root.limit(deadline_s=3600, output_tokens=1000)
     root.hint(objective="latency", forks=2)
     root += af.user("Why?")
-    root.begin("assistant")
-    branch = root.copy()
-    for state in (root, branch):
-        state += af.gen("answer", max_tokens=400, timeout_s=3600)
+    async with root.assistant():
+        branch = root.copy()
+        for state in (root, branch):
+            state += af.gen("answer", max_tokens=400, timeout_s=3600)
     return 9
 
 

@@ -225,9 +225,9 @@ async def test_a_reply_ends_no_turn_that_the_program_opened():
             "<user>x</user><assistant>A!</assistant><assistant>B</assistant>"
             "<assistant>C?</assistant><user>y</user><assistant>D</assistant>"
         )
-        s.begin("user")
-        with pytest.raises(af.errors.BadArgument):
-            s += af.reply("e")
+        async with s.user():
+            with pytest.raises(af.errors.BadArgument):
+                s += af.reply("e")
 
 
 async def test_branches_of_a_conversation_end_their_replies_themselves():

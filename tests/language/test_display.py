@@ -71,13 +71,14 @@ async def test_a_state_in_an_open_turn_is_shown():
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
         assert str(s) == ""
         s += "before"
-        s.begin("user")
-        s += "a"
-        branch = s.copy()
-        branch += "b"
-        branch.end()
-        s += "c"
-        assert str(s) == "before\n[user]\na\n├╴branch 0\n│ [user]\n│ b\n[user]\nc"
+        async with s.user():
+            s += "a"
+            branch = s.copy()
+            branch += "b"
+            branch.end()
+            s += "c"
+            shown = str(s)
+        assert shown == "before\n[user]\na\n├╴branch 0\n│ [user]\n│ b\n[user]\nc"
         assert str(branch) == "before\n[user]\nab"
 
 

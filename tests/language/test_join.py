@@ -119,10 +119,10 @@ async def test_turns_are_joined_as_plain_text():
             for branch in branches:
                 branch += af.user("why?") + af.assistant(af.gen("x"))
                 branch.set("note", "not text")
-                branch.begin("user")
-                branch += "open"
-        async with s.user():
-            s.join(branches, separator=" | ")
+            async with branches[0].user(), branches[1].user(), s.user():
+                for branch in branches:
+                    branch += "open"
+                s.join(branches, separator=" | ")
         assert await s.messages() == [
             {"role": "system", "content": "be kind"},
             {"role": "user", "content": "why?yesopen | why?yesopen"},

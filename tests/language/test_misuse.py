@@ -36,7 +36,7 @@ async def test_an_unknown_variable_is_rejected():
 USES = {
     "text": lambda s: s.add("x"),
     "gen": lambda s: s.add(af.gen("y")),
-    "begin": lambda s: s.begin("user"),
+    "turn": lambda s: s.add(af.user("x")),
     "end": lambda s: s.end(),
     "set": lambda s: s.set("y", "z"),
     "read": lambda s: s.text(),

@@ -82,19 +82,17 @@ async def append_failing(s: af.State, kind: str, failed: af.Variable) -> tuple[i
                 af.gen("x"),
             )
             line = here(-4)
-            s.begin("user")
         case "block":
             async with s.user():
                 s += "!"
                 s += af.gen("x")
                 line = here(-1)
-            s.begin("assistant")
         case "sum":
             s += "a" + af.gen("x") + "b" + failed + af.gen("y")
             line = here(-1)
         case _:
             line, name = helper(s, failed), "helper"
-    s += "and more" + af.gen("later")
+    s += af.user("and more") + af.gen("later")
     return line, name
 
 

@@ -219,6 +219,6 @@ async def wrong(s: af.State) -> None:
     af.Tag("<a>", regex="a")  # type: ignore[call-arg]
     async for delta in s[number]:
         print(delta["grade"])  # type: ignore[index]
-    s.begin("developer")  # type: ignore[arg-type]
+    s.begin("user")  # type: ignore[attr-defined]
     s.hint(objective="speed")  # type: ignore[arg-type]
     del text

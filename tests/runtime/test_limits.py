@@ -56,7 +56,7 @@ async def test_each_op_fails_after_the_deadline(op):
             case "read":
                 s.text()
             case "turn":
-                s.begin("user")
+                s += af.user()
             case "hint":
                 s.hint(forks=2)
         with pytest.raises(af.DeadlineExceeded):

@@ -130,29 +130,16 @@ class State:
         recorder.submit()
         return self
 
-    def begin(self, role: Role) -> None:
-        """Opens a turn: everything appended until ``end`` is part of it. ``BadArgument`` for an unknown role,
-        or if a turn is open.
-
-        >>> s.begin("user")
-        >>> s += "What do plants do?"
-        >>> s.end()
-        """
-        if role not in get_args(Role):
-            raise BadArgument(f"begin({role!r}): a turn is one of {', '.join(get_args(Role))}")
-        self._begin(role)
-
-    def _begin(self, role: Role, call: ToolCall | None = None) -> None:
-        recorder = self._recorder()
-        recorder.begin(role, call)
-        recorder.submit()
-
     def end(self) -> None:
-        """Closes the turn that ``begin`` opened.
+        """Closes a turn that is open without a block: of a fork inside a block, or after ``af.conversation``.
+        ``BadArgument`` if no turn is open.
 
-        >>> s.begin("assistant")
-        >>> s += af.gen("answer")
-        >>> s.end()
+        >>> async with s.user():
+        ...     s += "Plants live on "
+        ...     branches = s.fork(2)
+        >>> for branch, text in zip(branches, ["light.", "water."]):
+        ...     branch += text
+        ...     branch.end()
         """
         recorder = self._recorder()
         recorder.end()
@@ -465,7 +452,9 @@ class Turn(AsyncOnly):
         self._call = call
 
     async def __aenter__(self) -> State:
-        self._state._begin(self._role, self._call)
+        recorder = self._state._recorder()
+        recorder.begin(self._role, self._call)
+        recorder.submit()
         return self._state
 
     async def __aexit__(
