@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from agentflow import errors
-from agentflow.backends.open_session import map, open_session, run, session
+from agentflow.backends.open_session import SessionOptions, map, open_session, run, session
 from agentflow.errors import (
     AgentflowError,
     BudgetExceeded,
@@ -92,6 +92,7 @@ __all__ = [
     "ScriptedCall",
     "ServerLost",
     "Session",
+    "SessionOptions",
     "State",
     "Stats",
     "Tag",

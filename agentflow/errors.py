@@ -16,7 +16,7 @@
     │   ├── PromptTooLong       prompt and output exceed the context length or the KV pool
     │   └── FrameTooLarge       one op exceeds the frame size limit
     ├── LimitExceeded
-    │   ├── DeadlineExceeded    the session, the state or the gen exceeded its time limit
+    │   ├── DeadlineExceeded    the session or the state exceeded its time limit
     │   └── BudgetExceeded      the session or the state used up its output tokens
     ├── RunFailed               a dependency failed; ``__cause__`` is its error
     │   ├── InvalidValue        the generated text is not a value of the requested type
@@ -270,9 +270,10 @@ class LimitExceeded(AgentflowError):
 
 
 class DeadlineExceeded(LimitExceeded):
-    """The session, the state or the gen exceeded its time limit.
+    """The session or the state exceeded its time limit.
 
-    >>> s += af.user("Why?") + af.gen("answer", timeout_s=1e-9)
+    >>> s.limit(deadline_s=0)
+    >>> s += af.user("Why?") + af.gen("answer")
     >>> await s["answer"]  # raises DeadlineExceeded
     """
 

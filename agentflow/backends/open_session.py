@@ -9,13 +9,16 @@ import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import (
     Any,
     Concatenate,
+    Final,
     Literal,
     ParamSpec,
     TypeAlias,
+    TypedDict,
     TypeVar,
     TypeVarTuple,
     Unpack,
@@ -37,22 +40,28 @@ from agentflow.protocol.wire import DEFAULT_MODEL
 from agentflow.runtime.task_group import forget_loop, running_loop
 
 
-def session(
-    url: str | None = None,
-    *,
-    model: str | None = None,
-    embed_model: str | None = None,
-    quantize: str | None = None,
-    chat_template: str | os.PathLike[str] | None = None,
-    device: str | None = None,
-    kv_tokens: int | None = None,
-    api_key: str | None = None,
-    backend: Backend | None = None,
-    seed: int | None = None,
-    deadline_s: float | None = None,
-    output_tokens: int | None = None,
-    record: str | os.PathLike[str] | None = None,
-) -> Session:
+class SessionOptions(TypedDict, total=False):
+    """The keyword arguments of ``af.session`` and ``af.open_session``, for functions that pass them on.
+
+    >>> options: af.SessionOptions = {"model": "smollm2-135m", "seed": 7}
+    >>> async with af.session(**options) as flow:
+    ...     print(flow.seed)
+    7
+    """
+
+    model: str | None
+    embed_model: str | None
+    quantize: str | None
+    chat_template: str | os.PathLike[str] | None
+    device: str | None
+    kv_tokens: int | None
+    api_key: str | None
+    backend: Backend | None
+    seed: int | None
+    record: str | os.PathLike[str] | None
+
+
+def session(url: str | None = None, **options: Unpack[SessionOptions]) -> Session:
     """A session on a server, on an engine in this process, or on a given ``backend``.
 
     Args:
@@ -72,40 +81,34 @@ def session(
         backend: A backend such as ``af.Embedded``, ``af.Remote`` or ``af.Scripted``, instead of a url or a
             model.
         seed: Makes sampling reproducible, except for gens with a seed.
-        deadline_s: The time limit of all states of the session together, in seconds from when it is entered;
-            beyond it ops fail with ``DeadlineExceeded``.
-        output_tokens: The maximum number of tokens that all states generate together; beyond it ops fail with
-            ``BudgetExceeded``.
         record: A file that receives all ops and events, for ``af.Replay`` and ``agentflow replay``. It
             contains prompts and answers in plain text.
 
+    Raises:
+        BadArgument: An option is unknown or invalid, or does not go with another one.
+
     >>> async with af.session() as flow:
     ...     grade = await flow.run(judge, essay)
-    >>> async with af.session("ws://127.0.0.1:8410", deadline_s=60, output_tokens=5000) as flow:
+    >>> async with af.session("ws://127.0.0.1:8410", seed=7) as flow:
+    ...     flow.limit(deadline_s=60, output_tokens=5000)
     ...     grade = await flow.run(judge, essay)
     """
     if hasattr(url, "connect"):
         raise BadArgument(f"session: {short_repr(url)} is no url: give a backend as backend=…", param="url")
-    of_engine = {
-        "quantize": quantize,
-        "chat_template": chat_template,
-        "device": device,
-        "kv_tokens": kv_tokens,
-    }
-    of_engine = {name: value for name, value in of_engine.items() if value is not None}
-    given = {"url": url, "model": model, "embed_model": embed_model, "api_key": api_key}
-    for name, value in given.items():
-        kinds = (str, os.PathLike) if name.endswith("model") else str
-        if value is not None and not isinstance(value, kinds):
-            raise BadArgument(f"session: {name} must be a string, not {value!r:.200}")
+    for name in options.keys() - SessionOptions.__annotations__:
+        near = get_close_matches(name, SessionOptions.__annotations__, 1)
+        advice = f": did you mean {near[0]!r}?" if near else ""
+        raise BadArgument(f"session: there is no option {name!r}{advice}", param=name)
+    for name, value in {"url": url, **options}.items():
+        if value is not None and name in _KINDS and not isinstance(value, _KINDS[name]):
+            raise BadArgument(f"session: {name} must be a string, not {value!r:.200}", param=name)
+    backend, record, seed = options.get("backend"), options.get("record"), options.get("seed")
     if backend is None and _substitute is not None:
-        backend, substitute_record = _substitute(
-            lambda: _chosen_backend(url, model, embed_model, api_key, of_engine)
-        )
+        backend, substitute_record = _substitute(lambda: _chosen_backend(url, options))
         record = record or substitute_record
     elif backend is None:
-        backend = _chosen_backend(url, model, embed_model, api_key, of_engine)
-    elif any(value is not None for value in (url, model, embed_model, *of_engine.values())):
+        backend = _chosen_backend(url, options)
+    elif any(value is not None for value in (url, *_chosen(options, *_OF_MODEL, *_OF_ENGINE).values())):
         raise BadArgument("session: a backend cannot be combined with a url, a model or options of an engine")
     elif not callable(getattr(backend, "connect", None)):
         raise BadArgument(
@@ -119,7 +122,22 @@ def session(
 
         seed = secrets.randbits(63) if seed is None else seed
         backend = Recorded(backend, record, seed)
-    return Session(backend, seed=seed, deadline_s=deadline_s, output_tokens=output_tokens)
+    return Session(backend, seed=seed)
+
+
+_OF_MODEL: Final = ("model", "embed_model")
+_OF_ENGINE: Final = ("quantize", "chat_template", "device", "kv_tokens")
+_KINDS: Final[dict[str, type | tuple[type, ...]]] = {
+    "url": str,
+    "model": (str, os.PathLike),
+    "embed_model": (str, os.PathLike),
+    "api_key": str,
+}
+
+
+def _chosen(options: SessionOptions, *names: str) -> dict[str, Any]:
+    """Those of the named options that have a value."""
+    return {name: value for name, value in options.items() if name in names and value is not None}
 
 
 Substitute: TypeAlias = Callable[[Callable[[], Backend]], tuple[Backend, Path | None]]
@@ -144,22 +162,7 @@ def substituted(substitute: Substitute) -> Iterator[None]:
 _open = session  # for the functions with a parameter of the same name
 
 
-async def open_session(
-    url: str | None = None,
-    *,
-    model: str | None = None,
-    embed_model: str | None = None,
-    quantize: str | None = None,
-    chat_template: str | os.PathLike[str] | None = None,
-    device: str | None = None,
-    kv_tokens: int | None = None,
-    api_key: str | None = None,
-    backend: Backend | None = None,
-    seed: int | None = None,
-    deadline_s: float | None = None,
-    output_tokens: int | None = None,
-    record: str | os.PathLike[str] | None = None,
-) -> OpenSession:
+async def open_session(url: str | None = None, **options: Unpack[SessionOptions]) -> OpenSession:
     """Opens a session that stays open until ``await flow.close()``, for notebooks: one cell opens it, others
     use it. The parameters are those of ``af.session``. In programs, prefer ``async with af.session(...)``,
     which cannot be left open by accident.
@@ -169,37 +172,18 @@ async def open_session(
     'A'
     >>> await flow.close()
     """
-    return await SessionHost(
-        session(
-            url,
-            model=model,
-            embed_model=embed_model,
-            quantize=quantize,
-            chat_template=chat_template,
-            device=device,
-            kv_tokens=kv_tokens,
-            api_key=api_key,
-            backend=backend,
-            seed=seed,
-            deadline_s=deadline_s,
-            output_tokens=output_tokens,
-            record=record,
-        )
-    ).open()
+    return await SessionHost(session(url, **options)).open()
 
 
-def _chosen_backend(
-    url: str | None,
-    model: str | None,
-    embed_model: str | None,
-    api_key: str | None,
-    of_engine: dict[str, Any],
-) -> Backend:
+def _chosen_backend(url: str | None, options: SessionOptions) -> Backend:
     url = url or os.environ.get("AGENTFLOW_URL")
+    of_engine = _chosen(options, *_OF_ENGINE)
     if url is None:
         from agentflow.backends.local import Embedded
 
-        return Embedded(DEFAULT_MODEL if model is None else model, embed_model=embed_model, **of_engine)
+        model = options.get("model")
+        named = DEFAULT_MODEL if model is None else model
+        return Embedded(named, embed_model=options.get("embed_model"), **of_engine)
     if of_engine:
         name = next(iter(of_engine))
         raise BadArgument(
@@ -209,8 +193,8 @@ def _chosen_backend(
         )
     from agentflow.backends.remote import Remote
 
-    api_key = api_key or os.environ.get("AGENTFLOW_API_KEY") or None
-    return Remote(url, api_key=api_key, model=model, embed_model=embed_model)
+    api_key = options.get("api_key") or os.environ.get("AGENTFLOW_API_KEY") or None
+    return Remote(url, api_key=api_key, **_chosen(options, *_OF_MODEL))
 
 
 P = ParamSpec("P")

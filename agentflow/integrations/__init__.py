@@ -14,6 +14,7 @@ from agentflow.integrations.client import (
     connection_to,
     embedding_connection_to,
 )
+from agentflow.language.expressions import conversation_with
 from agentflow.language.typed.replies import read_reply
 from agentflow.language.typed.tools import spec_of
 from agentflow.protocol.chat import (
@@ -47,6 +48,7 @@ __all__ = [
     "TopLogprobs",
     "connection_through",
     "connection_to",
+    "conversation_with",
     "embedding_connection_to",
     "hoisted",
     "open_task_group",

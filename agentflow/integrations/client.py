@@ -62,12 +62,14 @@ Function = Callable[[Session], Awaitable[ResultT]]
 @dataclass(frozen=True, slots=True)
 class ModelCall:
     """``prompt``: the beginning of the state. ``output``: the ``af.gen`` or ``af.reply`` to generate after
-    it, ``n`` times in parallel. Prompts share cached KV only under an equal ``cache_salt``."""
+    it, ``n`` times in parallel. Prompts share cached KV only under an equal ``cache_salt``. ``deadline_s``:
+    the seconds after which the call fails with ``DeadlineExceeded``."""
 
     prompt: ConversationExpression | str
     output: GenExpression[Any]
     n: int = 1
     cache_salt: str = ""
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +285,8 @@ class CalledProgram:
 
 
 async def _events(root: State, call: ModelCall, model: str) -> AsyncGenerator[Delta | Answer, None]:
+    if call.deadline_s is not None:
+        root.limit(deadline_s=call.deadline_s)
     root.add(call.prompt)
     states = [root] if call.n == 1 else list(root.fork(call.n))
     nodes = [target_of(state.add(call.output)[call.output]).node for state in states]

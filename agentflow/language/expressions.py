@@ -21,7 +21,7 @@ from agentflow.language.markers import MARKERS
 from agentflow.language.typed.replies import Message, read_message
 from agentflow.language.typed.tools import Tool, ToolCall, spec_of
 from agentflow.language.typed.values import ValueType
-from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
+from agentflow.protocol.chat import FREE_CHOICE, Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.op_table import check_types
 from agentflow.protocol.ops import Role, SelectMethod, check_choices
 from agentflow.protocol.sampling import SamplingParams
@@ -79,14 +79,13 @@ class GenExpression(Expression, Generic[ValueT_co]):
     ``max_retries``, an invalid value is generated again; if ``asks_again``, after a turn that explains the
     fault. ``offer``: None for a reply that may call the tools of the reply before it."""
 
-    __slots__ = ("asks_again", "max_retries", "name", "offer", "params", "timeout_s", "value_type")
+    __slots__ = ("asks_again", "max_retries", "name", "offer", "params", "value_type")
 
     def __init__(
         self,
         name: str,
         params: SamplingParams,
         value_type: ValueType,
-        timeout_s: float | None = None,
         max_retries: int = 0,
         offer: Offer | None = None,
         *,
@@ -95,7 +94,6 @@ class GenExpression(Expression, Generic[ValueT_co]):
         self.name = name
         self.params = params
         self.value_type = value_type
-        self.timeout_s = timeout_s
         self.max_retries = max_retries
         self.asks_again = asks_again
         self.offer = offer
@@ -272,21 +270,12 @@ def _data_url(data: bytes) -> str:
 _MODES = ("auto", "required", "none")
 
 
-def conversation(
-    messages: Sequence[Message | Mapping[str, Any]],
-    *,
-    tools: Sequence[Tool | ToolSpec] = (),
-    choice: str | ToolChoice = "auto",
-    parallel: bool = True,
-) -> ConversationExpression:
+def conversation(messages: Sequence[Message | Mapping[str, Any]]) -> ConversationExpression:
     """A conversation, after which the assistant's turn is open; if the last message is the assistant's, its
     turn continues. A conversation must be the first item of a state. ``gen`` or ``reply`` comes next.
 
     ``messages``: ``af.Message``, or dicts in the format of OpenAI's API, including the ``tool_calls`` of an
     assistant and the results of tools. Earlier answers of the model reuse the tokens that it generated.
-    ``tools``: functions with annotated parameters, or schemas, that the model may call. ``choice``: whether
-    an ``af.reply`` calls them: ``"auto"``, ``"required"``, ``"none"``, or the name of the tool that it must
-    call. ``parallel``: whether one reply may call several.
 
     >>> async with flow.state() as s:
     ...     s += af.conversation([{"role": "user", "content": "What do plants do?"}])
@@ -294,10 +283,26 @@ def conversation(
     ...     print((await s["answer"]).text)
     Plants turn light into sugar.
     """
+    return conversation_with(messages)
+
+
+def conversation_with(
+    messages: Sequence[Message | Mapping[str, Any]],
+    tools: Sequence[Tool | ToolSpec] = (),
+    choice: str | ToolChoice = FREE_CHOICE,
+) -> ConversationExpression:
+    """``conversation``, with the tools of its replies. For adapters, which count the tokens of a prompt
+    without a reply, or append several replies to forks of one prompt.
+
+    Args:
+        messages: As in ``conversation``.
+        tools: Functions with annotated parameters, or schemas.
+        choice: As in ``reply``.
+    """
     checked = tuple(
         [read_message(message) for message in tuple_of(messages, "conversation", "messages", "messages")]
     )
-    offered = offer(tools, choice, parallel=parallel, where="conversation")
+    offered = offer(tools, choice, parallel=True, where="conversation")
     whole = Conversation(checked, offered.tools, offered.choice)
     check_types(whole)
     return ConversationExpression(whole.check())

@@ -10,11 +10,10 @@ from agentflow.errors import BadArgument, faults_of
 from agentflow.language.expressions import GenExpression, check_name, offer, tuple_of
 from agentflow.language.typed.replies import Reply, reader_of_replies
 from agentflow.language.typed.tags import Tag, Tagged, tagged_type
-from agentflow.language.typed.tools import DescribedTool, Tool, ToolCall, described_tool
+from agentflow.language.typed.tools import DescribedTool, Tool, described_tool
 from agentflow.language.typed.values import ValueType, refuse_several, value_type
 from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Whitespace
-from agentflow.protocol.ops import check_timeout
 from agentflow.protocol.sampling import SamplingParams, is_whole
 
 if TYPE_CHECKING:  # of every type, such as ``Report | None``, which type[...] does not include
@@ -48,7 +47,6 @@ class SamplingOptions(TypedDict, total=False):
     top_logprobs: int
     max_reasoning_tokens: int | None
     stream_reasoning: bool
-    timeout_s: float | None
     jump_forward: bool
 
 
@@ -81,10 +79,6 @@ def gen(name: str, *, schema: Any, **options: Unpack[JsonValueOptions]) -> GenEx
 def gen(name: str, *, type: type[ValueT], **options: Unpack[ValueOptions]) -> GenExpression[ValueT]: ...
 @overload
 def gen(
-    name: str, *, tools: Sequence[Tool], **options: Unpack[JsonValueOptions]
-) -> GenExpression[list[ToolCall]]: ...
-@overload
-def gen(
     name: str, *, tags: Sequence[Tag], **options: Unpack[JsonValueOptions]
 ) -> GenExpression[list[str | Tagged]]: ...
 @overload
@@ -92,7 +86,6 @@ def gen(
     name: str,
     *,
     regex: str | None = None,
-    choices: Sequence[str] | None = None,
     grammar: str | None = None,
     **options: Unpack[ValueOptions],
 ) -> GenExpression[str]: ...
@@ -120,12 +113,9 @@ def gen(
     top_logprobs: int = 0,
     max_reasoning_tokens: int | None = None,
     stream_reasoning: bool = False,
-    timeout_s: float | None = None,
     regex: str | None = None,
     schema: Any = None,
-    choices: Sequence[str] | None = None,
     type: Any = None,
-    tools: Sequence[Tool] | None = None,
     grammar: str | None = None,
     tags: Sequence[Tag] | None = None,
     whitespace: Whitespace = "compact",
@@ -139,8 +129,9 @@ def gen(
     ``s += af.user("Why?") + af.gen("answer")``. Without turns, as for base models, it continues the text. The
     text before a gen should not end in a space: in most models, tokens of words begin with the space.
 
-    At most one of ``regex``, ``schema``, ``choices``, ``type``, ``tools``, ``grammar`` and ``tags``
-    constrains the text and determines its value; without one, the text is the value. A value is invalid if
+    At most one of ``regex``, ``schema``, ``type``, ``grammar`` and ``tags`` constrains the text and
+    determines its value; without one, the text is the value. ``select`` chooses one of several texts, and
+    ``reply`` offers tools; ``s.limit`` has the time limit of a state. A value is invalid if
     ``max_tokens`` truncated it, or if it violates a rule that a grammar cannot enforce, such as a validator
     written in Python. Awaiting an invalid value raises ``InvalidValue``.
 
@@ -167,14 +158,10 @@ def gen(
             the text; they count towards ``max_tokens`` too. 0: no reasoning. None: no limit, but no reasoning
             before a constrained text. Other models ignore it.
         stream_reasoning: ``s[name].reasoning_deltas()`` yields the reasoning while it is generated.
-        timeout_s: The time limit in seconds from the start of the op; beyond it the gen fails with
-            ``DeadlineExceeded``.
         regex: A regular expression that all of the text matches.
         schema: A type that pydantic or msgspec can express as JSON, such as a model, ``list[Report]`` or
             ``Annotated[int, Field(ge=1)]``, or a JSON schema as a dict.
-        choices: The text is one of these strings.
         type: ``int``, ``float`` or ``bool``.
-        tools: Functions, or OpenAI's tool schemas; the value is a list of ``ToolCall``.
         grammar: A grammar in Lark's notation.
         tags: The text is free except in these places; the value is a list of strings and ``af.Tagged``.
         whitespace: Between the parts of JSON: ``"compact"`` (one line, with ``, `` and ``: ``), ``"tight"``
@@ -206,7 +193,6 @@ def gen(
     >>> s += af.assistant(af.gen("idea", temperature=1.0, min_tokens=8, presence_penalty=0.5))
     """
     check_name(name, "gen")
-    check_timeout(timeout_s)
     if on_invalid not in get_args(OnInvalid):
         raise BadArgument(
             f'gen: on_invalid must be "raise", "retry" or "reask", not {on_invalid!r}', param="on_invalid"
@@ -236,16 +222,14 @@ def gen(
         max_reasoning_tokens=max_reasoning_tokens,
         stream_reasoning=stream_reasoning,
     )
-    kinds = {"regex": regex, "schema": schema, "choices": choices, "type": type, "tools": tools}
-    wanted = _type_of({**kinds, "grammar": grammar}, tags).decoded(whitespace, jump_forward)
+    kinds = {"regex": regex, "schema": schema, "type": type, "grammar": grammar}
+    wanted = _type_of(kinds, tags).decoded(whitespace, jump_forward)
     num_retries = 0 if on_invalid == "raise" else max_retries
     if num_retries and wanted.constraint is None:
         raise BadArgument(
             "gen: on_invalid applies to a value: give a schema, for example", param="on_invalid"
         )
-    return GenExpression(
-        name, params.check(), wanted, timeout_s, num_retries, asks_again=on_invalid == "reask"
-    )
+    return GenExpression(name, params.check(), wanted, num_retries, asks_again=on_invalid == "reask")
 
 
 def _type_of(kinds: Mapping[str, Any], tags: Sequence[Tag] | None) -> ValueType:
@@ -275,7 +259,6 @@ def reply(
     parallel: bool = True,
     regex: str | None = None,
     schema: Any = None,
-    choices: Sequence[str] | None = None,
     grammar: str | None = None,
     **options: Unpack[JsonOptions],
 ) -> GenExpression[Reply]:
@@ -292,15 +275,14 @@ def reply(
     Args:
         name: The name of the variable.
         tools: Functions with annotated parameters, or schemas, that the model may call. The chat template
-            describes them to the model. None: the tools of the reply before, or of the conversation. The
-            calls have the functions, and arguments of the parameters' types; ``af.act`` runs them.
+            describes them to the model. None: the tools of the reply before. The calls have the functions,
+            and arguments of the parameters' types; ``af.act`` runs them.
         choice: Whether the reply calls tools: ``"auto"``, ``"required"``, ``"none"``, or the name of the tool
             that it must call.
         parallel: Whether it may call several tools.
         regex: Constrains a reply that calls no tool, as in ``gen``. The reply is then either calls alone, or
             such a text.
         schema: As ``regex``.
-        choices: As ``regex``.
         grammar: As ``regex``.
         options: The other options of ``gen``.
 
@@ -316,7 +298,6 @@ def reply(
     arguments: dict[str, Any] = {
         "regex": regex,
         "schema": schema,
-        "choices": choices,
         "grammar": grammar,
         **options,
     }
@@ -337,4 +318,4 @@ def reply(
         specs = [tool.spec if isinstance(tool, DescribedTool) else tool for tool in given]
         offered = offer(specs, choice, parallel=parallel, where="reply")
         Conversation((), *offered).check()
-    return GenExpression(name, generation.params, kind, generation.timeout_s, offer=offered)
+    return GenExpression(name, generation.params, kind, offer=offered)

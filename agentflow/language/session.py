@@ -34,7 +34,6 @@ from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend
 from agentflow.protocol.events import Capabilities, Stats
 from agentflow.protocol.ops import Objective
-from agentflow.runtime.limits import limit_op
 
 logger = logging.getLogger(__name__)
 
@@ -54,24 +53,13 @@ class Session(AsyncOnly):
     scripted True
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        seed: int | None = None,
-        deadline_s: float | None = None,
-        output_tokens: int | None = None,
-    ) -> None:
+    def __init__(self, backend: Backend, *, seed: int | None = None) -> None:
         self._link = Link(secrets.randbits(63) if seed is None else seed)
         self._backend = backend
-        has_limit = deadline_s is not None or output_tokens is not None
-        if has_limit:
-            limit_op(0, deadline_s, output_tokens)  # raises immediately for an invalid one
-        self._limit = (deadline_s, output_tokens) if has_limit else None
 
     def _share(self, other: Session) -> None:
         """Becomes another view of a session."""
-        self._link, self._backend, self._limit = other._link, other._backend, other._limit
+        self._link, self._backend = other._link, other._backend
 
     async def __aenter__(self) -> Session:
         try:
@@ -81,8 +69,6 @@ class Session(AsyncOnly):
             # program.
             logger.debug("a session could not be opened", exc_info=error)
             raise error.with_traceback(None) from None
-        if self._limit is not None:
-            self._link.limit(*self._limit)
         return self
 
     async def __aexit__(

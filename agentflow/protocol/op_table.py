@@ -71,7 +71,6 @@ def _check_gen(op: ops.Gen) -> None:
     op.params.check()
     if op.constraint is not None:
         op.constraint.check()
-    ops.check_timeout(op.timeout_s)
     ops.check_trace(op.trace)
 
 

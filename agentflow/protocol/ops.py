@@ -138,16 +138,15 @@ class End(_Op, frozen=True):
 
 
 class Gen(_Op, frozen=True):
-    """Generates text into variable ``var``. ``timeout_s`` counts from when the op starts. ``reply``: the text
-    is the notation of a reply (``protocol.chat``) to the state's conversation. ``trace``: a W3C
-    ``traceparent``, below which the server's spans come."""
+    """Generates text into variable ``var``. ``reply``: the text is the notation of a reply
+    (``protocol.chat``) to the state's conversation. ``trace``: a W3C ``traceparent``, below which the
+    server's spans come."""
 
     state: int
     var: int
     name: str
     params: SamplingParams
     constraint: Constraint | None = None
-    timeout_s: float | None = None
     reply: bool = False
     trace: str = ""
 

@@ -28,7 +28,6 @@ from msgspec.structs import replace
 from agentflow.errors import (
     AgentflowError,
     Cancelled,
-    DeadlineExceeded,
     EngineFailed,
     Overloaded,
     PromptTooLong,
@@ -616,12 +615,9 @@ class _OpExecution(Generic[ContextT]):
 
     async def _generate(self, state: StateRecord[ContextT], context: ContextT, op: ops.Gen) -> None:
         params, variable = clipped(op.params, state.budgets), self._variables[op.var]
-        with anyio.move_on_after(op.timeout_s) as scope:
-            generate = self._generator.reply if op.reply else self._generator.generate
-            streamed = (variable.extend_reasoning,) if params.stream_reasoning else ()
-            end = await generate(context, params, variable.extend, op.constraint, *streamed)
-        if scope.cancelled_caught:
-            raise DeadlineExceeded(f"{op.name!r} exceeded its timeout of {op.timeout_s} s")
+        generate = self._generator.reply if op.reply else self._generator.generate
+        streamed = (variable.extend_reasoning,) if params.stream_reasoning else ()
+        end = await generate(context, params, variable.extend, op.constraint, *streamed)
         was_truncated = end.finish_reason == "length" and params.max_tokens < op.params.max_tokens
         spend(end.usage.output_tokens, state.budgets, was_truncated=was_truncated)
         state.reserve_text(end.text, len(end.reasoning or ""))

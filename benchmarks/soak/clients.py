@@ -222,7 +222,7 @@ async def _weigh(s: af.State, subject: str, prompt: str) -> int:
     s += af.user("Judgments:")
     for branch in branches:
         s += branch["judgment"]
-    verdict = af.gen("verdict", choices=["good", "bad"])
+    verdict = af.gen("verdict", regex="good|bad")
     s += af.assistant(verdict)
     await s["known"]
     return len(await s["verdict"])

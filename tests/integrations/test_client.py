@@ -98,7 +98,7 @@ async def test_a_text_has_n_continuations(connection):
 
 
 def test_the_cause_of_a_failure_is_raised_as_itself(connection):
-    call = ModelCall(af.conversation([af.Message("user", "cold")]), af.reply("answer", choices=["yes"]))
+    call = ModelCall(af.conversation([af.Message("user", "cold")]), af.reply("answer", regex="yes"))
     with pytest.raises(af.errors.RunFailed, match="the script answers 'It is"):
         list(connection.stream(call))
     for n in (1, 2):

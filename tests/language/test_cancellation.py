@@ -109,7 +109,7 @@ async def in_a_turn(engine, flow, root):
     async with root.assistant():
         branch = root.copy()
         for state in (root, branch):
-            state += af.gen("answer", max_tokens=400, timeout_s=3600)
+            state += af.gen("answer", max_tokens=400)
     return 9
 
 

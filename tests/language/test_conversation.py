@@ -12,6 +12,7 @@ from support.fake_engine import FakeEngine
 from support.observed_backends import Unbatched
 
 import agentflow as af
+from agentflow.language.expressions import Offer
 from agentflow.language.typed.replies import read_message
 from agentflow.protocol import ops
 from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolChoice, ToolSpec
@@ -33,8 +34,14 @@ def weather(city: str, days: Annotated[int, msgspec.Meta(ge=1)] = 1) -> str:
     return f"rain in {city} for {days}"
 
 
-def written(*messages: Any, **options: Any) -> Conversation:
-    return af.conversation([*messages], **options).conversation
+def written(*messages: Any) -> Conversation:
+    return af.conversation([*messages]).conversation
+
+
+def offered(**options: Any) -> Offer:
+    offer = af.reply("answer", **options).offer
+    assert offer is not None
+    return offer
 
 
 def scripted(*answers: object) -> af.Session:
@@ -65,10 +72,10 @@ def test_tools_are_functions_schemas_or_specs():
     schema = {"type": "object", "properties": {"city": {"type": "string"}}}
     as_function = {"type": "function", "function": {"name": "b", "description": "B.", "parameters": schema}}
     spec = ToolSpec("c", "C.", {})
-    tools = written(tools=[weather, as_function, spec]).tools
+    tools = offered(tools=[weather, as_function, spec]).tools
     assert tools[1:] == (ToolSpec("b", "B.", schema, strict=False), spec)
     as_function["function"]["strict"] = True
-    assert written(tools=[as_function]).tools == (ToolSpec("b", "B.", schema),)
+    assert offered(tools=[as_function]).tools == (ToolSpec("b", "B.", schema),)
     assert (tools[0].name, tools[0].description) == ("weather", "The weather in a city.")
     assert tools[0].parameters["properties"] == {
         "city": {"type": "string"},
@@ -86,7 +93,7 @@ def test_the_types_of_a_tools_parameters_are_defined_in_its_schema():
         return place.city
 
     at.__annotations__["place"] = Place
-    [tool] = written(tools=[at]).tools
+    [tool] = offered(tools=[at]).tools
     assert tool.parameters["properties"] == {"place": {"$ref": "#/$defs/Place"}}
     assert tool.parameters["$defs"]["Place"]["required"] == ["city"]
 
@@ -102,7 +109,7 @@ def test_the_types_of_a_tools_parameters_are_defined_in_its_schema():
     ],
 )
 def test_the_tool_choice_is_a_mode_or_a_tools_name(choice, expected):
-    assert written(tools=[weather], choice=choice, parallel=False).choice == expected
+    assert offered(tools=[weather], choice=choice, parallel=False).choice == expected
 
 
 @pytest.mark.parametrize(
@@ -160,10 +167,11 @@ async def test_a_reply_has_a_text_and_tool_calls():
         return af.Reply("I look.", (CALL,))
 
     async with af.session(backend=af.Scripted(script)) as flow, flow.state() as s:
-        s += af.conversation(ASKED, tools=[weather]) + af.reply("answer")
+        s += af.conversation(ASKED) + af.reply("answer", tools=[weather])
         reply = await s["answer"]
-        assert (reply.text, reply.tool_calls) == ("I look.", (CALL,))
-        assert reply.message() == af.Message("assistant", "I look.", (CALL,))
+        [call] = reply.tool_calls
+        assert (reply.text, call.text, call.arguments) == ("I look.", CALL.text, {"city": "Oslo", "days": 1})
+        assert reply.message() == af.Message("assistant", "I look.", (call,))
     assert prompts == ["<user>Is it cold in Oslo?</user><assistant>"]
 
 
@@ -201,7 +209,7 @@ async def test_replies_and_results_of_tools_take_turns_on_one_state():
         return replies[len(prompts) - 1]
 
     async with af.session(backend=af.Scripted(script)) as flow, flow.state() as s:
-        s += af.conversation(ASKED, tools=[weather]) + af.reply("first")
+        s += af.conversation(ASKED) + af.reply("first", tools=[weather])
         s += af.tool_result("3 degrees") + af.reply("second")
         await s
         messages = await s.messages()
@@ -242,9 +250,10 @@ async def test_branches_of_a_conversation_end_their_replies_themselves():
 
 async def test_a_reply_is_streamed_as_text_and_as_partial_replies():
     """Its prose by iteration; with its calls by ``partials``; both from the start, whenever one reads."""
-    reply = af.Reply("It is cold, so take a coat.", (CALL,))
+    call = af.ToolCall("weather", {"city": "Oslo", "days": 1}, "call_1")
+    reply = af.Reply("It is cold, so take a coat.", (call,))
     async with af.session(backend=Unbatched(af.Scripted([reply]))) as flow, flow.state() as s:
-        s += af.conversation(ASKED, tools=[weather]) + af.reply("answer")
+        s += af.conversation(ASKED) + af.reply("answer", tools=[weather])
         replies = [reply async for reply in s["answer"].partials()]
         assert len(replies) > 2
         assert replies[-1] == reply == await s["answer"]
@@ -254,7 +263,7 @@ async def test_a_reply_is_streamed_as_text_and_as_partial_replies():
             assert len(after.tool_calls) >= len(before.tool_calls)
         assert [reply async for reply in s["answer"].partials()] == [reply]
         assert "".join([text async for text in s["answer"]]) == s["answer"].text == reply.text
-        assert s["answer"].tool_calls == (CALL,)
+        assert s["answer"].tool_calls == (call,)
 
 
 async def test_an_empty_reply_is_a_value():
@@ -277,7 +286,7 @@ async def test_a_reply_stands_for_its_text_wherever_text_is_expected(unbatched):
     @af.program
     async def use(s: af.State) -> None:
         async with s.fork(1) as branches:
-            branches[0].add(af.conversation(ASKED, tools=[weather])).add(af.reply("answer"))
+            branches[0].add(af.conversation(ASKED)).add(af.reply("answer", tools=[weather]))
         answer = branches[0]["answer"]
         s += f"1 {answer} 2 " + answer + answer.upper() + " 3 " + s.set("copy", answer) + " 4 "
         s.join(branches)
@@ -297,7 +306,7 @@ async def test_a_reply_stands_for_its_text_wherever_text_is_expected(unbatched):
         [done] = [e for e in events if isinstance(e, af.VariableDone) and e.name == "answer"]
         assert (done.value, done.tool_calls) == (prose, (CALL,))
         async with flow.state() as s:
-            s += af.conversation(ASKED, tools=[weather]) + af.reply("answer")
+            s += af.conversation(ASKED) + af.reply("answer", tools=[weather])
             await s["answer"]
         async with flow.state() as t:  # the state of what it refers to has ended
             t += f"[{s['answer']}]"
@@ -312,7 +321,7 @@ async def test_messages_with_tool_calls_begin_another_state():
     ]
     other = af.ToolCall("weather", {"city": "Bergen"}, "call_2")
     async with scripted(af.Reply("And there?", (other,)), "x") as flow, flow.state() as s:
-        s += af.conversation(messages, tools=[weather]) + af.reply("answer")
+        s += af.conversation(messages) + af.reply("answer", tools=[weather])
         s += af.user("So: ", s["answer"])  # a text, not its calls
         found = await s.messages()
         assert found[:3] == messages
@@ -350,7 +359,7 @@ async def test_an_agent_loop_answers_tool_calls():
     async with af.session(backend=af.Scripted(script)) as flow:
         while True:
             async with flow.state() as s:
-                s += af.conversation(messages, tools=[weather]) + af.reply("answer")
+                s += af.conversation(messages) + af.reply("answer", tools=[weather])
                 reply = await s["answer"]
             messages.append(reply.message())
             if not reply.tool_calls:
@@ -448,7 +457,7 @@ async def test_a_reply_records_and_replays(tmp_path):
 
     async def ask(flow: af.Session) -> af.Reply:
         async with flow.state() as s:
-            s += af.conversation(ASKED, tools=[weather], choice="required") + af.reply("answer")
+            s += af.conversation(ASKED) + af.reply("answer", tools=[weather], choice="required")
             return await s["answer"]
 
     async with af.session(backend=backend, record=path) as flow:
@@ -488,6 +497,6 @@ async def test_a_conversation_has_the_token_ids_of_its_turns():
 
 async def test_an_engine_without_tag_constraints_rejects_tools():
     async with af.session(backend=FakeEngine()) as flow, flow.state() as s:
-        s += af.conversation(ASKED, tools=[weather], choice="required") + af.reply("answer")
+        s += af.conversation(ASKED) + af.reply("answer", tools=[weather], choice="required")
         with pytest.raises(af.errors.NotSupported, match="'tags'"):
             await s["answer"]

@@ -109,8 +109,8 @@ async def test_tool_calls_are_shown():
         return city
 
     async with af.session(backend=backend) as flow, flow.state() as s:
-        s += af.conversation([{"role": "user", "content": "Rain?"}], tools=[rain])
-        s += af.reply("answer")
+        s += af.conversation([{"role": "user", "content": "Rain?"}])
+        s += af.reply("answer", tools=[rain])
         await s
         assert str(s).endswith('Let me look.\n→ rain({"city": "<Oslo>"})')
         assert "&lt;Oslo&gt;" in s._repr_html_()

@@ -145,7 +145,8 @@ async def test_a_failure_ends_the_rest_and_not_the_session():
 
 
 async def test_limits_of_the_session_apply():
-    async with af.session(backend=af.Scripted(""), deadline_s=0) as flow:
+    async with af.session(backend=af.Scripted("")) as flow:
+        flow.limit(deadline_s=0)
         for texts in ("a", ["a"] * 2000):
             with pytest.raises(af.DeadlineExceeded):
                 await flow.embed(texts)

@@ -219,20 +219,12 @@ async def test_partial_values_differ_and_the_last_is_the_value(value, style):
         assert is_prefix(earlier, later)
 
 
-async def test_tool_calls_are_streamed_as_partial_values():
-    text = '[{"name": "look_up", "arguments": {"city": "Oslo"}}]'
-    parts = await parts_of(text, tools=[look_up])
-    assert parts[-1] == json.loads(text)
-    assert len(parts) > 1
-
-
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
         ("1 2", {}),
         ("12", {"type": int}),
         ("[1, 2]", {"regex": ".*"}),
-        ("a b", {"choices": ["a b"]}),
         ("3", {"schema": int}),
         ('"a b"', {"schema": str}),
         ("a <n>1</n> b", {"tags": [af.Tag("<n>", regex="[0-9]", end="</n>")]}),

@@ -75,7 +75,6 @@ def test_f16d_a_program_without_a_name_of_its_own_is_not_pickled():
         (af.gen("x", schema={"type": "array"}, whitespace="free"), "[1]", [1]),
         (af.gen("x", type=int), "12", 12),
         (af.gen("x", type=bool), "true", True),
-        (af.gen("x", choices=["a", "b"]), "a", "a"),
         (af.gen("x", regex="a+"), "aa", "aa"),
         (af.gen("x", max_tokens=3, stop=["."]), "a", "a"),
     ],
@@ -89,12 +88,9 @@ async def test_f16d_a_gen_is_pickled_with_its_type(gen, answer, value):
         assert await s[copied] == value
 
 
-async def test_f16d_a_gen_with_tools_is_pickled():
+async def test_f16d_a_reply_with_tools_is_pickled():
     calls = af.ToolCall("weather", {"city": "Oslo"}), af.ToolCall("clock", {})
-    async with af.session(backend=af.Scripted([calls, calls])) as flow, flow.state() as s:
-        listed = again(af.gen("listed", tools=[weather, clock]))
-        s += af.user("Well?") + af.assistant(listed)
-        assert [call() for call in await s[listed]] == ["Oslo: cold", "noon"]
+    async with af.session(backend=af.Scripted([calls])) as flow, flow.state() as s:
         reply = again(af.reply("reply", tools=[weather, clock]))
         s += af.user("Well?") + reply
         assert [call() for call in (await s[reply]).tool_calls] == ["Oslo: cold", "noon"]

@@ -198,8 +198,9 @@ async def test_the_line_is_exact_among_many_appends():
 
 async def test_failures_over_the_wire_name_their_line(server):
     async with af.session(server.url) as flow, flow.state() as s, flow.state() as other:
-        other += f"a {HANG}" + af.gen("x", timeout_s=0.001)
+        other += f"a {HANG}" + af.gen("x")
         first = here(-1)
+        other.limit(deadline_s=0.001)
         s += "b " + af.gen("y")
         s += other["x"]
         s += "say c" + af.gen("z")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -14,11 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import AfterValidator, BaseModel
-from support.observed_backends import assert_idle
 
 import agentflow as af
 from agentflow.language.typed.replies import reader_of_replies
-from agentflow.language.typed.tools import Toolbox, described_tool
+from agentflow.language.typed.tools import described_tool
 from agentflow.protocol.chat import Arguments, CallBegun, CalledTool, ReplyWriter
 
 pytestmark = pytest.mark.anyio
@@ -64,23 +64,26 @@ ORDER = {
 PING = {"name": "ping"}
 
 
-async def called(tools: list[Any], *calls: dict[str, Any]) -> list[af.ToolCall]:
-    backend = af.Scripted([json.dumps(calls)])
-    async with af.session(backend=backend) as flow, flow.state() as s:
-        expression = af.gen("calls", tools=tools)
-        s += expression
-        found = await s[expression]
-    assert_idle(backend)
-    return found
+def replied(tools: list[Any], *calls: CalledTool) -> tuple[af.ToolCall, ...]:
+    """The calls of a reply, as programs get them."""
+    writer = ReplyWriter()
+    pieces = [piece for call in calls for piece in (CallBegun(call.id, call.name), Arguments(call.arguments))]
+    read = reader_of_replies([described_tool(tool) for tool in tools])
+    return read(writer.push(pieces) + writer.finish()).tool_calls
+
+
+def called(tools: list[Any], **calls: dict[str, Any]) -> tuple[af.ToolCall, ...]:
+    """The calls of these tools with these arguments."""
+    return replied(tools, *[CalledTool("c", name, json.dumps(given)) for name, given in calls.items()])
 
 
 async def test_functions_are_called_with_arguments_of_their_types():
-    tools = [weather, search, Shop().buy, functools.partial(weather, unit="F")]
-    found = await called(
-        tools[:3],
-        {"name": "weather", "arguments": {"place": {"city": "Köln"}}},
-        {"name": "search", "arguments": {"query": "x", "limit": 2}},
-        {"name": "buy", "arguments": {"items": ["a", "b"]}},
+    tools = [weather, search, Shop().buy]
+    found = called(
+        tools,
+        weather={"place": {"city": "Köln"}},
+        search={"query": "x", "limit": 2},
+        buy={"items": ["a", "b"]},
     )
     assert [call.name for call in found] == ["weather", "search", "buy"]
     assert found[0].arguments == {"place": Place("Köln"), "unit": "C"}
@@ -90,88 +93,36 @@ async def test_functions_are_called_with_arguments_of_their_types():
     assert found[0].function is weather
 
 
-async def test_a_partial_function_and_a_callable_object_are_tools():
-    [first, second] = await called(
+def test_a_partial_function_and_a_callable_object_are_tools():
+    [first, second] = called(
         [functools.partial(weather, unit="F"), Shop()],
-        {"name": "weather", "arguments": {"place": {"city": "Rome", "country": "IT"}}},
-        {"name": "Shop", "arguments": {"item": "nail"}},
+        weather={"place": {"city": "Rome", "country": "IT"}},
+        Shop={"item": "nail"},
     )
     assert (first(), second()) == ("Rome, IT: 20 F", "nail")
 
 
-async def test_no_calls_are_a_value():
-    assert await called([weather]) == []
-
-
-async def test_calls_of_a_schema_have_no_function():
-    [order, ping] = await called(
-        [ORDER, PING],
-        {"name": "order", "arguments": {"to": {"street": "a"}}},
-        {"name": "ping", "arguments": {}},
-    )
+def test_calls_of_a_schema_have_no_function():
+    [order, ping] = called([ORDER, PING], order={"to": {"street": "a"}}, ping={})
     assert (order.arguments, ping.arguments, ping.function) == ({"to": {"street": "a"}}, {}, None)
     with pytest.raises(af.errors.BadArgument, match="'order'"):
         order()
 
 
-def resolved(schema: Any, root: dict[str, Any]) -> Any:
-    """The schema with every reference replaced by what it refers to in ``root``."""
-    if isinstance(schema, list):
-        return [resolved(item, root) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if isinstance(reference := schema.get("$ref"), str):
-        target = root
-        for step in reference.removeprefix("#/").split("/"):
-            target = target[step]
-        return resolved(target, root)
-    return {key: resolved(value, root) for key, value in schema.items() if key != "$defs"}
-
-
-def test_the_schema_of_many_tools_refers_to_what_each_of_them_defines():
-    class Other(BaseModel):
-        to: Address
-        size: int
-
-    other = {"name": "other", "parameters": Other.model_json_schema()}
-    schema = Toolbox([weather, ORDER, other, search]).schema()
-    calls = schema["items"]["anyOf"]
-    assert [call["properties"]["name"] for call in calls] == [
-        {"const": name} for name in ("weather", "order", "other", "search")
-    ]
-    arguments = [resolved(call["properties"]["arguments"], schema) for call in calls]
-    for model, found in ((Order, arguments[1]), (Other, arguments[2])):
-        alone = model.model_json_schema()
-        assert found == resolved(alone, alone)
-    place = arguments[0]["properties"]["place"]
-    assert place["properties"] == {"city": {"type": "string"}, "country": {"type": "string", "default": "DE"}}
-    assert (arguments[0]["required"], arguments[3]["required"]) == (["place"], ["query"])
-    assert arguments[3]["properties"]["limit"]["minimum"] == 1
-    assert arguments[3]["additionalProperties"] is False
-
-
-NO_CALLS = [
-    ('{"name": "weather"}', "Expected `array`"),
-    ('[{"name": "weather"}]', "missing required field `arguments`"),
-    ('[{"name": "weather", "arguments": {}}]', "parameter .place. is missing"),
-    ('[{"name": "weather", "arguments": {"place": {"city": 3}}}]', "Expected `str`, got `int`"),
-    ('[{"name": "weather", "arguments": {"place": {"city": "a"}, "unit": "K"}}]', "Invalid enum value"),
-    ('[{"name": "weather", "arguments": {"place": {"city": "a"}, "x": 1}}]', "there is no parameter .x."),
-    ('[{"name": "rain", "arguments": {}}]', r"there is no tool 'rain' \(there are: weather, order\)"),
-    ('[{"name": "order", "arguments": 3}]', "Expected `object`, got `int`"),
+FAULTS = [
+    ({}, "parameter .place. is missing"),
+    ({"place": {"city": 3}}, "Expected `str`, got `int`"),
+    ({"place": {"city": "a"}, "unit": "K"}, "Invalid enum value"),
+    ({"place": {"city": "a"}, "x": 1}, "there is no parameter .x."),
 ]
 
 
-@pytest.mark.parametrize(("text", "cause"), NO_CALLS)
-async def test_an_invalid_list_of_calls_raises_with_its_cause(text, cause):
-    async with af.session(backend=af.Scripted([text])) as flow, flow.state() as s:
-        expression = af.gen("calls", tools=[weather, ORDER])
-        s += expression
-        with pytest.raises(af.InvalidValue, match="tool calls") as failure:
-            await s[expression]
-        assert repr(text) in failure.value.args[0]
-        with pytest.raises(ValueError, match=cause):
-            raise failure.value.__cause__
+@pytest.mark.parametrize(("arguments", "fault"), FAULTS)
+def test_a_call_with_invalid_arguments_has_a_fault(arguments, fault):
+    [call] = called([weather, ORDER], weather=arguments)
+    assert re.search(fault, call.fault)
+    with pytest.raises(af.InvalidValue, match=fault):
+        call()
 
 
 def positional(x: int, /) -> None: ...
@@ -182,13 +133,12 @@ def inexpressible(x: inspect.Signature) -> None: ...
 
 
 REFUSED = [
-    ([], "tools: there must be at least one"),
     (weather, "tools must be a list of functions or schemas"),
-    (PING, "tools must be a list"),
-    ("ping", "tools must be a list"),
+    (PING, "a tool is a function or a schema"),
+    ("ping", "a tool is a function or a schema"),
     (3, "tools must be a list"),
     (object(), "tools must be a list"),
-    ([PING, PING], "two tools have the name 'ping'"),
+    ([PING, PING], "two tools are named 'ping'"),
     ([3], "a tool is a function or a schema, not 3"),
     ([{}], "a tool's schema needs a name, and parameters"),
     ([{"name": "x", "parameters": 3}], "a tool's schema needs a name, and parameters"),
@@ -203,16 +153,7 @@ REFUSED = [
 @pytest.mark.parametrize(("tools", "message"), REFUSED)
 def test_invalid_tools_are_rejected(tools, message):
     with pytest.raises(af.errors.BadArgument, match=message):
-        af.gen("x", tools=tools)
-
-
-async def test_tools_over_the_wire(server):
-    async with af.session(server.url) as flow, flow.state() as s:
-        expression = af.gen("calls", tools=[weather, ORDER])
-        s += 'say [{"name":"weather","arguments":{"place":{"city":"Köln"}}}]' + expression
-        [call] = await s[expression]
-        s += af.tool_result(call())
-        assert (await s.messages())[-1] == {"role": "tool", "content": "Köln, DE: 20 C"}
+        af.reply("x", tools=tools)
 
 
 def remove(path: str = "/") -> str:
@@ -230,14 +171,6 @@ def stops(value: int) -> int:
 
 def odd(n: Annotated[int, AfterValidator(stops)]) -> int:
     return n
-
-
-def replied(tools: list[Any], *calls: CalledTool) -> tuple[af.ToolCall, ...]:
-    """The calls of a reply, as programs get them."""
-    writer = ReplyWriter()
-    pieces = [piece for call in calls for piece in (CallBegun(call.id, call.name), Arguments(call.arguments))]
-    read = reader_of_replies([described_tool(tool) for tool in tools])
-    return read(writer.push(pieces) + writer.finish()).tool_calls
 
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["function", "schema"])
@@ -260,7 +193,7 @@ def test_f13a_only_whole_calls_run(is_known: bool, text: str, end: int) -> None:
             assert call.arguments == json.loads(arguments)
 
 
-async def test_f45a_arguments_are_validated_alike_in_a_reply_a_gen_and_an_agent() -> None:
+async def test_f45a_arguments_are_validated_alike_in_a_reply_and_an_agent() -> None:
     for number in (3, 5_000):
         [call] = replied([count], CalledTool("c", "count", json.dumps({"n": number})))
         assert bool(call.fault) == (number > 10)
@@ -269,12 +202,6 @@ async def test_f45a_arguments_are_validated_alike_in_a_reply_a_gen_and_an_agent(
                 call()
         else:
             assert call() == 3
-        try:
-            found = await called([count], {"name": "count", "arguments": {"n": number}})
-            assert number <= 10
-            assert found[0]() == 3
-        except af.AgentflowError:
-            assert number > 10
         agent = af.Scripted({"answer": [af.ToolCall("count", {"n": number}), "done"]})
         async with af.session(backend=agent) as flow, flow.state() as s:
             await af.act(s, tools=[count])

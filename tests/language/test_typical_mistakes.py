@@ -339,11 +339,11 @@ def untyped(city):
 
 async def test_bad_tool():
     with pytest.raises(af.errors.BadArgument) as failure:
-        af.gen("calls", tools=[untyped])
+        af.reply("calls", tools=[untyped])
     line = untyped.__code__.co_firstlineno
     says(failure.value, "tool 'untyped'", "'city'", "city: str", f"{FILE}:{line}, in untyped")
     with pytest.raises(af.errors.BadArgument, match=r"a tool is a function or a schema.*'weather'"):
-        af.gen("calls", tools=["weather"])
+        af.reply("calls", tools=["weather"])
 
 
 async def test_a_function_of_map_that_raises():

@@ -42,12 +42,12 @@ async def right(s: af.State) -> Report:
     report = af.gen("report", schema=Report, max_tokens=64)
     s += af.assistant(report)
     point, city = af.gen("point", schema=Point), af.gen("city", schema=City)
-    number, is_so = af.gen("number", type=int, timeout_s=2.5), af.gen("is_so", type=bool)
-    calls, plain = af.gen("calls", tools=[look_up]), af.gen("plain", regex="[a-z]+")
-    s += "a" + point + city + number + is_so + calls + plain
+    number, is_so = af.gen("number", type=int, min_p=0.5), af.gen("is_so", type=bool)
+    plain = af.gen("plain", regex="[a-z]+")
+    s += "a" + point + city + number + is_so + plain
     tight = af.gen("tight", schema=City, whitespace="tight", jump_forward=False)
-    slow = af.gen("slow", choices=["a", "b"], jump_forward=False)
-    tagged = af.gen("tagged", tags=[af.Tag("<a>", tools=[look_up], end="</a>")], whitespace="free")
+    slow = af.gen("slow", regex="a|b", jump_forward=False)
+    tagged = af.gen("tagged", tags=[af.Tag("<a>", schema=City, end="</a>")], whitespace="free")
     s += tight + slow + tagged
     assert_type(await s[tagged], list[str | af.Tagged])
     for piece in await s[tagged]:
@@ -56,7 +56,6 @@ async def right(s: af.State) -> Report:
     # JSON comes as parts of the value, all else as text.
     assert_type(aiter(s[report]), AsyncIterator[Any])
     assert_type(aiter(s[city]), AsyncIterator[Any])
-    assert_type(aiter(s[calls]), AsyncIterator[Any])
     assert_type(aiter(s[number]), AsyncIterator[str])
     assert_type(aiter(s[is_so]), AsyncIterator[str])
     assert_type(aiter(s[tagged]), AsyncIterator[str])
@@ -84,7 +83,6 @@ async def right(s: af.State) -> Report:
     assert_type(await s[plain_json], Any)
     assert_type(await s[number], int)
     assert_type(await s[is_so], bool)
-    assert_type(await s[calls], list[af.ToolCall])
     assert_type(await s[plain], str)
     assert_type(s["plain"], af.Variable[Any])  # only the expression knows the type
     assert_type(s[plain], af.Variable[str])
@@ -101,7 +99,7 @@ async def right(s: af.State) -> Report:
 
 async def replies(s: af.State) -> None:
     answer = af.reply("answer")
-    s += af.conversation([af.Message("user", "?")], tools=[look_up]) + answer
+    s += af.conversation([af.Message("user", "?")]) + answer
     assert_type(s[answer], af.Variable[af.Reply])
     assert_type(aiter(s[answer]), AsyncIterator[str])
     async for so_far in s[answer].partials():

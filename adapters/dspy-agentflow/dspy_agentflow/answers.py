@@ -22,6 +22,7 @@ from agentflow.integrations import (
     TextPiece,
     ToolChoice,
     ToolSpec,
+    conversation_with,
     read_reply,
 )
 from dspy_agentflow.answer_format import AnswerFormat, Rest
@@ -47,14 +48,15 @@ class Asked:
     answer_format: AnswerFormat | None = None
     n: int = 1
     cache_salt: str = ""
+    deadline_s: float | None = None
     is_streamed: bool = False
     max_retries: int = 0
 
     def call(self) -> ModelCall:
         """Returns the call for ``ModelConnection``. Raises ``BadArgument`` if it is invalid."""
-        prompt = af.conversation(self.messages, tools=self.tools, choice=self.choice)
+        prompt = conversation_with(self.messages, self.tools, self.choice)
         output = af.reply("answer", **self.sampling, **self.constraint)
-        return ModelCall(prompt, output, n=self.n, cache_salt=self.cache_salt)
+        return ModelCall(prompt, output, n=self.n, cache_salt=self.cache_salt, deadline_s=self.deadline_s)
 
     def rest_of(self, answer: Answer) -> Rest | None:
         """Returns what an answer lacks if it was truncated within its format, else None."""

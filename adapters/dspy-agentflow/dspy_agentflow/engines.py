@@ -184,7 +184,7 @@ _EXTENSIONS: Final = frozenset(
         "whitespace",
     )
 )
-_CONSTRAINTS: Final = frozenset(("regex", "choices", "grammar"))
+_CONSTRAINTS: Final = frozenset(("regex", "grammar"))
 _LEFT_OUT: Final = (lm15.ThinkingPart, lm15.ToolCallPart)
 
 
@@ -197,8 +197,6 @@ def asked_of(
     sampling = _sampling(request.config)
     if request.config.seed is not None:
         sampling["seed"] = notes.seed(request.config.seed, notes.num_given)
-    if settings.timeout is not None:
-        sampling["timeout_s"] = settings.timeout
     own = {name: sampling.pop(name) for name in _CONSTRAINTS if name in sampling}
     # With tools, the adapter parses calls and free text.
     found = None if own or tools else notes.answer_format
@@ -212,6 +210,7 @@ def asked_of(
         found,
         1 if is_streamed or "seed" in sampling else notes.n - notes.num_given,
         settings.cache_salt,
+        settings.timeout,
         is_streamed,
     )
 

@@ -148,8 +148,6 @@ def _asked_of(request: Mapping[str, Any], settings: EngineSettings, notes: CallN
         raise af.errors.BadArgument(f"there is no parameter {', '.join(sorted(unknown))}")
     sampling: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS}
     sampling |= {name: request[key] for key, name in _SAMPLING.items() if key in request}
-    if settings.timeout is not None:
-        sampling["timeout_s"] = settings.timeout
     tools = [spec_of(tool) for tool in request.get("tools", ())]
     own = {name: request[name] for name in _CONSTRAINTS if name in request}
     # With tools, the adapter parses calls and free text.
@@ -162,6 +160,7 @@ def _asked_of(request: Mapping[str, Any], settings: EngineSettings, notes: CallN
         "constraint": own or (wanted if found is None else found.constraint()),
         "answer_format": found,
         "cache_salt": settings.cache_salt,
+        "deadline_s": settings.timeout,
     }
     n = request.get("n", 1)
     if "seed" not in sampling:

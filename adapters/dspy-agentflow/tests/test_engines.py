@@ -119,9 +119,9 @@ def test_sampling() -> None:
         "top_logprobs": 1,
         "min_p": 0.1,
         "logit_bias": {17: -100},
-        "timeout_s": 3.0,
     }
     assert (found.constraint, found.cache_salt) == ({"regex": "[ab]+"}, "s")
+    assert found.call().deadline_s == 3.0
     assert found.call().output.params.max_tokens == 5
 
 

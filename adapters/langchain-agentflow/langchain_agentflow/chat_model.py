@@ -20,7 +20,14 @@ from langchain_core.runnables.config import get_config_list
 from pydantic import BaseModel, ConfigDict
 
 import agentflow as af
-from agentflow.integrations import DEFAULT_MODEL, Answer, Delta, ModelCall, ModelConnection
+from agentflow.integrations import (
+    DEFAULT_MODEL,
+    Answer,
+    Delta,
+    ModelCall,
+    ModelConnection,
+    conversation_with,
+)
 from langchain_agentflow.errors import langchain_errors
 from langchain_agentflow.messages import ChunkWriter, to_agentflow, to_langchain
 from langchain_agentflow.programs import acomplete, astream, complete, one_batch, stream
@@ -147,7 +154,7 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
             asked.pop("tool_choice", None), names, parallel=asked.pop("parallel_tool_calls", None)
         )
         options = self.options(stop, asked)
-        prompt = af.conversation(to_agentflow(messages), tools=tools, choice=choice)
+        prompt = conversation_with(to_agentflow(messages), tools, choice)
         n = 1 if is_streamed else asked.get("n") or self.n
         salt = asked.get("cache_salt", self.cache_salt)
         return ModelCall(prompt, af.reply("answer", **options), n=n, cache_salt=salt)
@@ -232,7 +239,7 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
 
         async def count(flow: af.Session) -> int:
             async with flow.state() as s:
-                s += af.conversation(to_agentflow(messages), tools=specs_of(as_openai(tools or ())))
+                s += conversation_with(to_agentflow(messages), specs_of(as_openai(tools or ())))
                 return len(await s.token_ids())
 
         with langchain_errors():

@@ -57,7 +57,7 @@ _WITHOUT_EFFECT: Final = frozenset(
     {"openai_organization", "organization", "service_tier", "stream_usage", "tiktoken_model_name", "user"}
 )
 # Constraints on the text; at most one per call.
-CONSTRAINTS: Final = ("regex", "schema", "choices", "grammar")
+CONSTRAINTS: Final = ("regex", "schema", "grammar")
 _ELSEWHERE: Final = ("n", "model", "model_name", "cache_salt", "max_retries", "stream")
 
 

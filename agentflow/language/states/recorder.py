@@ -222,8 +222,7 @@ class Recorder:
         MARKERS.reject(fixed, f"gen({item.name!r}): a stop string or a constraint")
         is_reply = item.value_type.is_reply
         if is_reply and item.offer is not None and item.offer != self._offer:
-            self._offer = item.offer
-            self.put(ops.Tools(self._state.id, *item.offer))
+            self._give_tools(item.offer)
         ends_turn = self._begin_reply(item.name) if is_reply else self._begin_own(f"gen({item.name!r})")
         if item.max_retries:
             self._generate_valid(item)
@@ -231,6 +230,16 @@ class Recorder:
             self._put_gen(item)
         if ends_turn:
             self.end()
+
+    def _give_tools(self, offer: Offer) -> None:
+        """Records the tools of the next replies: with a conversation that is not sent yet, so that the chat
+        template renders it once."""
+        self._offer = offer
+        if not self._ops or self._text or not isinstance(last := self._ops[-1], ops.Converse):
+            self.put(ops.Tools(self._state.id, *offer))
+            return
+        whole = msgspec.structs.replace(last.conversation, tools=offer.tools, choice=offer.choice)
+        self._ops[-1] = self._sent[-1] = ops.Converse(self._state.id, whole)
 
     def _select(self, item: SelectExpression) -> None:
         MARKERS.reject(item.choices, f"select({item.name!r}): a choice")
@@ -253,7 +262,7 @@ class Recorder:
             seed = self._state.run.seed_at(node.id, self._state.seed_place(self._num_gens))
             params = msgspec.structs.replace(params, seed=seed)
         self._num_gens += 1
-        gen = ops.Gen(self._state.id, node.id, item.name, params, constraint, item.timeout_s, is_reply)
+        gen = ops.Gen(self._state.id, node.id, item.name, params, constraint, is_reply)
         self.put(self._traced(gen, node, num_entries))
 
     def _generate_valid(self, item: GenExpression[Any]) -> None:

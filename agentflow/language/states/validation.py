@@ -161,7 +161,7 @@ class Attempts:
         temperature = params.temperature or (RETRY_TEMPERATURE if is_repeated else 0.0)
         params = msgspec.structs.replace(params, seed=seed, temperature=temperature)
         constraint = item.value_type.constraint
-        op = ops.Gen(branch.id, node.id, item.name, params, constraint, item.timeout_s)
+        op = ops.Gen(branch.id, node.id, item.name, params, constraint)
         return traced(
             op,
             node,

@@ -12,10 +12,8 @@ from typing import Any
 import msgspec
 
 from agentflow.errors import BadArgument
-from agentflow.language.typed.tools import Tool, Toolbox
 from agentflow.language.typed.values import (
     ValueType,
-    of_json_schema,
     refuse_several,
     value_type,
     warn_of_length,
@@ -30,7 +28,7 @@ class Tag:
     and there may be no tags.
 
     The value of the gen is a list of pieces in order: a string for free text and an ``af.Tagged`` for each
-    tag. Exactly one of ``schema``, ``regex``, ``grammar`` and ``tools`` must be given.
+    tag. Exactly one of ``schema``, ``regex`` and ``grammar`` must be given.
 
     Args:
         begin: The text that begins the tag.
@@ -38,18 +36,14 @@ class Tag:
         schema: The type or JSON schema of the content, as in ``gen``.
         regex: A regular expression that the content matches.
         grammar: A grammar of the content, in Lark's notation.
-        tools: The content is a call of one of these tools.
 
     Raises:
         BadArgument: An argument is invalid.
 
-    >>> call = af.Tag("<call>", tools=[weather], end="</call>")
-    >>> reply = af.gen("reply", tags=[call])
-    >>> s += af.user("Should I take an umbrella in Oslo?") + af.assistant(reply)
-    >>> for piece in await s[reply]:
-    ...     print(piece if isinstance(piece, str) else piece.value())
-    Let me look.
-    rain in Oslo
+    >>> verdict = af.gen("verdict", tags=[af.Tag("<score>", schema=int, end="</score>")])
+    >>> s += af.user("Judge it in a sentence, with a score.") + af.assistant(verdict)
+    >>> [piece if isinstance(piece, str) else piece.value for piece in await s[verdict]]
+    ['It is clear, ', 8, ' of 10.']
     """
 
     def __init__(
@@ -60,18 +54,14 @@ class Tag:
         schema: Any = None,
         regex: str | None = None,
         grammar: str | None = None,
-        tools: Sequence[Tool] | None = None,
     ) -> None:
         self.begin = begin
         self.end = end
-        refuse_several({"schema": schema, "regex": regex, "grammar": grammar, "tools": tools}, where="Tag")
-        if tools is not None:
-            self._type = _one_call(Toolbox(tools))
-        else:
-            self._type = value_type(schema=schema, regex=regex, grammar=grammar)
+        refuse_several({"schema": schema, "regex": regex, "grammar": grammar}, where="Tag")
+        self._type = value_type(schema=schema, regex=regex, grammar=grammar)
         constraint = self._type.constraint
         if constraint is None:
-            raise BadArgument(f"Tag({begin!r}): give a schema, a regex, a grammar or tools")
+            raise BadArgument(f"Tag({begin!r}): give a schema, a regex or a grammar")
         assert constraint.kind == "schema" or constraint.kind == "regex" or constraint.kind == "grammar"
         self._rule = TagRule(begin, constraint.kind, with_lengths(constraint), end)
         self._rule.check()
@@ -85,13 +75,13 @@ class Tag:
 @dataclass(frozen=True, slots=True)
 class Tagged:
     """The content of a tag: its ``text``, without ``begin`` and ``end``, and its ``value``: the typed value
-    for a schema, an ``af.ToolCall`` for tools, the text for a regex or a grammar.
+    for a schema, the text for a regex or a grammar.
 
-    >>> reply = af.gen("reply", tags=[af.Tag("<call>", tools=[weather], end="</call>")])
-    >>> s += af.user("Should I take an umbrella in Oslo?") + af.assistant(reply)
-    >>> prose, call = await s[reply]
-    >>> call.tag.begin, call.text, call.value.arguments
-    ('<call>', '{"name": "weather", "arguments": {"city": "Oslo"}}', {'city': 'Oslo'})
+    >>> verdict = af.gen("verdict", tags=[af.Tag("<score>", schema=int, end="</score>")])
+    >>> s += af.user("Judge it in a sentence, with a score.") + af.assistant(verdict)
+    >>> before, score, after = await s[verdict]
+    >>> score.tag.begin, score.text, score.value
+    ('<score>', '8', 8)
     """
 
     tag: Tag
@@ -120,10 +110,6 @@ def _tagged(tag: Tag, text: str) -> Tagged:
     value = tag._type.read(text)
     warn_of_length(tag.begin, text, tag._type.constraint)
     return Tagged(tag, text, value)
-
-
-def _one_call(toolbox: Toolbox) -> ValueType:
-    return of_json_schema(toolbox.call_schema(), toolbox.read_call, "tool call")
 
 
 _SPACE = " \t\n\r"

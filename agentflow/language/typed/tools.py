@@ -1,6 +1,5 @@
-"""Functions as tools. ``tool`` gives a function a name and limits. ``Toolbox`` describes tools to the model
-and reads its calls, each of which gets arguments of the types in the signature. In a ``gen`` the model writes
-a JSON list of calls, ``[{"name": ..., "arguments": {...}}, ...]``.
+"""Functions as tools. ``tool`` gives a function a name and limits, ``described_tool`` the schema of its
+parameters. A ``ToolCall`` has arguments of the types in the signature.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from agentflow.language.typed.json_types import (
     NothingYet,
     parameters_type,
     partial_value,
-    with_definitions,
 )
-from agentflow.protocol.chat import CalledTool, ToolSpec, hoisted
+from agentflow.protocol.chat import CalledTool, ToolSpec
 from agentflow.protocol.ops import check_timeout
 from agentflow.protocol.sampling import is_whole
 from agentflow.runtime.task_group import first_of
@@ -41,11 +39,11 @@ class ToolCall(JsonRecord):
     cannot run, because its arguments are truncated or invalid; then ``arguments`` has only the certain ones,
     and calling it raises ``InvalidValue``.
 
-    >>> calls = af.gen("calls", tools=[weather])
-    >>> s += af.user("What is the weather in Oslo?") + af.assistant(calls)
-    >>> for call in await s[calls]:
+    >>> answer = af.reply("answer", tools=[weather], choice="required")
+    >>> s += af.user("What is the weather in Oslo?") + answer
+    >>> for call in (await s[answer]).tool_calls:
     ...     print(call.name, call.arguments)
-    ...     s += af.tool_result(call())
+    ...     s += af.tool_result(call(), call=call)
     weather {'city': 'Oslo'}
     """
 
@@ -192,13 +190,8 @@ def spec_of(tool: Tool) -> ToolSpec:
     return described_tool(tool).spec
 
 
-class _RawCall(msgspec.Struct):
-    name: str
-    arguments: msgspec.Raw
-
-
 class Toolbox:
-    """The tools of one gen, by name."""
+    """The tools of one ``act``, by name."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         if isinstance(tools, str | Mapping) or not isinstance(tools, Iterable) or callable(tools):
@@ -224,46 +217,6 @@ class Toolbox:
         if tool is None:
             raise ValueError(f"there is no tool {name!r} (there are: {', '.join(self._tools)})")
         return tool
-
-    def schema(self) -> dict[str, Any]:
-        """The JSON schema of a list of calls."""
-        call, definitions = self._described_call()
-        schema = {"type": "array", "items": call}
-        return {**schema, "$defs": definitions} if definitions else schema
-
-    def call_schema(self) -> dict[str, Any]:
-        """The JSON schema of one call."""
-        call, definitions = self._described_call()
-        return {**call, "$defs": definitions} if definitions else call
-
-    def _described_call(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The schema of one call of any of the tools, and the definitions that it refers to."""
-        definitions: dict[str, Any] = {}
-        calls = [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": tool.name},
-                    "arguments": tool.placed(definitions),
-                },
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for tool in self._tools.values()
-        ]
-        return calls[0] if len(calls) == 1 else {"anyOf": calls}, definitions
-
-    def read(self, text: str) -> list[ToolCall]:
-        """The calls in ``text``. ``ValueError`` if it is not a list of calls of these tools."""
-        return [self._call(raw) for raw in msgspec.json.decode(text, type=list[_RawCall])]
-
-    def read_call(self, text: str) -> ToolCall:
-        """The call in ``text``. ``ValueError`` if it is not a call of one of these tools."""
-        return self._call(msgspec.json.decode(text, type=_RawCall))
-
-    def _call(self, raw: _RawCall) -> ToolCall:
-        tool, text = self[raw.name], bytes(raw.arguments)
-        return ToolCall(tool.name, tool.read(text), text=text.decode(), function=tool.function)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,11 +258,6 @@ class DescribedTool:
             except Exception as error:
                 fault = f"the arguments are invalid: {shown_for_model(error)}"
         return ToolCall(self.name, _certain(text), call_id, text, self.function, fault)
-
-    def placed(self, definitions: dict[str, Any]) -> dict[str, Any]:
-        """The schema of its arguments as part of a larger one with these ``definitions``."""
-        place = with_definitions if self.is_typed else hoisted
-        return place(self.name, self.parameters, definitions)
 
 
 def plain_call(name: str, text: str, call_id: str) -> ToolCall:

@@ -1,13 +1,12 @@
 """The type of a gen's value: a ``ValueType`` has a constraint for the backend and a reader that makes a
-Python value from the text. ``value_type`` makes it from ``schema``, ``type``, ``choices``, ``tools``,
-``regex`` or ``grammar``.
+Python value from the text. ``value_type`` makes it from ``schema``, ``type``, ``regex`` or ``grammar``.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -18,7 +17,6 @@ import msgspec
 from agentflow.errors import BadArgument, faults_of, short_repr
 from agentflow.language.typed.json_types import json_type, shown_type
 from agentflow.language.typed.recursion import with_bounded_depth
-from agentflow.language.typed.tools import Tool, Toolbox
 from agentflow.protocol.constraint import Constraint, Whitespace
 from agentflow.protocol.schema_walk import KEYWORDS, TYPES, subschemas
 
@@ -62,15 +60,12 @@ def value_type(
     *,
     regex: str | None = None,
     schema: Any = None,
-    choices: Sequence[str] | None = None,
     type: type | None = None,
-    tools: Sequence[Tool] | None = None,
     grammar: str | None = None,
 ) -> ValueType:
     """The type that one of these arguments names. ``BadArgument`` if it is invalid, or if several are
     given."""
-    given = {"regex": regex, "schema": schema, "choices": choices, "type": type, "tools": tools}
-    given["grammar"] = grammar
+    given = {"regex": regex, "schema": schema, "type": type, "grammar": grammar}
     refuse_several(given)
     for name, value in given.items():
         if value is not None:
@@ -91,23 +86,12 @@ def of_json_schema(schema: Mapping[str, Any], read: Callable[[str], Any], shown:
     return ValueType(shown, _schema(schema), read, comes_in_parts=True)
 
 
-def _of_tools(tools: Sequence[Tool]) -> ValueType:
-    toolbox = Toolbox(tools)
-    return of_json_schema(toolbox.schema(), toolbox.read, "list of tool calls")
-
-
 def _of_regex(regex: str) -> ValueType:
     return ValueType("text", Constraint("regex", regex).check(), str)
 
 
 def _of_grammar(grammar: str) -> ValueType:
     return ValueType("text", Constraint("grammar", grammar).check(), str)
-
-
-def _of_choices(choices: Sequence[str]) -> ValueType:
-    if isinstance(choices, str) or not isinstance(choices, Sequence):
-        raise BadArgument(f"choices must be a list of strings, not {choices!r}")
-    return ValueType("choice", Constraint("choices", choices=tuple(choices)).check(), str)
 
 
 def _of_type(wanted: type) -> ValueType:
@@ -245,8 +229,6 @@ _SCALARS: dict[type, Constraint] = {
 _TYPES: dict[str, Callable[[Any], ValueType]] = {
     "regex": _of_regex,
     "schema": _of_schema,
-    "choices": _of_choices,
     "type": _of_type,
-    "tools": _of_tools,
     "grammar": _of_grammar,
 }

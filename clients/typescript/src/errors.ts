@@ -91,7 +91,7 @@ export class LimitExceeded extends AgentflowError {
   static override readonly code: string = "limit_exceeded";
 }
 
-/** The session, the state or the gen exceeded its time limit. */
+/** The session or the state exceeded its time limit. */
 export class DeadlineExceeded extends LimitExceeded {
   static override readonly code: string = "deadline_exceeded";
 }

@@ -30,8 +30,6 @@ export interface GenOptions extends Omit<SamplingOptions, "stop"> {
   whitespace?: Constraint["whitespace"] | undefined;
   /** False: text that the constraint forces is sampled all the same. */
   jumpForward?: boolean | undefined;
-  /** Seconds from the start of the op, after which it fails. */
-  timeoutS?: number | undefined;
   /** The value is a reply that may call tools; see `Variable.reply`. */
   reply?: boolean | undefined;
   /** A W3C `traceparent`. */
@@ -52,7 +50,6 @@ export function genFields(options: GenOptions): Omit<GenOp, "op" | "state" | "va
     constraint,
     whitespace,
     jumpForward,
-    timeoutS,
     reply,
     trace,
     stop,
@@ -80,7 +77,6 @@ export function genFields(options: GenOptions): Omit<GenOp, "op" | "state" | "va
     if (jumpForward !== undefined) made = { ...made, jump_forward: jumpForward };
     fields.constraint = made;
   }
-  if (timeoutS !== undefined) fields.timeout_s = timeoutS;
   if (reply) fields.reply = true;
   if (trace) fields.trace = trace;
   return fields;

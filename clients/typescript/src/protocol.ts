@@ -296,8 +296,6 @@ export interface GenOp {
   params: SamplingParams;
   /** The form of the text. */
   constraint?: Constraint | null;
-  /** Seconds from the start of the op; then it fails (`deadline_exceeded`). */
-  timeout_s?: number | null;
   /** The value is a reply, which may call the tools of `converse` or `tools`; by default `false`. */
   reply?: boolean;
   /**

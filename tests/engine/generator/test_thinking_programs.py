@@ -58,8 +58,8 @@ async def test_a_reply_has_no_thoughts_and_keeps_its_calls(model: ThinkingModel)
     call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     async with af.session(backend=engine_of(model)) as flow, flow.state() as s:
         asked = f"<think>\nI call {call}.\n</think>\n\n{call}"
-        s += af.conversation([{"role": "user", "content": asked}], tools=[look])
-        s += af.reply("reply")
+        s += af.conversation([{"role": "user", "content": asked}])
+        s += af.reply("reply", tools=[look])
         reply = await s["reply"]
         assert [called.name for called in reply.tool_calls] == ["look"]
         assert reply.text == ""

@@ -237,8 +237,8 @@ async def test_a_reply_calls_and_goes_on() -> None:
         return what
 
     async with session() as flow, flow.state() as s:
-        s += af.conversation([{"role": "user", "content": THINK + CALL}], tools=[look])
-        s += af.reply("reply")
+        s += af.conversation([{"role": "user", "content": THINK + CALL}])
+        s += af.reply("reply", tools=[look])
         reply = await s["reply"]
         assert [call.name for call in reply.tool_calls] == ["look"]
         assert s["reply"].reasoning == THOUGHTS

@@ -215,7 +215,6 @@ FAILURES: dict[str, Fails] = {
     ),
     "constraints_unsupported": on(FakeEngine, *ASK, constrained("regex", "a")),
     "sealed_state": ops(*ASK, SEAL, gen()),
-    "gen_timeout": while_busy(*ASK, gen(timeout_s=0.01)),
     "deadline_exceeded": while_busy(*ASK, {"op": "limit", "state": 1, "deadline_s": 0.01}, gen()),
     "budget_exceeded": ops(*ASK, TWO_TOKENS, gen()),
     "cancelled": a_cancelled_state,

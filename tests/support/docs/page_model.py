@@ -22,13 +22,9 @@ SCRIPT: dict[str, str | af.Reply] = {
     ),
     "Write a report.</user><assistant>": '{"summary": "Clear, without evidence.", "score": 7}',
     "How many legs has a spider?</user><assistant>": "8",
-    "What is the weather in Oslo?</user><assistant>": (
-        '[{"name": "weather", "arguments": {"city": "Oslo"}}]'
-    ),
     "Do I need an umbrella in Oslo?</user><assistant>": (
-        'I will look it up.<call>{"name": "weather", "arguments": {"city": "Oslo"}}</call>'
+        'I will look it up.<look up>{"city": "Oslo"}</look up>'
     ),
-    "rain in Oslo</tool><assistant>": "It rains in Oslo.",
     "Is it raining in Rome?</user><assistant>": af.Reply(
         "", (af.ToolCall("weather", {"city": "Rome"}, "call_1"),)
     ),

@@ -28,12 +28,8 @@ SCRIPT = {
     "Grade it.</user><assistant>": "A",
     "Write a report.</user><assistant>": '{"summary": "Clear and well argued.", "score": 8}',
     "How many legs has a spider?</user><assistant>": "8",
-    "What is the weather in Oslo?</user><assistant>": (
-        '[{"name": "weather", "arguments": {"city": "Oslo"}}]'
-    ),
-    "Should I take an umbrella in Oslo?</user><assistant>": (
-        'Let me look.<call>{"name": "weather", "arguments": {"city": "Oslo"}}</call>'
-    ),
+    "What is the weather in Oslo?</user><assistant>": af.ToolCall("weather", {"city": "Oslo"}),
+    "Judge it in a sentence, with a score.</user><assistant>": "It is clear, <score>8</score> of 10.",
 }
 
 

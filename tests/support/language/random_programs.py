@@ -65,7 +65,7 @@ async def run_steps(s: af.State, todo: list[Step], argument: Any, known: list[An
             case "sampled":
                 s += in_turn(s, af.gen(name, temperature=1.0, stop="f"))
             case "select":
-                s += in_turn(s, af.gen(name, choices=None))
+                s += in_turn(s, af.gen(name))
             case "set":
                 s.set(name, step.word + (known[-1] if known else ""))
             case "turn":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import TypeVar
@@ -200,9 +199,8 @@ class OpsWriter:
         if self._is_wrong():
             kind = self._random.choice(["regex", "schema", "choices", "grammar", "tags"])
             constraint = Constraint(kind, self._random.choice(SOURCES), ("yes", "no"))
-        timeout_s = self._one_of([None, None, 0.05], [1e-6, 0.0, -1.0, math.inf])
         is_reply = self._one_of([False, False, True], [True])
-        return ops.Gen(state, var, name, self._params(), constraint, timeout_s, is_reply)
+        return ops.Gen(state, var, name, self._params(), constraint, is_reply)
 
     def _params(self) -> SamplingParams:
         return SamplingParams(
