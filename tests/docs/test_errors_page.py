@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.api_errors import ANTHROPIC, OPENAI
 from support.api_server import ApiServer, api_server
 from support.docs import health_refusals, http_refusals, op_refusals, session_refusals
+from support.server.apis import CHAT, MESSAGES
 
 PAGES = Path(__file__).parents[2] / "docs" / "reference"
 PAGE = (PAGES / "errors.md").read_text(encoding="utf-8")
@@ -60,7 +60,7 @@ def test_each_row_is_tested_and_says_what_to_do(rows, causes, num_cells):
 
 @pytest.mark.parametrize("cause", HTTP)
 def test_over_http(server, cause):
-    answers = [http_refusals.REFUSED[cause](server, api) for api in (OPENAI, ANTHROPIC)]
+    answers = [http_refusals.REFUSED[cause](server, api) for api in (CHAT, MESSAGES)]
     sent = [one for one in answers if one is not None]
     assert ["–" if one is None else one.cell for one in answers] == HTTP[cause][:2]
     assert {one.headers for one in sent} == {HTTP[cause][2]}

@@ -14,24 +14,12 @@ from typing import Any
 
 from support.api_server import MODEL, ApiServer
 from support.sent_requests import SentRequests
+from support.server.apis import CHAT, Api
 
 TIMEOUT_S = 30
 HELLO = [{"role": "user", "content": "What do plants do?"}]
 # Headers that instruct the client.
 SHOWN_HEADERS = ("Allow", "Connection", "Retry-After", "Upgrade", "WWW-Authenticate")
-
-
-@dataclass(frozen=True)
-class Api:
-    """One of the two APIs. ``id_header``: the header with the id of a request."""
-
-    name: str
-    path: str
-    id_header: str
-
-
-OPENAI = Api("OpenAI", "/v1/chat/completions", "x-request-id")
-ANTHROPIC = Api("Anthropic", "/v1/messages", "request-id")
 
 
 @dataclass(frozen=True)
@@ -86,7 +74,7 @@ def response_of(answer: http.client.HTTPResponse, api: Api) -> Response:
     error = body["error"]
     assert error["message"]
     request_id = answer.headers[api.id_header]
-    if api is OPENAI:
+    if api is CHAT:
         assert request_id
         return Response(f"{answer.status} `{error['type']}` `{error['code']}`", error["code"], headers)
     assert body["type"] == "error"

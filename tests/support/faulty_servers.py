@@ -14,6 +14,8 @@ from support.fake_engine import TOKENIZER, FakeEngine
 
 from agentflow.engine.batch import Batch
 from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.tenant import ANONYMOUS
+from agentflow.errors import EngineFailed, NotAuthorized, Overloaded, RateLimited
 from agentflow.server.config.limits import HttpLimits
 from agentflow.server.tenants import keys as failed_keys
 from agentflow.server.tenants.keys import Tenants, hashed_key
@@ -29,6 +31,27 @@ def tenants(*settings: str) -> Tenants:
         file = Path(folder) / "keys.toml"
         file.write_text("\n".join(["[tenants.ann]", f'keys = ["{hashed_key(KEY)}"]', *settings]))
         return Tenants(file=file)
+
+
+FAULTS = {
+    "other": "invalid_api_key",
+    "limited": "rate_limit_exceeded",
+    "full": "overloaded",
+    "broken": "engine_failed",
+}
+"""Keys of ``FaultyKeys``, and the code of the error that each causes."""
+
+
+class FaultyKeys(Tenants):
+    """The key ``right`` is valid."""
+
+    def of(self, key: str | None) -> Any:
+        limited = RateLimited("60 requests in a minute, which is the limit")
+        limited.retry_after_s = 2.5
+        faults = {"limited": limited, "full": Overloaded("too many wait"), "broken": EngineFailed("it broke")}
+        if key != "right":
+            raise faults.get(str(key), NotAuthorized("no such key"))
+        return ANONYMOUS
 
 
 class BrokenTenants(Tenants):

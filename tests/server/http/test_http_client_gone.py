@@ -5,16 +5,18 @@ earlier disconnects."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from support.api_server import MODEL, ApiServer, api_server
+from support.api_server import ApiServer, api_server
 from support.fake_engine import FakeEngine
-from support.server.disconnecting_clients import PATHS, disconnect, post, prompt_fields
-from support.server.openai_peer import MESSAGES, sync_client
+from support.server.apis import APIS, CHAT, SGLANG, TEXT, Api
+from support.server.disconnecting_clients import disconnect, post
 
-TEXT = "The quick brown fox " * 20
-# Several answers, where the API supports them.
-THREE = {path: {} if path == "/v1/messages" else {"n": 3} for path in PATHS}
+PROMPT = "The quick brown fox " * 20
+# Several answers, where the API has them.
+THREE: dict[Api, Any] = {CHAT: {"n": 3}, TEXT: {"n": 3}, SGLANG: {"sampling_params": {"n": 3}}}
+EACH_API = pytest.mark.parametrize("api", APIS.values(), ids=APIS)
 
 
 @pytest.fixture
@@ -29,15 +31,19 @@ def server(engine: FakeEngine) -> Iterator[ApiServer]:
         yield running
 
 
+def body(api: Api, stream: bool, extra: Any = None) -> dict[str, Any]:
+    return {**api.body(PROMPT, max_tokens=500, extra=extra), "stream": stream}
+
+
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("num_steps", "is_answering"), [(1, False), (14, True)], ids=["prompt", "answer"])
-def test_while_it_is_computed(
-    server: ApiServer, engine: FakeEngine, path: str, stream: bool, num_steps: int, is_answering: bool
+@EACH_API
+@pytest.mark.parametrize(("num_steps", "is_answering"), [(1, False), (16, True)], ids=["prompt", "answer"])
+def test_a_client_that_goes_while_its_request_is_computed(
+    server: ApiServer, engine: FakeEngine, api: Api, stream: bool, num_steps: int, is_answering: bool
 ) -> None:
     requests = server.observe_requests()
     engine.gate.allow(num_steps)
-    connection = post(server, path, stream=stream, **prompt_fields(path, TEXT))
+    connection = post(server, api.path, body(api, stream))
     server.call(requests.wait_for, 1)
     server.call(engine.gate.held)
     disconnect(server, connection)
@@ -50,32 +56,20 @@ def test_while_it_is_computed(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("path", PATHS)
-def test_while_it_waits(server: ApiServer, engine: FakeEngine, path: str, stream: bool) -> None:
+@EACH_API
+def test_a_client_that_goes_while_its_request_waits(
+    server: ApiServer, engine: FakeEngine, api: Api, stream: bool
+) -> None:
     requests = server.observe_requests()
     engine.gate.allow(0)
-    first = post(server, path, stream=True, **prompt_fields(path, TEXT))
+    first = post(server, api.path, body(api, True))
     server.call(requests.wait_for, 1)
     server.call(engine.gate.held)
-    second = post(server, path, stream=stream, **prompt_fields(path, TEXT), **THREE[path])
-    server.call(requests.wait_for, 1 + THREE[path].get("n", 1))
+    second = post(server, api.path, body(api, stream, THREE.get(api)))
+    server.call(requests.wait_for, 1 + (3 if api in THREE else 1))
     first.close()
     disconnect(server, second)
     engine.gate.open()
     server.assert_idle()
     assert len(engine.gate.batches) == 1
     assert server.stats().generated_tokens == 0
-
-
-def test_a_stream_that_is_closed_half_way(server: ApiServer, engine: FakeEngine) -> None:
-    engine.gate.allow(12)
-    with sync_client(server) as client:
-        stream = client.chat.completions.create(
-            model=MODEL, messages=MESSAGES, stream=True, max_tokens=900, n=2
-        )
-        next(iter(stream))
-        stream.close()
-    server.call(server.service.calls.until_none)
-    engine.gate.open()
-    server.assert_idle()
-    assert server.stats().generated_tokens < 40

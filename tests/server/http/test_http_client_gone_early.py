@@ -14,7 +14,8 @@ from support.api_server import ApiServer, api_server
 from support.compile_loaders import LOADER
 from support.fake_engine import TOKENIZER, FakeEngine
 from support.holds import Hold
-from support.server.disconnecting_clients import PATHS, disconnect, post, prompt_fields
+from support.server.apis import CHAT, MESSAGES, TEXT, Api
+from support.server.disconnecting_clients import disconnect, post
 
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.generator.generator import MAX_INLINE_CHARS
@@ -24,8 +25,9 @@ from agentflow.protocol.constraint import Constraint
 from agentflow.server.http.call import ApiCall
 from agentflow.server.openai import models as openai_models
 
-TEXT = "The quick brown fox"
-LONG = TEXT * (MAX_INLINE_CHARS // len(TEXT) + 1)
+SHORT = "The quick brown fox"
+LONG = SHORT * (MAX_INLINE_CHARS // len(SHORT) + 1)
+EACH_API = pytest.mark.parametrize("api", [CHAT, TEXT, MESSAGES], ids=lambda api: api.name)
 
 
 class HeldEncoding:
@@ -59,12 +61,12 @@ def long_server() -> Iterator[ApiServer]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("path", PATHS)
-def test_while_its_prompt_is_encoded(
-    long_server: ApiServer, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
+@EACH_API
+def test_a_client_that_goes_while_its_prompt_is_encoded(
+    long_server: ApiServer, monkeypatch: pytest.MonkeyPatch, api: Api, stream: bool
 ) -> None:
     server, requests, encoding = long_server, long_server.observe_requests(), HeldEncoding(monkeypatch)
-    connection = post(server, path, stream=stream, **prompt_fields(path, LONG))
+    connection = post(server, api.path, {**api.body(LONG), "stream": stream})
     assert encoding.has_begun.wait(20)
     assert server.generator.encoding_threads.borrowed_tokens == 1
     connection.close()
@@ -75,14 +77,14 @@ def test_while_its_prompt_is_encoded(
     server.assert_idle()
     assert len(requests.submits) == 0
     # A client that stays is answered.
-    with post(server, path, max_tokens=1, **prompt_fields(path, LONG)) as stays:
+    with post(server, api.path, api.body(LONG, max_tokens=1)) as stays:
         assert stays.recv(100).startswith(b"HTTP/1.1 200")
     server.call(server.service.calls.until_none)
     assert len(requests.submits) == 1
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/tokenize"])
-def test_while_its_prompt_is_tokenized(
+def test_a_client_that_goes_while_its_prompt_is_tokenized(
     long_server: ApiServer, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     server, encoding, decoded = long_server, HeldEncoding(monkeypatch), []
@@ -93,8 +95,8 @@ def test_while_its_prompt_is_tokenized(
 
     monkeypatch.setattr(openai_models, "_texts", texts)
     # So many tokens that their texts, too, are looked up in a thread.
-    body: dict[str, Any] = {"prompt": LONG * 8, "return_token_strs": True, "max_tokens": None}
-    connection = post(server, path, **body)
+    body: dict[str, Any] = {"prompt": LONG * 8, "return_token_strs": True}
+    connection = post(server, path, body)
     assert encoding.has_begun.wait(20)
     assert server.generator.encoding_threads.borrowed_tokens == 1
     connection.close()
@@ -103,7 +105,7 @@ def test_while_its_prompt_is_tokenized(
     server.call(server.service.calls.until_none)
     assert server.generator.encoding_threads.borrowed_tokens == 0
     assert decoded == []  # the second half of the work never began
-    with post(server, path, **body) as stays:
+    with post(server, path, body) as stays:
         assert stays.recv(100).startswith(b"HTTP/1.1 200")
     assert len(decoded) == 1
 
@@ -115,12 +117,12 @@ def compiling_server() -> Iterator[ApiServer]:
         yield running
 
 
-def held_at(path: str, hold: Hold) -> dict[str, Any]:
-    """The field of a constraint whose compilation stops at the hold."""
-    if path != "/v1/messages":
-        return {"regex": f"hold {hold.path}"}
+def held_at(api: Api, hold: Hold, stream: bool) -> dict[str, Any]:
+    """A request with a constraint whose compilation stops at the hold."""
     schema = {"type": "object", "description": f"hold {hold.path}"}
-    return {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    form = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    extra = form if api is MESSAGES else {"regex": f"hold {hold.path}"}
+    return {**api.body(SHORT, max_tokens=900, extra=extra), "stream": stream}
 
 
 def compiler_of(server: ApiServer) -> ConstraintCompiler:
@@ -130,27 +132,26 @@ def compiler_of(server: ApiServer) -> ConstraintCompiler:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("path", PATHS)
-def test_while_its_constraint_is_compiled_or_waits_for_that(
-    compiling_server: ApiServer, tmp_path: Path, path: str, stream: bool
+@EACH_API
+def test_a_client_that_goes_while_its_constraint_is_compiled_or_waits(
+    compiling_server: ApiServer, tmp_path: Path, api: Api, stream: bool
 ) -> None:
-    server, requests, compiler = (
-        compiling_server,
-        compiling_server.observe_requests(),
-        compiler_of(compiling_server),
-    )
+    server, requests = compiling_server, compiling_server.observe_requests()
+    compiler = compiler_of(server)
     killed, hold, never = compiler.counts.killed, Hold(tmp_path / "hold"), Hold(tmp_path / "never")
-    compiled = post(server, path, stream=stream, **prompt_fields(path, TEXT), **held_at(path, hold))
+    compiled = post(server, api.path, held_at(api, hold, stream))
     server.call(hold.reached)
     before = compiler.pid
-    waiting = post(server, path, stream=stream, **prompt_fields(path, TEXT), **held_at(path, never))
+    waiting = post(server, api.path, held_at(api, never, stream))
     server.wait_until(lambda: len(compiler._queue) == 1)
     waiting.close()
     server.wait_until(lambda: server.service.calls.num == 1)
     assert len(compiler._queue) == 0
     disconnect(server, compiled)
     # The stopped process is not waited for: the next one answers.
-    answer = server.call(partial(compiler.compile, Constraint("regex", f"pid {path} {stream}"), tenant="ann"))
+    answer = server.call(
+        partial(compiler.compile, Constraint("regex", f"pid {api.name} {stream}"), tenant="ann")
+    )
     hold.release()
     assert int(answer.payload) == compiler.pid != before
     assert compiler.counts.killed == killed + 1

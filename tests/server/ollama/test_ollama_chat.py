@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +10,6 @@ import jsonschema
 import pytest
 from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import TOKENIZER, FakeEngine
-from support.faulty_servers import failing_engine, tenants
 from support.server.ollama_peer import ASKED, SAME, answer, error, lines, post, read_lines
 from support.server.openai_peer import logit_server, sync_client
 from support.server.scripted_model import scripted_server
@@ -19,7 +17,6 @@ from support.thinking_models import QWEN_MODEL
 
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.config.limits import HttpLimits
 
 pytestmark = pytest.mark.timeout(60)
 WEATHER = {
@@ -216,8 +213,6 @@ def test_the_last_turn_of_the_assistant_is_continued(agent: ApiServer) -> None:
     assert answer(agent, "chat", messages=history)["message"]["content"] == CALLS[4:]
 
 
-IMAGE = {"role": "user", "content": "a", "images": ["aGk="]}
-CALLING = {"tool_calls": [{"function": {"name": "a", "arguments": "{}"}}]}
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"]}
 
 
@@ -231,42 +226,6 @@ def test_the_answer_has_the_form(agent: ApiServer, form: Any, schema: dict[str, 
     else:
         assert form == "json"
         assert found["message"]["content"].startswith("{")
-
-
-@pytest.mark.parametrize(
-    ("fields", "code", "param"),
-    [
-        ({"messages": [IMAGE]}, "unsupported", "messages[0].images"),
-        ({"messages": [ASKED[0] | CALLING]}, "invalid_value", "messages[0].tool_calls"),
-        ({"messages": [{"role": "robot"}]}, "invalid_request", "messages[0].role"),
-        (
-            {"messages": [{"role": "assistant", **CALLING}, *ASKED]},
-            "invalid_value",
-            "messages[0].tool_calls[0].function.arguments",
-        ),
-        ({"messages": [{"role": "user", "content": "x" * 9_000}]}, "context_length_exceeded", "messages"),
-        ({"think": True}, "unsupported", "think"),
-        ({"think": "high"}, "unsupported", "think"),
-        ({"think": "much"}, "invalid_request", "think"),
-        ({"format": "yaml"}, "invalid_value", "format"),
-        ({"format": 5}, "invalid_value", "format"),
-        ({"format": {"type": "no type"}}, "invalid_value", "format"),
-        ({"top_logprobs": 2}, "invalid_value", "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "invalid_request", "top_logprobs"),
-        ({"options": {"mirostat": 1}}, "invalid_request", "options.mirostat"),
-        ({"options": {"typical_p": 0.5}}, "invalid_request", "options.typical_p"),
-        ({"options": {"temperature": -1}}, "invalid_request", "options.temperature"),
-        ({"options": {"num_predict": -3}}, "invalid_request", "options.num_predict"),
-        ({"tools": [WEATHER, WEATHER]}, "invalid_value", "tools"),
-        ({"tools": [{"type": "web_search"}]}, "invalid_request", "tools[0].type"),
-        ({"keep_alive": "x" * 33}, "invalid_request", "keep_alive"),
-        ({"n": 2}, "invalid_request", "n"),
-    ],
-)
-def test_wrong_requests_name_the_field(
-    agent: ApiServer, fields: dict[str, Any], code: str, param: str
-) -> None:
-    assert error(agent, "chat", **({"messages": ASKED} | fields)) == (400, code, param)
 
 
 def test_what_has_no_effect_is_accepted(server: ApiServer) -> None:
@@ -312,59 +271,3 @@ def test_without_messages_the_model_is_reported_as_loaded(server: ApiServer, fie
 def test_an_unknown_model_is_not_found(server: ApiServer) -> None:
     for name in ("other", "latest", ":latest", f"{MODEL}:7b"):
         assert error(server, "chat", model=name, messages=ASKED) == (404, "model_not_found", None)
-
-
-def test_a_key_is_needed_where_there_are_keys() -> None:
-    with api_server(tenants=tenants(), constraints=False) as server:
-        assert error(server, "chat", messages=ASKED)[:2] == (401, "invalid_api_key")
-        headers = {"Authorization": "Bearer af-ann"}
-        assert post(server, "chat", headers, messages=ASKED, options=SAME).status_code == 200
-
-
-def test_silence_is_filled_with_spaces_before_a_line() -> None:
-    with api_server(limits=HttpLimits(stream_keepalive_s=0.01), constraints=False) as server:
-        gate = server.engine.gate
-        gate.allow(0)
-        try:
-            connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
-            body = {"model": MODEL, "messages": ASKED, "options": SAME}
-            connection.request("POST", "/api/chat", json.dumps(body))
-            response = connection.getresponse()
-            assert response.status == 200
-            read = b""
-            while len(read) < 3:
-                read += response.read1(1_000)
-            assert read.strip() == b""
-            gate.open()
-            read += response.read()
-            connection.close()
-        finally:
-            gate.open()
-    assert read_lines(read.decode())[-1]["eval_count"] == 12
-
-
-def test_a_step_that_fails_is_the_last_line() -> None:
-    with api_server(failing_engine(ArithmeticError("no memory")), constraints=False) as server:
-        response = post(server, "chat", messages=ASKED)
-        assert response.status_code == 200
-        last = json.loads(response.text.splitlines()[-1])
-        assert (last["code"], "done" in last) == ("engine_failed", False)
-        assert post(server, "chat", messages=ASKED, stream=False).status_code == 500
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_disconnects_ends_its_work(stream: bool) -> None:
-    with api_server(constraints=False) as server:
-        gate = server.engine.gate
-        gate.allow(9)
-        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
-        connection.request(
-            "POST", "/api/chat", json.dumps({"model": MODEL, "messages": ASKED, "stream": stream})
-        )
-        server.call(gate.held)
-        connection.close()
-        server.call(server.service.calls.until_none)
-        num_batches = len(gate.batches)
-        gate.open()
-        server.assert_idle()
-        assert len(gate.batches) == num_batches

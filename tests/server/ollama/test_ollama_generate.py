@@ -93,31 +93,6 @@ def test_a_template_that_rewrites_earlier_turns_has_no_contexts() -> None:
         assert error(server, "generate", prompt="a", context=[5, 6]) == (400, "invalid_value", "context")
 
 
-@pytest.mark.parametrize(
-    ("fields", "code", "param"),
-    [
-        ({"suffix": "}"}, "unsupported", "suffix"),
-        ({"template": "{{ .Prompt }}"}, "unsupported", "template"),
-        ({"images": ["aGk="]}, "unsupported", "images"),
-        ({"images": "aGk="}, "unsupported", "images"),
-        ({"raw": True, "system": "a"}, "unsupported", "system"),
-        ({"raw": True, "context": [5]}, "unsupported", "context"),
-        ({"context": [TOKENIZER.vocab_size]}, "invalid_value", "context"),
-        ({"context": [-1]}, "invalid_request", "context[0]"),
-        ({"context": [5] * 5_000}, "context_length_exceeded", "prompt"),
-        ({"context": [5], "prompt": "x" * 9_000}, "context_length_exceeded", "prompt"),
-        ({"prompt": "x" * 9_000}, "context_length_exceeded", "prompt"),
-        ({"think": True}, "unsupported", "think"),
-        ({"prompt": 5}, "invalid_request", "prompt"),
-        ({"width": 5}, "invalid_request", "width"),
-    ],
-)
-def test_wrong_requests_name_the_field(
-    server: ApiServer, fields: dict[str, Any], code: str, param: str
-) -> None:
-    assert error(server, "generate", **({"prompt": "a"} | fields)) == (400, code, param)
-
-
 def test_empty_fields_are_the_same_as_none(server: ApiServer) -> None:
     fields: dict[str, Any] = {"suffix": "", "template": "", "system": "", "images": [], "context": []}
     empty = answer(server, "generate", prompt=PROMPT, options=SAME, **fields)

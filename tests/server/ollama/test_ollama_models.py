@@ -101,24 +101,6 @@ def test_without_a_text_there_are_no_embeddings(embedding: ApiServer) -> None:
     assert post(embedding, "embeddings").json() == {"embedding": []}
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "code", "param"),
-    [
-        ("embed", {"input": ["a", ""]}, "invalid_value", "input[1]"),
-        ("embed", {"input": [[5]]}, "invalid_request", "input[0]"),
-        ("embed", {"input": ["a"] * 9}, "invalid_value", "input"),
-        ("embed", {"input": "word " * 100, "truncate": True}, "context_length_exceeded", "input"),
-        ("embed", {"input": "a", "dimensions": SIZE + 1}, "invalid_value", "dimensions"),
-        ("embed", {}, "invalid_request", "input"),
-        ("embeddings", {"prompt": "word " * 100}, "context_length_exceeded", "prompt"),
-    ],
-)
-def test_wrong_embeddings_name_the_field(
-    embedding: ApiServer, path: str, fields: dict[str, Any], code: str, param: str
-) -> None:
-    assert error(embedding, path, **fields) == (400, code, param)
-
-
 def test_a_model_does_only_its_task(embedding: ApiServer, generating: ApiServer) -> None:
     assert error(embedding, "generate", prompt="a") == (400, "invalid_value", "model")
     assert error(generating, "embed", input="a") == (400, "invalid_value", "model")

@@ -3,12 +3,10 @@ directly."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import openai
 import pytest
 from support.api_server import MODEL, ApiServer
 from support.server.http_clients import CLIENTS, ClientKind, ask_engine, only_asyncio
@@ -284,50 +282,3 @@ def test_a_seed_may_be_negative(server: ApiServer) -> None:
             for seed in (-7, -7, 7)
         }
     assert len(texts) == 2
-
-
-@pytest.mark.parametrize(
-    ("asked", "param", "code"),
-    [
-        ({"audio": {"voice": "x", "format": "wav"}}, "audio", "unsupported"),
-        ({"functions": [{"name": "f"}]}, "functions", "unsupported"),
-        ({"function_call": "none"}, "function_call", "unsupported"),
-        ({"web_search_options": {}}, "web_search_options", "unsupported"),
-        ({"store": True}, "store", "unsupported"),
-        ({"modalities": ["text", "audio"]}, "modalities[1]", "invalid_request"),
-        ({"extra_body": {"best_of": 2}}, "best_of", "unsupported"),
-        ({"extra_body": {"echo": True}}, "echo", "unsupported"),
-        ({"extra_body": {"suffix": "x"}}, "suffix", "unsupported"),
-        ({"extra_body": {"no_such": 1}}, "no_such", "invalid_request"),
-        ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_request"),
-        ({"temperature": -1}, "temperature", "invalid_request"),
-        ({"n": 0}, "n", "invalid_request"),
-        ({"n": 129}, "n", "invalid_value"),
-        ({"max_tokens": 2, "extra_body": {"min_tokens": 3}}, "min_tokens", "invalid_value"),
-        ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_request"),
-        ({"logit_bias": {"100000": 1}}, "logit_bias", "invalid_value"),
-        ({"logit_bias": {"7": 101}}, "logit_bias[...]", "invalid_request"),
-        ({"extra_body": {"stop_token_ids": [99999]}}, "stop_token_ids", "invalid_value"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
-        (
-            {"stream": True, "stream_options": {"include_obfuscation": True}},
-            "stream_options.include_obfuscation",
-            "unsupported",
-        ),
-        ({"messages": []}, "messages", "invalid_request"),
-        ({"messages": [{"role": "poet", "content": "x"}]}, "messages[0].role", "invalid_request"),
-        ({"messages": [{"role": "user", "content": "x" * 3000}]}, "messages", "context_length_exceeded"),
-    ],
-)
-def test_what_cannot_be_had_is_refused_by_name(
-    server: ApiServer, asked: dict[str, Any], param: str, code: str
-) -> None:
-    with sync_client(server) as client, pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(**({"model": MODEL, "messages": MESSAGES} | asked))
-    assert caught.value.param == param
-    assert caught.value.code == code
-    assert caught.value.type == "invalid_request_error"
-    # The words by which clients recognise it.
-    told = re.match(r"This model's maximum context length is \d+ tokens", caught.value.body["message"])
-    assert (told is not None) == (code == "context_length_exceeded")

@@ -154,36 +154,6 @@ def test_a_salt_keeps_caches_apart(server: ApiServer, kind: ClientKind, stream: 
     assert cached == [0, usages[0].prompt_tokens - 1, 0]
 
 
-@pytest.mark.parametrize(
-    ("asked", "param", "code"),
-    [
-        ({"suffix": "x"}, "suffix", "unsupported"),
-        ({"best_of": 1, "n": 2}, "best_of", "invalid_value"),
-        ({"logprobs": 6}, "logprobs", "invalid_request"),
-        ({"prompt": [TEXT, 5]}, "prompt", "invalid_value"),
-        ({"prompt": []}, "prompt", "invalid_request"),
-        ({"prompt": [[]]}, "prompt[0]", "invalid_request"),
-        ({"prompt": None}, "prompt", "invalid_request"),
-        ({"prompt": [["x"]]}, "prompt[0][0]", "invalid_request"),
-        ({"prompt": "x" * 3000}, "prompt", "context_length_exceeded"),
-        ({"prompt": [TEXT, "x" * 3000], "stream": True}, "prompt", "context_length_exceeded"),
-        ({"prompt": [TEXT] * 65, "n": 2}, "prompt", "invalid_value"),
-        ({"extra_body": {"messages": []}}, "messages", "invalid_request"),
-        ({"extra_body": {"response_format": {"type": "text"}}}, "response_format", "invalid_request"),
-        ({"prompt": ""}, "prompt", "invalid_value"),
-        ({"prompt": ["", ""], "n": 2}, "prompt", "invalid_value"),
-        ({"prompt": [[5, 99999]], "n": 2}, "prompt", "invalid_value"),
-    ],
-)
-def test_what_cannot_be_had_is_refused_by_name(
-    server: ApiServer, asked: dict[str, Any], param: str, code: str
-) -> None:
-    with sync_client(server) as client, pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(**({"model": MODEL, "prompt": TEXT} | asked))
-    assert caught.value.param == param
-    assert caught.value.code == code
-
-
 def test_a_server_may_take_only_short_prompts() -> None:
     limits = HttpLimits(max_prompt_tokens=len(IDS), max_n=2)
     with api_server(logit_engine_of_server(), limits=limits, constraints=False) as server:

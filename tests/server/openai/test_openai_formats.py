@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
 
-import openai
 import pydantic
 import pytest
 from support.api_server import MODEL, ApiServer, api_server
@@ -17,8 +16,6 @@ from support.server.http_clients import CLIENTS, ClientKind, only_asyncio
 from support.server.openai_peer import MESSAGES, async_client, called, logit_engine_of_server, sync_client
 
 from agentflow.engine.fake_runner import FakeRunner
-
-FREE_TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
 class Mood(StrEnum):
@@ -169,42 +166,3 @@ def test_each_format(server: ApiServer, form: str, kind: ClientKind, stream: boo
     if form == "json_schema":
         assert set(json.loads(said)) <= {True, False}
     assert said.startswith("{") == (form == "json_object")
-
-
-@pytest.mark.parametrize(
-    ("asked", "param", "code"),
-    [
-        ({"extra_body": {"regex": "a", "grammar": "start: A"}}, "grammar", "invalid_value"),
-        (
-            {"extra_body": {"regex": "a"}, "response_format": {"type": "json_object"}},
-            "response_format",
-            "invalid_value",
-        ),
-        ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_request"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}},
-            "response_format.json_schema.name",
-            "invalid_request",
-        ),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": {"type": "x"}},
-                }
-            },
-            "response_format",
-            "invalid_value",
-        ),
-        ({"extra_body": {"regex": "(a"}}, "regex", "invalid_value"),
-        ({"extra_body": {"regex": ""}}, "regex", "invalid_request"),
-        ({"extra_body": {"grammar": "start: nothing_known"}}, "grammar", "invalid_value"),
-    ],
-)
-def test_what_cannot_be_kept_is_refused(
-    server: ApiServer, asked: dict[str, Any], param: str | None, code: str
-) -> None:
-    with sync_client(server) as client, pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model=MODEL, messages=MESSAGES, **asked)
-    assert caught.value.param == param
-    assert caught.value.code == code

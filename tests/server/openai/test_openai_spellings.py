@@ -133,32 +133,3 @@ def test_banned_words_are_biased(server: ApiServer) -> None:
 @pytest.mark.parametrize("path", ["/health", "/ping", "/version"])
 def test_probes(server: ApiServer, path: str) -> None:
     assert httpx2.get(f"{server.url}{path}").status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("asked", "param"),
-    [
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
-        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
-        ({"structured_outputs": {}}, "structured_outputs"),
-        ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs.regex"),
-        ({"structured_outputs": {"json": "[1]"}}, "structured_outputs.json"),
-        ({"guided_regex": "("}, "guided_regex"),
-        ({"guided_choice": ["a", "a"]}, "guided_choice"),
-        ({"ebnf": "root ::= ("}, "ebnf"),
-        ({"ebnf": "root ::= other"}, "ebnf"),
-        ({"ebnf": "root ::= " + "(" * 9000}, "ebnf"),
-        ({"guided_grammar": "start: other"}, "guided_grammar"),
-        ({"skip_special_tokens": False}, "skip_special_tokens"),
-        ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
-        ({"return_token_ids": True, "stream": True}, "return_token_ids"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
-        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"mood": "x" * 70_000}}, "chat_template_kwargs"),  # f44b
-        ({"continue_final_message": True}, "continue_final_message"),
-        ({"bad_words": ["unforeseeable consequences"]}, "bad_words[0]"),
-    ],
-)
-def test_what_cannot_be_had_is_named(server: ApiServer, asked: dict[str, Any], param: str) -> None:
-    answer = post(server, "/v1/chat/completions", messages=MESSAGES, **asked)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

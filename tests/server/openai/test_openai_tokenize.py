@@ -63,28 +63,6 @@ def test_an_empty_text_has_no_tokens(server: ApiServer) -> None:
     assert post(server, "/detokenize", tokens=[]) == (200, {"prompt": ""})
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt"),
-        ("/tokenize", {"prompt": "x", "tools": []}, "tools"),
-        ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
-        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
-        ("/tokenize", {"messages": []}, "messages"),
-        ("/tokenize", {"messages": [{"role": "system", "content": ""}] * (MAX_CONTEXT + 1)}, "messages"),
-        ("/detokenize", {"tokens": [99999]}, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
-        ("/detokenize", {}, "tokens"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_by_name(
-    server: ApiServer, path: str, body: dict[str, Any], param: str
-) -> None:
-    status, reported = post(server, path, **body)
-    assert (status, reported["error"]["param"]) == (400, param)
-
-
 @pytest.fixture(scope="module")
 def prefixed() -> Iterator[ApiServer]:
     """Its tokenizer puts ``<s>`` in front of every text."""

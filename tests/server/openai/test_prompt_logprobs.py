@@ -173,21 +173,3 @@ def test_the_tokenizer_is_described(server: ApiServer) -> None:
     assert info["model_max_length"] == 512
     assert "<|im_start|>" in info["chat_template"]
     assert httpx2.get(f"{server.url}/tokenizer_info", params={"model": "other"}).status_code == 404
-
-
-@pytest.mark.parametrize(
-    ("asked", "param"),
-    [
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs"),
-        ({"best_of": 1, "n": 2}, "best_of"),
-        ({"best_of": 2, "stream": True}, "best_of"),
-        ({"best_of": 1000}, "best_of"),
-        ({"suffix": "x"}, "suffix"),
-        ({"prompt": [5] * 513, "echo": True, "max_tokens": 0}, "prompt"),
-    ],
-)
-def test_wrong_fields_are_named(server: ApiServer, asked: dict[str, Any], param: str) -> None:
-    body = {"model": MODEL, "prompt": TEXTS[0], **asked}
-    answer = httpx2.post(f"{server.url}/v1/completions", json=body, timeout=60)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

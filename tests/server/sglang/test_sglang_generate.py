@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import itertools
 import json
 import re
@@ -14,7 +13,6 @@ import httpx2
 import pytest
 from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import TOKENIZER
-from support.faulty_servers import failing_engine, tenants
 from support.server.openai_peer import logit_engine_of_server
 
 from agentflow.protocol.sampling import SamplingParams
@@ -276,133 +274,11 @@ def test_events_have_the_whole_text_and_are_bounded_in_size() -> None:
     assert found[-1]["output_ids"] == whole["output_ids"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "code", "param"),
-    [
-        ({"text": None}, "invalid_value", "text"),
-        ({"input_ids": [5]}, "invalid_value", "text"),
-        ({"text": []}, "invalid_request", "text"),
-        ({"text": ""}, "invalid_value", "text"),
-        ({"text": 5}, "invalid_request", "text"),
-        ({"text": None, "input_ids": []}, "invalid_request", "input_ids"),
-        ({"text": None, "input_ids": [5, [6]]}, "invalid_value", "input_ids"),
-        ({"text": None, "input_ids": [TOKENIZER.vocab_size]}, "invalid_value", "input_ids"),
-        ({"text": "x" * 9_000}, "context_length_exceeded", "text"),
-        ({"text": None, "input_ids": [5] * 9_000}, "context_length_exceeded", "input_ids"),
-        ({"text": ["a"] * 200}, "invalid_value", "text"),
-        ({"sampling_params": {"n": 200}}, "invalid_value", "sampling_params.n"),
-        ({"sampling_params": [{}]}, "invalid_request", "sampling_params"),
-        ({"sampling_params": {"min_new_tokens": 129}}, "invalid_value", "sampling_params.min_new_tokens"),
-        ({"sampling_params": {"temperature": -1}}, "invalid_request", "sampling_params.temperature"),
-        ({"sampling_params": {"warmth": 1}}, "invalid_request", "sampling_params.warmth"),
-        ({"sampling_params": {"stop_regex": ["a", "b"]}}, "invalid_request", "sampling_params.stop_regex"),
-        ({"sampling_params": {"stop_regex": "("}}, "invalid_value", "sampling_params.stop_regex"),
-        ({"sampling_params": {"stop_regex": "a*"}}, "invalid_value", "sampling_params.stop_regex"),
-        (
-            {"sampling_params": {"stop_token_ids": [2**31 - 1]}},
-            "invalid_value",
-            "sampling_params.stop_token_ids",
-        ),
-        (
-            {"sampling_params": {"logit_bias": {"2147483647": 1}}},
-            "invalid_value",
-            "sampling_params.logit_bias",
-        ),
-        ({"sampling_params": {"regex": "("}}, "invalid_value", "sampling_params.regex"),
-        ({"sampling_params": {"json_schema": "no"}}, "invalid_value", "sampling_params.json_schema"),
-        ({"sampling_params": {"ebnf": "root ::="}}, "invalid_value", "sampling_params.ebnf"),
-        ({"sampling_params": {"regex": "a", "ebnf": "a"}}, "invalid_value", "sampling_params.ebnf"),
-        (
-            {"sampling_params": {"regex": "a", "ebnf": 'root ::= "a"'}},
-            "invalid_value",
-            "sampling_params.ebnf",
-        ),
-        ({"top_logprobs_num": 21}, "invalid_request", "top_logprobs_num"),
-        ({"logprob_start_len": -2}, "invalid_request", "logprob_start_len"),
-        ({"rid": "x" * 129}, "invalid_request", "rid"),
-        ({"rid": ["x"]}, "invalid_request", "rid"),
-        ({"width": 5}, "invalid_request", "width"),
-    ],
-)
-def test_wrong_requests_name_the_field(
-    server: ApiServer, fields: dict[str, Any], code: str, param: str
-) -> None:
-    assert error(server, **({"text": "a"} | fields)) == (400, code, param)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "lora_path",
-        "session_params",
-        "return_hidden_states",
-        "token_ids_logprob",
-        "custom_logit_processor",
-        "input_embeds",
-        "image_data",
-        "video_data",
-        "audio_data",
-    ],
-)
-def test_unsupported_fields_are_rejected_by_name(server: ApiServer, name: str) -> None:
-    assert error(server, text="a", **{name: True}) == (400, "unsupported", name)
-    answer(server, **{name: None})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("skip_special_tokens", False),
-        ("spaces_between_special_tokens", False),
-        ("no_stop_trim", True),
-        ("structural_tag", "{}"),
-        ("custom_params", {"a": 1}),
-    ],
-)
-def test_unsupported_parameters_are_rejected_by_name(server: ApiServer, name: str, value: Any) -> None:
-    found = error(server, text="a", sampling_params={name: value})
-    assert found == (400, "unsupported", f"sampling_params.{name}")
-    answer(server, SAME | {name: None})
-
-
 def test_too_many_log_probabilities_are_rejected(server: ApiServer) -> None:
     asked = {"return_logprob": True, "top_logprobs_num": 20}
     with patch("agentflow.server.compatible.field_errors.MAX_LOGPROB_TOKENS", 2_000):
         found = error(server, text="a", sampling_params={"max_new_tokens": 100}, **asked)
     assert found == (400, "invalid_value", "top_logprobs_num")
-
-
-def test_a_key_is_needed_where_there_are_keys() -> None:
-    with api_server(tenants=tenants(), constraints=False) as server:
-        assert error(server, text="a")[:2] == (401, "invalid_api_key")
-        assert post(server, {"Authorization": "Bearer af-ann"}, text="a").status_code == 200
-
-
-def test_an_unknown_model_is_not_found(server: ApiServer) -> None:
-    assert error(server, text="a", model="other") == (404, "model_not_found", None)
-
-
-def test_a_step_that_fails_is_the_last_event() -> None:
-    with api_server(failing_engine(ArithmeticError("no memory")), constraints=False) as server:
-        last = post(server, text="a", stream=True).text.strip().split("\n\n")[-1]
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_failed"
-        assert post(server, text="a").status_code == 500
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_disconnects_ends_its_work(stream: bool) -> None:
-    with api_server(constraints=False) as server:
-        gate = server.engine.gate
-        gate.allow(9)
-        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
-        connection.request("POST", "/generate", json.dumps({"text": ["a", "b"], "stream": stream}))
-        server.call(gate.held)
-        connection.close()
-        server.call(server.service.calls.until_none)
-        num_batches = len(gate.batches)
-        gate.open()
-        server.assert_idle()
-        assert len(gate.batches) == num_batches
 
 
 @pytest.mark.parametrize("path", ["/get_model_info", "/model_info"])

@@ -9,11 +9,8 @@ import threading
 from unittest.mock import patch
 
 from support.api_errors import (
-    ANTHROPIC,
     CLOSED,
-    OPENAI,
     TIMEOUT_S,
-    Api,
     Response,
     connection_with,
     port_of,
@@ -23,6 +20,7 @@ from support.api_errors import (
     response_to_bytes,
 )
 from support.api_server import ApiServer, api_server
+from support.server.apis import CHAT, MESSAGES, Api
 
 from agentflow.server import serve
 from agentflow.server.config.limits import ServerLimits
@@ -109,7 +107,7 @@ def not_read(_: ApiServer, api: Api) -> Response:
 
 
 def a_websocket_with_a_body(server: ApiServer, api: Api) -> Response | None:
-    if api is ANTHROPIC:
+    if api is MESSAGES:
         return None
     head = "GET /v1/session HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
     return response_to_bytes(server, api, f"{head}Content-Length: 9\r\n\r\n".encode())
@@ -120,4 +118,4 @@ def no_http(server: ApiServer, api: Api) -> Response:
 
 
 def the_sessions_path(server: ApiServer, api: Api) -> Response | None:
-    return response_to(server, api, method="GET", path="/v1/session") if api is OPENAI else None
+    return response_to(server, api, method="GET", path="/v1/session") if api is CHAT else None

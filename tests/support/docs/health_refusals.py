@@ -7,9 +7,10 @@ import http.client
 import json
 from collections.abc import Callable
 
-from support.api_errors import OPENAI, TIMEOUT_S, port_of, request_fields, response_to
+from support.api_errors import TIMEOUT_S, port_of, request_fields, response_to
 from support.api_server import ApiServer, api_server
 from support.faulty_servers import BEARER, changed, failing_engine, of_any_address, tenants
+from support.server.apis import CHAT
 from support.session_errors import session
 
 from agentflow.server.config.limits import ServerLimits
@@ -40,7 +41,7 @@ def an_ending_server(server: ApiServer) -> tuple[str, str]:
 
 def a_dead_engine(_: ApiServer) -> tuple[str, str]:
     with api_server(failing_engine(SystemExit(3)), constraints=False) as server:
-        response_to(server, OPENAI, request_fields())
+        response_to(server, CHAT, request_fields())
         return ready(server)
 
 

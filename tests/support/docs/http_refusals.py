@@ -11,9 +11,6 @@ from unittest.mock import patch
 
 import httpx2
 from support.api_errors import (
-    ANTHROPIC,
-    OPENAI,
-    Api,
     Response,
     connection_with,
     gated,
@@ -48,6 +45,7 @@ from support.faulty_servers import (
     small_bodies,
     tenants,
 )
+from support.server.apis import CHAT, MESSAGES, Api
 
 from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.text import chat_layout
@@ -73,7 +71,7 @@ def each(openai: dict[str, Any] | None, anthropic: dict[str, Any] | None) -> Ref
     """A body in each API."""
 
     def refused(server: ApiServer, api: Api) -> Response | None:
-        fields = openai if api is OPENAI else anthropic
+        fields = openai if api is CHAT else anthropic
         return None if fields is None else response_to(server, api, request_fields(**fields))
 
     return refused
@@ -84,13 +82,13 @@ def of_prompt(prompt: Any) -> Refused:
 
     def refused(server: ApiServer, api: Api) -> Response | None:
         body = request_fields(messages=None, prompt=prompt)
-        return response_to(server, api, body, path="/v1/completions") if api is OPENAI else None
+        return response_to(server, api, body, path="/v1/completions") if api is CHAT else None
 
     return refused
 
 
 def suffix(server: ApiServer, api: Api) -> Response | None:
-    if api is ANTHROPIC:
+    if api is MESSAGES:
         return None
     body = request_fields(messages=None, prompt="x", suffix=".")
     return response_to(server, api, body, path="/v1/completions")
@@ -141,13 +139,13 @@ def a_model_that_is_not_mine(server: ApiServer, api: Api) -> Response:
 def an_image(server: ApiServer, api: Api) -> Response:
     url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     source = {"type": "base64", "media_type": "image/png", "data": "AA=="}
-    part = url if api is OPENAI else {"type": "image", "source": source}
+    part = url if api is CHAT else {"type": "image", "source": source}
     return response_to(server, api, request_fields(messages=[{"role": "user", "content": [part]}]))
 
 
 def constrained(api: Api, schema: dict[str, Any]) -> dict[str, Any]:
     """A request whose answer has a schema."""
-    if api is OPENAI:
+    if api is CHAT:
         named = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
         return request_fields(response_format=named)
     return request_fields(output_config={"format": {"type": "json_schema", "schema": schema}})
@@ -158,7 +156,7 @@ def with_schema(schema: dict[str, Any]) -> Refused:
 
 
 def an_ambiguous_grammar(server: ApiServer, api: Api) -> Response | None:
-    if api is ANTHROPIC:
+    if api is MESSAGES:
         return None
     return response_to(server, api, request_fields(grammar=AMBIGUOUS, stream=True, max_tokens=900))
 
@@ -181,7 +179,7 @@ def a_deep_tool(server: ApiServer, api: Api) -> Response:
 
 
 def with_tool(api: Api, schema: dict[str, Any]) -> dict[str, Any]:
-    if api is OPENAI:
+    if api is CHAT:
         return request_fields(
             tools=[{"type": "function", "function": {"name": "find", "parameters": schema}}]
         )
@@ -277,7 +275,7 @@ def too_many_of_one_tenant(_: ApiServer, api: Api) -> Response:
 
 
 def too_many_in_background(_: ApiServer, api: Api) -> Response | None:
-    if api is ANTHROPIC:
+    if api is MESSAGES:
         return None
     body = {"model": MODEL, "input": "Hello", "background": True}
     with api_server(limits=HttpLimits(max_background_responses=1), constraints=False) as server:
@@ -290,11 +288,11 @@ def too_many_in_background(_: ApiServer, api: Api) -> Response | None:
 
 
 def an_unknown_response(server: ApiServer, api: Api) -> Response | None:
-    return response_to(server, api, method="GET", path="/v1/responses/resp_1") if api is OPENAI else None
+    return response_to(server, api, method="GET", path="/v1/responses/resp_1") if api is CHAT else None
 
 
 def an_unknown_conversation(server: ApiServer, api: Api) -> Response | None:
-    if api is ANTHROPIC:
+    if api is MESSAGES:
         return None
     unknown = response_to(server, api, method="GET", path="/v1/conversations/conv_1")
     body = {"model": MODEL, "input": "Hello", "conversation": "conv_1"}
@@ -423,4 +421,4 @@ REFUSED: dict[str, Refused] = {
     "answer_not_read": not_read,
     "not_http": no_http,
 }
-APIS = (OPENAI, ANTHROPIC)
+APIS = (CHAT, MESSAGES)

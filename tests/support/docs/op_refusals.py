@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from support.api_errors import OPENAI, gated
+from support.api_errors import gated
 from support.api_server import ApiServer, api_server
 from support.chat_template_shapes import INST
 from support.docs.http_refusals import LOUD
 from support.fake_engine import FakeEngine
 from support.faulty_servers import KEY, changed, failing_engine, tenants
+from support.server.apis import CHAT
 from support.session_errors import ASK, OPEN, Session, gen, text
 from support.session_errors import session as session_on
 
@@ -51,7 +52,7 @@ def while_busy(*sent: dict[str, Any], **config: Any) -> Fails:
     """The engine runs a request and does not get on."""
 
     def fail(_: ApiServer) -> str:
-        with api_server(FakeEngine(**config), constraints=False) as server, gated(server, OPENAI):
+        with api_server(FakeEngine(**config), constraints=False) as server, gated(server, CHAT):
             return ops(*sent)(server)
 
     return fail
@@ -122,7 +123,7 @@ def used_up(setting: str) -> Fails:
 def too_many_of_one_tenant(_: ApiServer) -> str:
     with (
         session_of_ann("max_unfinished = 1") as (server, session),
-        gated(server, OPENAI, 1, f"x-api-key: {KEY}"),
+        gated(server, CHAT, 1, f"x-api-key: {KEY}"),
     ):
         session.ops(*ASK, gen())
         return session.failure()
