@@ -9,10 +9,11 @@ from typing import Any
 
 import httpx2
 import pytest
-from support.api_server import MODEL, ApiServer, api_server
+from support.api_server import ApiServer, api_server
 from support.engine.tool_template_shapes import LLAMA
 from support.fake_engine import FakeEngine
 from support.logit_runner import logit_runner
+from support.server.apis import CHAT, MESSAGES, RESPONSES, Api, post
 from support.server.scripted_model import scripted_server
 
 from agentflow.engine.text.chat_template import ChatTemplate
@@ -26,26 +27,13 @@ ROOTS = {
     "$defs": {"$ref": "#/$defs/N", "$defs": {"N": NODE}},
     "#": {"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False},
 }
-APIS = ("chat", "responses", "messages")
-PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
+EACH_API = pytest.mark.parametrize("api", [CHAT, RESPONSES, MESSAGES], ids=lambda api: api.name)
 
 
-def body_of(api: str, schema: Any, *, words: str = "valid", **tool: Any) -> dict[str, Any]:
+def calling(api: Api, schema: Any, *, words: str = "valid", **tool: Any) -> dict[str, Any]:
     """A request with a tool, which the model must call."""
-    asked = [{"role": "user", "content": f"Call it with {words} arguments."}]
-    if api == "messages":
-        tools = [{"name": "find", "input_schema": schema, **tool}]
-        return {"messages": asked, "tools": tools, "tool_choice": {"type": "any"}, "max_tokens": 200}
-    function = {"name": "find", "parameters": schema, **tool}
-    if api == "responses":
-        tools = [{"type": "function", **function}]
-        return {"input": asked, "tools": tools, "tool_choice": "required", "max_output_tokens": 200}
-    tools = [{"type": "function", "function": function}]
-    return {"messages": asked, "tools": tools, "tool_choice": "required", "max_tokens": 200}
-
-
-def post(server: ApiServer, api: str, body: dict[str, Any]) -> httpx2.Response:
-    return httpx2.post(f"{server.url}{PATHS[api]}", json={"model": MODEL, **body}, timeout=60)
+    tools = [{"name": "find", "parameters": schema, **tool}]
+    return api.body(f"Call it with {words} arguments.", tools=tools, choice="required", max_tokens=200)
 
 
 def scripted(before: str) -> str:
@@ -65,13 +53,13 @@ def any_text() -> Iterator[ApiServer]:
         yield running
 
 
-@pytest.mark.parametrize("api", APIS)
+@EACH_API
 @pytest.mark.parametrize("words", ["valid", "invalid"])
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_what_was_relaxed_is_named_and_what_violates_it(
-    server: ApiServer, api: str, words: str, is_streamed: bool
+def test_headers_name_relaxed_and_violated_constraints(
+    server: ApiServer, api: Api, words: str, is_streamed: bool
 ) -> None:
-    answer = post(server, api, {**body_of(api, SCHEMA, words=words), "stream": is_streamed})
+    answer = post(server, api, {**calling(api, SCHEMA, words=words), "stream": is_streamed})
     assert answer.status_code == 200
     assert answer.headers["x-agentflow-relaxed"] == PLACE
     assert "find" in answer.text
@@ -82,50 +70,36 @@ def test_what_was_relaxed_is_named_and_what_violates_it(
         assert answer.headers.get("x-agentflow-violated") == (PLACE if words == "invalid" else None)
 
 
-@pytest.mark.parametrize("api", APIS)
-def test_a_strict_tool_is_rejected_with_its_place(server: ApiServer, api: str) -> None:
-    answer = post(server, api, body_of(api, SCHEMA, strict=True))
+@EACH_API
+def test_a_strict_tool_is_rejected_with_its_place(server: ApiServer, api: Api) -> None:
+    answer = post(server, api, calling(api, SCHEMA, strict=True))
     assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert "'find'" in error["message"]
-    assert "properties.tags.uniqueItems" in error["message"]
-    if api != "messages":  # its errors have no param
-        member = "function.parameters" if api == "chat" else "parameters"
-        assert error["param"] == f"tools[0].{member}.properties.tags.uniqueItems"
+    member = {CHAT: "function.parameters", RESPONSES: "parameters", MESSAGES: "input_schema"}[api]
+    assert api.error(answer.json())[1] == f"tools[0].{member}.properties.tags.uniqueItems"
 
 
-@pytest.mark.parametrize("api", APIS)
+@EACH_API
 @pytest.mark.parametrize("root", ROOTS)
 @pytest.mark.parametrize("is_strict", [True, False])
-def test_a_tool_may_be_a_reference(any_text: ApiServer, api: str, root: str, is_strict: bool) -> None:
-    answer = post(any_text, api, body_of(api, ROOTS[root], strict=is_strict))
+def test_a_tool_may_be_a_reference(any_text: ApiServer, api: Api, root: str, is_strict: bool) -> None:
+    answer = post(any_text, api, calling(api, ROOTS[root], strict=is_strict))
     assert answer.status_code == 200
     assert "x-agentflow-relaxed" not in answer.headers
 
 
-@pytest.mark.parametrize("api", ["chat", "responses"])
-def test_the_form_of_an_answer_is_relaxed_unless_it_is_strict(any_text: ApiServer, api: str) -> None:
-    for strict, status in ((None, 200), (False, 200), (True, 400)):
-        named = {"name": "a", "schema": SCHEMA, "strict": strict}
-        if api == "chat":
-            form = {"response_format": {"type": "json_schema", "json_schema": named}}
-        else:
-            form = {"text": {"format": {"type": "json_schema", **named}}}
-        body = {
-            key: body_of(api, SCHEMA)[key] for key in ("messages", "input") if key in body_of(api, SCHEMA)
-        }
+@pytest.mark.parametrize("api", [CHAT, RESPONSES], ids=lambda api: api.name)
+@pytest.mark.parametrize(("strict", "status"), [(None, 200), (False, 200), (True, 400)])
+def test_the_form_of_an_answer_is_relaxed_unless_it_is_strict(
+    any_text: ApiServer, api: Api, strict: bool | None, status: int
+) -> None:
+    named = {"name": "a", "schema": SCHEMA, "strict": strict}
+    form = {
+        CHAT: {"response_format": {"type": "json_schema", "json_schema": named}},
+        RESPONSES: {"text": {"format": {"type": "json_schema", **named}}},
+    }[api]
+    alternative = {**calling(api, {"type": "object", "properties": {}}), "tool_choice": "auto"}
+    for body in (api.body("Hi"), alternative):  # next to a tool, it is the alternative to a call
         answer = post(any_text, api, {**body, **form, "seed": 1})
-        assert answer.status_code == status
-        if status == 200:
-            assert answer.headers["x-agentflow-relaxed"] == "#/properties/tags/uniqueItems"
-        # Beside a tool, it is the alternative to a call.
-        both = {
-            **body_of(api, {"type": "object", "properties": {}}),
-            **form,
-            "tool_choice": "auto",
-            "seed": 1,
-        }
-        answer = post(any_text, api, both)
         assert answer.status_code == status, answer.text
         if status == 200:
             assert answer.headers["x-agentflow-relaxed"] == "#/properties/tags/uniqueItems"
@@ -136,7 +110,7 @@ def test_where_nothing_is_enforced_calls_are_checked() -> None:
     call = '{"name": "find", "parameters": {"tags": ["a", "a"]}}'
     llama = ChatTemplate(LLAMA)
     with scripted_server(lambda _: call, opening="<|end_header_id|>\n\n", template=llama) as running:
-        answer = post(running, "chat", {**body_of("chat", SCHEMA, strict=True), "tool_choice": "auto"})
+        answer = post(running, CHAT, {**calling(CHAT, SCHEMA, strict=True), "tool_choice": "auto"})
     assert answer.json()["choices"][0]["finish_reason"] == "tool_calls"
     assert answer.headers["x-agentflow-relaxed"] == "find#"
     assert answer.headers["x-agentflow-violated"] == PLACE
@@ -150,9 +124,9 @@ def test_the_metrics_and_the_log_count_them(server: ApiServer, caplog: pytest.Lo
 
     before = counts()
     with caplog.at_level(logging.INFO, logger="agentflow.requests"):
-        post(server, "chat", body_of("chat", SCHEMA, words="invalid"))
-        post(server, "chat", body_of("chat", SCHEMA))
-        post(server, "chat", body_of("chat", SCHEMA, strict=True))
+        post(server, CHAT, calling(CHAT, SCHEMA, words="invalid"))
+        post(server, CHAT, calling(CHAT, SCHEMA))
+        post(server, CHAT, calling(CHAT, SCHEMA, strict=True))
         server.call(server.service.calls.until_none)  # the log is written after the answer
     after = counts()
     grown = {name: after[name] - before[name] for name in after}
@@ -170,5 +144,4 @@ def test_the_metrics_and_the_log_count_them(server: ApiServer, caplog: pytest.Lo
         (None, None),
     ]
     assert posted[2]["param"] == "tools[0].function.parameters.properties.tags.uniqueItems"
-    assert "find" in posted[2]["message"]
     assert f"param={json.dumps(posted[2]['param'])}" in caplog.text

@@ -10,7 +10,6 @@ import anthropic
 import anyio.to_thread
 import pytest
 from support.server.anthropic_peer import HELLO, AnthropicPeer, anthropic_peer, asking
-from support.server.http_clients import CLIENTS
 
 SCHEMA = {
     "type": "object",
@@ -35,41 +34,6 @@ def check_call(block) -> None:
     assert block.id
     assert block.input["city"] in ("Oslo", "Rome")
     assert block.input["days"] in (1, 2)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("kind", CLIENTS)
-def test_a_call_that_is_required_is_made(peer, kind, stream):
-    for choice in (ANY, {"type": "tool", "name": "weather"}):
-        message = peer.message(kind, stream, tools=[WEATHER], tool_choice=choice, max_tokens=300)
-        assert message.stop_reason == "tool_use"
-        [block] = message.content
-        check_call(block)
-    assert "weather" in peer.requests.prompt
-
-
-def test_a_call_is_streamed(peer):
-    whole = peer.ask(tools=[WEATHER], tool_choice=ANY, max_tokens=300)
-    with peer.client.messages.stream(**asking(tools=[WEATHER], tool_choice=ANY, max_tokens=300)) as stream:
-        events = list(stream)
-        final = stream.get_final_message()
-    assert "input_json" in [event.type for event in events]
-    assert final.stop_reason == "tool_use"
-    assert final.content[0].input == whole.content[0].input
-
-
-def test_a_result_is_a_turn_of_the_next_prompt(peer):
-    message = peer.ask(tools=[WEATHER], tool_choice=ANY, max_tokens=300)
-    result = {"type": "tool_result", "tool_use_id": message.content[0].id, "content": "Snow, minus three."}
-    answer = peer.ask(
-        tools=[WEATHER],
-        tool_choice={"type": "none"},
-        messages=[*HELLO, message.to_param(), {"role": "user", "content": [result]}],
-    )
-    assert answer.content[0].type == "text"
-    prompt = peer.requests.prompt
-    assert message.content[0].input["city"] in prompt
-    assert prompt.index("What do plants do?") < prompt.index("Snow, minus three.")
 
 
 def test_f34b_the_model_sees_the_examples_of_a_tool(peer):

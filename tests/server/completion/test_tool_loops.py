@@ -6,16 +6,15 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
-from support.api_server import MODEL, ApiServer, api_server
+from support.api_server import ApiServer, api_server
 from support.engine.tool_template_shapes import TEMPLATES, TOKENIZER, WITHOUT_TOOLS
 from support.fake_engine import FakeEngine
 from support.sent_requests import SentRequests
+from support.server.apis import CHAT, MESSAGES, OLLAMA, RESPONSES, Answered, Api, ask, post
 
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.messages import Finished, FromEngine
@@ -24,15 +23,10 @@ from agentflow.server.tenants.keys import Tenants, hashed_key
 pytestmark = pytest.mark.timeout(60)
 END = TOKENIZER.encode_markup("</s>")[0]
 REPORT = "It is sunny."
-OPENINGS = (
-    "<|im_start|>assistant\n",
-    "<|start_header_id|>assistant<|end_header_id|>\n\n",
-)
-SCHEMA = {
-    "type": "object",
-    "properties": {"days": {"type": "number"}, "city": {"type": "string"}},
-    "required": ["days", "city"],
-}
+OPENINGS = ("<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n")
+PROPERTIES = {"days": {"type": "number"}, "city": {"type": "string"}}
+SCHEMA = {"type": "object", "properties": PROPERTIES, "required": ["days", "city"]}
+TOOLS = [{"name": "weather", "parameters": SCHEMA}]
 MARKED = (
     "Let me look. \n\n "
     '<tool_call>{"name": "weather", "arguments": {"days": 1.0, "city": "Oslo"}}</tool_call>',
@@ -108,151 +102,90 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[ApiServer, tuple[st
         running.assert_idle()
 
 
-@dataclass
-class Api:
-    """A client of one API. ``ask`` sends the conversation, appends the answer and the results of its calls,
-    and returns the cached tokens and the number of calls."""
+class Client:
+    """A conversation over an API. ``ask`` sends it, and appends the answer and the results of its calls."""
 
-    server: ApiServer
-    question: str
-    key: str = "ann"
-    anew: bool = False
+    def __init__(self, server: ApiServer, api: Api, question: str, key: str = "ann") -> None:
+        self.server, self.api, self.key = server, api, key
+        self.turns: list[Any] = [{"role": "user", "content": question}]
+        self.extra: dict[str, Any] = {}
 
-    def __post_init__(self) -> None:
-        self.turns: list[Any] = [{"role": "user", "content": self.question}]
+    def ask(self) -> Answered:
+        fields = {"tools": TOOLS, "max_tokens": 300, "extra": self.extra}
+        answer = ask(self.server, self.api, self.turns, key=self.key, **fields)
+        self.add(answer, self.api.results(answer.calls, ["sunny"] * len(answer.calls)))
+        return answer
 
-    def post(self, path: str, **fields: Any) -> Any:
-        headers = {"authorization": f"Bearer {self.key}"}
-        url = f"{self.server.url}{path}"
-        response = httpx2.post(url, json=fields, headers=headers, timeout=60)
-        assert response.status_code == 200, response.text
-        return response.json()
-
-    def ask(self) -> tuple[int | None, int]:
-        raise NotImplementedError
+    def add(self, answer: Answered, results: list[Any]) -> None:
+        self.turns += [*answer.turns, *results]
 
 
-class Chat(Api):
-    def ask(self) -> tuple[int | None, int]:
-        tool = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
-        answer = self.post("/v1/chat/completions", model=MODEL, messages=self.turns, tools=[tool])
-        message = answer["choices"][0]["message"]
-        calls = message.get("tool_calls") or []
-        if self.anew:
-            for call in calls:
-                function = call["function"]
-                function["arguments"] = json.dumps(
-                    json.loads(function["arguments"]), sort_keys=True, indent=2
-                )
-        self.turns.append(message)
-        self.turns += [{"role": "tool", "tool_call_id": call["id"], "content": "sunny"} for call in calls]
-        return answer["usage"]["prompt_tokens_details"]["cached_tokens"], len(calls)
+class Rewriting(Client):
+    """Writes the arguments of calls differently."""
+
+    def add(self, answer: Answered, results: list[Any]) -> None:
+        for call in answer.turns[0].get("tool_calls") or ():
+            arguments = json.loads(call["function"]["arguments"])
+            call["function"]["arguments"] = json.dumps(arguments, sort_keys=True, indent=2)
+        super().add(answer, results)
 
 
-class ChatAnew(Chat):
-    """Writes the arguments anew."""
+class Continuing(Client):
+    """The server keeps the conversation by its latest response."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.anew = True
-
-
-class Items(Api):
-    """The Responses API, with the items of the conversation."""
-
-    def ask(self) -> tuple[int | None, int]:
-        tool = {"type": "function", "name": "weather", "strict": False, "parameters": SCHEMA}
-        answer = self.post("/v1/responses", model=MODEL, tools=[tool], **self.fields())
-        calls = [item for item in answer["output"] if item["type"] == "function_call"]
-        results = [
-            {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"} for call in calls
-        ]
-        self.add(answer, results)
-        return answer["usage"]["input_tokens_details"]["cached_tokens"], len(calls)
-
-    def fields(self) -> dict[str, Any]:
-        return {"input": self.turns}
-
-    def add(self, answer: Any, results: list[Any]) -> None:
-        self.turns += [*answer["output"], *results]
-
-
-class Previous(Items):
-    """The Responses API, which keeps the conversation."""
-
-    def add(self, answer: Any, results: list[Any]) -> None:
+    def add(self, answer: Answered, results: list[Any]) -> None:
         self.turns = results
-        self.previous = {"previous_response_id": answer["id"]}
-
-    def fields(self) -> dict[str, Any]:
-        return {"input": self.turns, **getattr(self, "previous", {})}
+        self.extra = {"previous_response_id": answer.id}
 
 
-class InConversation(Items):
-    """The Responses API with a conversation."""
+class InConversation(Client):
+    """The server keeps the conversation as an object."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.conversation = self.post("/v1/conversations")["id"]
+    def ask(self) -> Answered:
+        if not self.extra:
+            made = post(self.server, self.api, {}, key=self.key, path="/v1/conversations").json()
+            self.extra = {"conversation": made["id"]}
+        return super().ask()
 
-    def add(self, answer: Any, results: list[Any]) -> None:
+    def add(self, answer: Answered, results: list[Any]) -> None:
         self.turns = results
 
-    def fields(self) -> dict[str, Any]:
-        return {"input": self.turns, "conversation": self.conversation}
+
+CLIENTS = [
+    *[(Client, api) for api in (CHAT, RESPONSES, MESSAGES, OLLAMA)],
+    *[(Rewriting, CHAT), (Continuing, RESPONSES), (InConversation, RESPONSES)],
+]
 
 
-class Anthropic(Api):
-    def ask(self) -> tuple[int | None, int]:
-        tool = {"name": "weather", "input_schema": SCHEMA}
-        answer = self.post("/v1/messages", max_tokens=300, model=MODEL, messages=self.turns, tools=[tool])
-        calls = [block for block in answer["content"] if block["type"] == "tool_use"]
-        results = [{"type": "tool_result", "tool_use_id": call["id"], "content": "sunny"} for call in calls]
-        self.turns.append({"role": "assistant", "content": answer["content"]})
-        self.turns.append({"role": "user", "content": results})
-        return answer["usage"]["cache_read_input_tokens"], len(calls)
-
-
-class Ollama(Api):
-    """Its usage does not show the cached tokens."""
-
-    def ask(self) -> tuple[int | None, int]:
-        tool = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
-        answer = self.post("/api/chat", model=MODEL, messages=self.turns, tools=[tool], stream=False)
-        calls = answer["message"].get("tool_calls") or []
-        self.turns.append(answer["message"])
-        self.turns += [{"role": "tool", "tool_name": "weather", "content": "sunny"} for _ in calls]
-        return None, len(calls)
-
-
-APIS = (Chat, ChatAnew, Items, Previous, InConversation, Anthropic, Ollama)
-
-
-@pytest.mark.parametrize("api", APIS)
-def test_each_turn_finds_all_earlier_ones(served: tuple[ApiServer, tuple[str, ...]], api: type[Api]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "api"), CLIENTS, ids=[f"{kind.__name__} {api.name}" for kind, api in CLIENTS]
+)
+def test_each_turn_finds_all_earlier_ones(
+    served: tuple[ApiServer, tuple[str, ...]], kind: type[Client], api: Api
+) -> None:
     server, script = served
     exchanges = Exchanges(server)
-    client = api(server, f"How is the weather, {api.__name__}?")
+    client = kind(server, api, f"How is the weather, {kind.__name__} {api.name}?")
     known: list[int] = []
     for text in (*script, REPORT):
-        cached, num_calls = client.ask()
+        answer = client.ask()
         prompt, end = exchanges.last
         assert end.text == text
-        assert num_calls == text.count('"weather"')
+        assert len(answer.calls) == text.count('"weather"')
         assert prompt[: len(known)] == known
         assert end.cached_tokens >= len(known) - 1 if known else end.cached_tokens < len(prompt)
-        assert cached in (end.cached_tokens, None)
+        assert answer.cached_tokens in (end.cached_tokens, None)
         known = prompt + end.token_ids
 
 
 def test_another_tenant_gets_the_tokens_of_its_own_text(served: tuple[ApiServer, tuple[str, ...]]) -> None:
     server, _ = served
     exchanges = Exchanges(server)
-    ann = Chat(server, "Whose tokens are these?")
+    ann = Client(server, CHAT, "Whose tokens are these?")
     ann.ask()
     prompt, end = exchanges.last
     known = prompt + end.token_ids
-    bob = Chat(server, "", key="bob")
+    bob = Client(server, CHAT, "", key="bob")
     bob.turns = [*ann.turns]
     bob.ask()
     assert exchanges.last[0][: len(known)] != known

@@ -143,30 +143,6 @@ def test_a_stop_is_not_part_of_the_answer(server: ApiServer) -> None:
     assert stopped["done_reason"] == "stop"
 
 
-def test_tools_are_called_and_their_results_understood(agent: ApiServer) -> None:
-    whole = answer(agent, "chat", messages=ASKED, tools=[WEATHER])
-    parts = lines(agent, "chat", messages=ASKED, tools=[WEATHER])
-    calls = [call for part in parts for call in part["message"].get("tool_calls", [])]
-    for found in (whole["message"]["tool_calls"], calls):
-        functions = [call["function"] for call in found]
-        assert [one["arguments"] for one in functions] == [{"city": "Oslo"}, {"city": "Rome"}]
-        assert [(one["index"], one["name"]) for one in functions] == [(0, "weather"), (1, "weather")]
-        assert len({call["id"] for call in found}) == 2
-    text = "".join(part["message"]["content"] for part in parts)
-    assert text == whole["message"]["content"] == "I look."
-    assert whole["done_reason"] == parts[-1]["done_reason"] == "stop"
-    # Clients send a call back without its id.
-    returned = [
-        {"function": {"name": "weather", "arguments": call["function"]["arguments"]}} for call in calls
-    ]
-    history = [*ASKED, {"role": "assistant", "content": text, "tool_calls": returned}]
-    history += [{"role": "tool", "tool_name": "weather", "content": word} for word in ("sunny", "rain")]
-    requests = agent.observe_requests()
-    second = answer(agent, "chat", messages=history, tools=[WEATHER])
-    assert second["message"]["content"] == REPORT
-    assert requests.prompt.index("sunny") < requests.prompt.index("rain")
-
-
 def test_results_belong_to_calls_by_id_by_name_or_in_order(agent: ApiServer) -> None:
     calls = [
         {"id": "a", "function": {"name": "weather", "arguments": {"city": "Oslo"}}},
@@ -189,23 +165,6 @@ def test_results_belong_to_calls_by_id_by_name_or_in_order(agent: ApiServer) -> 
         "invalid_value",
         "messages[4].tool_name",
     )
-
-
-def test_a_truncated_call_has_the_arguments_that_are_complete(agent: ApiServer) -> None:
-    for num_tokens in range(30, 60, 6):
-        fields: dict[str, Any] = {
-            "messages": ASKED,
-            "tools": [WEATHER],
-            "options": {"num_predict": num_tokens},
-        }
-        whole = answer(agent, "chat", **fields)
-        parts = lines(agent, "chat", **fields)
-        calls = [call for part in parts for call in part["message"].get("tool_calls", [])]
-        assert whole["done_reason"] == parts[-1]["done_reason"] == "length"
-        assert [call["function"] for call in calls] == [
-            call["function"] for call in whole["message"].get("tool_calls", [])
-        ]
-        assert all(isinstance(call["function"]["arguments"], dict) for call in calls)
 
 
 def test_the_last_turn_of_the_assistant_is_continued(agent: ApiServer) -> None:

@@ -245,16 +245,8 @@ def test_a_loop_with_references_to_items(calling: ApiServer, streams: bool) -> N
         assert second.usage.input_tokens_details.cached_tokens >= known - 1
 
 
-def test_a_required_call_and_a_typed_form(constrained: ApiServer) -> None:
+def test_an_answer_is_parsed_to_a_model(constrained: ApiServer) -> None:
     with sync_client(constrained) as client:
-        called = client.responses.create(
-            **asked(
-                tools=[WEATHER], tool_choice={"type": "function", "name": "weather"}, max_output_tokens=60
-            )
-        )
-        [call] = called.output
-        assert call.type == "function_call"
-        assert json.loads(call.arguments)["city"] in ("Oslo", "Rome")
         parsed = client.responses.parse(**asked(text_format=Report, max_output_tokens=60))
         assert isinstance(parsed.output_parsed, Report)
 

@@ -35,6 +35,7 @@ class Answered:
     cached_tokens: int | None = None
     output_tokens: int = 0
     turns: list[Any] = field(default_factory=list)
+    id: str = ""
 
     @property
     def arguments(self) -> list[Any]:
@@ -44,7 +45,7 @@ class Answered:
 class Api:
     """OpenAI's chat completions, from which the others differ.
 
-    ``names``: of the parameters of sampling, where the API has its own. ``nested``: the field that holds them.
+    ``names``: of the parameters of sampling, where the API has its own. ``nested``: the field of those.
     ``id_header``: the header with a request's id."""
 
     name = "chat"
@@ -84,6 +85,10 @@ class Api:
 
     def choice(self, choice: str) -> Any:
         return choice if choice in ("required", "none") else self.tool(name=choice)
+
+    def alone(self, choice: str) -> Fields:
+        """The fields by which exactly one call is made."""
+        return {"tool_choice": self.choice(choice), "parallel_tool_calls": False}
 
     def results(self, calls: Sequence[Called], texts: Sequence[str]) -> list[Any]:
         """The turns with the results of calls."""
@@ -166,7 +171,7 @@ class Responses(Api):
         return [{"type": "function_call_output", "call_id": call.id, "output": text} for call, text in pairs]
 
     def whole(self, body: Any) -> Answered:
-        answer = Answered(turns=body["output"])
+        answer = Answered(turns=body["output"], id=body["id"])
         for item in body["output"]:
             match item["type"]:
                 case "message":
@@ -212,6 +217,9 @@ class Messages(Api):
         modes = {"required": {"type": "any"}, "none": {"type": "none"}}
         return modes.get(choice, {"type": "tool", "name": choice})
 
+    def alone(self, choice: str) -> Fields:
+        return {"tool_choice": {**self.choice(choice), "disable_parallel_tool_use": True}}
+
     def results(self, calls: Sequence[Called], texts: Sequence[str]) -> list[Any]:
         pairs = zip(calls, texts, strict=True)
         blocks = [{"type": "tool_result", "tool_use_id": call.id, "content": text} for call, text in pairs]
@@ -251,7 +259,7 @@ class Messages(Api):
                     stop_reason, usage = event["delta"]["stop_reason"], event["usage"]
         for block in blocks:
             if block["type"] == "tool_use":
-                block["input"] = json.loads(block["written"] or "{}")
+                block["input"] = self.called("", "", block["written"] or "{}").arguments
         return self.whole({"content": blocks, "stop_reason": stop_reason, "usage": usage})
 
     def error(self, body: Any) -> tuple[str, str | None]:
