@@ -13,7 +13,6 @@ from support.fake_engine import TOKENIZER, FakeEngine
 from support.server.ollama_peer import ASKED, SAME, answer, error, lines, post, read_lines
 from support.server.openai_peer import logit_server, sync_client
 from support.server.scripted_model import scripted_server
-from support.thinking_models import QWEN_MODEL
 
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.protocol.sampling import SamplingParams
@@ -193,28 +192,6 @@ def test_what_has_no_effect_is_accepted(server: ApiServer) -> None:
     asked = [{**ASKED[0], "images": [], "thinking": "Hm.", "name": "Ann"}]
     more = answer(server, "chat", messages=asked, options=SAME | {"num_thread": 4}, **fields)
     assert more["message"] == plain["message"]
-
-
-def test_thoughts_are_apart_from_the_answer() -> None:
-    script = "<think>\nIt is a greeting.\n</think>\n\nHello!"
-    engine = FakeEngine(runner=QWEN_MODEL.runner(), tokenizer=QWEN_MODEL.tokenizer)
-    with api_server(engine, template=QWEN_MODEL.template, constraints=False) as server:
-        assert "thinking" in post(server, "show").json()["capabilities"]
-        fields: dict[str, Any] = {
-            "messages": [{"role": "user", "content": script}],
-            "options": {"temperature": 0},
-        }
-        whole = answer(server, "chat", **fields, think="high")["message"]
-        assert (whole["thinking"], whole["content"]) == ("It is a greeting.", "Hello!")
-        parts = [part["message"] for part in lines(server, "chat", **fields)]
-        assert "".join(part.get("thinking", "") for part in parts) == whole["thinking"]
-        assert "".join(part["content"] for part in parts) == whole["content"]
-        other = answer(server, "generate", prompt=script, options={"temperature": 0}, think=True)
-        assert (other["thinking"], other["response"]) == (whole["thinking"], whole["content"])
-        requests = server.observe_requests()
-        answer(server, "chat", **fields, think=False)
-        text = QWEN_MODEL.tokenizer.decode(requests.submits[-1].token_ids, skip_special=False)
-        assert text.endswith("</think>\n\n")
 
 
 @pytest.mark.parametrize("fields", [{"messages": []}, {}, {"messages": [], "keep_alive": 0}])
