@@ -15,61 +15,17 @@ from support.server.openai_peer import (
     MAX_CONTEXT,
     MESSAGES,
     SEED,
-    Sent,
     async_client,
     called,
     chat_defaults,
     logit_server,
     sync_client,
-    usages_under_salts,
 )
 
 from agentflow.protocol.events import Usage
 from agentflow.server.completion.request import Answer, CompletionRequest
 
 CREATE = "chat.completions.create"
-PARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {}),
-    ({"temperature": 0}, {"temperature": 0.0}),
-    ({"temperature": None, "top_p": None, "stop": None, "logit_bias": None}, {}),
-    ({"top_p": 0.5}, {"top_p": 0.5}),
-    ({"top_p": 0}, {"top_k": 1}),
-    ({"extra_body": {"top_k": 3}}, {"top_k": 3}),
-    ({"extra_body": {"top_k": -1}}, {"top_k": 0}),
-    ({"extra_body": {"min_p": 0.25}}, {"min_p": 0.25}),
-    ({"frequency_penalty": 1.5}, {"frequency_penalty": 1.5}),
-    ({"presence_penalty": -1}, {"presence_penalty": -1.0}),
-    ({"extra_body": {"repetition_penalty": 1.25}}, {"repetition_penalty": 1.25}),
-    ({"logit_bias": {"40": 12, "41": -3}}, {"logit_bias": ((40, 12.0), (41, -3.0))}),
-    ({"stop": "e"}, {"stop": ("e",)}),
-    ({"stop": ["zq", "a"]}, {"stop": ("zq", "a")}),
-    ({"extra_body": {"stop_token_ids": [40, 50]}}, {"stop_token_ids": (40, 50)}),
-    ({"max_tokens": 3}, {"max_tokens": 3}),
-    ({"max_tokens": 3, "max_completion_tokens": 5}, {"max_tokens": 5}),
-    ({"max_tokens": 30, "extra_body": {"min_tokens": 20}}, {"max_tokens": 30, "min_tokens": 20}),
-    ({"max_tokens": 60, "extra_body": {"ignore_eos": True}}, {"max_tokens": 60, "ignore_eos": True}),
-    ({"logprobs": True}, {"logprobs": True}),
-    ({"logprobs": True, "top_logprobs": 3}, {"logprobs": True, "top_logprobs": 3}),
-    (
-        {
-            "user": "me",
-            "metadata": {"a": "b"},
-            "store": False,
-            "service_tier": "flex",
-            "safety_identifier": "x",
-            "prompt_cache_key": "y",
-            "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
-            "prompt_cache_retention": "24h",
-            "prediction": {"type": "content", "content": "Plants"},
-            "verbosity": "low",
-            "reasoning_effort": "high",
-            "modalities": ["text"],
-            "parallel_tool_calls": True,
-            "extra_body": {"priority": 1, "echo": False, "best_of": 1},
-        },
-        {},
-    ),
-]
 
 
 anyio_backend = pytest.fixture(only_asyncio)
@@ -82,7 +38,6 @@ class Streamed:
 
     text: str = ""
     reasons: list[str] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
     num_roles: int = 0
 
 
@@ -97,8 +52,7 @@ def gathered(chunks: Iterable[Any], n: int = 1) -> list[Streamed]:
                 answer.num_roles += 1
             assert not answer.reasons
             answer.text += choice.delta.content or ""
-            if choice.logprobs is not None:
-                answer.logprobs += choice.logprobs.content
+            assert choice.logprobs is None
             if choice.finish_reason is not None:
                 answer.reasons.append(choice.finish_reason)
     assert all(answer.num_roles == 1 for answer in answers)
@@ -111,49 +65,6 @@ def same_logprobs(reported: Any, answer: Answer) -> bool:
     ] and [[(top.token, top.logprob) for top in one.top_logprobs] for one in reported] == [
         [(top.text, top.logprob) for top in token.top] for token in answer.tokens
     ]
-
-
-@pytest.mark.parametrize("kind", CLIENTS)
-@pytest.mark.parametrize(("asked", "meant"), PARAMETERS, ids=lambda value: " ".join(value) or "none")
-def test_each_parameter_reaches_the_engine_and_its_answer_comes_back(
-    server: ApiServer, asked: dict[str, Any], meant: dict[str, Any], kind: ClientKind
-) -> None:
-    params = chat_defaults(**meant)
-    [answer] = ask_engine(server, CompletionRequest(ASK, params))
-    sent = Sent(server)
-    common: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "seed": SEED, **asked}
-    whole = called(server, kind, CREATE, **common)
-    [streamed] = gathered(called(server, kind, CREATE, **common, stream=True))
-    assert [submit.params for submit in sent.submits] == [params, params]
-    [choice] = whole.choices
-    assert choice.message.content == streamed.text == answer.text
-    assert [choice.finish_reason] == streamed.reasons == [answer.finish_reason]
-    assert choice.message.role == "assistant"
-    assert choice.message.refusal is None
-    assert choice.message.tool_calls is None
-    if params.wants_logprobs:
-        assert choice.logprobs is not None
-        assert same_logprobs(choice.logprobs.content, answer)
-        assert same_logprobs(streamed.logprobs, answer)
-        assert len(answer.tokens) > 1
-    else:
-        assert choice.logprobs is None
-        assert streamed.logprobs == []
-
-
-@pytest.mark.parametrize(("asked", "meant"), [({}, 0), ({"priority": 7}, 7), ({"priority": -10}, -10)])
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_the_priority_reaches_the_engine(
-    server: ApiServer, asked: dict[str, int], meant: int, is_streamed: bool
-) -> None:
-    sent = Sent(server)
-    with sync_client(server) as client:
-        common: dict[str, Any] = {"model": MODEL, "max_tokens": 3, "extra_body": asked, "n": 2}
-        answer = client.chat.completions.create(messages=MESSAGES, stream=is_streamed, **common)
-        answers = [answer, client.completions.create(prompt=["One", "Two"], stream=is_streamed, **common)]
-        for one in answers:
-            assert list(one)
-    assert [submit.origin.priority for submit in sent.submits] == [meant] * 6
 
 
 def test_a_breakpoint_of_the_cache_is_taken(server: ApiServer) -> None:
@@ -171,8 +82,9 @@ def test_a_breakpoint_of_the_cache_is_taken(server: ApiServer) -> None:
 
 @pytest.mark.anyio
 async def test_the_stream_helper(server: ApiServer) -> None:
-    [answer] = ask_engine(server, CompletionRequest(ASK, chat_defaults(logprobs=True)))
-    asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "seed": SEED, "logprobs": True}
+    [answer] = ask_engine(server, CompletionRequest(ASK, chat_defaults(logprobs=True, top_logprobs=3)))
+    asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "seed": SEED}
+    asked |= {"logprobs": True, "top_logprobs": 3}
     with sync_client(server) as client, client.chat.completions.stream(**asked) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_completion()
@@ -183,6 +95,9 @@ async def test_the_stream_helper(server: ApiServer) -> None:
         assert {"chunk", "content.delta", "content.done", "logprobs.content.done"} <= set(seen)
         assert end.choices[0].message.content == answer.text
         assert same_logprobs(end.choices[0].logprobs.content, answer)
+    [choice] = called(server, "sync", CREATE, **asked).choices
+    assert same_logprobs(choice.logprobs.content, answer)
+    assert len(answer.tokens) > 1
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
@@ -194,6 +109,11 @@ def test_several_answers_of_one_prompt(server: ApiServer, kind: ClientKind) -> N
     streamed = gathered(called(server, kind, CREATE, **common, stream=True), 3)
     assert [choice.index for choice in whole.choices] == [0, 1, 2]
     texts = [answer.text for answer in answers]
+    assert (
+        {choice.logprobs for choice in whole.choices}
+        == {choice.message.refusal for choice in whole.choices}
+        == {None}
+    )
     assert [choice.message.content for choice in whole.choices] == texts
     assert [answer.text for answer in streamed] == texts
     assert len(set(texts)) > 1
@@ -261,16 +181,6 @@ def test_without_a_limit_an_answer_may_fill_the_context(server: ApiServer) -> No
     assert whole.usage is not None
     assert whole.usage.total_tokens == MAX_CONTEXT
     assert whole.choices[0].finish_reason == "length"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("kind", CLIENTS)
-def test_a_salt_keeps_caches_apart(server: ApiServer, kind: ClientKind, stream: bool) -> None:
-    said = f"Something that is cached under a salt only, {kind} and {stream}."
-    common: dict[str, Any] = {"messages": [{"role": "user", "content": said}], "max_tokens": 2}
-    usages = usages_under_salts(server, kind, CREATE, stream, **common)
-    cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]
-    assert cached == [0, usages[0].prompt_tokens - 1, 0]
 
 
 def test_a_seed_may_be_negative(server: ApiServer) -> None:

@@ -11,13 +11,11 @@ from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import TOKENIZER
 from support.server.http_clients import CLIENTS, ClientKind, ask_engine
 from support.server.openai_peer import (
-    Sent,
     called,
     chat_defaults,
     logit_engine_of_server,
     logit_server,
     sync_client,
-    usages_under_salts,
 )
 
 from agentflow.server.completion.request import Answer, CompletionRequest, TokenIds, TokenLogprob
@@ -109,49 +107,6 @@ def test_half_a_character_is_reported_as_bytes() -> None:
     text = codecs.decode(b"".join(raws), "utf-8", "replace")
     assert text == "üxy\ufffd"
     assert reported.text_offset == [0, 0, 2, 3]
-
-
-SHARED: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {}),
-    (
-        {"temperature": 0.5, "top_p": 0.9, "extra_body": {"top_k": 9, "min_p": 0.1}},
-        {"temperature": 0.5, "top_p": 0.9, "top_k": 9, "min_p": 0.1},
-    ),
-    (
-        {"frequency_penalty": 1, "presence_penalty": 0.5, "extra_body": {"repetition_penalty": 1.1}},
-        {"frequency_penalty": 1.0, "presence_penalty": 0.5, "repetition_penalty": 1.1},
-    ),
-    ({"logit_bias": {"50": 2}}, {"logit_bias": ((50, 2.0),)}),
-    ({"stop": ["zz", "e"]}, {"stop": ("zz", "e")}),
-    ({"extra_body": {"stop_token_ids": [40, 50]}}, {"stop_token_ids": (40, 50)}),
-    ({"max_tokens": 7, "extra_body": {"min_tokens": 2}}, {"max_tokens": 7, "min_tokens": 2}),
-    ({"max_tokens": 60, "extra_body": {"ignore_eos": True}}, {"max_tokens": 60, "ignore_eos": True}),
-    ({"user": "me", "best_of": 1, "echo": False}, {}),
-]
-
-
-@pytest.mark.parametrize("kind", CLIENTS)
-@pytest.mark.parametrize(("asked", "meant"), SHARED, ids=lambda value: " ".join(value) or "none")
-def test_fields_that_both_endpoints_have(
-    server: ApiServer, asked: dict[str, Any], meant: dict[str, Any], kind: ClientKind
-) -> None:
-    [answer] = twins(server, [TEXT], 1, **meant)
-    sent = Sent(server)
-    common: dict[str, Any] = {"model": MODEL, "prompt": TEXT, "seed": SEED, **asked}
-    whole = called(server, kind, CREATE, **common)
-    chunks = called(server, kind, CREATE, **common, stream=True)
-    assert [submit.params for submit in sent.submits] == [chat_defaults(**({"max_tokens": 16} | meant))] * 2
-    choices = [choice for chunk in chunks for choice in chunk.choices]
-    assert whole.choices[0].text == "".join(choice.text for choice in choices) == answer.text
-    assert whole.choices[0].finish_reason == choices[-1].finish_reason == answer.finish_reason
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("kind", CLIENTS)
-def test_a_salt_keeps_caches_apart(server: ApiServer, kind: ClientKind, stream: bool) -> None:
-    usages = usages_under_salts(server, kind, CREATE, stream, prompt=TEXT)
-    cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]
-    assert cached == [0, usages[0].prompt_tokens - 1, 0]
 
 
 def test_a_server_may_take_only_short_prompts() -> None:

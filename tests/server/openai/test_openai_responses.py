@@ -61,41 +61,6 @@ def asked(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "input": QUESTION, "max_output_tokens": 12, "temperature": 0, **fields}
 
 
-@pytest.mark.parametrize(
-    ("fields", "params"),
-    [
-        ({}, {}),
-        ({"max_output_tokens": 5}, {"max_tokens": 5}),
-        ({"temperature": 0.5, "top_p": 0.9}, {"temperature": 0.5, "top_p": 0.9}),
-        ({"top_p": 0}, {"top_k": 1}),
-        ({"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 2}),
-        ({"include": ["message.output_text.logprobs"]}, {"logprobs": True}),
-        ({"extra_body": {"seed": 5}}, {"seed": 5}),
-        (
-            {
-                "reasoning": {"effort": "low"},
-                "service_tier": "flex",
-                "text": {"verbosity": "low"},
-                "user": "me",
-                "metadata": {"a": "b"},
-                "max_tool_calls": 3,
-                "prompt_cache_key": "x",
-            },
-            {},
-        ),
-    ],
-)
-def test_the_request_reaches_the_engine(
-    server: ApiServer, fields: dict[str, Any], params: dict[str, Any]
-) -> None:
-    sent = server.observe_requests()
-    with sync_client(server) as client:
-        client.responses.create(**asked(**fields))
-    given = sent.submits[-1].params
-    expected = {"max_tokens": 12, "temperature": 0.0, **params}
-    assert {name: getattr(given, name) for name in expected} == expected
-
-
 def test_the_prompt_is_that_of_a_chat(server: ApiServer) -> None:
     sent = server.observe_requests()
     items: Any = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,8 +21,6 @@ TEMPLATE = ChatTemplate(
     "{% if enable_thinking is defined and enable_thinking is false %}(no thoughts)\n{% endif %}"
     "{{ mood | default('') }}{% endif %}"
 )
-SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
-EBNF = 'root ::= "yes " digit | "no"\ndigit ::= [0-9]'
 
 
 @pytest.fixture(scope="module")
@@ -42,29 +39,6 @@ def chat(server: ApiServer, **body: Any) -> Any:
     answer = post(server, "/v1/chat/completions", messages=MESSAGES, **body)
     assert answer.status_code == 200, answer.text
     return answer.json()
-
-
-@pytest.mark.parametrize(
-    ("asked", "pattern"),
-    [
-        ({"guided_regex": "a{2,4}b"}, "a{2,4}b"),
-        ({"guided_choice": ["red", "green"]}, "red|green"),
-        ({"guided_grammar": 'start: "x" "y"*'}, "xy*"),
-        ({"guided_grammar": EBNF}, "yes [0-9]|no"),
-        ({"ebnf": EBNF}, "yes [0-9]|no"),
-        ({"guided_json": SCHEMA}, r'\{"n": [12]\}'),
-        ({"guided_json": json.dumps(SCHEMA), "guided_decoding_backend": "xgrammar"}, r'\{"n": [12]\}'),
-        ({"structured_outputs": {"json": SCHEMA}}, r'\{"n": [12]\}'),
-        ({"structured_outputs": {"choice": ["a", "b"]}}, "a|b"),
-        ({"structured_outputs": {"regex": "[ab]"}}, "a|b"),
-        ({"structured_outputs": {"grammar": EBNF}}, "yes [0-9]|no"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_forms(server: ApiServer, asked: dict[str, Any], pattern: str) -> None:
-    assert re.fullmatch(pattern, chat(server, **asked)["choices"][0]["message"]["content"])
-    answer = post(server, "/v1/completions", prompt="Say:", **asked)
-    assert re.fullmatch(pattern, answer.json()["choices"][0]["text"])
 
 
 def prompt_of(server: ApiServer, **asked: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio
 import openai
-from support.api_server import MODEL, ApiServer, api_server
+from support.api_server import ApiServer, api_server
 from support.fake_engine import FakeEngine
 from support.logit_runner import logit_runner
 from support.server.http_clients import ClientKind, only_asyncio
@@ -87,20 +87,6 @@ def called(
         for chunk in answer:
             take(chunk)
         return chunks
-
-
-def usages_under_salts(
-    server: ApiServer, kind: ClientKind, method: str, stream: bool, **asked: Any
-) -> list[Any]:
-    """The usage of one prompt, sent twice under one salt and then under another."""
-    usages = []
-    if stream:
-        asked |= {"stream": True, "stream_options": {"include_usage": True}}
-    for name in "aab":
-        salt = f"{name} {kind} {stream}"
-        answer = called(server, kind, method, model=MODEL, **asked, extra_body={"cache_salt": salt})
-        usages.append((answer[-1] if stream else answer).usage)
-    return usages
 
 
 def chat_defaults(**changes: Any) -> SamplingParams:
