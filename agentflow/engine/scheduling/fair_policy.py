@@ -22,14 +22,16 @@ s(a). The same holds with a and b exchanged. ∎
 
 **Within a tenant.** Waiting requests are ordered thus: retracted requests; then the oldest request, if it has
 been overtaken as far as the bound below allows; then requests of the highest priority, and lower ones only if
-all of these are blocked; among equal priorities the order of ``PriorityTier``: deadline, patience, task
-group, objective, short before long, longest match. A request is *short* if it has at most SHORT_BATCHES *
-token_budget tokens to compute. A chunk goes to the first waiting request rather than to a running prompt if
-that request was retracted or overtaken so far, or if it has a higher priority, or else an earlier deadline,
-or else the objective ``latency`` and the prompt does not, or else is short and the prompt is long. Of running
-prompts the first in this order goes first. However, the prompt that was admitted first gets a chunk whenever
-it has less than a third of the tokens that the tenant's other prompts got in this step, so that it always
-advances.
+all of these are blocked. Among equal priorities the first deadline goes first, if any request has one; then
+the request whose patience ended first; then siblings in the task group that was admitted last; then the
+objective ``latency`` before ``throughput``, short requests before long ones, and the longest match. A request
+is *short* if it has at most SHORT_BATCHES * token_budget tokens to compute.
+
+A chunk goes to the first waiting request rather than to a running prompt if that request was retracted or
+overtaken so far, or if it has a higher priority, or else an earlier deadline, or else the objective
+``latency`` and the prompt does not, or else is short and the prompt is long. Of running prompts the first in
+this order goes first. However, the prompt that was admitted first gets a chunk whenever it has less than a
+third of the tokens that the tenant's other prompts got in this step, so that it always advances.
 
 **Short beside long.** Let a short request r of a tenant arrive beside any number of running or waiting long
 prompts of its tenant that have no higher priority, no deadline and the same objective. Let S be the tokens to
@@ -78,8 +80,8 @@ import heapq
 import math
 import time
 from bisect import bisect_left, insort
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun
@@ -111,12 +113,12 @@ class FairLongestPrefix:
         self._clock = clock
         self._peek = peek
         self._token_budget = token_budget
-        self._tenants: dict[str, Tenant] = {}
+        self._tenants: dict[str, TenantQueue] = {}
         self._num_waiting = 0
         self._num_made = 0
         self._by_charge: list[_Charged] = []  # a heap with old entries
-        self._passed: list[Tenant] = []  # not in the heap, as they cannot use a chunk of this step
-        self._in_step: dict[Tenant, None] = {}  # tenants that this step touched
+        self._passed: list[TenantQueue] = []  # not in the heap, as they cannot use a chunk of this step
+        self._in_step: dict[TenantQueue, None] = {}  # tenants that this step touched
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -124,12 +126,12 @@ class FairLongestPrefix:
     def __iter__(self) -> Iterator[Request]:
         for tenant in self._tenants.values():
             yield from tenant.retracted
-            for waiting in tenant.line.waiting.values():
+            for waiting in tenant.arrivals.waiting.values():
                 yield waiting.request
 
     def __contains__(self, request: Request) -> bool:
         tenant = self._tenants.get(request.tenant)
-        return tenant is not None and (request.id in tenant.line.waiting or request in tenant.retracted)
+        return tenant is not None and (request.id in tenant.arrivals.waiting or request in tenant.retracted)
 
     def add(self, request: Request) -> None:
         run = request.reusable_run()
@@ -162,7 +164,7 @@ class FairLongestPrefix:
         return None
 
     def _next_of(
-        self, tenant: Tenant, prompts: Sequence[Request], is_blocked: IsBlocked | None
+        self, tenant: TenantQueue, prompts: Sequence[Request], is_blocked: IsBlocked | None
     ) -> Request | None:
         self._in_step[tenant] = None
         return tenant.next([request for request in prompts if request.tenant == tenant.name], is_blocked)
@@ -198,14 +200,14 @@ class FairLongestPrefix:
         for tree in self._trees(identity):
             tree.tokens_evicted(identity, run, kept)
 
-    def _arrived(self, request: Request) -> Tenant:
+    def _arrived(self, request: Request) -> TenantQueue:
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
             self._restore_passed()
             lowest = self._lowest()
             used = 0.0 if lowest is None else lowest.used
             self._num_made += 1
-            tenant = Tenant(request.tenant, self._num_made, self._token_budget, self._clock, used)
+            tenant = TenantQueue(request.tenant, self._num_made, self._token_budget, self._clock, used)
             self._tenants[tenant.name] = tenant
             self._queue(tenant)
         tenant.num_waiting += 1
@@ -213,7 +215,7 @@ class FairLongestPrefix:
         self._num_waiting += 1
         return tenant
 
-    def _lowest(self) -> Tenant | None:
+    def _lowest(self) -> TenantQueue | None:
         """The tenant with the lowest charge, at the top of the heap, of those that were not passed."""
         while self._by_charge:
             used, _, tenant = self._by_charge[0]
@@ -225,7 +227,7 @@ class FairLongestPrefix:
                 return tenant
         return None
 
-    def _queue(self, tenant: Tenant) -> None:
+    def _queue(self, tenant: TenantQueue) -> None:
         heapq.heappush(self._by_charge, (*_charge_of(tenant), tenant))
         if len(self._by_charge) > 64 + 2 * len(self._tenants):
             self._by_charge = [entry for entry in self._by_charge if self._has_requests(entry[2])]
@@ -235,7 +237,7 @@ class FairLongestPrefix:
         while self._passed:
             self._queue(self._passed.pop())
 
-    def _has_requests(self, tenant: Tenant) -> bool:
+    def _has_requests(self, tenant: TenantQueue) -> bool:
         return self._tenants.get(tenant.name) is tenant
 
     def _forget_idle(self, name: str) -> None:
@@ -245,15 +247,21 @@ class FairLongestPrefix:
 
     def _trees(self, identity: CacheIdentity) -> Iterable[WaitingTree]:
         tenant = self._tenants.get(identity.tenant)
-        return () if tenant is None else tenant.trees
+        return () if tenant is None else (tenant.short, tenant.long)
 
 
-class Tenant:
-    """A tenant's waiting requests, and what it was charged. ``number``: increases from tenant to tenant.
-    ``used``: tokens divided by its weight.
-    ``tiers``: by priority, highest first; mostly one. ``oldest_tokens``, ``other_tokens``: what its first
-    admitted prompt and its other prompts got in this step. ``may_begin``: some waiting request may not be
-    blocked."""
+class TenantQueue:
+    """A tenant's waiting requests, and its charge.
+
+    - ``number``: increases from tenant to tenant.
+    - ``used``: charged tokens, divided by its weight.
+    - ``num_admitted``: requests that run. ``num_waiting``: requests that wait.
+    - ``oldest``: its first admitted prompt in this step, which got ``oldest_tokens``; its other prompts got
+      ``other_tokens``.
+    - ``may_begin``: whether some waiting request may not be blocked.
+    - ``current_group``: the task group of the request that was admitted last.
+    - ``short``, ``long``: requests that were short, or not, when they arrived.
+    """
 
     def __init__(
         self, name: str, number: int, token_budget: int, clock: Callable[[], float], used: float
@@ -264,23 +272,48 @@ class Tenant:
         self._short_tokens = SHORT_BATCHES * token_budget
         self.weight = 1.0
         self.used = used
-        self.num_admitted = 0  # and not finished
+        self.num_admitted = 0
         self.num_waiting = 0
-        self.oldest_tokens = self.other_tokens = 0
         self.oldest: Request | None = None
+        self.oldest_tokens = self.other_tokens = 0
         self.may_begin = True
-        self.retracted = Retracted()
-        self.line = Line(OVERTAKEN_BATCHES * token_budget)
-        self.tiers: dict[int, PriorityTier] = {}
-        self.trees: list[WaitingTree] = []  # of all tiers
         self.current_group: Hashable = None
+        self.retracted = Retracted()
+        self.arrivals = ArrivalQueue(OVERTAKEN_BATCHES * token_budget)
+        self.short, self.long = WaitingTree(), WaitingTree()
+        self._groups: dict[tuple[int, Hashable], Siblings] = {}  # by priority and task group
+        self._deadlines = TimeHeaps(self.arrivals.waiting)
+        self._patience_ends = TimeHeaps(self.arrivals.waiting)
 
     def add(self, request: Request, run: TokenRun, match: int) -> None:
-        self.line.add(request, max(1, request.num_tokens + request.num_nodes - match))
-        tier = self.tiers.get(request.origin.priority)
-        if tier is None:
-            tier = self._new_tier(request.origin.priority)
-        tier.add(request, run, match)
+        """Adds a request. ``run``: its tokens that may come from the cache, of which ``match`` are cached."""
+        self.arrivals.add(request, max(1, request.num_tokens + request.num_nodes - match))
+        tree = self.short if self._is_short(request, match) else self.long
+        tree.add(request, run, match, _rank(request))
+        self._deadlines.add(request.deadline, request)
+        self._patience_ends.add(request.patience_end, request)
+        group = _group_of(request)
+        if group is not None:
+            self._groups.setdefault((request.origin.priority, group), Siblings()).add(request)
+
+    def remove(self, request: Request) -> None:
+        """The request no longer waits."""
+        if self.retracted.discard(request):
+            return
+        self.arrivals.remove(request)
+        self._tree_of(request).remove(request)
+        self._deadlines.gone(request)
+        self._patience_ends.gone(request)
+        group = _group_of(request)
+        if group is not None:
+            key = request.origin.priority, group
+            self._groups[key].remove(request)
+            if not len(self._groups[key]):
+                del self._groups[key]
+
+    def match_of(self, request: Request) -> int:
+        """How many tokens of a waiting request are cached."""
+        return self._tree_of(request).match_of(request)
 
     def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
         """The request that gets the next chunk, in the order of the module's docstring."""
@@ -302,7 +335,7 @@ class Tenant:
         return chosen
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        """Charges for so many tokens of the request."""
+        """Charges for ``num_tokens`` tokens of the request."""
         self.used += num_tokens / self.weight
         if request is self.oldest:
             self.oldest_tokens += num_tokens
@@ -310,7 +343,7 @@ class Tenant:
             self.other_tokens += num_tokens
 
     def start_step(self) -> None:
-        """Resets what prompts got in this step."""
+        """Forgets the tokens that prompts got in the last step."""
         self.oldest, self.oldest_tokens, self.other_tokens = None, 0, 0
         self.may_begin = True
 
@@ -319,178 +352,115 @@ class Tenant:
         retracted = self.retracted.first(is_blocked)
         if retracted is not None:
             return retracted
-        overdue = self.line.overdue()
+        overdue = self.arrivals.overdue()
         if overdue is None:
             return None
         if overdue.is_held_back:
             self.may_begin = False  # no other may pass it
-        elif not is_blocked(overdue, self.tiers[overdue.origin.priority].match_of(overdue)):
+        elif not is_blocked(overdue, self.match_of(overdue)):
             return overdue
         return None
 
     def _first_waiting(self, is_blocked: IsBlocked) -> Request | None:
-        for tier in self.tiers.values():
-            found = tier.next(self.current_group, is_blocked)
-            if found is not None:
-                return found
-        return None
+        """The first request that is not blocked: of the highest priority that has one, the first deadline,
+        then the first whose patience has ended, then a sibling in the task group that was admitted last, then
+        the first in the trees."""
+        found = self._first_in_trees(is_blocked)
+        if found is None:
+            return None
+        priority = found.origin.priority
+        for times, by in ((self._deadlines, math.inf), (self._patience_ends, self._clock())):
+            urgent = times.first(priority, by)
+            if urgent is not None and not is_blocked(urgent, self.match_of(urgent)):
+                return urgent
+        siblings = self._groups.get((priority, self.current_group))
+        sibling = None if siblings is None else siblings.first(self.match_of, is_blocked)
+        return found if sibling is None else sibling
+
+    def _first_in_trees(self, is_blocked: IsBlocked) -> Request | None:
+        """The first request by rank, then short before long, then by match. A long request that the cache has
+        made short since it arrived is short."""
+        short, long = self.short.first(is_blocked), self.long.first(is_blocked)
+        if short is None or long is None:
+            found = short or long
+        else:
+            is_short = self._is_short(*long)
+            long_is_first = (_rank(long[0]), not is_short, -long[1]) < (_rank(short[0]), False, -short[1])
+            found = long if long_is_first else short
+        return None if found is None else found[0]
 
     def _urgency(self, request: Request) -> tuple[int, float, bool, bool]:
         """Lower goes first."""
         to_compute = request.num_to_compute
         if request.status is Status.WAITING:
-            to_compute -= self.tiers[request.origin.priority].match_of(request)
+            to_compute -= self.match_of(request)
         elif not request.num_generated:  # a long prompt counts as long until it is computed
             to_compute += request.num_computed - request.num_shared
-        is_long = to_compute > self._short_tokens
-        return -request.origin.priority, request.deadline, request.origin.objective != "latency", is_long
+        priority, is_patient = _rank(request)
+        return priority, request.deadline, is_patient, to_compute > self._short_tokens
 
-    def remove(self, request: Request) -> None:
-        """The request no longer waits."""
-        if self.retracted.discard(request):
-            return
-        self.line.remove(request)
-        self.tiers[request.origin.priority].remove(request)
+    def _is_short(self, request: Request, match: int) -> bool:
+        return request.num_tokens + request.num_nodes - match <= self._short_tokens
 
-    def _new_tier(self, priority: int) -> PriorityTier:
-        tier = self.tiers[priority] = PriorityTier(self._clock, self._short_tokens)
-        self.tiers = dict(sorted(self.tiers.items(), reverse=True))
-        self.trees += tier.trees
-        return tier
+    def _tree_of(self, request: Request) -> WaitingTree:
+        return self.short if request in self.short else self.long
 
 
-_Charged = tuple[float, int, Tenant]  # charge, tie-break, tenant
+_Charged = tuple[float, int, TenantQueue]  # charge, tie-break, tenant
 
 
-def _charge_of(tenant: Tenant) -> tuple[float, int]:
+def _charge_of(tenant: TenantQueue) -> tuple[float, int]:
     return tenant.used, tenant.number
 
 
-class InLine(NamedTuple):
-    """A waiting request and its work. ``overtaken_from``: the value of ``Line.work_left`` at which all
-    requests before it have left, so that whatever leaves after that overtakes it."""
+def _rank(request: Request) -> tuple[int, bool]:
+    """The priority and the objective. Lower goes first."""
+    return -request.origin.priority, request.origin.objective != "latency"
+
+
+class Arrived(NamedTuple):
+    """A waiting request and its work. ``overtaken_from``: the value of ``ArrivalQueue.work_departed`` at
+    which all requests before it have left; the work that leaves after that overtakes it."""
 
     request: Request
     work: int
     overtaken_from: int
 
 
-class Line:
+class ArrivalQueue:
     """One tenant's waiting requests in order of arrival, and how far the oldest was overtaken.
 
-    ``work_added`` and ``work_left`` are running totals. Their difference is the waiting work. The work that
-    left since the oldest arrived, minus the work that was before it, has overtaken it.
+    ``work_added`` and ``work_departed`` are running totals. Their difference is the waiting work. The work
+    that departed since the oldest arrived, minus the work that was before it, has overtaken it.
     """
 
     def __init__(self, min_overtaken: int) -> None:
         # Finds its first entry in constant time after many removals, which a dict does not guarantee.
-        self.waiting: OrderedDict[int, InLine] = OrderedDict()
+        self.waiting: OrderedDict[int, Arrived] = OrderedDict()
         self._min_overtaken = min_overtaken
         self._limits: list[tuple[float, int]] = []  # heap of (limit, request id), with old entries
         self.work_added = 0
-        self.work_left = 0
+        self.work_departed = 0
 
     def add(self, request: Request, work: int) -> None:
-        """A request arrived that has so many tokens to compute."""
-        limit = self._min_overtaken + OVERTAKEN_FRACTION * (self.work_added - self.work_left)
-        self.waiting[request.id] = InLine(request, work, self.work_added)
+        """A request arrived. ``work``: the tokens that it has to compute."""
+        limit = self._min_overtaken + OVERTAKEN_FRACTION * (self.work_added - self.work_departed)
+        self.waiting[request.id] = Arrived(request, work, self.work_added)
         heapq.heappush(self._limits, (limit, request.id))
         self.work_added += work
 
     def remove(self, request: Request) -> None:
         """A request left, admitted or not."""
-        self.work_left += self.waiting.pop(request.id).work
+        self.work_departed += self.waiting.pop(request.id).work
         while self._limits and self._limits[0][1] not in self.waiting:
             heapq.heappop(self._limits)
 
     def overdue(self) -> Request | None:
         """The oldest request, if no other may overtake it any more."""
         for oldest in self.waiting.values():
-            overtaken = self.work_left - oldest.overtaken_from
+            overtaken = self.work_departed - oldest.overtaken_from
             return oldest.request if overtaken >= self._limits[0][0] else None
         return None
-
-
-class PriorityTier:
-    """Waiting requests of one tenant and priority.
-
-    Order: the first deadline, if any request has one; then the one whose patience ended first, if any has;
-    then siblings in the task group that was admitted last; then the objective ``latency`` before
-    ``throughput``. Within these, short requests (at most ``short_tokens`` to compute) go first, and then the
-    longest match. ``clock``: seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic, short_tokens: int = 0) -> None:
-        self._trees = {objective: (WaitingTree(), WaitingTree()) for objective in ("latency", "throughput")}
-        self.groups: dict[Hashable, Siblings] = {}
-        self._tree_of: dict[int, WaitingTree] = {}
-        self._deadlines = TimeHeap(self._waits)
-        self._patience_ends = TimeHeap(self._waits)
-        self._clock = clock
-        self._short_tokens = short_tokens
-
-    @property
-    def trees(self) -> list[WaitingTree]:
-        """All waiting trees: short and long requests of each objective."""
-        return [tree for pair in self._trees.values() for tree in pair]
-
-    def add(self, request: Request, run: TokenRun, match: int) -> None:
-        """Adds a request. ``run``: its tokens that may come from the cache, of which ``match`` are cached."""
-        short, long = self._trees[request.origin.objective]
-        tree = short if self._is_short(request, match) else long
-        tree.add(request, run, match)
-        self._tree_of[request.id] = tree
-        group = _group_of(request)
-        if group is not None:
-            self.groups.setdefault(group, Siblings()).add(request)
-        self._deadlines.add(request.deadline, request)
-        self._patience_ends.add(request.patience_end, request)
-
-    def remove(self, request: Request) -> None:
-        """The request no longer waits."""
-        self._tree_of.pop(request.id).remove(request)
-        self._deadlines.gone()
-        self._patience_ends.gone()
-        group = _group_of(request)
-        if group is not None:
-            self.groups[group].remove(request)
-            if not len(self.groups[group]):
-                del self.groups[group]
-
-    def next(self, current_group: Hashable, is_blocked: IsBlocked) -> Request | None:
-        """The first request that is not blocked. ``current_group``: the last admitted request's."""
-        for urgent in (self._deadlines.first(), self._most_impatient()):
-            if urgent is not None and not is_blocked(urgent, self.match_of(urgent)):
-                return urgent
-        if current_group in self.groups:
-            sibling = self.groups[current_group].first(self.match_of, is_blocked)
-            if sibling is not None:
-                return sibling
-        for short, long in self._trees.values():
-            found = self._better(short.longest_match(is_blocked), long.longest_match(is_blocked))
-            if found is not None:
-                return found
-        return None
-
-    def match_of(self, request: Request) -> int:
-        """How many tokens of a waiting request are cached."""
-        return self._tree_of[request.id].match_of(request)
-
-    def _better(self, short: tuple[Request, int] | None, long: tuple[Request, int] | None) -> Request | None:
-        """Prefers the short request, unless the cache has made the long one short since."""
-        if short is None or long is None:
-            found = short or long
-            return None if found is None else found[0]
-        return long[0] if self._is_short(*long) and long[1] > short[1] else short[0]
-
-    def _is_short(self, request: Request, match: int) -> bool:
-        return request.num_tokens + request.num_nodes - match <= self._short_tokens
-
-    def _most_impatient(self) -> Request | None:
-        return self._patience_ends.first(by=self._clock()) if self._patience_ends else None
-
-    def _waits(self, request: Request) -> bool:
-        return request.id in self._tree_of
 
 
 def _group_of(request: Request) -> Hashable:
@@ -543,32 +513,37 @@ def _tokens_and_id(request: Request) -> tuple[TokenRun, int]:
     return request.reusable_run(), request.id
 
 
-class TimeHeap:
-    """Waiting requests by a time, earliest first. ``waits``: whether a request still waits."""
+class TimeHeaps:
+    """Waiting requests by a time, the earliest first, for each priority. ``waiting``: the ids of the requests
+    that still wait."""
 
-    def __init__(self, waits: Callable[[Request], bool]) -> None:
-        self._heap: list[tuple[float, int, Request]] = []  # with old entries
-        self._num_gone = 0
-        self._waits = waits
+    def __init__(self, waiting: Container[int]) -> None:
+        self._heaps: dict[int, list[tuple[float, int, Request]]] = {}  # with old entries
+        self._num_gone: Counter[int] = Counter()  # requests since old entries were dropped
+        self._waiting = waiting
 
     def add(self, at: float, request: Request) -> None:
         """Adds a request; ignored for an infinite time."""
         if at < math.inf:
-            heapq.heappush(self._heap, (at, request.id, request))
+            heap = self._heaps.setdefault(request.origin.priority, [])
+            heapq.heappush(heap, (at, request.id, request))
 
-    def gone(self) -> None:
-        """A request, with a time or without, no longer waits. Drops old entries once they may be the most."""
-        self._num_gone += 1
-        if self._num_gone > MIN_GONE and 2 * self._num_gone > len(self._heap):
-            self._heap = [entry for entry in self._heap if self._waits(entry[2])]
-            heapq.heapify(self._heap)
-            self._num_gone = 0
+    def gone(self, request: Request) -> None:
+        """The request, with a time or without, no longer waits. Drops old entries once they may be the
+        most."""
+        priority = request.origin.priority
+        heap = self._heaps.get(priority)
+        if heap is None:
+            return
+        self._num_gone[priority] += 1
+        if self._num_gone[priority] > MIN_GONE and 2 * self._num_gone[priority] > len(heap):
+            self._heaps[priority] = [entry for entry in heap if entry[1] in self._waiting]
+            heapq.heapify(self._heaps[priority])
+            self._num_gone[priority] = 0
 
-    def first(self, by: float = math.inf) -> Request | None:
+    def first(self, priority: int, by: float) -> Request | None:
         """The earliest request, if its time is not after ``by``."""
-        while self._heap and not self._waits(self._heap[0][2]):
-            heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap and self._heap[0][0] <= by else None
-
-    def __bool__(self) -> bool:
-        return bool(self._heap)
+        heap = self._heaps.get(priority)
+        while heap and heap[0][1] not in self._waiting:
+            heapq.heappop(heap)
+        return heap[0][2] if heap and heap[0][0] <= by else None

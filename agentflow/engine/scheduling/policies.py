@@ -135,7 +135,7 @@ class LongestPrefix(_SimplePolicy):
         self._tree.add(request, run, self._peek(request.extra_key, run))
 
     def _next_waiting(self, is_blocked: IsBlocked) -> Request | None:
-        found = self._tree.longest_match(is_blocked)
+        found = self._tree.first(is_blocked)
         return found[0] if found is not None else None
 
     def remove(self, request: Request) -> None:
@@ -165,7 +165,8 @@ class DfsWeight(LongestPrefix):
             request = _heaviest_first(node, is_blocked)
             if request is not None:
                 return request
-        for root in sorted(self._tree.roots.values(), key=lambda root: -root.num_waiting):
+        roots = [root for by_rank in self._tree.roots.values() for root in by_rank.values()]
+        for root in sorted(roots, key=lambda root: -root.num_waiting):
             request = _heaviest_first(root, is_blocked)
             if request is not None:
                 return request

@@ -1,9 +1,10 @@
-"""Which waiting requests have the longest cached prefix, kept up to date instead of searched.
+"""Which waiting request has the longest cached prefix, kept up to date instead of searched.
 
-A radix tree over the prompts of waiting requests, for each extra key. Each edge knows how many of its tokens
-are cached. When a step computes or evicts tokens, only one path is updated, however many requests wait below
-it. All requests below the point where the cached part of a path ends have the same match; such a point is a
-*frontier*, and a heap of frontiers gives the longest match without looking at single requests.
+A radix tree over the prompts of waiting requests, for each extra key and *rank*: requests of a lower rank go
+first, whatever is cached. Each edge knows how many of its tokens are cached. When a step computes or evicts
+tokens, only one path of each rank is updated, however many requests wait below it. All requests below the
+point where the cached part of a path ends have the same match; such a point is a *frontier*. A heap of
+frontiers, by rank and then by match, gives the first request without looking at the others.
 """
 
 from __future__ import annotations
@@ -11,17 +12,23 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun, common_prefix_len
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.policy import IsBlocked
 
+Rank = tuple[Any, ...]
+
 
 class WaitingNode:
     """One edge: tokens ``start`` to ``end`` of all requests below, of which the first ``cached`` are cached.
 
-    ``requests``: those that end here. ``uncached``: children without any cached token.
-    ``num_waiting``: requests here and below.
+    - ``rank``: the rank of all requests in its tree.
+    - ``children``: by their first token. ``uncached``: the children without any cached token.
+    - ``requests``: the requests that end here, by id.
+    - ``num_waiting``: requests here and below.
+    - ``queued_match``: its match in the heap; -1 if it is not in the heap.
     """
 
     __slots__ = (
@@ -31,23 +38,25 @@ class WaitingNode:
         "num_waiting",
         "parent",
         "queued_match",
+        "rank",
         "requests",
         "run",
         "start",
         "uncached",
     )
 
-    def __init__(self, run: TokenRun, start: int, parent: WaitingNode | None) -> None:
+    def __init__(self, run: TokenRun, start: int, parent: WaitingNode | None, rank: Rank) -> None:
         self.run = run
         self.start = start
         self.end = start + len(run) // TOKEN_BYTES
         self.parent = parent
-        self.children: dict[TokenRun, WaitingNode] = {}  # by their first token
+        self.rank = rank
+        self.children: dict[TokenRun, WaitingNode] = {}
         self.uncached: dict[TokenRun, WaitingNode] = {}
         self.requests: dict[int, Request] = {}
         self.cached = 0
         self.num_waiting = 0
-        self.queued_match = -1  # its match in the heap; -1: not in the heap
+        self.queued_match = -1
 
     @property
     def frontier_match(self) -> int:
@@ -80,12 +89,12 @@ class WaitingNode:
 
 
 class WaitingTree:
-    """Requests by their match. ``roots``: a tree for each extra key with requests."""
+    """Requests by rank and match. ``roots``: the trees with requests, by extra key and rank."""
 
     def __init__(self) -> None:
-        self.roots: dict[Hashable, WaitingNode] = {}
+        self.roots: dict[Hashable, dict[Rank, WaitingNode]] = {}
         self._node_of: dict[int, WaitingNode] = {}
-        self._frontiers: list[tuple[int, int, WaitingNode]] = []  # heap of (-match, tie-break, node)
+        self._frontiers: list[_Frontier] = []  # a heap
         self._ties = itertools.count()
 
     def __len__(self) -> int:
@@ -105,17 +114,25 @@ class WaitingTree:
             node = node.parent
         return node.start + node.cached if node is not None else 0
 
-    def add(self, request: Request, run: TokenRun, match: int) -> None:
-        """Adds a request. ``run``: its tokens that may come from the cache, of which ``match`` are cached."""
-        node = self.roots.get(request.extra_key)
+    def add(self, request: Request, run: TokenRun, match: int, rank: Rank = ()) -> None:
+        """Adds a request.
+
+        Args:
+            request: The request.
+            run: Its tokens that may come from the cache.
+            match: How many of these are cached.
+            rank: Its rank. There are only a few different ones.
+        """
+        roots = self.roots.setdefault(request.extra_key, {})
+        node = roots.get(rank)
         if node is None:
-            node = self.roots[request.extra_key] = WaitingNode(b"", 0, None)
+            node = roots[rank] = WaitingNode(b"", 0, None, rank)
         node.num_waiting += 1
         done = 0
         while done < len(run):
             child = node.children.get(run[done : done + TOKEN_BYTES])
             if child is None:
-                child = WaitingNode(run[done:], node.end, node)
+                child = WaitingNode(run[done:], node.end, node, rank)
                 node.children[child.first_token] = child
                 node.uncached[child.first_token] = child
                 self._set_cached(child, max(0, min(match, child.end) - child.start))
@@ -141,7 +158,7 @@ class WaitingTree:
             if node.num_waiting == 0:
                 node.queued_match = -1
                 if parent is None:
-                    del self.roots[request.extra_key]
+                    self._remove_root(request.extra_key, node.rank)
                 else:
                     del parent.children[node.first_token]
                     parent.uncached.pop(node.first_token, None)
@@ -149,26 +166,31 @@ class WaitingTree:
 
     def tokens_cached(self, extra_key: Hashable, run: TokenRun) -> None:
         """The whole of ``run`` is cached now."""
-        root = self.roots.get(extra_key)
-        for child, common in _along(root, run) if root is not None else ():
-            if common > child.cached:
-                self._set_cached(child, common)
+        for root in self.roots.get(extra_key, _NO_ROOTS).values():
+            for child, common in _along(root, run):
+                if common > child.cached:
+                    self._set_cached(child, common)
 
     def tokens_evicted(self, extra_key: Hashable, run: Callable[[], TokenRun], kept: int) -> None:
         """Of the run that ``run()`` returns, and of all its continuations, only the first ``kept`` tokens are
         still cached."""
-        root = self.roots.get(extra_key)
-        for child, common in _along(root, run()) if root is not None else ():
-            if child.cached and child.start + common > kept:
-                self._set_cached(child, min(child.cached, max(0, kept - child.start)))
+        roots = self.roots.get(extra_key)
+        if roots is None:
+            return
+        evicted = run()
+        for root in roots.values():
+            for child, common in _along(root, evicted):
+                if child.cached and child.start + common > kept:
+                    self._set_cached(child, min(child.cached, max(0, kept - child.start)))
 
-    def longest_match(self, is_blocked: IsBlocked) -> tuple[Request, int] | None:
-        """The request with the longest match among those that are not blocked, with its match."""
-        blocked: list[tuple[int, int, WaitingNode]] = []
+    def first(self, is_blocked: IsBlocked) -> tuple[Request, int] | None:
+        """Of the requests that are not blocked, the one with the lowest rank and then the longest match.
+        Returns it with its match."""
+        blocked: list[_Frontier] = []
         found: tuple[Request, int] | None = None
         while self._frontiers and found is None:
             entry = self._frontiers[0]
-            match, node = -entry[0], entry[2]
+            match, node = -entry[1], entry[3]
             if node.queued_match != match or node.frontier_match != match:
                 heapq.heappop(self._frontiers)  # an old entry
                 if node.queued_match == match:
@@ -182,6 +204,12 @@ class WaitingTree:
         for entry in blocked:
             heapq.heappush(self._frontiers, entry)
         return found
+
+    def _remove_root(self, extra_key: Hashable, rank: Rank) -> None:
+        roots = self.roots[extra_key]
+        del roots[rank]
+        if not roots:
+            del self.roots[extra_key]
 
     def _set_cached(self, node: WaitingNode, cached: int) -> None:
         parent = node.parent
@@ -198,7 +226,7 @@ class WaitingTree:
         """Splits an edge after ``length`` tokens and returns the upper part, which is new."""
         parent = node.parent
         assert parent is not None
-        upper = WaitingNode(node.run[: length * TOKEN_BYTES], node.start, parent)
+        upper = WaitingNode(node.run[: length * TOKEN_BYTES], node.start, parent, node.rank)
         upper.num_waiting = node.num_waiting
         parent.children[upper.first_token] = upper
         parent.uncached.pop(upper.first_token, None)
@@ -213,14 +241,18 @@ class WaitingTree:
         match = node.frontier_match
         if match >= 0 and node.queued_match != match:
             node.queued_match = match
-            heapq.heappush(self._frontiers, (-match, next(self._ties), node))
+            heapq.heappush(self._frontiers, (node.rank, -match, next(self._ties), node))
             if len(self._frontiers) > 64 + 8 * len(self._node_of):
                 self._drop_old_entries()
 
     def _drop_old_entries(self) -> None:
-        live = {id(n): (key, tie, n) for key, tie, n in self._frontiers if n.queued_match == -key}
+        live = {id(entry[3]): entry for entry in self._frontiers if entry[3].queued_match == -entry[1]}
         self._frontiers = list(live.values())
         heapq.heapify(self._frontiers)
+
+
+_Frontier = tuple[Rank, int, int, WaitingNode]  # rank, -match, tie-break, node
+_NO_ROOTS: dict[Rank, WaitingNode] = {}
 
 
 def _along(node: WaitingNode, run: TokenRun) -> list[tuple[WaitingNode, int]]:

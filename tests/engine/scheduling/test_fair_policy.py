@@ -405,15 +405,14 @@ def test_among_equal_priorities_expired_deadlines_go_first(plan):
 
 def test_a_tenant_that_leaves_without_a_turn_is_forgotten():
     policy = FairLongestPrefix(Cache().peek, token_budget=10_000)
-    policy.add(request(0, 30, 0, priority=1))  # its tier comes first, and that of the others is never queried
+    policy.add(request(0, 30, 0, priority=1))  # first; the times of others are never read
     for number in range(1, 5_000):
         made = request(number, 30, 0, patience_end=float(number))
         policy.add(made)
         if number > 20:
             policy.remove(made)
         assert next_of(policy, free).id == 0
-    tier = policy._tenants[""].tiers[0]
-    assert len(tier._patience_ends._heap) < 200
+    assert len(policy._tenants[""]._patience_ends._heaps[0]) < 200
     policy.admit(next_of(policy, free))
     assert order_of(policy) == [*range(1, 21)]
 
@@ -524,14 +523,14 @@ def test_f7c_each_chunk_goes_to_the_lowest_charge_that_can_use_it(plan):
 def test_f7d_a_step_does_not_look_at_all_tenants_that_wait(num_tenants, monkeypatch):
     num_looked_at = 0
     for name in ("start_step", "next", "charge"):
-        method = getattr(fair_policy.Tenant, name)
+        method = getattr(fair_policy.TenantQueue, name)
 
         def noted(self, *args, method=method):
             nonlocal num_looked_at
             num_looked_at += 1
             return method(self, *args)
 
-        monkeypatch.setattr(fair_policy.Tenant, name, noted)
+        monkeypatch.setattr(fair_policy.TenantQueue, name, noted)
     policy = FairLongestPrefix(Cache().peek, 1000)
     for number in range(num_tenants):
         policy.add(request(number, 10, 0, str(number)))

@@ -12,6 +12,7 @@ from agentflow.protocol.sampling import SamplingParams
 
 sequences = st.lists(st.integers(0, 2), min_size=1, max_size=10)
 salts = st.sampled_from(["", "salt"])
+ranks = st.sampled_from([(0,), (0,), (1,)])
 
 
 def prefix_len(a: list[int], b: list[int]) -> int:
@@ -28,19 +29,24 @@ class WaitingTreeMachine(RuleBasedStateMachine):
         self.tree = WaitingTree()
         self.cache = RadixCache()
         self.requests: dict[int, Request] = {}
+        self.ranks: dict[int, tuple[int]] = {}
         self.slots = iter(range(100_000))
 
     def match(self, request: Request) -> int:
         return self.cache.peek(request.extra_key, request.reusable_run())
 
-    @rule(target=waiting, salt=salts, sequence=sequences)
-    def arrive(self, salt, sequence):
+    def place(self, request: Request) -> tuple[tuple[int], int]:
+        return self.ranks[request.id], -self.match(request)
+
+    @rule(target=waiting, salt=salts, sequence=sequences, rank=ranks)
+    def arrive(self, salt, sequence, rank):
         tokens = np.array([*sequence, 9], dtype=np.int32)  # the last token is never reusable
         request = request_of(len(self.requests), tokens, 1, SamplingParams(), salt=salt)
         while request.id in self.requests:
             request.id += 1
         self.requests[request.id] = request
-        self.tree.add(request, request.reusable_run(), self.match(request))
+        self.ranks[request.id] = rank
+        self.tree.add(request, request.reusable_run(), self.match(request), rank)
         return request
 
     @rule(request=consumes(waiting))
@@ -67,15 +73,16 @@ class WaitingTreeMachine(RuleBasedStateMachine):
             assert self.tree.match_of(request) == self.match(request)
 
     @invariant()
-    def the_longest_match_comes_first(self):
-        found = self.tree.longest_match(lambda request, match: False)
+    def the_lowest_rank_and_then_the_longest_match_comes_first(self):
+        found = self.tree.first(lambda request, match: False)
         if not self.requests:
             assert found is None
             return
         assert found is not None
         request, match = found
         assert request.id in self.requests
-        assert match == self.match(request) == max(map(self.match, self.requests.values()))
+        assert match == self.match(request)
+        assert self.place(request) == min(map(self.place, self.requests.values()))
 
     @rule(salt=salts, sequence=sequences)
     def block(self, salt, sequence):
@@ -87,11 +94,12 @@ class WaitingTreeMachine(RuleBasedStateMachine):
             return request.extra_key.salt == salt and prefix_len(wanted, sequence) > match
 
         free = [r for r in self.requests.values() if not is_blocked(r, self.match(r))]
-        found = self.tree.longest_match(is_blocked)
+        found = self.tree.first(is_blocked)
         assert (found is None) == (not free)
         if found is not None:
             assert found[0] in free
-            assert found[1] == max(map(self.match, free))
+            assert found[1] == self.match(found[0])
+            assert self.place(found[0]) == min(map(self.place, free))
 
 
 TestWaitingTree = WaitingTreeMachine.TestCase

@@ -122,7 +122,7 @@ class Harness:
         waiting = self.scheduler.waiting
         trees = [waiting._tree] if isinstance(waiting, LongestPrefix) else []
         if isinstance(waiting, FairLongestPrefix):
-            trees = [tree for tenant in waiting._tenants.values() for tree in tenant.trees]
+            trees = [tree for tenant in waiting._tenants.values() for tree in (tenant.short, tenant.long)]
         for request in waiting:
             for tree in trees:
                 if request.id in tree._node_of:
