@@ -187,8 +187,8 @@ def _table(results: dict[str, Any]) -> Iterator[str]:
 
 def _simulations() -> str:
     """Simulates the policies on the committed workloads, which takes seconds."""
-    from agentflow.engine.scheduling.policies import POLICIES
     from agentflow.engine.scheduling.scheduler import SchedulerConfig
+    from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
     from agentflow.engine.simulator.simulation import simulate
     from agentflow.engine.simulator.summary import summarise
     from agentflow.engine.simulator.workload import read_workload
@@ -200,7 +200,7 @@ def _simulations() -> str:
         lines.append(f"{len(workload.arrivals):,} requests, {workload.kv_tokens:,} KV tokens.\n")
         lines.append("| policy | hit rate | output tokens/s | TTFT p50 | TTFT p99 | fairness | retractions |")
         lines.append("|---|---:|---:|---:|---:|---:|---:|")
-        for policy in POLICIES:
+        for policy in SIMULATED_POLICIES:
             s = summarise(simulate(workload, SchedulerConfig(policy=policy)))
             lines.append(
                 f"| {policy} | {s.hit_rate:.1%} | {s.output_tokens_per_s:.0f} | {s.all.ttft_p50_s:.2f} s "

@@ -6,8 +6,12 @@ import argparse
 from pathlib import Path
 
 from agentflow.cli.command import Command, count
-from agentflow.engine.options import POLICY_NAMES
-from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, MAX_RUNNING, SIMULATED_CONTEXT
+from agentflow.engine.scheduling.defaults import (
+    CPU_TOKEN_BUDGET,
+    MAX_RUNNING,
+    SIMULATED_CONTEXT,
+    SIMULATED_POLICY_NAMES,
+)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +24,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--policy",
-        choices=[*POLICY_NAMES, "all"],
+        choices=[*SIMULATED_POLICY_NAMES, "all"],
         action="append",
         help="scheduling policy; can be repeated (default: all)",
     )
@@ -69,7 +73,7 @@ def _run(options: argparse.Namespace) -> int:
     run_simulate(
         SimulateOptions(
             workload=options.workload,
-            policies=POLICY_NAMES if "all" in names else names,
+            policies=SIMULATED_POLICY_NAMES if "all" in names else names,
             config=SchedulerConfig(
                 max_running=options.max_running,
                 token_budget=options.token_budget,

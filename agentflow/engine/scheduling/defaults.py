@@ -1,8 +1,8 @@
 """The scheduler's defaults, apart from it: it needs numpy, and the commands of a bare install print them."""
 
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
-PolicyName = Literal["fair-lpm", "lpm", "dfs-weight", "fcfs", "random"]
+PolicyName = Literal["fair-lpm", "lpm", "fcfs", "random"]
 DEFAULT_POLICY: Final = "fair-lpm"
 MAX_RUNNING: Final = 64
 """Requests in one batch."""
@@ -13,3 +13,4 @@ GPU_TOKEN_BUDGET: Final = 4096
 """Scheduled tokens of one forward pass."""
 SIMULATED_CONTEXT: Final = 8192
 """Tokens of one request in a simulation."""
+SIMULATED_POLICY_NAMES: Final = (*get_args(PolicyName), "dfs-weight")

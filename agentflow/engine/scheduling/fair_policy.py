@@ -86,8 +86,8 @@ from typing import NamedTuple
 
 from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun
 from agentflow.engine.request import CacheIdentity, Request, Status
-from agentflow.engine.scheduling.policy import IsBlocked, Peek, Retracted
-from agentflow.engine.scheduling.waiting_tree import WaitingTree
+from agentflow.engine.scheduling.policies import Peek, Policy, Retracted
+from agentflow.engine.scheduling.waiting_tree import IsBlocked, WaitingTree
 
 OVERTAKEN_BATCHES = 32
 OVERTAKEN_FRACTION = 0.35
@@ -102,7 +102,7 @@ AFTER_TOKENS = b"\xff" * TOKEN_BYTES
 """Sorts after all tokens that may follow a run."""
 
 
-class FairLongestPrefix:
+class FairLongestPrefix(Policy):
     """The policy ``fair-lpm``. ``clock``: seconds.
 
     Tenants with requests stay in a heap between steps, by their charges, which only grow: an outdated one is
@@ -142,7 +142,7 @@ class FairLongestPrefix:
         tenant.retracted.add(request)
         tenant.num_admitted -= 1
 
-    def start_step(self, prompts: Sequence[Request]) -> None:
+    def start_step(self) -> None:
         for tenant in self._in_step:
             tenant.start_step()
         self._in_step.clear()

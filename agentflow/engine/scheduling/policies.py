@@ -1,11 +1,14 @@
-"""The scheduling policies by name, and the simple ones, which exist for comparison.
+"""Scheduling policies: which request gets the next prompt tokens of a step.
 
-``fair-lpm`` is the default (see ``fair_policy``). ``lpm`` and ``dfs-weight`` follow only the cache. Both have
-the best possible hit rate if all requests are known, one runs at a time, and the cache holds the longest of
-them (Zheng et al., "SGLang", 2024, theorem 3.1): each token of the requests' tree is then computed once.
-Neither is fair: a request that shares nothing waits for all that do. ``fcfs`` is the order of arrival, and
-``random`` a random order. The simple policies ignore tenants, weights and priorities, and compute one prompt
-after the other.
+A policy owns the waiting requests. The scheduler tells it which tokens are computed and evicted, so that it
+need not match all requests against the cache again and again. Read ``Policy`` first, then the simple
+policies, which exist for comparison. ``fair_policy`` is the default.
+
+``lpm`` follows only the cache. It has the best possible hit rate if all requests are known, one runs at a
+time, and the cache holds the longest of them (Zheng et al., "SGLang", 2024, theorem 3.1): each token of the
+requests' tree is then computed once. It is not fair: a request that shares nothing waits for all that do.
+``fcfs`` is the order of arrival, and ``random`` a random order. The simple policies ignore tenants, weights
+and priorities, and compute one prompt after the other.
 """
 
 from __future__ import annotations
@@ -16,19 +19,111 @@ from collections.abc import Callable, Iterator, Sequence
 
 from agentflow.engine.cache.radix_cache import TokenRun
 from agentflow.engine.request import CacheIdentity, Request
-from agentflow.engine.scheduling.defaults import DEFAULT_POLICY
-from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
-from agentflow.engine.scheduling.policy import IsBlocked, Peek, Policy, Retracted
-from agentflow.engine.scheduling.waiting_tree import WaitingNode, WaitingTree
-from agentflow.errors import BadArgument
+from agentflow.engine.scheduling.waiting_tree import IsBlocked, WaitingTree
 
+Peek = Callable[[CacheIdentity, TokenRun], int]
+"""How many tokens of a run are cached under an identity. Changes nothing."""
 MAX_PASSED_OVER = 128
 """Policies without a tree look at this many blocked requests for one that is not."""
 
 
-class _SimplePolicy(ABC):
-    """What policies without tenants have in common: running prompts get all tokens before others start, and
-    retracted requests run again first."""
+class Policy(ABC):
+    """The waiting requests, and which of them is next.
+
+    A policy is told of every change. It may ignore the events of the last five methods.
+    """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of waiting requests."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Request]:
+        """All waiting requests, in no particular order."""
+
+    @abstractmethod
+    def __contains__(self, request: Request) -> bool:
+        """Whether the request waits."""
+
+    @abstractmethod
+    def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
+        """The request whose prompt gets the next tokens of the step: one of ``prompts``, which are in the
+        order of their admission, or a waiting request that is not blocked, to be admitted now
+        (``is_blocked`` None: admit none). None if there is neither."""
+
+    @abstractmethod
+    def add(self, request: Request) -> None:
+        """A new request arrived."""
+
+    @abstractmethod
+    def restore(self, request: Request) -> None:
+        """A running request was retracted. It goes before requests that have not run."""
+
+    @abstractmethod
+    def remove(self, request: Request) -> None:
+        """A waiting request was cancelled."""
+
+    @abstractmethod
+    def admit(self, request: Request) -> None:
+        """A waiting request starts to run."""
+
+    def start_step(self) -> None:
+        """A step is being planned."""
+        return
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """The step computes ``num_tokens`` tokens of the request that no step computed before."""
+        return
+
+    def finish(self, request: Request) -> None:
+        """A running request ended."""
+        return
+
+    def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None:
+        """The whole run is cached now."""
+        return
+
+    def tokens_evicted(self, identity: CacheIdentity, run: Callable[[], TokenRun], kept: int) -> None:
+        """Of the run that ``run()`` returns, and of all its continuations, only the first ``kept`` tokens
+        are still cached."""
+        return
+
+
+class Retracted:
+    """Retracted requests, in the order of their arrival. They run again before all others."""
+
+    def __init__(self) -> None:
+        self.requests: dict[int, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.requests.values())
+
+    def __contains__(self, request: Request) -> bool:
+        return request.id in self.requests
+
+    def add(self, request: Request) -> None:
+        """Adds a request. Sorts all of them, which are few."""
+        requests = [*self.requests.values(), request]
+        self.requests = {r.id: r for r in sorted(requests, key=lambda r: r.arrival)}
+
+    def discard(self, request: Request) -> bool:
+        """Removes the request. Returns whether it was there."""
+        return self.requests.pop(request.id, None) is not None
+
+    def first(self, is_blocked: IsBlocked) -> Request | None:
+        """The first that is not blocked."""
+        for request in self.requests.values():
+            if not is_blocked(request, None):
+                return request
+        return None
+
+
+class SimplePolicy(Policy):
+    """A policy without tenants: running prompts get all tokens before others start, and retracted requests
+    run again first."""
 
     def __init__(self) -> None:
         self._retracted = Retracted()
@@ -68,23 +163,8 @@ class _SimplePolicy(ABC):
     def admit(self, request: Request) -> None:
         self.remove(request)
 
-    def start_step(self, prompts: Sequence[Request]) -> None:  # noqa: B027  most of them track nothing
-        pass
 
-    def charge(self, request: Request, num_tokens: int) -> None:  # noqa: B027
-        pass
-
-    def finish(self, request: Request) -> None:  # noqa: B027
-        pass
-
-    def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None:  # noqa: B027
-        pass
-
-    def tokens_evicted(self, identity: CacheIdentity, run: Callable[[], TokenRun], kept: int) -> None:  # noqa: B027
-        pass
-
-
-class FirstCome(_SimplePolicy):
+class FirstCome(SimplePolicy):
     """In order of arrival."""
 
     def __init__(self, peek: Peek, token_budget: int) -> None:
@@ -121,7 +201,7 @@ class RandomOrder(FirstCome):
         return (request for request in reversed(self._order) if request.id in self._waiting)
 
 
-class LongestPrefix(_SimplePolicy):
+class LongestPrefix(SimplePolicy):
     """Longest cached prefix first; of equals roughly the oldest."""
 
     def __init__(self, peek: Peek, token_budget: int) -> None:
@@ -148,66 +228,3 @@ class LongestPrefix(_SimplePolicy):
 
     def tokens_evicted(self, identity: CacheIdentity, run: Callable[[], TokenRun], kept: int) -> None:
         self._tree.tokens_evicted(identity, run, kept)
-
-
-class DfsWeight(LongestPrefix):
-    """Depth first through the tree of waiting requests: below the request that was admitted last as long as
-    there are any, and otherwise into the subtree with the most requests."""
-
-    def __init__(self, peek: Peek, token_budget: int) -> None:
-        super().__init__(peek, token_budget)
-        self._path: list[WaitingNode] = []  # from the root to the end of the last admitted request
-
-    def _next_waiting(self, is_blocked: IsBlocked) -> Request | None:
-        while self._path and not self._path[-1].num_waiting:
-            self._path.pop()
-        for node in reversed(self._path):
-            request = _heaviest_first(node, is_blocked)
-            if request is not None:
-                return request
-        roots = [root for by_rank in self._tree.roots.values() for root in by_rank.values()]
-        for root in sorted(roots, key=lambda root: -root.num_waiting):
-            request = _heaviest_first(root, is_blocked)
-            if request is not None:
-                return request
-        return None
-
-    def admit(self, request: Request) -> None:
-        if request.id in self._waiting:
-            node: WaitingNode | None = self._tree.node_of(request)
-            self._path = []
-            while node is not None:
-                self._path.append(node)
-                node = node.parent
-            self._path.reverse()
-        super().admit(request)
-
-
-def _heaviest_first(root: WaitingNode, is_blocked: IsBlocked) -> Request | None:
-    """Depth first, without recursion: the tree is as deep as clients nest their prompts."""
-    pending = [root]
-    while pending:
-        node = pending.pop()
-        if node.start + node.cached < node.end and is_blocked(node.any_request(), None):
-            continue  # all below need the same token next
-        for request in node.requests.values():
-            if not is_blocked(request, None):
-                return request
-        pending += sorted(node.children.values(), key=lambda child: child.num_waiting)
-    return None
-
-
-POLICIES: dict[str, Callable[[Peek, int], Policy]] = {
-    DEFAULT_POLICY: FairLongestPrefix,
-    "lpm": LongestPrefix,
-    "dfs-weight": DfsWeight,
-    "fcfs": FirstCome,
-    "random": RandomOrder,
-}
-
-
-def policy_named(name: str, peek: Peek, token_budget: int) -> Policy:
-    """A new policy, for a scheduler with this token budget. ``BadArgument`` for an unknown name."""
-    if name not in POLICIES:
-        raise BadArgument(f"unknown scheduling policy {name!r}; known: {', '.join(POLICIES)}", param="policy")
-    return POLICIES[name](peek, token_budget)

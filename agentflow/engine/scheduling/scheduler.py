@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agentflow.engine.batch import Batch, BatchOutput
@@ -27,15 +27,16 @@ from agentflow.engine.request import CacheIdentity, Request, Status
 from agentflow.engine.scheduling.admission import Admission, OutputReserve
 from agentflow.engine.scheduling.batch_builder import Work, build_batch, rows_of
 from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, DEFAULT_POLICY, MAX_RUNNING
+from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.in_flight import Counters, InFlight, divided
 from agentflow.engine.scheduling.in_progress_prefixes import InProgressPrefixes
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.pass_size import PassSize
-from agentflow.engine.scheduling.policies import policy_named
+from agentflow.engine.scheduling.policies import FirstCome, LongestPrefix, Peek, Policy, RandomOrder
 from agentflow.engine.scheduling.row import Row
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.step_cost import StepCost, batch_features
-from agentflow.errors import PromptTooLong
+from agentflow.errors import BadArgument, PromptTooLong
 
 # Tokens forced by a grammar are computed in the next step if they are at most this many. More of them take
 # turns like a prompt.
@@ -55,17 +56,25 @@ CHUNKS_PER_STEP = 8
 MIN_CHUNK = 16
 """A chunk is an eighth of the tokens that prompts have in a step, but at least this many."""
 
+NewPolicy = Callable[[Peek, int], Policy]
+"""Makes a policy for a scheduler with this token budget."""
+POLICIES: Mapping[str, NewPolicy] = {
+    DEFAULT_POLICY: FairLongestPrefix,
+    "lpm": LongestPrefix,
+    "fcfs": FirstCome,
+    "random": RandomOrder,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """``token_budget``: scheduled tokens of one forward pass. ``max_running``: requests in one batch.
-    ``whole_prompts``: a prompt is computed in one pass, even if it is longer than the budget."""
+    """The options of a scheduler."""
 
-    max_running: int = MAX_RUNNING
-    token_budget: int = CPU_TOKEN_BUDGET
-    policy: str = DEFAULT_POLICY
-    use_cache: bool = True
-    whole_prompts: bool = False
+    max_running: int = MAX_RUNNING  # requests in one batch
+    token_budget: int = CPU_TOKEN_BUDGET  # scheduled tokens of one forward pass
+    policy: str = DEFAULT_POLICY  # its name
+    use_cache: bool = True  # False: every prompt is computed as a whole
+    whole_prompts: bool = False  # a prompt is computed in one pass, even if it is longer than the budget
 
 
 class RequestFault(Exception):
@@ -84,7 +93,16 @@ class Scheduler:
     ``schedule`` may be called once more before: the second batch continues the requests of the first with the
     tokens that it will sample. Whatever needs these tokens waits, and nothing is preempted.
 
-    ``model``: its identity. ``on_blocks``: as of ``RadixCache``.
+    Args:
+        num_slots: The size of the KV pool in tokens.
+        max_context: The longest sequence in tokens.
+        config: The options.
+        policies: The policies that ``config.policy`` may name.
+        model: The identity of the model.
+        on_blocks: As of ``RadixCache``.
+
+    Raises:
+        BadArgument: The policy is unknown.
     """
 
     def __init__(
@@ -93,12 +111,16 @@ class Scheduler:
         num_slots: int,
         max_context: int,
         config: SchedulerConfig,
+        policies: Mapping[str, NewPolicy] = POLICIES,
         model: str = "",
         on_blocks: OnBlocks | None = None,
     ) -> None:
         self.config = config
         self.max_total_tokens = min(max_context, num_slots)
-        self.waiting = policy_named(config.policy, self._peek, config.token_budget)
+        if config.policy not in policies:
+            known = ", ".join(policies)
+            raise BadArgument(f"unknown scheduling policy {config.policy!r}; known: {known}", param="policy")
+        self.waiting = policies[config.policy](self._peek, config.token_budget)
         self.running: dict[int, Request] = {}
         self.num_decode_tokens = 0
         """Of the batch that was scheduled last: the scheduled tokens of requests that decode."""
@@ -246,7 +268,7 @@ class Scheduler:
         draft.spare_s = self._prompt_seconds(draft)
         chunk = max(MIN_CHUNK, draft.num_free // CHUNKS_PER_STEP)
         admission: Admission | None = None
-        self.waiting.start_step(prompts)
+        self.waiting.start_step()
         while draft.num_free > 0:
             self._planned = None
             request = self.waiting.next(prompts, self._is_blocked if may_admit else None)

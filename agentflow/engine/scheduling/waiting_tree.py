@@ -16,8 +16,11 @@ from typing import Any
 
 from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun, common_prefix_len
 from agentflow.engine.request import Request
-from agentflow.engine.scheduling.policy import IsBlocked
 
+IsBlocked = Callable[[Request, int | None], bool]
+"""Whether a request should wait because a running one is computing what it needs next, or because it does not
+fit into memory in this step (``Request.is_held_back``). The second argument is the request's match if the
+policy knows it."""
 Rank = tuple[Any, ...]
 
 

@@ -21,6 +21,7 @@ from agentflow.engine.scheduling.in_flight import Counters
 from agentflow.engine.scheduling.row import Row
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, default_cost
+from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
 from agentflow.engine.simulator.workload import Arrival, Workload
 from agentflow.engine.submit import Origin, Submit
 from agentflow.errors import PromptTooLong
@@ -185,7 +186,12 @@ def simulate(
         max_context: the longest sequence, in tokens.
         on_progress: called with the number of finished requests and their total.
     """
-    scheduler = Scheduler(num_slots=kv_tokens or workload.kv_tokens, max_context=max_context, config=config)
+    scheduler = Scheduler(
+        num_slots=kv_tokens or workload.kv_tokens,
+        max_context=max_context,
+        config=config,
+        policies=SIMULATED_POLICIES,
+    )
     run = _Run(workload, scheduler, cost or default_cost())
     steps: list[float] = []
     start = time.perf_counter()

@@ -19,6 +19,7 @@ from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import fair_policy
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
 from agentflow.engine.submit import MAX_WEIGHT, MIN_WEIGHT
 from agentflow.errors import BadArgument
 from agentflow.protocol.sampling import SamplingParams
@@ -30,7 +31,7 @@ def free(request, match) -> bool:
 
 def next_of(policy, is_blocked) -> Request | None:
     """The request that begins where no prompt runs."""
-    policy.start_step([])
+    policy.start_step()
     return policy.next([], is_blocked)
 
 
@@ -153,7 +154,7 @@ def test_tenants_that_wait_get_what_their_shares_say(sizes, chunk, num_chunks, s
             generates[made.id] -= 1
             if not generates[made.id]:
                 decoding.remove(made)
-        policy.start_step(prompts)
+        policy.start_step()
         for _ in range(num_chunks):
             if not both_can_use_a_chunk():
                 break
@@ -491,7 +492,7 @@ def test_f7c_each_chunk_goes_to_the_lowest_charge_that_can_use_it(plan):
         for made in [r for r in admitted.values() if r not in prompts]:
             policy.charge(made, 1)
             used[made.tenant] += 1
-        policy.start_step(prompts)
+        policy.start_step()
         for chunk in range(num_chunks):
             may_admit = chunk < num_admitting
             able = {r.tenant for r in prompts}
@@ -536,7 +537,7 @@ def test_f7d_a_step_does_not_look_at_all_tenants_that_wait(num_tenants, monkeypa
         policy.add(request(number, 10, 0, str(number)))
     for step in range(30):
         num_looked_at = 0
-        policy.start_step([])
+        policy.start_step()
         for chunk in range(6):
             # After two chunks no request fits into memory.
             chosen = policy.next([], free if chunk < 2 else None)
@@ -595,7 +596,7 @@ def test_f7e_siblings_are_passed_over_only_if_they_are_blocked(prompts, cached, 
 @pytest.mark.parametrize("num_siblings", [10, 400])
 def test_f7f_siblings_that_wait_for_one_prefix_are_asked_about_together(num_siblings, policy, monkeypatch):
     config = SchedulerConfig(max_running=8, token_budget=64, policy=policy)
-    scheduler = Scheduler(num_slots=4096, max_context=256, config=config)
+    scheduler = Scheduler(num_slots=4096, max_context=256, config=config, policies=SIMULATED_POLICIES)
     runner = FakeRunner(num_slots=4096, max_context=256)
     for number in range(num_siblings):
         tokens = np.array([*range(200), number, 0], dtype=np.int32)

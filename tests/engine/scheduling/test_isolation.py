@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.engine.scheduling.policies import POLICIES
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
 from agentflow.engine.simulator.simulation import simulate
 from agentflow.engine.simulator.workload import Arrival, Workload
 
@@ -37,7 +37,7 @@ def seen_by_the_prober(
 @given(
     secrets=st.lists(prompts, min_size=1, max_size=3),
     probes=st.lists(prompts, min_size=1, max_size=3),
-    policy=st.sampled_from(sorted(POLICIES)),
+    policy=st.sampled_from(sorted(SIMULATED_POLICIES)),
     other=st.sampled_from([("b", ""), ("a", "salt"), ("b", "salt")]),
 )
 def test_hits_and_times_do_not_depend_on_what_another_tenant_wrote(secrets, probes, policy, other):

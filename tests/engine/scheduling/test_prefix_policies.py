@@ -10,6 +10,7 @@ from support.engine.requests import request_of
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
 from agentflow.protocol.sampling import SamplingParams
 
 
@@ -35,7 +36,7 @@ def optimum(prompts: list[list[int]]) -> int:
 
 def computed(prompts: list[list[int]], policy: str, num_slots: int, token_budget: int) -> int:
     config = SchedulerConfig(max_running=1, token_budget=token_budget, policy=policy)
-    scheduler = Scheduler(num_slots=num_slots, max_context=256, config=config)
+    scheduler = Scheduler(num_slots=num_slots, max_context=256, config=config, policies=SIMULATED_POLICIES)
     runner = FakeRunner(num_slots=num_slots, max_context=256)
     for number, prompt in enumerate(prompts):
         tokens = np.array(prompt, dtype=np.int32)
@@ -60,34 +61,3 @@ def test_first_come_does_not_reach_it():
     prompts = [[branch] * 10 + [100 + number] for number, branch in enumerate([1, 2] * 4)]
     assert computed(prompts, "fcfs", 12, 64) > optimum(prompts)
     assert computed(prompts, "random", 12, 64) > optimum(prompts)
-
-
-def test_depth_first_enters_the_heaviest_branch_and_stays_there():
-    prompts = [[1, 100], [2, 2, 101], [2, 2, 102], [2, 3, 103], [1, 104]]
-    scheduler = Scheduler(
-        num_slots=64, max_context=64, config=SchedulerConfig(max_running=1, policy="dfs-weight")
-    )
-    runner = FakeRunner(num_slots=64, max_context=64)
-    for number, prompt in enumerate(prompts):
-        scheduler.add(request_of(number, np.array(prompt, dtype=np.int32), 1, SamplingParams()))
-    order = []
-    while (batch := scheduler.schedule()) is not None:
-        for result in scheduler.complete(run_batch(runner, batch)):
-            order.append(result.request.id)
-            scheduler.release(result.request)
-    assert order == [1, 2, 3, 0, 4]
-
-
-def test_prompts_nested_thousands_deep_do_not_exhaust_the_stack():
-    """Each prompt goes on where the one before ends: the waiting tree is as deep as there are prompts."""
-    scheduler = Scheduler(
-        num_slots=10_000, max_context=10_000, config=SchedulerConfig(policy="dfs-weight", max_running=2)
-    )
-    tokens = np.arange(1, 5_001, dtype=np.int32)
-    for number in range(1, 2_501):
-        scheduler.add(request_of(number, tokens[: 2 * number], 1, SamplingParams()))
-    batch = scheduler.schedule()
-    assert batch is not None
-    assert batch.token_ids[0] == 1
-    policy = scheduler.waiting
-    assert policy.next([], lambda request, match: True) is None  # every one of them is looked at

@@ -13,8 +13,8 @@ from support.engine.requests import request_of
 from agentflow.engine.batch import BatchOutput
 from agentflow.engine.request import Request, Status
 from agentflow.engine.scheduling import fair_policy
-from agentflow.engine.scheduling.policies import POLICIES
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
 from agentflow.protocol.sampling import SamplingParams
 
 CONTEXT = 512
@@ -44,7 +44,9 @@ class Steps:
 
     def __init__(self, num_slots: int, policy: str = "fcfs", budget: int = BUDGET) -> None:
         config = SchedulerConfig(policy=policy, token_budget=budget)
-        self.scheduler = Scheduler(num_slots=num_slots, max_context=CONTEXT, config=config)
+        self.scheduler = Scheduler(
+            num_slots=num_slots, max_context=CONTEXT, config=config, policies=SIMULATED_POLICIES
+        )
         self.requests: list[Request] = []
         self.started: dict[int, int] = {}
         self.now = 0
@@ -160,7 +162,7 @@ def test_f6b_nobody_passes_a_blocked_prompt_after_the_expected_time(first, head,
             assert steps.started[other.id] < arrived + expected
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", sorted(SIMULATED_POLICIES))
 @pytest.mark.parametrize("tenant", ["a", "b"])
 def test_f6c_short_requests_run_while_a_long_prompt_waits_for_memory(policy, tenant):
     steps = Steps(300, policy)

@@ -5,7 +5,7 @@ from support.engine.scheduler_harness import Harness, expected_output
 from support.faults import has_param
 
 from agentflow.engine.request import Status
-from agentflow.engine.scheduling.policies import POLICIES
+from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
 from agentflow.errors import BadArgument, PromptTooLong
 
 
@@ -125,4 +125,4 @@ def test_longest_prefix_first_runs_the_cached_one_before_the_earlier_one(policy)
 def test_an_unknown_policy_names_those_there_are():
     with pytest.raises(BadArgument, check=has_param("policy")) as caught:
         Harness(policy="best")
-    assert all(name in str(caught.value) for name in POLICIES)
+    assert all(name in str(caught.value) for name in SIMULATED_POLICIES)

@@ -13,7 +13,7 @@ from support.engine.scheduler_harness import Harness, expected_output
 from support.faults import has_param
 
 from agentflow.engine.request import Request, Status
-from agentflow.engine.scheduling.policies import POLICIES
+from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
 from agentflow.engine.token_tree import token_tree
 from agentflow.errors import PromptTooLong
 
@@ -82,7 +82,7 @@ jobs = st.lists(
     num_slots=st.integers(64, 120),
     token_budget=st.integers(1, 48),
     max_running=st.integers(1, 8),
-    policy=st.sampled_from(sorted(POLICIES)),
+    policy=st.sampled_from(sorted(SIMULATED_POLICIES)),
     use_cache=st.booleans(),
     fails_at=st.none() | st.integers(0, 12),
     ahead=st.booleans(),

@@ -12,10 +12,10 @@ from rich.console import Console
 from support.faults import has_param
 
 from agentflow.cli import main as cli
-from agentflow.cli.operating.simulate import POLICY_NAMES
-from agentflow.engine.scheduling.policies import POLICIES
+from agentflow.engine.scheduling.defaults import SIMULATED_POLICY_NAMES
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, fit_cost
+from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
 from agentflow.engine.simulator.side_by_side import SimulateOptions, run_simulate
 from agentflow.engine.simulator.simulation import simulate
 from agentflow.engine.simulator.summary import summarise
@@ -210,7 +210,7 @@ def test_the_cost_model_is_read_as_it_was_written(tmp_path):
 
 
 def test_the_command_has_every_policy():
-    assert tuple(POLICIES) == POLICY_NAMES
+    assert tuple(SIMULATED_POLICIES) == SIMULATED_POLICY_NAMES
 
 
 def test_the_command_shows_the_policies_side_by_side(tmp_path):

@@ -11,7 +11,7 @@ from msgspec import inspect, structs
 from agentflow.cli.operating.serve import _known_names
 from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.options import POLICY_NAMES, EngineOptions
-from agentflow.engine.scheduling.policies import POLICIES
+from agentflow.engine.scheduling.scheduler import POLICIES
 from agentflow.errors import BadArgument
 from agentflow.server.config.config import Effective, Flags, config_text, load_config
 from agentflow.server.config.limits import HttpLimits, ServerLimits

@@ -16,6 +16,7 @@ from agentflow.engine.request import Request
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.policies import LongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
 from agentflow.protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams()
@@ -42,7 +43,12 @@ class Harness:
     def __init__(self, num_slots: int = 256, *, ahead: bool = False, **config) -> None:
         self.runner = FakeRunner(num_slots=num_slots, max_context=128, launches_ahead=ahead)
         self.in_flight: deque[Batch] = deque()
-        self.scheduler = Scheduler(num_slots=num_slots, max_context=128, config=SchedulerConfig(**config))
+        self.scheduler = Scheduler(
+            num_slots=num_slots,
+            max_context=128,
+            config=SchedulerConfig(**config),
+            policies=SIMULATED_POLICIES,
+        )
         self.requests: dict[int, Request] = {}
         self.batches: list[Batch] = []
 

@@ -1,0 +1,66 @@
+"""``dfs-weight``: depth first through the tree of waiting requests, for comparison in simulations.
+
+Like ``lpm`` it follows only the cache, and has the best possible hit rate if all requests are known, one runs
+at a time, and the cache holds the longest of them (Zheng et al., "SGLang", 2024, theorem 3.1): each token of
+the requests' tree is then computed once. It is not fair: a request that shares nothing waits for all that do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from agentflow.engine.request import Request
+from agentflow.engine.scheduling.policies import LongestPrefix, Peek
+from agentflow.engine.scheduling.scheduler import POLICIES, NewPolicy
+from agentflow.engine.scheduling.waiting_tree import IsBlocked, WaitingNode
+
+
+class DepthFirst(LongestPrefix):
+    """Depth first through the tree of waiting requests: below the request that was admitted last as long as
+    there are any, and otherwise into the subtree with the most requests."""
+
+    def __init__(self, peek: Peek, token_budget: int) -> None:
+        super().__init__(peek, token_budget)
+        self._path: list[WaitingNode] = []  # from the root to the end of the last admitted request
+
+    def _next_waiting(self, is_blocked: IsBlocked) -> Request | None:
+        while self._path and not self._path[-1].num_waiting:
+            self._path.pop()
+        for node in reversed(self._path):
+            request = _heaviest_first(node, is_blocked)
+            if request is not None:
+                return request
+        roots = [root for by_rank in self._tree.roots.values() for root in by_rank.values()]
+        for root in sorted(roots, key=lambda root: -root.num_waiting):
+            request = _heaviest_first(root, is_blocked)
+            if request is not None:
+                return request
+        return None
+
+    def admit(self, request: Request) -> None:
+        if request.id in self._waiting:
+            node: WaitingNode | None = self._tree.node_of(request)
+            self._path = []
+            while node is not None:
+                self._path.append(node)
+                node = node.parent
+            self._path.reverse()
+        super().admit(request)
+
+
+def _heaviest_first(root: WaitingNode, is_blocked: IsBlocked) -> Request | None:
+    """Depth first, without recursion: the tree is as deep as clients nest their prompts."""
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        if node.start + node.cached < node.end and is_blocked(node.any_request(), None):
+            continue  # all below need the same token next
+        for request in node.requests.values():
+            if not is_blocked(request, None):
+                return request
+        pending += sorted(node.children.values(), key=lambda child: child.num_waiting)
+    return None
+
+
+SIMULATED_POLICIES: Mapping[str, NewPolicy] = {**POLICIES, "dfs-weight": DepthFirst}
+"""The policies of ``agentflow simulate``: an engine's, and those that exist only for comparison."""

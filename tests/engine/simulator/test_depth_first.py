@@ -1,0 +1,42 @@
+"""``dfs-weight``: the order of requests. ``test_prefix_policies`` tests its hit rate."""
+
+import numpy as np
+from support.engine.requests import request_of
+
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.runner import run_batch
+from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
+from agentflow.protocol.sampling import SamplingParams
+
+
+def depth_first(num_slots: int, max_running: int) -> Scheduler:
+    config = SchedulerConfig(max_running=max_running, policy="dfs-weight")
+    return Scheduler(num_slots=num_slots, max_context=num_slots, config=config, policies=SIMULATED_POLICIES)
+
+
+def test_depth_first_enters_the_heaviest_branch_and_stays_there():
+    prompts = [[1, 100], [2, 2, 101], [2, 2, 102], [2, 3, 103], [1, 104]]
+    scheduler = depth_first(num_slots=64, max_running=1)
+    runner = FakeRunner(num_slots=64, max_context=64)
+    for number, prompt in enumerate(prompts):
+        scheduler.add(request_of(number, np.array(prompt, dtype=np.int32), 1, SamplingParams()))
+    order = []
+    while (batch := scheduler.schedule()) is not None:
+        for result in scheduler.complete(run_batch(runner, batch)):
+            order.append(result.request.id)
+            scheduler.release(result.request)
+    assert order == [1, 2, 3, 0, 4]
+
+
+def test_prompts_nested_thousands_deep_do_not_exhaust_the_stack():
+    """Each prompt goes on where the one before ends: the waiting tree is as deep as there are prompts."""
+    scheduler = depth_first(num_slots=10_000, max_running=2)
+    tokens = np.arange(1, 5_001, dtype=np.int32)
+    for number in range(1, 2_501):
+        scheduler.add(request_of(number, tokens[: 2 * number], 1, SamplingParams()))
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert batch.token_ids[0] == 1
+    policy = scheduler.waiting
+    assert policy.next([], lambda request, match: True) is None  # every one of them is looked at
