@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from support.engine.stepped_engine import SteppedEngine, assert_resumable
 from support.fake_engine import TOKENIZER, StepGate
 from support.faults import has_param
-from support.plain_engine import PLAIN_IDS, alone, fake_logprob, plain_engine, plain_token, runner
+from support.plain_engine import End, PlainEngine
+from support.plain_model import (
+    PLAIN_IDS,
+    PLAIN_MODEL,
+    alone,
+    fake_logprob,
+    plain_model_engine,
+    plain_token,
+    runner,
+)
 from support.small_tokenizers import byte_level
 
 from agentflow.engine.batch import Batch
@@ -91,42 +100,51 @@ jobs = st.builds(
     jobs=st.lists(jobs, min_size=1, max_size=10),
     max_running=st.integers(1, 6),
     token_budget=st.integers(1, 40),
+    num_plain_slots=st.integers(60, 300),
     use_cache=st.booleans(),
     ahead=st.booleans(),
 )
-async def test_requests_in_any_batch_give_what_each_gives_alone(
-    jobs, max_running, token_budget, use_cache, ahead
+async def test_requests_in_any_batch_have_the_results_of_the_plain_engine(
+    jobs, max_running, token_budget, num_plain_slots, use_cache, ahead
 ):
+    plain = PlainEngine(
+        PLAIN_MODEL, TOKENIZER, num_slots=num_plain_slots, max_context=60, max_running=max_running
+    )
+    requests = [plain.submit(job.prompt, job.params, owner=job.cache_key) for job in jobs]
+    plain.run()
     config = SchedulerConfig(max_running=max_running, token_budget=token_budget, use_cache=use_cache)
     options = {"num_slots": 600, "launches_ahead": ahead}
-    async with plain_engine(config, **options) as client, anyio.create_task_group() as group:
+    async with plain_model_engine(config, **options) as client, anyio.create_task_group() as group:
+        for job, request in zip(jobs, requests, strict=True):
+            group.start_soon(run_and_check, client, job, request.end)
+
+
+@pytest.mark.trio_in_full
+@given(jobs=st.lists(jobs, min_size=1, max_size=10), ahead=st.booleans())
+async def test_cached_tokens_are_the_longest_prefix_that_was_computed(jobs, ahead):
+    """As in the plain engine, which compares each prompt with all earlier sequences."""
+    plain = PlainEngine(PLAIN_MODEL, TOKENIZER)
+    async with plain_model_engine(launches_ahead=ahead) as client:
         for job in jobs:
-            group.start_soon(run_and_check, client, job)
+            request = plain.submit(job.prompt, job.params, owner=job.cache_key)
+            plain.run()
+            end = await run_and_check(client, job, request.end)
+            assert end.cached_tokens == request.num_cached
 
 
-async def run_and_check(client: EngineClient, job: Job) -> None:
+async def run_and_check(client: EngineClient, job: Job, expected: End | None = None) -> Finished:
     deltas: list[str] = []
     end = await client.generate(
         job.prompt, job.params, seed=0, origin=Origin(cache_salt=job.cache_key), on_text=deltas.append
     )
-    expected = alone(job.prompt, job.params)
+    expected = expected or alone(job.prompt, job.params)
     assert (end.text, end.finish_reason) == (expected.text, expected.reason)
     assert end.token_ids == expected.ids
     assert end.text.startswith("".join(deltas))
     assert all(deltas)
-    assert (end.prompt_tokens, end.output_tokens) == (len(job.prompt), len(expected.sampled))
+    assert (end.prompt_tokens, end.output_tokens) == (len(job.prompt), expected.num_sampled)
     assert 0 <= end.cached_tokens < len(job.prompt)
-    if not job.params.wants_logprobs:
-        assert end.logprobs == end.top_logprobs == []
-        return
-    assert len(end.logprobs) == len(end.token_ids)
-    for index, (token, logprob) in enumerate(zip(end.token_ids, end.logprobs, strict=True)):
-        is_sampled = end.token_ids[: index + 1] == expected.sampled[: index + 1]
-        if logprob is not None:
-            assert is_sampled
-            assert logprob == fake_logprob(job.prompt + end.token_ids[:index], token)
-        else:
-            assert expected.reason == "stop"  # encoded anew before a stop string
+    assert end.logprobs == expected.logprobs
     if job.params.top_logprobs:
         for token, logprob, top in zip(end.token_ids, end.logprobs, end.top_logprobs, strict=True):
             assert (top is None) == (logprob is None)
@@ -136,6 +154,7 @@ async def run_and_check(client: EngineClient, job: Job) -> None:
                 assert len({value for _, value in top}) == 3
     else:
         assert end.top_logprobs == []
+    return end
 
 
 def test_the_reference_meets_every_kind_of_end():
@@ -147,7 +166,7 @@ def test_the_reference_meets_every_kind_of_end():
 
 
 async def test_each_token_emits_its_text():
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         end, deltas = await generate(client, max_tokens=20, ignore_eos=True)
         assert deltas == [text for i in end.token_ids if (text := TOKENIZER.decode([i]))]
         assert "".join(deltas) == end.text
@@ -155,7 +174,7 @@ async def test_each_token_emits_its_text():
 
 async def test_scoring_gives_the_logprob_of_each_token():
     tokens = list(range(10, 30))
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         for _ in range(2):  # the second time from the cache
             end = await client.score(tokens, 12)
             assert end.logprobs == [fake_logprob(tokens[:n], tokens[n]) for n in range(12, 20)]
@@ -164,7 +183,7 @@ async def test_scoring_gives_the_logprob_of_each_token():
 
 
 async def test_computing_only_fills_the_cache():
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         computed = await client.compute(list(range(10, 40)), origin=Origin(cache_salt="k"))
         assert (computed.prompt_tokens, computed.output_tokens, computed.logprobs) == (30, 0, [])
         end, _ = await generate(client, list(range(10, 50)), cache_key="k", max_tokens=1)
@@ -174,7 +193,7 @@ async def test_computing_only_fills_the_cache():
 
 
 async def test_a_prompt_that_can_never_fit_fails_alone():
-    async with plain_engine(max_context=64) as client:
+    async with plain_model_engine(max_context=64) as client:
         with pytest.raises(PromptTooLong, check=has_param("prompt")):
             await generate(client, [5] * 64)
         with pytest.raises(PromptTooLong):
@@ -194,7 +213,7 @@ async def test_a_prompt_that_can_never_fit_fails_alone():
     ids=["no tokens", "negative length", "no token", "no number"],
 )
 async def test_an_invalid_request_fails_alone(bad):
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         with pytest.raises(EngineFailed):
             await client._call(bad, None)
         end, _ = await generate(client, max_tokens=5)
@@ -210,7 +229,7 @@ async def test_a_request_whose_forward_pass_fails_fails_alone(caplog):
         return plain_token(tokens)
 
     params = SamplingParams(max_tokens=200, ignore_eos=True)
-    async with plain_engine(SchedulerConfig(max_running=3), next_token=choose) as client:
+    async with plain_model_engine(SchedulerConfig(max_running=3), next_token=choose) as client:
         failed: list[str] = []
         texts: dict[int, str] = {}
 
@@ -254,7 +273,7 @@ async def test_a_batch_that_does_not_fit_into_memory_runs_in_halves(
     config = SchedulerConfig(max_running=max_running, token_budget=token_budget)
     options = {"kind": ChecksAtLaunch} if at_launch else {"on_step": check}
     options |= {"num_slots": 600, "launches_ahead": ahead}
-    async with plain_engine(config, **options) as client, anyio.create_task_group() as group:
+    async with plain_model_engine(config, **options) as client, anyio.create_task_group() as group:
         for job in jobs:
             group.start_soon(run_and_check, client, job)
 
@@ -266,7 +285,7 @@ async def test_without_memory_for_one_token_its_request_fails():
         if is_short:
             raise OutOfMemory
 
-    async with plain_engine(on_step=on_step) as client:
+    async with plain_model_engine(on_step=on_step) as client:
         with pytest.raises(EngineFailed):
             await generate(client)
         is_short = False
@@ -295,7 +314,7 @@ async def test_f10c_requests_that_do_not_fit_alone_fail_and_no_others():
     async def run(number: int) -> None:
         assert (await client.generate([number] * 9, params, seed=0)).text == alone([number] * 9, params).text
 
-    async with plain_engine(on_step=on_step) as client:
+    async with plain_model_engine(on_step=on_step) as client:
         for beside in (False, True):
             async with anyio.create_task_group() as group:
                 for number in range(20, 26):
@@ -321,7 +340,7 @@ async def test_f10c_an_engine_that_ran_out_of_memory_learns_how_much_fits(whole:
 
     length = 12 if whole else 200
     config = SchedulerConfig(max_running=8, whole_prompts=whole)
-    async with plain_engine(config, on_step=on_step) as client:
+    async with plain_model_engine(config, on_step=on_step) as client:
         for _ in range(5):
             async with anyio.create_task_group() as group:
                 for number in range(10, 18):
@@ -377,7 +396,7 @@ async def test_an_exception_of_on_text_fails_its_request_only():
     async def run() -> None:
         texts.append((await client.generate(PROMPT, params, seed=0)).text)
 
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         async with anyio.create_task_group() as group:
             group.start_soon(run)
             group.start_soon(run_broken)
@@ -493,7 +512,7 @@ async def test_leaving_the_scope_ends_the_engine_whatever_it_does(error):
 
 
 async def test_stats_count_what_was_done():
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         before = await client.stats()
         assert (before.steps, before.prompt_tokens, before.generated_tokens) == (0, 0, 0)
         await generate(client, [5] * 10, max_tokens=4, ignore_eos=True)

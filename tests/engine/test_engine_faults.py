@@ -11,7 +11,7 @@ import anyio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.plain_engine import PLAIN_IDS, alone, fake_logprob, plain_engine
+from support.plain_model import PLAIN_IDS, alone, fake_logprob, plain_model_engine
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.request import Request
@@ -34,7 +34,7 @@ THINKING = Thinking("<think>", "</think>", True, 2)
 async def test_f1_logprobs_of_thoughts_that_reach_their_budget(top_logprobs: int) -> None:
     params = SamplingParams(max_tokens=30, ignore_eos=True, logprobs=True, top_logprobs=top_logprobs)
     ends = []
-    async with plain_engine(SchedulerConfig(token_budget=4)) as client:
+    async with plain_model_engine(SchedulerConfig(token_budget=4)) as client:
 
         async def run() -> None:
             ends.append(await client.generate([5, 6, 7], params, seed=0, thinking=THINKING))
@@ -131,7 +131,7 @@ async def test_f1_a_fault_in_a_row_fails_its_request_only(
             await ask(client, kind, [BAD, *prompt])
 
     config = SchedulerConfig(max_running=max_running, token_budget=token_budget)
-    async with plain_engine(config, num_slots=600, launches_ahead=ahead) as client:
+    async with plain_model_engine(config, num_slots=600, launches_ahead=ahead) as client:
         with ExitStack() as stack:
             for place, first in faults:
                 stack.enter_context(failing(*place, first))
@@ -159,7 +159,7 @@ async def test_f1_a_fault_of_a_whole_step_ends_its_requests_and_not_the_engine(
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     errors: list[EngineFailed] = []
     config = SchedulerConfig(max_running=2)
-    async with plain_engine(config, num_slots=600, launches_ahead=ahead) as client:
+    async with plain_model_engine(config, num_slots=600, launches_ahead=ahead) as client:
 
         async def run(number: int) -> None:
             try:
@@ -181,7 +181,7 @@ async def test_f1_a_fault_of_a_whole_step_ends_its_requests_and_not_the_engine(
 
 async def test_f1_a_request_that_cannot_be_cached_can_be_aborted() -> None:
     params = SamplingParams(max_tokens=200, ignore_eos=True)
-    async with plain_engine(SchedulerConfig(), num_slots=600) as client:
+    async with plain_model_engine(SchedulerConfig(), num_slots=600) as client:
         with failing(KVMemory, "commit", lambda self, request, count: request, first=2):
             with anyio.CancelScope() as scope:
                 await client.generate([BAD, 5, 6], params, seed=0, on_text=lambda text: scope.cancel())

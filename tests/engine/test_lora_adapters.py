@@ -20,7 +20,7 @@ from support.engine.adapters import write_plain_adapter
 from support.fake_engine import TOKENIZER
 from support.faults import has_param
 from support.holds import Hold, until
-from support.plain_engine import plain_engine, runner
+from support.plain_model import plain_model_engine, runner
 from support.process_engine import Ticks, kill, process_engine
 
 from agentflow.engine.client import EngineClient, running_engine
@@ -48,7 +48,7 @@ async def run(
 
 
 async def test_each_adapter_has_its_own_outputs_and_cache(tmp_path: Path) -> None:
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         await client.load_adapter("one", adapter(tmp_path / "one"))
         await client.load_adapter("two", adapter(tmp_path / "two", 2.0))
         await client.load_adapter("also one", tmp_path / "one")
@@ -70,7 +70,7 @@ async def test_each_adapter_has_its_own_outputs_and_cache(tmp_path: Path) -> Non
 
 
 async def test_a_reload_with_other_weights_does_not_use_the_cache(tmp_path: Path) -> None:
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         before = await client.load_adapter("one", adapter(tmp_path / "one"))
         old = await run(client, "one")
         assert (await client.load_adapter("one", tmp_path / "one")).identity == before.identity
@@ -84,7 +84,7 @@ async def test_a_reload_with_other_weights_does_not_use_the_cache(tmp_path: Path
 
 async def test_a_request_keeps_an_adapter_that_is_unloaded(tmp_path: Path) -> None:
     sent = anyio.Event()
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         await client.load_adapter("one", adapter(tmp_path / "one"))
         expected = await run(client, "one", count=200)
         results: list[Finished] = []
@@ -123,7 +123,7 @@ async def test_weights_are_freed_with_their_last_use(tmp_path: Path) -> None:
 
 
 async def test_a_damaged_adapter_changes_nothing(tmp_path: Path) -> None:
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         await client.load_adapter("one", adapter(tmp_path / "one"))
         with pytest.raises(BadModelFolder, check=has_param("adapter_config.json")):
             await client.load_adapter("one", tmp_path)
@@ -154,7 +154,7 @@ async def test_f10e_requests_run_while_an_adapter_is_read(tmp_path: Path) -> Non
             may_end.wait()
             return super().read_adapter(folder)
 
-    async with plain_engine(kind=SlowReader) as client:
+    async with plain_model_engine(kind=SlowReader) as client:
         try:
             with anyio.fail_after(20):
                 async with anyio.create_task_group() as group:
@@ -212,7 +212,7 @@ class Replaced:
 
 
 async def expected_with(folder: Path) -> list[int]:
-    async with plain_engine(max_context=1200) as client:
+    async with plain_model_engine(max_context=1200) as client:
         await client.load_adapter("one", folder)
         return (await run(client, "one", count=COUNT)).token_ids
 
@@ -285,7 +285,7 @@ async def test_f4c_an_adapter_is_kept_only_for_the_requests_that_use_it(
 
 
 async def test_a_new_process_loads_the_adapters_again(tmp_path: Path) -> None:
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         await client.load_adapter("one", adapter(tmp_path / "one"))
         expected = await run(client, "one", count=12)
     results = []

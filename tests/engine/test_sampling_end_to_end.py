@@ -11,7 +11,8 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine
 from support.logit_runner import alone_by_logits, logit_engine, logit_runner, logits_after
-from support.plain_engine import PLAIN_IDS, Expected
+from support.plain_engine import End
+from support.plain_model import PLAIN_IDS
 
 import agentflow as af
 from agentflow.backends.remote import Remote
@@ -28,7 +29,7 @@ PROMPT_IDS = TOKENIZER.encode(PROMPT)
 MOST = 24
 
 
-def expected(**options) -> Expected:
+def expected(**options) -> End:
     """The reference model's output under the options of a gen."""
     options = {"max_tokens": MOST} | options
     biases = tuple(sorted(options.pop("logit_bias", {}).items()))

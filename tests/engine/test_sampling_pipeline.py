@@ -15,7 +15,7 @@ from support.engine.requests import request_of
 from support.engine.stepped_engine import assert_resumable
 from support.faults import has_param
 from support.logit_runner import alone_by_logits, logit_engine, logit_runner, logits_after
-from support.plain_engine import END_ID, PLAIN_IDS
+from support.plain_model import END_ID, PLAIN_IDS
 from support.plain_sampler import MASK, plain_token_of
 
 from agentflow.engine.batch import SampledRows

@@ -11,7 +11,7 @@ from support import compile_loaders
 from support.asgi_peer import NO_GRACE, Bench, connected
 from support.fake_engine import TEMPLATE
 from support.holds import Hold
-from support.plain_engine import plain_engine
+from support.plain_model import plain_model_engine
 from support.session_peer import gen
 
 from agentflow.engine.generator.generator import EngineGenerator
@@ -28,7 +28,7 @@ async def test_a_client_that_vanishes_mid_compile_leaves_nothing(tmp_path: Path)
     hold = Hold(tmp_path / "hold")
     slow = msgspec.structs.replace(gen(1, 2), constraint=Constraint("regex", f"hold {hold.path}"))
     async with (
-        plain_engine() as client,
+        plain_model_engine() as client,
         constraint_compiler(loader=compile_loaders.LOADER) as compiler,
         open_sessions(NO_GRACE) as sessions,
         connected(Bench(EngineGenerator(client, TEMPLATE, compiler=compiler), sessions)) as [peer],

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 from support.fake_engine import TEMPLATE
-from support.plain_engine import plain_engine
+from support.plain_model import plain_model_engine
 
 from agentflow.backends.scripted import ScriptedGenerator
 from agentflow.engine.client import EngineClient
@@ -237,7 +237,7 @@ async def run(program: Callable[[], Ops], client: EngineClient) -> tuple[int, in
 @pytest.mark.anyio
 @pytest.mark.trio_in_full
 async def test_the_accounted_memory_is_near_the_allocated_memory(program):
-    async with plain_engine(max_context=8192, num_slots=20_000) as client:
+    async with plain_model_engine(max_context=8192, num_slots=20_000) as client:
         await run(program, client)  # what is allocated once, for all sessions, does not count
         gc.collect()
         tracemalloc.start()

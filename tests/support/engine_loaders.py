@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from support.fake_engine import TOKENIZER
 from support.holds import stand
-from support.plain_engine import END_ID, plain_token
+from support.plain_model import END_ID, plain_token
 from support.small_tokenizers import byte_level
 
 from agentflow.engine.batch import Batch

@@ -1,4 +1,4 @@
-"""A fake model with logits: the real sampler on numbers that follow from the last token; its reference."""
+"""A fake model with logits: the real sampler on numbers that follow from the last token."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from support.fake_engine import TOKENIZER
-from support.plain_engine import END_ID, PLAIN_IDS, Expected, alone, plain_engine, runner
-from support.plain_sampler import plain_token_of
+from support.plain_engine import End
+from support.plain_model import END_ID, PLAIN_IDS, alone, plain_model_engine, runner
 
 from agentflow.engine.batch import BatchOutput, SampledRows
 from agentflow.engine.client import EngineClient
@@ -55,14 +55,26 @@ def logit_engine(
     config: SchedulerConfig | None = None, **options
 ) -> AbstractAsyncContextManager[EngineClient]:
     """A running engine on it. When it ends, no slot may be in use."""
-    return plain_engine(config, kind=LogitRunner, **options)
+    return plain_model_engine(config, kind=LogitRunner, **options)
 
 
-def alone_by_logits(prompt: Sequence[int], params: SamplingParams, seed: int = 0) -> Expected:
-    """The reference: one request alone, its tokens by the plain sampler."""
+class LogitModel:
+    """Its model, for the plain engine."""
 
-    def choose(prompt: list[int], ids: list[int], forbidden: set[int]) -> int:
-        logits = logits_after([*prompt, *ids])
-        return plain_token_of(logits, params, prompt, ids, forbidden=forbidden, seed=seed)
+    vocab_size = TOKENIZER.vocab_size
+    end_id = END_ID
 
-    return alone(prompt, params, choose)
+    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        return logits_after(tokens)
+
+    def logprob(self, tokens: Sequence[int], token: int) -> float:
+        logits = logits_after(tokens).astype(float)
+        return float(logits[token] - np.log(np.exp(logits).sum()))
+
+
+LOGIT_MODEL = LogitModel()
+
+
+def alone_by_logits(prompt: Sequence[int], params: SamplingParams, seed: int = 0, **options) -> End:
+    """The end of one request by itself on the plain engine. ``options`` as of ``submit``."""
+    return alone(prompt, params, LOGIT_MODEL, seed=seed, **options)

@@ -12,7 +12,7 @@ from anyio.lowlevel import checkpoint
 from support.engine_loaders import start
 from support.fake_engine import TOKENIZER
 from support.holds import Hold
-from support.plain_engine import alone
+from support.plain_model import alone
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.messages import Finished

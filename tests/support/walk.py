@@ -15,7 +15,7 @@ from typing import Any
 
 import anyio
 from support.fake_engine import FakeEngine
-from support.plain_engine import runner
+from support.plain_model import runner
 
 import agentflow as af
 

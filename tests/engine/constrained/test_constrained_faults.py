@@ -8,13 +8,12 @@ import pytest
 from engine.constrained.test_constrained_engine import DFAS, PATTERNS, Asked, ask, check_end, constraint
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engine.plain_constrained import PlainConstrained, written
+from support.engine.plain_constrained import PlainConstrained
 from support.fake_engine import TOKENIZER
 from support.faults import has_param
 from support.holds import Hold
-from support.logit_runner import logit_engine, logits_after
-from support.plain_engine import END_ID, PLAIN_IDS, plain_engine
-from support.plain_sampler import plain_token_of
+from support.logit_runner import alone_by_logits, logit_engine
+from support.plain_model import END_ID, PLAIN_IDS, plain_model_engine
 from support.process_engine import kill, process_engine
 
 from agentflow.engine.client import EngineClient
@@ -93,17 +92,8 @@ def test_constraints_combine_with_all_other_parameters(cases) -> None:
     async def ask_and_check(
         client: EngineClient, params: SamplingParams, pattern: str, jumps: bool, seed: int
     ) -> None:
-        def choose(ids: list[int], allowed: set[int]) -> int:
-            if len(ids) < params.min_tokens and len(allowed) > 1:
-                allowed = allowed - {END_ID}
-            forbidden = set(range(TOKENIZER.vocab_size)) - allowed
-            logits = logits_after([*prompt, *ids])
-            return plain_token_of(
-                logits, params, prompt, ids, forbidden=forbidden, seed=seed, num_redrawn=text.num_redrawn
-            )
-
         text = PlainConstrained(DFAS[pattern], TOKENIZER, jumps)
-        expected = written(text, choose, max_tokens=params.max_tokens, end_id=END_ID)
+        expected = alone_by_logits(prompt, params, seed, matcher=text)
         end = await client.generate(
             prompt,
             params,
@@ -128,7 +118,7 @@ def test_constraints_combine_with_all_other_parameters(cases) -> None:
 @pytest.mark.trio_in_full
 async def test_a_hostile_stop_in_forced_text_fails_its_own_request_only() -> None:
     forced = CompiledConstraint("forced", "dfa", build_dfa(parse_regex("a{400}")).to_bytes())
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         params = SamplingParams(max_tokens=450, stop_regex="(a|aa)+[éx]")
         with pytest.raises(RequestRefused, check=has_param("stop_regex")):
             await client.generate([5, 6], params, seed=0, on_text=lambda text: None, constraint=forced)

@@ -11,7 +11,7 @@ import pytest
 from support.engine.requests import request_of
 from support.faults import has_param
 from support.holds import until
-from support.plain_engine import plain_engine
+from support.plain_model import plain_model_engine
 from support.thinking_models import CHANNEL_MODEL as CHANNELS
 
 from agentflow.engine.client import EngineClient
@@ -77,7 +77,7 @@ async def test_f9a_other_requests_run_while_a_grammar_is_built(held: Held) -> No
     async def slow(client: EngineClient) -> None:
         ends.append((await generate(client, SLOW)).text)
 
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         await generate(client, word("known"))
         async with anyio.create_task_group() as group:
             group.start_soon(slow, client)
@@ -95,7 +95,7 @@ async def test_f9a_other_requests_run_while_a_grammar_is_built(held: Held) -> No
 @pytest.mark.anyio
 @pytest.mark.trio_in_full
 async def test_f9b_a_request_that_waits_for_its_grammar_can_be_aborted(held: Held) -> None:
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         async with anyio.create_task_group() as group:
             group.start_soon(generate, client, SLOW)
             await until(held.has_begun.is_set)
@@ -112,7 +112,7 @@ async def test_f9c_a_grammar_that_cannot_be_built_fails_its_requests_only() -> N
         with pytest.raises(RequestRefused, check=has_param("constraint")):
             await generate(client, BAD)
 
-    async with plain_engine() as client, anyio.create_task_group() as group:
+    async with plain_model_engine() as client, anyio.create_task_group() as group:
         group.start_soon(fail, client)
         group.start_soon(fail, client)
         assert (await generate(client, word("good"))).text == "good"

@@ -16,14 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine, StepGate
 from support.faults import has_param
-from support.plain_engine import alone, fake_logprob, plain_engine, plain_token
+from support.plain_engine import End, PlainEngine, num_common
+from support.plain_model import PLAIN_MODEL, alone, plain_model_engine, plain_token
 
 import agentflow as af
 from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.context import PIECE_CHARS, EngineContext, PromptLimits
 from agentflow.engine.generator.generator import MAX_INLINE_CHARS, EngineGenerator
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.submit import Submit
+from agentflow.engine.submit import GREEDY, Submit
 from agentflow.engine.tenant import Tenant
 from agentflow.engine.text import token_state
 from agentflow.engine.text.chat_template import ChatTemplate
@@ -62,44 +63,46 @@ async def generate(generator: EngineGenerator, context: EngineContext, **params)
 
 @dataclass
 class Conversations:
-    """Contexts of one generator, and the reference model of the engine's cache: every sequence that
-    was computed, for ever."""
+    """Contexts of one generator, and the plain engine, which is asked the same."""
 
     generator: EngineGenerator
     contexts: list[EngineContext] = field(default_factory=list)
-    computed: dict[str, list[list[int]]] = field(default_factory=dict)
+    plain: PlainEngine = field(
+        default_factory=lambda: PlainEngine(PLAIN_MODEL, TOKENIZER, num_slots=10**6, max_context=2048)
+    )
 
     def open(self, cache_salt: str) -> None:
         # Without a turn before the assistant's, the template would later put a system turn there.
         self.contexts.append(self.generator.open(cache_salt))
         fill_turn(self.generator, self.contexts[-1], "user", "Hello.")
 
-    def cached(self, context: EngineContext, prompt: list[int]) -> int:
-        """How many leading tokens of ``prompt`` were computed before; the last one is always computed."""
-        known = self.computed.get(context.origin.cache_salt, [])
-        return max((common_prefix(prompt[:-1], tokens) for tokens in known), default=0)
-
-    def note(self, context: EngineContext, tokens: list[int]) -> None:
-        self.computed.setdefault(context.origin.cache_salt, []).append(tokens)
+    def expected(
+        self, context: EngineContext, prompt: list[int], params: SamplingParams = GREEDY, **options
+    ) -> tuple[End, int]:
+        """The plain engine's end of a request, and how many of its tokens were cached."""
+        request = self.plain.submit(prompt, params, owner=str(context.origin.cache_salt), **options)
+        self.plain.run()
+        assert request.end is not None
+        assert request.num_cached is not None
+        return request.end, request.num_cached
 
     async def ask(self, context: EngineContext, text: str, params: SamplingParams) -> None:
         """An assistant's turn with a text and a gen, against the reference."""
         self.generator.begin_role(context, "assistant")
         self.generator.fill(context, text)
         prompt = prompt_of(context)
-        expected = alone(prompt, params)
+        expected, num_cached = self.expected(context, prompt, params)
         end = await generate(
             self.generator, context, max_tokens=params.max_tokens, stop=params.stop, logprobs=params.logprobs
         )
         assert (end.text, end.finish_reason) == (expected.text, expected.reason)
         assert context.tokens.ids() == prompt + expected.ids
-        assert end.usage == af.Usage(len(prompt), self.cached(context, prompt), len(expected.sampled))
+        assert end.usage == af.Usage(len(prompt), num_cached, expected.num_sampled)
         assert (end.logprobs is None) == (not params.logprobs)
         assert (end.tokens is None) == (not params.logprobs)  # f25b
         if end.logprobs is not None and end.tokens is not None:
             assert len(end.tokens) == len(end.logprobs)
             assert "\N{REPLACEMENT CHARACTER}" in end.text or "".join(end.tokens) == end.text
-        self.note(context, prompt + expected.sampled[:-1])
         self.generator.end_role(context)
         assert prompt_of(context)[: len(prompt) + len(expected.ids)] == prompt + expected.ids
         assert context.tokens.num_rerendered_tokens == 0
@@ -110,12 +113,11 @@ class Conversations:
         settled = prompt_of(context)
         self.generator.fill(context, text)
         encoded = [settled + TOKENIZER.encode(text + choice, continues=True) for choice in CHOICES]
-        start = min(len(encoded[0]), *(common_prefix(encoded[0], ids) for ids in encoded[1:]))
+        start = min(len(encoded[0]), *(num_common(encoded[0], ids) for ids in encoded[1:]))
         start = min(start, *(len(ids) - 1 for ids in encoded))
-        logprobs = [sum(fake_logprob(ids[:n], ids[n]) for n in range(start, len(ids))) for ids in encoded]
-        scores = [total / (len(ids) - start) for total, ids in zip(logprobs, encoded, strict=True)]
         prefix = encoded[0][:start]
-        num_cached = self.cached(context, prefix)
+        expected, num_cached = self.expected(context, prefix, choices=[ids[start:] for ids in encoded])
+        scores = [sum(logprobs) / len(logprobs) for logprobs in expected.choice_logprobs]
         end = await self.generator.score(context, CHOICES, "token_length_normalized")
         assert end.scores == pytest.approx(scores)
         assert end.index == max(range(len(CHOICES)), key=scores.__getitem__)
@@ -123,14 +125,9 @@ class Conversations:
         assert prompt_of(context) == encoded[end.index] + TOKENIZER.encode("swer", continues=True)
         assert context.tokens.text_view().endswith(text + CHOICES[end.index] + "swer")
         assert end.usage == af.Usage(len(prefix), num_cached, 0)
-        self.note(context, prefix)
         self.generator.end_role(context)
         assert prompt_of(context)[: len(encoded[end.index])] == encoded[end.index]
         assert context.tokens.num_rerendered_tokens == 0
-
-
-def common_prefix(a: list[int], b: list[int]) -> int:
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 texts = st.text(st.sampled_from("the an<|im_start|>\n日"), max_size=10) | st.just(
@@ -150,7 +147,9 @@ steps = st.one_of(
 @pytest.mark.trio_in_full
 @given(plan=st.lists(st.tuples(st.integers(0, 5), steps), min_size=4, max_size=12))
 async def test_conversations_are_token_exact_and_reuse_all_that_was_computed(plan):
-    async with plain_engine(SchedulerConfig(token_budget=32), max_context=2048, num_slots=16384) as client:
+    async with plain_model_engine(
+        SchedulerConfig(token_budget=32), max_context=2048, num_slots=16384
+    ) as client:
         talk = Conversations(generator_on(client))
         for which, (kind, *args) in plan:
             if kind == "open" or not talk.contexts:
@@ -171,7 +170,7 @@ async def test_conversations_are_token_exact_and_reuse_all_that_was_computed(pla
                     ahead = context.prefill_ahead
                     talk.contexts += await talk.generator.fork(context, args[0])
                     if context.prefill_ahead != ahead:
-                        talk.note(context, prompt_of(context))
+                        talk.expected(context, prompt_of(context), choices=[[]])  # only computed
         for context in talk.contexts:
             talk.generator.free(context)
         await talk.generator.stats()  # by now the engine has read that
@@ -189,7 +188,7 @@ async def test_the_next_turn_begins_with_exactly_what_was_generated():
     def spelled(tokens) -> int:  # one character at a time, always
         return TOKENIZER.encode("answer"[len(tokens) % 6])[0]
 
-    async with plain_engine(next_token=spelled) as client:
+    async with plain_model_engine(next_token=spelled) as client:
         generator = generator_on(client)
         context = generator.open("")
         fill_turn(generator, context, "user", "Spell it.")
@@ -208,7 +207,7 @@ async def test_the_next_turn_begins_with_exactly_what_was_generated():
 
 
 async def test_forks_compute_what_they_share_once():
-    async with plain_engine(SchedulerConfig(token_budget=16)) as client:
+    async with plain_model_engine(SchedulerConfig(token_budget=16)) as client:
         generator = generator_on(client)
         context = generator.open("")
         fill_turn(generator, context, "user", "the answer to the question is " * 10)
@@ -237,7 +236,7 @@ async def test_forks_compute_what_they_share_once():
 
 async def test_salts_and_tenants_have_caches_of_their_own():
     keys = [("", ""), ("a", ""), ("", "a"), ("a", "b/c"), ("a/b", "c"), ("1/a", ""), ("", "1/a/")]
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         for round_number in range(2):
             for tenant, salt in keys:
                 generator = generator_on(client, tenant)
@@ -250,7 +249,7 @@ async def test_salts_and_tenants_have_caches_of_their_own():
 
 @given(chunks=st.lists(texts, max_size=5))
 async def test_text_is_the_same_in_one_piece_or_in_many(chunks):
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         generator = generator_on(client)
         one, many = generator.open(""), generator.open("")
         generator.fill(one, "".join(chunks))
@@ -262,7 +261,7 @@ async def test_text_is_the_same_in_one_piece_or_in_many(chunks):
 
 async def test_a_long_text_is_encoded_beside_the_loop_and_the_same():
     text = "the answer to the question " * (MAX_INLINE_CHARS // 20)
-    async with plain_engine(max_context=4096) as client:
+    async with plain_model_engine(max_context=4096) as client:
         generator = generator_on(client)
         context = generator.open("")
         generator.fill(context, text)
@@ -284,7 +283,7 @@ async def test_many_turns_are_laid_out_beside_the_loop_and_no_more_than_the_cont
         settle(state)
 
     monkeypatch.setattr(token_state.TokenState, "_settle", settled)
-    async with plain_engine(max_context=300) as client:
+    async with plain_model_engine(max_context=300) as client:
         generator = generator_on(client)
         context = generator.open("")
         for _ in range(300):
@@ -309,7 +308,7 @@ async def test_reading_the_ids_of_a_long_text_encodes_it_once_and_beside_the_loo
 
     monkeypatch.setattr(token_state, "encode_spans", encode_spans)
     text = "the answer to the question " * (MAX_INLINE_CHARS // 20)
-    async with plain_engine(max_context=4096) as client:
+    async with plain_model_engine(max_context=4096) as client:
         generator = generator_on(client)
         context = generator.open("")
         generator.fill(context, text)
@@ -327,7 +326,7 @@ async def test_reading_the_ids_of_a_long_text_encodes_it_once_and_beside_the_loo
 async def test_a_generation_that_is_given_up_leaves_its_context_as_it_was():
     gate = StepGate()
     gate.attach()
-    async with plain_engine(on_step=gate) as client:
+    async with plain_model_engine(on_step=gate) as client:
         generator = generator_on(client)
         context = generator.open("")
         generator.fill(context, "the question")
@@ -347,7 +346,7 @@ async def test_a_generation_that_is_given_up_leaves_its_context_as_it_was():
 @pytest.mark.parametrize("call", ["generate", "score"])
 async def test_a_call_cancelled_before_it_is_submitted_sends_nothing(call):
     sent: list[object] = []
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         client.observe(SimpleNamespace(sent=sent.append, received=lambda messages: None))
         generator = generator_on(client)
         context = generator.open("")
@@ -365,7 +364,7 @@ async def test_a_call_cancelled_before_it_is_submitted_sends_nothing(call):
 
 
 async def test_an_empty_state_cannot_be_continued():
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         generator = generator_on(client)
         with pytest.raises(af.errors.BadArgument, match=r"^gen "):
             await generate(generator, generator.open(""))
@@ -374,7 +373,7 @@ async def test_an_empty_state_cannot_be_continued():
 
 
 async def test_a_select_that_cannot_run_says_why_once():
-    async with plain_engine(max_context=64) as client:
+    async with plain_model_engine(max_context=64) as client:
         generator = generator_on(client)
         context = generator.open("")
         generator.fill(context, "x " * 100)
@@ -389,7 +388,7 @@ async def test_a_select_whose_forward_pass_fails_says_why_once(caplog):
     def fail(batch) -> None:
         raise ZeroDivisionError
 
-    async with plain_engine(on_step=fail) as client:
+    async with plain_model_engine(on_step=fail) as client:
         generator = generator_on(client)
         context = generator.open("")
         generator.fill(context, "the question")
@@ -399,7 +398,7 @@ async def test_a_select_whose_forward_pass_fails_says_why_once(caplog):
 
 
 async def test_a_model_without_a_template_has_no_roles():
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         generator = EngineGenerator(client, ChatTemplate(None))
         assert generator.capabilities == Capabilities("fake", roles=False, max_context=512, watch=True)
         assert generator_on(client).capabilities.roles
@@ -408,7 +407,7 @@ async def test_a_model_without_a_template_has_no_roles():
 
 
 async def test_the_seed_of_a_gen_reaches_the_engine():
-    async with plain_engine(next_token=None) as client:
+    async with plain_model_engine(next_token=None) as client:
         generator = generator_on(client)
         context = generator.open("")
         generator.fill(context, "the question")
@@ -518,7 +517,7 @@ async def test_text_far_too_long_is_encoded_in_pieces(monkeypatch):
         return encode(whole, text)
 
     monkeypatch.setattr(TOKENIZER, "_encoding", encoding)
-    async with plain_engine(max_context=4_000) as client:
+    async with plain_model_engine(max_context=4_000) as client:
         generator = generator_on(client)
         for length, num_turns in ((3 * PIECE_CHARS // 2, 0), (PIECE_CHARS // 4, 4)):
             context = generator.open("")
@@ -545,7 +544,7 @@ async def test_text_that_fits_is_not_counted_again(monkeypatch):
         check(limits, texts, **options)
 
     monkeypatch.setattr(PromptLimits, "check_texts", check_texts)
-    async with plain_engine(max_context=4_000) as client:
+    async with plain_model_engine(max_context=4_000) as client:
         generator = generator_on(client)
         context = generator.open("")
         for _ in range(3):
@@ -582,7 +581,7 @@ class SubmitObserver:
 
 
 async def test_states_that_name_one_program_are_siblings():
-    async with plain_engine(SchedulerConfig(), max_context=2048, num_slots=4096) as client:
+    async with plain_model_engine(SchedulerConfig(), max_context=2048, num_slots=4096) as client:
         generator = generator_on(client)
         first, second = generator.open("", program="p"), generator.open("salt", program="p")
         other, alone = generator.open("", program="q"), generator.open("")
@@ -599,7 +598,7 @@ async def test_states_that_name_one_program_are_siblings():
 
 async def test_hints_go_with_the_requests_that_follow():
     observer = SubmitObserver()
-    async with plain_engine(SchedulerConfig(), max_context=2048, num_slots=4096) as client:
+    async with plain_model_engine(SchedulerConfig(), max_context=2048, num_slots=4096) as client:
         generator = generator_on(client)
         generator.observe(observer)
         context = generator.open("")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine, StepGate
 from support.faults import has_param
-from support.plain_engine import fake_logprob, plain_engine, runner
+from support.plain_model import alone, fake_logprob, plain_model_engine, runner
 from support.process_engine import Hold, kill, process_engine
 
 import agentflow as af
@@ -20,6 +20,7 @@ from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.messages import Finished
 from agentflow.engine.runner import OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.submit import GREEDY
 from agentflow.engine.text.choices import EncodedChoices, scores_of
 from agentflow.engine.token_tree import MAX_CHOICE_TOKENS
 from agentflow.protocol.sampling import SamplingParams
@@ -32,7 +33,8 @@ METHODS = ["token_length_normalized", "greedy_token_selection", "unconditional_l
 
 
 def expected_logprobs(prompt: list[int], choices: list[list[int]]) -> list[list[float]]:
-    return [[fake_logprob(prompt + choice[:n], choice[n]) for n in range(len(choice))] for choice in choices]
+    """The plain engine's, which scores each choice by itself."""
+    return [*alone(prompt, GREEDY, choices=choices).choice_logprobs]
 
 
 async def one_by_one(client: EngineClient, prompt: list[int], choices: list[list[int]]) -> list[list[float]]:
@@ -42,7 +44,7 @@ async def one_by_one(client: EngineClient, prompt: list[int], choices: list[list
 
 
 async def test_choices_are_scored_as_one_by_one():
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         for num_cached in (0, len(PROMPT) - 1):
             end = await client.score_choices(PROMPT, CHOICES)
             assert end.choice_logprobs == expected_logprobs(PROMPT, CHOICES)
@@ -55,7 +57,7 @@ async def test_choices_are_scored_as_one_by_one():
 
 @pytest.mark.parametrize(("prompt", "choices"), [(PROMPT, [[1], []]), ([], [[1]])])
 async def test_an_invalid_select_fails_alone(prompt, choices):
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         with pytest.raises((af.errors.BadArgument, af.errors.EngineFailed)):
             await client.score_choices(prompt, choices)
         with pytest.raises(af.PromptTooLong, check=has_param("prompt")):
@@ -75,7 +77,7 @@ async def test_a_select_that_is_given_up_gives_all_slots_back():
         params = SamplingParams(max_tokens=20, ignore_eos=True)
         ends["beside"] = await client.generate([9], params, seed=0, on_text=lambda text: None)
 
-    async with plain_engine(SchedulerConfig(token_budget=8), on_step=gate) as client:
+    async with plain_model_engine(SchedulerConfig(token_budget=8), on_step=gate) as client:
         gate.allow(5)
         async with anyio.create_task_group() as group:
             group.start_soon(beside)
@@ -99,7 +101,7 @@ async def test_a_select_whose_forward_pass_fails_gives_all_slots_back(caplog):
         if batch.trees is not None and batch.trees.query_lens.sum() == 3:  # the tree's last piece
             raise ZeroDivisionError
 
-    async with plain_engine(SchedulerConfig(token_budget=8), on_step=fail_late) as client:
+    async with plain_model_engine(SchedulerConfig(token_budget=8), on_step=fail_late) as client:
         with pytest.raises(af.errors.EngineFailed, match="the forward pass failed"):
             await client.score_choices(PROMPT[:7], [[a, 0] for a in range(12)])
         stats = await client.stats()
@@ -114,7 +116,7 @@ async def test_a_select_that_does_not_fit_into_memory_runs_in_halves(capacity):
         if len(batch.token_ids) > capacity:
             raise OutOfMemory
 
-    async with plain_engine(SchedulerConfig(token_budget=8), on_step=on_step) as client:
+    async with plain_model_engine(SchedulerConfig(token_budget=8), on_step=on_step) as client:
         end = await client.score_choices(PROMPT, choices)
         assert end.choice_logprobs == expected_logprobs(PROMPT, choices)
 
@@ -156,7 +158,7 @@ def opened(client: EngineClient, text: str, *, with_role: bool) -> tuple[EngineG
 @pytest.mark.parametrize("method", METHODS)
 @given(text=words, choices=st.lists(words, min_size=1, max_size=6, unique=True), with_role=st.booleans())
 async def test_every_method_scores_what_is_appended(method, text, choices, with_role):
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         generator, context = opened(client, text, with_role=with_role)
         encoded = context.tokens.encode_choices(choices)
         end = await generator.score(context, choices, method)
@@ -198,7 +200,7 @@ long_choices = st.lists(
 async def test_f8a_long_choices_are_scored_as_one_by_one(choices, longest, budget):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(select, "MAX_TREE_TOKENS", longest)
-        async with plain_engine(SchedulerConfig(token_budget=budget)) as client:
+        async with plain_model_engine(SchedulerConfig(token_budget=budget)) as client:
             _, context = opened(client, "the question", with_role=False)
             encoded = EncodedChoices(0, "", [""] * len(choices), PROMPT, choices)
             for method in METHODS:
@@ -221,7 +223,7 @@ async def test_f8b_a_select_of_long_choices_stalls_no_step():
         longest = max(longest, 0 if batch.trees is None else batch.trees.paths.shape[1])
 
     config = SchedulerConfig(token_budget=64)
-    async with plain_engine(config, max_context=2048, on_step=on_step) as client:
+    async with plain_model_engine(config, max_context=2048, on_step=on_step) as client:
         _, context = opened(client, "the question", with_role=False)
         encoded = EncodedChoices(0, "", [""] * 3, PROMPT, choices)
         scores, _ = await select.select_scores(client, context, encoded, METHODS[0])
@@ -234,7 +236,7 @@ async def test_f8b_a_select_of_long_choices_stalls_no_step():
 
 
 async def test_f8c_choices_that_are_too_long_together_fail_before_any_is_scored():
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         _, context = opened(client, "the question", with_role=False)
         encoded = EncodedChoices(0, "", ["", ""], PROMPT, [[7], [7] * MAX_CHOICE_TOKENS])
         with pytest.raises(af.errors.BadArgument, check=has_param("choices")):
@@ -246,7 +248,7 @@ async def test_f8c_choices_that_are_too_long_together_fail_before_any_is_scored(
 
 async def test_the_pass_after_nothing_is_not_what_the_state_needs_next():
     """A state's prompt is kept longer than other cache; the start token alone is not its prompt."""
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         generator, context = opened(client, "the question", with_role=True)
         await generator.score(context, ["the", "an"], METHODS[2])
         await client.stats()
@@ -258,7 +260,9 @@ async def test_the_pass_after_nothing_is_not_what_the_state_needs_next():
 async def test_a_select_over_a_thousand_choices_after_a_long_text():
     """Encoded in a thread, scored in two passes, and the text's ids are computed once."""
     text, choices = "the answer to the question is " * 60, [f"{number}" for number in range(1000)]
-    async with plain_engine(SchedulerConfig(token_budget=1024), max_context=4096, num_slots=16384) as client:
+    async with plain_model_engine(
+        SchedulerConfig(token_budget=1024), max_context=4096, num_slots=16384
+    ) as client:
         generator, context = opened(client, text, with_role=False)
         end = await generator.score(context, choices, METHODS[0])
         stats = await client.stats()

@@ -14,7 +14,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 from support.fake_engine import TEMPLATE, TOKENIZER
 from support.holds import Hold
-from support.plain_engine import plain_engine
+from support.plain_model import plain_model_engine
 from support.process_engine import LENGTH, PLAIN, generate, kill, process_engine, text_after
 
 from agentflow.engine.client import EngineClient
@@ -50,7 +50,7 @@ SHOWN = TOKENIZER.decode(PLAIN.ids[:6])
 )
 async def test_a_stream_continues_unchanged_after_a_kill(tmp_path, params):
     is_random = "temperature" in params
-    async with plain_engine(**({"next_token": None} if is_random else {})) as client:
+    async with plain_model_engine(**({"next_token": None} if is_random else {})) as client:
         expected = await generate(client, seed=3, **params)
     results = []
 
@@ -138,7 +138,7 @@ async def test_waiting_requests_run_in_order(tmp_path):
 
 async def test_requests_without_generation_are_rerun(tmp_path):
     hold = Hold(tmp_path / "hold")
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         expected = await client.score([*range(10, 30)], 12)
     ends: list[Finished] = []
 

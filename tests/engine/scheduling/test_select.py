@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.engine.scheduler_harness import Harness, expected_output
+from support.engine.scheduler_harness import GREEDY, Harness, expected_output
 from support.faults import has_param
+from support.plain_model import alone
 
 from agentflow.engine.request import Request, Status
 from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
@@ -36,12 +37,8 @@ def scores(request: Request) -> list[list[float]]:
 
 
 def plain_scores(prompt: list[int], choices: list[list[int]]) -> list[list[float]]:
-    """The reference: one scoring request for each choice."""
-    harness = Harness(1024, token_budget=64)
-    for number, choice in enumerate(choices):
-        harness.add(number, prompt + choice, 0, score_from=len(prompt))
-    harness.run()
-    return [harness.requests[number].logprobs for number in range(len(choices))]
+    """The plain engine's, which scores each choice by itself."""
+    return [*alone(prompt, GREEDY, choices=choices).choice_logprobs]
 
 
 def finish(harness: Harness) -> None:

@@ -17,7 +17,7 @@ import anyio
 import pytest
 from support.fake_engine import StepGate
 from support.holds import Hold
-from support.plain_engine import END_ID, PLAIN_IDS, plain_engine
+from support.plain_model import END_ID, PLAIN_IDS, plain_model_engine
 from support.process_engine import PLAIN, PROMPT, generate, kill, process_engine
 
 from agentflow.cli import main as cli
@@ -63,7 +63,7 @@ async def ask(client: EngineClient, prompt: list[int], origin: Origin = NOWHERE,
 async def test_a_request_is_recorded_as_it_was_served(tmp_path):
     path = tmp_path / "served.jsonl"
     origin = Origin("ann", "salt", "throughput", state=7, task_group=8)
-    async with plain_engine() as client, recorded(client, path):
+    async with plain_model_engine() as client, recorded(client, path):
         await ask(client, PROMPT, origin, max_tokens=5, ignore_eos=True)
     workload = read_workload(path)
     assert (workload.name, workload.kv_tokens) == ("served", 4096)
@@ -79,7 +79,7 @@ async def test_an_output_is_what_was_sampled_and_not_what_was_kept_of_it(tmp_pat
     path = tmp_path / "served.jsonl"
     stop = PLAIN.text[3:5]
     number = next(n for n in PLAIN_IDS if n in PLAIN.ids)
-    async with plain_engine() as client, recorded(client, path):
+    async with plain_model_engine() as client, recorded(client, path):
         await ask(client, PROMPT, stop=(stop,))
         await ask(client, PROMPT, stop_token_ids=(number,), ignore_eos=True, max_tokens=20)
         with_end = await ask(client, [*PROMPT, 9], max_tokens=200)
@@ -93,14 +93,14 @@ async def test_an_output_is_what_was_sampled_and_not_what_was_kept_of_it(tmp_pat
 
 async def test_a_limit_is_no_longer_than_a_request_can_be(tmp_path):
     path = tmp_path / "served.jsonl"
-    async with plain_engine() as client, recorded(client, path):
+    async with plain_model_engine() as client, recorded(client, path):
         await ask(client, PROMPT, max_tokens=10**9)
     assert read(path)[0].max_new_tokens == client.info.max_context
 
 
 async def test_requests_without_generation_have_no_output(tmp_path):
     path = tmp_path / "served.jsonl"
-    async with plain_engine() as client, recorded(client, path):
+    async with plain_model_engine() as client, recorded(client, path):
         await client.compute([5, 6, 7])
         client.compute_ahead([5, 6, 8], origin=Origin())
         await client.score([5, 6, 7, 8], 3)
@@ -117,7 +117,7 @@ async def test_requests_without_generation_have_no_output(tmp_path):
 async def test_salts_and_tenants_are_numbered_and_not_named(tmp_path):
     path = tmp_path / "served.jsonl"
     names = ["", "hunter2", "swordfish", "hunter2", "", "swordfish"]
-    async with plain_engine() as client, recorded(client, path):
+    async with plain_model_engine() as client, recorded(client, path):
         for name in names:
             await ask(client, PROMPT, Origin(cache_salt=name), max_tokens=1)
             await ask(client, PROMPT, Origin(tenant=name), max_tokens=1)
@@ -132,7 +132,7 @@ async def test_aborted_and_failed_requests_are_not_recorded(tmp_path):
     gate = StepGate()
     gate.attach()
     gate.allow(1)
-    async with plain_engine(on_step=gate) as client, recorded(client, path):
+    async with plain_model_engine(on_step=gate) as client, recorded(client, path):
         with pytest.raises(PromptTooLong):
             await ask(client, [5] * 600)
         async with anyio.create_task_group() as group:
@@ -150,7 +150,7 @@ async def test_lines_come_in_the_order_of_ends_with_their_arrivals(tmp_path):
     gate.attach()
     gate.allow(1)
     async with (
-        plain_engine(on_step=gate) as client,
+        plain_model_engine(on_step=gate) as client,
         recorded(client, path),
         anyio.create_task_group() as group,
     ):
@@ -195,7 +195,7 @@ async def serve_conversations(client: EngineClient) -> None:
 async def test_the_simulator_hits_what_the_engine_hit(tmp_path, name, num_slots):
     path = tmp_path / name
     config = SchedulerConfig(max_running=4, token_budget=16)
-    async with plain_engine(config, num_slots=num_slots) as client:
+    async with plain_model_engine(config, num_slots=num_slots) as client:
         async with recorded(client, path):
             await serve_conversations(client)
         stats = await client.stats()
@@ -216,7 +216,7 @@ async def test_the_simulator_hits_what_the_engine_hit(tmp_path, name, num_slots)
 
 async def test_the_command_replays_a_recording(tmp_path, capsys):
     path = tmp_path / "served.jsonl"
-    async with plain_engine() as client, recorded(client, path):
+    async with plain_model_engine() as client, recorded(client, path):
         await serve_conversations(client)
         await client.score([2, 3, 4, 5, 6], 3)
     assert cli.main(["simulate", str(path), "--policy", "fcfs"]) == 0
@@ -245,7 +245,7 @@ class BrokenDisk(io.BytesIO):
 @pytest.mark.parametrize("room", [0, 200])
 async def test_a_full_disk_ends_the_recording_and_not_the_serving(caplog, room):
     disk = BrokenDisk(room)
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         async with recording(client, disk):
             expected = await ask(client, PROMPT)
             for _ in range(10):
@@ -265,7 +265,7 @@ async def test_a_file_that_cannot_be_closed_is_logged(caplog):
             super().close()
             raise OSError("no")
 
-    async with plain_engine() as client, recording(client, Unclosable()):
+    async with plain_model_engine() as client, recording(client, Unclosable()):
         await ask(client, PROMPT)
     assert "recording the workload has stopped: no" in caplog.text
 
@@ -278,7 +278,7 @@ async def test_a_disk_that_is_far_behind_ends_the_recording(caplog, monkeypatch)
         def flush(self) -> None:
             assert may_write.wait(30)
 
-    async with plain_engine() as client, recording(client, SlowDisk()):
+    async with plain_model_engine() as client, recording(client, SlowDisk()):
         for _ in range(10):
             await ask(client, PROMPT, max_tokens=1)
         assert "the file is 2 requests behind" in caplog.text
@@ -288,7 +288,7 @@ async def test_a_disk_that_is_far_behind_ends_the_recording(caplog, monkeypatch)
 
 async def test_all_that_has_ended_is_written_when_the_server_is_cancelled(tmp_path):
     path = tmp_path / "served.jsonl.gz"
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         with anyio.CancelScope() as scope:
             async with recorded(client, path):
                 for number in range(20):
@@ -307,7 +307,7 @@ async def test_a_recording_can_be_read_while_it_grows(tmp_path):
             super().flush()
             has_flushed.set()
 
-    async with plain_engine() as client, recording(client, Disk(path, "wb")):
+    async with plain_model_engine() as client, recording(client, Disk(path, "wb")):
         await ask(client, PROMPT)
         assert await anyio.to_thread.run_sync(has_flushed.wait, 30)
         assert [a.prompt.tolist() for a in read(path)] == [PROMPT]
@@ -315,7 +315,7 @@ async def test_a_recording_can_be_read_while_it_grows(tmp_path):
 
 async def test_an_error_of_the_serving_leaves_as_itself_and_closes_the_file(tmp_path):
     path = tmp_path / "served.jsonl.gz"
-    async with plain_engine() as client:
+    async with plain_model_engine() as client:
         with pytest.raises(ZeroDivisionError):
             async with recorded(client, path):
                 raise ZeroDivisionError
@@ -327,7 +327,7 @@ async def test_a_recording_is_its_owners_alone_and_never_written_over(tmp_path, 
     path = tmp_path / name
     before = os.umask(0)
     try:
-        async with plain_engine() as client, recorded(client, path):
+        async with plain_model_engine() as client, recorded(client, path):
             await ask(client, PROMPT)
     finally:
         os.umask(before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -113,31 +112,3 @@ class PlainConstrained:
             count += not any(self.sampled[at:end])
             at = end
         return count
-
-
-Choose = Callable[[list[int], set[int]], int]
-"""Chooses the next token after an output, among the allowed ones, which may include the end token."""
-
-
-@dataclass(frozen=True)
-class Written:
-    text: str
-    ids: list[int]
-    reason: str
-
-
-def written(text: PlainConstrained, choose: Choose, *, max_tokens: int, end_id: int | None) -> Written:
-    """A whole generation, without stop strings."""
-    text.jump(max_tokens)
-    while True:
-        if text.must_end():
-            return Written(text.data.decode(), text.ids, "stop")
-        if len(text.ids) >= max_tokens:
-            kept = text.data.decode(errors="ignore")
-            return Written(kept, text.ids, "length")
-        ends = {end_id} if text.may_end() and end_id is not None else set()
-        token = choose(text.ids, text.allowed() | ends)
-        if token == end_id:
-            return Written(text.data.decode(), text.ids, "eos")
-        text.take(token)
-        text.jump(max_tokens)
