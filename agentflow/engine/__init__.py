@@ -1,6 +1,7 @@
 """One model, served: from a ``Submit`` to the tokens that it gets.
 
-To learn how it works, read ``messages`` (what an engine is asked and answers), ``submit`` and ``request``
+``docs/internals/plain-engine.md`` is the same engine in 300 lines, without all that makes it fast. To learn
+how this one works, read ``messages`` (what an engine is asked and answers), ``submit`` and ``request``
 with ``token_tree`` (the choices of a select) and ``media_run`` (images in a prompt), ``batch``, ``runner``
 (the interface to a model) with ``fake_runner`` (its stand-in without a model), ``cache`` from
 ``cache/radix_cache`` on, ``scheduling`` from ``scheduling/scheduler`` on, and ``engine``, in this order.
