@@ -28,6 +28,7 @@ class Walk:
 
     def __init__(self) -> None:
         self.files: dict[str, None] = {}  # in the order of their first call
+        self.calls: list[tuple[str, str]] = []  # the file and the function of each
         self.moves: Counter[tuple[str, str]] = Counter()
         self.is_open = False
 
@@ -39,6 +40,7 @@ class Walk:
             return
         file = frame.f_code.co_filename
         self.files.setdefault(file)
+        self.calls.append((file, frame.f_code.co_qualname))
         caller = frame.f_back
         while caller is not None and not caller.f_code.co_filename.startswith(PACKAGE):
             caller = caller.f_back
