@@ -157,6 +157,7 @@ class Engine:
             self._builder.close()
             self._adapters.close()
             try:
+                self._drain()  # a runner may not be closed while a batch runs
                 self._runner.close()
             except Exception:  # a broken device may not even free its memory
                 logger.exception("cannot close the model runner")

@@ -11,9 +11,12 @@ import anyio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.engine.stepped_engine import SteppedEngine
 from support.plain_model import PLAIN_IDS, alone, fake_logprob, plain_model_engine
+from support.plain_model import runner as plain_runner
 
 from agentflow.engine.client import EngineClient
+from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling import batch_builder
 from agentflow.engine.scheduling.in_flight import InFlight
@@ -21,6 +24,7 @@ from agentflow.engine.scheduling.in_progress_prefixes import InProgressPrefixes
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.submit import Submit
 from agentflow.engine.text.thoughts import Thinking
 from agentflow.errors import EngineFailed
 from agentflow.protocol.sampling import SamplingParams
@@ -190,3 +194,19 @@ async def test_f1_a_request_that_cannot_be_cached_can_be_aborted() -> None:
         assert stats.free_slots + stats.cached_slots == stats.total_slots
         end = await client.generate([5, 6], params, seed=0)
         assert end.text == alone([5, 6], params).text
+
+
+class ClosedRunner(FakeRunner):
+    """Counts the batches that were in flight when it was closed."""
+
+    num_in_flight = -1
+
+    def close(self) -> None:
+        self.num_in_flight = len(self._launched)
+
+
+def test_an_engine_that_stops_collects_its_batches_first() -> None:
+    runner = plain_runner(ClosedRunner, launches_ahead=True)
+    engine = SteppedEngine(runner, num_deliveries=3)
+    engine.run(Submit(1, [5, 6, 7], SamplingParams(max_tokens=50, ignore_eos=True)))
+    assert runner.num_in_flight == 0
