@@ -293,8 +293,8 @@ def stats_line(answered: Answered) -> str:
     if usage is None:
         return f"(stopped after {answered.took_s:.1f} s)"
     parts = [f"{usage.output_tokens:,} token{'s' * (usage.output_tokens != 1)}"]
-    if usage.thought_tokens:
-        parts.append(f"{usage.thought_tokens:,} of reasoning")
+    if usage.reasoning_tokens:
+        parts.append(f"{usage.reasoning_tokens:,} of reasoning")
     if answered.tokens_per_s is not None:
         parts.append(f"{answered.tokens_per_s:.1f} tokens/s")
     parts.append(f"first after {answered.ttft_s * 1000:,.0f} ms")

@@ -43,7 +43,7 @@ from agentflow.engine.request_checks import check_task
 from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.submit import Origin, Submit
-from agentflow.engine.text.thoughts import Thinking
+from agentflow.engine.text.reasoning import Thinking
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_output import CallMarks
 from agentflow.engine.watching.hub import WatchHub

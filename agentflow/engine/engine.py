@@ -5,7 +5,7 @@ only in the messages of ``messages``: ``send`` queues one, and each step deliver
 nothing to run, the engine blocks on its inbox.
 
 ``request_checks`` turns a ``Submit`` into a ``Request``, ``constrained`` keeps a request under its grammar
-and the budget of its thoughts, and ``engine_stats`` reads the counters.
+and the budget of its reasoning, and ``engine_stats`` reads the counters.
 """
 
 from __future__ import annotations
@@ -345,7 +345,7 @@ class Engine:
 
     def _begin_text(self, request: Request, text: TextEnd, message: Submit) -> None:
         """Reads the tokens that a dead engine generated, whose text the client already has. Puts the request
-        under its grammar and the budget of its thoughts, and appends what these force first."""
+        under its grammar and the budget of its reasoning, and appends what these force first."""
         constrained = None
         if message.constraint is not None or message.thinking is not None:
             request.is_steered = True
@@ -403,7 +403,7 @@ class Engine:
         [token_id] = row.token_ids
         text, constrained = self._texts[request.id], self._constrained.get(request.id)
         if token_id in self._runner.info.end_token_ids and not params.ignore_eos:
-            jump = None if constrained is None else constrained.end_thoughts()
+            jump = None if constrained is None else constrained.end_reasoning()
             if jump is None:
                 self._finish(request, "eos")
             else:
@@ -432,7 +432,7 @@ class Engine:
         )
 
     def _jump(self, request: Request, text: TextEnd, jump: Jump) -> None:
-        """Appends the tokens that the grammar, or the budget of thoughts, forces. None behind a stop."""
+        """Appends the tokens that the grammar, or the budget of reasoning, forces. None behind a stop."""
         num_dropped = request.num_generated - jump.num_kept
         delta = text.replace(jump.num_kept, jump.token_ids, is_free=jump.is_free)
         token_ids = jump.token_ids[: text.num_ids - jump.num_kept]
@@ -488,7 +488,7 @@ class Engine:
                 forced=[] if constrained is None else constrained.forced_spans(len(text)),
                 forced_tokens=0 if constrained is None else constrained.num_forced(request.num_generated),
                 embedding=embedding,
-                thought_tokens=0 if constrained is None else constrained.num_thought_tokens,
+                reasoning_tokens=0 if constrained is None else constrained.num_reasoning_tokens,
                 answer_at=None if constrained is None else constrained.answer_at,
                 ranks=request.ranks,
             )

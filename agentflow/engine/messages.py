@@ -138,7 +138,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     forced: list[tuple[int, int]] = []
     forced_tokens: int = 0  # the tokens that are completely in such parts
     embedding: bytes = b""  # float32, in the machine's byte order
-    thought_tokens: int = 0  # the tokens before the answer
+    reasoning_tokens: int = 0  # the tokens before the answer
     answer_at: int | None = None  # as in ``Progress``
     ranks: list[int] = []  # of each scored token; 1: the likeliest at its place
 

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
-from agentflow.engine.text.thoughts import Thinking
+from agentflow.engine.text.reasoning import Thinking
 from agentflow.engine.text.tool_output import CallMarks
 from agentflow.errors import BadArgument
 from agentflow.protocol.sampling import SamplingParams

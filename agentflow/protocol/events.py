@@ -118,7 +118,7 @@ class Usage(Record, msgspec.Struct, frozen=True):
     output_tokens: int = 0
     forced_tokens: int = 0
     """Of the output: forced by a constraint, not sampled."""
-    thought_tokens: int = 0
+    reasoning_tokens: int = 0
     """Of the output: reasoning."""
 
     @property
@@ -132,7 +132,7 @@ class Usage(Record, msgspec.Struct, frozen=True):
             self.cached_tokens + other.cached_tokens,
             self.output_tokens + other.output_tokens,
             self.forced_tokens + other.forced_tokens,
-            self.thought_tokens + other.thought_tokens,
+            self.reasoning_tokens + other.reasoning_tokens,
         )
 
 

@@ -63,8 +63,8 @@ def test_each_event_is_delivered_once_across_broken_connections(recorded: list[t
         elif name == "think" and not variables[2].has_ended:
             variables[2].extend_reasoning(text)
         elif action == "complete 2" and not variables[2].has_ended:
-            thoughts = variables[2].reasoning or None
-            variables[2].complete(Value(2, 0, variables[2].text, "eos", Usage(), reasoning=thoughts))
+            reasoning = variables[2].reasoning or None
+            variables[2].complete(Value(2, 0, variables[2].text, "eos", Usage(), reasoning=reasoning))
         elif action == "fail 3":
             variables[3].fail(Cancelled("enough"))
         elif action == "reach" and state.error is None:
@@ -81,7 +81,7 @@ def test_each_event_is_delivered_once_across_broken_connections(recorded: list[t
             resume()
     resume()
     listener.deliver(cursors.receive(events.drain()))
-    assert listener.thoughts.get(2, "") == variables[2].reasoning
+    assert listener.reasoning.get(2, "") == variables[2].reasoning
     for var, variable in variables.items():
         assert listener.texts.get(var, "") == variable.text
         assert (var in listener.ends) == variable.has_ended

@@ -52,7 +52,7 @@ class Talkative:
                 context.text += "Yes."
                 on_text("Yes.")
                 return Generated(
-                    "Yes.", "eos", Usage(4, 0, 7, thought_tokens=3), reasoning="It is\x1b[2J hard."
+                    "Yes.", "eos", Usage(4, 0, 7, reasoning_tokens=3), reasoning="It is\x1b[2J hard."
                 )
 
         def answer(prompt: str) -> str | Exception:

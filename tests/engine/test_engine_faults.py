@@ -25,7 +25,7 @@ from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.submit import Submit
-from agentflow.engine.text.thoughts import Thinking
+from agentflow.engine.text.reasoning import Thinking
 from agentflow.errors import EngineFailed
 from agentflow.protocol.sampling import SamplingParams
 
@@ -35,7 +35,7 @@ THINKING = Thinking("<think>", "</think>", True, 2)
 
 
 @pytest.mark.parametrize("top_logprobs", [0, 3])
-async def test_f1_logprobs_of_thoughts_that_reach_their_budget(top_logprobs: int) -> None:
+async def test_f1_logprobs_of_reasoning_that_reach_their_budget(top_logprobs: int) -> None:
     params = SamplingParams(max_tokens=30, ignore_eos=True, logprobs=True, top_logprobs=top_logprobs)
     ends = []
     async with plain_model_engine(SchedulerConfig(token_budget=4)) as client:
@@ -47,7 +47,7 @@ async def test_f1_logprobs_of_thoughts_that_reach_their_budget(top_logprobs: int
             for _ in range(3):
                 group.start_soon(run)
         for end in ends:
-            assert end.thought_tokens > 2
+            assert end.reasoning_tokens > 2
             assert end.logprobs == [
                 fake_logprob([5, 6, 7, *end.token_ids[:place]], token)
                 for place, token in enumerate(end.token_ids)

@@ -29,7 +29,7 @@ SHOWN_USAGE = {
     "cached_tokens": 2,
     "output_tokens": 1,
     "forced_tokens": 0,
-    "thought_tokens": 0,
+    "reasoning_tokens": 0,
 }
 SHOWN_CALL = {"name": "weather", "arguments": {"city": "Oslo"}, "id": "call_1"}
 RECORDS = [

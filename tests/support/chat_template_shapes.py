@@ -66,7 +66,7 @@ SYSTEM_LAST = """{%- set ns = namespace(system='') %}{{- bos_token }}
 {%- endfor %}
 """
 
-# Earlier turns of the assistant lose their thoughts, the last one shows them (even when there are none).
+# Earlier turns of the assistant lose their reasoning, the last one shows them (even when there are none).
 THINKING = """{%- set ns = namespace(last_user=-1) %}
 {%- for message in messages %}
     {%- if message.role == 'user' %}{% set ns.last_user = loop.index0 %}{% endif %}
@@ -156,7 +156,7 @@ def thinking(turns: Turns, opens: bool) -> Pieces:
             *_, answer = content.rpartition("</think>")
             answer = answer.lstrip("\n") if "</think>" in content else content
             if number > last_user and "</think>" in content:
-                pieces.append((content, number))  # tests write thoughts in the template's own form
+                pieces.append((content, number))  # tests write reasoning in the template's own form
             elif number > last_user:
                 pieces += [("<think>\n\n</think>\n\n", None), (answer, number)]
             else:

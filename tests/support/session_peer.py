@@ -75,7 +75,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.texts: dict[int, str] = {}
-        self.thoughts: dict[int, str] = {}
+        self.reasoning: dict[int, str] = {}
         self.ends: dict[int, Value | VarFailed] = {}
         self.reached: dict[int, int] = {}
         self.failed: dict[int, StateFailed] = {}
@@ -126,12 +126,12 @@ class Listener:
                 self.texts[event.var] = so_far + event.text
                 if isinstance(event, Value):
                     self.ends[event.var] = event
-                    self.thoughts[event.var] = event.reasoning or ""
+                    self.reasoning[event.var] = event.reasoning or ""
                 else:
                     assert event.text or event.reasoning, "an empty delta"
-                    known = self.thoughts.get(event.var, "")
+                    known = self.reasoning.get(event.var, "")
                     assert event.reasoning_at <= len(known)
-                    self.thoughts[event.var] = known[: event.reasoning_at] + event.reasoning
+                    self.reasoning[event.var] = known[: event.reasoning_at] + event.reasoning
             case VarFailed():
                 assert event.var not in self.ends, f"{event!r} after the end"
                 self.ends[event.var] = event

@@ -1,5 +1,5 @@
 """Reasoning models: chat templates of the shapes that they come with, and a model that writes what the last
-message of the user says: ``<think>``, thoughts, ``</think>`` and an answer; or an answer in channels, whose
+message of the user says: ``<think>``, reasoning, ``</think>`` and an answer; or an answer in channels, whose
 tokens ``«end»`` and so on stand for in the message."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
 
-# The model opens its thoughts itself; a variable closes them. Turns after the last user message keep theirs.
+# The model opens its reasoning itself; a variable closes them. Turns after the last user message keep theirs.
 QWEN = """{%- set ns = namespace(last=-1) %}
 {%- for message in messages %}
     {%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
@@ -27,16 +27,16 @@ QWEN = """{%- set ns = namespace(last=-1) %}
 {%- endif %}
 {%- for message in messages %}
     {%- if message.role == 'assistant' %}
-        {%- set content = message.content or '' %}{% set thoughts = '' %}
+        {%- set content = message.content or '' %}{% set reasoning = '' %}
         {%- if message.reasoning_content is string %}
-            {%- set thoughts = message.reasoning_content %}
+            {%- set reasoning = message.reasoning_content %}
         {%- elif '</think>' in content %}
-            {%- set thoughts = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+            {%- set reasoning = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
             {%- set content = content.split('</think>')[-1].lstrip('\n') %}
         {%- endif %}
         {{- '<|im_start|>assistant\n' }}
-        {%- if loop.index0 > ns.last and (thoughts or loop.last) %}
-            {{- '<think>\n' + thoughts.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+        {%- if loop.index0 > ns.last and (reasoning or loop.last) %}
+            {{- '<think>\n' + reasoning.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
         {%- else %}
             {{- content }}
         {%- endif %}
@@ -58,7 +58,7 @@ QWEN = """{%- set ns = namespace(last=-1) %}
     {%- endif %}
 {%- endif %}
 """
-# The prompt opens the thoughts. Past ones are cut out of the contents.
+# The prompt opens the reasoning. Past ones are cut out of the contents.
 DEEPSEEK = """{{- bos_token }}
 {%- for message in messages %}
     {%- if message.role == 'user' %}
@@ -73,7 +73,7 @@ DEEPSEEK = """{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|><think>\n' }}{% endif %}
 """
-# Answers in channels. Past thoughts stand before calls that no answer in text follows, and in a last answer.
+# Answers in channels. Past reasoning stand before calls that no answer in text follows, and in a last answer.
 CHANNELS = """{%- set ns = namespace(name='') %}
 {{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 'medium') + '<|end|>' }}
 {%- if tools %}

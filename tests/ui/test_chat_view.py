@@ -52,34 +52,34 @@ def test_a_reply_streams_and_an_edited_turn_becomes_a_branch(stage: Stage, visit
     expect(screen.at("turns")).not_to_contain_text("It is below.")
 
 
-def test_thoughts_are_open_while_the_model_thinks(stage: Stage, visit: Visit) -> None:
+def test_reasoning_are_open_while_the_model_thinks(stage: Stage, visit: Visit) -> None:
     screen = visit(stage.url)
     open_chat(screen)
     say(screen, "What is a leaf?")
     stage.wait_running(1)
-    thoughts = screen.at("thoughts")
-    expect(thoughts).to_have_count(0)
+    reasoning = screen.at("reasoning")
+    expect(reasoning).to_have_count(0)
     stage.think("They ask about ")
-    expect(thoughts).to_have_attribute("open", "")
-    expect(thoughts).to_contain_text("Thinking…")
+    expect(reasoning).to_have_attribute("open", "")
+    expect(reasoning).to_contain_text("Thinking…")
     stage.think("<b>plants</b>.")
-    expect(thoughts).to_contain_text("They ask about <b>plants</b>.")
+    expect(reasoning).to_contain_text("They ask about <b>plants</b>.")
     for scheme in ("light", "dark"):
         screen.page.emulate_media(color_scheme=scheme)
         assert axe_violations(screen) == []
     # Closed once the reply begins, and opened and closed with the keyboard.
     stage.say("A leaf is green.")
     expect(screen.at("turns")).to_contain_text("A leaf is green.")
-    expect(thoughts).not_to_have_attribute("open", "")
+    expect(reasoning).not_to_have_attribute("open", "")
     stage.end()
-    expect(thoughts.locator("summary")).to_have_text("Thought for 4 tokens")
-    expect(thoughts).not_to_have_attribute("open", "")
-    thoughts.locator("summary").focus()
+    expect(reasoning.locator("summary")).to_have_text("Thought for 4 tokens")
+    expect(reasoning).not_to_have_attribute("open", "")
+    reasoning.locator("summary").focus()
     screen.page.keyboard.press("Enter")
-    expect(thoughts.get_by_role("region")).to_be_visible()
+    expect(reasoning.get_by_role("region")).to_be_visible()
     assert axe_violations(screen) == []
     screen.page.keyboard.press("Enter")
-    expect(thoughts.get_by_role("region")).to_be_hidden()
+    expect(reasoning.get_by_role("region")).to_be_hidden()
 
 
 def test_stop_keeps_what_was_said(stage: Stage, visit: Visit) -> None:
@@ -221,17 +221,17 @@ def test_f43a_the_window_follows_a_reply_until_the_reader_scrolls_up(
     stage.end()
 
 
-def test_f43a_thoughts_are_followed_too(stage: Stage, visit: Visit) -> None:
+def test_f43a_reasoning_are_followed_too(stage: Stage, visit: Visit) -> None:
     screen = visit(stage.url)
     open_chat(screen)
     say(screen, "What is a leaf?")
     stage.wait_running(1)
     for number in range(60):
         stage.think(f"Thought {number}.\n")
-    box = screen.at("thoughts").get_by_role("region")
+    box = screen.at("reasoning").get_by_role("region")
     expect(box).to_contain_text("Thought 59.")
     assert box.evaluate("(box) => box.scrollHeight > box.clientHeight")
-    screen.wait("""() => { const box = document.querySelector(".thoughts-text");
+    screen.wait("""() => { const box = document.querySelector(".reasoning-text");
         return box.scrollHeight - box.clientHeight - box.scrollTop < 2; }""")
     stage.end()
 

@@ -43,7 +43,7 @@ def test_each_kind_of_message_is_a_turn():
     ]
 
 
-def test_blocks_of_text_are_put_together_and_what_was_thought_is_left_out():
+def test_blocks_of_text_are_put_together_and_what_was_reasoning_is_left_out():
     said = AIMessage(
         [
             {"type": "thinking", "thinking": "Hm."},

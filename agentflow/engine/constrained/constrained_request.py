@@ -1,8 +1,8 @@
-"""A request under its constraint, and under the budget of its thoughts.
+"""A request under its constraint, and under the budget of its reasoning.
 
-A model that thinks writes its thoughts first. Neither the grammar nor stops apply to them. The grammar
+A model that thinks writes its reasoning first. Neither the grammar nor stops apply to it. The grammar
 begins with the answer, before which the model may write one line break, unless the grammar requires white
-space; free text with tools may follow any white space. Thoughts that reach their budget are ended by a jump,
+space; free text with tools may follow any white space. Reasoning that reaches its budget is ended by a jump,
 which appends the mark after them; under a grammar, so are those in which the model ends the generation. A
 model that writes in channels begins each part of its answer with a head
 (``engine.text.channels``): ``ChannelRequest`` lets it write those alone.
@@ -23,7 +23,7 @@ from agentflow.engine.request import Request
 from agentflow.engine.submit import Submit
 from agentflow.engine.text.channel_output import ChannelTokens
 from agentflow.engine.text.channels import CHANNEL_TOKENS
-from agentflow.engine.text.thoughts import SPACES, Thinking, ThoughtTokens
+from agentflow.engine.text.reasoning import SPACES, ReasoningTokens, Thinking
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import RequestRefused
 
@@ -48,10 +48,10 @@ class ConstrainedRequest:
         self._tokenizer = tokenizer
         self._budget = None if message.thinking is None else message.thinking.budget
         thinking = message.thinking
-        self._thoughts: ThoughtTokens | None = None
+        self._reasoning: ReasoningTokens | None = None
         if thinking is not None and not thinking.has_channels:
             has_end_token = len(tokenizer.encode_written(thinking.end)) == 1
-            self._thoughts = ThoughtTokens(thinking, has_end_token=has_end_token)
+            self._reasoning = ReasoningTokens(thinking, has_end_token=has_end_token)
         self._is_stuck = False
         self._text: ConstrainedText | None = None
         if message.constraint is None:
@@ -66,12 +66,12 @@ class ConstrainedRequest:
             self._strips = message.thinking.strips
             self._is_spelled = self._strips and not self._begin_words.any()
             self._has_break = False
-            self._thought_words: dict[bytes, TokenWords] = {}
+            self._reasoning_words: dict[bytes, TokenWords] = {}
 
     @property
-    def num_thought_tokens(self) -> int:
-        """Tokens of thoughts, marks included."""
-        return 0 if self._thoughts is None else self._thoughts.num_tokens
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of reasoning, marks included."""
+        return 0 if self._reasoning is None else self._reasoning.num_tokens
 
     def num_forced(self, num_tokens: int) -> int:
         """As ``ConstrainedText.num_forced_tokens``, of the first ``num_tokens`` of the whole output."""
@@ -79,13 +79,13 @@ class ConstrainedRequest:
 
     @property
     def answer_at(self) -> int | None:
-        """As of ``Progress``; None if no thoughts can come before the answer, or channels tell."""
-        return None if self._thoughts is None else self._thoughts.answer_at
+        """As of ``Progress``; None if no reasoning can come before the answer, or channels tell."""
+        return None if self._reasoning is None else self._reasoning.answer_at
 
     @property
     def is_thinking(self) -> bool:
-        """Whether thoughts have begun, and the answer has not."""
-        return self._thoughts is not None and (self._thoughts.is_thinking or self._thoughts.is_gap)
+        """Whether reasoning has begun, and the answer has not."""
+        return self._reasoning is not None and (self._reasoning.is_thinking or self._reasoning.is_gap)
 
     def forced_spans(self, num_chars: int) -> list[tuple[int, int]]:
         """As ``ConstrainedText.forced_spans``, of the whole output."""
@@ -103,20 +103,20 @@ class ConstrainedRequest:
     def read(self, token_id: int) -> bool:
         """Appends a token. Returns whether stops apply to it. Of a first mark that is spelled in several
         tokens, only the last is known to be no part of the answer."""
-        thoughts, text = self._thoughts, self._text
+        reasoning, text = self._reasoning, self._text
         was_thinking = False
-        if thoughts is not None and not thoughts.is_over:
-            was_thinking, was_begin = thoughts.is_thinking, thoughts.may_begin
-            if text is not None and self._begins_answer(text, thoughts, token_id):
-                thoughts.begin_answer()
-            elif not thoughts.take(self._tokenizer.token_bytes(token_id)):
+        if reasoning is not None and not reasoning.is_over:
+            was_thinking, was_begin = reasoning.is_thinking, reasoning.may_begin
+            if text is not None and self._begins_answer(text, reasoning, token_id):
+                reasoning.begin_answer()
+            elif not reasoning.take(self._tokenizer.token_bytes(token_id)):
                 if was_begin and text is not None:
                     # A mark that is spelled in several tokens might be the beginning of free text.
-                    if thoughts.may_begin:
+                    if reasoning.may_begin:
                         text.take(token_id)
                     else:
                         self._text = self._new_text()
-                return thoughts.may_begin
+                return reasoning.may_begin
         if text is not None:
             text.take(token_id)
         return not was_thinking
@@ -132,34 +132,34 @@ class ConstrainedRequest:
         """Returns what is forced after the tokens that were ``read``."""
         return self._update()
 
-    def end_thoughts(self) -> Jump | None:
-        """The model ended the generation within its thoughts, before the answer that the grammar requires.
-        Returns the mark after thoughts, which replaces that token; None if it may end."""
-        thoughts = self._thoughts
-        if self._text is None or thoughts is None or not thoughts.is_thinking:
+    def end_reasoning(self) -> Jump | None:
+        """The model ended the generation within its reasoning, before the answer that the grammar requires.
+        Returns the mark after reasoning, which replaces that token; None if it may end."""
+        reasoning = self._reasoning
+        if self._text is None or reasoning is None or not reasoning.is_thinking:
             return None
-        jump = self._append(thoughts.end_mark)
+        jump = self._append(reasoning.end_mark)
         self._request.token_mask = self._mask(self._text)
         return jump
 
     @property
     def _num_before(self) -> int:
         """The tokens before the answer."""
-        return self.num_thought_tokens
+        return self.num_reasoning_tokens
 
     @property
     def _is_answer(self) -> bool:
-        return self._thoughts is None or self._thoughts.is_over
+        return self._reasoning is None or self._reasoning.is_over
 
     @property
     def _data_before(self) -> bytes | bytearray:
         """The bytes before the answer."""
-        return b"" if self._thoughts is None else self._thoughts.data
+        return b"" if self._reasoning is None else self._reasoning.data
 
-    def _begins_answer(self, text: ConstrainedText, thoughts: ThoughtTokens, token_id: int) -> bool:
-        if thoughts.may_begin:
+    def _begins_answer(self, text: ConstrainedText, reasoning: ReasoningTokens, token_id: int) -> bool:
+        if reasoning.may_begin:
             return not (self._is_spelled or is_allowed(self._begin_words, token_id))
-        if not thoughts.is_gap:
+        if not reasoning.is_gap:
             return False
         is_space = not self._tokenizer.token_bytes(token_id).strip(SPACES)
         if self._strips:
@@ -181,10 +181,10 @@ class ConstrainedRequest:
         return words
 
     def _update(self) -> Jump | None:
-        thoughts, text, jump = self._thoughts, self._text, None
-        is_spent = self._budget is not None and thoughts is not None and thoughts.num_inside >= self._budget
-        if thoughts is not None and thoughts.is_thinking and is_spent:
-            jump = self._append(thoughts.end_mark)
+        reasoning, text, jump = self._reasoning, self._text, None
+        is_spent = self._budget is not None and reasoning is not None and reasoning.num_inside >= self._budget
+        if reasoning is not None and reasoning.is_thinking and is_spent:
+            jump = self._append(reasoning.end_mark)
         elif text is not None and self._is_answer:
             jump = self._jump(text)
         if text is not None:
@@ -192,7 +192,7 @@ class ConstrainedRequest:
         return jump
 
     def _append(self, text: str) -> Jump | None:
-        """Appends what ends thoughts, if the output has room for it."""
+        """Appends what ends reasoning, if the output has room for it."""
         num_kept = self._num_before
         token_ids = self._tokenizer.encode_written(text)
         if num_kept + len(token_ids) > self._request.max_new_tokens:
@@ -210,13 +210,13 @@ class ConstrainedRequest:
 
     def _mask(self, text: ConstrainedText) -> TokenWords:
         """The allowed tokens; end tokens are among them where the generation may end."""
-        thoughts = self._thoughts
-        if thoughts is None or thoughts.is_over:
+        reasoning = self._reasoning
+        if reasoning is None or reasoning.is_over:
             return self._answer_mask(text)
-        if thoughts.is_thinking:
-            return self._thought_mask(thoughts.rest_of_end())
+        if reasoning.is_thinking:
+            return self._reasoning_mask(reasoning.rest_of_end())
         words = self._answer_mask(text)
-        if thoughts.may_begin:
+        if reasoning.may_begin:
             return words if self._budget == 0 else words | self._begin_words
         return words if self._has_break else words | self._break_words
 
@@ -236,11 +236,11 @@ class ConstrainedRequest:
             return self._end_words
         return words if is_early else words | self._end_words
 
-    def _thought_mask(self, rest: bytes) -> TokenWords:
-        """All tokens but those that have text after the mark that ends the thoughts, of which ``rest`` is not
-        written yet: that text would escape the grammar. A token that ends the generation ends the thoughts,
+    def _reasoning_mask(self, rest: bytes) -> TokenWords:
+        """All tokens but those that have text after the mark that ends the reasoning, of which ``rest`` is to
+        come: that text would escape the grammar. A token that ends the generation ends the reasoning,
         unless it is to be ignored."""
-        found = self._thought_words.get(rest)
+        found = self._reasoning_words.get(rest)
         if found is None:
             vocabulary = self._vocabulary
             found = vocabulary.only(np.arange(vocabulary.vocab_size))
@@ -248,7 +248,7 @@ class ConstrainedRequest:
                 found = found & ~(vocabulary.beginning_with(rest) & ~vocabulary.exactly(rest))
             if self._request.params.ignore_eos:
                 found = found & ~self._end_words
-            self._thought_words[rest] = found
+            self._reasoning_words[rest] = found
         return found
 
 
@@ -272,17 +272,17 @@ class ChannelRequest(ConstrainedRequest):
         if self._text is not None:
             marks = [i for token in CHANNEL_TOKENS if (i := tokenizer.id_of(token)) is not None]
             self._mark_words = self._vocabulary.only(marks) & ~self._end_words
-            self._end_of_thoughts = self._vocabulary.exactly(b"<|end|>")
+            self._end_of_reasoning = self._vocabulary.exactly(b"<|end|>")
             self._rest_words: dict[bytes, TokenWords] = {}
 
     @property
-    def num_thought_tokens(self) -> int:
-        """Tokens of thoughts, marks and the head of an answer in text included."""
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of reasoning, marks and the head of an answer in text included."""
         return self._channels.num_tokens
 
     @property
     def is_thinking(self) -> bool:
-        """Whether thoughts have begun and not ended."""
+        """Whether reasoning has begun and not ended."""
         return self._channels.is_thinking
 
     def read(self, token_id: int) -> bool:
@@ -301,9 +301,9 @@ class ChannelRequest(ConstrainedRequest):
             self._is_read = True
         return not is_free
 
-    def end_thoughts(self) -> Jump | None:
-        """The model ended the generation within its thoughts, before the answer that the grammar requires.
-        Returns the end of thoughts, which replaces that token; None if it may end."""
+    def end_reasoning(self) -> Jump | None:
+        """The model ended the generation within its reasoning, before the answer that the grammar requires.
+        Returns the end of reasoning, which replaces that token; None if it may end."""
         channels = self._channels
         if self._text is None or not channels.is_thinking:
             return None
@@ -312,7 +312,7 @@ class ChannelRequest(ConstrainedRequest):
         return jump
 
     def _end_of_channel(self) -> str:
-        # With tools, the model decides what follows its thoughts.
+        # With tools, the model decides what follows its reasoning.
         answer = "" if self._thinking.calls else self._thinking.answer
         return self._channels.rest_of_end().decode() + answer
 
@@ -330,7 +330,7 @@ class ChannelRequest(ConstrainedRequest):
 
     def _update(self) -> Jump | None:
         channels, text, jump = self._channels, self._text, None
-        # With tools, the model decides what follows its thoughts.
+        # With tools, the model decides what follows its reasoning.
         answer = "" if self._thinking.calls else self._thinking.answer
         if self._is_spent and channels.is_thinking:
             jump = self._append(self._end_of_channel())
@@ -347,7 +347,7 @@ class ChannelRequest(ConstrainedRequest):
         if channels.is_ending:
             return self._words_of(channels.rest_of_end())
         if channels.is_thinking:
-            return self._thought_mask(channels.rest_of_end()) & ~self._mark_words | self._end_of_thoughts
+            return self._reasoning_mask(channels.rest_of_end()) & ~self._mark_words | self._end_of_reasoning
         if channels.may_begin:
             words = self._vocabulary.only([])
             for rest in channels.rests_of_heads(thinks=not self._is_spent):

@@ -25,7 +25,7 @@ from agentflow.engine.messages import Finished
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.submit import Origin
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.thoughts import Thinking, shown_thoughts, thinking_after, thought_marks
+from agentflow.engine.text.reasoning import Thinking, reasoning_marks, shown_reasoning, thinking_after
 from agentflow.engine.text.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_format import takes_system, tool_description
@@ -190,7 +190,7 @@ class EngineContext:
     def thinking(self, budget: int | None = None, *, replies: bool = True) -> Thinking | None:
         """Returns how the output may begin with reasoning; None if it cannot. Appended text must be encoded
         first. ``replies``: the output may call tools."""
-        marks = thought_marks(self.tokens.template.source)
+        marks = reasoning_marks(self.tokens.template.source)
         opening = None if marks is None else self.tokens.opening()
         if marks is None or opening is None:
             return None
@@ -264,16 +264,16 @@ def fill_conversation(
     kept = iter([outputs.get(key) for one, key in zip(use.named, keys, strict=True) if _is_answer(one)])
     last = len(use.messages) - 1
     for number, message in enumerate(use.messages):
-        thoughts = shown_thoughts(message.reasoning, message.content, template.source)
+        reasoning = shown_reasoning(message.reasoning, message.content, template.source)
         answer = next(kept) if _is_answer(message) else None
         text = message.content if answer is None else answer.text(message.content)
         if message.tool_calls and not text.startswith(use.form.lead):
             answer = None  # the template would write ``lead`` before it, which was not in the prompt
         is_last = number == last and _is_answer(message)
         has_calls = bool(message.tool_calls) or message.role == "tool"
-        if (has_calls and answer is None) or (thoughts and not is_last):
-            context.tokens.turn(msgspec.structs.replace(message, reasoning=thoughts))
-            context.num_unencoded_chars += _num_chars_of(message) + len(thoughts or "")
+        if (has_calls and answer is None) or (reasoning and not is_last):
+            context.tokens.turn(msgspec.structs.replace(message, reasoning=reasoning))
+            context.num_unencoded_chars += _num_chars_of(message) + len(reasoning or "")
             continue
         context.begin_role(message.role)
         if answer is None:
@@ -298,8 +298,8 @@ def fill_cost(conversation: Conversation) -> int:
     num_walked = _num_chars_of_tools(conversation) // 4
     calls = [call for message in conversation.messages for call in message.tool_calls]
     num_walked += sum(len(call.arguments) for call in calls) // 4
-    num_thoughts = sum(len(message.reasoning or "") for message in conversation.messages)
-    num_filled = num_chars(conversation) + num_thoughts
+    num_reasoning = sum(len(message.reasoning or "") for message in conversation.messages)
+    num_filled = num_chars(conversation) + num_reasoning
     return CHARS_PER_TURN * num_items + num_walked + num_filled // FILLED_CHARS
 
 
@@ -342,7 +342,7 @@ class OutputTokenCache:
         is_truncated = end.finish_reason == "length"
         in_channels = context.tokens.template.has_channels and answer.content != end.text
         is_whole = answer.content == end.text or bool(answer.tool_calls) or in_channels
-        if (end.thought_tokens and not in_channels) or not is_whole:
+        if (end.reasoning_tokens and not in_channels) or not is_whole:
             return
         if is_truncated and answer.content != end.text:
             return

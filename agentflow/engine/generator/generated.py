@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from agentflow.engine.client import OnProgress
 from agentflow.engine.messages import Finished, Progress
 from agentflow.engine.submit import TopTokens
-from agentflow.engine.text.thoughts import AnswerText
+from agentflow.engine.text.reasoning import AnswerText
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tools import ReplyText
 from agentflow.protocol.events import TokenLogprob, TopLogprobs, Usage
@@ -16,7 +16,7 @@ from agentflow.runtime.generator import Generated, OnText
 
 
 def generated_of(
-    end: Finished, params: SamplingParams, tokenizer: Tokenizer, text: str, thoughts: str
+    end: Finished, params: SamplingParams, tokenizer: Tokenizer, text: str, reasoning: str
 ) -> Generated:
     """Returns the value of a finished generation.
 
@@ -25,9 +25,9 @@ def generated_of(
         params: its parameters.
         tokenizer: of the model.
         text: of the value.
-        thoughts: the reasoning before it, whose tokens do not belong to the value.
+        reasoning: the reasoning before it, whose tokens do not belong to the value.
     """
-    first = end.thought_tokens
+    first = end.reasoning_tokens
     logprobs = tuple(end.logprobs[first:]) if params.wants_logprobs else None
     top_logprobs = _with_texts(tokenizer, end.top_logprobs[first:]) if params.top_logprobs else None
     tokens = tuple(tokenizer.shown(token)[0] for token in end.token_ids[first:]) if logprobs else None
@@ -37,7 +37,7 @@ def generated_of(
         usage_of(end),
         logprobs,
         top_logprobs,
-        reasoning=thoughts or None,
+        reasoning=reasoning or None,
         tokens=tokens,
     )
 
@@ -47,8 +47,8 @@ def reporting(text: AnswerText | ReplyText, on_text: OnText, on_reasoning: OnTex
 
     def on_progress(progress: Progress) -> None:
         new = text.push(progress.text, progress.answer_at)
-        if on_reasoning is not None and (thoughts := text.thoughts.new()):
-            on_reasoning(thoughts)
+        if on_reasoning is not None and (reasoning := text.reasoning.new()):
+            on_reasoning(reasoning)
         if new:
             on_text(new)
 
@@ -58,7 +58,7 @@ def reporting(text: AnswerText | ReplyText, on_text: OnText, on_reasoning: OnTex
 def usage_of(end: Finished) -> Usage:
     """Returns the token counts of the generation."""
     return Usage(
-        end.prompt_tokens, end.cached_tokens, end.output_tokens, end.forced_tokens, end.thought_tokens
+        end.prompt_tokens, end.cached_tokens, end.output_tokens, end.forced_tokens, end.reasoning_tokens
     )
 
 

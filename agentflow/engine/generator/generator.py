@@ -50,7 +50,7 @@ from agentflow.engine.submit import Origin
 from agentflow.engine.tenant import ANONYMOUS, AdmittedRequest, RequestGate, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.choices import WINDOW_CHARS, EncodedChoices
-from agentflow.engine.text.thoughts import AnswerText, Thinking, thought_marks
+from agentflow.engine.text.reasoning import AnswerText, Thinking, reasoning_marks
 from agentflow.engine.text.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_output import CallMarks
@@ -279,10 +279,10 @@ class EngineGenerator:
         reply = read_reply(notation)
         self.output_token_cache.put_answer(context, end, reply.message())
         context.conversation_key = None  # its next reply answers a longer conversation
-        thoughts = str(text.thoughts)
+        reasoning = str(text.reasoning)
         if reply.tool_calls:
-            context.tokens.called(msgspec.structs.replace(reply.message(), reasoning=thoughts or None))
-        return generated_of(end, params, self.tokenizer, notation, thoughts)
+            context.tokens.called(msgspec.structs.replace(reply.message(), reasoning=reasoning or None))
+        return generated_of(end, params, self.tokenizer, notation, reasoning)
 
     async def generate(
         self,
@@ -300,7 +300,7 @@ class EngineGenerator:
         end = await self.complete(context, params, on_progress, constraint, thinking=thinking)
         context.tokens.generated(end.token_ids, end.text)
         answer = text.finish(end.text, end.answer_at)
-        generated = generated_of(end, params, self.tokenizer, answer, str(text.thoughts))
+        generated = generated_of(end, params, self.tokenizer, answer, str(text.reasoning))
         start = len(end.text) - len(answer)
         forced = tuple([(first - start, length) for first, length in end.forced if first >= start])
         return msgspec.structs.replace(generated, forced=forced) if forced else generated
@@ -310,7 +310,7 @@ class EngineGenerator:
     ) -> Thinking | None:
         """Returns how the output for a program may begin with reasoning. By default a model does not reason
         before a constraint, so that reasoning does not use up the tokens of a short form."""
-        if thought_marks(self.template.source) is None:
+        if reasoning_marks(self.template.source) is None:
             return None
         await self._encode(context)
         default = None if constraint is None else 0

@@ -4,6 +4,6 @@ Read ``tokenizer_files`` and ``tokenizer``; ``chat_template`` (renders conversat
 (separates contents from markup in a rendering); ``token_state`` (a state's text as token ids) with
 ``choices`` (a select's choices); ``turn_ends`` (which tokens end an answer) and ``detokenizer`` (generated
 text and stops); ``tool_format``, ``tool_output`` and ``tools`` (tool calls: notation, parsing, use);
-``thoughts`` (the reasoning before an answer), and ``channels`` with ``channel_output`` (models that write in
+``reasoning`` (the reasoning before an answer), and ``channels`` with ``channel_output`` (models that write in
 channels).
 """

@@ -16,7 +16,7 @@ from agentflow.engine.text.channels import (
     ANSWER_HEAD,
     CALL_MARK,
     NEXT_MESSAGE,
-    THOUGHTS_HEAD,
+    REASONING_HEAD,
     call_head,
 )
 from agentflow.engine.text.tool_output import JsonExtent, PieceReader, overlap
@@ -44,7 +44,7 @@ _HEAD = regex.compile(
 
 class _State(Enum):
     HEAD = auto()
-    THOUGHTS = auto()
+    REASONING = auto()
     TEXT = auto()
     ARGUMENTS = auto()
     """The arguments of a call that a constraint keeps valid. They are reported as they grow."""
@@ -73,7 +73,7 @@ class ChannelOutput(PieceReader):
         super().__init__()
         self._names = None if names is None else frozenset(names)
         self._is_constrained = is_constrained
-        self._state = _State.THOUGHTS if is_open else _State.HEAD
+        self._state = _State.REASONING if is_open else _State.HEAD
         self._name = ""
         self._head = ""
         self._begun: set[type[Piece]] = set()
@@ -88,7 +88,7 @@ class ChannelOutput(PieceReader):
     @property
     def is_thinking(self) -> bool:
         """Whether reasoning has begun and not ended."""
-        return self._state is _State.THOUGHTS
+        return self._state is _State.REASONING
 
     @property
     def is_text(self) -> bool:
@@ -99,7 +99,7 @@ class ChannelOutput(PieceReader):
         match self._state:
             case _State.HEAD:
                 return self._read_head(is_over)
-            case _State.THOUGHTS:
+            case _State.REASONING:
                 return self._read_text(ReasoningPiece, is_over)
             case _State.TEXT:
                 return self._read_text(TextPiece, is_over)
@@ -133,7 +133,7 @@ class ChannelOutput(PieceReader):
                 self._emit_call(self._name)
             self._begin(_State.ARGUMENTS if is_valid else _State.WHOLE_CALL)
         elif found["channel"] == "analysis" and not recipient:
-            self._begin(_State.THOUGHTS)
+            self._begin(_State.REASONING)
         else:
             self._begin(_State.TEXT)
         return True
@@ -216,7 +216,7 @@ class ChannelOutput(PieceReader):
 
 
 class ChannelTokens:
-    """Follows the reasoning of one output by its tokens, like ``ThoughtTokens``. ``has_answer``,
+    """Follows the reasoning of one output by its tokens, like ``ReasoningTokens``. ``has_answer``,
     ``has_calls``: whether an answer in text, or calls, may follow it; both if the model decides.
 
     ``data``: the bytes of the tokens before the answer: reasoning, its marks, and the head of an answer in
@@ -225,9 +225,9 @@ class ChannelTokens:
     """
 
     def __init__(self, *, is_open: bool, has_answer: bool, has_calls: bool) -> None:
-        heads = [THOUGHTS_HEAD] + [ANSWER_HEAD] * has_answer + [CALL_MARK] * has_calls
+        heads = [REASONING_HEAD] + [ANSWER_HEAD] * has_answer + [CALL_MARK] * has_calls
         self._heads = [head.encode() for head in heads]
-        self._state = _State.THOUGHTS if is_open else _State.HEAD
+        self._state = _State.REASONING if is_open else _State.HEAD
         self._tail = b""  # the last bytes of reasoning, which may be part of the mark at its end
         self._head = b""
         self.data = bytearray()
@@ -243,7 +243,7 @@ class ChannelTokens:
     @property
     def is_thinking(self) -> bool:
         """Whether reasoning has begun and not ended."""
-        return self._state is _State.THOUGHTS
+        return self._state is _State.REASONING
 
     @property
     def is_over(self) -> bool:
@@ -287,12 +287,12 @@ class ChannelTokens:
         head = next((head for head in self._heads if self._head.startswith(head)), None)
         if head is None and any(one.startswith(self._head) for one in self._heads):
             return
-        is_thoughts = head == self._heads[0]
+        is_reasoning = head == self._heads[0]
         self.has_head = head == ANSWER_HEAD.encode()
-        if is_thoughts or self.has_head:
+        if is_reasoning or self.has_head:
             self.data += self._head
             self.num_tokens += self.num_held
-        self._state = _State.THOUGHTS if is_thoughts else _State.TEXT
+        self._state = _State.REASONING if is_reasoning else _State.TEXT
         self._head, self.num_held = b"", 0
 
     def _find_end(self, token: bytes) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 CHANNEL_TOKENS = frozenset(
     {"<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"}
 )
-THOUGHTS_HEAD = "<|channel|>analysis<|message|>"
+REASONING_HEAD = "<|channel|>analysis<|message|>"
 ANSWER_HEAD = "<|channel|>final<|message|>"
 CALL_MARK = "<|channel|>commentary"
 """The beginning of every head of a call."""

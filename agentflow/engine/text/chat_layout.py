@@ -456,7 +456,7 @@ class _Budget:
         if self._num_renderings > max(MIN_RENDERINGS, MAX_RENDERED_CHARS // self._cost):
             raise NotSupported(
                 "the model's chat template rewrites so many turns of this conversation that finding them "
-                "takes too long: send fewer turns, or leave out what the template drops (such as thoughts)"
+                "takes too long: send fewer turns, or leave out what the template drops (such as reasoning)"
             )
 
 

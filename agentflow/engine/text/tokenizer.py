@@ -29,7 +29,7 @@ import tokenizers
 
 from agentflow.engine.text.channels import CHANNEL_TOKENS, has_channels
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.thoughts import thought_marks
+from agentflow.engine.text.reasoning import reasoning_marks
 from agentflow.engine.text.tokenizer_files import named_special_tokens, read_tokenizer
 from agentflow.engine.text.tool_format import tool_format
 from agentflow.errors import BadArgument, BadModelFolder
@@ -158,7 +158,7 @@ class Tokenizer:
     ``vocab_size``: ids are below it. ``special_ids``: tokens without text. ``named_tokens``: by role, such as
     ``{"bos_token": "<s>"}``. ``prefix_ids``: the ids that precede a text without a template (usually none or
     bos). ``space_prefix``: where encoding adds a space. ``mark_ids``: tokens that a model may write and
-    contents may not, such as marks of tool calls or thoughts; they have text even if special. ``identity``: a
+    contents may not, such as marks of calls or reasoning; they have text even if special. ``identity``: a
     digest, equal for tokenizers made from the same files.
     """
 
@@ -183,7 +183,7 @@ class Tokenizer:
             tool_markup: the markup of tool calls; an added token in it is closed to contents and is text in a
                 model's output, so that calls can be parsed.
             template_source: the chat template; an added token in it that is not special is closed to contents
-                and open to models, and so are marks of thoughts, special or not.
+                and open to models, and so are marks of reasoning, special or not.
             embeds: of an embedding model.
             where: the name of the tokenizer in messages.
 
@@ -197,13 +197,13 @@ class Tokenizer:
         self._added: list[dict[str, Any]] = spec.get("added_tokens") or []
         named = set(self.named_tokens.values())
         is_special = {t["content"]: bool(t["special"]) or t["content"] in named for t in self._added}
-        thoughts = is_special.keys() & set(thought_marks(template_source) or ())
+        reasoning = is_special.keys() & set(reasoning_marks(template_source) or ())
         if has_channels(template_source):
-            thoughts |= is_special.keys() & CHANNEL_TOKENS - named
-        turns = {text for text in is_special if text.strip() and text in turn_markup} - thoughts
+            reasoning |= is_special.keys() & CHANNEL_TOKENS - named
+        turns = {text for text in is_special if text.strip() and text in turn_markup} - reasoning
         marks = {text for text in is_special if text.strip() and text in tool_markup} - turns - named
         named_in_template = {text for text in is_special if text.strip() and text in template_source} - turns
-        marks |= {text for text in named_in_template if not is_special[text]} | thoughts
+        marks |= {text for text in named_in_template if not is_special[text]} | reasoning
         self._closed_to_content = turns | marks | {text for text, special in is_special.items() if special}
 
         bare: dict[str, Any] = {"truncation": None, "padding": None, "post_processor": None}

@@ -19,11 +19,11 @@ from agentflow.engine.grammar.compiler.messages import PartedConstraint, SchemaP
 from agentflow.engine.text.channel_output import ChannelOutput
 from agentflow.engine.text.channels import CALL_MARK, call_head
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.thoughts import (
+from agentflow.engine.text.reasoning import (
     AnswerOutput,
+    ReasoningOutput,
+    ReasoningText,
     Thinking,
-    ThoughtOutput,
-    ThoughtText,
     finish_output,
     push_output,
 )
@@ -104,7 +104,7 @@ def answer_output(
         names = use.callable_names if use is not None and use.form.has_channels else ()
         return ChannelOutput(names, is_open=thinking.is_open, is_constrained=can_call)
     tools = use.output(otherwise) if use is not None and can_call and not use.form.has_channels else None
-    return tools if thinking is None else ThoughtOutput(thinking, tools)
+    return tools if thinking is None else ReasoningOutput(thinking, tools)
 
 
 def tool_use(template: ChatTemplate, conversation: Conversation) -> ToolUse:
@@ -281,14 +281,14 @@ def _of_object(parameters: dict[str, Any]) -> dict[str, Any]:
 
 class ReplyText:
     """The text of one reply. ``use``: the tools, if any. ``constraint``: of an answer without calls; the
-    attribute is the constraint of any answer. ``thinking``: how the answer may begin with ``thoughts``."""
+    attribute is the constraint of any answer. ``thinking``: how the answer may begin with ``reasoning``."""
 
     def __init__(
         self, use: ToolUse | None, constraint: Constraint | None = None, thinking: Thinking | None = None
     ) -> None:
         self.constraint = constraint if use is None else use.constraint(constraint)
         self._output = answer_output(use, constraint, thinking)
-        self.thoughts = ThoughtText()
+        self.reasoning = ReasoningText()
         self._writer = ReplyWriter()
         self._written: list[str] = []
         self._num_chars = 0
@@ -313,7 +313,7 @@ class ReplyText:
         return self._write([TextPiece(text)] if text else [])
 
     def _write(self, pieces: list[Piece]) -> str:
-        self.thoughts.take(pieces)
+        self.reasoning.take(pieces)
         written = self._writer.push(piece for piece in pieces if not isinstance(piece, ReasoningPiece))
         self._written.append(written)
         return written

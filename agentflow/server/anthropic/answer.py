@@ -1,9 +1,9 @@
 """The answers of Anthropic's API: whole messages, the events of streams, and errors.
 
-The events of a stream are ``message_start``; for each block ``content_block_start``, its deltas (of thoughts,
-a last one with their signature) and ``content_block_stop``; ``message_delta`` with the stop reason and the
-usage; and ``message_stop``. A ``ping`` follows the start of the first block. The constant part of a block's
-deltas is encoded once.
+The events of a stream are ``message_start``; for each block ``content_block_start``, its deltas (for
+reasoning, a last one with its signature) and ``content_block_stop``; ``message_delta`` with the stop reason
+and the usage; and ``message_stop``. A ``ping`` follows the start of the first block. The constant part of a
+block's deltas is encoded once.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from agentflow.server.completion.request import (
     AnswerEnded,
     CompletionDelta,
     FinishReason,
+    ReasoningDelta,
     TextDelta,
-    ThoughtDelta,
     ToolArguments,
     ToolCallBegun,
     object_so_far,
@@ -44,9 +44,9 @@ from agentflow.server.tenants.rate_limit import LimitState
 _encode_json = msgspec.json.Encoder().encode
 _PING = event(b'{"type":"ping"}', b"ping")
 _END_OF_DELTA = b"}}" + EVENT_END
-_Kind: TypeAlias = type[ThoughtDelta] | type[TextDelta] | type[ToolArguments]
+_Kind: TypeAlias = type[ReasoningDelta] | type[TextDelta] | type[ToolArguments]
 _DELTAS: dict[_Kind, bytes] = {
-    ThoughtDelta: b'"thinking_delta","thinking":',
+    ReasoningDelta: b'"thinking_delta","thinking":',
     TextDelta: b'"text_delta","text":',
     ToolArguments: b'"input_json_delta","partial_json":',
 }
@@ -71,14 +71,14 @@ class AnswerFrame:
     model: str
     max_tokens: int  # as requested
     max_context: int | None  # the model's limit of prompt and output together
-    shows_thoughts: bool = True  # the text of thoughts is shown
+    shows_reasoning: bool = True  # the text of reasoning is shown
 
     @classmethod
     def new(
-        cls, model: str, max_tokens: int, max_context: int | None, shows_thoughts: bool = True
+        cls, model: str, max_tokens: int, max_context: int | None, shows_reasoning: bool = True
     ) -> AnswerFrame:
         """The frame of a new answer."""
-        return cls(f"msg_{secrets.token_hex(12)}", model, max_tokens, max_context, shows_thoughts)
+        return cls(f"msg_{secrets.token_hex(12)}", model, max_tokens, max_context, shows_reasoning)
 
     def stop_reason(self, reason: FinishReason, usage: Usage, stop: str | int | None) -> StopReason:
         """Why it ended."""
@@ -97,7 +97,7 @@ class AnswerFrame:
         return MessageAnswer(
             id=self.id,
             model=self.model,
-            content=_blocks(deltas, self.shows_thoughts),
+            content=_blocks(deltas, self.shows_reasoning),
             stop_reason=self.stop_reason(end.finish_reason, end.usage, end.stop),
             stop_sequence=end.stop if isinstance(end.stop, str) else None,
             usage=usage_of(end.usage),
@@ -107,14 +107,14 @@ class AnswerFrame:
 Block: TypeAlias = AnswerThinking | AnswerText | AnswerToolUse
 
 
-def _blocks(deltas: Sequence[CompletionDelta], shows_thoughts: bool) -> list[Block]:
+def _blocks(deltas: Sequence[CompletionDelta], shows_reasoning: bool) -> list[Block]:
     """The content blocks, in the order of the stream."""
     blocks: list[Block] = []
     parts: list[str] = []
     for delta in deltas:
         is_text = bool(blocks) and isinstance(blocks[-1], AnswerText)
         match delta:
-            case ThoughtDelta(text=text) if text:
+            case ReasoningDelta(text=text) if text:
                 if not blocks:
                     blocks.append(AnswerThinking(thinking="", signature=""))
                 parts.append(text)
@@ -129,7 +129,7 @@ def _blocks(deltas: Sequence[CompletionDelta], shows_thoughts: bool) -> list[Blo
             case ToolArguments():
                 parts.append(delta.text)
     _finish(blocks, parts)
-    if blocks and isinstance(blocks[0], AnswerThinking) and not shows_thoughts:
+    if blocks and isinstance(blocks[0], AnswerThinking) and not shows_reasoning:
         blocks[0].thinking = ""
     return blocks
 
@@ -147,9 +147,9 @@ def _finish(blocks: list[Block], parts: list[str]) -> None:
             call.input = object_so_far(text)
 
 
-def _signature(thoughts: Sequence[str]) -> str:
+def _signature(reasoning: Sequence[str]) -> str:
     """Clients send it back. It is not checked."""
-    digest = hashlib.sha256("".join(thoughts).encode("utf-8", "surrogatepass")).digest()
+    digest = hashlib.sha256("".join(reasoning).encode("utf-8", "surrogatepass")).digest()
     return base64.b64encode(digest).decode()
 
 
@@ -170,7 +170,7 @@ class AnswerEvents:
         self._num_blocks = 0
         self._kind: _Kind | None = None
         self._head = b""
-        self._thoughts: list[str] = []
+        self._reasoning: list[str] = []
 
     def start(self, prompt_tokens: int) -> bytes:
         """The first event. The number of cached tokens is known only at the end."""
@@ -189,11 +189,11 @@ class AnswerEvents:
         parts: list[bytes] = []
         for delta in deltas:
             match delta:
-                case ThoughtDelta(text=text) if text:
-                    if self._kind is not ThoughtDelta:
-                        parts.append(self._begin(ThoughtDelta, AnswerThinking(thinking="", signature="")))
-                    self._thoughts.append(text)
-                    if self._frame.shows_thoughts:
+                case ReasoningDelta(text=text) if text:
+                    if self._kind is not ReasoningDelta:
+                        parts.append(self._begin(ReasoningDelta, AnswerThinking(thinking="", signature="")))
+                    self._reasoning.append(text)
+                    if self._frame.shows_reasoning:
                         parts += (self._head, _encode_json(text), _END_OF_DELTA)
                 case TextDelta():
                     if delta.text:
@@ -226,8 +226,8 @@ class AnswerEvents:
         if self._kind is None:
             return b""
         signed, index = b"", self._num_blocks - 1
-        if self._kind is ThoughtDelta:
-            delta = {"type": "signature_delta", "signature": _signature(self._thoughts)}
+        if self._kind is ReasoningDelta:
+            delta = {"type": "signature_delta", "signature": _signature(self._reasoning)}
             signed = _event("content_block_delta", {"index": index, "delta": delta})
         self._kind = None
         return signed + _event("content_block_stop", {"index": index})

@@ -36,7 +36,7 @@ class _Turn:
 
     role: str
     parts: list[str]
-    thoughts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
     calls: list[CalledTool] = field(default_factory=list)
     tool_call_id: str | None = None
     name: str | None = None
@@ -49,7 +49,7 @@ class _Turn:
             tool_calls=tuple(self.calls),
             tool_call_id=self.tool_call_id,
             name=self.name,
-            reasoning="".join(self.thoughts) or None,
+            reasoning="".join(self.reasoning) or None,
         )
 
 
@@ -95,7 +95,7 @@ class _Turns:
                     f"{place}.content[{number}]", "tool_result blocks belong in the user's messages"
                 )
         self._add_text("assistant", text, calls)
-        self.made[-1].thoughts += [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+        self.made[-1].reasoning += [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
 
     def _user(self, blocks: Sequence[object], place: str) -> None:
         texts: list[str] = []

@@ -100,7 +100,7 @@ def prompt_of(body: CountRequest) -> CompletionRequest:
         tools=tools_of(body.tools or ()),
         tool_choice=tool_choice_of(body),
         thinks=_thinks(body.thinking),
-        thought_budget=None if body.thinking is None else body.thinking.budget_tokens,
+        reasoning_budget=None if body.thinking is None else body.thinking.budget_tokens,
         effort=None if body.output_config is None else body.output_config.effort,
     )
 
@@ -188,8 +188,8 @@ async def create_message(call: ApiCall) -> None:
     generator = call.generator(body.model, priority=body.priority)
     request = await call.beside(completion_of, call, body)
     capabilities = generator.capabilities
-    shows_thoughts = body.thinking is None or body.thinking.display != "omitted"
-    frame = AnswerFrame.new(capabilities.model, body.max_tokens, capabilities.max_context, shows_thoughts)
+    shows_reasoning = body.thinking is None or body.thinking.display != "omitted"
+    frame = AnswerFrame.new(capabilities.model, body.max_tokens, capabilities.max_context, shows_reasoning)
     with _naming_field():
         async with completing(generator, request, trace=call.trace, on_cut=call.record.count) as completion:
             if body.stream:

@@ -174,8 +174,8 @@ class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Whether a reasoning model thinks before its text; ``adaptive`` leaves that to its chat template.
-    ``budget_tokens``: the most tokens of its thoughts; required if ``enabled``. ``display`` ``omitted``: the
-    answer has thoughts without their text."""
+    ``budget_tokens``: the most tokens of its reasoning; required if ``enabled``. ``display`` ``omitted``: the
+    answer has reasoning without its text."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None

@@ -31,13 +31,13 @@ from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint, Relaxed
 from agentflow.engine.messages import Finished, Progress
 from agentflow.engine.text.channel_output import ChannelOutput
-from agentflow.engine.text.thoughts import (
+from agentflow.engine.text.reasoning import (
     AnswerOutput,
     Thinking,
     finish_output,
     push_output,
+    reasoning_marks,
     thinking_values,
-    thought_marks,
 )
 from agentflow.engine.text.tool_output import ToolOutput
 from agentflow.engine.text.tools import answer_output
@@ -64,8 +64,8 @@ from agentflow.server.completion.request import (
     CompletionRequest,
     Continuation,
     FinishReason,
+    ReasoningDelta,
     TextDelta,
-    ThoughtDelta,
     Times,
     TokenIds,
     TokenLogprob,
@@ -194,7 +194,7 @@ class Completion:
                 usages[0].prompt_tokens,
                 min(usage.cached_tokens for usage in usages),
                 sum(usage.output_tokens for usage in usages),
-                thought_tokens=sum(usage.thought_tokens for usage in usages),
+                reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
             )
             start += run.num_answers
         return total
@@ -378,14 +378,14 @@ class _Run:
             self._on_delta(AnswerEnded(self._first_index + number, "length", usage))
 
     async def _thinking(self, context: EngineContext) -> Thinking | None:
-        """The thoughts that an answer may begin with."""
+        """The reasoning that an answer may begin with."""
         prompt = self._request.prompt
-        if isinstance(prompt, str | TokenIds) or thought_marks(context.tokens.template.source) is None:
+        if isinstance(prompt, str | TokenIds) or reasoning_marks(context.tokens.template.source) is None:
             return None
         if isinstance(prompt, Continuation):
             context, _ = await _after_answer(self._generator, self._request, prompt.messages)
         await self._generator.prompt_ids(context)
-        return context.thinking(0 if self._request.thinks is False else self._request.thought_budget)
+        return context.thinking(0 if self._request.thinks is False else self._request.reasoning_budget)
 
     async def _answer(self, number: int, context: EngineContext) -> None:
         request, use, constraint = self._request, context.tools, self._request.constraint
@@ -521,7 +521,7 @@ async def _after_answer(
 
 
 class _AnswerReader:
-    """Turns the progress of answer ``index`` into deltas. ``output`` separates thoughts and tool calls from
+    """Turns the progress of answer ``index`` into deltas. ``output`` separates reasoning and tool calls from
     text, if the answer may have some."""
 
     def __init__(
@@ -538,7 +538,7 @@ class _AnswerReader:
         self._output = output
         self._num_chars = 0
         self._num_tokens = 0  # with their log-probabilities
-        self._undecided: list[TokenLogprob] = []  # of thoughts or of the answer
+        self._undecided: list[TokenLogprob] = []  # of reasoning or of the answer
         self._texts: list[str] = []
         self._calls: list[tuple[str, list[str]]] = []
 
@@ -552,25 +552,25 @@ class _AnswerReader:
             self._read(self._output, progress, tokens)
 
     def _read(self, output: AnswerOutput, progress: Progress, tokens: list[TokenLogprob]) -> None:
-        thoughts = None if isinstance(output, ToolOutput) else output
-        are_thoughts = isinstance(output, ChannelOutput) and output.is_thinking
+        reasoning = None if isinstance(output, ToolOutput) else output
+        is_reasoning = isinstance(output, ChannelOutput) and output.is_thinking
         was_head = isinstance(output, ChannelOutput) and output.may_begin
         pieces = push_output(output, progress.text, progress.answer_at)
         tokens, self._undecided = [*self._undecided, *tokens], []
-        if thoughts is not None and thoughts.may_begin:
+        if reasoning is not None and reasoning.may_begin:
             self._undecided = tokens
             return
-        are_thoughts = are_thoughts or (thoughts is not None and thoughts.is_thinking)
+        is_reasoning = is_reasoning or (reasoning is not None and reasoning.is_thinking)
         if isinstance(output, ChannelOutput) and was_head and output.is_text and not pieces:
-            are_thoughts = True  # the head of an answer in text, which is none of its text
-        self._emit_pieces(pieces, tokens, are_thoughts=are_thoughts)
+            is_reasoning = True  # the head of an answer in text, which is none of its text
+        self._emit_pieces(pieces, tokens, is_reasoning=is_reasoning)
 
     def finish(self, end: Finished) -> None:
         rest = end.text[self._num_chars :]
         tokens = self._undecided + ([] if self._logprobs is None else self._logprobs.finish(end))
-        if thoughts := tokens[: max(0, end.thought_tokens - self._num_tokens)]:
-            self._on_delta(ThoughtDelta(self._index, "", tuple(thoughts)))
-            tokens = tokens[len(thoughts) :]
+        if reasoning := tokens[: max(0, end.reasoning_tokens - self._num_tokens)]:
+            self._on_delta(ReasoningDelta(self._index, "", tuple(reasoning)))
+            tokens = tokens[len(reasoning) :]
         if self._output is None:
             self._emit_text(rest, tokens)
         else:
@@ -581,7 +581,7 @@ class _AnswerReader:
 
     def end(self, end: Finished, checks: tuple[Check, ...]) -> None:
         usage = Usage(
-            end.prompt_tokens, end.cached_tokens, end.output_tokens, thought_tokens=end.thought_tokens
+            end.prompt_tokens, end.cached_tokens, end.output_tokens, reasoning_tokens=end.reasoning_tokens
         )
         ids = tuple(end.token_ids)
         self._on_delta(AnswerEnded(self._index, self._reason(end), usage, end.stopped_by, ids, checks))
@@ -591,7 +591,7 @@ class _AnswerReader:
         return [(name, "".join(parts)) for name, parts in self._calls or [("", self._texts)]]
 
     def message(self) -> Message:
-        """The answer as the client gets it, without thoughts and the ids of calls."""
+        """The answer as the client gets it, without reasoning and the ids of calls."""
         calls = [CalledTool("", *call) for call in self.outputs() if self._calls]
         return Message("assistant", "".join(self._texts), tool_calls=tuple(calls))
 
@@ -609,12 +609,12 @@ class _AnswerReader:
             self._on_delta(TextDelta(self._index, text, tuple(tokens)))
 
     def _emit_pieces(
-        self, pieces: Sequence[Piece], tokens: Sequence[TokenLogprob], *, are_thoughts: bool = False
+        self, pieces: Sequence[Piece], tokens: Sequence[TokenLogprob], *, is_reasoning: bool = False
     ) -> None:
-        """``are_thoughts``: the tokens are of thoughts, at least the first of them."""
+        """``is_reasoning``: the tokens are of reasoning, at least the first of them."""
         assert self._output is not None
-        if tokens and are_thoughts:
-            self._on_delta(ThoughtDelta(self._index, "", tuple(tokens)))
+        if tokens and is_reasoning:
+            self._on_delta(ReasoningDelta(self._index, "", tuple(tokens)))
         elif tokens:
             self._emit_text("", tokens)
         call = self._output.num_calls - sum(isinstance(piece, CallBegun) for piece in pieces) - 1
@@ -623,7 +623,7 @@ class _AnswerReader:
                 case TextPiece():
                     self._emit_text(piece.text, ())
                 case ReasoningPiece():
-                    self._on_delta(ThoughtDelta(self._index, piece.text))
+                    self._on_delta(ReasoningDelta(self._index, piece.text))
                 case CallBegun():
                     call += 1
                     self._calls.append((piece.name, []))

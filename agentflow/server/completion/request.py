@@ -54,7 +54,7 @@ class CompletionRequest:
     generates: bool = True  # False if the answer is the prompt alone
     template_values: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
     thinks: bool | None = None  # whether a reasoning model thinks first; None: its template decides
-    thought_budget: int | None = None  # the most tokens of its thoughts
+    reasoning_budget: int | None = None  # the most tokens of its reasoning
     effort: str | None = None  # for templates that have a variable for it
 
     @property
@@ -100,8 +100,8 @@ class TextDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class ThoughtDelta:
-    """More text of the model's thoughts before answer ``index``, with its tokens if log-probabilities were
+class ReasoningDelta:
+    """More text of the model's reasoning before answer ``index``, with its tokens if log-probabilities were
     requested."""
 
     index: int
@@ -169,7 +169,7 @@ class AnswerEnded:
 
 
 CompletionDelta: TypeAlias = (
-    PromptDelta | ThoughtDelta | TextDelta | ToolCallBegun | ToolArguments | AnswerEnded
+    PromptDelta | ReasoningDelta | TextDelta | ToolCallBegun | ToolArguments | AnswerEnded
 )
 
 
@@ -185,7 +185,7 @@ class Answer:
     stop: str | int | None = None
     prompt: PromptDelta | None = None
     token_ids: tuple[int, ...] = ()
-    thoughts: str = ""
+    reasoning: str = ""
 
 
 @dataclass(slots=True)
@@ -198,7 +198,7 @@ class Times:
     ended: int = 0
 
 
-_MERGED = TextDelta | ThoughtDelta | ToolArguments
+_MERGED = TextDelta | ReasoningDelta | ToolArguments
 
 
 def merged(deltas: Sequence[CompletionDelta]) -> list[CompletionDelta]:
@@ -220,8 +220,10 @@ def _one_of(run: Sequence[CompletionDelta]) -> CompletionDelta:
     text = "".join([delta.text for delta in run if isinstance(delta, _MERGED)])
     if isinstance(first, ToolArguments):
         return ToolArguments(first.index, first.call, text)
-    tokens = [token for delta in run if isinstance(delta, TextDelta | ThoughtDelta) for token in delta.tokens]
-    kind = ThoughtDelta if isinstance(first, ThoughtDelta) else TextDelta
+    tokens = [
+        token for delta in run if isinstance(delta, TextDelta | ReasoningDelta) for token in delta.tokens
+    ]
+    kind = ReasoningDelta if isinstance(first, ReasoningDelta) else TextDelta
     return kind(first.index, text, tuple(tokens))
 
 
@@ -235,7 +237,7 @@ def answers_of(deltas: Sequence[CompletionDelta], num_answers: int) -> list[Answ
 
 def _answer_of(deltas: Sequence[CompletionDelta]) -> Answer:
     texts: list[str] = []
-    thoughts: list[str] = []
+    reasoning: list[str] = []
     tokens: list[TokenLogprob] = []
     calls: list[tuple[ToolCallBegun, list[str]]] = []
     end: AnswerEnded | None = None
@@ -247,8 +249,8 @@ def _answer_of(deltas: Sequence[CompletionDelta]) -> Answer:
             case TextDelta():
                 texts.append(delta.text)
                 tokens += delta.tokens
-            case ThoughtDelta():
-                thoughts.append(delta.text)
+            case ReasoningDelta():
+                reasoning.append(delta.text)
                 tokens += delta.tokens
             case ToolCallBegun():
                 calls.append((delta, []))
@@ -267,5 +269,5 @@ def _answer_of(deltas: Sequence[CompletionDelta]) -> Answer:
         end.stop,
         prompt,
         end.token_ids,
-        "".join(thoughts),
+        "".join(reasoning),
     )

@@ -21,8 +21,8 @@ from agentflow.server.completion.request import (
     AnswerEnded,
     CompletionDelta,
     PromptDelta,
+    ReasoningDelta,
     TextDelta,
-    ThoughtDelta,
     Times,
     TokenLogprob,
     ToolArguments,
@@ -110,7 +110,7 @@ class AnswerLines:
                     self._prompt_ids = delta.token_ids
                 case TextDelta():
                     parts += (self._finish_call(), self._encoded(delta.text, tokens=delta.tokens))
-                case ThoughtDelta():
+                case ReasoningDelta():
                     parts.append(self._encoded("", tokens=delta.tokens, thinking=delta.text))
                 case ToolCallBegun():
                     parts.append(self._finish_call())
@@ -135,7 +135,7 @@ class AnswerLines:
         end = AnswerEnded(0, answer.finish_reason, answer.usage, token_ids=answer.token_ids)
         prompt_ids = () if answer.prompt is None else answer.prompt.token_ids
         ending = self._ending(end, prompt_ids)
-        return self._encoded(answer.text, calls, answer.tokens, thinking=answer.thoughts, **ending)
+        return self._encoded(answer.text, calls, answer.tokens, thinking=answer.reasoning, **ending)
 
     def loaded(self) -> bytes:
         """The answer to a request without a prompt, which loads a model."""

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from agentflow.engine.generator.generator import EngineGenerator
-from agentflow.engine.text.thoughts import thought_marks
+from agentflow.engine.text.reasoning import reasoning_marks
 from agentflow.server.errors import ApiError
 from agentflow.server.http.call import ApiCall
 from agentflow.server.models.models import Model
@@ -83,7 +83,7 @@ async def show_model(call: ApiCall) -> None:
         capabilities = ["embedding"]
     elif generator.capabilities.conversations:
         capabilities.append("tools")
-    if thought_marks(generator.template.source) is not None and not info.embedding_size:
+    if reasoning_marks(generator.template.source) is not None and not info.embedding_size:
         capabilities.append("thinking")
     template = generator.template.source if generator.template.has_template else ""
     await call.reply(

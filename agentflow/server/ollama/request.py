@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from agentflow.engine.generator.generator import EngineGenerator
-from agentflow.engine.text.thoughts import thought_marks
+from agentflow.engine.text.reasoning import reasoning_marks
 from agentflow.errors import no_chat_template
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.protocol.constraint import Constraint
@@ -50,7 +50,7 @@ def model_of(call: ApiCall, name: str) -> str:
 
 def check_generation(body: Generation, generator: EngineGenerator) -> None:
     """``ApiError`` for a field that asks for something that is not supported."""
-    if body.think and thought_marks(generator.template.source) is None:
+    if body.think and reasoning_marks(generator.template.source) is None:
         raise unsupported("think", f"{generator.capabilities.model} does not think before its answer")
     if body.top_logprobs and not body.logprobs:
         raise invalid_field("top_logprobs", "it needs 'logprobs' to be true")
@@ -174,8 +174,8 @@ class _Turns:
             self._called(call, f"{place}.tool_calls[{number}]")
             for number, call in enumerate(message.tool_calls or ())
         ]
-        thoughts = message.thinking if message.role == "assistant" else None
-        self.made.append(Message(message.role, text, tool_calls=tuple(calls), reasoning=thoughts or None))
+        reasoning = message.thinking if message.role == "assistant" else None
+        self.made.append(Message(message.role, text, tool_calls=tuple(calls), reasoning=reasoning or None))
 
     def _called(self, call: GivenToolCall, place: str) -> CalledTool:
         given, arguments = call.function.arguments, "{}"

@@ -35,7 +35,7 @@ def usage_body(usage: Usage) -> UsageBody:
         completion_tokens=usage.output_tokens,
         total_tokens=usage.prompt_tokens + usage.output_tokens,
         prompt_tokens_details=PromptDetails(usage.cached_tokens),
-        completion_tokens_details=CompletionDetails(usage.thought_tokens),
+        completion_tokens_details=CompletionDetails(usage.reasoning_tokens),
     )
 
 

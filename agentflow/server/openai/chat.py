@@ -24,8 +24,8 @@ from agentflow.server.completion.request import (
     CompletionDelta,
     CompletionRequest,
     PromptDelta,
+    ReasoningDelta,
     TextDelta,
-    ThoughtDelta,
     TokenLogprob,
     ToolArguments,
     ToolCallBegun,
@@ -127,7 +127,7 @@ def _request_of(
         returns_prompt=body.prompt_logprobs is not None or bool(body.return_token_ids),
         prompt_logprobs=body.prompt_logprobs,
         thinks=_thinks(body),
-        thought_budget=_thought_budget(body),
+        reasoning_budget=_reasoning_budget(body),
         effort=body.reasoning_effort,
     )
 
@@ -139,7 +139,7 @@ def _thinks(body: ChatRequest) -> bool | None:
     return body.reasoning_effort not in NO_EFFORT
 
 
-def _thought_budget(body: ChatRequest) -> int | None:
+def _reasoning_budget(body: ChatRequest) -> int | None:
     if body.thinking_token_budget is not None and body.thinking_budget is not None:
         raise invalid_field("thinking_budget", "it excludes 'thinking_token_budget': give one of them")
     budget = body.thinking_token_budget
@@ -189,7 +189,7 @@ def _choice(index: int, answer: Answer, body: ChatRequest, has_logprobs: bool) -
             content=content,
             refusal=None,
             tool_calls=calls,
-            reasoning_content=answer.thoughts or None,
+            reasoning_content=answer.reasoning or None,
         ),
         logprobs=_logprobs(answer.tokens) if has_logprobs else None,
         finish_reason=answer.finish_reason,
@@ -201,7 +201,7 @@ class _ChatChunks(ChunkWriter):
     def __init__(self, identity: AnswerIdentity, n: int, *, usage: UsageChunks) -> None:
         super().__init__(identity, _KIND, "delta", n, usage=usage)
         self._text_fronts = [front + b'{"content":' for front in self.fronts]
-        self._thought_fronts = [front + b'{"reasoning_content":' for front in self.fronts]
+        self._reasoning_fronts = [front + b'{"reasoning_content":' for front in self.fronts]
         self._is_begun = [False] * n
 
     def prepare(self, usage: bytes) -> None:
@@ -218,8 +218,8 @@ class _ChatChunks(ChunkWriter):
                 continue
             if not self._is_begun[delta.index]:
                 parts.append(self._role(delta))
-            if isinstance(delta, TextDelta | ThoughtDelta):
-                fronts = self._text_fronts if isinstance(delta, TextDelta) else self._thought_fronts
+            if isinstance(delta, TextDelta | ReasoningDelta):
+                fronts = self._text_fronts if isinstance(delta, TextDelta) else self._reasoning_fronts
                 parts += (fronts[delta.index], encode_json(delta.text))
                 parts.append(self._with_logprobs(delta.tokens) if delta.tokens else self._text_rest)
             elif isinstance(delta, AnswerEnded):

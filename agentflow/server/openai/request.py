@@ -51,7 +51,7 @@ NO_EFFORT = ("none", "minimal")
 """Values of ``reasoning_effort`` that turn thinking off."""
 
 _WHY_UNSUPPORTED = {
-    "skip_special_tokens": "answers have no special tokens, but as marks of calls and thoughts",
+    "skip_special_tokens": "answers have no special tokens, but as marks of calls and reasoning",
     "include_stop_str_in_output": "the stop is not part of the answer",
     "suffix": "the models continue a text, and cannot fill a gap in one",
     "store": "nothing is stored",
@@ -193,15 +193,15 @@ def _assistant_turn(message: AssistantMessage, place: str, model: str) -> Messag
     )
     content = message.content if message.content is not None else message.refusal
     given = message.reasoning_content if is_given(message.reasoning_content) else message.reasoning
-    thoughts = _thoughts_of(given, place)
-    if content is None and not calls and thoughts is None:
+    reasoning = _reasoning_of(given, place)
+    if content is None and not calls and reasoning is None:
         raise invalid_field(f"{place}.content", "an assistant's message needs 'content' or 'tool_calls'")
     text = "" if content is None else _text_of(content, place, model)
-    return Message("assistant", text, tool_calls=calls, reasoning=thoughts)
+    return Message("assistant", text, tool_calls=calls, reasoning=reasoning)
 
 
-def _thoughts_of(given: Unread, place: str) -> str | None:
-    """Thoughts that are a text; clients of other servers also send objects, which are not read."""
+def _reasoning_of(given: Unread, place: str) -> str | None:
+    """Reasoning that is a text; clients of other servers also send objects, which are not read."""
     if given is None or bytes(memoryview(given)[:1]) != b'"':
         return None
     return decoded(given, str, f"{place}.reasoning_content")

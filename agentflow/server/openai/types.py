@@ -46,7 +46,7 @@ from agentflow.server.compatible.logprobs import ChatTokenLogprob
 
 _INT64 = 2**63
 
-ThoughtBudget: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_INT)]
+ReasoningBudget: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Choices: TypeAlias = Annotated[
     list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=MAX_CONSTRAINT_CHOICES)
 ]
@@ -324,8 +324,8 @@ class ChatRequest(SharedFields, kw_only=True):
     modalities: list[Literal["text"]] | None = None
     verbosity: str | None = None
     reasoning_effort: str | None = None
-    thinking_token_budget: ThoughtBudget | None = None
-    thinking_budget: ThoughtBudget | None = None
+    thinking_token_budget: ReasoningBudget | None = None
+    thinking_budget: ReasoningBudget | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: GivenObject = None
     add_generation_prompt: bool | None = None

@@ -13,13 +13,13 @@ from agentflow.protocol.sized import sized
 
 
 @dataclass(frozen=True, slots=True)
-class Thoughts:
+class Reasoning:
     """Reasoning, which belongs to the assistant's next message or call."""
 
     text: str
 
 
-Step: TypeAlias = Message | CalledTool | Thoughts
+Step: TypeAlias = Message | CalledTool | Reasoning
 """An item's part of the conversation. The name in a tool's message is filled in from the call that it
 answers."""
 

@@ -693,7 +693,7 @@ export interface Usage {
   /** Of the output, those that a constraint forced and that were not sampled. */
   forced_tokens: number;
   /** Of the output, the tokens of reasoning. */
-  thought_tokens: number;
+  reasoning_tokens: number;
 }
 
 /** Part of `value`. Written as a list of its fields, in this order. */

@@ -83,7 +83,7 @@ test("pieces come from the start, also for a loop that begins late, and a slow l
   await stage.close();
 });
 
-test("thoughts grow before the text, and come again from their start after a connection broke", async () => {
+test("reasoning grows before the text, and comes again from its start after a connection broke", async () => {
   const stage = await new Stage("abc").open();
   const [variable] = (await stage.gens(1)) as [Variable];
   const think = async (reasoning: string, reasoning_at: number): Promise<void> => {

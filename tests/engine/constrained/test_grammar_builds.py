@@ -26,8 +26,8 @@ from agentflow.engine.grammar.llguidance import LlguidanceGrammar
 from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.messages import Finished
 from agentflow.engine.submit import Submit
-from agentflow.engine.text.channels import ANSWER_HEAD, NEXT_MESSAGE, THOUGHTS_HEAD
-from agentflow.engine.text.thoughts import Thinking
+from agentflow.engine.text.channels import ANSWER_HEAD, NEXT_MESSAGE, REASONING_HEAD
+from agentflow.engine.text.reasoning import Thinking
 from agentflow.errors import RequestRefused
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
@@ -147,12 +147,12 @@ def test_f9d_tenants_take_turns_at_building() -> None:
     assert built == ["a1", "a2", "b1", "a3", "a4"]
 
 
-def test_f9e_thoughts_in_channels_keep_the_grammar_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f9e_reasoning_in_channels_keep_the_grammar_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the cache drops it meanwhile, whose payload the engine has only once."""
     monkeypatch.setattr(grammar_cache, "MAX_GRAMMARS", 1)
     grammars = GrammarCache(CHANNELS.tokenizer, CHANNELS.tokenizer.vocab_size)
     grammars.grammar(word("yes"))
-    thinking = Thinking(THOUGHTS_HEAD, "<|end|>", is_open=False, answer=ANSWER_HEAD)
+    thinking = Thinking(REASONING_HEAD, "<|end|>", is_open=False, answer=ANSWER_HEAD)
     params = SamplingParams(max_tokens=200)
     known = CompiledConstraint("yes", "dfa", b"")
     message = Submit(1, [5], params, constraint=known, jump_forward=False, thinking=thinking)
@@ -160,7 +160,7 @@ def test_f9e_thoughts_in_channels_keep_the_grammar_of_the_answer(monkeypatch: py
     text = constrained_request(request, message, grammars, CHANNELS.tokenizer)
     text.begin(())
     grammars.grammar(word("other"))
-    written = f"{THOUGHTS_HEAD}Is it so? It is.{NEXT_MESSAGE}{ANSWER_HEAD}yes"
+    written = f"{REASONING_HEAD}Is it so? It is.{NEXT_MESSAGE}{ANSWER_HEAD}yes"
     for token_id in CHANNELS.tokenizer.encode_written(written):
         assert not text.is_complete()
         text.read(token_id)

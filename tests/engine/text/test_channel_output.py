@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from support.thinking_models import CHANNEL_MODEL, QWEN_MODEL
 
 from agentflow.engine.text.channel_output import ChannelOutput, ChannelTokens, read_channels
-from agentflow.engine.text.channels import ANSWER_HEAD, THOUGHTS_HEAD, call_head, has_channels
+from agentflow.engine.text.channels import ANSWER_HEAD, REASONING_HEAD, call_head, has_channels
 from agentflow.protocol.chat import Arguments, CallBegun, Piece, ReasoningPiece, TextPiece
 
 NEXT = "<|end|><|start|>assistant"
 HEADS = {
-    THOUGHTS_HEAD: "thoughts",
+    REASONING_HEAD: "reasoning",
     ANSWER_HEAD: "text",
     "<|channel|>commentary<|message|>": "text",
     call_head("look"): "look",
@@ -59,7 +59,7 @@ def test_streamed_answers_are_read_as_what_was_written(messages, cuts, is_constr
         if kind == "look":
             expected += [(CallBegun, "look"), (Arguments, arguments)]
         elif words:
-            piece = ReasoningPiece if kind == "thoughts" else TextPiece
+            piece = ReasoningPiece if kind == "reasoning" else TextPiece
             expected.append((piece, ("\n\n" if piece in kinds_seen else "") + words))
             kinds_seen.add(piece)
     text = NEXT.join(written) + (end if written else "")
@@ -146,8 +146,8 @@ def test_tokens_are_divided_where_the_text_is(messages, has_calls) -> None:
         assert before.endswith(ANSWER_HEAD)
     kinds = [HEADS[head] for head, _ in messages]
     if follower.is_over and all("<|" not in words for _, (words, _) in messages):
-        num_thoughts = next(n for n, kind in enumerate(kinds) if kind != "thoughts")
-        assert before.count(THOUGHTS_HEAD) == num_thoughts
+        num_reasoning = next(n for n, kind in enumerate(kinds) if kind != "reasoning")
+        assert before.count(REASONING_HEAD) == num_reasoning
 
 
 def test_a_template_shows_whether_its_model_writes_in_channels() -> None:

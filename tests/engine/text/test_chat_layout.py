@@ -14,7 +14,7 @@ from support.engine.conversations import (
     hostile_contents,
     messages_of,
     pieces_of,
-    thoughts,
+    reasoning,
 )
 
 from agentflow.engine.text.chat_layout import MIN_RENDERINGS, Layout, lay_out
@@ -27,7 +27,7 @@ from agentflow.protocol.chat import Message
 @given(data=st.data(), opens=st.booleans())
 def test_pieces_are_those_of_the_reference(name: str, data: st.DataObject, opens: bool) -> None:
     source, reference = shapes.WITH_TWIN[name]
-    answers = thoughts | st.sampled_from(["a", " b ", "a\n"]) if name == "thinking" else hostile_contents
+    answers = reasoning | st.sampled_from(["a", " b ", "a\n"]) if name == "thinking" else hostile_contents
     turns = data.draw(alternating(answers))
     layout = lay_out(TEMPLATES[name], messages_of(turns), "assistant" if opens else None)
     assert pieces_of(layout) == shapes.joined(reference(turns, opens))
@@ -39,7 +39,7 @@ def test_pieces_are_those_of_the_reference(name: str, data: st.DataObject, opens
 def test_a_conversation_that_grows(name: str, data: st.DataObject) -> None:
     """Each layout is made with the one before, and is the one that is made without."""
     reference = shapes.WITH_TWIN[name][1]
-    answers = thoughts if name == "thinking" else hostile_contents
+    answers = reasoning if name == "thinking" else hostile_contents
     turns = data.draw(alternating(answers))
     previous: Layout | None = None
     for n in range(len(turns) + 1):

@@ -23,7 +23,7 @@ from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import NotSupported
 
 
-def test_thoughts_that_the_template_drops_later() -> None:
+def test_reasoning_that_the_template_drops_later() -> None:
     state = state_of("thinking")
     say(state, "user", "What?")
     state.begin_role("assistant")

@@ -176,7 +176,7 @@ def test_a_parameter(server: ApiServer, api: Api, fields: dict[str, Any], meant:
     assert [submit.params for submit in requests.submits] == [params, params]
     assert whole.text == streamed.text == answer.text
     assert whole.reason == streamed.reason == answer.finish_reason
-    assert (whole.thoughts, whole.calls) == ("", [])
+    assert (whole.reasoning, whole.calls) == ("", [])
     assert whole.prompt_tokens == answer.usage.prompt_tokens
     assert whole.output_tokens == answer.usage.output_tokens
 

@@ -13,8 +13,8 @@ from support.server.apis import CHAT, MESSAGES, OLLAMA, OLLAMA_TEXT, RESPONSES, 
 from support.server.openai_peer import sync_client
 from support.thinking_models import DEEPSEEK_MODEL, QWEN_MODEL
 
-THOUGHTS, ANSWER = "It is a greeting.", "Hello!"
-SCRIPT = f"<think>\n{THOUGHTS}\n</think>\n\n{ANSWER}"
+REASONING, ANSWER = "It is a greeting.", "Hello!"
+SCRIPT = f"<think>\n{REASONING}\n</think>\n\n{ANSWER}"
 CALL_SCRIPT = '<think>\nI look.\n</think>\n\n<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 ASKED: list[Any] = [{"role": "user", "content": SCRIPT}]
 LOOK = [{"name": "look", "parameters": {"type": "object"}}]
@@ -61,7 +61,7 @@ def prompt_text(server: ApiServer, submit: Any) -> str:
 @over(*ON)
 def test_reasoning_is_separate_from_the_answer(server: ApiServer, api: Api, stream: bool) -> None:
     answer = ask(server, api, SCRIPT, stream=stream, extra=ON[api], temperature=0)
-    assert (answer.thoughts, answer.text, answer.reason) == (THOUGHTS, ANSWER, "stop")
+    assert (answer.reasoning, answer.text, answer.reason) == (REASONING, ANSWER, "stop")
 
 
 @STREAMS
@@ -82,7 +82,7 @@ def test_reasoning_is_separate_from_the_answer(server: ApiServer, api: Api, stre
 )
 def test_an_answer_without_reasoning(server: ApiServer, api: Api, fields: Any, stream: bool) -> None:
     answer = ask(server, api, SCRIPT, stream=stream, extra=fields, temperature=0)
-    assert (answer.thoughts, answer.text) == ("", ANSWER)
+    assert (answer.reasoning, answer.text) == ("", ANSWER)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_an_answer_without_reasoning(server: ApiServer, api: Api, fields: Any, s
 def test_the_template_closes_the_reasoning(qwen: ApiServer, api: Api, fields: Any) -> None:
     requests = qwen.observe_requests()
     answer = ask(qwen, api, SCRIPT, extra=fields, temperature=0)
-    assert (answer.thoughts, answer.text) == ("", ANSWER)
+    assert (answer.reasoning, answer.text) == ("", ANSWER)
     assert prompt_text(qwen, requests.submits[-1]).endswith("<think>\n\n</think>\n\n")
 
 
@@ -105,7 +105,7 @@ def test_the_template_closes_the_reasoning(qwen: ApiServer, api: Api, fields: An
 )
 def test_a_high_effort(server: ApiServer, api: Api, fields: Any) -> None:
     body = post(server, api, api.body(SCRIPT, extra=fields, temperature=0)).json()
-    assert api.whole(body).thoughts == THOUGHTS
+    assert api.whole(body).reasoning == REASONING
     assert body.get("reasoning", {"effort": "high"})["effort"] == "high"
 
 
@@ -116,15 +116,15 @@ def test_a_high_effort(server: ApiServer, api: Api, fields: Any) -> None:
 def test_a_budget_cuts_the_reasoning(server: ApiServer, api: Api, fields: Any) -> None:
     answer = ask(server, api, SCRIPT, extra=fields, temperature=0)
     assert answer.text == ANSWER
-    assert THOUGHTS.startswith(answer.thoughts)
-    assert answer.thoughts != THOUGHTS
+    assert REASONING.startswith(answer.reasoning)
+    assert answer.reasoning != REASONING
 
 
 @over(CHAT, RESPONSES, MESSAGES)
 def test_reasoning_that_the_limit_cuts_may_be_sent_back(server: ApiServer, api: Api) -> None:
     answer = ask(server, api, SCRIPT, extra=ON[api], max_tokens=6)
     assert (answer.text, answer.reason) == ("", "length")
-    assert THOUGHTS.startswith(answer.thoughts)
+    assert REASONING.startswith(answer.reasoning)
     assert ask(server, api, [*ASKED, *answer.turns, *ASKED], max_tokens=2).output_tokens == 2
 
 
@@ -159,11 +159,11 @@ def test_chunks_of_reasoning_come_before_those_of_the_answer(server: ApiServer) 
 def test_a_reasoning_item_comes_before_the_message(qwen: ApiServer) -> None:
     asked: Any = {"model": MODEL, "input": SCRIPT, "include": ["message.output_text.logprobs"]}
     with sync_client(qwen) as client:
-        thoughts, message = client.responses.create(**asked).output
+        reasoning, message = client.responses.create(**asked).output
         [cut] = client.responses.create(**asked, max_output_tokens=5).output
         with client.responses.stream(model=MODEL, input=SCRIPT) as stream:
             events = list(stream)
-    assert (thoughts.type, thoughts.status, thoughts.summary) == ("reasoning", "completed", [])
+    assert (reasoning.type, reasoning.status, reasoning.summary) == ("reasoning", "completed", [])
     assert (cut.type, cut.status) == ("reasoning", "incomplete")
     logprobs = message.content[0].logprobs  # type: ignore[union-attr]
     assert "".join(token.token for token in logprobs or ()).strip() == ANSWER
@@ -208,22 +208,22 @@ def test_the_template_gets_the_reasoning_of_calls_of_this_turn(qwen: ApiServer, 
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     turns = [
         *ASKED,
-        {"role": "assistant", "content": None, "tool_calls": [call], field: THOUGHTS},
+        {"role": "assistant", "content": None, "tool_calls": [call], field: REASONING},
         {"role": "tool", "tool_call_id": "c1", "content": "A bear."},
     ]
     requests = qwen.observe_requests()
     ask(qwen, CHAT, turns, max_tokens=2)
     ask(qwen, CHAT, [*turns, *ASKED], max_tokens=2)  # the next turn
     texts = [prompt_text(qwen, submit) for submit in requests.submits]
-    assert [text.count(f"<think>\n{THOUGHTS}\n</think>\n\n\n<tool_call>") for text in texts] == [1, 0]
+    assert [text.count(f"<think>\n{REASONING}\n</think>\n\n\n<tool_call>") for text in texts] == [1, 0]
 
 
 def test_the_template_gets_thinking_blocks_of_any_server(qwen: ApiServer) -> None:
-    thoughts = {"type": "thinking", "thinking": "I look.", "signature": "of another server"}
+    reasoning = {"type": "thinking", "thinking": "I look.", "signature": "of another server"}
     call = {"type": "tool_use", "id": "c1", "name": "look", "input": {}}
     redacted = {"type": "redacted_thinking", "data": "secret"}
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "A bear."}]}
-    turns = [*ASKED, {"role": "assistant", "content": [thoughts, redacted, call]}, result]
+    turns = [*ASKED, {"role": "assistant", "content": [reasoning, redacted, call]}, result]
     requests = qwen.observe_requests()
     ask(qwen, MESSAGES, turns, tools=LOOK, max_tokens=2)
     text = prompt_text(qwen, requests.submits[-1])

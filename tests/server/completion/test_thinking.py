@@ -1,4 +1,4 @@
-"""Thoughts of reasoning models on the engine: apart from the answer, under a budget, before a constraint."""
+"""Reasoning of reasoning models on the engine: apart from the answer, under a budget, before a constraint."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from agentflow.server.completion.request import (
     Answer,
     CompletionDelta,
     CompletionRequest,
+    ReasoningDelta,
     TextDelta,
-    ThoughtDelta,
     answers_of,
 )
 
 pytestmark = pytest.mark.anyio
 
-THOUGHTS, ANSWER = "It is a greeting. I stop.", "Hello. I stop."
-SCRIPT = f"<think>\n{THOUGHTS}\n</think>\n\n{ANSWER}"
+REASONING, ANSWER = "It is a greeting. I stop.", "Hello. I stop."
+SCRIPT = f"<think>\n{REASONING}\n</think>\n\n{ANSWER}"
 JSON = Constraint(
     "schema", '{"type": "object", "properties": {"a": {"enum": ["b", "c"]}}, "required": ["a"]}'
 )
@@ -69,42 +69,42 @@ async def ask(generator: EngineGenerator, request: CompletionRequest) -> Answer:
 
 
 @EACH
-async def test_thoughts_are_apart_from_the_answer_and_stops_are_of_the_answer(model: ThinkingModel) -> None:
+async def test_reasoning_are_apart_from_the_answer_and_stops_are_of_the_answer(model: ThinkingModel) -> None:
     async with generator_of(model) as generator:
         answer = await ask(generator, asking(SCRIPT))
-        assert (answer.thoughts, answer.text, answer.finish_reason) == (THOUGHTS, ANSWER, "stop")
-        assert 0 < answer.usage.thought_tokens < len(answer.token_ids) < answer.usage.output_tokens
+        assert (answer.reasoning, answer.text, answer.finish_reason) == (REASONING, ANSWER, "stop")
+        assert 0 < answer.usage.reasoning_tokens < len(answer.token_ids) < answer.usage.output_tokens
         for stop in ("stop", "\n\n", "Hello"):
             stopped = await ask(generator, asking(SCRIPT, params={"stop": (stop,)}))
-            assert (stopped.thoughts, stopped.text) == (THOUGHTS, ANSWER.partition(stop)[0])
+            assert (stopped.reasoning, stopped.text) == (REASONING, ANSWER.partition(stop)[0])
         truncated = await ask(generator, asking(SCRIPT, max_tokens=13))
         assert (truncated.text, truncated.finish_reason) == ("", "length")
-        assert THOUGHTS.startswith(truncated.thoughts)
-        assert truncated.usage.thought_tokens == 13
+        assert REASONING.startswith(truncated.reasoning)
+        assert truncated.usage.reasoning_tokens == 13
 
 
 @EACH
-async def test_a_budget_ends_thoughts_at_once_and_the_answer_follows(model: ThinkingModel) -> None:
+async def test_a_budget_ends_reasoning_at_once_and_the_answer_follows(model: ThinkingModel) -> None:
     async with generator_of(model) as generator:
         free = await ask(generator, asking(SCRIPT))
         end = model.tokenizer.encode_written("</think>")
         begin = 0 if model is DEEPSEEK_MODEL else len(model.tokenizer.encode_written("<think>"))
         gap = len(model.tokenizer.encode_written(SCRIPT.partition("</think>")[2].partition(ANSWER)[0]))
-        inside = free.usage.thought_tokens - begin - len(end) - gap  # before the last mark
+        inside = free.usage.reasoning_tokens - begin - len(end) - gap  # before the last mark
         for budget in (0, 1, inside - 1, inside, inside + 100):
-            answer = await ask(generator, asking(SCRIPT, thought_budget=budget))
+            answer = await ask(generator, asking(SCRIPT, reasoning_budget=budget))
             assert answer.text == ANSWER
-            assert THOUGHTS.startswith(answer.thoughts)
+            assert REASONING.startswith(answer.reasoning)
             written = begin + min(budget, inside) + len(end)
-            assert answer.usage.thought_tokens == (written + gap if budget >= inside else written)
-            assert (answer.thoughts == THOUGHTS) == (budget >= inside - 1)
-        # In the mark that the budget appends, and in one token before thoughts.
+            assert answer.usage.reasoning_tokens == (written + gap if budget >= inside else written)
+            assert (answer.reasoning == REASONING) == (budget >= inside - 1)
+        # In the mark that the budget appends, and in one token before reasoning.
         for stop in ("/think", "</", *(["think", ">"] if model is not SPELLED_MODEL else [])):
-            answer = await ask(generator, asking(SCRIPT, thought_budget=1, params={"stop": (stop,)}))
+            answer = await ask(generator, asking(SCRIPT, reasoning_budget=1, params={"stop": (stop,)}))
             assert (answer.text, answer.finish_reason) == (ANSWER, "stop")
         # Without room for the mark, the limit of the output ends it.
         assert (
-            await ask(generator, asking(SCRIPT, max_tokens=1, thought_budget=0))
+            await ask(generator, asking(SCRIPT, max_tokens=1, reasoning_budget=0))
         ).finish_reason == "length"
 
 
@@ -112,11 +112,11 @@ async def test_a_budget_ends_thoughts_at_once_and_the_answer_follows(model: Thin
 async def test_thinking_can_be_turned_off(model: ThinkingModel) -> None:
     async with generator_of(model) as generator:
         answer = await ask(generator, asking(SCRIPT, thinks=False))
-        assert (answer.thoughts, answer.text) == ("", ANSWER)
+        assert (answer.reasoning, answer.text) == ("", ANSWER)
         given_on = asking(SCRIPT, template_values={"enable_thinking": True}, thinks=False)
-        assert (await ask(generator, given_on)).thoughts == ""  # a budget of 0
+        assert (await ask(generator, given_on)).reasoning == ""  # a budget of 0
         off = asking(SCRIPT, template_values={"enable_thinking": False})
-        assert (await ask(generator, off)).thoughts == (THOUGHTS if model is DEEPSEEK_MODEL else "")
+        assert (await ask(generator, off)).reasoning == (REASONING if model is DEEPSEEK_MODEL else "")
         if model is not DEEPSEEK_MODEL:
             shown = model.tokenizer.decode(await prompt_ids(generator, asking(SCRIPT, thinks=False)))
             assert shown.endswith("<think>\n\n</think>\n\n")
@@ -132,40 +132,45 @@ async def test_a_constraint_begins_with_the_answer(
     async with generator_of(model) as generator:
         for params in ({}, {"logprobs": True}):
             answer = await ask(
-                generator, asking(JSON_SCRIPT, constraint=form, thought_budget=budget, params=params)
+                generator, asking(JSON_SCRIPT, constraint=form, reasoning_budget=budget, params=params)
             )
             assert json.loads(answer.text) == {"a": "b"}
-            thoughts = 'It may be {"a": "c"}.'
-            assert answer.thoughts == thoughts if budget is None else thoughts.startswith(answer.thoughts)
+            reasoning = 'It may be {"a": "c"}.'
+            assert answer.reasoning == reasoning if budget is None else reasoning.startswith(answer.reasoning)
             assert len(answer.tokens) == (len(answer.token_ids) if params else 0)
-        # A model that ends in its thoughts goes on with the form.
+        # A model that ends in its reasoning goes on with the form.
         ended = await ask(generator, asking("<think>\nNo.", constraint=form, max_tokens=60))
-        assert (ended.thoughts, ended.finish_reason) == ("No." if budget is None else ended.thoughts, "stop")
+        assert (ended.reasoning, ended.finish_reason) == (
+            "No." if budget is None else ended.reasoning,
+            "stop",
+        )
         assert json.loads(ended.text)
         without = await ask(generator, asking('{"a": "c"}', constraint=form, thinks=False))
-        assert (without.thoughts, json.loads(without.text)) == ("", {"a": "c"})
+        assert (without.reasoning, json.loads(without.text)) == ("", {"a": "c"})
 
 
 async def test_without_a_token_for_the_mark_a_constraint_begins_at_once() -> None:
     async with generator_of(SPELLED_MODEL) as generator:
         answer = await ask(generator, asking(JSON_SCRIPT, constraint=JSON))
-        assert (answer.thoughts, json.loads(answer.text)) == ("", {"a": "b"})
+        assert (answer.reasoning, json.loads(answer.text)) == ("", {"a": "b"})
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-async def test_calls_follow_thoughts_that_have_marks_of_calls(mode) -> None:
+async def test_calls_follow_reasoning_that_have_marks_of_calls(mode) -> None:
     script = f"<think>\nShould I {CALL}?\n</think>\n\n{CALL}"
     tools = {"tools": (LOOK,), "tool_choice": ToolChoice(mode)}
     async with generator_of(QWEN_MODEL) as generator:
         answer = await ask(generator, asking(script, **tools))
-        assert answer.thoughts == f"Should I {CALL}?"
+        assert answer.reasoning == f"Should I {CALL}?"
         assert [(call.name, call.arguments) for call in answer.tool_calls] == [("look", "{}")]
         assert (answer.text, answer.finish_reason) == ("", "tool_calls")
         cut = await ask(generator, asking(script, max_tokens=20, **tools))
         assert (cut.tool_calls, cut.text, cut.finish_reason) == ((), "", "length")
         turns = (
             Message("user", script),
-            Message("assistant", "", tool_calls=(CalledTool("c1", "look", "{}"),), reasoning=answer.thoughts),
+            Message(
+                "assistant", "", tool_calls=(CalledTool("c1", "look", "{}"),), reasoning=answer.reasoning
+            ),
             Message("tool", "A bear.", tool_call_id="c1", name="look"),
         )
         again = CompletionRequest(turns, SamplingParams(max_tokens=5), tools=(LOOK,))
@@ -180,11 +185,11 @@ async def test_several_answers_with_log_probabilities() -> None:
     async with generator_of(QWEN_MODEL) as generator:
         deltas = await deltas_of(generator, request)
     for answer in answers_of(deltas, 3):
-        assert (answer.thoughts, answer.text) == (THOUGHTS, ANSWER)
+        assert (answer.reasoning, answer.text) == (REASONING, ANSWER)
         assert [token.token_id for token in answer.tokens] == [*answer.token_ids]
     of_answers = [token for delta in deltas if isinstance(delta, TextDelta) for token in delta.tokens]
-    of_thoughts = [token for delta in deltas if isinstance(delta, ThoughtDelta) for token in delta.tokens]
-    assert len(of_thoughts) > len(of_answers) > 0
+    of_reasoning = [token for delta in deltas if isinstance(delta, ReasoningDelta) for token in delta.tokens]
+    assert len(of_reasoning) > len(of_answers) > 0
 
 
 CheckResumed = Callable[[CompletionRequest, int], None]
@@ -213,7 +218,7 @@ def test_a_request_that_is_resumed_goes_on_where_it_was(
     """As after the death of an engine process, which had sent some of the output."""
     constraint = JSON if is_constrained else None
     script = JSON_SCRIPT if is_constrained else SCRIPT
-    check_qwen_resumed(asking(script, constraint=constraint, thought_budget=budget), num_tokens)
+    check_qwen_resumed(asking(script, constraint=constraint, reasoning_budget=budget), num_tokens)
 
 
 async def check_resumed(generator: EngineGenerator, request: CompletionRequest, num_tokens: int) -> None:
@@ -227,7 +232,7 @@ async def check_resumed(generator: EngineGenerator, request: CompletionRequest, 
         return
     end = await generator._client._call(resumed, None)
     assert end.token_ids == [*whole.token_ids]
-    assert end.thought_tokens == whole.usage.thought_tokens
+    assert end.reasoning_tokens == whole.usage.reasoning_tokens
 
 
 class Journal:
@@ -272,14 +277,14 @@ async def test_f32b_a_stop_in_the_white_space_before_an_answer_with_tools_stops_
                 continue  # a constraint begins at once
             for stop in ("\n", " "):
                 answer = await ask(generator, asking(SCRIPT, params={"stop": (stop,)}, **fields))
-                assert (answer.thoughts, answer.text) == (THOUGHTS, ANSWER.partition(stop)[0])
+                assert (answer.reasoning, answer.text) == (REASONING, ANSWER.partition(stop)[0])
 
 
 @pytest.mark.parametrize("pattern", [r"\n\nHello\. I stop\.", r"\s*Hello\. I stop\.", r" ?Hello\. I stop\."])
 async def test_f32c_an_answer_matches_its_regex_with_its_white_space(pattern: str) -> None:
     async with generator_of(QWEN_MODEL) as generator:
         answer = await ask(generator, asking(SCRIPT, constraint=Constraint("regex", pattern)))
-        assert (answer.thoughts, answer.finish_reason) == (THOUGHTS, "stop")
+        assert (answer.reasoning, answer.finish_reason) == (REASONING, "stop")
         assert re.fullmatch(pattern, answer.text)
 
 
@@ -288,16 +293,16 @@ async def test_f32d_stop_token_ids_apply_to_the_answer_alone(model: ThinkingMode
     stop = model.tokenizer.encode(" stop", continues=True)[0]
     async with generator_of(model) as generator:
         answer = await ask(generator, asking(SCRIPT, params={"stop_token_ids": (stop,)}))
-        assert answer.thoughts == THOUGHTS
+        assert answer.reasoning == REASONING
         assert ANSWER.startswith(answer.text)
         assert answer.text != ANSWER
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-async def test_f32e_an_end_within_thoughts_ends_the_thoughts_if_the_answer_may_call(mode: str) -> None:
+async def test_f32e_an_end_within_reasoning_ends_the_reasoning_if_the_answer_may_call(mode: str) -> None:
     async with generator_of(QWEN_MODEL) as generator:
         tools = {"tools": (LOOK,), "tool_choice": ToolChoice(mode)}
         answer = await ask(generator, asking("<think>\nI am done.", max_tokens=100, **tools))
-        assert answer.thoughts == "I am done."
+        assert answer.reasoning == "I am done."
         assert answer.usage.output_tokens < 100
         assert answer.finish_reason == ("tool_calls" if mode == "required" else "stop")

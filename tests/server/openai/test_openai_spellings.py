@@ -18,7 +18,7 @@ from agentflow.engine.text.chat_template import ChatTemplate
 TEMPLATE = ChatTemplate(
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and enable_thinking is false %}(no thoughts)\n{% endif %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}(no reasoning)\n{% endif %}"
     "{{ mood | default('') }}{% endif %}"
 )
 
@@ -52,7 +52,7 @@ def test_the_template_gets_variables(server: ApiServer) -> None:
     assert prompt_of(server, chat_template_kwargs={}) == plain
     assert prompt_of(server, chat_template_kwargs={"enable_thinking": True}) == plain
     silent = prompt_of(server, chat_template_kwargs={"enable_thinking": False, "mood": "sad"})
-    assert silent == plain + "(no thoughts)\nsad"
+    assert silent == plain + "(no reasoning)\nsad"
     assert prompt_of(server) == plain
 
 

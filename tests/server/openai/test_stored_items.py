@@ -23,7 +23,7 @@ from agentflow.runtime.limits import MemoryBudget
 from agentflow.server.errors import ApiError
 from agentflow.server.openai.responses.items import ItemReader, Turns
 from agentflow.server.responses.background import BackgroundRun, open_background_runs
-from agentflow.server.responses.item import Item, Thoughts
+from agentflow.server.responses.item import Item, Reasoning
 from agentflow.server.responses.store import History, ResponseStore, StoredResponse
 
 HELLO = {"role": "user", "content": "Hello."}
@@ -153,9 +153,9 @@ STEPS = st.lists(
             CalledTool("c", "f", "{}"),
             CalledTool("d", "g", "{}"),
             Message("tool", "1", tool_call_id="c"),
-            Thoughts("Hm."),
-            Thoughts("Ah."),
-            Thoughts(""),
+            Reasoning("Hm."),
+            Reasoning("Ah."),
+            Reasoning(""),
         ]
     ),
     max_size=12,
@@ -168,13 +168,13 @@ def test_f26c_turns_are_those_of_a_reader_that_copies(before: list[Any], steps: 
     given_before = [step for step in before if isinstance(step, Message) and step.role != "tool"]
     turns, messages = Turns(given_before), [*given_before]
     called = {call.id: call.name for message in given_before for call in message.tool_calls}
-    thoughts = None
+    reasoning = None
     for number, step in enumerate(steps):
         item = Item("i", b"{}", step, 0)
         match step:
-            case Thoughts(text):
+            case Reasoning(text):
                 turns.add(item, "")
-                thoughts = text or None
+                reasoning = text or None
                 continue
             case CalledTool():
                 called[step.id] = step.name
@@ -194,12 +194,12 @@ def test_f26c_turns_are_those_of_a_reader_that_copies(before: list[Any], steps: 
                 messages.append(step)
         turns.add(item, "")
         last = messages[-1]
-        if last.role == "assistant" and thoughts is not None:
-            reasoning = f"{last.reasoning}\n{thoughts}" if last.reasoning else thoughts
+        if last.role == "assistant" and reasoning is not None:
+            reasoning = f"{last.reasoning}\n{reasoning}" if last.reasoning else reasoning
             messages[-1] = msgspec.structs.replace(last, reasoning=reasoning)
-            thoughts = None
+            reasoning = None
         if isinstance(step, Message):
-            thoughts = None
+            reasoning = None
         if number % 3 == 0:
             assert turns.messages == messages
     assert turns.messages == messages

@@ -28,7 +28,7 @@ def _pieces(received: list[Event]) -> list[tuple[int, int, str]]:
     return _merged([piece for piece in found if piece[2]])
 
 
-def _thoughts(received: list[Event]) -> list[tuple[int, int, str]]:
+def _reasoning(received: list[Event]) -> list[tuple[int, int, str]]:
     deltas = [event for event in received if isinstance(event, Delta)]
     return _merged([(one.var, one.reasoning_at, one.reasoning) for one in deltas if one.reasoning])
 
@@ -53,7 +53,7 @@ def test_frames_carry_all_events_in_order_within_the_limit(given_events: list[Ev
         assert frame.ack == 7
         received += frame.events
     assert _pieces(received) == _pieces(given_events)
-    assert _thoughts(received) == _thoughts(given_events)
+    assert _reasoning(received) == _reasoning(given_events)
     # A cut Value becomes deltas and then itself; everything else stays one event.
     ends = [event for event in received if not isinstance(event, Delta)]
     expected = [event for event in given_events if not isinstance(event, Delta)]
@@ -82,7 +82,7 @@ def test_much_text_is_sent_in_several_frames_that_fit_well(
         assert sum(map(len, texts)) <= 100
         received += frame.events
     assert _pieces(received) == [(1, 5, "a" * 150), (2, 0, "b" * 1_000)]
-    assert _thoughts(received) == [(3, 7, "c" * 150)]
+    assert _reasoning(received) == [(3, 7, "c" * 150)]
     ends = [one for one in received if not isinstance(one, Delta)]
     assert [type(one) for one in ends] == [Value, Reached]
 

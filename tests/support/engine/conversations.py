@@ -71,8 +71,8 @@ TEMPLATE_WORDS = [
 hostile_contents = st.text(st.sampled_from("ab \n{}<'\"é日"), max_size=6) | st.lists(
     st.sampled_from([*TEMPLATE_WORDS, "a", " ", "\n"]), max_size=4
 ).map("".join)
-# Thoughts in the form in which the thinking template writes them itself.
-thoughts = st.tuples(st.sampled_from(["hm", "a\nb"]), st.sampled_from(["yes", "a b ", ""])).map(
+# Reasoning in the form in which the thinking template writes them itself.
+reasoning = st.tuples(st.sampled_from(["hm", "a\nb"]), st.sampled_from(["yes", "a b ", ""])).map(
     lambda two: f"<think>\n{two[0]}\n</think>\n\n{two[1]}"
 )
 

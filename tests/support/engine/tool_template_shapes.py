@@ -42,7 +42,7 @@ HERMES = """{%- if tools %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
 """
 
-# The same, as of Qwen3: text is left alone, and a last answer begins with its thoughts.
+# The same, as of Qwen3: text is left alone, and a last answer begins with its reasoning.
 THINKING_HERMES = HERMES.replace(
     "{{- call.arguments | tojson }}",
     "{{- call.arguments if call.arguments is string else call.arguments | tojson }}",

@@ -28,7 +28,7 @@ class Answered:
     history, of a whole answer only. ``cached_tokens``: None where the API does not report them."""
 
     text: str = ""
-    thoughts: str = ""
+    reasoning: str = ""
     calls: list[Called] = field(default_factory=list)
     reason: str = ""
     prompt_tokens: int = 0
@@ -122,7 +122,7 @@ class Api:
             for choice in chunk["choices"]:
                 delta = choice["delta"]
                 answer.text += delta.get("content") or ""
-                answer.thoughts += delta.get("reasoning_content") or ""
+                answer.reasoning += delta.get("reasoning_content") or ""
                 for part in delta.get("tool_calls") or ():
                     call = begun.setdefault(part["index"], {"call_id": part.get("id"), "arguments": ""})
                     call["arguments"] += part["function"].get("arguments") or ""
@@ -177,7 +177,7 @@ class Responses(Api):
                 case "message":
                     answer.text += "".join(part["text"] for part in item["content"])
                 case "reasoning":
-                    answer.thoughts += "".join(part["text"] for part in item["content"])
+                    answer.reasoning += "".join(part["text"] for part in item["content"])
                 case "function_call":
                     answer.calls.append(self.called(item["call_id"], item["name"], item["arguments"]))
         is_cut = body["status"] == "incomplete"
@@ -190,7 +190,7 @@ class Responses(Api):
     def streamed(self, text: str) -> Answered:
         found = list(events(text))
         answer = self.whole(found[-1]["response"])
-        for kind, whole in (("output_text", answer.text), ("reasoning_text", answer.thoughts)):
+        for kind, whole in (("output_text", answer.text), ("reasoning_text", answer.reasoning)):
             assert "".join(one["delta"] for one in found if one["type"] == f"response.{kind}.delta") == whole
         return answer
 
@@ -232,7 +232,7 @@ class Messages(Api):
                 case "text":
                     answer.text += block["text"]
                 case "thinking":
-                    answer.thoughts += block["thinking"]
+                    answer.reasoning += block["thinking"]
                 case "tool_use":
                     answer.calls.append(Called(block["id"], block["name"], block["input"]))
         answer.reason = self.reasons[body["stop_reason"]]
@@ -297,7 +297,7 @@ class OllamaChat(Api):
         answer = Answered(turns=[])
         for part in parts:
             answer.text += part.text
-            answer.thoughts += part.thoughts
+            answer.reasoning += part.reasoning
             answer.calls += part.calls
         last = parts[-1]
         answer.reason = "calls" if answer.calls and last.reason == "stop" else last.reason

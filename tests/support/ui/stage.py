@@ -26,7 +26,7 @@ from agentflow.server.serve import RunningServer, running_server
 ResultT = TypeVar("ResultT")
 
 
-class _Thoughts(str):
+class _Reasoning(str):
     """A piece that the model thinks."""
 
 
@@ -34,11 +34,11 @@ class _End(str):
     """The finish reason, which ends a generation."""
 
 
-def _usage(context: ScriptedContext, text: str, thoughts: str) -> Usage:
+def _usage(context: ScriptedContext, text: str, reasoning: str) -> Usage:
     """A word is a token."""
-    num_thoughts = len(thoughts.split())
-    num_output = len(text.split()) + num_thoughts
-    return Usage(len(context.text.split()), 0, num_output, thought_tokens=num_thoughts)
+    num_reasoning = len(reasoning.split())
+    num_output = len(text.split()) + num_reasoning
+    return Usage(len(context.text.split()), 0, num_output, reasoning_tokens=num_reasoning)
 
 
 @dataclass(eq=False)
@@ -78,8 +78,8 @@ class StagedGenerator(ScriptedGenerator):
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
     ) -> Generated:
-        text, thoughts, finish = await self._staged(context, on_text, on_reasoning)
-        return Generated(text, finish, _usage(context, text, thoughts), reasoning=thoughts or None)
+        text, reasoning, finish = await self._staged(context, on_text, on_reasoning)
+        return Generated(text, finish, _usage(context, text, reasoning), reasoning=reasoning or None)
 
     async def reply(
         self,
@@ -96,9 +96,9 @@ class StagedGenerator(ScriptedGenerator):
             written.append(writer.push([TextPiece(delta)]))
             on_text(written[-1])
 
-        text, thoughts, finish = await self._staged(context, write, on_reasoning)
+        text, reasoning, finish = await self._staged(context, write, on_reasoning)
         notation = "".join(written) + writer.finish()
-        return Generated(notation, finish, _usage(context, text, thoughts), reasoning=thoughts or None)
+        return Generated(notation, finish, _usage(context, text, reasoning), reasoning=reasoning or None)
 
     async def score(self, context: ScriptedContext, choices: Sequence[str], method: str) -> Scored:
         """The first choice, at once."""
@@ -122,7 +122,7 @@ class StagedGenerator(ScriptedGenerator):
         self.lines.append(line)
         self.num_running += 1
         self._change()
-        said = thoughts = ""
+        said = reasoning = ""
         finish = "stop"
         try:
             with send, receive:
@@ -130,8 +130,8 @@ class StagedGenerator(ScriptedGenerator):
                     if isinstance(piece, _End):
                         finish = str(piece)
                         break
-                    if isinstance(piece, _Thoughts):
-                        thoughts += piece
+                    if isinstance(piece, _Reasoning):
+                        reasoning += piece
                         if on_reasoning is not None:
                             on_reasoning(piece)
                         continue
@@ -142,7 +142,7 @@ class StagedGenerator(ScriptedGenerator):
             self.lines.remove(line)
             self.num_running -= 1
             self._change()
-        return said, thoughts, finish
+        return said, reasoning, finish
 
     def _change(self) -> None:
         self.changed.set()
@@ -173,7 +173,7 @@ class Stage:
 
     def think(self, text: str, to: str = "") -> None:
         """As ``say``, of what the model thinks before it answers."""
-        self._send(_Thoughts(text), to)
+        self._send(_Reasoning(text), to)
 
     def end(self, to: str = "", finish: str = "stop") -> None:
         """Ends generations, successfully, and waits until they have."""

@@ -31,7 +31,7 @@ import {
 } from "./chats";
 import { openCalls, pathOf, siblingsOf, type Turn } from "./conversation";
 import { MarkdownText } from "./MarkdownText";
-import { StreamingThoughts, Thoughts } from "./Thoughts";
+import { StreamingReasoning, Reasoning } from "./Reasoning";
 import "./chat.css";
 
 export default function ChatView() {
@@ -151,7 +151,7 @@ function TurnView({ turn }: { turn: Turn }) {
           <Streaming key="live" variable={streaming.variable} isReply={streaming.isReply} />
         ) : (
           <>
-            <Thoughts text={turn.thoughts ?? ""} numTokens={usage?.thought_tokens} />
+            <Reasoning text={turn.reasoning ?? ""} numTokens={usage?.reasoning_tokens} />
             <Finished turn={turn} />
           </>
         )
@@ -207,7 +207,7 @@ function Streaming({ variable, isReply }: { variable: Variable; isReply: boolean
   );
   return (
     <div class="is-streaming">
-      <StreamingThoughts variable={variable} hasText={() => text() !== "" || callsOf(variable).length > 0} />
+      <StreamingReasoning variable={variable} hasText={() => text() !== "" || callsOf(variable).length > 0} />
       <MarkdownText text={text} subscribe={subscribe} />
       {calls.value.length > 0 && (
         <ul class="tool-calls">

@@ -74,9 +74,9 @@ function withLiveTexts(one: Conversation, chat: number): Conversation {
     const reply = live.peek().get(keyOf(turn, chat));
     if (!reply) continue;
     const content = textOf(reply.variable, reply.isReply);
-    const thoughts = reply.variable.reasoning;
+    const reasoning = reply.variable.reasoning;
     const problem = "The page was left before the reply was complete.";
-    after = changed(after, turn.id, { content, problem, ...(thoughts ? { thoughts } : {}) });
+    after = changed(after, turn.id, { content, problem, ...(reasoning ? { reasoning } : {}) });
   }
   return after;
 }
@@ -206,7 +206,7 @@ function ask(chat: number, parent: number): void {
     if (variable.usage) usages.value = new Map(usages.peek()).set(key, variable.usage);
     finish({
       content: now,
-      ...(variable.reasoning ? { thoughts: variable.reasoning } : {}),
+      ...(variable.reasoning ? { reasoning: variable.reasoning } : {}),
       toolCalls: calls.get(true) ?? [],
       truncatedCalls: calls.get(false) ?? [],
       ...(variable.error ? { problem: problemOf(variable.error) } : {}),

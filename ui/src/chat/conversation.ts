@@ -8,7 +8,7 @@ export interface Turn {
   readonly role: "user" | "assistant" | "tool";
   readonly content: string;
   /** What the model thought before a reply. */
-  readonly thoughts?: string;
+  readonly reasoning?: string;
   readonly toolCalls?: readonly CalledTool[];
   /** Calls of a reply that ended before their arguments did: shown, and sent to no model. */
   readonly truncatedCalls?: readonly CalledTool[];
@@ -81,7 +81,7 @@ export function messagesTo(conversation: Conversation, id: number, system = ""):
   for (let turn = conversation.turns.get(id); turn; turn = conversation.turns.get(turn.parent)) {
     const message: Message = { role: turn.role, content: turn.content };
     if (turn.toolCalls?.length) message.tool_calls = [...turn.toolCalls];
-    if (turn.toolCalls?.length && turn.thoughts) message.reasoning = turn.thoughts;
+    if (turn.toolCalls?.length && turn.reasoning) message.reasoning = turn.reasoning;
     if (turn.call) message.tool_call_id = turn.call.id;
     messages.push(message);
   }

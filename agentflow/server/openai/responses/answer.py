@@ -21,8 +21,8 @@ from agentflow.server.compatible.logprobs import ChatTokenLogprob, token_logprob
 from agentflow.server.completion.request import (
     AnswerEnded,
     CompletionDelta,
+    ReasoningDelta,
     TextDelta,
-    ThoughtDelta,
     ToolArguments,
     ToolCallBegun,
 )
@@ -84,8 +84,8 @@ class ResponseWriter:
             events.append(self._of_answer("in_progress"))
         for delta in deltas:
             match delta:
-                case ThoughtDelta():
-                    events.append(self._thought(delta.text))
+                case ReasoningDelta():
+                    events.append(self._reasoning(delta.text))
                 case TextDelta():
                     events.append(self._text(delta))
                 case ToolCallBegun():
@@ -121,30 +121,30 @@ class ResponseWriter:
 
     def message(self) -> Message:
         """The answer as a message of the conversation."""
-        texts, thoughts, calls = [], [], []
+        texts, thinking, calls = [], [], []
         for item in self.answer.output:
             match item:
                 case OutputMessage():
                     texts += [part.text for part in item.content]
                 case OutputReasoning():
-                    thoughts += [part.text for part in item.content]
+                    thinking += [part.text for part in item.content]
                 case FunctionCall():
                     calls.append(CalledTool(item.call_id, item.name, item.arguments))
-        reasoning = "".join(thoughts) or None
+        reasoning = "".join(thinking) or None
         return Message(
             "assistant", "".join(texts), generated=True, tool_calls=tuple(calls), reasoning=reasoning
         )
 
     # Items
 
-    def _thought(self, text: str) -> bytes:
+    def _reasoning(self, text: str) -> bytes:
         if not text:
             return b""
-        begun = b"" if isinstance(self._open, OutputReasoning) else self._begin_thoughts()
+        begun = b"" if isinstance(self._open, OutputReasoning) else self._begin_reasoning()
         self._parts.append(text)
         return begun + self._delta(text)
 
-    def _begin_thoughts(self) -> bytes:
+    def _begin_reasoning(self) -> bytes:
         item = OutputReasoning(id=f"rs_{secrets.token_hex(12)}", status="in_progress", content=[])
         added = self._add(item)
         place = {"item_id": item.id, "output_index": self._index, "content_index": 0}
@@ -213,10 +213,10 @@ class ResponseWriter:
             )
             done += self._event("response.content_part.done", {**place, "part": part})
         elif isinstance(item, OutputReasoning):
-            [thoughts] = item.content
-            thoughts.text, place["content_index"] = text, 0
+            [reasoning] = item.content
+            reasoning.text, place["content_index"] = text, 0
             done = self._event("response.reasoning_text.done", {**place, "text": text})
-            done += self._event("response.content_part.done", {**place, "part": thoughts})
+            done += self._event("response.content_part.done", {**place, "part": reasoning})
         else:
             item.arguments = text
             fields = {**place, "name": item.name, "arguments": text}
@@ -265,6 +265,6 @@ def usage_of(usage: Usage) -> ResponseUsage:
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputDetails(cached_tokens=usage.cached_tokens),
         output_tokens=usage.output_tokens,
-        output_tokens_details=OutputDetails(reasoning_tokens=usage.thought_tokens),
+        output_tokens_details=OutputDetails(reasoning_tokens=usage.reasoning_tokens),
         total_tokens=usage.prompt_tokens + usage.output_tokens,
     )

@@ -21,7 +21,7 @@ from agentflow.server.compatible.functions import NO_PARAMETERS
 from agentflow.server.errors import ApiError, invalid_field, unsupported
 from agentflow.server.http.call import decoded
 from agentflow.server.openai.responses.types import MAX_ITEMS, FunctionTool, NamedChoice
-from agentflow.server.responses.item import Find, Item, Step, Thoughts
+from agentflow.server.responses.item import Find, Item, Reasoning, Step
 
 _Id: TypeAlias = Annotated[str, Meta(max_length=256)]
 
@@ -111,12 +111,12 @@ class ItemReader:
                 shown = {"call_id": result.call_id, "output": text if parts is None else parts}
                 return _item(kind, result, shown, Message("tool", text, tool_call_id=result.call_id))
             case "reasoning":
-                thoughts = decoded(raw, _Reasoning, place)
-                given = thoughts.content or thoughts.summary or []
-                shown = {"summary": thoughts.summary or []}
-                if thoughts.content is not None:
-                    shown["content"] = thoughts.content
-                return _item(kind, thoughts, shown, Thoughts("".join([part.text or "" for part in given])))
+                reasoning = decoded(raw, _Reasoning, place)
+                given = reasoning.content or reasoning.summary or []
+                shown = {"summary": reasoning.summary or []}
+                if reasoning.content is not None:
+                    shown["content"] = reasoning.content
+                return _item(kind, reasoning, shown, Reasoning("".join([part.text or "" for part in given])))
             case "item_reference":
                 reference = decoded(raw, _Reference, place).id
                 found = self._find(reference)
@@ -171,10 +171,10 @@ class Turns:
     def __init__(self, before: Sequence[Message]) -> None:
         self._messages = [*before]
         self._called = {call.id: call.name for message in before for call in message.tool_calls}
-        self._thoughts: str | None = None  # of the assistant's next item
-        # Calls and thoughts of the last message, an assistant's, that are not yet in it.
+        self._reasoning: str | None = None  # of the assistant's next item
+        # Calls and reasoning of the last message, an assistant's, that are not yet in it.
         self._new_calls: list[CalledTool] = []
-        self._new_thoughts: list[str] = []
+        self._new_reasoning: list[str] = []
 
     @property
     def messages(self) -> list[Message]:
@@ -185,8 +185,8 @@ class Turns:
     def add(self, item: Item, place: str) -> None:
         """Appends an item. ``ApiError`` names the field, below ``place``, that does not fit."""
         match item.step:
-            case Thoughts(text):
-                self._thoughts = text or None
+            case Reasoning(text):
+                self._reasoning = text or None
             case CalledTool() as call:
                 self._called[call.id] = call.name
                 if not self._messages or self._messages[-1].role != "assistant":
@@ -203,30 +203,30 @@ class Turns:
                 self._append(message)
                 if message.role == "assistant":
                     self._think()
-                self._thoughts = None
+                self._reasoning = None
 
     def _append(self, message: Message) -> None:
         self._complete_last()
         self._messages.append(message)
 
     def _think(self) -> None:
-        """Gives the last message the thoughts before it."""
-        if self._thoughts is not None:
-            self._new_thoughts.append(self._thoughts)
-            self._thoughts = None
+        """Gives the last message the reasoning before it."""
+        if self._reasoning is not None:
+            self._new_reasoning.append(self._reasoning)
+            self._reasoning = None
 
     def _complete_last(self) -> None:
         """Calls belong to the assistant's message before them, once for all: each addition would copy the
         earlier ones."""
-        if self._new_calls or self._new_thoughts:
+        if self._new_calls or self._new_reasoning:
             last = self._messages[-1]
-            thoughts = [last.reasoning, *self._new_thoughts] if last.reasoning else self._new_thoughts
+            reasoning = [last.reasoning, *self._new_reasoning] if last.reasoning else self._new_reasoning
             self._messages[-1] = msgspec.structs.replace(
                 last,
                 tool_calls=(*last.tool_calls, *self._new_calls),
-                reasoning="\n".join(thoughts) if thoughts else None,
+                reasoning="\n".join(reasoning) if reasoning else None,
             )
-            self._new_calls, self._new_thoughts = [], []
+            self._new_calls, self._new_reasoning = [], []
 
 
 def tools_of(given: Sequence[msgspec.Raw]) -> tuple[ToolSpec, ...]:

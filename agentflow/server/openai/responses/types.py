@@ -168,7 +168,7 @@ class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
-    """The text of thoughts."""
+    """The text of reasoning."""
 
     text: str
 

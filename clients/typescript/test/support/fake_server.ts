@@ -116,7 +116,7 @@ export class FakeServer {
       return text ? [{ event: "delta", var: number, at, text }] : [];
     }
     variable.hasEnded = true;
-    const usage = { prompt_tokens: 1, cached_tokens: 0, output_tokens: 1, forced_tokens: 0, thought_tokens: 0 };
+    const usage = { prompt_tokens: 1, cached_tokens: 0, output_tokens: 1, forced_tokens: 0, reasoning_tokens: 0 };
     return [{ event: "value", var: number, at, text, finish_reason: "eos", usage }, ...this.#reach(variable.state)];
   }
 

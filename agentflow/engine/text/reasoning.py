@@ -1,14 +1,15 @@
-"""Thoughts: the reasoning that a model writes before its answer, between marks.
+"""Reasoning: the text that a model writes before its answer, between marks.
 
-``thought_marks`` finds the marks in a chat template. A template may open the thoughts itself at the end of
-the prompt, or close them empty so that the model does not reason; ``thinking_after`` decides this from the
-rendered prompt. ``ThoughtTokens`` follows an output by its tokens, in the engine, and decides where the
-answer begins. ``ThoughtOutput`` separates thoughts and answer at this place while they are generated.
+``reasoning_marks`` finds the marks in a chat template. A template may open the reasoning itself at the end of
+the prompt, or close it empty so that the model does not reason; ``thinking_after`` decides this from the
+rendered prompt. ``ReasoningTokens`` follows an output by its tokens, in the engine, and decides where the
+answer begins. ``ReasoningOutput`` separates reasoning and answer at this place while they are generated.
 
-Models that write in channels (``channels``) have an end of thoughts and heads of answers instead of one mark.
+Models that write in channels (``channels``) have an end of the reasoning and heads of answers instead of one
+mark.
 
-Thoughts and answer begin and end without white space: models are trained to write line breaks around marks.
-Only the thoughts at the beginning of an answer are separated; later marks are text.
+Reasoning and answer begin and end without white space: models are trained to write line breaks around marks.
+Only the reasoning at the beginning of an answer is separated; later marks are text.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from agentflow.engine.text.channels import (
     ANSWER_HEAD,
     CALL_MARK,
     NEXT_MESSAGE,
-    THOUGHTS_HEAD,
+    REASONING_HEAD,
     has_channels,
 )
 from agentflow.engine.text.tool_output import ToolOutput, overlap
@@ -35,8 +36,8 @@ WHITE_SPACE = " \t\r\n"
 SPACES = WHITE_SPACE.encode()
 
 
-class ThoughtMarks(NamedTuple):
-    """The marks before and after thoughts."""
+class ReasoningMarks(NamedTuple):
+    """The marks before and after reasoning."""
 
     begin: str
     end: str
@@ -44,28 +45,28 @@ class ThoughtMarks(NamedTuple):
 
 
 KNOWN_MARKS = (
-    ThoughtMarks("<think>", "</think>"),
-    ThoughtMarks("[THINK]", "[/THINK]"),
-    ThoughtMarks("<seed:think>", "</seed:think>"),
-    ThoughtMarks("<thinking>", "</thinking>"),
-    ThoughtMarks("<thought>", "</thought>"),
-    ThoughtMarks("<reasoning>", "</reasoning>"),
+    ReasoningMarks("<think>", "</think>"),
+    ReasoningMarks("[THINK]", "[/THINK]"),
+    ReasoningMarks("<seed:think>", "</seed:think>"),
+    ReasoningMarks("<thinking>", "</thinking>"),
+    ReasoningMarks("<thought>", "</thought>"),
+    ReasoningMarks("<reasoning>", "</reasoning>"),
 )
 """The marks of published models."""
 # The variables of templates that turn reasoning on and off.
 _SWITCHES = ("enable_thinking", "thinking")
-# The member of a message from which some templates read thoughts.
-_THOUGHTS_OF_MESSAGE = r"\.thinking\b|\[['\"]thinking['\"]\]"
+# The member of a message from which some templates read reasoning.
+_REASONING_OF_MESSAGE = r"\.thinking\b|\[['\"]thinking['\"]\]"
 
 
-def thought_marks(source: str) -> ThoughtMarks | None:
+def reasoning_marks(source: str) -> ReasoningMarks | None:
     """Returns the marks in the chat template ``source``; None if its model does not reason.
 
-    >>> thought_marks("{{ message.content.split('</think>')[-1] }}")
-    ThoughtMarks(begin='<think>', end='</think>', answer='')
+    >>> reasoning_marks("{{ message.content.split('</think>')[-1] }}")
+    ReasoningMarks(begin='<think>', end='</think>', answer='')
     """
     if has_channels(source):
-        return ThoughtMarks(THOUGHTS_HEAD, NEXT_MESSAGE, ANSWER_HEAD)
+        return ReasoningMarks(REASONING_HEAD, NEXT_MESSAGE, ANSWER_HEAD)
     return next((marks for marks in KNOWN_MARKS if marks.end in source), None)
 
 
@@ -89,12 +90,12 @@ def _has_variable(source: str, name: str) -> bool:
 
 
 class Thinking(msgspec.Struct, frozen=True, array_like=True):
-    """How one output may begin with thoughts."""
+    """How one output may begin with reasoning."""
 
-    begin: str  # the mark before thoughts
-    end: str  # the mark after thoughts
-    is_open: bool  # the prompt began the thoughts; otherwise an output with thoughts begins with ``begin``
-    budget: int | None = None  # the most tokens of thoughts; None: no limit
+    begin: str  # the mark before reasoning
+    end: str  # the mark after reasoning
+    is_open: bool  # the prompt began the reasoning; otherwise ``begin`` comes first
+    budget: int | None = None  # the most tokens of reasoning; None: no limit
     answer: str = ""  # with channels: the head of an answer in text; empty if none is allowed
     calls: str = ""  # with channels: the beginning of the head of a call; empty if none is allowed
     strips: bool = True  # remove white space before the answer; False under a constraint, which decides
@@ -113,16 +114,16 @@ class Thinking(msgspec.Struct, frozen=True, array_like=True):
 
 
 def thinking_after(
-    marks: ThoughtMarks, opening: str, written: str, *, budget: int | None = None
+    marks: ReasoningMarks, opening: str, written: str, *, budget: int | None = None
 ) -> Thinking | None:
-    """Returns how an answer may begin with thoughts. None if it has none: the prompt ended them, or began the
+    """Returns how an answer may begin with reasoning. None if it has none: the prompt ended it, or began the
     answer.
 
     Args:
         marks: the marks of the model.
         opening: the markup before the answer.
         written: the part of the answer that the prompt already has.
-        budget: the most tokens of thoughts; None: no limit.
+        budget: the most tokens of reasoning; None: no limit.
     """
     begin, end, answer = marks
     text = opening + written
@@ -136,34 +137,34 @@ def thinking_after(
 
 class _State(Enum):
     START = auto()
-    """The output so far may be the beginning of the mark before thoughts."""
-    THOUGHTS = auto()
+    """The output so far may be the beginning of the mark before reasoning."""
+    REASONING = auto()
     GAP = auto()
-    """White space between thoughts and answer."""
+    """White space between reasoning and answer."""
     ANSWER = auto()
 
 
-class ThoughtOutput:
-    r"""Reads one output: thoughts, then an answer, which ``output`` reads if it may have tool calls.
+class ReasoningOutput:
+    r"""Reads one output: reasoning, then an answer, which ``output`` reads if it may have tool calls.
 
     ``answer_at`` comes from ``Progress``, together with the text: the character at which the answer begins,
     counted from the first of the output, or -1 if it has not begun.
 
-    >>> output = ThoughtOutput(Thinking("<think>", "</think>", is_open=False))
+    >>> output = ReasoningOutput(Thinking("<think>", "</think>", is_open=False))
     >>> output.push("<think>\nIt is a gre", -1) + output.push("eting.\n</think>\n\nHello", 37)
     [ReasoningPiece(text='It is a gre'), ReasoningPiece(text='eting.'), TextPiece(text='Hello')]
 
     The division of the text into pushes affects only the division of adjacent pieces of one kind. An output
-    that ends within its thoughts has no answer.
+    that ends within its reasoning has no answer.
     """
 
     def __init__(self, thinking: Thinking, output: ToolOutput | None = None) -> None:
         self._marks = thinking
         self._output = output
-        self._state = _State.THOUGHTS if thinking.is_open else _State.START
+        self._state = _State.REASONING if thinking.is_open else _State.START
         self._held = ""
         self._num_read = 0
-        self._has_thoughts = False  # other than white space
+        self._has_reasoning = False  # other than white space
 
     @property
     def num_calls(self) -> int:
@@ -172,13 +173,13 @@ class ThoughtOutput:
 
     @property
     def may_begin(self) -> bool:
-        """Whether the whole output so far may belong to the mark before thoughts."""
+        """Whether the whole output so far may belong to the mark before reasoning."""
         return self._state is _State.START
 
     @property
     def is_thinking(self) -> bool:
-        """Whether thoughts have begun, and the answer has not."""
-        return self._state is _State.THOUGHTS
+        """Whether reasoning has begun, and the answer has not."""
+        return self._state is _State.REASONING
 
     def push(self, text: str, answer_at: int) -> list[Piece]:
         """Reads more text. Returns the pieces that are now certain."""
@@ -194,7 +195,7 @@ class ThoughtOutput:
         self._num_read += len(text)
         pieces: list[Piece] = []
         if self._state is not _State.ANSWER:
-            self._read_thoughts(answer_at, is_over, pieces)
+            self._read_reasoning(answer_at, is_over, pieces)
         if self._state is _State.ANSWER:
             answer, self._held = self._held, ""
             if self._output is None:
@@ -205,44 +206,44 @@ class ThoughtOutput:
                 pieces += self._output.push(answer)
         return pieces
 
-    def _read_thoughts(self, answer_at: int, is_over: bool, pieces: list[Piece]) -> None:
+    def _read_reasoning(self, answer_at: int, is_over: bool, pieces: list[Piece]) -> None:
         has_answer = answer_at >= 0
         num_before = len(self._held) - (self._num_read - answer_at) if has_answer else len(self._held)
         before, answer = self._held[:num_before], self._held[num_before:]
         bare = before.lstrip(WHITE_SPACE)
         if self._state is _State.START and bare.startswith(self._marks.begin):
-            self._state, before = _State.THOUGHTS, bare.removeprefix(self._marks.begin)
-        if self._state is _State.THOUGHTS:
+            self._state, before = _State.REASONING, bare.removeprefix(self._marks.begin)
+        if self._state is _State.REASONING:
             before = self._deliver(before, pieces, is_whole=has_answer or is_over)
         if has_answer or (is_over and self._state is _State.START):
             self._state, before = _State.ANSWER, "" if has_answer else before
         self._held = before + answer
 
-    def _deliver(self, thoughts: str, pieces: list[Piece], *, is_whole: bool) -> str:
-        """Delivers thoughts, and returns the text to hold back: the end of the thoughts that may be white
-        space and the mark after them. If the thoughts are complete, this text is dropped."""
-        if not self._has_thoughts:
-            thoughts = thoughts.lstrip(WHITE_SPACE)
-        bare = thoughts.rstrip(WHITE_SPACE)
+    def _deliver(self, reasoning: str, pieces: list[Piece], *, is_whole: bool) -> str:
+        """Delivers reasoning, and returns the text to hold back: the end of the reasoning that may be white
+        space and the mark after it. If the reasoning is complete, this text is dropped."""
+        if not self._has_reasoning:
+            reasoning = reasoning.lstrip(WHITE_SPACE)
+        bare = reasoning.rstrip(WHITE_SPACE)
         end = self._marks.end
         if bare.endswith(end):
             bare = bare.removesuffix(end)
         elif not is_whole:
-            bare = thoughts[: len(thoughts) - overlap(thoughts, end)]
+            bare = reasoning[: len(reasoning) - overlap(reasoning, end)]
         bare = bare.rstrip(WHITE_SPACE)
         if bare:
-            self._has_thoughts = True
+            self._has_reasoning = True
             pieces.append(ReasoningPiece(bare))
-        return thoughts[len(bare) :]
+        return reasoning[len(bare) :]
 
 
-AnswerOutput: TypeAlias = ToolOutput | ThoughtOutput | ChannelOutput
+AnswerOutput: TypeAlias = ToolOutput | ReasoningOutput | ChannelOutput
 """The reader of an answer that has more than text."""
 
 
 def push_output(output: AnswerOutput, text: str, answer_at: int | None) -> list[Piece]:
     """``output.push``, with ``answer_at`` of the ``Progress`` that had the text."""
-    if isinstance(output, ThoughtOutput):
+    if isinstance(output, ReasoningOutput):
         return output.push(text, -1 if answer_at is None else answer_at)
     return output.push(text)
 
@@ -251,13 +252,13 @@ def finish_output(
     output: AnswerOutput, rest: str, answer_at: int | None, *, is_truncated: bool = False
 ) -> list[Piece]:
     """``output.finish``, with ``answer_at`` of ``Finished``."""
-    if isinstance(output, ThoughtOutput):
+    if isinstance(output, ReasoningOutput):
         return output.finish(rest, -1 if answer_at is None else answer_at, is_truncated=is_truncated)
     return output.finish(rest, is_truncated=is_truncated)
 
 
-class ThoughtText:
-    """The thoughts of one output, from the pieces that its reader returns."""
+class ReasoningText:
+    """The reasoning of one output, from the pieces that its reader returns."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -267,25 +268,25 @@ class ThoughtText:
         return "".join(self._texts)
 
     def take(self, pieces: Sequence[Piece]) -> None:
-        """Appends the thoughts among the pieces."""
+        """Appends the reasoning among the pieces."""
         self._texts += [piece.text for piece in pieces if isinstance(piece, ReasoningPiece)]
 
     def new(self) -> str:
-        """Returns the thoughts since the last call."""
+        """Returns the reasoning since the last call."""
         start, self._num_taken = self._num_taken, len(self._texts)
         return "".join(self._texts[start:])
 
 
 class AnswerText:
-    """The answer in one output, without the ``thoughts`` before it. ``thinking``: None if there are none."""
+    """The answer in one output, without the ``reasoning`` before it. ``thinking``: None if there is none."""
 
     def __init__(self, thinking: Thinking | None) -> None:
-        self._output: ThoughtOutput | ChannelOutput | None = None
+        self._output: ReasoningOutput | ChannelOutput | None = None
         if thinking is not None and thinking.has_channels:
             self._output = ChannelOutput((), is_open=thinking.is_open)
         elif thinking is not None:
-            self._output = ThoughtOutput(thinking)
-        self.thoughts = ThoughtText()
+            self._output = ReasoningOutput(thinking)
+        self.reasoning = ReasoningText()
         self._answer: list[str] = []
         self._num_chars = 0
 
@@ -304,26 +305,26 @@ class AnswerText:
         return "".join(self._answer)
 
     def _take(self, pieces: Sequence[Piece]) -> str:
-        self.thoughts.take(pieces)
+        self.reasoning.take(pieces)
         answer = "".join([piece.text for piece in pieces if isinstance(piece, TextPiece)])
         self._answer.append(answer)
         return answer
 
 
-class ThoughtTokens:
-    """Follows the thoughts of one output by its tokens, and decides where they end and the answer begins.
+class ReasoningTokens:
+    """Follows the reasoning of one output by its tokens, and decides where it ends and the answer begins.
 
-    ``has_end_token``: the mark after thoughts is one token of the model. Then only this token ends thoughts;
-    the same text in other tokens, for example in a quotation, does not.
+    ``has_end_token``: the mark after reasoning is one token of the model. Then only this token ends it; the
+    same text in other tokens, for example in a quotation, does not.
 
     ``data``: the bytes of all tokens before the answer. ``num_tokens``: the number of these tokens, if there
-    are thoughts; ``num_inside``: the tokens of thoughts after the first mark."""
+    is reasoning; ``num_inside``: the tokens of reasoning after the first mark."""
 
     def __init__(self, thinking: Thinking, *, has_end_token: bool = False) -> None:
         self.end_mark = thinking.end
         self._begin, self._end = thinking.begin.encode(), thinking.end.encode()
         self._has_end_token = has_end_token
-        self._state = _State.THOUGHTS if thinking.is_open else _State.START
+        self._state = _State.REASONING if thinking.is_open else _State.START
         self._num_before = 0
         self._tail = b""  # the last bytes, which may be part of a mark
         self.data = bytearray()
@@ -337,17 +338,17 @@ class ThoughtTokens:
 
     @property
     def may_begin(self) -> bool:
-        """Whether thoughts may still begin."""
+        """Whether reasoning may still begin."""
         return self._state is _State.START
 
     @property
     def is_thinking(self) -> bool:
-        """Whether thoughts have begun and not ended."""
-        return self._state is _State.THOUGHTS
+        """Whether reasoning has begun and not ended."""
+        return self._state is _State.REASONING
 
     @property
     def is_gap(self) -> bool:
-        """Whether thoughts have ended, and only white space has followed."""
+        """Whether reasoning has ended, and only white space has followed."""
         return self._state is _State.GAP
 
     @property
@@ -367,7 +368,7 @@ class ThoughtTokens:
         match self._state:
             case _State.START:
                 self._take_first(token)
-            case _State.THOUGHTS:
+            case _State.REASONING:
                 self.num_inside += 1
                 self._find_end(token, token)
             case _State.GAP if token.strip(SPACES):
@@ -379,7 +380,7 @@ class ThoughtTokens:
         return False
 
     def rest_of_end(self) -> bytes:
-        """Returns the part of the mark after thoughts that is not written yet. Empty if it is one token."""
+        """Returns the part of the mark after reasoning that is not written yet. Empty if it is one token."""
         if self._has_end_token:
             return b""
         longest = min(len(self._tail), len(self._end) - 1)
@@ -396,13 +397,13 @@ class ThoughtTokens:
         self._tail += token
         bare = self._tail.lstrip(SPACES)
         if bare.startswith(self._begin):
-            self._state, self._tail = _State.THOUGHTS, b""
+            self._state, self._tail = _State.REASONING, b""
             self._find_end(bare.removeprefix(self._begin), token)
         elif not self._begin.startswith(bare):
             self.begin_answer()
 
     def _find_end(self, text: bytes, token: bytes) -> None:
-        """Searches for the mark after thoughts. ``text``: the part of ``token`` that belongs to thoughts."""
+        """Searches for the mark after reasoning. ``text``: the part of ``token`` that belongs to it."""
         if self._has_end_token:
             if token == self._end:
                 self._state = _State.GAP
@@ -420,10 +421,10 @@ class ThoughtTokens:
             self._state = _State.GAP
 
 
-def shown_thoughts(reasoning: str | None, content: str, source: str) -> str | None:
-    """Returns the thoughts of a past turn for the template. None if it would not show them, or would show
-    them twice because it finds others in the content."""
-    marks = thought_marks(source)
+def shown_reasoning(reasoning: str | None, content: str, source: str) -> str | None:
+    """Returns the reasoning of a past turn for the template. None if it would not show it, or would show it
+    twice because it finds some in the content."""
+    marks = reasoning_marks(source)
     is_written = marks is not None and marks.end in content
-    is_shown = "reasoning_content" in source or re.search(_THOUGHTS_OF_MESSAGE, source) is not None
+    is_shown = "reasoning_content" in source or re.search(_REASONING_OF_MESSAGE, source) is not None
     return None if is_written or not is_shown else reasoning or None

@@ -5,7 +5,7 @@ import { useRef } from "preact/hooks";
 import { useFollowEnd } from "../text/follow";
 
 /** Of a reply that streams. `hasText` tells whether the reply has begun. */
-export function StreamingThoughts({ variable, hasText }: { variable: Variable; hasText: () => boolean }) {
+export function StreamingReasoning({ variable, hasText }: { variable: Variable; hasText: () => boolean }) {
   const text = useSignal("");
   const isThinking = useSignal(true);
   useSignalEffect(() =>
@@ -14,34 +14,34 @@ export function StreamingThoughts({ variable, hasText }: { variable: Variable; h
       isThinking.value = !hasText() && !variable.done;
     }),
   );
-  return <Thoughts text={text.value} isThinking={isThinking.value} />;
+  return <Reasoning text={text.value} isThinking={isThinking.value} />;
 }
 
 /** `numTokens`: none if they are not known yet. */
-export function Thoughts(props: { text: string; isThinking?: boolean; numTokens?: number | undefined }) {
+export function Reasoning(props: { text: string; isThinking?: boolean; numTokens?: number | undefined }) {
   const { text, isThinking, numTokens } = props;
   if (!text) return null;
   return (
     // Mounted anew when thinking ends, so that it closes once and then stays as the reader leaves it.
-    <details key={String(isThinking === true)} class="thoughts" open={isThinking === true} data-testid="thoughts">
+    <details key={String(isThinking === true)} class="reasoning" open={isThinking === true} data-testid="reasoning">
       <summary>
         {isThinking
           ? "Thinking…"
           : numTokens
             ? `Thought for ${numTokens.toLocaleString("en")} ${numTokens === 1 ? "token" : "tokens"}`
-            : "Thoughts"}
+            : "Reasoning"}
       </summary>
-      <ThoughtsText text={text} isThinking={isThinking === true} />
+      <ReasoningText text={text} isThinking={isThinking === true} />
     </details>
   );
 }
 
-function ThoughtsText({ text, isThinking }: { text: string; isThinking: boolean }) {
+function ReasoningText({ text, isThinking }: { text: string; isThinking: boolean }) {
   const box = useRef<HTMLDivElement>(null);
   const content = useRef<HTMLParagraphElement>(null);
   useFollowEnd(content, box, () => isThinking);
   return (
-    <div ref={box} class="thoughts-text" tabIndex={0} role="region" aria-label="Thoughts">
+    <div ref={box} class="reasoning-text" tabIndex={0} role="region" aria-label="Reasoning">
       <p ref={content} class="model-text" dir="auto">
         {text}
       </p>
