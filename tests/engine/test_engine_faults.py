@@ -19,8 +19,8 @@ from agentflow.engine.client import EngineClient
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling import batch_builder
-from agentflow.engine.scheduling.in_flight import InFlight
-from agentflow.engine.scheduling.in_progress_prefixes import InProgressPrefixes
+from agentflow.engine.scheduling import row as row_module
+from agentflow.engine.scheduling.in_flight import InFlight, InProgressPrefixes
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -65,7 +65,7 @@ class Fault(Exception):
 
 # Of each place that works on one request: its owner, its name, and the request in its arguments.
 PLACES: list[tuple[object, str, Callable[..., Request]]] = [
-    (batch_builder, "_targets", lambda request, num_tokens: request),
+    (row_module, "_targets", lambda request, num_tokens: request),
     (Scheduler, "_fits", lambda self, request, promised: request),
     (Scheduler, "_chunk_size", lambda self, request, *rest: request),
     (Scheduler, "_charge", lambda self, request, *rest: request),

@@ -6,7 +6,6 @@ The number of numpy calls does not depend on the number of requests; per request
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,41 +14,14 @@ from agentflow.engine.batch import (
     Batch,
     BatchAdapters,
     BatchMedia,
-    BatchOutput,
     IntArray,
     PendingTokens,
     SampledRows,
-    ScoredTokens,
     TreeAttention,
 )
-from agentflow.engine.cache.radix_cache import SlotArray
-from agentflow.engine.request import Request
-from agentflow.engine.scheduling.row import SAMPLED_ONCE, Row, Targets
+from agentflow.engine.scheduling.row import SAMPLED_ONCE, Row
 from agentflow.engine.scheduling.sampling_table import SamplingTable
-
-Work = tuple[Request, int]
-"""A request, and how many of its tokens and nodes a step computes, from the first uncomputed one on."""
-
-
-def rows_of(work: Sequence[Work]) -> list[Row]:
-    """The records of the requests' next tokens and nodes: those with one token first, then those with more,
-    then those with nodes only."""
-    singles: list[Row] = []
-    chunks: list[Row] = []
-    nodes: list[Row] = []
-    for request, count in work:
-        start = request.num_computed
-        num_left = request.num_tokens + request.num_pending - start
-        num_tokens = count if count < num_left else num_left
-        if num_tokens:
-            row = Row(request, start, num_tokens, _targets(request, num_tokens))
-            (singles if num_tokens == 1 else chunks).append(row)
-        else:
-            row = Row(request, start, 0, ())
-            nodes.append(row)
-        if num_tokens < count:
-            row.first_node, row.num_nodes = request.num_nodes_computed, count - num_tokens
-    return singles + chunks + nodes
+from agentflow.engine.scheduling.select import add_nodes, scored_nodes, scored_tokens
 
 
 def build_batch(
@@ -87,7 +59,7 @@ def build_batch(
     sampled = _sampled_rows(work, req_rows, query_lens, kv_lens, sampling, trees)
     tree_attention: TreeAttention | None = None
     if trees:
-        nodes, node_positions, tree_attention = _tree_part(trees, slots[len(token_ids) :])
+        nodes, node_positions, tree_attention = add_nodes(trees, slots[len(token_ids) :])
         token_ids = np.concatenate((token_ids, nodes))
         positions = np.concatenate((positions, node_positions))
     return Batch(
@@ -173,27 +145,6 @@ def _next_tokens(work: Sequence[Row], num_single: int) -> IntArray:
     return np.concatenate((token_ids, *prefilled), dtype=np.int64)
 
 
-def _targets(request: Request, num_tokens: int) -> Targets:
-    """The targets of the request's next ``num_tokens`` tokens. If several targets of a select follow one
-    token, the first of them. An embedding has the target 0 after its last token."""
-    start, end = request.num_computed, request.num_computed + num_tokens
-    if request.embeds:
-        return ((num_tokens - 1, 0),) if end == request.num_tokens else ()
-    if request.tree is not None and end == request.num_tokens:
-        return ((num_tokens - 1, int(request.tree.targets[0])),)
-    first_unscored = request.first_unscored
-    if first_unscored == request.num_tokens:  # as in most steps
-        if not request.max_new_tokens or end < request.num_tokens + request.num_pending:
-            return ()
-        return SAMPLED_ONCE if num_tokens == 1 else ((num_tokens - 1, -1),)
-    scored = range(max(start, first_unscored - 1), min(end, request.num_tokens - 1))
-    targets = [(p - start, int(request.tokens[p + 1])) for p in scored]
-    is_last = end == request.num_tokens + request.num_pending
-    if request.max_new_tokens and not request.is_complete and is_last:
-        targets.append((num_tokens - 1, -1))
-    return targets
-
-
 def _all_sampled_once(rows: Sequence[Row]) -> bool:
     """Whether each row is one token, after which one is sampled, as in most steps."""
     return [row.targets for row in rows].count(SAMPLED_ONCE) == len(rows)
@@ -251,96 +202,5 @@ def _scored_and_sampled_rows(
         np.array(owners, dtype=np.int64),
         np.array(positions, dtype=np.int64),
         np.array(targets, dtype=np.int64),
-        _scored_tokens(scored_nodes(work, trees), first_rows) if first_rows else None,
+        scored_tokens(scored_nodes(work, trees), first_rows) if first_rows else None,
     )
-
-
-def _tree_part(trees: Sequence[Row], slots: SlotArray) -> tuple[IntArray, IntArray, TreeAttention]:
-    """Token ids and positions of the next nodes of each request's tree, and what they attend to. ``slots``:
-    one for each node; their requests own them from now on."""
-    token_ids: list[IntArray] = []
-    depths: list[IntArray] = []
-    paths: list[IntArray] = []
-    num_taken = 0
-    for row in trees:
-        request, first, end = row.request, row.first_node, row.first_node + row.num_nodes
-        tree = request.tree
-        assert tree is not None
-        request.node_slots = np.concatenate(
-            (request.node_slots, slots[num_taken : num_taken + row.num_nodes])
-        )
-        num_taken += row.num_nodes
-        token_ids.append(tree.token_ids[first:end])
-        depths.append(tree.depths[first:end])
-        paths.append(request.node_slots[tree.paths(first, end)].astype(np.int64))
-    query_lens = np.array([row.num_nodes for row in trees], dtype=np.int64)
-    prefix_lens = np.array([row.request.num_tokens for row in trees], dtype=np.int64)
-    all_depths = np.concatenate(depths)
-    attention = TreeAttention(
-        req_rows=np.array([row.request.req_row for row in trees], dtype=np.int64),
-        prefix_lens=prefix_lens,
-        query_lens=query_lens,
-        paths=_side_by_side(paths),
-        path_lens=all_depths + 1,
-    )
-    return np.concatenate(token_ids), np.repeat(prefix_lens, query_lens) + all_depths, attention
-
-
-def _side_by_side(paths: Sequence[IntArray]) -> IntArray:
-    """The paths of several trees, padded to one length by repeating their last column."""
-    if len(paths) == 1:
-        return paths[0]
-    longest = max(path.shape[1] for path in paths)
-    columns = np.arange(longest)
-    return np.concatenate([path[:, np.minimum(columns, path.shape[1] - 1)] for path in paths])
-
-
-class ScoredNodes(NamedTuple):
-    """Rows of a request's tree, numbered as in ``TokenTree.first_targets``, whose logits a step computes."""
-
-    request: Request
-    first: int
-    end: int
-
-    @property
-    def targets(self) -> slice:
-        """The tree's targets after these rows."""
-        tree = self.request.tree
-        assert tree is not None
-        return slice(int(tree.first_targets[self.first]), int(tree.first_targets[self.end]))
-
-
-def scored_nodes(work: Sequence[Row], trees: Sequence[Row]) -> list[ScoredNodes]:
-    """The rows of trees in a step, in the order in which their targets are scored: after the last tokens of
-    prompts in ``work``, then after the nodes of ``trees``."""
-    found = [ScoredNodes(row.request, 0, 1) for row in work if row.targets and row.request.tree is not None]
-    for row in trees:
-        first = 1 + row.first_node
-        found.append(ScoredNodes(row.request, first, first + row.num_nodes))
-    return found
-
-
-def _scored_tokens(nodes: Sequence[ScoredNodes], first_rows: Sequence[int]) -> ScoredTokens:
-    """The targets of all ``nodes``. ``first_rows``: the sampled row that each of these begins with."""
-    rows: list[IntArray] = []
-    token_ids: list[IntArray] = []
-    for (request, first, end), first_row in zip(nodes, first_rows, strict=True):
-        tree = request.tree
-        assert tree is not None
-        bounds = tree.first_targets[first : end + 1]
-        rows.append(np.repeat(np.arange(first_row, first_row + end - first), np.diff(bounds)))
-        token_ids.append(tree.targets[bounds[0] : bounds[-1]])
-    return ScoredTokens(np.concatenate(rows), np.concatenate(token_ids))
-
-
-def store_scores(nodes: Sequence[ScoredNodes], output: BatchOutput) -> None:
-    """Stores the scores of the targets of ``nodes`` in their requests. A tree's rows come in order from its
-    first row on, some perhaps more than once."""
-    assert output.scored_logprobs is not None
-    scores: list[float] = output.scored_logprobs.tolist()
-    num_taken = 0
-    for node in nodes:
-        targets = node.targets
-        end = num_taken + targets.stop - targets.start
-        node.request.target_logprobs[targets] = scores[num_taken:end]
-        num_taken = end

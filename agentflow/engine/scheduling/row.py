@@ -1,4 +1,4 @@
-"""The record of one request's part of a batch: made when the batch is scheduled, read when it completes."""
+"""The record of one request in a batch: made when the batch is scheduled, read when it completes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from agentflow.engine.cache.radix_cache import SlotArray
 from agentflow.engine.request import Request
 from agentflow.engine.submit import TopTokens
 
+Work = tuple[Request, int]
+"""A request, and how many of its tokens and nodes a step computes, from the first uncomputed one on."""
 Targets = Sequence[tuple[int, int]]
 """The tokens of a row whose logits are needed, in order: index in the row, and target (-1: sample)."""
 
@@ -54,3 +56,45 @@ class Row:
     def is_last(self) -> bool:
         """Whether nothing of the request is left to compute after this row."""
         return self.request.num_left_after(self.end, self.first_node + self.num_nodes) == 0
+
+
+def rows_of(work: Sequence[Work]) -> list[Row]:
+    """The records of the requests' next tokens and nodes: those with one token first, then those with more,
+    then those with nodes only."""
+    singles: list[Row] = []
+    chunks: list[Row] = []
+    nodes: list[Row] = []
+    for request, count in work:
+        start = request.num_computed
+        num_left = request.num_tokens + request.num_pending - start
+        num_tokens = count if count < num_left else num_left
+        if num_tokens:
+            row = Row(request, start, num_tokens, _targets(request, num_tokens))
+            (singles if num_tokens == 1 else chunks).append(row)
+        else:
+            row = Row(request, start, 0, ())
+            nodes.append(row)
+        if num_tokens < count:
+            row.first_node, row.num_nodes = request.num_nodes_computed, count - num_tokens
+    return singles + chunks + nodes
+
+
+def _targets(request: Request, num_tokens: int) -> Targets:
+    """The targets of the request's next ``num_tokens`` tokens. If several targets of a select follow one
+    token, the first of them. An embedding has the target 0 after its last token."""
+    start, end = request.num_computed, request.num_computed + num_tokens
+    if request.embeds:
+        return ((num_tokens - 1, 0),) if end == request.num_tokens else ()
+    if request.tree is not None and end == request.num_tokens:
+        return ((num_tokens - 1, int(request.tree.targets[0])),)
+    first_unscored = request.first_unscored
+    if first_unscored == request.num_tokens:  # as in most steps
+        if not request.max_new_tokens or end < request.num_tokens + request.num_pending:
+            return ()
+        return SAMPLED_ONCE if num_tokens == 1 else ((num_tokens - 1, -1),)
+    scored = range(max(start, first_unscored - 1), min(end, request.num_tokens - 1))
+    targets = [(p - start, int(request.tokens[p + 1])) for p in scored]
+    is_last = end == request.num_tokens + request.num_pending
+    if request.max_new_tokens and not request.is_complete and is_last:
+        targets.append((num_tokens - 1, -1))
+    return targets

@@ -25,17 +25,15 @@ from agentflow.engine.cache.blocks import OnBlocks
 from agentflow.engine.cache.radix_cache import TokenRun
 from agentflow.engine.request import CacheIdentity, Request, Status
 from agentflow.engine.scheduling.admission import Admission, OutputReserve
-from agentflow.engine.scheduling.batch_builder import Work, build_batch, rows_of
+from agentflow.engine.scheduling.batch_builder import build_batch
 from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, DEFAULT_POLICY, MAX_RUNNING
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
-from agentflow.engine.scheduling.in_flight import Counters, InFlight, divided
-from agentflow.engine.scheduling.in_progress_prefixes import InProgressPrefixes
+from agentflow.engine.scheduling.in_flight import Counters, InFlight, InProgressPrefixes, divided
 from agentflow.engine.scheduling.kv_memory import KVMemory
-from agentflow.engine.scheduling.pass_size import PassSize
 from agentflow.engine.scheduling.policies import FirstCome, LongestPrefix, Peek, Policy, RandomOrder
-from agentflow.engine.scheduling.row import Row
+from agentflow.engine.scheduling.row import Row, Work, rows_of
 from agentflow.engine.scheduling.sampling_table import SamplingTable
-from agentflow.engine.scheduling.step_cost import StepCost, batch_features
+from agentflow.engine.scheduling.step_limits import PassSize, StepCost, batch_features
 from agentflow.errors import BadArgument, PromptTooLong
 
 # Tokens forced by a grammar are computed in the next step if they are at most this many. More of them take

@@ -12,8 +12,14 @@ from support.engine.requests import request_of
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request, Status
 from agentflow.engine.runner import run_batch
-from agentflow.engine.scheduling import output_lengths
-from agentflow.engine.scheduling.admission import MIN_RESERVED, OutputReserve, need_at_peak
+from agentflow.engine.scheduling import admission
+from agentflow.engine.scheduling.admission import (
+    GOLDEN_RATIO,
+    MIN_RESERVED,
+    OutputLengths,
+    OutputReserve,
+    need_at_peak,
+)
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.simulation import simulate
 from agentflow.engine.simulator.workload import Arrival, Workload, unshared
@@ -99,10 +105,10 @@ def test_f5a_the_expected_length_is_a_quantile_of_the_lengths_above_what_is_ther
 ):
     """Against plain lists of all that ended, by every kind, the narrowest first."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(output_lengths, "RING", ring)
-        patch.setattr(output_lengths, "MIN_LENGTHS", min_lengths)
-        patch.setattr(output_lengths, "MAX_KINDS", max_kinds)
-        lengths = output_lengths.OutputLengths()
+        patch.setattr(admission, "RING", ring)
+        patch.setattr(admission, "MIN_LENGTHS", min_lengths)
+        patch.setattr(admission, "MAX_KINDS", max_kinds)
+        lengths = OutputLengths()
         known: dict[tuple, list[int]] = {}
         for number, (tenant, label, limit, length) in enumerate(rows):
             lengths.learn(ended(number, min(length, limit), limit, tenant=tenant, label=label))
@@ -113,7 +119,7 @@ def test_f5a_the_expected_length_is_a_quantile_of_the_lengths_above_what_is_ther
         tenant, label, limit, generated = asked
         made = ended(0, min(generated, limit - 1), limit, tenant=tenant, label=label)
         made.arrival = arrival
-        quantile = arrival * output_lengths.GOLDEN_RATIO % 1.0
+        quantile = arrival * GOLDEN_RATIO % 1.0
         quantile += caution * (1 - quantile)
         size = len(f"{limit:b}")
         expected = made.num_generated + int((0.5 + caution / 2) * (limit - made.num_generated))

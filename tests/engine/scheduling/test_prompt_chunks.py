@@ -16,7 +16,7 @@ from agentflow.engine.request import Request
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import scheduler as scheduler_module
 from agentflow.engine.scheduling.scheduler import MAX_STRETCH, MIN_CHUNK, Scheduler, SchedulerConfig
-from agentflow.engine.scheduling.step_cost import StepCost, batch_features
+from agentflow.engine.scheduling.step_limits import StepCost, batch_features
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.protocol.sampling import SamplingParams
 

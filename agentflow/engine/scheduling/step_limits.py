@@ -1,4 +1,5 @@
-"""How long a step takes, learned from past steps: how many prompt tokens fit into a given time.
+"""How large a step may be, learned from past steps: how many prompt tokens fit into a given time
+(``StepCost``), and how many tokens into memory (``PassSize``).
 
 The duration of a step is modelled as a weighted sum: a constant (the weights are read once), scheduled
 tokens, rows of logits, tokens of KV that are read, and pairs of query and key within chunks of prompts. The
@@ -21,6 +22,8 @@ MEMORY_STEPS = 100
 """The weight of a step in the fit halves about every 70 later steps of its kind."""
 FIT_EVERY = 8
 NUM_FEATURES = 5
+RECOVERY_PASSES = 100
+"""After this many passes without a failure, larger ones are tried again: memory may be free by then."""
 
 
 def batch_features(batch: Batch) -> Features:
@@ -104,3 +107,46 @@ def _fit_nonnegative(matrix: Features, target: Features) -> Features:
     coefficients = np.zeros(len(target))
     coefficients[used] = np.maximum(found, 0)
     return coefficients
+
+
+class PassSize:
+    """How many tokens one forward pass may have.
+
+    A pass that ran out of memory is divided until its parts fit. Later passes are as small, so that they do
+    not fail first. A request that does not fit alone says nothing about the others.
+    """
+
+    def __init__(self) -> None:
+        self.limit: float = math.inf
+        self._is_dividing = False  # parts of a failed batch are left to run
+        self._limit_before: float = math.inf  # that batch failed
+        self._most_failed = 0  # tokens of a pass
+        self._num_passes = 0  # since the last failure
+
+    def divide(self, num_tokens: int) -> int:
+        """A pass of ``num_tokens`` tokens ran out of memory. Returns the size of its parts."""
+        if not self._is_dividing:
+            self._is_dividing, self._limit_before = True, self.limit
+        self._most_failed = max(self._most_failed, num_tokens)
+        self._num_passes = 0
+        part = (num_tokens + 1) // 2
+        self.limit = part
+        return part
+
+    def does_not_fit(self) -> None:
+        """A request did not fit alone, however small its part was."""
+        if self._is_dividing:
+            self.limit, self._is_dividing = self._limit_before, False
+
+    def planned(self) -> None:
+        """All parts of the last batch that failed have run."""
+        self._is_dividing = False
+
+    def fits(self) -> None:
+        """A pass has run."""
+        self._num_passes += 1
+        if self._num_passes >= RECOVERY_PASSES and self.limit < math.inf:
+            self._num_passes = 0
+            self.limit *= 2
+            if self.limit >= self._most_failed:
+                self.limit = math.inf
