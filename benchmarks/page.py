@@ -198,13 +198,13 @@ def _simulations() -> str:
         workload = read_workload(file)
         lines.append(f"```console\n$ agentflow simulate benchmarks/workloads/{file.name}\n```\n")
         lines.append(f"{len(workload.arrivals):,} requests, {workload.kv_tokens:,} KV tokens.\n")
-        lines.append("| policy | hit rate | output tokens/s | TTFT p50 | TTFT p99 | fairness | retractions |")
+        lines.append("| policy | hit rate | output tokens/s | TTFT p50 | TTFT p99 | fairness | preemptions |")
         lines.append("|---|---:|---:|---:|---:|---:|---:|")
         for policy in SIMULATED_POLICIES:
             s = summarise(simulate(workload, SchedulerConfig(policy=policy)))
             lines.append(
                 f"| {policy} | {s.hit_rate:.1%} | {s.output_tokens_per_s:.0f} | {s.all.ttft_p50_s:.2f} s "
-                f"| {s.all.ttft_p99_s:.2f} s | {s.fairness:.3f} | {s.retractions} |"
+                f"| {s.all.ttft_p99_s:.2f} s | {s.fairness:.3f} | {s.preemptions} |"
             )
         lines.append("")
     plot = _plot_cold_tail()

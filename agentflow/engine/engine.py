@@ -573,7 +573,7 @@ def engine_stats(
         generated_tokens=counters.generated_tokens,
         forced_tokens=counters.forced_tokens,
         evicted_tokens=counters.evicted_tokens,
-        retractions=counters.retractions,
+        preemptions=counters.preemptions,
         free_slots=memory.slots.num_free,
         cached_slots=memory.cache.num_cached,
         in_use_slots=memory.num_in_use,

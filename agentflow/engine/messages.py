@@ -193,7 +193,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     computed_tokens: int
     generated_tokens: int
     evicted_tokens: int
-    retractions: int  # how often a running request lost its slots and had to wait again
+    preemptions: int  # how often a running request lost its slots and had to wait again
     free_slots: int
     cached_slots: int  # of the tree, and not in use
     in_use_slots: int

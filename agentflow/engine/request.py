@@ -96,7 +96,7 @@ class Request:
     is_complete: bool = False
     arrival: int = -1
     received_s: float = 0.0
-    num_retractions: int = 0
+    num_preemptions: int = 0
     num_redrawn: int = 0
     status: Status = Status.WAITING
     num_computed: int = 0

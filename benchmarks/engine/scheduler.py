@@ -117,10 +117,10 @@ def measure_overcommit(report: Report, cost: CostModel) -> None:
     def tokens_per_s(num_running: int) -> tuple[float, int]:
         config = SchedulerConfig(max_running=num_running)
         done = simulate(Workload("overcommit", arrivals, pool), config, cost=cost)
-        return done.counters.generated_tokens / done.elapsed_s, done.counters.retractions
+        return done.counters.generated_tokens / done.elapsed_s, done.counters.preemptions
 
-    (once, _), (twice, retractions) = tokens_per_s(32), tokens_per_s(64)
-    note = f"{twice:.0f} against {once:.0f} tokens/s; {retractions} retractions for 600 requests"
+    (once, _), (twice, preemptions) = tokens_per_s(32), tokens_per_s(64)
+    note = f"{twice:.0f} against {once:.0f} tokens/s; {preemptions} preemptions for 600 requests"
     report.results.append(
         Result(
             "scheduler.overcommit_throughput", round(twice / once, 4), "ratio", [], note=note, goal=">= 0.8"

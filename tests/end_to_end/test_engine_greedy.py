@@ -262,11 +262,11 @@ def test_when_the_pool_is_too_small_for_all_at_once(model_folder, tokenizer, pro
 
     async def use(client: EngineClient):
         got = await generate_all(client, prompts[:5] + prompts[6:11])
-        return got, (await client.stats()).retractions
+        return got, (await client.stats()).preemptions
 
-    got, retractions = on_engine(small, tokenizer, use)
+    got, preemptions = on_engine(small, tokenizer, use)
     assert got == alone[:5] + alone[6:11]
-    assert retractions > 0
+    assert preemptions > 0
 
 
 def test_after_a_fork(model_folder, runner, tokenizer, prompts, alone):

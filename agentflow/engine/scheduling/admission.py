@@ -1,10 +1,10 @@
 """How many slots of the pool to keep for what running requests will still generate.
 
 Reserving the limit of every request wastes most of the pool: most requests end before their limit, and they
-do not end together. Reserving nothing admits requests that must be retracted a few steps later. The reserve
+do not end together. Reserving nothing admits requests that must be preempted a few steps later. The reserve
 therefore learns from ended requests how long outputs become (``OutputLengths``). This predicts when each
 running request will end and free its slots, and so how many slots are needed at the worst moment (the idea of
-the Past-Future scheduler, Gong et al., ASPLOS 2025). Each retraction adds caution, which wears off slowly, so
+the Past-Future scheduler, Gong et al., ASPLOS 2025). Each preemption adds caution, which wears off slowly, so
 that a full pool settles instead of oscillating.
 
 **Reservation.** Let h be the first waiting request in the policy's order that does not fit. The same
@@ -43,7 +43,7 @@ from agentflow.engine.request import Request
 
 MIN_RESERVED = 8
 """Tokens reserved for each request, however many it has generated."""
-CAUTION_PER_RETRACTION = 0.25
+CAUTION_PER_PREEMPTION = 0.25
 CAUTION_KEPT_PER_STEP = 0.98
 MAX_HELD_BACK = 8
 """A step tries no more requests after this many that do not fit."""
@@ -112,9 +112,9 @@ class OutputReserve:
         if request.max_new_tokens:
             self.lengths.learn(request)
 
-    def retracted(self) -> None:
-        """A request was retracted: too little was reserved."""
-        self.caution = min(1.0, self.caution + CAUTION_PER_RETRACTION)
+    def preempted(self) -> None:
+        """A request was preempted: too little was reserved."""
+        self.caution = min(1.0, self.caution + CAUTION_PER_PREEMPTION)
 
     def stepped(self) -> None:
         """Lets caution wear off, once per step."""

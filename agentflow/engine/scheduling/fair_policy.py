@@ -2,7 +2,7 @@
 and a bound on overtaking.
 
 **Between tenants.** Each token that a step computes for a tenant is charged to it when it is computed, prompt
-tokens and generated ones alike. Cached tokens are free, and so is what is computed again after a retraction
+tokens and generated ones alike. Cached tokens are free, and so is what is computed again after a preemption
 (the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, with
 uncached tokens as the cost). Prompt tokens are scheduled in chunks of at most c tokens. Each chunk goes to
 the tenant with the lowest charge for its weight among those that can use it. A tenant that returns after
@@ -20,14 +20,14 @@ C(a), and what a is charged after it are generated tokens of requests that run a
 never decreases. So C(a) / s(a) - C(b) / s(b) <= (c + G) / s(a); without any chunk for a it is at most G /
 s(a). The same holds with a and b exchanged. ∎
 
-**Within a tenant.** Waiting requests are ordered thus: retracted requests; then the oldest request, if it has
+**Within a tenant.** Waiting requests are ordered thus: preempted requests; then the oldest request, if it has
 been overtaken as far as the bound below allows; then requests of the highest priority, and lower ones only if
 all of these are blocked. Among equal priorities the first deadline goes first, if any request has one; then
 the request whose patience ended first; then siblings in the task group that was admitted last; then the
 objective ``latency`` before ``throughput``, short requests before long ones, and the longest match. A request
 is *short* if it has at most SHORT_BATCHES * token_budget tokens to compute.
 
-A chunk goes to the first waiting request rather than to a running prompt if that request was retracted or
+A chunk goes to the first waiting request rather than to a running prompt if that request was preempted or
 overtaken so far, or if it has a higher priority, or else an earlier deadline, or else the objective
 ``latency`` and the prompt does not, or else is short and the prompt is long. Of running prompts the first in
 this order goes first. However, the prompt that was admitted first gets a chunk whenever it has less than a
@@ -35,7 +35,7 @@ third of the tokens that the tenant's other prompts got in this step, so that it
 
 **Short beside long.** Let a short request r of a tenant arrive beside any number of running or waiting long
 prompts of its tenant that have no higher priority, no deadline and the same objective. Let S be the tokens to
-compute of r and of the short requests before it, and a chunk for each overdue or retracted request that
+compute of r and of the short requests before it, and a chunk for each overdue or preempted request that
 starts before it. Let P be the least number of prompt tokens that the tenant gets in a step, and P > 2c. Then,
 while r is not blocked and may start by the rules of ``admission`` (it fits into memory and does not delay a
 request that has waited longer for memory), its prompt is computed after at most::
@@ -86,7 +86,7 @@ from typing import NamedTuple
 
 from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun
 from agentflow.engine.request import CacheIdentity, Request, Status
-from agentflow.engine.scheduling.policies import Peek, Policy, Retracted
+from agentflow.engine.scheduling.policies import Peek, Policy, Preempted
 from agentflow.engine.scheduling.waiting_tree import IsBlocked, WaitingTree
 
 OVERTAKEN_BATCHES = 32
@@ -125,13 +125,13 @@ class FairLongestPrefix(Policy):
 
     def __iter__(self) -> Iterator[Request]:
         for tenant in self._tenants.values():
-            yield from tenant.retracted
+            yield from tenant.preempted
             for waiting in tenant.arrivals.waiting.values():
                 yield waiting.request
 
     def __contains__(self, request: Request) -> bool:
         tenant = self._tenants.get(request.tenant)
-        return tenant is not None and (request.id in tenant.arrivals.waiting or request in tenant.retracted)
+        return tenant is not None and (request.id in tenant.arrivals.waiting or request in tenant.preempted)
 
     def add(self, request: Request) -> None:
         run = request.reusable_run()
@@ -139,7 +139,7 @@ class FairLongestPrefix(Policy):
 
     def restore(self, request: Request) -> None:
         tenant = self._arrived(request)
-        tenant.retracted.add(request)
+        tenant.preempted.add(request)
         tenant.num_admitted -= 1
 
     def start_step(self) -> None:
@@ -278,7 +278,7 @@ class TenantQueue:
         self.oldest_tokens = self.other_tokens = 0
         self.may_begin = True
         self.current_group: Hashable = None
-        self.retracted = Retracted()
+        self.preempted = Preempted()
         self.arrivals = ArrivalQueue(OVERTAKEN_BATCHES * token_budget)
         self.short, self.long = WaitingTree(), WaitingTree()
         self._groups: dict[tuple[int, Hashable], Siblings] = {}  # by priority and task group
@@ -298,7 +298,7 @@ class TenantQueue:
 
     def remove(self, request: Request) -> None:
         """The request no longer waits."""
-        if self.retracted.discard(request):
+        if self.preempted.discard(request):
             return
         self.arrivals.remove(request)
         self._tree_of(request).remove(request)
@@ -348,10 +348,10 @@ class TenantQueue:
         self.may_begin = True
 
     def _first_due(self, is_blocked: IsBlocked) -> Request | None:
-        """A retracted request, or the oldest if it must not be overtaken further."""
-        retracted = self.retracted.first(is_blocked)
-        if retracted is not None:
-            return retracted
+        """A preempted request, or the oldest if it must not be overtaken further."""
+        preempted = self.preempted.first(is_blocked)
+        if preempted is not None:
+            return preempted
         overdue = self.arrivals.overdue()
         if overdue is None:
             return None

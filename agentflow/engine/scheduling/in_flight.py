@@ -23,7 +23,7 @@ COMMIT_RUN = 64
 class Counters:
     """Totals since the start, in tokens unless the name says otherwise. Of the prompt tokens,
     ``cached_tokens`` came from the cache; ``cached_output_tokens`` of these had been generated. Of the
-    generated tokens, ``forced_tokens`` were forced by a grammar instead of sampled. ``retractions``:
+    generated tokens, ``forced_tokens`` were forced by a grammar instead of sampled. ``preemptions``:
     preemptions of running requests."""
 
     steps: int = 0
@@ -34,7 +34,7 @@ class Counters:
     generated_tokens: int = 0
     forced_tokens: int = 0
     evicted_tokens: int = 0
-    retractions: int = 0
+    preemptions: int = 0
     _num_recounted: int = 0
 
     def generated(self, change: int) -> None:

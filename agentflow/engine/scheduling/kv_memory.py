@@ -194,7 +194,7 @@ class KVMemory:
         request.req_row = -1
 
     def redo_tokens(self, request: Request) -> int:
-        """Slots that only this running request uses. Retracting it makes them available, and their tokens may
+        """Slots that only this running request uses. Preempting it makes them available, and their tokens may
         have to be computed again."""
         assert request.committed is not None
         alone = request.num_computed - request.committed.num_tokens + len(request.node_slots)

@@ -57,7 +57,7 @@ class Policy(ABC):
 
     @abstractmethod
     def restore(self, request: Request) -> None:
-        """A running request was retracted. It goes before requests that have not run."""
+        """A running request was preempted. It goes before requests that have not run."""
 
     @abstractmethod
     def remove(self, request: Request) -> None:
@@ -89,8 +89,8 @@ class Policy(ABC):
         return
 
 
-class Retracted:
-    """Retracted requests, in the order of their arrival. They run again before all others."""
+class Preempted:
+    """Preempted requests, in the order of their arrival. They run again before all others."""
 
     def __init__(self) -> None:
         self.requests: dict[int, Request] = {}
@@ -122,31 +122,31 @@ class Retracted:
 
 
 class SimplePolicy(Policy):
-    """A policy without tenants: running prompts get all tokens before others start, and retracted requests
+    """A policy without tenants: running prompts get all tokens before others start, and preempted requests
     run again first."""
 
     def __init__(self) -> None:
-        self._retracted = Retracted()
+        self._preempted = Preempted()
         self._waiting: dict[int, Request] = {}
 
     def __len__(self) -> int:
-        return len(self._retracted) + len(self._waiting)
+        return len(self._preempted) + len(self._waiting)
 
     def __iter__(self) -> Iterator[Request]:
-        yield from self._retracted
+        yield from self._preempted
         yield from self._waiting.values()
 
     def __contains__(self, request: Request) -> bool:
-        return request.id in self._waiting or request in self._retracted
+        return request.id in self._waiting or request in self._preempted
 
     def add(self, request: Request) -> None:
         self._waiting[request.id] = request
 
     def restore(self, request: Request) -> None:
-        self._retracted.add(request)
+        self._preempted.add(request)
 
     def remove(self, request: Request) -> None:
-        if not self._retracted.discard(request):
+        if not self._preempted.discard(request):
             del self._waiting[request.id]
 
     def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
@@ -154,7 +154,7 @@ class SimplePolicy(Policy):
             return prompts[0]
         if is_blocked is None:
             return None
-        return self._retracted.first(is_blocked) or self._next_waiting(is_blocked)
+        return self._preempted.first(is_blocked) or self._next_waiting(is_blocked)
 
     @abstractmethod
     def _next_waiting(self, is_blocked: IsBlocked) -> Request | None:

@@ -226,7 +226,7 @@ class TokenCounts:
     """The distinct tokens of one request and how often each was generated, for penalties. ``with_prompt``:
     tokens that occur only in the prompt are included, with count 0.
 
-    The counts follow from the request's tokens, so nothing is stored when it is retracted. A step costs time
+    The counts follow from the request's tokens, so nothing is stored when it is preempted. A step costs time
     proportional to its new tokens. Code that replaces generated tokens must call ``keep``.
     """
 

@@ -8,8 +8,8 @@ decoding for latency, prompts stretch it to at most ``MAX_STRETCH`` times its du
 take at most ``PROMPT_STEP_S`` of it (``LONE_PROMPT_STEP_S`` if there is only one request).
 
 Running requests and the radix cache share the KV pool. If slots are missing, unlocked cache is evicted. If
-that is not enough, the running request that is cheapest to redo is *retracted* (preempted): its slots become
-free, its tokens are kept, and it waits at the front of the queue.
+that is not enough, the running request that is cheapest to redo is *preempted*: its slots become free, its
+tokens are kept, and it waits at the front of the queue.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Scheduler:
                     return draft
                 if not self.running or self._in_flight:
                     return None
-                self._retract_one(1)  # unfinished prefills use all slots together
+                self._preempt_one(1)  # unfinished prefills use all slots together
         except Exception as error:
             if self._planned is not None:
                 raise RequestFault([self._planned]) from error
@@ -215,7 +215,7 @@ class Scheduler:
 
     def _decode(self) -> Draft:
         """Schedules one token of each request that decodes, and with it the tokens that a grammar has forced
-        since, as far as the budget allows. Retracts requests first if slots are missing."""
+        since, as far as the budget allows. Preempts requests first if slots are missing."""
         while True:
             if self._in_flight:
                 decoding = [r for r in self.running.values() if self._can_decode_ahead(r)]
@@ -233,7 +233,7 @@ class Scheduler:
                 break
             if self._in_flight:
                 return Draft(0)
-            self._retract_one(missing)
+            self._preempt_one(missing)
         draft.num_decode = draft.num_tokens
         for request, num_tokens in draft.tokens.items():
             self._planned = request
@@ -430,16 +430,16 @@ class Scheduler:
             self.waiting.remove(request)
         request.status = Status.FINISHED
 
-    def retract(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
         """Preempts a running request: frees its slots and puts it at the front of the queue. Its tokens are
         kept, and their KV stays in the cache until the room is needed."""
         self._stop_running(request)
         request.status = Status.WAITING
-        request.num_retractions += 1
+        request.num_preemptions += 1
         request.passed_until = self.memory.num_steps
         self.waiting.restore(request)
-        self._counters.retractions += 1
-        self._reserve.retracted()
+        self._counters.preemptions += 1
+        self._reserve.preempted()
 
     def replace_output(self, request: Request, num_kept: int, token_ids: list[int]) -> None:
         """Keeps the first ``num_kept`` generated tokens and replaces the rest by ``token_ids``, which a
@@ -507,7 +507,7 @@ class Scheduler:
 
     def _charge(self, request: Request, end: int, num_tokens: int) -> None:
         """Charges the tenant for the last ``num_tokens`` tokens before ``end``, except those charged before:
-        what is computed again after a retraction is free."""
+        what is computed again after a preemption is free."""
         start = max(end - num_tokens, request.num_charged)
         if end > start:
             request.num_charged = end
@@ -528,17 +528,17 @@ class Scheduler:
     def _peek(self, identity: CacheIdentity, run: TokenRun) -> int:
         return self.memory.peek(identity, run)
 
-    def _retract_one(self, missing: int) -> None:
-        """Retracts one running request: of those that free at least ``missing`` slots, the one that is
+    def _preempt_one(self, missing: int) -> None:
+        """Preempts one running request: of those that free at least ``missing`` slots, the one that is
         cheapest to redo; if none frees enough, the one that frees most; of equals the youngest. Each earlier
-        retraction raises a request's cost, so that it is not always the same one."""
+        preemption raises a request's cost, so that it is not always the same one."""
 
         def cost(request: Request) -> tuple[bool, int, int]:
             redo = self.memory.redo_tokens(request)
-            weighed = redo * (1 + request.num_retractions)
+            weighed = redo * (1 + request.num_preemptions)
             return redo < missing, -redo if redo < missing else weighed, -request.arrival
 
-        self.retract(min(self.running.values(), key=cost))
+        self.preempt(min(self.running.values(), key=cost))
 
     def _stop_running(self, request: Request) -> None:
         if self._in_flight:

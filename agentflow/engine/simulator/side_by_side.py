@@ -99,7 +99,7 @@ def _table(workload: Workload, options: SimulateOptions, summaries: Sequence[Sum
         row("refused", [f"{s.refused:,}" for s in summaries])
     row("computed tokens", [f"{s.computed_tokens:,}" for s in summaries])
     row("evicted tokens", [f"{s.evicted_tokens:,}" for s in summaries])
-    row("retractions", [f"{s.retractions:,}" for s in summaries])
+    row("preemptions", [f"{s.preemptions:,}" for s in summaries])
     row("forward passes", [f"{s.steps:,}" for s in summaries])
     row("scheduling / pass", [f"{s.scheduling_ms:.2f} ms" for s in summaries])
     row("faster than real time", [f"{s.speedup:,.0f}x" for s in summaries])

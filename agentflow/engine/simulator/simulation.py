@@ -1,7 +1,7 @@
 """Replays a workload against the real scheduler and cache, in simulated time.
 
 The cost model determines the time of a forward pass, and the workload the tokens that each request generates.
-Everything else (admission, sharing, eviction, retraction) is the code of the real engine.
+Everything else (admission, sharing, eviction, preemption) is the code of the real engine.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Summary(msgspec.Struct, frozen=True):
     steps: int
     computed_tokens: int
     evicted_tokens: int
-    retractions: int
+    preemptions: int
     scheduling_ms: float  # the mean of a step
     speedup: float  # simulated time / real time
 
@@ -61,7 +61,7 @@ def summarise(simulated: Simulated) -> Summary:
         steps=counters.steps,
         computed_tokens=counters.computed_tokens,
         evicted_tokens=counters.evicted_tokens,
-        retractions=counters.retractions,
+        preemptions=counters.preemptions,
         scheduling_ms=1e3 * float(np.mean(simulated.scheduling_s)) if simulated.scheduling_s else 0.0,
         speedup=simulated.elapsed_s / max(simulated.real_s, 1e-9),
     )

@@ -41,7 +41,7 @@ _ENGINE_COUNTERS = (
         "Tokens computed, of prompts and outputs, including those computed again.",
     ),
     ("evicted_tokens", "Tokens evicted from the cache."),
-    ("retractions", "Running requests that were preempted because the KV pool was full."),
+    ("preemptions", "Running requests that were preempted because the KV pool was full."),
     ("steps", "Forward passes."),
 )
 
@@ -225,7 +225,7 @@ COUNTERS = (
     "generated_tokens",
     "forced_tokens",
     "evicted_tokens",
-    "retractions",
+    "preemptions",
 )
 
 

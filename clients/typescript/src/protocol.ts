@@ -754,7 +754,7 @@ export interface Stats {
   /** Computed again because the chat template rewrites earlier turns. */
   rerendered_tokens: number;
   /** Preempted requests. */
-  retractions: number | null;
+  preemptions: number | null;
   /** Unused slots of the KV pool. */
   free_slots: number | null;
   /** Slots of the KV pool that only the cache uses. */

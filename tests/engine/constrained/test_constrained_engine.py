@@ -1,4 +1,4 @@
-"""Constrained generations in the engine, batched, retracted and resumed, against the reference model."""
+"""Constrained generations in the engine, batched, preempted and resumed, against the reference model."""
 
 from __future__ import annotations
 

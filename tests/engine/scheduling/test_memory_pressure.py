@@ -78,7 +78,7 @@ def test_the_lengths_of_outputs_are_learned():
         reserve.finished(ended(number, 90 + number % 21, 1000))
     assert 90 <= reserve.expected(request(1, 5, 1000)) <= 110
     likely = reserve.expected(request(2, 5, 1000))
-    reserve.retracted()
+    reserve.preempted()
     assert likely < reserve.expected(request(2, 5, 1000)) <= 110  # careful for a while
     for _ in range(1000):
         reserve.stepped()
@@ -188,7 +188,7 @@ def test_f5e_short_requests_do_not_keep_long_limits_from_running():
     done = simulate(Workload("half short", arrivals, 40_000), SchedulerConfig(max_running=50))
     num_running = sum(served.ended_s - served.first_s for served in done.served) / done.elapsed_s
     assert num_running > 25
-    assert done.counters.retractions < 10
+    assert done.counters.preemptions < 10
 
 
 def scheduler_with(requests: list[Request], num_slots: int) -> tuple[Scheduler, FakeRunner]:
@@ -213,10 +213,10 @@ def test_the_request_that_frees_enough_and_costs_least_to_redo_is_preempted():
         11,
         22,
     ]  # it waited for the first one
-    scheduler._retract_one(missing=5)
+    scheduler._preempt_one(missing=5)
     assert shared.status is Status.WAITING
     assert [scheduler.memory.redo_tokens(r) for r in (long, short)] == [62, 22]
-    scheduler._retract_one(missing=1000)
+    scheduler._preempt_one(missing=1000)
     assert long.status is Status.WAITING  # it frees most
     assert short.status is Status.RUNNING
 
@@ -230,8 +230,8 @@ def test_a_preempted_request_keeps_its_tokens_forced_tokens_and_place():
         scheduler.complete(run_batch(runner, batch))
     scheduler.replace_output(second, second.num_generated, [5, 6])  # a grammar forces them
     streamed = second.tokens[: second.num_tokens].tolist()
-    scheduler.retract(third)
-    scheduler.retract(second)
+    scheduler.preempt(third)
+    scheduler.preempt(second)
     late = request(4, 20, 30)
     scheduler.add(late)
     assert second.tokens[: second.num_tokens].tolist() == streamed
@@ -255,7 +255,7 @@ def test_a_pool_of_half_the_needed_size_costs_little_and_loses_nothing():
     assert twice.elapsed_s < once.elapsed_s / 0.8
     assert often.elapsed_s < once.elapsed_s / 0.8
     # No thrash: what is redone is a small part of the work.
-    assert often.counters.retractions < len(arrivals)
+    assert often.counters.preemptions < len(arrivals)
     assert often.counters.computed_tokens < 1.1 * once.counters.computed_tokens
 
 

@@ -79,16 +79,16 @@ def penalized(batch: Batch, req_row: int) -> dict[int, float] | None:
 
 actions = st.one_of(
     st.just("step"),
-    st.just("retract"),
+    st.just("preempt"),
     st.tuples(st.integers(0, 9), st.lists(tokens, max_size=3)),
 )
 
 
 @given(st.sampled_from([1.0, 1.5]), st.lists(actions, max_size=25))
 @example(1.0, ["step", "step", "step", (0, [200, 201, 102]), "step"])
-@example(1.5, ["step", "step", (0, [3]), "step", "retract", (0, [4, 4]), "step", "step"])
+@example(1.5, ["step", "step", (0, [3]), "step", "preempt", (0, [4, 4]), "step", "step"])
 def test_a_batch_penalizes_the_tokens_that_the_request_has_after_replacements(repetition, plan):
-    """Through the scheduler, beside another request, retracted now and then."""
+    """Through the scheduler, beside another request, preempted now and then."""
     harness = Harness(token_budget=16)
     harness.runner = UnpenalizedRunner(num_slots=256, max_context=128)
     params = SamplingParams(frequency_penalty=0.5, repetition_penalty=repetition)
@@ -96,9 +96,9 @@ def test_a_batch_penalizes_the_tokens_that_the_request_has_after_replacements(re
     request = harness.add(1, prompt, 60, params=params)
     harness.add(2, [7], 60)
     for action in plan:
-        if action == "retract":
+        if action == "preempt":
             if request.status is Status.RUNNING:
-                harness.scheduler.retract(request)
+                harness.scheduler.preempt(request)
             continue
         if action != "step":
             num_kept = min(action[0], request.num_generated)

@@ -221,9 +221,9 @@ def test_f6f_of_requests_with_the_same_beginning_a_short_one_runs_while_a_long_o
 def test_f6g_nobody_passes_a_preempted_request():
     steps = Steps(300)
     first, second = (steps.add(Job(100, 100, hint=1)) for _ in range(2))
-    while not first.num_retractions + second.num_retractions:
+    while not first.num_preemptions + second.num_preemptions:
         steps.step()
-    preempted = first if first.num_retractions else second
+    preempted = first if first.num_preemptions else second
     small = steps.add(Job(5, 5, tenant="b"))
     while not small.was_admitted:
         steps.step()

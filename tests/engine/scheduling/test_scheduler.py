@@ -75,7 +75,7 @@ def test_a_preempted_scoring_goes_on_where_it_was(num_steps):
     scored = harness.add(1, tokens, 0, score_from=1)
     for _ in range(num_steps):
         harness.step()
-    harness.scheduler.retract(scored)
+    harness.scheduler.preempt(scored)
     harness.run()
     assert scored.logprobs == whole.logprobs
     assert len(scored.logprobs) == len(tokens) - 1

@@ -87,7 +87,7 @@ jobs = st.lists(
 def test_any_mix_gives_what_each_gives_alone(
     jobs, num_slots, token_budget, max_running, policy, use_cache, fails_at, ahead
 ):
-    """Under eviction, retraction and aborts, on cached prefixes, and after a forward pass that failed."""
+    """Under eviction, preemption and aborts, on cached prefixes, and after a forward pass that failed."""
     harness = Harness(
         num_slots,
         ahead=ahead,
@@ -195,7 +195,7 @@ def test_a_select_preempted_within_its_tree_restarts_the_tree():
     harness.step()
     assert request.num_nodes_computed == len(request.node_slots) == 3
     assert harness.scheduler.memory.redo_tokens(request) == 3 + 3
-    harness.scheduler.retract(request)
+    harness.scheduler.preempt(request)
     harness.check()
     assert (request.num_nodes_computed, len(request.node_slots)) == (0, 0)
     finish(harness)
@@ -203,7 +203,7 @@ def test_a_select_preempted_within_its_tree_restarts_the_tree():
 
 
 @given(st.integers(70, 110), st.integers(8, 64), st.integers(0, 3))
-def test_a_full_pool_retracts_selects_and_still_finishes_everything(num_slots, token_budget, same):
+def test_a_full_pool_preempts_selects_and_still_finishes_everything(num_slots, token_budget, same):
     """Twelve prompts that share ``same`` tokens, six of them of selects, in a pool for two or three."""
     harness = Harness(num_slots, token_budget=token_budget, max_running=12)
     choices = [[a, b, c] for a in range(3) for b in range(3) for c in range(2)]

@@ -228,6 +228,6 @@ def test_the_command_shows_the_policies_side_by_side(tmp_path):
 def test_more_than_fits_is_preempted_and_nothing_is_lost():
     workload = Workload("w", unshared(num_requests=60, prompt=20, output=90), kv_tokens=1000)
     result = simulate(workload, SchedulerConfig(max_running=64))
-    assert result.counters.retractions > 0
+    assert result.counters.preemptions > 0
     assert len(result.served) == 60
     assert result.counters.generated_tokens == sum(len(a.output) for a in workload.arrivals)

@@ -1,7 +1,7 @@
 """A scheduler that is stepped by hand on the deterministic runner, and what each request gives alone.
 
 The fake runner's next token hashes everything the page table shows, so any mistake in slots,
-sharing, chunking, eviction or retraction changes an output or raises.
+sharing, chunking, eviction or preemption changes an output or raises.
 """
 
 import zlib

@@ -119,7 +119,7 @@ export function totals(now: Scrape, model: string): Figure[] {
     counter("Tokens forced by a constraint", "agentflow_forced_tokens_total"),
     counter("Tokens evicted from the cache", "agentflow_evicted_tokens_total"),
     counter("Forward passes", "agentflow_steps_total"),
-    counter("Requests preempted", "agentflow_retractions_total"),
+    counter("Requests preempted", "agentflow_preemptions_total"),
     counter("Engine restarts", "agentflow_engine_restarts_total"),
   ];
 }
