@@ -36,27 +36,38 @@ def test_the_paths_exist(page: Path) -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_a_token_takes_the_described_steps() -> None:
-    """The functions that the page names exist, and a generation calls them in its order."""
+NAMED = re.compile(r"`([\w.]+)`\s+\(`((?:agentflow|tests)/[\w/]+\.py)`\)")
+"""A name, and in parentheses the file that defines it."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_named_files_define_the_names(page: Path) -> None:
+    named = NAMED.findall(page.read_text(encoding="utf-8"))
+    assert [name for name, file in named if name not in defined_in(ROOT / file)] == []
+
+
+def test_a_generation_takes_the_steps_of_the_page_in_order() -> None:
     page = (DOCS / "internals" / "architecture.md").read_text(encoding="utf-8")
     section = page.partition("## The life of a token\n")[2].partition("\n## ")[0]
-    steps = re.split(r"^\d\. ", section, flags=re.MULTILINE)[1:]
-    named = [re.findall(r"`([\w.]+)`\s+\(`(agentflow/[\w/]+\.py)`\)", step) for step in steps]
+    steps = [NAMED.findall(step) for step in re.split(r"^\d\. ", section, flags=re.MULTILINE)[1:]]
     assert len(steps) == 8
-    assert all(named)
-    functions = [(str(ROOT / file), name) for step in named for name, file in step]
-    assert [found for found in functions if found[1] not in functions_of(found[0])] == []
+    assert all(steps)
+    functions = [(str(ROOT / file), name) for step in steps for name, file in step]
     on_torch = {(file, name) for file, name in functions if "/models/" in file}  # the walk has a fake model
     assert len(on_torch) == 2
     calls = iter(anyio.run(generation).calls)
     assert [one for one in functions if one not in on_torch and one not in calls] == []  # each after the last
 
 
-def functions_of(file: str) -> set[str]:
-    """The functions and methods that a module defines."""
-    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    for owner in tree.body:
-        if isinstance(owner, ast.ClassDef):
-            names |= {f"{owner.name}.{node.name}" for node in owner.body if hasattr(node, "name")}
+def defined_in(file: Path) -> set[str]:
+    """The classes, functions, methods and constants of a module."""
+    names: set[str] = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        match node:
+            case ast.ClassDef(name=name, body=body):
+                names |= {name, *(f"{name}.{one.name}" for one in body if hasattr(one, "name"))}
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                names.add(name)
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
     return names
