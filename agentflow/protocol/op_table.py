@@ -15,7 +15,7 @@ checks it again before it runs. Checks that need the session's states and variab
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -25,7 +25,6 @@ from agentflow.errors import AgentflowError, BadArgument, NotSupported, Protocol
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.events import Capabilities
-from agentflow.protocol.sized import sized, sizing
 from agentflow.protocol.transform import check_transforms, check_written
 
 ROOT: Final = 1
@@ -67,11 +66,17 @@ def _check_begin(op: ops.Begin) -> None:
         raise BadArgument(f"begin: a {op.role} turn answers no tool call, only a tool turn does")
 
 
+def _check_trace(trace: str) -> None:
+    """Raises ``BadArgument`` for a ``trace`` that is too long. A server ignores one that it cannot read."""
+    if len(trace) > ops.MAX_TRACE_CHARS:
+        raise BadArgument(f"trace: {ops.MAX_TRACE_CHARS} characters at most, not {len(trace):,}")
+
+
 def _check_gen(op: ops.Gen) -> None:
     op.params.check()
     if op.constraint is not None:
         op.constraint.check()
-    ops.check_trace(op.trace)
+    _check_trace(op.trace)
 
 
 def _require_gen(op: ops.Gen, capabilities: Capabilities) -> None:
@@ -89,7 +94,7 @@ def _require_roles(op: ops.Begin | ops.End, capabilities: Capabilities) -> None:
 
 def _check_select(op: ops.Select) -> None:
     ops.check_choices(op.name, op.choices)
-    ops.check_trace(op.trace)
+    _check_trace(op.trace)
 
 
 def _require_select(op: ops.Select, capabilities: Capabilities) -> None:
@@ -242,16 +247,6 @@ def check_types(value: msgspec.Struct) -> None:
 @functools.cache
 def _decoder_of(kind: type) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind)
-
-
-def op_bytes(op: ops.Op) -> int:
-    """The memory of a waiting op."""
-    return OP_BYTES + sized(op)
-
-
-def counting_bytes(op: ops.Op) -> Generator[None, None, int]:
-    """``op_bytes`` in short steps."""
-    return OP_BYTES + (yield from sizing(op))
 
 
 # The numbers in an op.

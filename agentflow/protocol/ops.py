@@ -420,12 +420,6 @@ def check_watch(interval_s: float, max_nodes: int) -> None:
         )
 
 
-def check_trace(trace: str) -> None:
-    """Raises ``BadArgument`` for a ``trace`` that is too long. A server ignores one that it cannot read."""
-    if len(trace) > MAX_TRACE_CHARS:
-        raise BadArgument(f"trace: {MAX_TRACE_CHARS} characters at most, not {len(trace):,}")
-
-
 def check_limit(deadline_s: float | None, output_tokens: int | None) -> None:
     """Raises ``BadArgument`` for values that a ``Limit`` cannot have."""
     if deadline_s is not None and not is_number(deadline_s, 0, math.inf):

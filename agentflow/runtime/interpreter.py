@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -38,19 +39,17 @@ from agentflow.errors import (
 )
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation, ToolSpec
-from agentflow.protocol.events import Capabilities, ErrorInfo, Usage, Value
+from agentflow.protocol.events import ErrorInfo, Usage, Value
 from agentflow.protocol.op_table import (
     OP_BYTES,
     OPS,
-    counting_bytes,
     expanded,
     kind_of,
-    op_bytes,
     opened,
     references,
     rejected,
-    spec_of,
 )
+from agentflow.protocol.sized import sized, sizing
 from agentflow.protocol.transform import apply_in_turn
 from agentflow.runtime.generator import ContextT, Embedder, EmbeddingOptions, Generator, StateHint
 from agentflow.runtime.limits import (
@@ -59,7 +58,6 @@ from agentflow.runtime.limits import (
     Budget,
     MemoryBudget,
     Reservation,
-    check_time,
     clipped,
     deadline_exceeded,
     deadline_of,
@@ -116,7 +114,11 @@ class Interpreter(Generic[ContextT]):
         embedders: Mapping[str, Embedder] = MappingProxyType({}),
     ) -> None:
         self._hides_faults = hides_faults
-        self._embedders = {**dict.fromkeys(generator.capabilities.embedding_models, generator), **embedders}
+        own = generator.capabilities
+        self._embedders = {**dict.fromkeys(own.embedding_models, generator), **embedders}
+        names = tuple(self._embedders)
+        # Of the generator, with the models that make embeddings.
+        self.capabilities = own if own.embedding_models == names else replace(own, embedding_models=names)
         self.events = EventCursor()
         self._memory = MemoryBudget() if memory is None else memory
         self._memory_of_rejected = MemoryBudget(REJECTED_BYTES, "of rejected ops, this session may hold")
@@ -129,12 +131,6 @@ class Interpreter(Generic[ContextT]):
         self._ops = _OpExecution(generator, self._embedders, self._variables, self._memory, self._start_child)
         self._stats = StatsAnswers(generator, task_group, self.events)
         self._watch = WatchAnswers(generator, task_group, self.events, self._memory)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """The capabilities of the generator, and the models that make embeddings."""
-        own, names = self._generator.capabilities, tuple(self._embedders)
-        return own if own.embedding_models == names else replace(own, embedding_models=names)
 
     def submit(self, op: ops.Op | ops.Rejected) -> None:
         """Accepts an op, without waiting for it to run. A rejected op fails its state. Raises an error that
@@ -157,7 +153,7 @@ class Interpreter(Generic[ContextT]):
 
     def _check_not_in_graph(self, op: ops.Op) -> None:
         """Raises ``ProtocolError`` for an op that would stand in a stream of a submitted graph."""
-        if spec_of(op).in_graph and not isinstance(op, ops.Open | ops.Limit):
+        if OPS[type(op)].in_graph and not isinstance(op, ops.Open | ops.Limit):
             state = self._states.get(getattr(op, "state", 0))
             if state is not None and state.graph is not None:
                 raise ProtocolError(f"state {state.id} belongs to a graph: nothing can be appended to it")
@@ -167,7 +163,7 @@ class Interpreter(Generic[ContextT]):
         part."""
         match op:
             case ops.Open():
-                spec_of(op).check(op)
+                OPS[type(op)].check(op)
                 root = self._states.add_root(op.state)
                 context = self._generator.open(op.cache_salt, program=op.program, label=op.label)
                 root.begin(context, Reservation(self._memory, 0))
@@ -189,7 +185,7 @@ class Interpreter(Generic[ContextT]):
             case ops.Provide():
                 self._provide(op)
             case ops.Limit():
-                spec_of(op).check(op)
+                OPS[type(op)].check(op)
                 budget = Budget(deadline_s=op.deadline_s, output_tokens=op.output_tokens)
                 self._states.restrict(self._states.open_state(op.state) if op.state else None, budget)
             case ops.TaskGroup():
@@ -229,15 +225,15 @@ class Interpreter(Generic[ContextT]):
             self._memory_of_rejected.close()
 
     def _enqueue(self, state: StateRecord[ContextT], op: ops.Op) -> Iterator[None]:
-        reservation = Reservation(self._memory, 0)
         if isinstance(op, ops.Close):  # always accepted, because it makes room
-            reservation.count(op_bytes(op))
+            reservation = Reservation(self._memory, 0)
+            reservation.count(OP_BYTES + sized(op))
         elif len(state.pending) >= MAX_PENDING_OPS:
             raise Overloaded(
                 f"{MAX_PENDING_OPS} ops are waiting on state {state.id}: await some of them first"
             )
         else:
-            reservation.add((yield from counting_bytes(op)))
+            reservation = Reservation(self._memory, OP_BYTES + (yield from sizing(op)))
         try:
             sources = tuple([self._variables[var_id] for var_id in references(op)])
         except KeyError as error:
@@ -269,7 +265,7 @@ class Interpreter(Generic[ContextT]):
                 ops.check_number(op.ticket)
             case _:
                 pass
-        number = state.next_number() if spec_of(op).is_numbered else None
+        number = state.next_number() if OPS[type(op)].is_numbered else None
         state.pending.append(PendingOp(op, reservation, number, sources, children))
         self._kick(state)
 
@@ -322,18 +318,19 @@ class Interpreter(Generic[ContextT]):
 
     async def _run(self, state: StateRecord[ContextT]) -> None:
         turn = Turn()  # a stream of text ops never waits
-        # Skipping an op takes microseconds. The clock is not checked after each, because it has run on while
-        # the op that failed waited, and the end of a cancelled state should not take more turns than needed.
-        skips = Turn(SKIPS_PER_LOOK)
+        skips: Turn | None = None
         while state.pending:
             pending = state.pending.popleft()
             if state.error is None:
-                with anyio.CancelScope(deadline=deadline_of(state.budgets)) as state.scope:
-                    await self._attempt(state, pending)
+                deadline = deadline_of(state.budgets)
+                with anyio.CancelScope(deadline=deadline) as state.scope:
+                    await self._attempt(state, pending, deadline)
                 if state.scope.cancelled_caught and state.error is None:
                     self._fail(state, pending, deadline_exceeded())
                 state.scope = None
             if state.error is not None:
+                # Skipping an op takes microseconds, so the clock is not checked after each.
+                skips = skips or Turn(SKIPS_PER_LOOK)
                 await self._skip(state, pending, state.error)
                 await skips.pause()
             elif turn.is_over:
@@ -345,10 +342,12 @@ class Interpreter(Generic[ContextT]):
         if state.graph is not None:
             state.graph.state_ended()
 
-    async def _attempt(self, state: StateRecord[ContextT], pending: PendingOp[ContextT]) -> None:
+    async def _attempt(
+        self, state: StateRecord[ContextT], pending: PendingOp[ContextT], deadline: float
+    ) -> None:
         try:
-            if pending.number is not None:
-                check_time(state.budgets)
+            if pending.number is not None and deadline != math.inf and deadline <= anyio.current_time():
+                raise deadline_exceeded()
             await self._execute(state, pending)
         except AgentflowError as error:
             self._fail(state, pending, error)
@@ -379,7 +378,7 @@ class Interpreter(Generic[ContextT]):
             case ops.Rejected(error=error):
                 raise error
             case op:
-                spec = spec_of(op)
+                spec = OPS[type(op)]
                 spec.check(op)
                 spec.require(op, self.capabilities)
                 await self._ops.execute(state, pending)
@@ -401,7 +400,7 @@ class Interpreter(Generic[ContextT]):
             case _ if isinstance(op, ops.Declaring):
                 variable = self._variables.get(op.var)  # None: its state is closed already
                 if variable is not None and not variable.has_ended:
-                    variable.fail(derived_error(f"{op.name!r} was not {spec_of(op).outcome}", error, state))
+                    variable.fail(derived_error(f"{op.name!r} was not {OPS[type(op)].outcome}", error, state))
             case ops.Fork():
                 turn = Turn()
                 for child in pending.children:

@@ -182,13 +182,6 @@ def deadline_of(budgets: Sequence[Budget]) -> float:
     return min([budget.deadline for budget in budgets], default=math.inf)
 
 
-def check_time(budgets: Sequence[Budget]) -> None:
-    """Raises ``DeadlineExceeded`` if one of the deadlines has passed."""
-    deadline = deadline_of(budgets)
-    if deadline != math.inf and deadline <= anyio.current_time():
-        raise deadline_exceeded()
-
-
 def deadline_exceeded() -> DeadlineExceeded:
     """The error of an op after its deadline."""
     return DeadlineExceeded("the deadline has passed")

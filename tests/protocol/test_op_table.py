@@ -16,12 +16,12 @@ from agentflow.protocol.op_table import (
     kind_of,
     moved,
     numbers,
-    op_bytes,
     opened,
     references,
     rejected,
 )
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.sized import sized
 
 GRAPH: tuple[ops.Op, ...] = (
     ops.Open(1),
@@ -66,7 +66,7 @@ def test_the_functions_of_the_table_find_all_numbers() -> None:
     ]
     for op in GRAPH:
         assert numbers(moved(op, 10)) == [number + 10 for number in numbers(op)]
-        assert op_bytes(op) > 0
+        assert sized(op) > 0
 
 
 def test_a_graph_is_expanded_with_the_numbers_of_the_session_and_all_its_states_are_sealed() -> None:

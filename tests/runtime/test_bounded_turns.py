@@ -19,7 +19,7 @@ from agentflow.protocol import ops, transform
 from agentflow.protocol import sized as sized_module
 from agentflow.protocol.chat import ToolSpec
 from agentflow.protocol.events import ErrorInfo, Event, Reached, StateFailed, Value
-from agentflow.protocol.op_table import GRAPH_TICKET, counting_bytes, op_bytes
+from agentflow.protocol.op_table import GRAPH_TICKET
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.protocol.sized import sized, sizing
 from agentflow.protocol.transform import Transform, apply_transforms
@@ -388,6 +388,6 @@ async def test_no_op_of_a_rejected_graph_runs() -> None:
 def test_an_op_of_many_parts_is_counted_in_many_steps() -> None:
     spec = ToolSpec("a", "", {"enum": [[] for _ in range(20_000)]})
     op = ops.Tools(1, (spec,))
-    num_bytes, num_steps = run(counting_bytes(op))
-    assert num_bytes == op_bytes(op) > 20_000 * 56
+    num_bytes, num_steps = run(sizing(op))
+    assert num_bytes == sized(op) > 20_000 * 56
     assert num_steps >= 20
