@@ -12,7 +12,7 @@ from agentflow.server.websocket import frames
 from agentflow.server.websocket.frames import event_frames
 
 LIMIT = 4096
-texts = st.text(max_size=40).flatmap(lambda text: st.integers(0, 250).map(lambda times: text * times))
+texts = st.text(max_size=40).flatmap(lambda text: st.integers(0, 120).map(lambda times: text * times))
 events = st.one_of(
     st.builds(Delta, st.integers(1, 3), st.integers(0, 9), texts),
     st.builds(Delta, st.integers(1, 3), st.integers(0, 9), texts, texts, st.integers(0, 9)),
