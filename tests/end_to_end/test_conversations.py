@@ -45,10 +45,10 @@ def check(reply: af.Reply, *names: str) -> None:
 async def converse(flow: af.Session) -> None:
     """Calls that are asked for come, and the conversation that goes on from them finds its cache."""
     async with flow.state() as s:
-        s += af.conversation(ASKED)
+        s += af.conversation(ASKED, tools=TOOLS, choice="weather")
         async with s.fork(2) as branches:
             for branch in branches:
-                branch += af.reply("answer", tools=TOOLS, choice="weather", max_tokens=64)
+                branch += af.reply("answer", max_tokens=64)
         replies = [await branch["answer"] for branch in branches]
         used = branches[0]["answer"].usage
     for reply in replies:
@@ -58,8 +58,8 @@ async def converse(flow: af.Session) -> None:
 
     results = [af.Message("tool", "rain, 3 degrees", tool_call_id=call.id)]
     async with flow.state() as s:
-        s += af.conversation([*ASKED, replies[0].message(), *results])
-        s += af.reply("answer", tools=TOOLS, max_tokens=24)
+        s += af.conversation([*ASKED, replies[0].message(), *results], tools=TOOLS)
+        s += af.reply("answer", max_tokens=24)
         reply = await s["answer"]
         if s["answer"].finish_reason != "length":  # the last call may be truncated
             check(reply)
@@ -78,10 +78,10 @@ async def call_or_answer(flow: af.Session) -> None:
         "additionalProperties": False,
     }
     async with flow.state() as s:
-        s += af.conversation(ASKED)
+        s += af.conversation(ASKED, tools=TOOLS)
         async with s.fork(6) as branches:
             for branch in branches:
-                branch += af.reply("answer", tools=TOOLS, schema=schema, temperature=2.0, max_tokens=64)
+                branch += af.reply("answer", schema=schema, temperature=2.0, max_tokens=64)
         answers = [branch["answer"] for branch in branches]
         replies = [await answer for answer in answers]
         replies = [r for r, a in zip(replies, answers, strict=True) if a.finish_reason != "length"]
@@ -103,15 +103,3 @@ async def test_a_conversation_with_tools_over_the_wire(model_url):
     async with af.session(model_url, seed=1) as flow:
         await converse(flow)
         await call_or_answer(flow)
-        await refuse(flow)
-
-
-async def refuse(flow: af.Session) -> None:
-    """What makes no sense is told with its reason, and the session goes on."""
-    for odd in ({"tools": TOOLS, "choice": "sing"}, {"choice": "required"}):
-        with pytest.raises(af.errors.BadArgument):
-            af.conversation(ASKED, **odd)
-    async with flow.state() as s:
-        s += af.conversation(ASKED * 9000) + af.reply("answer")
-        with pytest.raises(af.PromptTooLong):
-            await s["answer"]

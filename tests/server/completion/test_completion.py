@@ -174,24 +174,6 @@ async def test_several_answers_are_a_fork_of_one_prompt():
     assert max(answer.usage.cached_tokens for answer in answers) >= num_prompt - 1
 
 
-async def test_without_a_seed_answers_differ():
-    engine = FakeEngine()
-    async with generator_on(engine) as generator:
-        seeds = set()
-
-        class Seeds:
-            def sent(self, submit) -> None:
-                seeds.add(submit.seed)
-
-            def received(self, messages) -> None:
-                pass
-
-        generator.observe(Seeds())
-        for _ in range(2):
-            await ask(generator, CompletionRequest(ASK, SamplingParams(max_tokens=2), n=2))
-    assert len(seeds) == 4
-
-
 async def test_log_probabilities_come_with_the_text_that_they_are_of():
     engine = FakeEngine()
     params = SamplingParams(max_tokens=40, logprobs=True, top_logprobs=2, seed=1, temperature=1.0)
@@ -240,17 +222,6 @@ async def test_a_token_that_is_reported_again_has_its_text(monkeypatch):
     assert set(TOKENIZER._shown) == set(decoded)
 
 
-async def test_a_matched_stop_string_is_reported():
-    engine = FakeEngine()
-    async with generator_on(engine) as generator:
-        [free] = await ask(generator, CompletionRequest(ASK, SAMPLED))
-        stop = free.text[6:9]
-        params = SamplingParams(max_tokens=24, temperature=1.0, seed=3, stop=("never", stop))
-        [answer] = await ask(generator, CompletionRequest(ASK, params))
-    assert (answer.finish_reason, answer.stop) == ("stop", stop)
-    assert answer.text == free.text[: free.text.index(stop)]
-
-
 async def test_under_a_constraint_tokens_are_reported_at_the_end():
     engine = FakeEngine()
     params = SamplingParams(max_tokens=200, logprobs=True, seed=1)
@@ -260,12 +231,6 @@ async def test_under_a_constraint_tokens_are_reported_at_the_end():
         [answer] = await ask(generator, request)
     assert b"".join(token.raw for token in answer.tokens).decode() == answer.text
     assert answer.text.endswith(tuple("0123456789"))
-
-
-async def test_a_prompt_without_a_token_is_refused():
-    async with generator_on(FakeEngine()) as generator:
-        with pytest.raises(BadArgument, check=has_param("prompt")):
-            await ask(generator, CompletionRequest("", SAMPLED))
 
 
 async def test_leaving_the_block_aborts_what_runs():

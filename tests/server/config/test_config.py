@@ -4,7 +4,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect, structs
 
@@ -287,7 +287,6 @@ def _flags(draw) -> dict[str, object]:
 
 
 @given(_flags(), st.lists(st.tuples(_NAMES, _TEXTS), max_size=3, unique_by=lambda model: model[0]))
-@settings(max_examples=100)
 def test_what_is_printed_can_be_given_back(tmp_path_factory, flags, models):
     found = load_config(Flags(flags, tuple(f"{name}={path}" for name, path in models)), {})
     path = tmp_path_factory.mktemp("config") / "server.toml"

@@ -15,13 +15,7 @@ from support.server.exchanges import Exchange, exchange, service
 
 from agentflow.engine.tenant import Tenant
 from agentflow.errors import (
-    EngineDown,
-    EngineFailed,
-    NotAuthorized,
     Overloaded,
-    PromptTooLong,
-    RateLimited,
-    UnknownModel,
 )
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.compatible.error_format import OpenAIErrorFormat
@@ -56,44 +50,36 @@ async def test_a_body_in_any_number_of_parts_is_answered():
         assert client.answer_headers[b"content-length"] == b"15"
 
 
+WORD = b'{"word": "a", '
+
+
 @pytest.mark.parametrize(
-    ("body", "code", "param", "says"),
+    ("body", "code", "param"),
     [
-        (b"{", "invalid_json", None, "JSON"),
-        (b"", "invalid_json", None, "JSON"),
-        (b"\xff", "invalid_json", None, "JSON"),
-        (b'{"word": "\xff"}', "invalid_json", None, "JSON"),
-        (b'{"word": "a", "unread": "\xff"}', "invalid_json", None, "JSON"),
-        (b'{"word": "a", "unread": [1,]}', "invalid_json", None, "JSON"),
-        (b'{"word": "a", "unread": ' + b"[" * 50_000, "invalid_json", None, "JSON"),
-        (b'{"word": "a", "any": ' + b"[" * 50_000, "invalid_json", None, "JSON"),
-        (b'{"word": "\\ud800"}', "invalid_json", "word", "surrogate"),
-        (b'{"word": "\\udc00 and more text"}', "invalid_json", "word", "surrogate"),
-        (
-            b'{"word": "a", "any": {"b": [1, "\\ud800 and more text"]}}',
-            "invalid_json",
-            "any.b[1]",
-            "surrogate",
-        ),
-        (b'{"word": "a", "any": {"\\ud800": 1}}', "invalid_json", "any", "surrogate"),
-        (b'{"word": "\\ud800", "any": "%s"}' % (b"x" * 40_000), "invalid_json", None, "surrogate"),
-        (b"[]", "invalid_request", None, "Expected `object`, got `array`"),
-        (b"{}", "invalid_request", "word", "the required parameter 'word' is missing"),
-        (b'{"word": "a", "no": 1}', "invalid_request", "no", "'no'"),
-        (b'{"word": 1}', "invalid_request", "word", "word: Expected `str`, got `int`"),
-        (
-            b'{"word": "a", "parts": [{"x": "y"}]}',
-            "invalid_request",
-            "parts[0][...]",
-            "Expected `int`, got `str`",
-        ),
+        (b"{", "invalid_json", None),
+        (b"", "invalid_json", None),
+        (b"\xff", "invalid_json", None),
+        (b'{"word": "\xff"}', "invalid_json", None),
+        (WORD + b'"unread": "\xff"}', "invalid_json", None),
+        (WORD + b'"unread": [1,]}', "invalid_json", None),
+        (WORD + b'"unread": ' + b"[" * 50_000, "invalid_json", None),
+        (WORD + b'"any": ' + b"[" * 50_000, "invalid_json", None),
+        (b'{"word": "\\ud800"}', "invalid_json", "word"),
+        (b'{"word": "\\udc00 and more text"}', "invalid_json", "word"),
+        (WORD + b'"any": {"b": [1, "\\ud800 and more text"]}}', "invalid_json", "any.b[1]"),
+        (WORD + b'"any": {"\\ud800": 1}}', "invalid_json", "any"),
+        (b'{"word": "\\ud800", "any": "%s"}' % (b"x" * 40_000), "invalid_json", None),
+        (b"[]", "invalid_request", None),
+        (b"{}", "invalid_request", "word"),
+        (WORD + b'"no": 1}', "invalid_request", "no"),
+        (b'{"word": 1}', "invalid_request", "word"),
+        (WORD + b'"parts": [{"x": "y"}]}', "invalid_request", "parts[0][...]"),
     ],
 )
-async def test_an_invalid_body_is_reported_with_its_field(body, code, param, says):
+async def test_an_invalid_body_is_reported_with_its_field(body, code, param):
     client = await exchange(echo, Exchange(body))
     assert client.status == 400
     assert (client.error["code"], client.error["param"]) == (code, param)
-    assert says in client.error["message"]
     assert client.error["type"] == "invalid_request_error"
 
 
@@ -117,7 +103,6 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read():
     ):
         await exchange(echo, client, body_bytes=100)
         assert (client.status, client.error["code"]) == (413, "request_too_large")
-        assert "100 bytes" in client.error["message"]
     assert client.answer_headers[b"connection"] == b"close" or client.answer_headers[b"content-length"]
 
 
@@ -131,13 +116,6 @@ async def test_a_compressed_body_is_refused_as_such():
     assert (client.status, client.error["code"]) == (415, "unsupported_encoding")
     client = await exchange(echo, Exchange(b'{"word": "a"}', headers={"content-encoding": "Identity"}))
     assert client.status == 200
-
-
-async def test_a_body_that_does_not_come_is_not_waited_for():
-    client = Exchange(b"{", b"never")
-    client._messages.pop()
-    await exchange(echo, client, body_timeout_s=0.01)
-    assert (client.status, client.error["code"]) == (408, "request_timeout")
 
 
 async def test_a_client_that_disconnects_during_its_request_gets_no_response():
@@ -182,40 +160,6 @@ async def test_a_client_that_goes_while_it_is_streamed_to_has_its_work_cancelled
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "code", "kind"),
-    [
-        (PromptTooLong("too long"), 400, "context_length_exceeded", "invalid_request_error"),
-        (NotAuthorized("no key"), 401, "invalid_api_key", "invalid_request_error"),
-        (UnknownModel("no such"), 404, "model_not_found", "invalid_request_error"),
-        (RateLimited("too many"), 429, "rate_limit_exceeded", "rate_limit_error"),
-        (Overloaded("busy"), 503, "overloaded", "server_error"),
-        (EngineFailed("broke"), 500, "engine_failed", "server_error"),
-        (EngineDown("restarting"), 503, "engine_down", "server_error"),
-        (ApiError(403, "forbidden", "not you"), 403, "forbidden", "permission_error"),
-    ],
-)
-async def test_errors_have_their_status(error, status, code, kind):
-    async def fail(call: ApiCall) -> None:
-        raise error
-
-    client = await exchange(fail, Exchange(b"{}"))
-    assert (client.status, client.error["code"], client.error["type"]) == (status, code, kind)
-    assert client.error["message"] == (error.message if isinstance(error, ApiError) else str(error))
-    assert (b"retry-after" in client.answer_headers) == (status in (429, 503))
-    assert (b"www-authenticate" in client.answer_headers) == (status == 401)
-
-
-async def test_the_time_after_which_to_try_again_is_rounded_up():
-    async def fail(call: ApiCall) -> None:
-        error = RateLimited("too many")
-        error.retry_after_s = 2.1
-        raise error
-
-    client = await exchange(fail, Exchange(b"{}"))
-    assert client.answer_headers[b"retry-after"] == b"3"
-
-
-@pytest.mark.parametrize(
     "fault", [ZeroDivisionError("a secret"), OSError(28, "a secret"), BrokenPipeError("a secret")]
 )
 async def test_an_internal_error_is_logged_and_not_shown_to_the_client(fault, caplog):
@@ -229,18 +173,6 @@ async def test_an_internal_error_is_logged_and_not_shown_to_the_client(fault, ca
     assert "a secret" in caplog.text
     assert "Traceback" in caplog.text
     assert answers == {("", 500): 1}
-
-
-async def test_an_os_error_in_a_stream_is_its_last_event():
-    async def fail(call: ApiCall) -> None:
-        async with call.streaming() as stream:
-            await stream.send(b"data: 1\n\n")
-            raise OSError(28, "a secret")
-
-    client = await exchange(fail, Exchange(b"{}"))
-    last = client.body.split(b"\n\n")[1]
-    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "internal_error"
-    assert client.sent[-1]["more_body"] is False
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -262,26 +194,20 @@ async def test_an_error_of_the_connection_is_a_client_that_left(is_streamed, cap
     assert [number for _, number in answers] == [0]
 
 
-async def test_an_error_in_a_stream_is_its_last_event():
+@pytest.mark.parametrize(
+    ("error", "code"), [(Overloaded("busy"), "overloaded"), (OSError(28, "a secret"), "internal_error")]
+)
+async def test_an_error_in_a_stream_is_its_last_event(error, code):
     async def fail(call: ApiCall) -> None:
         async with call.streaming() as stream:
             await stream.send(b"data: 1\n\n")
-            raise Overloaded("busy")
+            raise error
 
     client = await exchange(fail, Exchange(b"{}"))
-    assert client.status == 200
     first, last, rest = client.body.split(b"\n\n")
-    assert first == b"data: 1"
-    assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == "busy"
-    assert rest == b""
+    assert (client.status, first, rest) == (200, b"data: 1", b"")
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == code
     assert client.sent[-1]["more_body"] is False
-
-
-async def test_a_server_that_ends_takes_nothing_new():
-    async with service() as ending:
-        ending.is_draining = True
-        client = await exchange(echo, Exchange(b'{"word": "a"}'), ending)
-    assert (client.status, client.error["code"]) == (503, "unready")
 
 
 @pytest.mark.parametrize(("asked", "is_used"), [("abc-1.2:3", True), ("a b", False), ("x" * 129, False)])

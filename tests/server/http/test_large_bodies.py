@@ -17,6 +17,7 @@ import pytest
 from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import TOKENIZER, FakeEngine
 from support.faulty_servers import KEY, tenants
+from support.server.apis import CHAT, MESSAGES, TEXT, Api, post, refused
 from support.server.exchanges import Exchange, exchange, service
 
 from agentflow.engine.fake_runner import FakeRunner
@@ -44,17 +45,12 @@ def server() -> Iterator[ApiServer]:
         yield running
 
 
-def post(server: ApiServer, path: str, key: str = "any", **body: Any) -> httpx2.Response:
-    headers = {"authorization": f"Bearer {key}"}
-    return httpx2.post(f"{server.url}{path}", json={"model": MODEL, **body}, headers=headers, timeout=100)
+def asked(server: ApiServer, api: Api, path: str = "", key: str = "any", **body: Any) -> httpx2.Response:
+    return post(server, api, {"model": MODEL, **body}, key=key, path=path)
 
 
-def refused(answer: httpx2.Response) -> tuple[int, str | None, str | None]:
-    """Status, code and param of an error of either API."""
-    error = answer.json()["error"]
-    details = error.get("details", {})
-    code = error.get("code") or details.get("error_code")
-    return answer.status_code, code, error.get("param") or details.get("param")
+def form(schema: Any) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
 
 
 def called(arguments: str, count: int = 1) -> list[dict[str, Any]]:
@@ -75,18 +71,12 @@ def called(arguments: str, count: int = 1) -> list[dict[str, Any]]:
         {"messages": [USER], "stop_token_ids": [1] * (BODY_BOUNDS.values + 1)},
         {"messages": [USER], "no such field": [1] * (BODY_BOUNDS.values + 1)},
         {"messages": [{"role": "user", "content": "\n" * ((BODY_BOUNDS.escapes or 0) + 1)}]},
-        {
-            "messages": [USER],
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "a", "schema": {"enum": [DEEP] * 1000}},
-            },
-        },
+        {"messages": [USER], "response_format": form({"enum": [DEEP] * 1000})},
     ],
     ids=["calls", "metadata", "unread", "numbers", "unknown", "escapes", "schema"],
 )
 def test_a_body_of_too_many_values_is_refused(server: ApiServer, body: dict[str, Any]) -> None:
-    assert refused(post(server, "/v1/chat/completions", **body)) == (413, "request_too_large", None)
+    assert refused(server, CHAT, {"model": MODEL, **body}) == (413, "request_too_large", None)
 
 
 @pytest.mark.parametrize(
@@ -109,82 +99,37 @@ async def _never(call: ApiCall) -> None:
 
 
 ENUM: list[Any] = [[]] * (OBJECT_BOUNDS.parts * 2 // 5)  # three of them are too many
+FAR: Any = [[]] * 60_000
+INPUT = {"type": "tool_use", "id": "a", "name": "f", "input": {"a": FAR}}
+TITLE = {"title": "a" * 1_500_000}
+
+
+def tools(parameters: Any, count: int = 4) -> Any:
+    return [{"name": f"f{number}", "parameters": parameters} for number in range(count)]
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "param"),
+    ("api", "body", "param"),
     [
+        (CHAT, CHAT.body("Hi", tools=tools({"enum": ENUM})), "tools[2].function.parameters"),
+        (CHAT, CHAT.body("Hi", tools=tools(TITLE)), "tools[2].function.parameters"),  # f44b
+        (CHAT, CHAT.body("Hi", extra={"response_format": form(TITLE)}), "response_format"),
+        (MESSAGES, MESSAGES.body("Hi", tools=tools({"enum": FAR}, 1)), "tools[0].input_schema"),
         (
-            "/v1/chat/completions",
-            {
-                "messages": [USER],
-                "tools": [
-                    {"type": "function", "function": {"name": f"f{n}", "parameters": {"enum": ENUM}}}
-                    for n in range(4)
-                ],
-            },
-            "tools[2].function.parameters",
-        ),
-        (
-            "/v1/chat/completions",
-            {
-                "messages": [USER],
-                "tools": [
-                    {
-                        "type": "function",
-                        "function": {"name": f"f{n}", "parameters": {"title": "a" * 1_500_000}},
-                    }
-                    for n in range(4)
-                ],
-            },
-            "tools[2].function.parameters",
-        ),
-        (
-            "/v1/chat/completions",
-            {
-                "messages": [USER],
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "a", "schema": {"title": "a" * 1_000_000}},
-                },
-            },
-            "response_format",
-        ),
-        (
-            "/v1/messages",
-            {
-                "messages": [USER],
-                "max_tokens": 1,
-                "tools": [{"name": "f", "input_schema": {"enum": [[]] * 60_000}}],
-            },
-            "tools[0].input_schema",
-        ),
-        (
-            "/v1/messages",
-            {
-                "messages": [
-                    USER,
-                    {
-                        "role": "assistant",
-                        "content": [
-                            {"type": "tool_use", "id": "a", "name": "f", "input": {"a": [[]] * 60_000}}
-                        ],
-                    },
-                ],
-                "max_tokens": 1,
-            },
+            MESSAGES,
+            MESSAGES.body([USER, {"role": "assistant", "content": [INPUT]}]),
             "messages[1].content[0].input",
         ),
     ],
     ids=["tools", "f44b_large_tools", "schema", "input_schema", "input"],
 )
-def test_what_holds_too_much_is_named(server: ApiServer, path: str, body: Any, param: str) -> None:
-    assert refused(post(server, path, **body)) == (400, "invalid_value", param)
+def test_a_value_that_holds_too_much_is_named(server: ApiServer, api: Api, body: Any, param: str) -> None:
+    assert refused(server, api, body) == (400, "invalid_value", param)
 
 
-@pytest.mark.parametrize("kind", ["openai", "anthropic"])
+@pytest.mark.parametrize("api", [CHAT, MESSAGES], ids=lambda api: api.name)
 def test_large_bodies_are_decoded_beside_the_event_loop(
-    server: ApiServer, monkeypatch: pytest.MonkeyPatch, kind: str
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch, api: Api
 ) -> None:
     threads: list[int] = []
     decode = ApiCall.read
@@ -194,12 +139,10 @@ def test_large_bodies_are_decoded_beside_the_event_loop(
         return decode(call, body_type)
 
     monkeypatch.setattr(ApiCall, "read", read)
-    path = "/v1/chat/completions" if kind == "openai" else "/v1/messages"
     loop = server.call(threading.get_ident)
     for length, is_beside in ((10, False), (SMALL_BODY_BYTES, True)):
         threads.clear()
-        message = {"role": "user", "content": "x" * length}
-        post(server, path, messages=[message], max_tokens=1)
+        post(server, api, api.body("x" * length, max_tokens=1))
         assert threads
         assert all((thread != loop) == is_beside for thread in threads)
 
@@ -217,7 +160,7 @@ def test_a_conversation_of_many_calls_is_laid_out_beside_the_event_loop(
         return use(*arguments)
 
     monkeypatch.setattr(context, "tool_use", tool_use)
-    post(server, "/v1/chat/completions", messages=called("{}", 500), max_tokens=1)
+    post(server, CHAT, CHAT.body(called("{}", 500), max_tokens=1))
     assert threads
     assert server.call(threading.get_ident) not in threads
 
@@ -243,11 +186,11 @@ def test_a_text_far_too_long_is_encoded_no_further_than_that_shows(
         ("/tokenize", {"add_special_tokens": False}),
     ):
         encoded.clear()
-        answer = post(server, path, prompt=text, **extra)
-        assert refused(answer)[:2] == (400, "context_length_exceeded")
+        body = {"model": MODEL, "prompt": text, **extra}
+        assert refused(server, TEXT, body, path=path)[:2] == (400, "context_length_exceeded")
         assert encoded == [len(text)]
     longest = 4 * COUNTED_CONTEXTS * 1024
-    assert post(server, "/tokenize", prompt="xy" * (longest // 4)).json()["count"] > 1024
+    assert asked(server, CHAT, "/tokenize", prompt="xy" * (longest // 4)).json()["count"] > 1024
 
 
 LONG_CONTEXT = 4_000
@@ -274,15 +217,15 @@ def test_calls_that_are_rendered_far_too_long_are_encoded_in_pieces(
 
     monkeypatch.setattr(tokenizer, "_encoding", encoding)
     [user, calling, *_] = called("{}", 1_500)  # their arguments have fewer characters than the context tokens
-    answer = post(long_server, path, messages=[user, calling], **extra)
-    assert refused(answer)[:2] == (400, "context_length_exceeded")
+    body = {"model": MODEL, "messages": [user, calling], **extra}
+    assert refused(long_server, CHAT, body, path=path)[:2] == (400, "context_length_exceeded")
     assert max(lengths) == PIECE_CHARS
     assert sum(lengths) < 2 * PIECE_CHARS
 
 
 def test_a_conversation_longer_than_the_context_can_be_tokenized(long_server: ApiServer) -> None:
     [user, calling, *_] = called("{}", 150)
-    num_tokens = post(long_server, "/tokenize", messages=[user, calling]).json()["count"]
+    num_tokens = asked(long_server, CHAT, "/tokenize", messages=[user, calling]).json()["count"]
     assert LONG_CONTEXT < num_tokens < COUNTED_CONTEXTS * LONG_CONTEXT
 
 
@@ -398,15 +341,15 @@ async def _read_word(call: ApiCall) -> None:
 
 
 def test_a_count_costs_a_request() -> None:
+    counts: list[tuple[Api, str, Any]] = [
+        (CHAT, "/tokenize", {"prompt": "Hi"}),
+        (CHAT, "/detokenize", {"tokens": [1]}),
+        (MESSAGES, "/v1/messages/count_tokens", {"messages": [USER]}),
+    ]
     known = tenants("requests_per_minute = 3")
     with api_server(tenants=known, gate=TenantGate(), constraints=False) as server:
-        assert post(server, "/tokenize", KEY, prompt="Hi").status_code == 200
-        assert post(server, "/detokenize", KEY, tokens=[1]).status_code == 200
-        counted = post(server, "/v1/messages/count_tokens", KEY, messages=[USER])
-        assert counted.status_code == 200
-        for path, body in (
-            ("/tokenize", {"prompt": "Hi"}),
-            ("/detokenize", {"tokens": [1]}),
-            ("/v1/messages/count_tokens", {"messages": [USER]}),
-        ):
-            assert refused(post(server, path, KEY, **body))[:2] == (429, "rate_limit_exceeded")
+        for api, path, body in counts:
+            assert asked(server, api, path, KEY, **body).status_code == 200
+        for api, path, body in counts:
+            found = refused(server, api, {"model": MODEL, **body}, key=KEY, path=path)
+            assert found[:2] == (429, "rate_limit_exceeded")

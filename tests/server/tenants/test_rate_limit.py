@@ -138,7 +138,7 @@ class TenantGateMachine(RuleBasedStateMachine):
 
 
 TestTenantGate = TenantGateMachine.TestCase
-TestTenantGate.settings = settings(max_examples=50, stateful_step_count=40)
+TestTenantGate.settings = settings(max_examples=25, stateful_step_count=40)
 
 
 def use(
@@ -296,7 +296,7 @@ def test_tenants_that_used_nothing_lately_are_forgotten() -> None:
     clock = ClockNs()
     gate = TenantGate(clock)
     with gate.request(Tenant("long", max_unfinished=1), 5):
-        for number in range(20_000):
+        for number in range(2_000):
             use(gate, Tenant(f"t{number}", requests_per_minute=60), 5)
             clock.now_ns += 10**9  # each bucket is full again a second later
         assert len(gate) <= rate_limit.MIN_SWEPT
