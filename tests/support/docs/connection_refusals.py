@@ -20,7 +20,7 @@ from support.api_errors import (
     response_to_bytes,
 )
 from support.api_server import ApiServer, api_server
-from support.server.apis import CHAT, MESSAGES, Api
+from support.server.apis import MESSAGES, Api
 
 from agentflow.server import serve
 from agentflow.server.config.limits import ServerLimits
@@ -115,7 +115,3 @@ def a_websocket_with_a_body(server: ApiServer, api: Api) -> Response | None:
 
 def no_http(server: ApiServer, api: Api) -> Response:
     return response_to_bytes(server, api, b"HELLO\r\n\r\n")
-
-
-def the_sessions_path(server: ApiServer, api: Api) -> Response | None:
-    return response_to(server, api, method="GET", path="/v1/session") if api is CHAT else None

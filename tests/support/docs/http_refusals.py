@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -29,7 +30,6 @@ from support.docs.connection_refusals import (
     no_request,
     not_read,
     slow_headers,
-    the_sessions_path,
     too_many_connections,
     too_many_of_one_address,
 )
@@ -55,6 +55,8 @@ from agentflow.server.config.limits import HttpLimits
 from agentflow.server.http.call import SMALL_BODY_BYTES
 
 Refused = Callable[[ApiServer, Api], Response | None]
+Opened = Callable[[], AbstractContextManager[ApiServer]]
+NO_MEMORY = ArithmeticError("no memory")
 # A chat template that writes each content in its own way.
 LOUD = "{% for message in messages %}[{{ message.content | upper }}]{% endfor %}"
 # After 201 letters, each can be read in more ways than the one before. A grammar that shows this earlier is
@@ -62,48 +64,52 @@ LOUD = "{% for message in messages %}[{{ message.content | upper }}]{% endfor %}
 AMBIGUOUS = 'start: /[a-z]{201}/ e\ne: e e e e | f\nf: e e e | g\ng: e e | /[a-z]/ | e "a" | "b" e'
 
 
+Body = Callable[[Api], Any]
+
+
+def sending(body: Body | None = None, *, on: Opened | None = None, **options: Any) -> Refused:
+    """Sends the body of each API, by default a short request. ``on``: opens another server. ``options``: of
+    ``response_to``."""
+
+    def refused(server: ApiServer, api: Api) -> Response:
+        with contextlib.nullcontext(server) if on is None else on() as asked:
+            return response_to(asked, api, request_fields() if body is None else body(api), **options)
+
+    return refused
+
+
 def asking(**fields: Any) -> Refused:
     """The same body in both APIs."""
-    return lambda server, api: response_to(server, api, request_fields(**fields))
+    return sending(lambda _: request_fields(**fields))
 
 
-def each(openai: dict[str, Any] | None, anthropic: dict[str, Any] | None) -> Refused:
+def only(api: Api, refused: Refused) -> Refused:
+    """An error that the other API does not have."""
+    return lambda server, asked: refused(server, api) if asked is api else None
+
+
+def each(openai: dict[str, Any], anthropic: dict[str, Any]) -> Refused:
     """A body in each API."""
-
-    def refused(server: ApiServer, api: Api) -> Response | None:
-        fields = openai if api is CHAT else anthropic
-        return None if fields is None else response_to(server, api, request_fields(**fields))
-
-    return refused
+    return sending(lambda api: request_fields(**(openai if api is CHAT else anthropic)))
 
 
-def of_prompt(prompt: Any) -> Refused:
-    """A prompt of OpenAI's older API."""
-
-    def refused(server: ApiServer, api: Api) -> Response | None:
-        body = request_fields(messages=None, prompt=prompt)
-        return response_to(server, api, body, path="/v1/completions") if api is CHAT else None
-
-    return refused
+def of_prompt(**fields: Any) -> Refused:
+    """A request of OpenAI's older API."""
+    body = request_fields(messages=None, **fields)
+    return only(CHAT, sending(lambda _: body, path="/v1/completions"))
 
 
-def suffix(server: ApiServer, api: Api) -> Response | None:
-    if api is MESSAGES:
-        return None
-    body = request_fields(messages=None, prompt="x", suffix=".")
-    return response_to(server, api, body, path="/v1/completions")
+def getting(path: str) -> Refused:
+    return only(CHAT, sending(lambda _: None, method="GET", path=path))
 
 
-def with_key(key: str | None) -> Refused:
-    """What comes with a wrong key, or none."""
+def another(**options: Any) -> Opened:
+    """Opens a server with these options, by default without a compiler of constraints."""
+    return lambda: api_server(**{"constraints": False, **options})
 
-    def refused(_: ApiServer, api: Api) -> Response:
-        with api_server(tenants=tenants(), constraints=False) as server:
-            return response_to(
-                server, api, request_fields(), headers={"Authorization": f"Bearer {key}"} if key else {}
-            )
 
-    return refused
+def keyed(*settings: str) -> Opened:
+    return another(tenants=tenants(*settings))
 
 
 def many_wrong_keys(_: ApiServer, api: Api) -> Response:
@@ -115,13 +121,8 @@ def many_wrong_keys(_: ApiServer, api: Api) -> Response:
 
 def on_template(source: str | None, *roles: str) -> Refused:
     """A conversation, and a model with this chat template."""
-
-    def refused(_: ApiServer, api: Api) -> Response:
-        turns = [{"role": role, "content": "some words"} for role in roles]
-        with api_server(template=ChatTemplate(source), constraints=False) as server:
-            return response_to(server, api, request_fields(messages=turns))
-
-    return refused
+    turns = [{"role": role, "content": "some words"} for role in roles]
+    return sending(lambda _: request_fields(messages=turns), on=another(template=ChatTemplate(source)))
 
 
 def many_renderings(server: ApiServer, api: Api) -> Response:
@@ -136,11 +137,11 @@ def a_model_that_is_not_mine(server: ApiServer, api: Api) -> Response:
     return unknown
 
 
-def an_image(server: ApiServer, api: Api) -> Response:
+def an_image(api: Api) -> dict[str, Any]:
     url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     source = {"type": "base64", "media_type": "image/png", "data": "AA=="}
     part = url if api is CHAT else {"type": "image", "source": source}
-    return response_to(server, api, request_fields(messages=[{"role": "user", "content": [part]}]))
+    return request_fields(messages=[{"role": "user", "content": [part]}])
 
 
 def constrained(api: Api, schema: dict[str, Any]) -> dict[str, Any]:
@@ -151,39 +152,20 @@ def constrained(api: Api, schema: dict[str, Any]) -> dict[str, Any]:
     return request_fields(output_config={"format": {"type": "json_schema", "schema": schema}})
 
 
-def with_schema(schema: dict[str, Any]) -> Refused:
-    return lambda server, api: response_to(server, api, constrained(api, schema))
+def with_schema(schema: dict[str, Any], on: Opened | None = None) -> Refused:
+    return sending(lambda api: constrained(api, schema), on=on)
 
 
-def an_ambiguous_grammar(server: ApiServer, api: Api) -> Response | None:
-    if api is MESSAGES:
-        return None
-    return response_to(server, api, request_fields(grammar=AMBIGUOUS, stream=True, max_tokens=900))
+def with_tool(schema: dict[str, Any]) -> Refused:
+    parameters = {"type": "object", **schema}
+    return sending(lambda api: request_fields(tools=[api.tool(name="find", parameters=parameters)]))
 
 
-def no_compiler(_: ApiServer, api: Api) -> Response:
-    with api_server(constraints=False) as server:
-        return response_to(server, api, constrained(api, {"type": "integer"}))
-
-
-def a_large_constraint(_: ApiServer, api: Api) -> Response:
-    with api_server(compile_limits=CompileLimits(compiled_bytes=1)) as server:
-        return response_to(server, api, constrained(api, {"type": "integer"}))
-
-
-def a_deep_tool(server: ApiServer, api: Api) -> Response:
+def nested(levels: int) -> dict[str, Any]:
     deep: dict[str, Any] = {}
-    for _ in range(300):
+    for _ in range(levels):
         deep = {"properties": {"a": deep}}
-    return response_to(server, api, with_tool(api, deep))
-
-
-def with_tool(api: Api, schema: dict[str, Any]) -> dict[str, Any]:
-    if api is CHAT:
-        return request_fields(
-            tools=[{"type": "function", "function": {"name": "find", "parameters": schema}}]
-        )
-    return request_fields(tools=[{"name": "find", "input_schema": {"type": "object"} | schema}])
+    return deep
 
 
 def many_constraints(_: ApiServer, api: Api) -> Response:
@@ -205,14 +187,6 @@ def a_starved_constraint(_: ApiServer, api: Api) -> Response:
         server.wait_until(lambda: compiler.pid is not None)
         os.kill(compiler.pid, signal.SIGSTOP)  # it gets no processor
         return response_to(server, api, constrained(api, {"const": 1}))
-
-
-def many_values(server: ApiServer, api: Api) -> Response:
-    return response_to(server, api, request_fields(metadata=[0] * (BODY_BOUNDS.values + 1)))
-
-
-def a_large_tool(server: ApiServer, api: Api) -> Response:
-    return response_to(server, api, with_tool(api, {"enum": [""] * OBJECT_BOUNDS.parts}))
 
 
 def a_large_body(_: ApiServer, api: Api) -> Response:
@@ -246,10 +220,6 @@ def a_slow_body(_: ApiServer, api: Api) -> Response:
         return response_to_bytes(server, api, request_bytes(api, request_fields())[:-1])
 
 
-def a_compressed_body(server: ApiServer, api: Api) -> Response:
-    return response_to(server, api, b"\x1f\x8b", headers={"Content-Encoding": "gzip"})
-
-
 def a_prompt_over_the_limit(server: ApiServer, api: Api) -> Response:
     long = response_to(server, api, request_fields(messages=[{"role": "user", "content": "x" * 5000}]))
     with api_server(limits=HttpLimits(max_prompt_tokens=3), constraints=False) as limited:
@@ -274,9 +244,7 @@ def too_many_of_one_tenant(_: ApiServer, api: Api) -> Response:
         return response_to(server, api, request_fields(), headers=BEARER)
 
 
-def too_many_in_background(_: ApiServer, api: Api) -> Response | None:
-    if api is MESSAGES:
-        return None
+def too_many_in_background(_: ApiServer, api: Api) -> Response:
     body = {"model": MODEL, "input": "Hello", "background": True}
     with api_server(limits=HttpLimits(max_background_responses=1), constraints=False) as server:
         server.call(server.engine.gate.allow, 0)
@@ -287,13 +255,7 @@ def too_many_in_background(_: ApiServer, api: Api) -> Response | None:
     return full
 
 
-def an_unknown_response(server: ApiServer, api: Api) -> Response | None:
-    return response_to(server, api, method="GET", path="/v1/responses/resp_1") if api is CHAT else None
-
-
-def an_unknown_conversation(server: ApiServer, api: Api) -> Response | None:
-    if api is MESSAGES:
-        return None
+def an_unknown_conversation(server: ApiServer, api: Api) -> Response:
     unknown = response_to(server, api, method="GET", path="/v1/conversations/conv_1")
     body = {"model": MODEL, "input": "Hello", "conversation": "conv_1"}
     assert response_to(server, api, body, path="/v1/responses") == unknown
@@ -327,11 +289,6 @@ def an_ending_server(server: ApiServer, api: Api) -> Response:
     return ending
 
 
-def a_failed_step(_: ApiServer, api: Api) -> Response:
-    with api_server(failing_engine(ArithmeticError("no memory")), constraints=False) as server:
-        return response_to(server, api, request_fields())
-
-
 def a_dead_engine(_: ApiServer, api: Api) -> Response:
     with api_server(failing_engine(SystemExit(3)), constraints=False) as server:
         dying = response_to(server, api, request_fields())
@@ -339,79 +296,68 @@ def a_dead_engine(_: ApiServer, api: Api) -> Response:
         return dying
 
 
-def a_failed_step_in_a_stream(_: ApiServer, api: Api) -> Response:
-    with api_server(failing_engine(ArithmeticError("no memory"), 3), constraints=False) as server:
-        return response_to(server, api, request_fields(stream=True, max_tokens=100))
-
-
-def a_fault_of_the_server(_: ApiServer, api: Api) -> Response:
-    with api_server(tenants=BrokenTenants(), constraints=False) as server:
-        return response_to(server, api, request_fields())
-
-
-def a_page_of_another_site(server: ApiServer, api: Api) -> Response:
-    return response_to(server, api, request_fields(), headers={"Origin": "http://elsewhere.example"})
-
-
-def another_host(_: ApiServer, api: Api) -> Response:
-    with api_server(hosts=("127.0.0.1",), constraints=False) as server:
-        return response_to(server, api, request_fields(), headers={"Host": "elsewhere.example"})
+def failing(after_steps: int = 0, **fields: Any) -> Refused:
+    """On an engine whose step fails."""
+    body = request_fields(**fields)
+    return sending(lambda _: body, on=lambda: another(engine=failing_engine(NO_MEMORY, after_steps))())
 
 
 REFUSED: dict[str, Refused] = {
-    "missing_key": with_key(None),
-    "unknown_key": with_key("af-other"),
+    "missing_key": sending(on=keyed()),
+    "unknown_key": sending(on=keyed(), headers={"Authorization": "Bearer af-other"}),
     "too_many_wrong_keys": many_wrong_keys,
     "unknown_model": a_model_that_is_not_mine,
-    "unknown_response": an_unknown_response,
-    "unknown_conversation": an_unknown_conversation,
+    "unknown_response": getting("/v1/responses/resp_1"),
+    "unknown_conversation": only(CHAT, an_unknown_conversation),
     "unknown_path": lambda server, api: response_to(server, api, method="GET", path=api.path + "/nowhere"),
-    "wrong_method": lambda server, api: response_to(server, api, method="PUT"),
-    "websocket_required": the_sessions_path,
+    "wrong_method": sending(lambda _: None, method="PUT"),
+    "websocket_required": getting("/v1/session"),
     "websocket_with_body": a_websocket_with_a_body,
-    "not_json": lambda server, api: response_to(server, api, b"{"),
-    "compressed_body": a_compressed_body,
+    "not_json": sending(lambda _: b"{"),
+    "compressed_body": sending(lambda _: b"\x1f\x8b", headers={"Content-Encoding": "gzip"}),
     "missing_field": asking(messages=None),
     "wrong_type": asking(max_tokens="many"),
     "unknown_field": asking(wishes="many"),
     "out_of_range": asking(top_p=-1),
     "conflicting_values": each({"top_logprobs": 2}, {"tool_choice": {"type": "tool", "name": "unknown"}}),
     "unsupported_parameter": each({"store": True}, {"container": "c_1"}),
-    "unsupported_completion_parameter": suffix,
-    "thread": each(None, {"thread": {"type": "create"}}),
-    "unsupported_content": an_image,
+    "unsupported_completion_parameter": of_prompt(prompt="x", suffix="."),
+    "thread": only(MESSAGES, asking(thread={"type": "create"})),
+    "unsupported_content": sending(an_image),
     "no_chat_template": on_template(None, "user"),
     "turns_rejected": on_template(INST, "assistant", "user"),
     "too_many_rewritten_turns": many_renderings,
     "prompt_too_long": a_prompt_over_the_limit,
-    "empty_prompt": of_prompt(""),
-    "unknown_token": of_prompt([10**6]),
+    "empty_prompt": of_prompt(prompt=""),
+    "unknown_token": of_prompt(prompt=[10**6]),
     "invalid_constraint": with_schema({"type": "string", "pattern": "a("}),
     "unsupported_constraint": with_schema({"$dynamicRef": "#a"}),
-    "constraint_too_large": a_large_constraint,
-    "constraint_too_expensive_in_stream": an_ambiguous_grammar,
-    "tool_too_deep": a_deep_tool,
-    "constraints_unsupported": no_compiler,
+    "constraint_too_large": with_schema(
+        {"type": "integer"}, another(constraints=True, compile_limits=CompileLimits(compiled_bytes=1))
+    ),
+    "constraint_too_expensive_in_stream": only(CHAT, asking(grammar=AMBIGUOUS, stream=True, max_tokens=900)),
+    "tool_too_deep": with_tool(nested(300)),
+    "constraints_unsupported": with_schema({"type": "integer"}, another()),
     "too_many_constraints": many_constraints,
     "constraint_not_compiled_in_time": a_starved_constraint,
-    "tool_too_large": a_large_tool,
-    "too_many_values": many_values,
+    "tool_too_large": with_tool({"enum": [""] * OBJECT_BOUNDS.parts}),
+    "too_many_values": asking(metadata=[0] * (BODY_BOUNDS.values + 1)),
     "body_too_large": a_large_body,
     "bodies_too_large": large_bodies,
     "slow_body": a_slow_body,
     "requests_per_minute": used_up("requests_per_minute = 1"),
     "tokens_per_minute": used_up("tokens_per_minute = 1"),
     "too_many_unfinished": too_many_of_one_tenant,
-    "too_many_in_background": too_many_in_background,
+    "too_many_in_background": only(CHAT, too_many_in_background),
     "long_wait": a_long_wait,
     "engine_full": a_full_engine,
     "not_ready": an_ending_server,
-    "engine_failed": a_failed_step,
+    "engine_failed": failing(),
     "engine_down": a_dead_engine,
-    "engine_failed_in_stream": a_failed_step_in_a_stream,
-    "internal_error": a_fault_of_the_server,
-    "forbidden_origin": a_page_of_another_site,
-    "unknown_host": another_host,
+    "engine_failed_in_stream": failing(3, stream=True, max_tokens=100),
+    "internal_error": sending(on=another(tenants=BrokenTenants())),
+    "forbidden_origin": sending(headers={"Origin": "http://elsewhere.example"}),
+    "unknown_host": sending(on=another(hosts=("127.0.0.1",)), headers={"Host": "elsewhere.example"}),
     "too_many_connections": too_many_connections,
     "too_many_connections_per_address": too_many_of_one_address,
     "no_request": no_request,

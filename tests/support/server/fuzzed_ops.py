@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from support.session_peer import HANG
 
@@ -22,22 +23,86 @@ T = TypeVar("T")
 FRAME_BYTES = 32 * 1024
 
 WORDS = [
-    "one ",
-    "two",
-    " drei é",
-    "\n",
-    "#7",
-    "#40",
-    "",
-    "{}",
-    '{"a": [1, "b"]}',
-    "𝄞\u0000",
-    "<|im_end|>",
-    "x" * 300,
+    *["one ", "two", " drei é", "\n", "#7", "#40", "", "{}"],
+    *['{"a": [1, "b"]}', "𝄞\u0000", "<|im_end|>", "x" * 300],
 ]
 PATTERNS = ["[a-z]+", "(a|b)*c", "(x+x+)+y", "(", "é", "a{3,5}", "\\p{L}", ".*?"]
 SOURCES = ["[0-9]{2}", "(", '{"type": "object"}', '{"$ref": "#"}', "start: /a+/", "[]", "", "{"]
 NAMES = ["a", "", "answer", "é" * 40, "\u0000"]
+WORDED = tuple(f"two{number}" for number in range(99))
+ROLES = ["system", "user", "assistant", "tool"]
+KINDS = ["regex", "schema", "choices", "grammar", "tags"]
+CONSTRAINTS = [Constraint(kind, source, ("yes", "no")) for kind in KINDS for source in SOURCES]
+LONG_ERROR = ErrorInfo("run_failed", "why", ErrorInfo("no_such_code", "é" * 1000))
+
+# Values of fields, right and wrong ones. Fields that are not here keep their defaults.
+VALUES: dict[type[Any], dict[str, tuple[Sequence[Any], Sequence[Any]]]] = {
+    ops.Open: {
+        "cache_salt": (NAMES, NAMES),
+        "objective": ([None, "latency", "throughput"], [None]),
+        "program": (NAMES, ["p" * 300]),
+        "label": (NAMES, ["l" * 300]),
+    },
+    ops.Hint: {
+        "objective": ([None, "latency", "throughput"], [None]),
+        "output_tokens": ([None, 5], [-1, 2**31, 2**63]),
+        "forks": ([None, 3], [-1, 2**63]),
+        "deadline_s": ([None, 0.5], [-1.0, 1e300]),
+    },
+    ops.Limit: {
+        "deadline_s": ([None, 1e9], [0.0, 0.01, -1.0, 1e300]),
+        "output_tokens": ([None, 2**60], [0, 10, -1, 2**63]),
+    },
+    ops.Gen: {
+        "constraint": ([None], CONSTRAINTS),
+        "timeout_s": ([None, None, 0.05], [1e-6, 0.0, -1.0, math.inf]),
+        "reply": ([False, False, True], [True]),
+    },
+    SamplingParams: {
+        "max_tokens": ([1, 4, 16, 16, 64], [0, -1, 100_000, 2**31]),
+        "min_tokens": ([0, 0, 1], [65, -1]),
+        "temperature": ([0.0, 0.0, 1.0], [-1.0, 1e300]),
+        "seed": ([None, 7], [2**63, -1]),
+        "stop": ([(), (), ("f",), ("a", "é")], [("",), ("x" * 2000,)]),
+        "stop_regex": ([None, None, None, "[0-9]9"], PATTERNS),
+        "ignore_eos": ([False, True], [True]),
+    },
+    ops.Select: {
+        "choices": (
+            [("two", "nothing", "many", "é", "drei"), WORDED],
+            [(), ("",), ("a", "a"), tuple(map(str, range(1001)))],
+        )
+    },
+    ops.Embed: {
+        "texts": ([("two",), tuple(WORDS[:5])], [(), ("",), ("x",) * 257, ("x" * 10_000,) * 21]),
+        "model": (["", "scripted"], ["none"]),
+        "dimensions": ([None, 3], [0, -1, 65, 2**63]),
+        "prompt": ([None, "query: "], ["é" * 900]),
+        "prompt_name": ([None], ["query"]),
+    },
+    ops.Watch: {
+        "steps": ([True, False], [True]),
+        "tree": ([True, False], [True]),
+        "interval_s": ([0.1, 1, 60.0], [0.0, -1.0, 1e300]),
+        "max_nodes": ([1, 100, 5000], [0, -1, 2**63]),
+    },
+    ops.Peek: {"node": ([1, 2, 3], [0, -1, 2**62])},
+}
+
+# Ops by how often they are written. Those of the first two tuples may stand in graphs.
+PLAIN: tuple[type[Any], ...] = (ops.Text, ops.Begin, ops.End, ops.Hint)
+DECLARING = (ops.Gen, ops.Gen, ops.Select, ops.Set, ops.Done, ops.Read, ops.Embed, ops.Expect)
+TREE = (ops.Open, ops.Converse, ops.Tools, ops.Fork, ops.Fork, ops.Seal, ops.Cancel, ops.Close, ops.Provide)
+ODD = (
+    ops.SubmitGraph,
+    ops.SubmitGraph,
+    ops.Limit,
+    ops.GetStats,
+    ops.TaskGroup,
+    ops.Watch,
+    ops.Unwatch,
+    ops.Peek,
+)
 
 
 class OpsWriter:
@@ -73,12 +138,11 @@ class OpsWriter:
         if self._to_write:
             return self._to_write.pop()
         if not self._states:
-            return self._open()
-        writers = (_PLAIN_WRITERS, _DECLARING_WRITERS, _TREE_WRITERS, _ODD_WRITERS)
-        [kind] = self._random.choices(writers, (5, 5, 3, 1))
-        return self._random.choice(kind)(self)
+            return self._write(ops.Open)
+        [kinds] = self._random.choices(((*PLAIN, ops.Text, ops.Await), DECLARING, TREE, ODD), (5, 5, 3, 1))
+        return self._write(self._random.choice(kinds))
 
-    # Numbers and texts.
+    # Numbers and texts
 
     def _new(self) -> int:
         if self._is_wrong():
@@ -91,6 +155,10 @@ class OpsWriter:
 
     def _one_of(self, right: Sequence[T], wrong: Sequence[T]) -> T:
         return self._random.choice(wrong if self._is_wrong() else right)
+
+    def _values(self, kind: type[Any]) -> dict[str, Any]:
+        """The fields of ``VALUES``."""
+        return {name: self._one_of(*values) for name, values in VALUES.get(kind, {}).items()}
 
     def _state(self) -> int:
         return self._new() if self._is_wrong() else self._random.choice(self._states)
@@ -116,144 +184,116 @@ class OpsWriter:
             return "é" * self._random.choice([FRAME_BYTES // 2 - 200, FRAME_BYTES // 8])
         return self._random.choice(WORDS)
 
-    def _declared(self) -> tuple[int, int, str]:
-        """A state, a new variable of it and its name."""
+    def _last_of(self) -> int:
+        """A state of which no more is written, if nothing goes wrong."""
+        state = self._state()
+        if not self._is_wrong():
+            self._states = [other for other in self._states if other != state]
+            self._open_turns = [other for other in self._open_turns if other != state]
+        return state
+
+    def _tools(self) -> tuple[ToolSpec, ...]:
+        parameters = self._one_of([{"type": "object"}], [{}, {"a": [[]] * 9}, {"$ref": "#"}])
+        return (ToolSpec(self._text(), self._text(), parameters),)
+
+    def _choice(self) -> ToolChoice:
+        return ToolChoice(self._random.choice(["auto", "required", "none"]), self._one_of([None], ["two"]))
+
+    # Ops
+
+    def _write(self, kind: type[Any]) -> Op:
+        if kind in DECLARING:
+            return self._declaring(kind)
+        match kind:
+            case ops.Open:
+                return self._open()
+            case ops.Text:
+                return ops.Text(self._state(), (HANG,) if self._random.random() < 0.02 else self._parts())
+            case ops.Begin | ops.End:
+                return self._turn(kind)
+            case ops.Seal | ops.Cancel | ops.Close:
+                return kind(self._last_of())
+            case ops.Converse:
+                return self._converse()
+            case ops.Tools:
+                tools = self._tools()
+                return ops.Tools(self._state(), self._one_of([tools], [(), tools * 2]), self._choice())
+            case ops.Fork:
+                return self._fork()
+            case ops.TaskGroup:
+                if self._forks and not self._is_wrong():
+                    return ops.TaskGroup(*self._forks[-1])
+                return ops.TaskGroup(self._state(), (self._state(), self._state()))
+            case ops.Provide:
+                var = self._random.choice(self._expected) if self._expected else self._new()
+                return (
+                    ops.Provide(var, error=LONG_ERROR) if self._is_wrong() else ops.Provide(var, self._text())
+                )
+            case ops.SubmitGraph:
+                return self._submit()
+            case ops.Await:
+                return ops.Await(self._state(), self._new())
+            case ops.Limit:
+                return ops.Limit(self._random.choice([0, self._state()]), **self._values(kind))
+            case ops.Hint:
+                return ops.Hint(self._state(), **self._values(kind))
+            case ops.Unwatch:
+                return ops.Unwatch()
+        return kind(self._new(), **self._values(kind))  # with a ticket
+
+    def _declaring(self, kind: type[Any]) -> Op:
+        """An op with a new variable."""
+        fields = self._values(kind)
+        match kind:
+            case ops.Set:
+                fields["parts"] = self._parts()  # before the variable is there: none may be its own source
+            case ops.Read:
+                fields["what"] = self._random.choice(["text", "token_ids" if self._has_logprobs else "text"])
+            case ops.Gen:
+                logprobs = self._random.choice([False, False, self._has_logprobs])
+                top = self._one_of([0, 0, 3 * self._has_logprobs], [3, 21, -1])
+                params = self._values(SamplingParams)
+                fields["params"] = SamplingParams(logprobs=logprobs, top_logprobs=top, **params)
         var = self._new()
         self._variables.append(var)
-        return self._state(), var, self._random.choice(NAMES)
-
-    # Ops.
+        if kind is ops.Expect:
+            self._expected.append(var)
+        return kind(self._state(), var, self._random.choice(NAMES), **fields)
 
     def _open(self) -> Op:
         state = self._new()
         self._states.append(state)
         if not self._is_wrong():  # most ops make no sense on an empty state
             self._to_write.append(ops.Text(state, ("Begin ",)))
-        return ops.Open(
-            state,
-            self._random.choice(NAMES),
-            self._random.choice([None, "latency", "throughput"]),
-            self._one_of(NAMES, ["p" * 300]),
-            self._one_of(NAMES, ["l" * 300]),
-        )
+        return ops.Open(state, **self._values(ops.Open))
 
-    def _plain_text(self) -> Op:
-        if self._random.random() < 0.02:
-            return ops.Text(self._state(), (HANG,))
-        return ops.Text(self._state(), self._parts())
-
-    def _tools(self) -> Op:
-        parameters = self._one_of([{"type": "object"}], [{}, {"a": [[]] * 9}, {"$ref": "#"}])
-        tools = (ToolSpec(self._text(), self._text(), parameters),)
-        choice = ToolChoice(self._random.choice(["auto", "required", "none"]), self._one_of([None], ["two"]))
-        return ops.Tools(self._state(), self._one_of([tools], [(), tools * 2]), choice)
-
-    def _begin(self) -> Op:
-        if self._open_turns and not self._is_wrong():
-            return self._end()
+    def _turn(self, kind: type[Any]) -> Op:
+        """The begin of a turn, or the end of one that is open; if it is wrong, either."""
+        if (kind is ops.End) != bool(self._open_turns) and not self._is_wrong():
+            kind = ops.End if self._open_turns else ops.Begin
+        if kind is ops.End:
+            return ops.End(self._open_turns.pop() if self._open_turns else self._state())
         self._open_turns.append(self._state())
-        return ops.Begin(self._open_turns[-1], self._random.choice(["system", "user", "assistant", "tool"]))
-
-    def _end(self) -> Op:
-        if self._open_turns:
-            return ops.End(self._open_turns.pop())
-        return ops.End(self._state()) if self._is_wrong() else self._begin()
-
-    def _await(self) -> Op:
-        return ops.Await(self._state(), self._new())
-
-    def _hint(self) -> Op:
-        return ops.Hint(
-            self._state(),
-            self._random.choice([None, "latency", "throughput"]),
-            self._one_of([None, 5], [-1, 2**31, 2**63]),
-            self._one_of([None, 3], [-1, 2**63]),
-            self._one_of([None, 0.5], [-1.0, 1e300]),
-        )
+        return ops.Begin(self._open_turns[-1], self._random.choice(ROLES))
 
     def _converse(self) -> Op:
         """A state that begins with a conversation; one in twenty is not the first item."""
-        roles = self._one_of(["system", "user", "assistant", "tool"], ["", "judge"])
         calls = (CalledTool("c", self._text(), self._one_of(["{}", '{"a": 1}'], SOURCES)),)
+        role, call_id = self._one_of(ROLES, ["", "judge"]), self._random.choice([None, "c"])
         messages = [
             Message("user", self._text()),
             Message("assistant", self._text(), tool_calls=self._random.choice([(), calls])),
-            Message(roles, self._text(), tool_call_id=self._random.choice([None, "c"])),
+            Message(role, self._text(), tool_call_id=call_id),
         ]
-        parameters = self._one_of([{"type": "object"}], [{}, {"a": [[]] * 9}, {"$ref": "#"}])
-        tools = (ToolSpec(self._text(), self._text(), parameters),)
-        choice = ToolChoice(self._random.choice(["auto", "required", "none"]), self._one_of([None], ["two"]))
-        reported = Conversation(
-            tuple(messages[: self._random.randrange(4)]), self._one_of([()], [tools, tools * 2]), choice
-        )
+        tools = self._tools()
+        given = self._one_of([()], [tools, tools * 2])
+        reported = Conversation(tuple(messages[: self._random.randrange(4)]), given, self._choice())
         if self._is_wrong():
             return ops.Converse(self._state(), reported)
         state = self._new()
         self._states.append(state)
         self._to_write.append(ops.Converse(state, reported))
         return ops.Open(state)
-
-    def _gen(self) -> Op:
-        state, var, name = self._declared()
-        constraint = None
-        if self._is_wrong():
-            kind = self._random.choice(["regex", "schema", "choices", "grammar", "tags"])
-            constraint = Constraint(kind, self._random.choice(SOURCES), ("yes", "no"))
-        is_reply = self._one_of([False, False, True], [True])
-        return ops.Gen(state, var, name, self._params(), constraint, is_reply)
-
-    def _params(self) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=self._one_of([1, 4, 16, 16, 64], [0, -1, 100_000, 2**31]),
-            min_tokens=self._one_of([0, 0, 1], [65, -1]),
-            temperature=self._one_of([0.0, 0.0, 1.0], [-1.0, 1e300]),
-            seed=self._one_of([None, 7], [2**63, -1]),
-            stop=self._one_of([(), (), ("f",), ("a", "é")], [("",), ("x" * 2000,)]),
-            stop_regex=self._one_of([None, None, None, "[0-9]9"], PATTERNS),
-            logprobs=self._random.choice([False, False, self._has_logprobs]),
-            top_logprobs=self._one_of([0, 0, 3 * self._has_logprobs], [3, 21, -1]),
-            ignore_eos=self._random.choice([False, True]),
-        )
-
-    def _select(self) -> Op:
-        state, var, name = self._declared()
-        right = [("two", "nothing", "many", "é", "drei"), tuple(f"two{n}" for n in range(99))]
-        choices = self._one_of(right, [(), ("",), ("a", "a"), tuple(map(str, range(1001)))])
-        return ops.Select(state, var, name, choices)
-
-    def _set(self) -> Op:
-        parts = self._parts()  # before the variable is there: none may be its own source
-        return ops.Set(*self._declared(), parts)
-
-    def _done(self) -> Op:
-        return ops.Done(*self._declared())
-
-    def _read(self) -> Op:
-        return ops.Read(
-            *self._declared(), self._random.choice(["text", "token_ids" if self._has_logprobs else "text"])
-        )
-
-    def _embed(self) -> Op:
-        return ops.Embed(
-            *self._declared(),
-            self._one_of([("two",), tuple(WORDS[:5])], [(), ("",), ("x",) * 257, ("x" * 10_000,) * 21]),
-            self._one_of(["", "scripted"], ["none"]),
-            self._one_of([None, 3], [0, -1, 65, 2**63]),
-            self._one_of([None, "query: "], ["é" * 900]),
-            self._one_of([None], ["query"]),
-        )
-
-    def _expect(self) -> Op:
-        state, var, name = self._declared()
-        self._expected.append(var)
-        return ops.Expect(state, var, name)
-
-    def _provide(self) -> Op:
-        var = self._random.choice(self._expected) if self._expected else self._new()
-        if self._is_wrong():
-            error = ErrorInfo("run_failed", "why", ErrorInfo("no_such_code", "é" * 1000))
-            return ops.Provide(var, error=error)
-        return ops.Provide(var, self._text())
 
     def _fork(self) -> Op:
         state = self._state()
@@ -263,105 +303,18 @@ class OpsWriter:
             self._forks.append((state, children))
         return ops.Fork(state, children)
 
-    def _couple(self) -> Op:
-        if self._forks and not self._is_wrong():
-            return ops.TaskGroup(*self._forks[-1])
-        return ops.TaskGroup(self._state(), (self._state(), self._state()))
-
-    def _seal(self) -> Op:
-        return ops.Seal(self._last_of())
-
-    def _cancel(self) -> Op:
-        return ops.Cancel(self._last_of())
-
-    def _close(self) -> Op:
-        return ops.Close(self._last_of())
-
-    def _last_of(self) -> int:
-        """A state of which no more is written, if nothing goes wrong."""
-        state = self._state()
-        if not self._is_wrong():
-            self._states = [other for other in self._states if other != state]
-            self._open_turns = [other for other in self._open_turns if other != state]
-        return state
-
-    def _limit(self) -> Op:
-        state = self._random.choice([0, self._state()])
-        deadline_s = self._one_of([None, 1e9], [0.0, 0.01, -1.0, 1e300])
-        return ops.Limit(state, deadline_s, self._one_of([None, 2**60], [0, 10, -1, 2**63]))
-
-    def _stats(self) -> Op:
-        return ops.GetStats(self._new())
-
-    def _watch(self) -> Op:
-        return self._random.choice(
-            [
-                ops.Watch(
-                    self._new(),
-                    steps=self._random.random() < 0.5,
-                    tree=self._random.random() < 0.5,
-                    interval_s=self._one_of([0.1, 1, 60.0], [0.0, -1.0, 1e300]),
-                    max_nodes=self._one_of([1, 100, 5000], [0, -1, 2**63]),
-                ),
-                ops.Unwatch(),
-                ops.Peek(self._new(), self._one_of([1, 2, 3], [0, -1, 2**62])),
-            ]
-        )
-
     def _submit(self) -> Op:
         """A graph, written by another writer, for it has numbers of its own."""
         inner = OpsWriter(self._random, has_logprobs=self._has_logprobs)
         inner.wrongness = self.wrongness
-        written: list[Op] = [inner._open()]
-        allowed = (*_PLAIN_WRITERS[:4], *_DECLARING_WRITERS, OpsWriter._fork, OpsWriter._seal)
-        written += inner._to_write
+        written: list[Op] = [inner._open(), *inner._to_write]
         inner._to_write.clear()
         for _ in range(self._random.randrange(12)):
             if inner._states:
-                written.append(self._random.choice(allowed)(inner))
+                written.append(inner._write(self._random.choice((*PLAIN, *DECLARING, ops.Fork, ops.Seal))))
         base, self._next = self._next, self._next + inner._next
         places = {var: f"0.{var}" for var in inner._variables if self._random.random() < 0.5}
         outputs = tuple(var for var in inner._variables if self._random.random() < 0.5)
         inputs = {var: "given" for var in inner._expected if self._random.random() < 0.8}
         self._states.append(base)
         return ops.SubmitGraph(base, tuple(written), inputs, outputs, "seeds", places)
-
-
-_Writer = Callable[[OpsWriter], Op]
-_PLAIN_WRITERS: tuple[_Writer, ...] = (
-    OpsWriter._plain_text,
-    OpsWriter._begin,
-    OpsWriter._end,
-    OpsWriter._hint,
-    OpsWriter._plain_text,
-    OpsWriter._await,
-)
-_DECLARING_WRITERS: tuple[_Writer, ...] = (
-    OpsWriter._gen,
-    OpsWriter._gen,
-    OpsWriter._select,
-    OpsWriter._set,
-    OpsWriter._done,
-    OpsWriter._read,
-    OpsWriter._embed,
-    OpsWriter._expect,
-)
-_TREE_WRITERS: tuple[_Writer, ...] = (
-    OpsWriter._open,
-    OpsWriter._converse,
-    OpsWriter._tools,
-    OpsWriter._fork,
-    OpsWriter._fork,
-    OpsWriter._seal,
-    OpsWriter._cancel,
-    OpsWriter._close,
-    OpsWriter._provide,
-)
-_ODD_WRITERS: tuple[_Writer, ...] = (
-    OpsWriter._submit,
-    OpsWriter._submit,
-    OpsWriter._limit,
-    OpsWriter._stats,
-    OpsWriter._watch,
-    OpsWriter._couple,
-)
