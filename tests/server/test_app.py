@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import anyio
 import pytest
 from starlette.types import Message
 from support.api_server import api_server
@@ -19,14 +18,12 @@ from support.faulty_servers import BEARER, tenants
 from support.server.http_clients import only_asyncio
 from support.session_peer import HANG, HangingGenerator, Listener, gen
 from support.wire_server import ThreadServer, open_generator, thread_server
-from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import connect
 
 from agentflow.backends.remote import Remote
 from agentflow.engine.tenant import ANONYMOUS
 from agentflow.errors import BadArgument, EngineFailed, UnknownModel
 from agentflow.protocol import ops
-from agentflow.protocol.wire import VERSION, Hello, encode
 from agentflow.server.app import Access, create_app
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.models.models import Models, OneGenerator, one_model
@@ -74,16 +71,6 @@ def test_a_broken_engine_is_live_but_not_ready(server: ThreadServer, fault: Exce
     assert get(server, "/health/live")[0] == 200
 
 
-def test_a_full_server_is_not_ready(server: ThreadServer) -> None:
-    url = f"{server.url}/v1/session"
-    with connect(url, compression=None) as first, connect(url, compression=None) as second:
-        for connection in (first, second):
-            connection.send(encode(Hello(VERSION), binary=True))
-            connection.recv()
-        status, body = get(server, "/health/ready")
-    assert (status, body["reason"]) == (503, "2 sessions are open, which is the limit")
-
-
 async def _answers(app: Any, scope: dict[str, Any]) -> list[Message]:
     """What the application sends in answer to a first message."""
     kind = "websocket.connect" if scope["type"] == "websocket" else "http.request"
@@ -113,14 +100,6 @@ async def test_before_and_after_its_lifespan_the_application_is_unready() -> Non
         async with app.router.lifespan_context(app):
             start, _ = await _answers(app, dict(ready))
             assert start["status"] == 200
-
-
-def test_another_path_is_no_session(server: ThreadServer) -> None:
-    for path in ("/v1/elsewhere", "/v1/models"):
-        with pytest.raises(InvalidStatus) as caught:
-            connect(f"{server.url}{path}")
-        assert caught.value.response.status_code == 404
-        assert path in json.loads(caught.value.response.body)["reason"]
 
 
 def test_what_is_not_there_is_refused_with_what_is(server: ThreadServer) -> None:
@@ -160,20 +139,6 @@ def test_nothing_is_compressed(server: ThreadServer) -> None:
     with connect(f"{server.url}/v1/session") as connection:
         assert connection.response is not None
         assert "Sec-WebSocket-Extensions" not in connection.response.headers
-
-
-@pytest.mark.anyio
-async def test_a_frame_far_over_the_limit_is_cut_off_and_its_session_ends(server: ThreadServer) -> None:
-    def send_it() -> None:
-        with connect(f"{server.url}/v1/session", compression=None) as connection:
-            connection.send(encode(Hello(VERSION), binary=True))
-            connection.recv()
-            connection.send(b"x" * (2 * FRAME_BYTES + 1))
-            connection.recv()
-
-    with pytest.raises(ConnectionClosedError):  # with code 1009, unless the break is noticed first
-        await anyio.to_thread.run_sync(send_it)
-    await server.wait_until_idle()
 
 
 @pytest.mark.parametrize(

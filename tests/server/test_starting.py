@@ -17,11 +17,9 @@ import anyio.to_thread
 import pytest
 from support.server.http_clients import only_asyncio
 from support.session_peer import HangingGenerator, Listener, gen
-from websockets.exceptions import InvalidStatus
-from websockets.sync.client import connect
 
 from agentflow.backends.remote import Remote
-from agentflow.errors import ModelError, Overloaded, PortInUse, ServerUnreachable, UnknownModel
+from agentflow.errors import ModelError, ServerUnreachable, UnknownModel
 from agentflow.protocol import ops
 from agentflow.runtime.generator import Generator
 from agentflow.runtime.task_group import open_task_group
@@ -180,23 +178,6 @@ async def test_a_server_that_loads_refuses_requests_in_the_words_of_their_api(po
 
 
 @pytest.mark.anyio
-async def test_a_server_that_loads_turns_sessions_away(port: list[int]) -> None:
-    opening = HeldOpening(port)
-    async with starting(opening):
-        url = f"ws://127.0.0.1:{port[0]}"
-        with pytest.raises(InvalidStatus) as caught:
-            await beside(connect, f"{url}/v1/session")
-        answer = caught.value.response
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-        assert "starting" in json.loads(answer.body)["reason"]
-        listener = Listener()
-        with pytest.raises(Overloaded, match="starting"):
-            async with Remote(url).connect(listener.deliver, listener.lost):
-                pytest.fail("it opened")
-        opening.may_go_on.set()
-
-
-@pytest.mark.anyio
 async def test_the_metrics_of_a_server_that_loads_want_a_key_too(port: list[int]) -> None:
     opening = HeldOpening(port)
     async with starting(opening, access=Access(Tenants(["af-key"]))):
@@ -204,17 +185,6 @@ async def test_the_metrics_of_a_server_that_loads_want_a_key_too(port: list[int]
         with_key = await beside(lambda: ask(port[0], "GET", "/metrics", **{"x-api-key": "af-key"}))
         assert with_key.status == 200
         assert (await beside(ask, port[0], "GET", "/health/live")).status == 200
-        opening.may_go_on.set()
-
-
-@pytest.mark.anyio
-async def test_the_port_of_a_server_that_loads_is_taken(port: list[int]) -> None:
-    opening, other = HeldOpening(port), HeldOpening(port)
-    async with starting(opening):
-        with pytest.raises(PortInUse):
-            async with running_server(one_model(other), port=port[0]):
-                pytest.fail("it started")
-        assert not other.is_loading.is_set()
         opening.may_go_on.set()
 
 

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import TOKENIZER
-from support.server.openai_peer import MESSAGES, Sent, logit_engine_of_server
+from support.server.openai_peer import MESSAGES, logit_engine_of_server
 
 from agentflow.engine.text.chat_template import ChatTemplate
 
@@ -70,7 +70,7 @@ def test_the_opening_of_the_turn_is_left_out(server: ApiServer) -> None:
 
 
 def test_token_ids(server: ApiServer) -> None:
-    sent = Sent(server)
+    sent = server.observe_requests()
     [choice] = chat(server, return_token_ids=True)["choices"]
     assert TOKENIZER.decode(choice["token_ids"]) == choice["message"]["content"]
     answer = post(server, "/v1/completions", prompt=["One", "Two"], n=2, return_token_ids=True).json()
@@ -95,7 +95,7 @@ def test_usage_in_each_chunk(server: ApiServer) -> None:
 
 
 def test_banned_words_are_biased(server: ApiServer) -> None:
-    sent = Sent(server)
+    sent = server.observe_requests()
     chat(server, bad_words=["e"], logit_bias={"50": 3})
     [submit] = sent.submits
     assert submit.params is not None

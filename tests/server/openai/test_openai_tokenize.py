@@ -9,7 +9,7 @@ import httpx2
 import pytest
 from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import TOKENIZER, FakeEngine
-from support.server.openai_peer import MAX_CONTEXT, MESSAGES, Sent, logit_engine_of_server, sync_client
+from support.server.openai_peer import MAX_CONTEXT, MESSAGES, logit_engine_of_server, sync_client
 from support.small_tokenizers import sentencepiece
 
 from agentflow.engine.generator.generator import MAX_INLINE_CHARS
@@ -31,7 +31,7 @@ def post(server: ApiServer, path: str, **body: Any) -> tuple[int, dict[str, Any]
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/tokenize"])
 def test_a_conversation_is_tokenized_as_for_the_engine(server: ApiServer, path: str) -> None:
-    sent = Sent(server)
+    sent = server.observe_requests()
     with sync_client(server) as client:
         client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1)
     status, reported = post(server, path, messages=MESSAGES)
@@ -83,7 +83,7 @@ def test_f40a_a_prompt_with_its_first_token_gets_no_second(
     prefixed: ApiServer, path: str, field: str, more: dict[str, Any]
 ) -> None:
     """As chat templates that are rendered by the client write it."""
-    sent = Sent(prefixed)
+    sent = prefixed.observe_requests()
     texts = [TEXT, f"<s>{TEXT}", f"<s><s>{TEXT}"]
     answers = [post(prefixed, path, **{field: text}, **more) for text in texts]
     assert [status for status, _ in answers] == [200] * 3

@@ -136,81 +136,48 @@ def test_odd_headers_are_wrong_keys_and_no_faults(authorization: str | None, x_a
 
 
 HASHED = hashed_key(ANN)
+NAME = "a tenant's name is 1 to 64 printable characters"
+TWICE = f'[tenants.ann]\nkeys = ["{HASHED}"]\n[tenants.bob]\nkeys = ["{HASHED}"]'
+
+
+def ann(fields: str, keys: str = "[]") -> str:
+    return f"[tenants.ann]\nkeys = {keys}\n{fields}"
+
+
 REFUSED = {
     "no TOML": ("[tenants.ann", "TOML"),
     "nobody": ("", "no tenants"),
     "no table of tenants": ("tenants = 3", "no tenants"),
     "another table": ("[tenant.ann]\nkeys = []", "'tenant'"),
     "no table": ("[tenants]\nann = 3", r"tenants\.ann must be a table"),
-    "no keys": ("[tenants.ann]\nweight = 1.0", r"tenants\.ann: .*missing required field `keys`"),
-    "one key": (f'[tenants.ann]\nkeys = "{HASHED}"', r"tenants\.ann\.keys: Expected `array`, got `str`"),
-    "key in plain text": (
-        f'[tenants.ann]\nkeys = ["{ANN}"]',
-        r"tenants\.ann\.keys\[0\] is not a hashed key.*sha256sum",
-    ),
-    "half a hash": ('[tenants.ann]\nkeys = ["sha256:00"]', r"tenants\.ann\.keys\[0\] is not a hashed key"),
-    "twice": (
-        f'[tenants.ann]\nkeys = ["{HASHED}", "{HASHED}"]',
-        r"ann\.keys\[1\] is the same key as tenants\.ann\.keys\[0\]",
-    ),
-    "two tenants": (
-        f'[tenants.ann]\nkeys = ["{HASHED}"]\n[tenants.bob]\nkeys = ["{HASHED}"]',
-        r"bob\.keys\[0\] is the same key as tenants\.ann",
-    ),
-    "unknown field": (
-        "[tenants.ann]\nkeys = []\nweights = 1",
-        r"tenants\.ann\.weights: .*keys, weight",
-    ),
-    "share of another type": (
-        '[tenants.ann]\nkeys = []\nweight = "2"',
-        r"tenants\.ann\.weight: Expected `float`, got `str`",
-    ),
-    "share of nothing": (
-        "[tenants.ann]\nkeys = []\nweight = 0",
-        r"tenants\.ann\.weight: Expected `float` >= 0\.01",
-    ),
-    "infinite share": (
-        "[tenants.ann]\nkeys = []\nweight = inf",
-        r"tenants\.ann\.weight: Expected `float` <= 100",
-    ),
-    "share that is no number": ("[tenants.ann]\nkeys = []\nweight = nan", r"tenants\.ann\.weight: "),
-    "half a request": (
-        "[tenants.ann]\nkeys = []\nrequests_per_minute = 0.5",
-        r"ann\.requests_per_minute: Expected `int \| null`",
-    ),
-    "no tokens": (
-        "[tenants.ann]\nkeys = []\ntokens_per_minute = 0",
-        r"ann\.tokens_per_minute: Expected `int` >= 1",
-    ),
-    "yes as a number": (
-        "[tenants.ann]\nkeys = []\nmax_unfinished = true",
-        r"ann\.max_unfinished: Expected `int \| null`, got `bool`",
-    ),
-    "no model": (
-        "[tenants.ann]\nkeys = []\nmodels = []",
-        r"tenants\.ann\.models: Expected `array` of length >= 1",
-    ),
-    "nameless model": (
-        '[tenants.ann]\nkeys = []\nmodels = [""]',
-        r"tenants\.ann\.models\[0\]: Expected `str` of length >= 1",
-    ),
-    "a number as yes": (
-        "[tenants.ann]\nkeys = []\nsees_metrics = 1",
-        r"tenants\.ann\.sees_metrics: Expected `bool`",
-    ),
-    "no name": ('[tenants.""]\nkeys = []', "a tenant's name is 1 to 64 printable characters"),
-    "spaces": ('[tenants." "]\nkeys = []', "a tenant's name is 1 to 64 printable characters"),
-    "line break": ('[tenants."a\\nb"]\nkeys = []', "a tenant's name is 1 to 64 printable characters"),
-    "long name": (f"[tenants.{'n' * 65}]\nkeys = []", "a tenant's name is 1 to 64 printable characters"),
-    "same tenant twice": ("[tenants.ann]\nkeys = []\n[tenants.ann]\nkeys = []", "TOML"),
+    "no keys": ("[tenants.ann]\nweight = 1.0", r"tenants\.ann: .*`keys`"),
+    "one key": (ann("", f'"{HASHED}"'), r"tenants\.ann\.keys: Expected `array`"),
+    "key in plain text": (ann("", f'["{ANN}"]'), r"tenants\.ann\.keys\[0\] is not a hashed key.*sha256sum"),
+    "half a hash": (ann("", '["sha256:00"]'), r"tenants\.ann\.keys\[0\] is not a hashed key"),
+    "twice": (ann("", f'["{HASHED}", "{HASHED}"]'), r"ann\.keys\[1\] .*tenants\.ann\.keys\[0\]"),
+    "two tenants": (TWICE, r"bob\.keys\[0\] .*tenants\.ann"),
+    "unknown field": (ann("weights = 1"), r"tenants\.ann\.weights: .*keys, weight"),
+    "share of another type": (ann('weight = "2"'), r"tenants\.ann\.weight: Expected `float`, got `str`"),
+    "share of nothing": (ann("weight = 0"), r"tenants\.ann\.weight: Expected `float` >= 0\.01"),
+    "infinite share": (ann("weight = inf"), r"tenants\.ann\.weight: Expected `float` <= 100"),
+    "share that is no number": (ann("weight = nan"), r"tenants\.ann\.weight: "),
+    "half a request": (ann("requests_per_minute = 0.5"), r"ann\.requests_per_minute: Expected `int \| null`"),
+    "no tokens": (ann("tokens_per_minute = 0"), r"ann\.tokens_per_minute: Expected `int` >= 1"),
+    "yes as a number": (ann("max_unfinished = true"), r"ann\.max_unfinished: .*got `bool`"),
+    "no model": (ann("models = []"), r"tenants\.ann\.models: Expected `array` of length >= 1"),
+    "nameless model": (ann('models = [""]'), r"tenants\.ann\.models\[0\]: Expected `str` of length >= 1"),
+    "a number as yes": (ann("sees_metrics = 1"), r"tenants\.ann\.sees_metrics: Expected `bool`"),
+    "no name": ('[tenants.""]\nkeys = []', NAME),
+    "spaces": ('[tenants." "]\nkeys = []', NAME),
+    "line break": ('[tenants."a\\nb"]\nkeys = []', NAME),
+    "long name": (f"[tenants.{'n' * 65}]\nkeys = []", NAME),
+    "same tenant twice": (ann("[tenants.ann]\nkeys = []"), "TOML"),
     "deep": ("tenants = " + "[" * 100_000, "TOML"),
 }
 
 
 @pytest.mark.parametrize(("text", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_is_wrong_with_the_file_is_one_line_that_names_it(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_an_error_in_the_file_is_one_line_with_its_place(tmp_path: Path, text: str, message: str) -> None:
     file = written(tmp_path, text)
     with pytest.raises(BadArgument, match=message) as caught:
         Tenants(file=file)

@@ -62,6 +62,16 @@ def large_headers(server: ApiServer) -> tuple[str, str]:
     return many
 
 
+def same(*ends: Ends) -> Ends:
+    """Several causes of the same end."""
+
+    def end(server: ApiServer) -> tuple[str, str]:
+        [found] = {one(server) for one in ends}
+        return found
+
+    return end
+
+
 HANDSHAKES: dict[str, Ends] = {
     "wrong_key": no_key,
     "too_many_wrong_keys": many_wrong_keys,
@@ -69,7 +79,10 @@ HANDSHAKES: dict[str, Ends] = {
         address(server), {"Origin": "http://elsewhere.example"}
     ),
     "unknown_host": another_host,
-    "unknown_path": lambda server: refused_handshake(address(server, "/v1/models")),
+    "unknown_path": same(
+        lambda server: refused_handshake(address(server, "/v1/models")),
+        lambda server: refused_handshake(address(server, "/v1/elsewhere")),
+    ),
     "large_headers": large_headers,
     "not_ready": an_ending_server,
 }
@@ -89,16 +102,6 @@ def sending(*frames: Any, greets: bool = True) -> Ends:
                 else:
                     session.send(frame)
             return session.end()
-
-    return end
-
-
-def same(*ends: Ends) -> Ends:
-    """Several causes of the same end."""
-
-    def end(server: ApiServer) -> tuple[str, str]:
-        [found] = {one(server) for one in ends}
-        return found
 
     return end
 

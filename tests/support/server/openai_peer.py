@@ -14,7 +14,6 @@ from support.fake_engine import FakeEngine
 from support.logit_runner import logit_runner
 from support.server.http_clients import ClientKind, only_asyncio
 
-from agentflow.engine.submit import Submit
 from agentflow.protocol.chat import Message
 from agentflow.protocol.sampling import SamplingParams
 
@@ -92,17 +91,3 @@ def called(
 def chat_defaults(**changes: Any) -> SamplingParams:
     """The parameters of a chat request that sets only its seed."""
     return SamplingParams(**({"max_tokens": MAX_CONTEXT, "temperature": 1.0, "seed": SEED} | changes))
-
-
-class Sent:
-    """What the engine is sent from now on."""
-
-    def __init__(self, server: ApiServer) -> None:
-        self.submits: list[Submit] = []
-        server.call(server.generator.observe, self)
-
-    def sent(self, submit: Submit) -> None:
-        self.submits.append(submit)
-
-    def received(self, messages: object) -> None:
-        pass
