@@ -82,15 +82,8 @@ def test_the_demo_answers_on_a_server(model_url):
         timeout=100,
         check=True,
     )
-    for line in (
-        "prompt tokens",
-        "of which cached",
-        "hit rate",
-        "forward steps",
-        "tokens per second",
-        "peak memory",
-    ):
-        assert line in result.stdout
+    assert "of which cached" in result.stdout
+    assert "tokens per second" in result.stdout
 
 
 def test_the_demo_reports_in_one_line_that_no_server_answers():
