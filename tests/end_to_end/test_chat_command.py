@@ -56,7 +56,7 @@ def test_a_server_that_is_not_there_is_one_line():
     assert len(result.stderr.strip().splitlines()) == 1
 
 
-def test_what_an_answer_took_is_one_line():
+def test_statistics_of_an_answer_are_one_line():
     answered = Answered("…", Usage(1200, 600, 11), "length", ttft_s=1.0, took_s=3.0)
     assert stats_line(answered) == (
         "(11 tokens, 5.0 tokens/s, first after 1,000 ms, prompt of 1,200, 50% cached, "

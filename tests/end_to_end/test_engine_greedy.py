@@ -164,7 +164,7 @@ def edits(name: str, first_tokens: list[int]) -> tuple[dict, dict]:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.full] if name == "logit_bias" else []) for name in EDITS]
 )
-def test_what_edits_logits_does_as_in_transformers(of_transformers, runner, tokenizer, prompts, alone, name):
+def test_edits_of_logits_are_those_of_transformers(of_transformers, runner, tokenizer, prompts, alone, name):
     """In one batch with a request that has none of it."""
     chosen = prompts[:3]
     ours, theirs = edits(name, [tokens[0] for tokens in alone[: len(chosen)]])

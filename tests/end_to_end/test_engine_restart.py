@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import signal
+import sys
 
 import anyio
 import anyio.to_thread
@@ -12,6 +13,7 @@ import pytest
 from support.commands import engine_of, served
 
 import agentflow as af
+from agentflow.engine.child_process import NICENESS
 
 NUM_STORIES = 3
 NUM_TOKENS = 300
@@ -20,6 +22,13 @@ NUM_TOKENS = 300
 def engine_pid(server) -> int | None:
     engine = engine_of(server)
     return None if engine is None else engine.pid
+
+
+def assert_priorities(server) -> None:
+    """An engine has the priority that its server was started with; the server has a lower one."""
+    if sys.platform == "linux":
+        assert psutil.Process(engine_pid(server)).nice() == psutil.Process().nice()
+        assert psutil.Process(server.pid).nice() == min(19, psutil.Process().nice() + NICENESS)
 
 
 def health(url: str, name: str) -> tuple[int, dict]:
@@ -88,6 +97,7 @@ def test_killed_in_mid_stream_the_engine_goes_on_where_it_was(tiny, max_running)
     options = ("--model", str(tiny), "--dtype", "float32", "--kv-tokens", "3000")
     options += ("--max-running", str(max_running))
     with served(*options, "--threads", "2") as (url, server):
+        assert_priorities(server)
         expected_texts, expected_logprobs = anyio.run(tell_all, url)
         texts, logprobs = anyio.run(tell_all, url, kill_and_watch)
         assert texts == expected_texts
@@ -95,6 +105,7 @@ def test_killed_in_mid_stream_the_engine_goes_on_where_it_was(tiny, max_running)
         assert logprobs == pytest.approx(expected_logprobs, abs=1e-3)  # other batches, other rounding
         assert set(statuses) == {200, 503}
         engine = psutil.Process(engine_pid(server))
+        assert_priorities(server)
     assert server.returncode == 0
     assert not engine.is_running()
 

@@ -133,7 +133,7 @@ def test_a_route_has_its_own_errors() -> None:
     assert all("request-id" in answers[status]["headers"] for status in ("200", "400", "529"))
 
 
-def test_what_the_web_server_answers_by_itself_is_there_on_each_path() -> None:
+def test_answers_of_the_web_server_are_listed_on_each_path() -> None:
     document = openapi_document(ROUTES)
     limits = ServerLimits(max_connections=1, idle_timeout_s=60.0)
     with (
@@ -151,7 +151,7 @@ def test_what_the_web_server_answers_by_itself_is_there_on_each_path() -> None:
                 assert needed <= set(answer.headers)
 
 
-def test_it_is_served() -> None:
+def test_the_document_is_served() -> None:
     with api_server(constraints=False) as server:
         answer = httpx2.get(f"{server.url}/openapi.json")
     assert answer.headers["content-type"] == "application/json"

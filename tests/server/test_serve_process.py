@@ -117,7 +117,7 @@ def loading_server(*arguments: str) -> Iterator[Server]:
             raise
 
 
-def test_it_prints_its_addresses_when_it_is_ready_and_a_signal_ends_it_under_a_client() -> None:
+def test_a_ready_server_prints_its_addresses_and_ends_at_a_signal() -> None:
     with loading_server() as server:
         assert (server.status("/health/live"), server.status("/health/ready")) == (200, 503)
         server.go_on()
@@ -137,7 +137,6 @@ def test_it_prints_its_addresses_when_it_is_ready_and_a_signal_ends_it_under_a_c
         error = anyio.run(client)
         assert server.end() == (0, "closed\nreturned\n", "")
     assert isinstance(error, ServerLost)
-    assert "shut down" in str(error)
 
 
 def test_a_signal_ends_it_while_it_loads() -> None:

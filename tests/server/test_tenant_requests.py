@@ -45,7 +45,7 @@ def left(gate: TenantGate, tenant: Tenant) -> int:
     return gate._accounts[tenant.name].tokens._level // MINUTE_NS
 
 
-async def test_what_was_computed_and_generated_is_counted():
+async def test_computed_and_generated_tokens_are_counted():
     tenant = Tenant("ann", tokens_per_minute=1000)
     gate = TenantGate(ClockNs())
     num_prompt = len(TOKENIZER.encode(TEXT))
@@ -72,7 +72,7 @@ async def test_a_select_is_counted_too():
     assert 1000 - left(gate, tenant) >= len(TOKENIZER.encode(TEXT))
 
 
-async def test_what_a_cancelled_generation_made_is_counted():
+async def test_tokens_of_a_cancelled_generation_are_counted():
     tenant = Tenant("ann", tokens_per_minute=1000)
     gate = TenantGate(ClockNs())
     heard = anyio.Event()
@@ -236,7 +236,7 @@ async def test_answers_are_let_in_together_or_not_at_all():
     assert gate.num_unfinished(tenant) == 0
 
 
-async def test_what_never_ran_is_not_counted():
+async def test_a_request_that_never_ran_is_not_counted():
     tenant = Tenant("ann", tokens_per_minute=1000)
     gate = TenantGate(ClockNs())
     async with model_on(FakeEngine(), gate) as model:
@@ -288,7 +288,7 @@ async def test_a_prompt_of_ids_is_not_copied_for_each_answer_before_it_is_refuse
                 await completion.answers()
 
 
-async def test_what_tools_say_is_part_of_the_prompt():
+async def test_tools_and_calls_are_part_of_the_prompt():
     async with model_on(FakeEngine(), TenantGate()) as model:
         generator = model.generator(Tenant("ann"))
         tool = ToolSpec("look", "x" * 200_000, {"type": "object", "properties": {}})

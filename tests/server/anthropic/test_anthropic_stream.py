@@ -96,7 +96,7 @@ def test_text_comes_while_the_rest_is_generated(peer):
     assert [event.type for event in stream][-1] == "message_stop"
 
 
-def test_what_fails_later_is_an_event():
+def test_a_later_failure_is_an_event():
     with anthropic_peer(constraints=False) as peer:
         gate = peer.server.engine.gate
 

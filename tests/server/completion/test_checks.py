@@ -88,7 +88,7 @@ def test_many_references_are_not_looked_up_anew() -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a": '])
-def test_what_is_no_json_is_not_valid(text: str) -> None:
+def test_text_that_is_no_json_is_not_valid(text: str) -> None:
     assert violations({}, text) in ([()], None)
 
 

@@ -133,7 +133,7 @@ async def test_in_a_plain_text_special_tokens_count(num_chars):
     assert prompts == [TOKENIZER.encode_markup(text)]
 
 
-async def test_what_is_far_too_long_is_refused_before_it_is_encoded(monkeypatch):
+async def test_a_prompt_far_too_long_is_refused_before_it_is_encoded(monkeypatch):
     engine = FakeEngine()
     async with generator_on(engine) as generator:
         for prompt in ("x" * 100_000, (Message("user", "x" * 50_000), Message("assistant", "y" * 50_000))):
@@ -152,7 +152,7 @@ async def test_ids_are_the_prompt_as_they_are():
         generator.observe(SentPrompts(prompts))
         await ask(generator, CompletionRequest(TokenIds((5, 6, 7)), SAMPLED, n=2))
         for wrong in (-1, TOKENIZER.vocab_size):
-            with pytest.raises(BadArgument, match=str(wrong), check=has_param("prompt")):
+            with pytest.raises(BadArgument, check=has_param("prompt")):
                 await ask(generator, CompletionRequest(TokenIds((5, wrong)), SAMPLED))
     assert prompts == [[5, 6, 7], [5, 6, 7]]
 
@@ -252,13 +252,13 @@ async def test_errors_are_raised_where_the_deltas_are_fetched():
                 await completion.until_accepted()
             with pytest.raises(PromptTooLong):
                 await completion.next()
-        with pytest.raises(NotSupported, match="regex"):
+        with pytest.raises(NotSupported):
             await ask(generator, CompletionRequest(ASK, SAMPLED, constraint=Constraint("regex", "a")))
         with pytest.raises(BadArgument, check=has_param("temperature")):
             await ask(generator, CompletionRequest(ASK, SamplingParams(temperature=-1)))
 
 
-async def test_who_reads_slowly_gets_larger_deltas():
+async def test_a_slow_reader_gets_larger_deltas():
     engine = FakeEngine()
     request = CompletionRequest(ASK, SAMPLED, n=2)
     async with generator_on(engine) as generator, completing(generator, request) as completion:

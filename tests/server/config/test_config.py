@@ -134,7 +134,7 @@ def test_a_models_own_table_comes_before_what_holds_for_all(file):
     assert (small.name, small.path, small.threads, small.kv_tokens) == ("small", "small", 3, 5)
 
 
-def test_who_names_models_first_says_which_there_are(file):
+def test_the_first_source_that_has_models_decides(file):
     path = file("[models.a]\nthreads = 7\n[models.b]\n")
     found = loaded(file=path, models=("c=/x=y", "a"), environment={"AGENTFLOW_SERVE_MODEL": "b"})
     assert [(one.name, one.path, one.threads) for one in found.config.models] == [
@@ -287,7 +287,7 @@ def _flags(draw) -> dict[str, object]:
 
 
 @given(_flags(), st.lists(st.tuples(_NAMES, _TEXTS), max_size=3, unique_by=lambda model: model[0]))
-def test_what_is_printed_can_be_given_back(tmp_path_factory, flags, models):
+def test_a_printed_configuration_can_be_loaded(tmp_path_factory, flags, models):
     found = load_config(Flags(flags, tuple(f"{name}={path}" for name, path in models)), {})
     path = tmp_path_factory.mktemp("config") / "server.toml"
     path.write_text(config_text(found), encoding="utf-8")

@@ -106,7 +106,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read():
     assert client.answer_headers[b"connection"] == b"close" or client.answer_headers[b"content-length"]
 
 
-async def test_what_is_left_of_a_refused_body_is_not_taken_for_a_request():
+async def test_the_rest_of_a_refused_body_is_no_request():
     client = await exchange(echo, Exchange(b"x" * 50, b"", headers={"content-length": "5000"}), body_bytes=10)
     assert client.answer_headers[b"connection"] == b"close"
 

@@ -195,7 +195,7 @@ async def test_counters_go_on_when_the_application_starts_again():
 
 
 @pytest.mark.trio_in_full
-async def test_what_compilers_did_adds_up():
+async def test_counts_of_compilers_add_up():
     @asynccontextmanager
     async def open_models() -> AsyncIterator[Models]:
         limits = CompileLimits(cpu_s=0.1, cpu_share=1.0, wall_s=100.0)  # however busy the processors are
@@ -391,7 +391,7 @@ def test_a_request_whose_first_token_ends_it_has_a_ttft_and_no_tpot():
 
 
 @pytest.mark.parametrize("how", [{"generates": False}, {"generates": False, "score_from": 1}])
-def test_what_generates_nothing_has_only_waited(how):
+def test_a_request_without_output_has_a_wait_only(how):
     times = RequestTimes(ClockS())
     times.sent(submit(1, **how))
     times.received([Started([1]), finished(1, 0)])

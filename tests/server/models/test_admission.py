@@ -185,7 +185,7 @@ def test_idle_tenants_are_forgotten():
         max_size=40,
     )
 )
-def test_what_waits_is_counted_whatever_happens(events):
+def test_waiting_requests_are_counted_in_any_order_of_events(events):
     """Against a plain set, with starts and ends of unknown requests and of those that started before."""
     clock = ClockS()
     admission = Admission(1.0, clock)

@@ -30,16 +30,16 @@ async def test_a_model_is_found_by_its_name_and_the_first_is_the_default():
     assert models.find(None, ANONYMOUS).name == "a"
     assert models.find("b", ANONYMOUS).name == "b"
     assert [model.name for model in models] == ["a", "b"]
-    with pytest.raises(UnknownModel, match=r"'c'.*a, b"):
+    with pytest.raises(UnknownModel):
         models.find("c", ANONYMOUS)
     await models.until_idle()
 
 
-async def test_what_a_tenant_may_not_use_is_not_there_for_it():
+async def test_a_tenant_does_not_see_models_that_it_may_not_use():
     models = Models([named("a"), named("b")])
     only_b, nothing = Tenant("only b", models=("b",)), Tenant("nothing", models=("c",))
     assert models.find(None, only_b).name == "b"
-    with pytest.raises(UnknownModel, match=r"'a'.*: b\)"):
+    with pytest.raises(UnknownModel):
         models.find("a", only_b)
     with pytest.raises(UnknownModel):
         models.find(None, nothing)

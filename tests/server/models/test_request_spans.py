@@ -114,7 +114,7 @@ def test_a_request_without_a_readable_trace_has_its_own(
     ],
 )
 def test_a_trace_that_is_too_long_is_rejected(op: ops.Op):
-    with pytest.raises(af.errors.BadArgument, match="256"):
+    with pytest.raises(af.errors.BadArgument):
         spec_of(op).check(op)
 
 

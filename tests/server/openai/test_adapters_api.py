@@ -110,7 +110,7 @@ async def test_sessions_and_anthropics_api_take_its_name(server: ApiServer, fold
         ("unload_lora_adapter", {"lora_name": "other", "model": "nothing"}, 404, None),
     ],
 )
-def test_what_cannot_be_loaded_is_refused(
+def test_an_adapter_that_cannot_be_loaded_is_refused(
     server: ApiServer, path: str, body: dict[str, Any], status: int, param: str | None
 ) -> None:
     answer = post(server, path, **body)

@@ -143,7 +143,7 @@ def test_cancelling_frees_what_it_holds(server: ApiServer, stream: bool, way: st
                 client.responses.retrieve(response_id)
 
 
-def test_what_cannot_be_done_is_refused_by_name(server: ApiServer) -> None:
+def test_refused_calls_have_the_field(server: ApiServer) -> None:
     with sync_client(server) as client:
         front = client.responses.create(**asked(background=False, max_output_tokens=1))
         for use, param in (

@@ -141,7 +141,7 @@ def test_items_are_found_by_reference(client: openai.OpenAI) -> None:
     client.responses.create(**asked(input=[said("Why?"), reference]))
 
 
-def test_what_cannot_be_had_is_refused_by_name(client: openai.OpenAI) -> None:
+def test_refused_turns_and_items_have_the_field(client: openai.OpenAI) -> None:
     made = client.conversations.create()
     response = client.responses.create(**asked())
     for use, param in (

@@ -45,7 +45,7 @@ def is_there(store: ResponseStore, one: tuple[float, str, Stored]) -> bool:
 
 
 @given(steps=steps)
-def test_it_keeps_what_a_list_would(steps: list[tuple[str, str, int]]) -> None:
+def test_the_store_keeps_the_entries_of_a_list(steps: list[tuple[str, str, int]]) -> None:
     now_s = 0.0
     store = ResponseStore(MOST_BYTES, LIFETIME_S, clock=lambda: now_s)
     kept: list[tuple[float, str, Stored]] = []

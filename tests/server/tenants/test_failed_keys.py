@@ -61,7 +61,7 @@ def test_a_key_that_was_right_from_there_goes_on(tenants: Tenants) -> None:
         tenants.of_request(bearer(OTHER), HERE)
 
 
-def test_what_counts_as_no_failure(tenants: Tenants) -> None:
+def test_missing_keys_and_local_clients_are_no_failures(tenants: Tenants) -> None:
     for _ in range(2 * FAILURES_PER_MINUTE):
         with pytest.raises(NotAuthorized):
             tenants.of_request({}, HERE)  # no key was tried

@@ -141,7 +141,7 @@ def test_anthropics_client_sees_what_is_left(server: ApiServer, stream: bool) ->
         answer.parse()
 
 
-def test_who_has_no_limit_or_no_key_gets_no_numbers(server: ApiServer) -> None:
+def test_requests_without_limit_or_key_have_no_limit_headers(server: ApiServer) -> None:
     wrong = httpx2.get(f"{server.url}/v1/models", headers={"authorization": "Bearer nothing"})
     assert wrong.status_code == 401
     assert not of_openai(wrong.headers)

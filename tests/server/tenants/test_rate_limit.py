@@ -198,20 +198,15 @@ def test_a_refusal_says_which_limit_and_when_there_is_room() -> None:
     use(gate, ann, 10)
     error = refusal(gate, ann)
     assert isinstance(error, Overloaded)
-    assert (
-        str(error)
-        == "this API key's tenant has used up its limit of 2 requests a minute: try again in 30.00 s"
-    )
     assert error.retry_after_s == 30.0
     clock.now_ns += 30 * 10**9
     use(gate, ann, 2000)  # a longer prompt than a minute's tokens is taken, and paid for afterwards
     error = refusal(gate, ann)
-    assert "2 requests a minute and 1,000 tokens a minute" in str(error)
     assert error.retry_after_s == pytest.approx(60 * 1001 / 1000)
     use(gate, Tenant("bob", requests_per_minute=2))
 
 
-def test_what_was_refused_costs_nothing() -> None:
+def test_a_refused_request_costs_nothing() -> None:
     clock = ClockNs()
     gate = TenantGate(clock)
     ann = Tenant("ann", requests_per_minute=1, tokens_per_minute=10)
@@ -222,7 +217,7 @@ def test_what_was_refused_costs_nothing() -> None:
     use(gate, ann, 1)
 
 
-def test_what_the_cache_had_is_given_back_and_what_was_generated_is_charged_also_after_a_failure() -> None:
+def test_cached_tokens_are_refunded_and_output_is_charged_after_failures_too() -> None:
     clock = ClockNs()
     gate = TenantGate(clock)
     ann = Tenant("ann", tokens_per_minute=60)
@@ -248,7 +243,6 @@ def test_only_so_many_are_unfinished_at_once() -> None:
     with gate.request(ann, 5), gate.request(ann, 5):
         assert gate.num_unfinished(ann) == 2
         error = refusal(gate, ann)
-        assert "2 unfinished requests" in str(error)
         assert error.retry_after_s is None
         use(gate, Tenant("bob", max_unfinished=1))
     with pytest.raises(ZeroDivisionError):
@@ -269,7 +263,7 @@ def test_limits_may_change_while_a_tenant_uses_the_server() -> None:
     use(gate, Tenant("ann"))
 
 
-def test_who_is_known_under_old_limits_too_wins_nothing_by_it() -> None:
+def test_a_tenant_with_old_and_new_limits_gains_nothing() -> None:
     """Of a session that began before the file was read again."""
     gate = TenantGate(ClockNs())
     old, new = Tenant("ann"), Tenant("ann", requests_per_minute=1, tokens_per_minute=10)

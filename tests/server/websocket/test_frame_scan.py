@@ -75,7 +75,7 @@ def test_extensions_are_stepped_over(num_bytes: int) -> None:
 
 
 @given(st.binary(max_size=400))
-def test_what_is_no_msgpack_gets_some_count(data: bytes) -> None:
+def test_bytes_that_are_no_msgpack_are_counted(data: bytes) -> None:
     fits(data)
 
 

@@ -79,7 +79,7 @@ async def test_a_session_of_the_embedding_model_embeds_too(server: ApiServer) ->
         ("a", {"model": MODEL}, af.errors.UnknownModel, "model"),
     ],
 )
-async def test_what_is_wrong_fails_the_call_alone(
+async def test_an_invalid_embedding_fails_alone(
     server: ApiServer, texts: str, options: dict[str, Any], error: type[Exception], param: str
 ) -> None:
     async with af.session(server.url) as flow:
@@ -89,7 +89,7 @@ async def test_what_is_wrong_fails_the_call_alone(
 
 
 async def test_an_unknown_model_is_refused_when_the_session_opens(server: ApiServer) -> None:
-    with pytest.raises(af.errors.UnknownModel, match=EMBEDDER, check=has_param("embed_model")):
+    with pytest.raises(af.errors.UnknownModel, check=has_param("embed_model")):
         async with af.session(server.url, embed_model="other"):
             pytest.fail("it opened")
 

@@ -41,7 +41,6 @@ async def test_a_number_that_not_all_can_read_is_refused(wrong: Op, caplog: pyte
         bad.put_ops(1, ops.Open(1), ops.Text(1, ("a",)), wrong)
         refused, code = await bad.refusal()
         assert (refused.error.code, code) == ("protocol_error", 1002)
-        assert f"have numbers up to {MAX_NUMBER}" in refused.error.message
         await check_still_served(good, count(1))
         good.bye()
         await server.is_idle()

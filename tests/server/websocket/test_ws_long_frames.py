@@ -53,7 +53,6 @@ async def test_limits_do_not_add_up_without_end() -> None:
         bad.put_ops(first + 4, *(ops.Limit(0, output_tokens=5) for _ in range(num_allowed)))
         refused, code = await bad.refusal()
         assert (refused.error.code, code) == ("overloaded", 1013)
-        assert "limits together" in refused.error.message
         await check_still_served(good, count(1))
         good.bye()
         await server.is_idle()
