@@ -375,15 +375,6 @@ class Rejected:
     children: tuple[int, ...] = ()
 
 
-def check_timeout(timeout_s: float | None, where: str = "gen", param: str = "timeout_s") -> None:
-    """Raises ``BadArgument`` unless it is None or a positive number of seconds. ``param``: its name, an
-    argument of ``where``."""
-    if timeout_s is not None and not (is_number(timeout_s, 0, math.inf) and timeout_s > 0):
-        raise BadArgument(
-            f"{where}: {param} must be a number of seconds above 0, not {timeout_s!r}", param=param
-        )
-
-
 def may_be_number(number: int) -> bool:
     """Whether a state, variable or ticket may have this number."""
     return -MAX_NUMBER <= number <= MAX_NUMBER

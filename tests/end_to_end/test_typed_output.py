@@ -272,14 +272,14 @@ def test_a_stop_string_ends_the_text_inside_a_value(model_url, jumps):
     async def main() -> None:
         async with af.session(model_url, seed=7) as flow, flow.state() as s:
             s += af.user("Name a book.")
-            s.begin("assistant")
-            s += af.gen("book", schema=Book, stop='"year', jump_forward=jumps, logprobs=True)
-            with pytest.raises(af.InvalidValue, match=r"ended \(stop\) with a text that is not a valid Book"):
-                await s["book"]
-            text = await s["book"].whole_text()
-            assert re.fullmatch(r'\{"title": ".{3,16}", ', text)
-            assert s["book"].finish_reason == "stop"
-            s += af.gen("rest", regex=r'"year": \d{4}\}')
+            async with s.assistant():
+                s += af.gen("book", schema=Book, stop='"year', jump_forward=jumps, logprobs=True)
+                with pytest.raises(af.InvalidValue, match=r"ended \(stop\)"):
+                    await s["book"]
+                text = await s["book"].whole_text()
+                assert re.fullmatch(r'\{"title": ".{3,16}", ', text)
+                assert s["book"].finish_reason == "stop"
+                s += af.gen("rest", regex=r'"year": \d{4}\}')
             assert msgspec.json.decode(text + await s["rest"], type=Book)
 
     anyio.run(main)

@@ -43,6 +43,7 @@ from agentflow.language.typed.tools import (
     Toolbox,
     ToolCall,
     check_max_calls,
+    check_timeout,
     shown_for_model,
 )
 from agentflow.language.typed.values import value_type
@@ -236,7 +237,7 @@ def act(
     if not is_whole(max_rounds, 1, 1_000_000):
         raise BadArgument(f"act: max_rounds must be 1 or more, not {max_rounds!r}", param="max_rounds")
     check_max_calls("act", max_calls)
-    ops.check_timeout(call_timeout_s, "act", "call_timeout_s")
+    check_timeout("act", call_timeout_s, "call_timeout_s")
     if approve is not None and not callable(approve):
         raise BadArgument(f"act: approve must be a function of a call, not {approve!r}", param="approve")
     toolbox = Toolbox(tools)

@@ -23,8 +23,7 @@ from anyio.abc import TaskGroup, TaskStatus
 from agentflow.errors import BadArgument, NotSupported, RunFailed, ServerLost, ServerUnreachable
 from agentflow.language.expressions import Appendable, RoleExpression, Sequence_, image
 from agentflow.language.typed.json_form import json_text
-from agentflow.language.typed.tools import FunctionTool, tool
-from agentflow.protocol.ops import check_timeout
+from agentflow.language.typed.tools import FunctionTool, check_timeout, tool
 from agentflow.runtime.task_group import first_of, open_task_group
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def mcp(
     >>> af.mcp(["uvx", "mcp-server-git"])
     <MCP server uvx mcp-server-git with no tools>
     """
-    check_timeout(timeout_s, "mcp")
+    check_timeout("mcp", timeout_s)
     if not isinstance(prefix, str):
         raise BadArgument(f"mcp: prefix must be a string, not {prefix!r}", param="prefix")
     is_url = isinstance(server, str)

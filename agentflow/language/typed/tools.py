@@ -23,8 +23,7 @@ from agentflow.language.typed.json_types import (
     partial_value,
 )
 from agentflow.protocol.chat import CalledTool, ToolSpec
-from agentflow.protocol.ops import check_timeout
-from agentflow.protocol.sampling import is_whole
+from agentflow.protocol.sampling import is_number, is_whole
 from agentflow.runtime.task_group import first_of
 
 Tool: TypeAlias = "Callable[..., Any] | Mapping[str, Any] | FunctionTool"
@@ -165,7 +164,7 @@ def tool(
         raise BadArgument(
             f"tool: {function!r:.80} is not a function; a turn with a tool's result is af.tool_result(text)"
         )
-    check_timeout(timeout_s, "tool")
+    check_timeout("tool", timeout_s)
     check_max_calls("tool", max_calls)
     if isinstance(function, FunctionTool):
         given: dict[str, Any] = {
@@ -177,6 +176,14 @@ def tool(
         }
         return replace(function, **{key: value for key, value in given.items() if value is not None})
     return FunctionTool(function, name, description, parameters, timeout_s, max_calls)
+
+
+def check_timeout(where: str, timeout_s: float | None, param: str = "timeout_s") -> None:
+    """``BadArgument`` for ``param`` unless it is None or a positive number of seconds."""
+    if timeout_s is not None and not (is_number(timeout_s, 0, math.inf) and timeout_s > 0):
+        raise BadArgument(
+            f"{where}: {param} must be a number of seconds above 0, not {timeout_s!r}", param=param
+        )
 
 
 def check_max_calls(where: str, max_calls: int | None) -> None:

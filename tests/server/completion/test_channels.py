@@ -1,4 +1,4 @@
-"""Answers in channels on the engine: thoughts, text and calls, budgets, constraints, and the next turn."""
+"""Answers in channels on the engine: reasoning, text and calls, budgets, constraints, and the next turn."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.completion.completion import prompt_ids
-from agentflow.server.completion.request import CompletionRequest, TextDelta, ThoughtDelta, answers_of
+from agentflow.server.completion.request import CompletionRequest, ReasoningDelta, TextDelta, answers_of
 
 pytestmark = pytest.mark.anyio
 anyio_backend = pytest.fixture(only_asyncio)
 
-THOUGHTS, ANSWER = "It is a greeting. I stop.", "Hello. I stop."
-THINK = f"«channel»analysis«message»{THOUGHTS}«end»«start»assistant"
+REASONING, ANSWER = "It is a greeting. I stop.", "Hello. I stop."
+THINK = f"«channel»analysis«message»{REASONING}«end»«start»assistant"
 SCRIPT = f"{THINK}«channel»final«message»{ANSWER}"
 CALL = '«channel»commentary to=functions.look «constrain»json«message»{"what": "bear"}'
 WHAT = {"type": "object", "properties": {"what": {"enum": ["bear", "fox"]}}, "required": ["what"]}
@@ -35,44 +35,44 @@ TOKENIZER = CHANNEL_MODEL.tokenizer
 HEAD = TOKENIZER.encode_written(in_channels("«channel»final«message»"))
 
 
-async def test_thoughts_are_apart_from_the_answer_and_stops_are_of_the_answer() -> None:
+async def test_reasoning_are_apart_from_the_answer_and_stops_are_of_the_answer() -> None:
     async with generator_of(CHANNEL_MODEL) as generator:
         answer = await ask(generator, asking(SCRIPT))
-        assert (answer.thoughts, answer.text, answer.finish_reason) == (THOUGHTS, ANSWER, "stop")
-        assert 0 < answer.usage.thought_tokens < len(answer.token_ids) < answer.usage.output_tokens
+        assert (answer.reasoning, answer.text, answer.finish_reason) == (REASONING, ANSWER, "stop")
+        assert 0 < answer.usage.reasoning_tokens < len(answer.token_ids) < answer.usage.output_tokens
         for stop in ("stop", "Hello", "final"):
             stopped = await ask(generator, asking(SCRIPT, params={"stop": (stop,)}))
-            assert (stopped.thoughts, stopped.text) == (THOUGHTS, ANSWER.partition(stop)[0])
+            assert (stopped.reasoning, stopped.text) == (REASONING, ANSWER.partition(stop)[0])
         for length in range(1, answer.usage.output_tokens, 4):
             cut = await ask(generator, asking(SCRIPT, max_tokens=length))
             assert cut.finish_reason == "length"
-            assert (THOUGHTS + ANSWER).startswith(cut.thoughts + cut.text)
-        # Without thoughts, without a head, and with several messages of each kind.
+            assert (REASONING + ANSWER).startswith(cut.reasoning + cut.text)
+        # Without reasoning, without a head, and with several messages of each kind.
         assert (await ask(generator, asking("«channel»final«message»Hi"))).text == "Hi"
         assert (await ask(generator, asking("Hi"))).text == "Hi"
         preamble = "«channel»commentary«message»I look.«end»«start»assistant"
         both = await ask(generator, asking(f"{THINK}{THINK}{preamble}«channel»final«message»{ANSWER}"))
-        assert (both.thoughts, both.text) == (f"{THOUGHTS}\n\n{THOUGHTS}", f"I look.\n\n{ANSWER}")
+        assert (both.reasoning, both.text) == (f"{REASONING}\n\n{REASONING}", f"I look.\n\n{ANSWER}")
 
 
-async def test_a_budget_ends_thoughts_with_the_head_of_the_answer() -> None:
+async def test_a_budget_ends_reasoning_with_the_head_of_the_answer() -> None:
     async with generator_of(CHANNEL_MODEL) as generator:
         begin = len(TOKENIZER.encode_written(in_channels("«channel»analysis«message»")))
         end = len(TOKENIZER.encode_written(in_channels("«end»«start»assistant«channel»final«message»")))
-        num_thoughts = len(TOKENIZER.encode_written(THOUGHTS))
-        for budget in (1, 2, num_thoughts - 1, num_thoughts + 100):
-            answer = await ask(generator, asking(SCRIPT, thought_budget=budget))
+        num_reasoning = len(TOKENIZER.encode_written(REASONING))
+        for budget in (1, 2, num_reasoning - 1, num_reasoning + 100):
+            answer = await ask(generator, asking(SCRIPT, reasoning_budget=budget))
             assert answer.text == ANSWER
-            assert THOUGHTS.startswith(answer.thoughts)
-            assert answer.usage.thought_tokens == begin + min(budget, num_thoughts) + end
+            assert REASONING.startswith(answer.reasoning)
+            assert answer.usage.reasoning_tokens == begin + min(budget, num_reasoning) + end
         for stop in ("final", "assistant", "message"):  # in the head that the budget appends
-            answer = await ask(generator, asking(SCRIPT, thought_budget=2, params={"stop": (stop,)}))
+            answer = await ask(generator, asking(SCRIPT, reasoning_budget=2, params={"stop": (stop,)}))
             assert (answer.text, answer.finish_reason) == (ANSWER, "stop")
-        for off in ({"thought_budget": 0}, {"thinks": False}):
+        for off in ({"reasoning_budget": 0}, {"thinks": False}):
             answer = await ask(generator, asking(SCRIPT, **off))
-            assert (answer.thoughts, answer.text) == ("", ANSWER)
+            assert (answer.reasoning, answer.text) == ("", ANSWER)
             assert [*answer.token_ids[: len(HEAD)]] == HEAD
-        small = await ask(generator, asking(SCRIPT, max_tokens=2, thought_budget=0))
+        small = await ask(generator, asking(SCRIPT, max_tokens=2, reasoning_budget=0))
         assert (small.text, small.finish_reason) == ("", "length")
 
 
@@ -80,30 +80,30 @@ async def test_a_budget_ends_thoughts_with_the_head_of_the_answer() -> None:
 @pytest.mark.parametrize("budget", [None, 0, 3])
 async def test_a_constraint_begins_with_the_answer(budget: int | None, jumps: bool) -> None:
     form = Constraint(JSON.kind, JSON.source, jump_forward=jumps)
-    script = THINK.replace(THOUGHTS, 'It may be {"a": "c"}.') + '«channel»final«message»{"a": "b"}'
+    script = THINK.replace(REASONING, 'It may be {"a": "c"}.') + '«channel»final«message»{"a": "b"}'
     async with generator_of(CHANNEL_MODEL) as generator:
         for params in ({}, {"logprobs": True}):
             answer = await ask(
-                generator, asking(script, constraint=form, thought_budget=budget, params=params)
+                generator, asking(script, constraint=form, reasoning_budget=budget, params=params)
             )
             assert json.loads(answer.text) == {"a": "b"}
-            assert 'It may be {"a": "c"}.'.startswith(answer.thoughts)
-            assert bool(answer.thoughts) == (budget != 0)
+            assert 'It may be {"a": "c"}.'.startswith(answer.reasoning)
+            assert bool(answer.reasoning) == (budget != 0)
             assert len(answer.tokens) == (len(answer.token_ids) if params else 0)
         # A model that would begin without a head, or with another one, keeps to the form.
         for other in ('{"a": "c"}', CALL, '«channel»commentary«message»{"a": "c"}'):
-            answer = await ask(generator, asking(other, constraint=form, thought_budget=budget))
+            answer = await ask(generator, asking(other, constraint=form, reasoning_budget=budget))
             assert answer.finish_reason == "length" or json.loads(answer.text)["a"] in ("b", "c")
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 @pytest.mark.parametrize("budget", [None, 0, 2])
-async def test_calls_follow_thoughts(mode, budget) -> None:
-    tools = {**TOOLS, "tool_choice": ToolChoice(mode), "thought_budget": budget}
+async def test_calls_follow_reasoning(mode, budget) -> None:
+    tools = {**TOOLS, "tool_choice": ToolChoice(mode), "reasoning_budget": budget}
     async with generator_of(CHANNEL_MODEL) as generator:
         script = CALL if budget == 0 else THINK + CALL
         answer = await ask(generator, asking(script, **tools))
-        assert THOUGHTS.startswith(answer.thoughts)
+        assert REASONING.startswith(answer.reasoning)
         [call] = answer.tool_calls
         assert (call.name, json.loads(call.arguments)) == ("look", {"what": "bear"})
         assert (answer.text, answer.finish_reason) == ("", "tool_calls")
@@ -126,7 +126,7 @@ async def test_an_answer_is_a_call_or_of_the_form() -> None:
         assert (both.text, [call.name for call in both.tool_calls]) == ("I look.", ["look"])
 
 
-async def test_log_probabilities_are_of_thoughts_or_of_the_answer() -> None:
+async def test_log_probabilities_are_of_reasoning_or_of_the_answer() -> None:
     request = asking(SCRIPT, n=2, params={"logprobs": True, "top_logprobs": 2})
     async with generator_of(CHANNEL_MODEL) as generator:
         deltas = await deltas_of(generator, request)
@@ -135,8 +135,8 @@ async def test_log_probabilities_are_of_thoughts_or_of_the_answer() -> None:
     own = [delta for delta in deltas if delta.index == 0]
     texts = [token.text for delta in own if isinstance(delta, TextDelta) for token in delta.tokens]
     assert "".join(texts) == ANSWER
-    thoughts = [token.text for delta in own if isinstance(delta, ThoughtDelta) for token in delta.tokens]
-    assert THOUGHTS in "".join(thoughts)
+    reasoning = [token.text for delta in own if isinstance(delta, ReasoningDelta) for token in delta.tokens]
+    assert REASONING in "".join(reasoning)
 
 
 async def test_the_next_turn_has_the_tokens_that_were_generated() -> None:
@@ -145,12 +145,12 @@ async def test_the_next_turn_has_the_tokens_that_were_generated() -> None:
         turns = (Message("user", SCRIPT), Message("assistant", first.text), Message("user", "Again"))
         ids = await prompt_ids(generator, CompletionRequest(turns, SamplingParams()))
         text = TOKENIZER.decode(ids, skip_special=False)
-        assert THOUGHTS not in text.partition(in_channels("«end»«start»assistant«channel»final"))[2]
+        assert REASONING not in text.partition(in_channels("«end»«start»assistant«channel»final"))[2]
         assert text.endswith(in_channels(f"{ANSWER}«end»«start»user«message»Again«end»«start»assistant"))
-        answer = [*first.token_ids[first.usage.thought_tokens :]]
+        answer = [*first.token_ids[first.usage.reasoning_tokens :]]
         assert answer == TOKENIZER.encode_written(ANSWER)
 
-        # After a call, the thoughts that led to it stay, up to the answer, also for a client without them.
+        # After a call, the reasoning that led to it stay, up to the answer, also for a client without them.
         asked = asking(THINK + CALL, **TOOLS)
         called = await ask(generator, asked)
         turns = (
@@ -162,8 +162,8 @@ async def test_the_next_turn_has_the_tokens_that_were_generated() -> None:
         )
         again = CompletionRequest(turns, SamplingParams(max_tokens=100), tools=TOOLS["tools"])
         before, after = [await prompt_ids(generator, one) for one in (asked, again)]
-        thoughts = called.token_ids[: called.usage.thought_tokens]
-        assert after[: len(before) + len(thoughts)] == [*before, *thoughts]
+        reasoning = called.token_ids[: called.usage.reasoning_tokens]
+        assert after[: len(before) + len(reasoning)] == [*before, *reasoning]
         assert (await ask(generator, again)).text == "A bear."
 
 
@@ -185,7 +185,7 @@ def test_a_request_that_is_resumed_goes_on_where_it_was(
     head = "" if budget == 0 else THINK
     script = {"text": SCRIPT, "form": head + '«channel»final«message»{"a": "b"}', "call": head + CALL}[kind]
     fields = {"text": {}, "form": {"constraint": JSON}, "call": TOOLS}[kind]
-    check_channels_resumed(asking(script, thought_budget=budget, **fields), num_tokens)
+    check_channels_resumed(asking(script, reasoning_budget=budget, **fields), num_tokens)
 
 
 async def test_contents_have_no_tokens_of_the_notation() -> None:
@@ -215,7 +215,7 @@ async def test_programs_have_values_without_channels() -> None:
         s += af.user(SCRIPT) + af.assistant(af.gen("answer", logprobs=True))
         deltas = [delta async for delta in s["answer"]]
         assert "".join(deltas) == await s["answer"] == ANSWER
-        assert s["answer"].reasoning == THOUGHTS
+        assert s["answer"].reasoning == REASONING
         assert len(s["answer"].logprobs or ()) == len(TOKENIZER.encode_written(ANSWER))
         s += af.user("«channel»final«message»42 or more")
         s += af.assistant("It is ", af.gen("number", regex="[0-9]{2}", max_tokens=8))
@@ -237,12 +237,12 @@ async def test_a_reply_calls_and_goes_on() -> None:
         return what
 
     async with session() as flow, flow.state() as s:
-        s += af.conversation([{"role": "user", "content": THINK + CALL}], tools=[look])
-        s += af.reply("reply")
+        s += af.conversation([{"role": "user", "content": THINK + CALL}])
+        s += af.reply("reply", tools=[look])
         reply = await s["reply"]
         assert [call.name for call in reply.tool_calls] == ["look"]
-        assert s["reply"].reasoning == THOUGHTS
+        assert s["reply"].reasoning == REASONING
         s += af.tool_result("«channel»final«message»A bear.")
         s += af.reply("answer")
         assert (await s["answer"]).text == "A bear."
-        assert THOUGHTS not in (await s.text()).rpartition("A bear.")[0].partition("to=functions.look")[2]
+        assert REASONING not in (await s.text()).rpartition("A bear.")[0].partition("to=functions.look")[2]

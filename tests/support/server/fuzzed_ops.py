@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from random import Random
 from typing import Any, TypeVar
@@ -55,7 +54,6 @@ VALUES: dict[type[Any], dict[str, tuple[Sequence[Any], Sequence[Any]]]] = {
     },
     ops.Gen: {
         "constraint": ([None], CONSTRAINTS),
-        "timeout_s": ([None, None, 0.05], [1e-6, 0.0, -1.0, math.inf]),
         "reply": ([False, False, True], [True]),
     },
     SamplingParams: {
