@@ -89,7 +89,7 @@ async def test_f18b_a_map_with_retries_finishes_over_restarts(
         assert all(len(text.split()) == 2 for text in answers)
 
 
-async def test_f18c_what_begins_without_a_server_waits_and_then_fails(servers: list[ThreadServer]) -> None:
+async def test_f18c_a_run_without_a_server_waits_and_then_fails(servers: list[ThreadServer]) -> None:
     async with restartable(servers, open_timeout_s=0.2) as (proxy, flow):
         proxy.refuses = True
         restart(proxy, servers)

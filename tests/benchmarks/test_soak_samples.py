@@ -90,7 +90,7 @@ def test_of_the_engine_only_the_last_process_counts_and_after_its_own_warm_up() 
     }
 
 
-def test_what_was_seen_too_briefly_is_not_judged() -> None:
+def test_a_short_observation_is_not_judged() -> None:
     def engine(num: int) -> list[Sample]:
         return [replace(QUIET, at_s=5.0 * n, engine_mb=500.0 + 20 * n) for n in range(num)]
 
@@ -118,7 +118,7 @@ def test_all_given_back() -> None:
         ({"tasks": None}, "tasks"),
     ],
 )
-def test_what_is_left_is_named(change: dict[str, float | None], name: str) -> None:
+def test_leftovers_are_named(change: dict[str, float | None], name: str) -> None:
     checks = rest_checks(QUIET, replace(QUIET, **change))  # type: ignore[arg-type]
     assert [check.name for check in checks if not check.holds] == [name]
 

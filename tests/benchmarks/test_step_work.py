@@ -45,7 +45,7 @@ def test_the_work_of_a_step_is_what_the_model_has() -> None:
     assert work_of(Shape(1, 99), SMOLLM2) == sum(parts.values(), attention)
 
 
-def test_what_is_shared_is_read_once() -> None:
+def test_a_shared_prefix_is_read_once() -> None:
     apart, together = work_of(Shape(32, 1_600), SMOLLM2), work_of(Shape(32, 1_600, shared=1_500), SMOLLM2)
     assert apart.num_bytes - together.num_bytes == 31 * 1_500 * 23_040
     assert apart.flops == together.flops

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 CONFUSED = "calculate understands numbers, + - * / and brackets only"
 
 
-async def test_what_a_tool_gives_is_the_next_prompt():
+async def test_the_result_of_a_tool_is_the_next_prompt():
     asked = Asked(
         in_turn(
             [

@@ -168,7 +168,7 @@ def test_a_changed_program_says_how_to_record_it_again(run, pytester: pytest.Pyt
     result.stdout.fnmatch_lines(["*ReplayDiffers*", "*pytest --agentflow-record 'test_judge.py::test_two*"])
 
 
-def test_what_no_fixture_overrides_is_the_sessions_own_choice(run, monkeypatch: pytest.MonkeyPatch):
+def test_a_session_without_a_fixture_chooses_for_itself(run, monkeypatch: pytest.MonkeyPatch):
     """Here a server that does not exist."""
     result = run(
         RECORD,

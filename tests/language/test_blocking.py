@@ -114,7 +114,7 @@ async def test_if_warnings_are_errors_the_session_ends(shown):
 
 
 @pytest.mark.anyio
-async def test_what_waits_without_blocking_has_no_frames():
+async def test_a_waiting_task_has_no_blocking_frames():
     """The stack of the loop's thread while it waits, as the watch sees it from its thread."""
     loop = threading.get_ident()
     found = []
@@ -126,7 +126,7 @@ async def test_what_waits_without_blocking_has_no_frames():
     look()  # this thread's own stack, in the loop: this test runs
     assert found[0] == []
     names = [frame.f_code.co_name for frame in found[1]]
-    assert names[:2] == ["look", "test_what_waits_without_blocking_has_no_frames"]  # then what runs tests
+    assert names[:2] == ["look", "test_a_waiting_task_has_no_blocking_frames"]  # then what runs tests
 
 
 def outside() -> list[str]:
@@ -285,7 +285,7 @@ def test_the_time_is_set_by_the_environment():
 
 
 @pytest.mark.anyio
-async def test_it_can_be_turned_off(monkeypatch):
+async def test_the_watch_can_be_turned_off(monkeypatch):
     monkeypatch.setenv("AGENTFLOW_BLOCKING_MS", "0")
     async with af.session(backend=af.Scripted([])) as flow, flow.state():
         assert flow._link._watch is None

@@ -208,7 +208,7 @@ async def test_f16b_a_script_answers_with_a_model(saved):
 
 
 @pytest.mark.parametrize("secret", [SecretStr("x"), Secretive(inner={"a": "x"}), Hidden(name="a", token="x")])
-async def test_f16b_what_cannot_be_read_back_is_neither_answered_nor_an_argument(secret):
+async def test_f16b_unreadable_values_are_neither_answers_nor_arguments(secret):
     async with af.session(backend=af.Scripted({"user": secret})) as flow, flow.state() as s:
         s += af.gen("user", schema=dict[str, Any])
         with pytest.raises(af.errors.BadArgument):
@@ -269,7 +269,7 @@ async def test_f16a_results_of_a_map_come_back_from_the_file(flow, saved, tmp_pa
 
 
 @pytest.mark.parametrize("value", [float("nan"), object(), bytes, "\ud800", [[float("inf")]], Area])
-def test_what_has_no_form_in_json_is_rejected(value):
+def test_a_type_without_a_json_form_is_rejected(value):
     with pytest.raises(ValueError):  # noqa: PT011  # the words are those of the libraries
         json_text(value)
 

@@ -206,7 +206,7 @@ READ_AFTERWARDS = [Even, Annotated[set[int], Field(min_length=2)]]
 
 
 @pytest.mark.parametrize("kind", [case[0] for case in CASES], ids=lambda kind: shown_type(kind)[:30])
-def test_what_the_grammar_generates_is_valid(kind: Any) -> None:
+def test_generated_text_is_valid(kind: Any) -> None:
     """Except where only the reader can decide."""
     schema, read = json_type(kind)
     compiled = compile_constraint(Constraint("schema", msgspec.json.encode(schema).decode()))
@@ -356,7 +356,7 @@ def test_two_definitions_of_one_name_stay_apart() -> None:
     ],
     ids=str,
 )
-def test_what_is_no_type_of_values_is_rejected(kind: Any) -> None:
+def test_an_invalid_value_type_is_rejected(kind: Any) -> None:
     with pytest.raises(af.errors.BadArgument) as failure:
         af.gen("x", schema=kind)
     assert failure.value.param == "schema"

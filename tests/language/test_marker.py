@@ -137,7 +137,7 @@ def test_a_truncated_marker_beside_a_whole_one_is_rejected():
         MARKERS.split(MARKER + MARKER[:30])
 
 
-def test_what_looks_like_a_marker_of_another_process_stays_text():
+def test_a_marker_of_another_process_stays_text():
     foreign = mark(Markers(), VARIABLES[0])
     for text in (foreign, foreign[:20], foreign.upper(), f"⟦af:{'0' * 32}:1⟧", "⟦af::1⟧"):
         assert MARKERS.split(text) == [text]

@@ -166,7 +166,7 @@ async def test_failures_with_one_exception_name_their_own_lines():
             assert await notes_of(branch) == [expected]
 
 
-async def test_what_a_run_raises_at_its_end_names_its_line():
+async def test_an_error_at_the_end_of_a_run_names_its_line():
     lines = []
 
     @af.program

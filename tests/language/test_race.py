@@ -156,7 +156,7 @@ async def test_nested_races_cancel_the_inner_states():
         assert backend.generator.num_running == 0
 
 
-async def test_what_cannot_race_is_rejected():
+async def test_a_contender_that_cannot_be_awaited_is_rejected():
     async def never() -> None:
         raise AssertionError
 

@@ -136,7 +136,7 @@ async def test_a_tag_that_does_not_match_its_schema_raises():
         await reply_of('<point>{"x": "far"}</point>', ALL)
 
 
-def test_what_a_backend_is_asked_for():
+def test_the_constraint_of_tags():
     constraint = af.gen("r", tags=[POINT, AGE], whitespace="tight", jump_forward=False).value_type.constraint
     assert (constraint.kind, constraint.whitespace, constraint.jump_forward) == ("tags", "tight", False)
     point, age = constraint.tags()

@@ -182,7 +182,7 @@ def constraint_of(**wanted: Any) -> Constraint | None:
     return af.gen("r", **wanted).value_type.constraint
 
 
-def test_what_a_backend_is_asked_for():
+def test_the_constraint_of_each_type():
     assert constraint_of() is None
     assert constraint_of(type=str) is None
     assert constraint_of(regex="a+") == Constraint("regex", "a+")

@@ -142,7 +142,7 @@ async def test_the_stream_of_events_is_replayed(path):
         assert await events(flow) == first
 
 
-async def test_what_was_recorded_on_a_server_is_replayed_without_it(path):
+async def test_a_recording_of_a_server_is_replayed_without_it(path):
     async def ask(s: af.State) -> list[str]:
         s += af.user("count #12") + af.gen("x")
         async with s.fork(2) as group:

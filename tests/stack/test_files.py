@@ -73,7 +73,7 @@ def test_an_image_runs_without_root_and_in_exec_form(target: str) -> None:
     assert not re.search("key|token|password|secret", settings, re.IGNORECASE)
 
 
-def test_what_is_copied_is_there_and_not_ignored() -> None:
+def test_copied_files_exist_and_are_not_ignored() -> None:
     kept = {
         line.removeprefix("!")
         for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
