@@ -134,7 +134,7 @@ def __dir__() -> list[str]:
     return list(__all__)
 
 
-# Loaded where they are used: most programs need one backend and no tools, and a command should start at once.
+# Loaded where they are used: most programs need one backend and no tools, and a command should start quickly.
 _LOADED_LATER = {
     "Embedded": "agentflow.backends.local",
     "Remote": "agentflow.backends.remote",

@@ -475,7 +475,7 @@ _BY_CODE = _tree(AgentflowError)
 
 
 def listed(names: Iterable[str], most: int = 10) -> str:
-    """The names, at most so many, for a message that says what there is.
+    """The first names, for a message that says what there is.
 
     >>> listed(["a", "b", "c"], most=2), listed([])
     ('a, b and 1 more', 'none')

@@ -288,7 +288,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--concurrency",
         type=count,
         metavar="N",
-        help="how many inputs run at once (default: as many as the engine runs in one batch)",
+        help="inputs that run concurrently (default: as many as the engine runs in one batch)",
     )
     add(
         "--retries",

@@ -168,7 +168,7 @@ class LogitEdits:
     forbidden_ids: IntArray
 
     def part(self, first: int, end: int) -> LogitEdits:
-        """Those of the rows from ``first`` up to ``end``, counted from ``first``."""
+        """The scored tokens of rows ``first`` to ``end`` (exclusive), renumbered from 0."""
         penalized = (self.penalized_rows >= first) & (self.penalized_rows < end)
         biased = (self.biased_rows >= first) & (self.biased_rows < end)
         forbidden = (self.forbidden_rows >= first) & (self.forbidden_rows < end)
@@ -196,7 +196,7 @@ class TokenMasks:
     words: NDArray[np.uint32]
 
     def part(self, first: int, end: int) -> TokenMasks | None:
-        """Those of the rows from ``first`` up to ``end``, counted from ``first``."""
+        """The scored tokens of rows ``first`` to ``end`` (exclusive), renumbered from 0."""
         chosen = (self.rows >= first) & (self.rows < end)
         return TokenMasks(self.rows[chosen] - first, self.words[chosen]) if chosen.any() else None
 
@@ -210,14 +210,14 @@ class ScoredTokens:
     token_ids: IntArray
 
     def part(self, first: int, end: int) -> ScoredTokens:
-        """Those of the rows from ``first`` up to ``end``, counted from ``first``."""
+        """The scored tokens of rows ``first`` to ``end`` (exclusive), renumbered from 0."""
         low, high = np.searchsorted(self.rows, (first, end)).tolist()
         return ScoredTokens(self.rows[low:high] - first, self.token_ids[low:high])
 
 
 @dataclass(slots=True, frozen=True)
 class BatchOutput:
-    """For each sampled row a token and what was asked for beside it.
+    """For each sampled row a token and the values requested with it.
 
     ``token_ids`` [S]: the sampled token, or the row's target; of a row that has none, a number below 0
     (``kernels.no_choice``). ``logprobs`` [S]: its log-probability under the

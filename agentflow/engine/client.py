@@ -246,7 +246,7 @@ class EngineClient:
         self.engine.send(CloseState(state))
 
     async def stats(self) -> EngineStats:
-        """Counters and gauges, read between two steps. ``EngineDown``, at once, while the engine restarts.
+        """Counters and gauges, read between two steps. ``EngineDown`` immediately while the engine restarts.
 
         Concurrent calls share one query. The answer includes all progress that the client had received before
         the query.
@@ -490,7 +490,7 @@ class _EngineThread(threading.Thread):
 
 @asynccontextmanager
 async def running_engine(load: Load, *, max_unfinished: int | None = None) -> AsyncIterator[EngineClient]:
-    """Runs an engine in a thread of its own within the scope. ``load`` runs there too, because loading takes
+    """Runs an engine in a separate thread within the scope. ``load`` runs there too, because loading takes
     seconds and must not block the event loop; its errors are raised here. Leaving the scope takes at most
     ``END_S``, also by a native ``task.cancel()``, which ignores shields; while ``load`` runs, no time."""
     thread = _EngineThread(load, max_unfinished)

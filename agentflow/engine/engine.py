@@ -1,6 +1,6 @@
 """The engine of one model: schedule, run the batch, read the output, report, in a loop.
 
-An ``Engine`` runs in a thread of its own, away from the event loop, or in a process of its own. It speaks
+An ``Engine`` runs in a separate thread, away from the event loop, or in a separate process. It speaks
 only in the messages of ``messages``: ``send`` queues one, and each step delivers a list of them. With
 nothing to run, the engine blocks on its inbox.
 
@@ -104,7 +104,7 @@ class _InFlight:
 
 class Engine:
     """Runs requests on ``runner``. ``send`` may be called from any thread. The engine's thread calls
-    ``deliver`` with the messages of a step: while the next step runs, or at once if there is none."""
+    ``deliver`` with the messages of a step: while the next step runs, or immediately if there is none."""
 
     def __init__(
         self, runner: ModelRunner, tokenizer: Tokenizer, config: SchedulerConfig, deliver: Deliver

@@ -2,7 +2,7 @@
 
 Its "KV" is the token id and positions written to each slot. The next token is a hash of all tokens that
 ``req_to_token`` shows, so a wrong slot or order, or a slot that another request overwrote, changes the
-output. A slot with the wrong position raises at once.
+output. A slot with the wrong position raises immediately.
 
 It has no logits. Penalties and biases raise ``NotImplementedError``; forbidden and masked tokens are never
 chosen. The likeliest tokens that it reports are the chosen one and its successors by id.

@@ -37,7 +37,7 @@ from agentflow.errors import BadArgument, UnknownModel
 
 logger = logging.getLogger(__name__)
 
-# Time limit of a load beside reading the weights: importing torch, compiling kernels, a cold disk.
+# Time limit of a load in addition to reading the weights: importing torch, compiling kernels, a cold disk.
 LOAD_S = 180.0
 SLOW_DISK_BYTES_PER_S = 20e6
 # Tokens of one forward pass of an encoder on a CPU, which computes whole texts.
@@ -136,7 +136,7 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
     from agentflow.engine.models.families.registry import is_native
     from agentflow.engine.models.torch_runner import TorchRunner
 
-    # In a process of its own, the pool is given, and was checked where the process was started.
+    # In a separate process, the pool is given, and was checked where the process was started.
     num_slots = options.kv_tokens if options.own_process else None
     num_slots = num_slots or _kv_tokens(options, folder, device)
     embeds = options.task == "embed"
@@ -235,8 +235,8 @@ def limit_spinning() -> None:
     OpenMP. Keeps the user's settings.
 
     Measured with one stream on two cores of AMD Zen 3: endless spinning gave 30 tokens/s on an idle machine
-    and 0.6 beside one busy process; no spinning 23 and 10; a count of 10,000 gave 35 on an idle machine. With
-    AMX the count makes no difference on an idle machine, from 2,000 to 1,000,000.
+    and 0.6 next to one busy process; no spinning 23 and 10; a count of 10,000 gave 35 on an idle machine.
+    With AMX the count makes no difference on an idle machine, from 2,000 to 1,000,000.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -78,9 +78,9 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
             metavar="NAME=PATH",
         ),
     ] = ()
-    max_unfinished: Annotated[
-        Count | None, doc("requests waiting and running at once; further ones are rejected")
-    ] = 4096
+    max_unfinished: Annotated[Count | None, doc("requests that wait or run; further ones are rejected")] = (
+        4096
+    )
     load_timeout_s: Annotated[
         Seconds | None,
         doc("time limit for loading (not set: 180 s, plus 1 s for each 20 MB of weights)"),
@@ -96,7 +96,7 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
 
 class EngineOptions(EngineSettings, frozen=True):
     """One engine. ``model``: a name, folder or GGUF file, as for ``resolve_model``. ``own_process``: it runs
-    in a process of its own, which is replaced when it dies, instead of in a thread. ``max_unfinished`` None:
+    in a separate process, which is replaced when it dies, instead of in a thread. ``max_unfinished`` None:
     no limit. ``adapter``: the one of ``loras`` that an embedded
     session uses."""
 

@@ -48,7 +48,7 @@ class RequestGate(Protocol):
     """Limits what a tenant may ask for. ``RateLimited`` beyond that."""
 
     def check(self, tenant: Tenant, num_requests: int = 1) -> None:
-        """Raises ``RateLimited`` if so many requests would not all be admitted now."""
+        """Raises ``RateLimited`` if ``num_requests`` requests would not all be admitted now."""
 
     def is_unlimited(self, tenant: Tenant) -> bool:
         """Whether the tenant has no limit on tokens and requests."""

@@ -95,7 +95,7 @@ class Link:
     number. ``variables``: the unfinished variables by number."""
 
     is_tracing = False
-    """Whether nothing runs, so that awaits return at once."""
+    """Whether nothing runs, so that awaits return immediately."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed

@@ -78,7 +78,7 @@ class Capabilities(msgspec.Struct, frozen=True):
         has no embedding model of this name (empty: the default)."""
         if not self.embedding_models:
             raise NotSupported(
-                f"{self.model} makes no embeddings: give the session an embed_model, or serve one beside it"
+                f"{self.model} makes no embeddings: give the session an embed_model, or serve one as well"
             )
         if model and model not in self.embedding_models:
             known = ", ".join(self.embedding_models)

@@ -29,8 +29,9 @@ WANTED_KV_TOKENS = 65_536
 MIN_KV_TOKENS = 1_024
 # The largest fraction of the free memory for the KV pool of a single model.
 MAX_KV_FRACTION = 0.5
-# What a process needs beside weights and KV: torch, the tokenizer, activations. Larger vocabularies need
-# more: the tokenizer of Gemma's 262,144 tokens takes 440 MB, and the logits of 256 rows 270 MB.
+# The memory of a process in addition to weights and KV: torch, the tokenizer, activations. Larger
+# vocabularies need more: the tokenizer of Gemma's 262,144 tokens takes 440 MB, and the logits of 256 rows 270
+# MB.
 PROCESS_BYTES = 500_000_000
 PROCESS_VOCABULARY = 50_000
 TOKEN_BYTES = 1_600
@@ -63,12 +64,12 @@ class MemoryNeed:
 
     @property
     def fixed_bytes(self) -> int:
-        """What it needs beside the KV pool."""
+        """Its need without the KV pool."""
         return self.weight_bytes + work_bytes(self.vocabulary)
 
 
 def work_bytes(vocabulary: int) -> int:
-    """Bytes that the process of a model with this vocabulary needs beside weights and KV."""
+    """Bytes that the process of a model with this vocabulary needs in addition to weights and KV."""
     return PROCESS_BYTES + TOKEN_BYTES * max(0, vocabulary - PROCESS_VOCABULARY)
 
 

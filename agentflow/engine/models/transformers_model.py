@@ -344,7 +344,7 @@ def load_transformers(
         ) from error
     _check_loaded(folder, loading)
     logger.warning(
-        "%s runs through transformers, because it has no kernels of its own here: slower than the native "
+        "%s runs through transformers, because it has no native kernels here: slower than the native "
         "architectures",
         architecture,
     )

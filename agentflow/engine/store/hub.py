@@ -221,7 +221,7 @@ class _Pull:
             return
         if "auto_map" in config:
             raise PullFailed(
-                f"{self._name} needs code of its own (auto_map in config.json), which is never run: take a "
+                f"{self._name} needs custom code (auto_map in config.json), which is never run: take a "
                 "model whose architecture transformers has",
                 param="auto_map",
             )

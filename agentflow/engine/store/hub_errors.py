@@ -85,7 +85,7 @@ def _of_answer(error: Any, hub: str, name: HubName, file: str) -> tuple[str, str
         token = "" if has_token else f", or with a token, which is allowed more ({log_in})"
         return f"{hub} has received too many requests from here: pull again {wait}{token}", repository
     if status >= 500:
-        return f"{hub} has a fault of its own (status {status}): pull {name} again later", repository
+        return f"{hub} has an internal fault (status {status}): pull {name} again later", repository
     return f"{hub} answered {name} with status {status}: check HF_ENDPOINT and the name", repository
 
 

@@ -57,7 +57,7 @@ def check_gguf(file: Path) -> None:
                 magic = content.read(len(_GGUF_MAGIC))
         except FileNotFoundError:
             raise BadModelFolder(
-                f"{file.name} needs {part.name} beside it, which is missing: fetch all {len(parts)} files",
+                f"{part.name} is missing next to {file.name}: fetch all {len(parts)} files",
                 param=part.name,
             ) from None
         except OSError as error:

@@ -31,7 +31,7 @@ MAX_REMEMBERED = 8_000
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TextRun:
     """Text that is encoded as a whole, or generated text."""
 
     text: str
@@ -43,7 +43,7 @@ class Part:
     """One turn, or text outside all turns."""
 
     role: str | None  # None: text outside turns
-    runs: tuple[Run, ...] = ()
+    runs: tuple[TextRun, ...] = ()
     is_open: bool = False
     given: Message | None = None  # has the fields of the turn's message other than its content
     called: Message | None = None  # the reply with tool calls that this turn is
@@ -185,15 +185,15 @@ def _markup(layout: Layout, tokenizer: Tokenizer, start: int, end: int) -> Itera
         yield Span(layout.text[at:end], is_markup=True)
 
 
-def _rewritten(runs: Sequence[Run], text: str, tokenizer: Tokenizer) -> list[Run]:
+def _rewritten(runs: Sequence[TextRun], text: str, tokenizer: Tokenizer) -> list[TextRun]:
     """Returns the runs of a turn that the template shows as ``text``: completely, in part, or replaced."""
     whole = "".join([run.text for run in runs])
     if text == whole:
         return list(runs)
     start = 0 if whole.startswith(text) else whole.rfind(text)
     if start < 0:
-        return [Run(text)]
-    kept: list[Run] = []
+        return [TextRun(text)]
+    kept: list[TextRun] = []
     at = 0
     for run in runs:
         low, high = max(start - at, 0), min(start + len(text) - at, len(run.text))
@@ -203,22 +203,22 @@ def _rewritten(runs: Sequence[Run], text: str, tokenizer: Tokenizer) -> list[Run
     return kept
 
 
-def _slice(tokenizer: Tokenizer, run: Run, low: int, high: int) -> Run:
+def _slice(tokenizer: Tokenizer, run: TextRun, low: int, high: int) -> TextRun:
     """Returns characters ``low`` to ``high`` of a run. Generated tokens that are completely inside are
     kept."""
     if run.ids is None or (low, high) == (0, len(run.text)):
-        return Run(run.text[low:high], run.ids)
+        return TextRun(run.text[low:high], run.ids)
     if len(run.text) + len(run.ids) > MAX_REMEMBERED:
         return _decoded_slice(tokenizer, run, low, high)
     return _remembered_slice(tokenizer, run, low, high)
 
 
-def _decoded_slice(tokenizer: Tokenizer, run: Run, low: int, high: int) -> Run:
+def _decoded_slice(tokenizer: Tokenizer, run: TextRun, low: int, high: int) -> TextRun:
     assert run.ids is not None
     detokenizer = Detokenizer(tokenizer)
     if detokenizer.push_all(run.ids) != run.text:
-        return Run(run.text[low:high])
-    return Run(run.text[low:high], tuple(detokenizer.ids_of(low, high)))
+        return TextRun(run.text[low:high])
+    return TextRun(run.text[low:high], tuple(detokenizer.ids_of(low, high)))
 
 
 # Each turn of a conversation slices all turns before it.
@@ -275,10 +275,10 @@ class PlainTools:
         for part in parts:
             is_result, runs = part.role == "tool", part.runs
             if is_result:
-                end = () if part.is_open else (Run(RESULT_END),)
-                part = Part("user", _merged((Run(RESULT_BEGIN), *runs, *end)), part.is_open)
+                end = () if part.is_open else (TextRun(RESULT_END),)
+                part = Part("user", _merged((TextRun(RESULT_BEGIN), *runs, *end)), part.is_open)
             if is_answering and part.role == "user":
-                runs = _merged((*shown[-1].runs, Run("\n"), *part.runs))
+                runs = _merged((*shown[-1].runs, TextRun("\n"), *part.runs))
                 shown[-1] = replace(part, runs=runs)
             else:
                 shown.append(part)
@@ -292,19 +292,19 @@ class PlainTools:
         part = shown[first] if first < len(shown) else None
         if part is not None and part.role == "system":
             said = f"\n\n{self.description}" if part.text else self.description
-            shown[first] = replace(part, runs=_merged((*part.runs, Run(said))))
+            shown[first] = replace(part, runs=_merged((*part.runs, TextRun(said))))
         elif self.has_system:
-            shown.insert(first, Part("system", (Run(self.description),)))
+            shown.insert(first, Part("system", (TextRun(self.description),)))
         elif part is not None:
-            shown[first] = replace(part, runs=_merged((Run(f"{self.description}\n\n"), *part.runs)))
+            shown[first] = replace(part, runs=_merged((TextRun(f"{self.description}\n\n"), *part.runs)))
 
 
-def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
+def _merged(runs: Sequence[TextRun]) -> tuple[TextRun, ...]:
     """Returns the runs with adjacent text that is not encoded yet joined to one run."""
-    merged: list[Run] = []
+    merged: list[TextRun] = []
     for run in runs:
         if merged and run.ids is None and merged[-1].ids is None:
-            merged[-1] = Run(merged[-1].text + run.text)
+            merged[-1] = TextRun(merged[-1].text + run.text)
         else:
             merged.append(run)
     return tuple(merged)
@@ -403,7 +403,7 @@ class TokenState:
         """Appends generated text: ``ids`` without the end token, and their text."""
         self._take_pending()
         if ids:
-            self._parts = _with_run(self._parts, Run(text, tuple(ids)))
+            self._parts = _with_run(self._parts, TextRun(text, tuple(ids)))
             self._has_changed()
 
     def called(self, reply: Message) -> None:
@@ -524,7 +524,7 @@ class TokenState:
 
     def _all_parts(self) -> list[Part]:
         """Returns the parts, with the pending text as a separate run."""
-        return _with_run(self._parts, Run("".join(self._pending))) if self._pending else self._parts
+        return _with_run(self._parts, TextRun("".join(self._pending))) if self._pending else self._parts
 
     def _shown(self, parts: list[Part]) -> list[Part]:
         """Returns the parts for the template."""
@@ -600,7 +600,7 @@ class TokenState:
         self._ids_read = None
 
 
-def _with_run(parts: list[Part], run: Run) -> list[Part]:
+def _with_run(parts: list[Part], run: TextRun) -> list[Part]:
     """Returns ``parts`` with ``run`` appended: to the open turn or outside all turns."""
     last = parts[-1] if parts else None
     if last is not None and (last.is_open or last.role is None):

@@ -413,7 +413,7 @@ class ProgramMap(AsyncOnly, Generic[ResultT]):
         if not isinstance(program, Graph):
             check_program(program, "map")
         if concurrency is not None and not is_whole(concurrency, 1, math.inf):
-            raise BadArgument(f"map: concurrency={concurrency!r}: say how many may run at once, 1 or more")
+            raise BadArgument(f"map: concurrency={concurrency!r}: give a whole number, 1 or more")
         if on_error not in ("raise", "return"):
             raise BadArgument(
                 f"map: on_error={on_error!r}: give 'raise' (the first failure ends the map) "

@@ -184,7 +184,7 @@ class ResultsFile:
         if header.program != ours.program:
             raise self._wrong(
                 f"it has the results of program {header.program!r}, not of {ours.program!r}: give each "
-                "program a file of its own"
+                "program a separate file"
             )
         if header.source is not None and ours.source is not None and header.source != ours.source:
             warnings.warn(

@@ -33,7 +33,7 @@ class HttpLimits(Declared, frozen=True, kw_only=True):
     ] = 256_000_000
     response_lifetime_s: Annotated[Seconds, doc("time for which a response is stored")] = 86_400.0
     max_background_responses: Annotated[
-        Count, doc("responses of one tenant that run in the background at once")
+        Count, doc("responses of one tenant that run in the background concurrently")
     ] = 64
     max_embedding_inputs: Annotated[Count, doc("inputs of one request for embeddings")] = 2048
     max_embedding_tokens: Annotated[
@@ -57,14 +57,12 @@ class ServerLimits(Declared, frozen=True, kw_only=True):
         int, Meta(ge=MIN_FRAME_BYTES), doc("size of one websocket message, in either direction")
     ] = MAX_FRAME_BYTES
     max_connections: Annotated[
-        Count, doc("websockets open at once; HTTP and websockets together: twice as many connections")
+        Count, doc("open websockets; HTTP and websockets together: twice as many connections")
     ] = 2_000
     max_connections_per_address: Annotated[
         Count, doc("connections of both kinds from one address other than this machine")
     ] = 512
-    max_sessions: Annotated[
-        Count, doc("websocket sessions open at once, with those that wait to be resumed")
-    ] = 1_000
+    max_sessions: Annotated[Count, doc("open websocket sessions, with those that wait to be resumed")] = 1_000
     session_bytes: Annotated[Count, doc("memory for the ops, states and values of one session")] = 256_000_000
     sessions_bytes: Annotated[Count, doc("memory for those of all sessions")] = 2_000_000_000
     resume_grace_s: Annotated[SecondsOrZero, doc("time in which a lost session can be resumed")] = 10.0

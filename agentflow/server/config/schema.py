@@ -46,7 +46,7 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
         Fraction, doc("fraction of the free memory for the weights and KV pools of all models")
     ] = 0.8
     served_model_names: Annotated[
-        tuple[Text, ...], doc("names of the only model, instead of its own; the first is its main one")
+        tuple[Text, ...], doc("names for the only model, which replace its name; the first is its main one")
     ] = ()
 
 

@@ -296,7 +296,7 @@ class TimedWebSocketProtocol(WebSocketsSansIOProtocol):
     not answer the handshake within ``handshake_timeout_s``.
 
     Parses what a client sends in turns, and not while the client does not read, or the application has
-    messages: pings are answered at once, and frames without data take long.
+    messages: pings are answered immediately, and frames without data take long.
     """
 
     def __init__(

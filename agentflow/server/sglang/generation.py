@@ -33,7 +33,7 @@ _SAMPLING = "sampling_params"
 # Fields whose names differ from the engine's.
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 _WHY_UNSUPPORTED = {
-    "lora_path": "an adapter is a model of its own: give its name as 'model' (GET /v1/models lists them)",
+    "lora_path": "an adapter is a separate model: give its name as 'model' (GET /v1/models lists them)",
     "session_params": "the prefix cache keeps what requests have in common: send the whole prompt",
     "return_hidden_states": "the engine returns tokens only",
     "token_ids_logprob": "use top_logprobs_num",

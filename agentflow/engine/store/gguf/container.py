@@ -132,9 +132,7 @@ def read_container(path: Path) -> Container:
     for number in range(2, count + 1):
         shard = path.with_name(f"{name[1]}-{number:05}-of-{count:05}.gguf")
         if not shard.is_file():
-            raise BadModelFolder(
-                f"{path.name} needs {shard.name} beside it, which is missing", param=shard.name
-            )
+            raise BadModelFolder(f"{path.name} needs {shard.name} in the same folder", param=shard.name)
         tensors |= _read_file(shard).tensors
     return Container(path, first.metadata, tensors)
 
