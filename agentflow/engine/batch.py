@@ -168,7 +168,7 @@ class LogitEdits:
     forbidden_ids: IntArray
 
     def part(self, first: int, end: int) -> LogitEdits:
-        """The scored tokens of rows ``first`` to ``end`` (exclusive), renumbered from 0."""
+        """Rows ``first`` to ``end`` (exclusive), renumbered from 0."""
         penalized = (self.penalized_rows >= first) & (self.penalized_rows < end)
         biased = (self.biased_rows >= first) & (self.biased_rows < end)
         forbidden = (self.forbidden_rows >= first) & (self.forbidden_rows < end)
@@ -196,7 +196,7 @@ class TokenMasks:
     words: NDArray[np.uint32]
 
     def part(self, first: int, end: int) -> TokenMasks | None:
-        """The scored tokens of rows ``first`` to ``end`` (exclusive), renumbered from 0."""
+        """Rows ``first`` to ``end`` (exclusive), renumbered from 0."""
         chosen = (self.rows >= first) & (self.rows < end)
         return TokenMasks(self.rows[chosen] - first, self.words[chosen]) if chosen.any() else None
 
@@ -210,7 +210,7 @@ class ScoredTokens:
     token_ids: IntArray
 
     def part(self, first: int, end: int) -> ScoredTokens:
-        """The scored tokens of rows ``first`` to ``end`` (exclusive), renumbered from 0."""
+        """Rows ``first`` to ``end`` (exclusive), renumbered from 0."""
         low, high = np.searchsorted(self.rows, (first, end)).tolist()
         return ScoredTokens(self.rows[low:high] - first, self.token_ids[low:high])
 

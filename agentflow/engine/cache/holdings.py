@@ -22,18 +22,16 @@ IDLE_WEIGHT = 1e-6
 
 
 class Holding:
-    """Tokens of one owner in the cache. ``num_cached`` and ``num_locked``: how many. ``weight``: against
-    other owners. ``last_used``: tokens that had entered the cache when the owner last used it.
-    ``queued_level``: its level in the heap (0: not in the heap)."""
+    """Tokens of one owner in the cache."""
 
     def __init__(self, owner: Hashable) -> None:
         self.owner = owner
         self.num_cached = 0
-        self.num_locked = 0
-        self.weight = 1.0
-        self.last_used = 0
-        self.is_idle = False
-        self.queued_level = 0.0
+        self.num_locked = 0  # of the cached tokens
+        self.weight = 1.0  # against other owners
+        self.last_used = 0  # tokens that had entered the cache when the owner last used it
+        self.is_idle = False  # it has not used the cache for long
+        self.queued_level = 0.0  # its level in the heap; 0: not in the heap
 
     @property
     def num_evictable(self) -> int:

@@ -5,8 +5,8 @@ run of token ids with the slot of each. There is one tree for each *extra key* (
 share KV only within a tree. A *lock* on a node protects it and all its ancestors from eviction.
 
 Eviction frees exactly as many tokens as needed, from the ends of unlocked leaves. ``holdings`` says which
-owners (tenants) lose them. Of one owner it takes first what no open state needs (``keep``), then the least
-recently used.
+owners (tenants) lose them. Of one owner it takes first the leaves that no open state needs (``keep``), then
+the least recently used.
 
 Costs: ``match``, ``peek`` and ``extend`` touch only one path. ``evict`` touches the owners that lose tokens,
 and the leaves that it shortens or removes, found in heaps with lazy deletion. Token runs are ``bytes``, four
@@ -58,13 +58,7 @@ def common_prefix_len(a: TokenRun, b: TokenRun) -> int:
 
 
 class Node:
-    """One edge of the tree: ``run`` and the ``slots`` of its tokens, below ``parent``.
-
-    ``start``: tokens above it. ``digests``: of the blocks that end in it, if blocks are reported.
-    ``num_prompt``: leading tokens that were part of a prompt when first computed; the others were generated.
-    ``account``: its owner's. ``keeps``: number of open states that end here. ``moved_to``: a removed node's
-    former parent. ``number``: identifies it, 0 for a root.
-    """
+    """One edge of the tree: ``run`` and the ``slots`` of its tokens, below ``parent``."""
 
     __slots__ = (
         "__weakref__",
@@ -93,20 +87,20 @@ class Node:
         last_access: int,
         account: Account,
     ) -> None:
-        self.account = account
-        self.start = start
-        self.digests: list[bytes] = []
+        self.account = account  # its owner's
+        self.start = start  # tokens above it
+        self.digests: list[bytes] = []  # of the blocks that end in it, if blocks are reported
         self.run = run
         self.slots = slots
         self.parent = parent
         self.children: dict[TokenRun, Node] = {}  # by their first token
         self.extra_key: Hashable = None  # roots only
-        self.num_prompt = len(slots)
+        self.num_prompt = len(slots)  # leading tokens that a prompt computed; the others were generated
         self.locks = 0
-        self.keeps = 0
+        self.keeps = 0  # open states that end here
         self.last_access = last_access
-        self.moved_to: Node | None = None
-        self.number = 0
+        self.moved_to: Node | None = None  # a removed node's former parent
+        self.number = 0  # identifies it; 0 for a root
 
     @property
     def is_evictable(self) -> bool:
@@ -114,21 +108,23 @@ class Node:
 
 
 class PrefixMatch(NamedTuple):
-    """A matched prefix: its last node (to lock or keep), its length in tokens, and how many of these were
-    generated when they were first computed."""
+    """A matched prefix."""
 
-    node: Node
+    node: Node  # the last, to lock or keep
     num_tokens: int
-    num_output: int = 0
+    num_output: int = 0  # of the tokens: generated when they were first computed
 
 
 class RadixCache:
     """The trees of one model. Slots enter by ``extend`` and leave by ``evict``; the caller has the free list.
-    ``num_cached``: tokens in the trees. ``num_locked``: those under a lock.
 
-    ``owner_of``: returns the owner of an extra key. ``idle_after``: an owner that does not use the cache
-    while this many tokens enter it loses its claim to a part (0: never). ``on_blocks``: called with blocks
-    that enter and leave; the first blocks follow ``blocks.root_digest(model, extra_key)``.
+    Args:
+        owner_of: Returns the owner of an extra key.
+        idle_after: An owner that does not use the cache while this many tokens enter it loses its claim to a
+            part; 0: never.
+        model: The model's identity.
+        on_blocks: Called with blocks that enter and leave; the first blocks follow
+            ``blocks.root_digest(model, extra_key)``.
     """
 
     def __init__(
@@ -151,7 +147,9 @@ class RadixCache:
         self.recent: OrderedDict[Node, None] = OrderedDict()
         """The nodes where the last ``MAX_RECENT`` used prefixes end, the least recent first."""
         self.num_cached = 0
+        """Tokens in the trees."""
         self.num_locked = 0
+        """Tokens in the trees that are locked."""
 
     @property
     def num_evictable(self) -> int:
@@ -187,11 +185,18 @@ class RadixCache:
         *,
         num_prompt: int | None = None,
     ) -> tuple[PrefixMatch, int]:
-        """Puts ``run`` into the cache, in ``slots``. ``match`` is a prefix of it that is locked (or empty).
-        Tokens from index ``num_prompt`` on count as generated.
+        """Puts a run into the cache.
 
-        Returns the match of all of ``run``, and how many of its tokens were cached already. The caller keeps
-        the ``slots`` of that many leading tokens; ``write_slots`` has the tree's own.
+        Args:
+            match: A prefix of the run that is locked, or empty.
+            extra_key: Its tree.
+            run: The tokens.
+            slots: Their slots.
+            num_prompt: Tokens from this index on count as generated; None: no token does.
+
+        Returns:
+            The match of all of ``run``, and how many of its tokens were cached already. The caller keeps the
+            ``slots`` of that many leading tokens; ``write_slots`` has the tree's slots.
         """
         self.clock += 1
         if match.node.parent is None:
@@ -258,7 +263,7 @@ class RadixCache:
             node = node.parent
 
     def keep(self, match: PrefixMatch) -> None:
-        """An open state ends here: evicts this after what no state needs. Not a lock. Counted."""
+        """An open state ends here: evicts this after tokens that no state needs. Not a lock. Counted."""
         match.node.keeps += 1
         self._requeue(match.node)
 
@@ -471,11 +476,11 @@ class RadixCache:
             node.account.leaves.push(node)
 
     def accounts(self) -> Iterable[Account]:
-        """What each owner has in the cache."""
+        """The accounts of all owners with cached tokens."""
         return self._accounts.values()
 
-    def account_of(self, owner: Hashable) -> Account | None:
-        """What the owner has in the cache, or None if it has nothing."""
+    def find_account(self, owner: Hashable) -> Account | None:
+        """The owner's account, or None if it has no cached tokens."""
         return self._accounts.get(owner)
 
     def nodes(self) -> Iterator[Node]:
@@ -524,13 +529,12 @@ class RadixCache:
 
 
 class Account(Holding):
-    """What one owner has in the cache. ``leaves``: those that could be evicted. ``roots``: of its trees, the
-    newest last."""
+    """The trees of one owner."""
 
     def __init__(self, owner: Hashable) -> None:
         super().__init__(owner)
-        self.leaves = EvictionQueue()
-        self.roots: dict[Node, None] = {}
+        self.leaves = EvictionQueue()  # the leaves that could be evicted
+        self.roots: dict[Node, None] = {}  # of its trees, the newest last
         self.num_nodes = 0
 
 

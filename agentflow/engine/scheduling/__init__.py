@@ -1,4 +1,4 @@
-"""What the next forward pass computes: standard library and numpy only.
+"""Decides the work of the next forward pass. Needs the standard library and numpy only.
 
 Read ``scheduler`` (a step, top down) first, with ``kv_memory`` (the slots of running requests around the
 cache) and ``admission`` (memory for outputs). Then ``policies`` (the interface, and the simple ones),

@@ -1,4 +1,4 @@
-"""How many slots of the pool to keep for what running requests will still generate.
+"""How many slots of the pool to keep for the tokens that running requests will still generate.
 
 Reserving the limit of every request wastes most of the pool: most requests end before their limit, and they
 do not end together. Reserving nothing admits requests that must be preempted a few steps later. The reserve
@@ -54,7 +54,7 @@ MIN_LENGTHS = 8
 """A kind with fewer lengths to choose from tells too little."""
 MAX_KINDS = 4096
 FIRST_FRACTION = 0.5
-"""A request of which nothing is known uses this part of what is left of its limit."""
+"""A request without known lengths is expected to use this part of its remaining limit."""
 UNBOUNDED = 2**62
 """The length of an output that its limit cut."""
 GOLDEN_RATIO = 0.6180339887498949
@@ -65,14 +65,12 @@ Outlooks = NDArray[np.int64]
 
 
 class Outlook(NamedTuple):
-    """What is expected of a request. ``left``: tokens that it still generates. ``own``: slots that only it
-    uses once its present tokens are computed. ``taken``: how many of them it has. ``steps``: until it ends.
-    """
+    """The expected course of a request."""
 
-    left: int
-    own: int
-    taken: int
-    steps: int
+    left: int  # tokens that it still generates
+    own: int  # slots that only it uses once its present tokens are computed
+    taken: int  # slots of these that it has already
+    steps: int  # until it ends
 
 
 class OutputReserve:
@@ -83,7 +81,7 @@ class OutputReserve:
         self.caution = 0.0
 
     def expected(self, request: Request) -> int:
-        """Tokens that the request will probably still generate, by what its program says or by the lengths of
+        """Tokens that the request will probably still generate, by its program's hint or by the lengths of
         past outputs."""
         left = request.max_new_tokens - request.num_generated
         if left <= MIN_RESERVED:
@@ -96,7 +94,7 @@ class OutputReserve:
         return request.num_tokens - request.num_computed + request.num_nodes_left + self.expected(request)
 
     def outlook(self, request: Request, token_budget: int) -> Outlook:
-        """What is expected of the request, if steps compute ``token_budget`` tokens of its prompt."""
+        """The request's outlook, if steps compute ``token_budget`` tokens of its prompt."""
         left = self.expected(request)
         num_chunks = math.ceil(request.num_to_compute / token_budget)
         return Outlook(
@@ -122,16 +120,15 @@ class OutputReserve:
 
 
 class Reservation(NamedTuple):
-    """A blocked request, as in the module's docstring. ``start``: in how many steps it is expected to start.
-    ``cached``: slots of its cached prefix that nothing else protects."""
+    """The reservation of a blocked request, as in the module's docstring."""
 
-    head: Outlook
-    start: int
-    cached: int
+    head: Outlook  # of the blocked request
+    start: int  # in how many steps it is expected to start
+    cached: int  # slots of its cached prefix that nothing else protects
 
 
 class Admission:
-    """Which waiting requests may start in one step, beside the ``running`` ones. ``step``: its number.
+    """Which waiting requests may start in step number ``step``, next to the ``running`` ones.
 
     ``available``, in all methods: slots that are free or can be evicted, without the request's own prefix.
     ``is_open``: whether further requests may be tried.
@@ -175,7 +172,8 @@ class Admission:
             self._outlooks = np.vstack((self._outlooks, self._outlook(request)))
 
     def hold_back(self, request: Request, available: int, cached: int) -> None:
-        """The request does not fit. The first such request gets the reservation. ``cached``: see there."""
+        """The request does not fit. The first such request gets the reservation. ``cached``: as in
+        ``Reservation``."""
         self._num_held_back += 1
         if self._reservation is None and self._running:
             outlooks, head = self._running_outlooks(), self._outlook(request)
@@ -198,24 +196,25 @@ class Admission:
 
 
 def need_at_peak(outlooks: Outlooks) -> int:
-    """Slots that requests together need beyond those they have, at the worst moment. All advance in step, and
-    each frees what only it uses after generating what is expected."""
+    """Slots that requests together need beyond the slots they have, at the worst moment. All advance in step,
+    and each frees its own slots once it has generated the expected tokens."""
     left, own, taken, _ = outlooks[np.argsort(-outlooks[:, 0], kind="stable")].T
     return max(0, int(_in_use(left, own).max() - taken.sum()))
 
 
 def _fits_from(starts: Steps, head: Outlook, outlooks: Outlooks, available: int) -> NDArray[np.bool_]:
-    """For each of ``starts``, in steps: whether ``head`` fits into memory from then until its end, beside the
-    others that still run then. The use of memory is highest when one of them ends, before it frees its slots.
+    """For each of ``starts``, in steps: whether ``head`` fits into memory from then until its end, next to
+    the others that still run then. The use of memory is highest when one of them ends, before it frees its
+    slots.
     """
     _, own, taken, ends = outlooks[np.argsort(-outlooks[:, 3], kind="stable")].T
     capacity = available + int(taken.sum())
     head_ends = starts + head.steps
-    is_beside = (ends > starts[:, None]) & (ends <= head_ends[:, None])
-    fits = (_in_use(ends, own) + head.own + ends - starts[:, None] <= capacity) | ~is_beside
-    num_beside = np.searchsorted(-ends, -head_ends, side="right")
-    beside = np.append(0, own.cumsum())[num_beside] + head_ends * num_beside
-    fits_at_end = beside + head.own + head.steps <= capacity
+    is_next_to = (ends > starts[:, None]) & (ends <= head_ends[:, None])
+    fits = (_in_use(ends, own) + head.own + ends - starts[:, None] <= capacity) | ~is_next_to
+    num_next_to = np.searchsorted(-ends, -head_ends, side="right")
+    own_next_to = np.append(0, own.cumsum())[num_next_to] + head_ends * num_next_to
+    fits_at_end = own_next_to + head.own + head.steps <= capacity
     found: NDArray[np.bool_] = (fits.all(axis=1) & fits_at_end) | (ends[0] <= starts)
     return found
 

@@ -31,7 +31,7 @@ def build_batch(
     sampling: SamplingTable,
     before: Sequence[Row] = (),
 ) -> Batch:
-    """The batch of ``rows``, which are in the order of ``rows_of``.
+    """Builds the batch of ``rows``, which are in the order of ``make_rows``.
 
     Args:
         rows: The records of the batch.
@@ -73,8 +73,8 @@ def build_batch(
         num_decode=num_single,
         sampled=sampled,
         trees=tree_attention,
-        adapters=_adapters_of(work, trees) if sampling.any_adapted(rows) else None,
-        media=_media_of(work, trees, positions) if sampling.any_with_media(rows) else None,
+        adapters=_find_adapters(work, trees) if sampling.any_adapted(rows) else None,
+        media=_find_media(work, trees, positions) if sampling.any_with_media(rows) else None,
         pending=_pending_tokens(work[:num_single], before) if before else None,
     )
 
@@ -96,7 +96,7 @@ def _pending_tokens(singles: Sequence[Row], before: Sequence[Row]) -> PendingTok
     return PendingTokens(np.array(places, dtype=np.int64), np.array(outputs, dtype=np.int64))
 
 
-def _adapters_of(work: Sequence[Row], trees: Sequence[Row]) -> BatchAdapters:
+def _find_adapters(work: Sequence[Row], trees: Sequence[Row]) -> BatchAdapters:
     """The adapters of the scheduled tokens."""
     places: dict[str, int] = {}
     of_requests: list[int] = []
@@ -107,7 +107,7 @@ def _adapters_of(work: Sequence[Row], trees: Sequence[Row]) -> BatchAdapters:
     return BatchAdapters(tuple(places), np.repeat(np.array(of_requests, dtype=np.int64), counts))
 
 
-def _media_of(work: Sequence[Row], trees: Sequence[Row], positions: IntArray) -> BatchMedia:
+def _find_media(work: Sequence[Row], trees: Sequence[Row], positions: IntArray) -> BatchMedia:
     """The media of the scheduled tokens, whose places in their sequences are ``positions``."""
     num_axes = max(row.request.rope.shape[0] for row in (*work, *trees) if row.request.rope is not None)
     rope = np.repeat(positions[np.newaxis], num_axes, axis=0)
@@ -136,8 +136,8 @@ def _media_of(work: Sequence[Row], trees: Sequence[Row], positions: IntArray) ->
 
 
 def _next_tokens(work: Sequence[Row], num_single: int) -> IntArray:
-    """The scheduled tokens in order; the first ``num_single`` rows have one each. Those that are pending are
-    any number."""
+    """The scheduled tokens in order; the first ``num_single`` rows have one each. The id of a pending token
+    is any number."""
     token_ids = np.array([row.request.tokens[row.start] for row in work[:num_single]], dtype=np.int64)
     if num_single == len(work):
         return token_ids

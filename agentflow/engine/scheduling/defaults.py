@@ -1,4 +1,4 @@
-"""The scheduler's defaults, apart from it: it needs numpy, and the commands of a bare install print them."""
+"""The scheduler's defaults, in a module that needs no numpy: the commands of a bare install print them."""
 
 from typing import Final, Literal, get_args
 

@@ -1,22 +1,22 @@
-"""``fair-lpm``: longest prefix match, with a weight for each tenant, room for short prompts beside long ones,
-and a bound on overtaking.
+"""``fair-lpm``: longest prefix match, with a weight for each tenant, room for short prompts next to long
+ones, and a bound on overtaking.
 
 **Between tenants.** Each token that a step computes for a tenant is charged to it when it is computed, prompt
-tokens and generated ones alike. Cached tokens are free, and so is what is computed again after a preemption
+tokens and generated ones alike. Cached tokens are free, and so are tokens computed again after a preemption
 (the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, with
 uncached tokens as the cost). Prompt tokens are scheduled in chunks of at most c tokens. Each chunk goes to
-the tenant with the lowest charge for its weight among those that can use it. A tenant that returns after
-being idle starts at the lowest charge of the active tenants: idle time earns no credit.
+the tenant with the lowest charge for its weight among the tenants that can use it. A tenant that returns
+after being idle starts at the lowest charge of the active tenants: idle time earns no credit.
 
 **Weights.** Let tenants a and b with weights s(a) and s(b) start at equal charges, and let both be able to
 use every chunk from then on: each has a running prompt with tokens left, or a waiting request that is not
-blocked and may start by the rules of ``admission``. Let C(x) be what x was charged since, and G the most
+blocked and may start by the rules of ``admission``. Let C(x) be the charge of x since then, and G the most
 tokens that the requests of one tenant which run together generate from one moment on. Then::
 
     | C(a) / s(a) - C(b) / s(b) |  <=  (c + G) / min(s(a), s(b))
 
 Proof. Take the last chunk that went to a. Before it, C(a) / s(a) <= C(b) / s(b). The chunk adds at most c to
-C(a), and what a is charged after it are generated tokens of requests that run at that moment, at most G. C(b)
+C(a), and after it a is charged only for generated tokens of requests that run at that moment, at most G. C(b)
 never decreases. So C(a) / s(a) - C(b) / s(b) <= (c + G) / s(a); without any chunk for a it is at most G /
 s(a). The same holds with a and b exchanged. ∎
 
@@ -33,7 +33,7 @@ overtaken so far, or if it has a higher priority, or else an earlier deadline, o
 this order goes first. However, the prompt that was admitted first gets a chunk whenever it has less than a
 third of the tokens that the tenant's other prompts got in this step, so that it always advances.
 
-**Short beside long.** Let a short request r of a tenant arrive beside any number of running or waiting long
+**Short next to long.** Let a short request r of a tenant arrive next to any number of running or waiting long
 prompts of its tenant that have no higher priority, no deadline and the same objective. Let S be the tokens to
 compute of r and of the short requests before it, and a chunk for each overdue or preempted request that
 starts before it. Let P be the least number of prompt tokens that the tenant gets in a step, and P > 2c. Then,
@@ -53,7 +53,7 @@ above.
 of a select's tree included. When r arrives, A(r) is the work that waits before it in its tenant's line, and r
 gets the limit M(r) = B + OVERTAKEN_FRACTION * A(r), where B = OVERTAKEN_BATCHES * token_budget. Let O(r) be
 the work of later arrivals of its tenant that were admitted (or left) while r waited, and W the largest w of
-any request. Then, not counting time in which a running request computes what r needs next::
+any request. Then, not counting time in which a running request computes the tokens that r needs next::
 
     O(r) < M(r) + W
 
@@ -71,7 +71,7 @@ first-come order, waiting grows by at most that factor and a constant, whatever 
 
 The bound does not depend on priorities, so no request starves: a later request of a higher priority overtakes
 as one with a longer match does. While many requests of a lower priority wait, higher ones go first for B of
-work at once, and beyond that for OVERTAKEN_FRACTION of the work that the lower ones get in the same time.
+work immediately, and beyond that for OVERTAKEN_FRACTION of the work that the lower ones get in the same time.
 """
 
 from __future__ import annotations
@@ -153,17 +153,17 @@ class FairLongestPrefix(Policy):
         grow, and a tenant that cannot use one cannot use a later one either."""
         if is_blocked is None:  # only a tenant with a running prompt can use it
             names = {request.tenant for request in prompts}
-            tenant = min([self._tenants[name] for name in names], key=_charge_of, default=None)
-            return None if tenant is None else self._next_of(tenant, prompts, None)
+            tenant = min([self._tenants[name] for name in names], key=_charge_key, default=None)
+            return None if tenant is None else self._next_from(tenant, prompts, None)
         while (tenant := self._lowest()) is not None:
-            chosen = self._next_of(tenant, prompts, is_blocked)
+            chosen = self._next_from(tenant, prompts, is_blocked)
             if chosen is not None:
                 return chosen
             heapq.heappop(self._by_charge)
             self._passed.append(tenant)
         return None
 
-    def _next_of(
+    def _next_from(
         self, tenant: TenantQueue, prompts: Sequence[Request], is_blocked: IsBlocked | None
     ) -> Request | None:
         self._in_step[tenant] = None
@@ -216,19 +216,19 @@ class FairLongestPrefix(Policy):
         return tenant
 
     def _lowest(self) -> TenantQueue | None:
-        """The tenant with the lowest charge, at the top of the heap, of those that were not passed."""
+        """The tenant with the lowest charge that was not passed, at the top of the heap."""
         while self._by_charge:
             used, _, tenant = self._by_charge[0]
             if not self._has_requests(tenant):
                 heapq.heappop(self._by_charge)
             elif used != tenant.used:
-                heapq.heapreplace(self._by_charge, (*_charge_of(tenant), tenant))
+                heapq.heapreplace(self._by_charge, (*_charge_key(tenant), tenant))
             else:
                 return tenant
         return None
 
     def _queue(self, tenant: TenantQueue) -> None:
-        heapq.heappush(self._by_charge, (*_charge_of(tenant), tenant))
+        heapq.heappush(self._by_charge, (*_charge_key(tenant), tenant))
         if len(self._by_charge) > 64 + 2 * len(self._tenants):
             self._by_charge = [entry for entry in self._by_charge if self._has_requests(entry[2])]
             heapq.heapify(self._by_charge)
@@ -409,7 +409,7 @@ class TenantQueue:
 _Charged = tuple[float, int, TenantQueue]  # charge, tie-break, tenant
 
 
-def _charge_of(tenant: TenantQueue) -> tuple[float, int]:
+def _charge_key(tenant: TenantQueue) -> tuple[float, int]:
     return tenant.used, tenant.number
 
 
@@ -419,11 +419,11 @@ def _rank(request: Request) -> tuple[int, bool]:
 
 
 class Arrived(NamedTuple):
-    """A waiting request and its work. ``overtaken_from``: the value of ``ArrivalQueue.work_departed`` at
-    which all requests before it have left; the work that leaves after that overtakes it."""
+    """A waiting request."""
 
     request: Request
-    work: int
+    work: int  # tokens to compute
+    # ``ArrivalQueue.work_departed`` once all requests before it have left: later departures overtake it.
     overtaken_from: int
 
 
@@ -470,8 +470,8 @@ def _group_of(request: Request) -> Hashable:
 
 
 class Siblings:
-    """Waiting requests of one task group. Sorted by their tokens, those that need the same tokens next are
-    neighbours, and one of them is asked for all."""
+    """Waiting requests of one task group. Sorted by their tokens, siblings that need the same tokens next
+    are neighbours, and one of them is asked for all."""
 
     def __init__(self) -> None:
         self._by_arrival: OrderedDict[int, Request] = OrderedDict()

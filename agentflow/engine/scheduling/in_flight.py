@@ -21,21 +21,18 @@ COMMIT_RUN = 64
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start, in tokens unless the name says otherwise. Of the prompt tokens,
-    ``cached_tokens`` came from the cache; ``cached_output_tokens`` of these had been generated. Of the
-    generated tokens, ``forced_tokens`` were forced by a grammar instead of sampled. ``preemptions``:
-    preemptions of running requests."""
+    """Totals since the start."""
 
     steps: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0
-    cached_output_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt tokens: they came from the cache
+    cached_output_tokens: int = 0  # of the cached tokens: they had been generated
     computed_tokens: int = 0
     generated_tokens: int = 0
-    forced_tokens: int = 0
+    forced_tokens: int = 0  # of the generated tokens: a grammar forced them instead of sampling
     evicted_tokens: int = 0
-    preemptions: int = 0
-    _num_recounted: int = 0
+    preemptions: int = 0  # of running requests
+    _num_recounted: int = 0  # a decrease of ``generated_tokens`` that later tokens are set off against
 
     def generated(self, change: int) -> None:
         """Adds generated tokens. A negative change, when the same text was encoded in fewer tokens, is set
@@ -48,12 +45,11 @@ class Counters:
 
 @dataclass(slots=True)
 class _Launched:
-    """A batch that was scheduled and has not completed. ``scored``: the rows and nodes of trees that have
-    tokens to score."""
+    """A batch that was scheduled and has not completed."""
 
     rows: list[Row]
-    scored: list[ScoredNodes]
-    features: Features
+    scored: list[ScoredNodes]  # the rows and nodes of trees that have tokens to score
+    features: Features  # its costs, for ``StepCost``
 
 
 class InFlight:
@@ -85,7 +81,7 @@ class InFlight:
         return self._launched[0].features
 
     def launch(self, rows: list[Row], batch: Batch, features: Features) -> None:
-        """The batch of these rows is launched, after those in flight."""
+        """The batch of these rows is launched, after the batches in flight."""
         scored: list[ScoredNodes] = []
         if batch.sampled.scored is not None:
             scored = scored_nodes(rows, [row for row in rows if row.num_nodes])
@@ -101,7 +97,7 @@ class InFlight:
 
     def complete(self, output: BatchOutput) -> list[Row]:
         """The oldest batch has run: appends new tokens to their requests. Returns its rows with their
-        results, without those of requests that left it. A fault in one row is that row's error. If this
+        results, without rows of requests that left it. A fault in one row is that row's error. If this
         raises, the batch is still in flight: ``discard`` it."""
         token_ids = output.token_ids.tolist()
         has_faults = min(token_ids, default=0) < 0
@@ -225,7 +221,7 @@ class InFlight:
         row.withdrawn_slots = self._memory.take_back(request, row.num_tokens, row.num_nodes)
 
     def oldest_work(self) -> list[Work]:
-        """What the oldest batch computes of each request: all its tokens and nodes."""
+        """The requests of the oldest batch, with the number of their tokens and nodes in it."""
         if not self._launched:
             return []
         rows = [row for row in self._launched[0].rows if row.withdrawn_slots is None]

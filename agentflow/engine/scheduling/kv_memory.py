@@ -30,7 +30,8 @@ EXPIRES_AFTER_POOLS = 4
 """A state without requests while this many times the pool is computed counts as finished."""
 
 EXPECTED_STEPS = 2
-"""The next request of a state is expected for this many steps. Programs continue at once; people do not."""
+"""The next request of a state is expected for this many steps. Programs continue immediately; people do
+not."""
 IDLE_AFTER_POOLS = 4
 """A tenant that does not use the cache while this many times the pool enters it loses its claim to a part."""
 
@@ -40,9 +41,18 @@ def _tenant_of(identity: CacheIdentity) -> Hashable:
 
 
 class KVMemory:
-    """Slots, ``req_to_token``, radix cache and liveness of one model. ``on_cached`` and ``on_evict`` are
-    called for every token run that enters or leaves the cache. ``model``: its identity, which the digests of
-    blocks contain that ``on_blocks`` reports."""
+    """Slots, ``req_to_token``, radix cache and liveness of one model.
+
+    Args:
+        num_slots: The size of the pool.
+        max_context: The longest sequence in tokens.
+        max_running: Rows of ``req_to_token``.
+        use_cache: Whether requests find and leave cached tokens.
+        on_cached: Called for every token run that enters the cache.
+        on_evict: Called for every token run that leaves it.
+        model: The model's identity, which the digests of blocks contain.
+        on_blocks: As of ``RadixCache``.
+    """
 
     def __init__(
         self,
@@ -106,7 +116,7 @@ class KVMemory:
         request.committed = match
 
     def allocate(self, num_tokens: int) -> SlotArray:
-        """Slots for all tokens of a batch; evicts what is needed. ``num_available`` must suffice."""
+        """Slots for all tokens of a batch; evicts cached tokens if needed. ``num_available`` must suffice."""
         missing = num_tokens - self.slots.num_free
         if missing > 0:
             self.liveness.expire(self.num_computed)
@@ -171,7 +181,7 @@ class KVMemory:
         request.num_computed = count
 
     def detach(self, request: Request) -> None:
-        """The request no longer runs, in no batch. What it computed stays cached; its other slots become
+        """The request no longer runs, in no batch. Its computed tokens stay cached; its other slots become
         free."""
         try:
             self.commit(request, request.num_computed)

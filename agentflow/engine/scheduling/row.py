@@ -18,38 +18,28 @@ SAMPLED_ONCE: Targets = ((0, -1),)
 
 
 class Row:
-    """One request in one batch.
-
-    When the batch is scheduled: the row computes ``num_tokens`` tokens of the request from ``start`` on, and
-    of a select's tree ``num_nodes`` nodes from ``first_node`` on. ``targets``: where its tokens need logits;
-    ``num_sampled`` of these are sampled. ``end``: index of the first token after the row's tokens.
-
-    When the batch has run: ``token_ids`` are the sampled tokens, ``logprobs`` the log-probabilities of its
-    scored and sampled tokens in order (empty if no request of the batch wants any), ``tops`` for each of
-    these the likeliest tokens in its place (as many as the request asked for), ``ranks`` those of scored
-    tokens, and ``embedding`` is float32. ``error``: the fault of this row, which affects no other row.
-
-    ``withdrawn_slots``: not None if the request left the batch while it was in flight. The row's results do
-    not count then, and these slots become free when the batch completes.
-    """
+    """One request in one batch."""
 
     # Class attributes are the defaults: most rows set few of these, and a step makes a row for each request.
-    first_node: int = 0
-    num_nodes: int = 0
-    token_ids: Sequence[int] = ()
-    logprobs: Sequence[float] = ()
-    tops: Sequence[TopTokens] = ()
-    ranks: Sequence[int] = ()
-    embedding: bytes = b""
-    error: Exception | None = None
+    first_node: int = 0  # of a select's tree: the first node that the row computes
+    num_nodes: int = 0  # nodes that it computes
+    # Set when the batch has run:
+    token_ids: Sequence[int] = ()  # the sampled tokens
+    logprobs: Sequence[float] = ()  # of scored and sampled tokens, in order; empty if nobody wants any
+    tops: Sequence[TopTokens] = ()  # for each of these, as many of the likeliest tokens as were asked for
+    ranks: Sequence[int] = ()  # of scored tokens
+    embedding: bytes = b""  # float32
+    error: Exception | None = None  # the fault of this row, which affects no other row
+    # Not None if the request left the batch while it was in flight. The row's results do not count then, and
+    # these slots become free when the batch completes.
     withdrawn_slots: SlotArray | None = None
 
     def __init__(self, request: Request, start: int, num_tokens: int, targets: Targets) -> None:
         self.request = request
-        self.start = start
-        self.num_tokens = num_tokens
-        self.targets = targets
-        self.end = start + num_tokens
+        self.start = start  # index of the first token that the row computes
+        self.num_tokens = num_tokens  # tokens that it computes
+        self.targets = targets  # where its tokens need logits
+        self.end = start + num_tokens  # index of the first token after the row's tokens
         self.num_sampled = 1 if targets is SAMPLED_ONCE else sum([target < 0 for _, target in targets])
 
     @property
@@ -58,9 +48,9 @@ class Row:
         return self.request.num_left_after(self.end, self.first_node + self.num_nodes) == 0
 
 
-def rows_of(work: Sequence[Work]) -> list[Row]:
-    """The records of the requests' next tokens and nodes: those with one token first, then those with more,
-    then those with nodes only."""
+def make_rows(work: Sequence[Work]) -> list[Row]:
+    """Makes the records of the requests' next tokens and nodes. Rows with one token come first, then rows
+    with more, then rows with nodes only."""
     singles: list[Row] = []
     chunks: list[Row] = []
     nodes: list[Row] = []

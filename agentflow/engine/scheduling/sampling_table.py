@@ -21,8 +21,8 @@ _MASK_64 = 2**64 - 1
 _REDRAWN = 0x9FB21C651E98DF25  # odd, with bits set evenly
 
 
-def _seed_of(request: Request) -> int:
-    """The seed of what the request samples next."""
+def _sampling_seed(request: Request) -> int:
+    """The seed of the request's next sampled token."""
     return (request.seed + request.num_redrawn * _REDRAWN) & _MASK_64
 
 
@@ -62,7 +62,7 @@ class SamplingTable:
         self._top_ps[row] = params.top_p
         self._top_ks[row] = params.top_k
         self._min_ps[row] = params.min_p
-        self._seeds[row] = _seed_of(request)
+        self._seeds[row] = _sampling_seed(request)
 
     def detach(self, request: Request) -> None:
         """The request no longer runs, and is about to lose its row. ``attach`` may have failed."""
@@ -74,7 +74,7 @@ class SamplingTable:
 
     def keep_output(self, request: Request, num_kept: int) -> None:
         """Only the first ``num_kept`` generated tokens of the request are unchanged."""
-        self._seeds[request.req_row] = _seed_of(request)
+        self._seeds[request.req_row] = _sampling_seed(request)
         special = self._special.get(request.req_row)
         if special is not None:
             special.keep_output(num_kept)
@@ -99,16 +99,22 @@ class SamplingTable:
         target_ids: IntArray | None = None,
         scored: ScoredTokens | None = None,
     ) -> SampledRows:
-        """The sampled rows after the scheduled tokens ``rows``, whose requests have ``req_rows``.
-        ``target_ids``: as in ``SampledRows``, if any row has a target. Log-probabilities are computed for all
-        rows or none. ``scored``: further tokens to score."""
+        """Gathers the sampled rows of a batch. Log-probabilities are computed for all rows or none.
+
+        Args:
+            rows: [S] the scheduled tokens that they follow.
+            req_rows: [S] the rows of their requests in ``req_to_token``.
+            positions: [S] the positions that the chosen tokens will have.
+            target_ids: [S] as in ``SampledRows``; None if no row has a target.
+            scored: Further tokens to score.
+        """
         floats: FloatArray = self._floats.take(req_rows, axis=1)
         ints: IntArray = self._ints.take(req_rows, axis=1)
         edits, masks, top_counts = None, None, None
         if self._special:
-            edits, top_counts = self._edits_of(req_rows, target_ids)
+            edits, top_counts = self._gather_edits(req_rows, target_ids)
         if self._constrained:
-            masks = self._masks_of(req_rows, target_ids)
+            masks = self._gather_masks(req_rows, target_ids)
         return SampledRows(
             rows=rows,
             target_ids=self._no_targets[: len(rows)] if target_ids is None else target_ids,
@@ -126,7 +132,7 @@ class SamplingTable:
             scored=scored,
         )
 
-    def _masks_of(self, req_rows: IntArray, target_ids: IntArray | None) -> TokenMasks | None:
+    def _gather_masks(self, req_rows: IntArray, target_ids: IntArray | None) -> TokenMasks | None:
         """The masks of rows sampled under a grammar."""
         rows: list[int] = []
         words: list[TokenWords] = []
@@ -138,7 +144,7 @@ class SamplingTable:
                 words.append(request.token_mask)
         return TokenMasks(np.array(rows, dtype=np.int64), np.stack(words)) if rows else None
 
-    def _edits_of(
+    def _gather_edits(
         self, req_rows: IntArray, target_ids: IntArray | None
     ) -> tuple[LogitEdits | None, IntArray | None]:
         """The logit edits of sampled rows, and how many of the likeliest tokens each row wants."""
@@ -158,7 +164,7 @@ class SamplingTable:
 
 
 class _Special:
-    """What a special request needs beside the table."""
+    """The data of a special request that the table does not hold."""
 
     __slots__ = ("_counts", "_forbidden_ids", "_request", "bias_ids", "biases", "params")
 

@@ -31,15 +31,14 @@ from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.in_flight import Counters, InFlight, InProgressPrefixes, divided
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.policies import FirstCome, LongestPrefix, Peek, Policy, RandomOrder
-from agentflow.engine.scheduling.row import Row, Work, rows_of
+from agentflow.engine.scheduling.row import Row, Work, make_rows
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.step_limits import PassSize, StepCost, batch_features
 from agentflow.errors import BadArgument, PromptTooLong
 
-# Tokens forced by a grammar are computed in the next step if they are at most this many. More of them take
-# turns like a prompt.
 MAX_FORCED_TOKENS = 32
-
+"""At most this many tokens that a grammar forces are computed in the next step. Longer forced runs are
+scheduled in chunks, like a prompt."""
 MAX_DISPLACED = 64
 """A request may evict this many tokens that open states need next if the batch has room."""
 MAX_STRETCH = 2.75
@@ -85,7 +84,7 @@ class RequestFault(Exception):
 
 
 class Scheduler:
-    """Owns the KV memory of one model and decides who runs on it. Not thread-safe.
+    """Owns the KV memory of one model and decides which requests run on it. Not thread-safe.
 
     A step is ``schedule``, then one of ``complete``, ``discard``, ``retry_smaller`` and ``retry_one_by_one``.
     ``schedule`` may be called once more before: the second batch continues the requests of the first with the
@@ -198,7 +197,7 @@ class Scheduler:
 
     def _build(self, draft: Draft) -> Batch:
         """The batch of a planned step, which is then in flight. If this raises, no slots are taken."""
-        rows = rows_of([*draft.tokens.items()])
+        rows = make_rows([*draft.tokens.items()])
         slots = self.memory.allocate(draft.num_tokens)
         before = self._in_flight.newest_rows
         try:
@@ -291,11 +290,11 @@ class Scheduler:
                 start = request.num_computed + request.num_nodes_computed + draft.tokens.get(request, 0)
                 draft.add(request, num_tokens)
                 self._charge(request, start + num_tokens, num_tokens)
-            if not num_tokens or not draft.left_of(request):
+            if not num_tokens or not draft.num_left(request):
                 prompts.remove(request)
 
     def _admit(self, request: Request, admission: Admission) -> bool:
-        """Starts a waiting request if it fits into memory beside the running ones."""
+        """Starts a waiting request if it fits into memory next to the running ones."""
         available = self.memory.num_available
         match = self.memory.match(request)
         request.num_computed = request.num_shared = match.num_tokens
@@ -351,7 +350,7 @@ class Scheduler:
         return results
 
     def discard(self) -> list[Request]:
-        """The oldest batch in flight failed: frees its slots, and those of the batch launched after it.
+        """The oldest batch in flight failed: frees its slots and the slots of the batch launched after it.
         Returns its requests, which the caller must release."""
         return self._in_flight.discard()
 
@@ -422,7 +421,8 @@ class Scheduler:
         self.release(request)
 
     def release(self, request: Request) -> None:
-        """Removes a request in any state; may be repeated. What it computed stays in the cache, unlocked."""
+        """Removes a request in any state; may be repeated. Its computed tokens stay in the cache,
+        unlocked."""
         if request.status is Status.RUNNING:
             self._stop_running(request)
             self.waiting.finish(request)
@@ -456,7 +456,7 @@ class Scheduler:
         if request.status is not Status.RUNNING:
             return
         self._sampling.keep_output(request, num_kept)
-        # The logits of the last token are needed, and those before tokens whose log-probability is wanted.
+        # The logits of the last token are needed, and the logits before tokens that are scored.
         num_computed = min(request.num_computed, start, request.first_unscored - 1)
         if num_computed < request.num_computed:
             self.memory.roll_back(request, num_computed)
@@ -465,7 +465,7 @@ class Scheduler:
             self._prefills.add(request)
 
     def close_state(self, state: Hashable) -> None:
-        """A program state was closed: what it computed becomes ordinary cache."""
+        """A program state was closed: its cached tokens become ordinary cache."""
         self.memory.liveness.close(state)
 
     def check_idle(self) -> None:
@@ -476,7 +476,7 @@ class Scheduler:
         self.memory.check()
 
     def _prompt_seconds(self, draft: Draft) -> float:
-        """Seconds that prompts may add to a step with what the draft has so far."""
+        """Seconds that prompts may add to a step with the tokens that the draft has so far."""
         if not self.cost.is_known:
             return math.inf
         if len(self.running) + len(self.waiting) == 1:
@@ -492,10 +492,10 @@ class Scheduler:
         their time off the draft. A step always gets some tokens of one prompt, however short the time."""
         available = self.memory.num_available - draft.num_tokens
         if self.config.whole_prompts:
-            left = draft.left_of(request)
+            left = draft.num_left(request)
             has_room = left <= draft.num_free or not draft.num_tokens
             return left if has_room and left <= available else 0
-        num_tokens = min(chunk, draft.num_free, draft.left_of(request), available)
+        num_tokens = min(chunk, draft.num_free, draft.num_left(request), available)
         given = draft.tokens.get(request, 0)
         context, is_first = request.num_computed + given, not given
         affordable = self.cost.tokens_within(draft.spare_s, context, is_first=is_first)
@@ -506,8 +506,8 @@ class Scheduler:
         return num_tokens
 
     def _charge(self, request: Request, end: int, num_tokens: int) -> None:
-        """Charges the tenant for the last ``num_tokens`` tokens before ``end``, except those charged before:
-        what is computed again after a preemption is free."""
+        """Charges the tenant for the last ``num_tokens`` tokens before ``end``, except tokens that were
+        charged before: computing them again after a preemption is free."""
         start = max(end - num_tokens, request.num_charged)
         if end > start:
             request.num_charged = end
@@ -529,9 +529,9 @@ class Scheduler:
         return self.memory.peek(identity, run)
 
     def _preempt_one(self, missing: int) -> None:
-        """Preempts one running request: of those that free at least ``missing`` slots, the one that is
-        cheapest to redo; if none frees enough, the one that frees most; of equals the youngest. Each earlier
-        preemption raises a request's cost, so that it is not always the same one."""
+        """Preempts the running request that is cheapest to redo and frees at least ``missing`` slots; if none
+        frees enough, the one that frees most; of equals the youngest. Each earlier preemption raises a
+        request's cost, so that it is not always the same one."""
 
         def cost(request: Request) -> tuple[bool, int, int]:
             redo = self.memory.redo_tokens(request)
@@ -551,15 +551,13 @@ class Scheduler:
 
 @dataclass(slots=True)
 class Draft:
-    """A step being planned. ``tokens``: how many tokens of each request are scheduled; a select's nodes come
-    after its tokens. ``limit``: of all together. ``num_decode``: those that ``_decode`` scheduled.
-    ``spare_s``: seconds that prompts may still add."""
+    """A step being planned."""
 
-    limit: int
-    tokens: dict[Request, int] = field(default_factory=dict)
-    num_tokens: int = 0
-    num_decode: int = 0
-    spare_s: float = math.inf
+    limit: int  # the most tokens of all requests together
+    tokens: dict[Request, int] = field(default_factory=dict)  # scheduled of each request, then its nodes
+    num_tokens: int = 0  # scheduled of all requests
+    num_decode: int = 0  # scheduled by ``_decode``
+    spare_s: float = math.inf  # seconds that prompts may still add
 
     @classmethod
     def of(cls, work: Sequence[Work]) -> Draft:
@@ -575,11 +573,11 @@ class Draft:
         return self.limit - self.num_tokens
 
     def add(self, request: Request, num_tokens: int) -> None:
-        """Schedules so many more tokens of the request."""
+        """Schedules ``num_tokens`` more tokens of the request."""
         self.tokens[request] = self.tokens.get(request, 0) + num_tokens
         self.num_tokens += num_tokens
 
-    def left_of(self, request: Request) -> int:
+    def num_left(self, request: Request) -> int:
         """Tokens and nodes of the request that are not scheduled yet."""
         return request.num_to_compute - self.tokens.get(request, 0)
 

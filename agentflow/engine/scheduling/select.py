@@ -1,4 +1,4 @@
-"""Select: the choices of a request are scored together, as a tree below its prompt (``token_tree``).
+"""Select: scores the choices of a request together, as a tree below its prompt (``token_tree``).
 
 A step computes some nodes of each tree (``add_nodes``) and scores the targets that follow them and the
 prompt's last token (``scored_nodes``). ``store_scores`` reads the results.
@@ -18,8 +18,8 @@ from agentflow.engine.scheduling.row import Row
 
 
 def add_nodes(trees: Sequence[Row], slots: SlotArray) -> tuple[IntArray, IntArray, TreeAttention]:
-    """Token ids and positions of the next nodes of each request's tree, and what they attend to. ``slots``:
-    one for each node; their requests own them from now on."""
+    """Adds the next nodes of each request's tree to the step. Returns their token ids, their positions, and
+    the tokens they attend to. ``slots``: one for each node; the requests own them from now on."""
     token_ids: list[IntArray] = []
     depths: list[IntArray] = []
     paths: list[IntArray] = []

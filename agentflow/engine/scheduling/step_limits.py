@@ -4,7 +4,7 @@
 The duration of a step is modelled as a weighted sum: a constant (the weights are read once), scheduled
 tokens, rows of logits, tokens of KV that are read, and pairs of query and key within chunks of prompts. The
 coefficients are the non-negative least-squares fit to recent steps, in relative terms. Steps with and without
-prompts are averaged separately, so that a long stretch of decoding does not erase what prompts cost.
+prompts are averaged separately, so that a long stretch of decoding does not erase the cost of prompts.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class StepCost:
         )
 
     def chunk_s(self, num_tokens: int, context: int, *, is_first: bool) -> float:
-        """What a chunk of a prompt adds to a step, after ``context`` earlier tokens. ``is_first``: the step's
-        first chunk of this request, which also reads its context."""
+        """Seconds that a chunk of a prompt adds to a step, after ``context`` earlier tokens. ``is_first``:
+        the step's first chunk of this request, which also reads its context."""
         pairs = num_tokens * (context + num_tokens / 2)
         read_s = self._read_s * context if is_first else 0.0
         return self._token_s * num_tokens + self._pair_s * pairs + read_s

@@ -18,9 +18,9 @@ from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun, common_pre
 from agentflow.engine.request import Request
 
 IsBlocked = Callable[[Request, int | None], bool]
-"""Whether a request should wait because a running one is computing what it needs next, or because it does not
-fit into memory in this step (``Request.is_held_back``). The second argument is the request's match if the
-policy knows it."""
+"""Whether a request should wait because a running one is computing the tokens it needs next, or because it
+does not fit into memory in this step (``Request.is_held_back``). The second argument is the request's match
+if the policy knows it."""
 Rank = tuple[Any, ...]
 
 

@@ -63,4 +63,4 @@ def _heaviest_first(root: WaitingNode, is_blocked: IsBlocked) -> Request | None:
 
 
 SIMULATED_POLICIES: Mapping[str, NewPolicy] = {**POLICIES, "dfs-weight": DepthFirst}
-"""The policies of ``agentflow simulate``: an engine's, and those that exist only for comparison."""
+"""The policies of ``agentflow simulate``: an engine's policies, and others for comparison."""

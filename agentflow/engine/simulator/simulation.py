@@ -114,7 +114,7 @@ class _Run:
             self._advance(row)
         return took_s + time.perf_counter() - start
 
-    def _number_of(self, name: str) -> int:
+    def _number(self, name: str) -> int:
         """The number that stands for the name of a state or task group; 0 for none."""
         return self._numbers.setdefault(name, len(self._numbers) + 1) if name else 0
 
@@ -126,8 +126,8 @@ class _Run:
             tenant=arrival.tenant,
             cache_salt=arrival.salt,
             objective=arrival.objective,
-            task_group=self._number_of(arrival.task_group),
-            state=self._number_of(arrival.state),
+            task_group=self._number(arrival.task_group),
+            state=self._number(arrival.state),
             label=arrival.label,
         )
         submit = Submit(index, [], _PARAMS, origin=origin)
@@ -161,7 +161,7 @@ class _Run:
         state = served.arrival.state
         self.left_of_state[state] -= 1
         if state and not self.left_of_state[state]:
-            self.scheduler.close_state(self._number_of(state))
+            self.scheduler.close_state(self._number(state))
         for follower in self.followers.pop(index, ()):
             delay_s = self.workload.arrivals[follower].at_s
             heapq.heappush(self.due, (self.now_s + delay_s, follower))

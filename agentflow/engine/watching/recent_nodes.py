@@ -15,7 +15,7 @@ def accounts_of(cache: RadixCache, owner: Hashable) -> list[Account]:
     """What ``owner`` has in the cache; for None, what each owner has."""
     if owner is None:
         return [*cache.accounts()]
-    account = cache.account_of(owner)
+    account = cache.find_account(owner)
     return [] if account is None else [account]
 
 

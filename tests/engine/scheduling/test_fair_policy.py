@@ -127,7 +127,7 @@ shares = st.sampled_from([1.0, 1.0, 3.0, 0.25, 0.01, 100.0]) | st.floats(MIN_WEI
     num_chunks=st.integers(1, 8),
     share=st.fixed_dictionaries({"a": shares, "b": shares}),
 )
-def test_tenants_that_wait_get_what_their_shares_say(sizes, chunk, num_chunks, share):
+def test_tenants_that_wait_get_tokens_within_the_bound_of_their_weights(sizes, chunk, num_chunks, share):
     """While two tenants can both use every chunk, what they are charged for each part of their shares differs
     by no more than the bound of the docstring."""
     policy = FairLongestPrefix(Cache().peek, 1)

@@ -23,7 +23,7 @@ def insert(cache: RadixCache, tokens: list[int], slots: list[int]) -> PrefixMatc
     return match
 
 
-def test_what_an_open_state_needs_goes_last_and_its_close_ends_that():
+def test_tokens_of_an_open_state_are_evicted_last_until_it_closes():
     cache = RadixCache()
     live = Liveness(cache, num_slots=100)
     live.refresh("state", insert(cache, [1, 1], [0, 1]), num_computed=2, step=1)

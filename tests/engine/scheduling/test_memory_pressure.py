@@ -259,7 +259,7 @@ def test_a_pool_of_half_the_needed_size_costs_little_and_loses_nothing():
     assert often.counters.computed_tokens < 1.1 * once.counters.computed_tokens
 
 
-def test_what_a_program_expects_goes_before_what_others_used():
+def test_a_hint_on_output_goes_before_the_lengths_of_other_requests():
     reserve = OutputReserve()
     hinted, unhinted = request(1, 10, 100), request(2, 10, 100)
     hinted.origin = replace(hinted.origin, output_tokens=20)

@@ -136,7 +136,7 @@ def run_blocked(steps: Steps, first: list[Job], head_job: Job, later: list[tuple
 
 @settings(max_examples=40)
 @given(first=jobs, head=long_jobs, later=later_jobs)
-def test_f6a_those_that_pass_a_blocked_prompt_do_not_delay_it(first, head, later):
+def test_f6a_requests_that_pass_a_blocked_prompt_do_not_delay_it(first, head, later):
     """All lengths are known. The prompt starts when it would at the latest without the others."""
     steps = Steps(300)
     request, arrived, expected = run_blocked(steps, first, head, later)

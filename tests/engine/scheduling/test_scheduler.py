@@ -122,7 +122,7 @@ def test_longest_prefix_first_runs_the_cached_one_before_the_earlier_one(policy)
     assert cold.status is Status.WAITING
 
 
-def test_an_unknown_policy_names_those_there_are():
+def test_an_unknown_policy_is_rejected_with_the_known_ones():
     with pytest.raises(BadArgument, check=has_param("policy")) as caught:
         Harness(policy="best")
     assert all(name in str(caught.value) for name in SIMULATED_POLICIES)
