@@ -50,8 +50,7 @@ async def interpreted(
 
             async def pump() -> None:
                 while True:
-                    await interpreter.events.wait()
-                    deliver(interpreter.events.drain())
+                    deliver(await interpreter.events.next())
 
             group.start_soon(pump)
             try:

@@ -64,33 +64,26 @@ class Adapters:
     def unload(self, identity: str) -> None:
         """Reverses one load. Unknown identities are ignored."""
         if identity in self._num_uses:
-            self._drop(identity)
+            self.leave(identity)
 
     def use(self, identity: str, name: str) -> None:
-        """For a request that must ``leave`` the adapter. ``UnknownModel``. An empty identity is the model
-        itself. ``name``: for the message."""
-        if not identity:
-            return
+        """For a request that must ``leave`` the adapter. ``UnknownModel``. ``name``: for the message."""
         if identity not in self._num_uses:
             raise UnknownModel(f"the adapter {name!r} is not loaded")
         self._num_uses[identity] += 1
 
     def leave(self, identity: str) -> None:
-        """A request no longer uses it."""
-        if identity:
-            self._drop(identity)
-
-    def close(self) -> None:
-        """Ends the thread after the adapter that it reads, which is not delivered."""
-        self._is_closed = True
-        self._to_read.put(None)
-
-    def _drop(self, identity: str) -> None:
+        """A request no longer uses it. Drops an adapter that is not loaded either."""
         self._num_uses[identity] -= 1
         if not self._num_uses[identity]:
             del self._num_uses[identity]
             assert self._runner is not None
             self._runner.drop_adapter(identity)
+
+    def close(self) -> None:
+        """Ends the thread after the adapter that it reads, which is not delivered."""
+        self._is_closed = True
+        self._to_read.put(None)
 
     def _run(self) -> None:
         while (message := self._to_read.get()) is not None:

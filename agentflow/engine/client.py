@@ -39,7 +39,6 @@ from agentflow.engine.messages import (
     ToEngine,
     UnloadAdapter,
 )
-from agentflow.engine.request_checks import check_task
 from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.submit import Origin, Submit
@@ -309,7 +308,6 @@ class EngineClient:
     ) -> Finished:
         # Work in threads and starts of tasks cannot be cancelled, so the caller may have been meanwhile.
         await anyio.lowlevel.checkpoint_if_cancelled()
-        check_task(message.embeds, self.info)
         self._check_alive()
         self.check_room(message.origin.tenant)
         self._submit(message)

@@ -305,7 +305,8 @@ class Engine:
             return
         try:
             request = make_request(message, self._runner.info, self.scheduler.max_total_tokens)
-            self._adapters.use(message.adapter, message.origin.adapter)
+            if message.adapter:
+                self._adapters.use(message.adapter, message.origin.adapter)
         except Exception as error:
             self._fail(message.request_id, _as_failure(error, "cannot accept the request"))
             return
@@ -353,7 +354,8 @@ class Engine:
             self._constrained[request.id] = constrained
         for token_id in message.generated_ids:
             text.push(token_id, is_free=constrained is not None and not constrained.read(token_id))
-        text.resume(message.generated_text)
+        if message.generated_text:
+            text.resume(message.generated_text)
         jump = None if constrained is None else constrained.begin(message.generated_forced)
         if jump is not None and not text.stopped:
             self._jump(request, text, jump)
@@ -516,7 +518,8 @@ class Engine:
                 self._builder.cancel(key)
         if request is not None:
             self.scheduler.release(request)
-            self._adapters.leave(request.adapter)
+            if request.adapter:
+                self._adapters.leave(request.adapter)
 
     def _forward_failed(self, error: Exception) -> None:
         """Called in the handler of ``error``. A batch that ran out of memory runs again in halves; a request

@@ -89,6 +89,11 @@ class EventCursor:
         """Waits for new events."""
         await self._changed.wait()
 
+    async def next(self) -> list[Event]:
+        """Waits for new events, and drains them."""
+        await self.wait()
+        return self.drain()
+
     def drain(self) -> list[Event]:
         """New events, in the order in which their records last changed: from at most ``MAX_DRAINED_RECORDS``
         records, and about ``MAX_DRAINED_CHARS`` characters. If some are left, ``wait`` returns

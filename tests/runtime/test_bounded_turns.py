@@ -113,8 +113,7 @@ class Session:
             failed = [event for event in self.events if isinstance(event, StateFailed)]
             if len(failed) >= num_failed:
                 return failed
-            await self.interpreter.events.wait()
-            self.events += self.interpreter.events.drain()
+            self.events += await self.interpreter.events.next()
 
 
 @pytest.mark.parametrize("num_stopped", [2, 30])
@@ -156,8 +155,7 @@ async def test_f27e_events_of_many_records_come_in_several_reads(monkeypatch: py
         session.submit(ops.Await(1, 1))
         sizes = []
         while not session.events or session.events[-1] != Reached(1, 1):
-            await interpreter.events.wait()
-            taken = interpreter.events.drain()
+            taken = await interpreter.events.next()
             sizes.append(len(taken))
             session.events += taken
         group.cancel_scope.cancel()
@@ -249,8 +247,7 @@ async def test_branches_begin_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         session.submit(ops.Open(1), ops.Fork(1, CHILDREN), *(ops.Await(child, 1) for child in CHILDREN))
         reached: list[Event] = []
         while len(reached) < NUM_BRANCHES:
-            await session.interpreter.events.wait()
-            reached += session.interpreter.events.drain()
+            reached += await session.interpreter.events.next()
         group.cancel_scope.cancel()
     assert sorted([event.state for event in reached if isinstance(event, Reached)]) == list(CHILDREN)
     assert counted.num_turns > NUM_BRANCHES
@@ -274,8 +271,7 @@ async def test_states_that_wait_for_one_variable_continue_a_few_at_a_time(
             error = ErrorInfo.of(af.errors.RunFailed("no value")) if fails else None
             session.submit(ops.Provide(1, "" if fails else "text", error))
             while sum(isinstance(event, Reached | StateFailed) for event in ended) < NUM_BRANCHES:
-                await session.interpreter.events.wait()
-                ended += session.interpreter.events.drain()
+                ended += await session.interpreter.events.next()
         group.cancel_scope.cancel()
     assert counted.num_turns >= NUM_BRANCHES // num_woken - 2
     values = [event.var for event in ended if isinstance(event, Value) and event.text == "text!"]
@@ -366,8 +362,7 @@ async def test_no_op_of_a_graph_runs_before_all_are_submitted() -> None:
             assert generator.num_open <= 1
             assert not session.interpreter.events.drain()
         while Reached(1, GRAPH_TICKET) not in session.events:
-            await session.interpreter.events.wait()
-            session.events += session.interpreter.events.drain()
+            session.events += await session.interpreter.events.next()
         group.cancel_scope.cancel()
     assert [event.text for event in session.events if isinstance(event, Value)] == ["done"]
 

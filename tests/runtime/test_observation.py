@@ -33,8 +33,7 @@ async def scripted(answer: str = "one two three") -> AsyncIterator[Interpreter[S
 async def events_until(interpreter: Interpreter[ScriptedContext], last: type[Event]) -> list[Event]:
     events: list[Event] = []
     while not any(isinstance(event, last) for event in events):
-        await interpreter.events.wait()
-        events += interpreter.events.drain()
+        events += await interpreter.events.next()
     return events
 
 

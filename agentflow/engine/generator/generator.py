@@ -38,7 +38,6 @@ from agentflow.engine.generator.embedding import (
     run_embeddings,
     truncated,
 )
-from agentflow.engine.generator.generated import generated_of, reporting, usage_of
 from agentflow.engine.generator.select import select_scores
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
@@ -46,7 +45,7 @@ from agentflow.engine.messages import EngineStats, Finished, Progress
 from agentflow.engine.request_checks import check_request, check_task
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
-from agentflow.engine.submit import Origin
+from agentflow.engine.submit import Origin, TopTokens
 from agentflow.engine.tenant import ANONYMOUS, AdmittedRequest, RequestGate, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.choices import WINDOW_CHARS, EncodedChoices
@@ -59,7 +58,7 @@ from agentflow.engine.watching.view import EngineView
 from agentflow.errors import BadArgument, PromptTooLong, faults_of
 from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec, read_reply
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
-from agentflow.protocol.events import Capabilities, Stats, Usage
+from agentflow.protocol.events import Capabilities, Stats, TokenLogprob, TopLogprobs, Usage
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.generator import EmbeddingOptions, Embeddings, Generated, OnText, Scored, StateHint
 from agentflow.runtime.turns import Turn
@@ -268,7 +267,7 @@ class EngineGenerator:
         """
         thinking = await self._thinking(context, params, constraint, replies=True)
         text = ReplyText(context.tools, constraint, thinking)
-        on_progress = reporting(text, on_text, on_reasoning)
+        on_progress = _reporting(text, on_text, on_reasoning)
         calls = None if context.tools is None else context.tools.marks
         end = await self.complete(
             context, params, on_progress, text.constraint, thinking=thinking, calls=calls
@@ -282,7 +281,7 @@ class EngineGenerator:
         reasoning = str(text.reasoning)
         if reply.tool_calls:
             context.tokens.called(msgspec.structs.replace(reply.message(), reasoning=reasoning or None))
-        return generated_of(end, params, self.tokenizer, notation, reasoning)
+        return _generated(end, params, self.tokenizer, notation, reasoning)
 
     async def generate(
         self,
@@ -296,11 +295,11 @@ class EngineGenerator:
         those of ``reply``."""
         thinking = await self._thinking(context, params, constraint, replies=False)
         text = AnswerText(thinking)
-        on_progress = reporting(text, on_text, on_reasoning)
+        on_progress = _reporting(text, on_text, on_reasoning)
         end = await self.complete(context, params, on_progress, constraint, thinking=thinking)
         context.tokens.generated(end.token_ids, end.text)
         answer = text.finish(end.text, end.answer_at)
-        generated = generated_of(end, params, self.tokenizer, answer, str(text.reasoning))
+        generated = _generated(end, params, self.tokenizer, answer, str(text.reasoning))
         start = len(end.text) - len(answer)
         forced = tuple([(first - start, length) for first, length in end.forced if first >= start])
         return msgspec.structs.replace(generated, forced=forced) if forced else generated
@@ -380,7 +379,7 @@ class EngineGenerator:
                 calls=calls,
             )
             admitted.cached_tokens, admitted.output_tokens = end.cached_tokens, end.output_tokens
-        self._own += usage_of(end)
+        self._own += _usage(end)
         context.num_computed = len(token_ids) + len(end.token_ids)
         return end
 
@@ -395,7 +394,7 @@ class EngineGenerator:
             admitted.prompt_tokens = len(token_ids)
             context.has_run = True
             end = await self._client.score(token_ids, 1, num_top=num_top, origin=context.origin_now())
-        self._own += usage_of(end)
+        self._own += _usage(end)
         context.num_computed = len(token_ids) - 1
         return end
 
@@ -426,12 +425,12 @@ class EngineGenerator:
             context.has_run = True
             scores, end = await select_scores(self._client, context, encoded, method)
             admitted.cached_tokens = end.cached_tokens
-            self._own += usage_of(end)
+            self._own += _usage(end)
         best = max(range(len(scores)), key=scores.__getitem__)
         context.tokens.choose(encoded, best)
         context.mark_encoded()
         context.num_computed = len(encoded.prefix)
-        return Scored(best, tuple(scores), usage_of(end))
+        return Scored(best, tuple(scores), _usage(end))
 
     async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embeddings:
         """Returns the embeddings of texts, as one request of the tenant."""
@@ -658,3 +657,59 @@ class EngineGenerator:
         if amount > MAX_INLINE_CHARS:
             return await anyio.to_thread.run_sync(encode, *arguments, limiter=self.encoding_threads)
         return encode(*arguments)
+
+
+def _generated(
+    end: Finished, params: SamplingParams, tokenizer: Tokenizer, text: str, reasoning: str
+) -> Generated:
+    """Returns the value of a finished generation.
+
+    Args:
+        end: the end of the request.
+        params: its parameters.
+        tokenizer: of the model.
+        text: of the value.
+        reasoning: the reasoning before it, whose tokens do not belong to the value.
+    """
+    first = end.reasoning_tokens
+    logprobs = tuple(end.logprobs[first:]) if params.wants_logprobs else None
+    top_logprobs = _with_texts(tokenizer, end.top_logprobs[first:]) if params.top_logprobs else None
+    tokens = tuple(tokenizer.shown(token)[0] for token in end.token_ids[first:]) if logprobs else None
+    return Generated(
+        text,
+        end.finish_reason,
+        _usage(end),
+        logprobs,
+        top_logprobs,
+        reasoning=reasoning or None,
+        tokens=tokens,
+    )
+
+
+def _reporting(text: AnswerText | ReplyText, on_text: OnText, on_reasoning: OnText | None) -> OnProgress:
+    """Returns a callback for the progress of a generation, which reports new text and new reasoning."""
+
+    def on_progress(progress: Progress) -> None:
+        new = text.push(progress.text, progress.answer_at)
+        if on_reasoning is not None and (reasoning := text.reasoning.new()):
+            on_reasoning(reasoning)
+        if new:
+            on_text(new)
+
+    return on_progress
+
+
+def _usage(end: Finished) -> Usage:
+    """Returns the token counts of the generation."""
+    return Usage(
+        end.prompt_tokens, end.cached_tokens, end.output_tokens, end.forced_tokens, end.reasoning_tokens
+    )
+
+
+def _with_texts(tokenizer: Tokenizer, places: Sequence[TopTokens | None]) -> TopLogprobs:
+    return tuple(
+        None
+        if place is None
+        else tuple(TokenLogprob(token, tokenizer.shown(token)[0], p) for token, p in place)
+        for place in places
+    )

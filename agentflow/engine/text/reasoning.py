@@ -14,6 +14,7 @@ Only the reasoning at the beginning of an answer is separated; later marks are t
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -59,6 +60,7 @@ _SWITCHES = ("enable_thinking", "thinking")
 _REASONING_OF_MESSAGE = r"\.thinking\b|\[['\"]thinking['\"]\]"
 
 
+@functools.lru_cache(maxsize=64)
 def reasoning_marks(source: str) -> ReasoningMarks | None:
     """Returns the marks in the chat template ``source``; None if its model does not reason.
 

@@ -215,8 +215,7 @@ class WsSession(Generic[ContextT]):
         cursor = session.interpreter.events
         try:
             while True:
-                await cursor.wait()
-                events = cursor.drain()
+                events = await cursor.next()
                 if events or session.num_taken > self._num_acked:
                     await self._send_events(session.num_taken, events)
         except WebSocketDisconnect:

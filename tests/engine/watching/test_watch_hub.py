@@ -148,8 +148,7 @@ async def test_a_watch_goes_on_after_a_restart_of_the_engine(tmp_path: Path) -> 
         async def watched(is_wanted: Callable[[Watched], bool]) -> Watched:
             with anyio.fail_after(30):
                 while not any(map(is_wanted, events)):
-                    await interpreter.events.wait()
-                    drained: list[Event] = interpreter.events.drain()
+                    drained: list[Event] = await interpreter.events.next()
                     events.extend(event for event in drained if isinstance(event, Watched))
             found = next(filter(is_wanted, events))
             events.clear()
@@ -188,8 +187,7 @@ async def test_skipped_steps_are_counted_for_a_slow_reader(monkeypatch: pytest.M
         num_skipped = 0
         with anyio.fail_after(30):
             while not numbers or numbers[-1] < num_steps:
-                await interpreter.events.wait()
-                for event in interpreter.events.drain():
+                for event in await interpreter.events.next():
                     assert isinstance(event, Watched)
                     num_skipped += event.steps_skipped
                     numbers += [step.number for step in event.steps]
