@@ -146,21 +146,13 @@ class Interpreter(Generic[ContextT]):
             self._reject(op)
             return
         try:
-            self._check_not_in_graph(op)
-            yield from self._accept(op)
+            yield from self._accept(op, None)
         except AgentflowError as error:
             self._reject(rejected(op, error))
 
-    def _check_not_in_graph(self, op: ops.Op) -> None:
-        """Raises ``ProtocolError`` for an op that would stand in a stream of a submitted graph."""
-        if OPS[type(op)].in_graph and not isinstance(op, ops.Open | ops.Limit):
-            state = self._states.get(getattr(op, "state", 0))
-            if state is not None and state.graph is not None:
-                raise ProtocolError(f"state {state.id} belongs to a graph: nothing can be appended to it")
-
-    def _accept(self, op: ops.Op) -> Iterator[None]:
-        """Starts or enqueues an op, in steps. An error leaves everything unchanged, except for a graph in
-        part."""
+    def _accept(self, op: ops.Op, graph: GraphExecution[ContextT] | None) -> Iterator[None]:
+        """Starts or enqueues an op, of a submitted graph or (None) of the client, in steps. An error leaves
+        everything unchanged, except for a graph in part."""
         match op:
             case ops.Open():
                 OPS[type(op)].check(op)
@@ -189,9 +181,19 @@ class Interpreter(Generic[ContextT]):
                 budget = Budget(deadline_s=op.deadline_s, output_tokens=op.output_tokens)
                 self._states.restrict(self._states.open_state(op.state) if op.state else None, budget)
             case ops.TaskGroup():
-                self._states.couple(self._states.open_state(op.state), op.children)
+                self._states.couple(self._open_state(op.state, op, graph), op.children)
             case _:
-                yield from self._enqueue(self._states.open_state(op.state), op)
+                yield from self._enqueue(self._open_state(op.state, op, graph), op)
+
+    def _open_state(
+        self, number: int, op: ops.Op, graph: GraphExecution[ContextT] | None
+    ) -> StateRecord[ContextT]:
+        """The open state that the op belongs to. Raises ``ProtocolError`` if it is a state of a graph that
+        the op is not part of."""
+        state = self._states.open_state(number)
+        if state.graph is not graph and OPS[type(op)].in_graph:
+            raise ProtocolError(f"state {state.id} belongs to a graph: nothing can be appended to it")
+        return state
 
     def rewind(self, variables: dict[int, int], states: dict[int, int]) -> None:
         """Moves the events back to the client's position: the received characters of each unfinished
@@ -461,7 +463,7 @@ class Interpreter(Generic[ContextT]):
         graph: GraphExecution[ContextT] | None = None
         try:
             for part in expanded(op):
-                yield from self._accept(part)
+                yield from self._accept(part, graph)
                 if isinstance(part, ops.Declaring):
                     self._variables[part.var].reports = reports if part.var in outputs else "nothing"
                     if part.var in inputs:
