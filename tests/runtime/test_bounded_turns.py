@@ -331,7 +331,9 @@ async def test_the_siblings_of_a_failed_branch_are_cancelled_a_few_at_a_time(
         session = Session(Interpreter(ScriptedGenerator("x"), group))
         later = session.interpreter._states._later
         monkeypatch.setattr(session.interpreter._states, "_later", lambda call: later(begin_turn(call)))
-        session.submit(ops.Open(1), ops.Fork(1, CHILDREN), ops.TaskGroup(1, CHILDREN))
+        session.submit(ops.Open(1), ops.Fork(1, CHILDREN), ops.TaskGroup(1, CHILDREN), ops.Await(1, 1))
+        while Reached(1, 1) not in session.events:  # a failed fork would stop its branches itself
+            session.events += await session.interpreter.events.next()
         session.submit(ops.Gen(2, 1, "x", SamplingParams(max_tokens=1)), ops.End(3))
         failed = await session.until(1 + NUM_BRANCHES)
         group.cancel_scope.cancel()
