@@ -9,11 +9,10 @@ from typing import Any
 
 import httpx2
 import pytest
-from support.api_server import ApiServer, api_server
+from support.api_server import ApiServer
 from support.engine.tool_template_shapes import LLAMA
-from support.fake_engine import FakeEngine
-from support.logit_runner import logit_runner
 from support.server.apis import CHAT, MESSAGES, RESPONSES, Api, post
+from support.server.openai_peer import any_text_server
 from support.server.scripted_model import scripted_server
 
 from agentflow.engine.text.chat_template import ChatTemplate
@@ -47,10 +46,7 @@ def server() -> Iterator[ApiServer]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def any_text() -> Iterator[ApiServer]:
-    with api_server(FakeEngine(runner=logit_runner(max_context=1024))) as running:
-        yield running
+any_text = pytest.fixture(any_text_server, scope="module")
 
 
 @EACH_API

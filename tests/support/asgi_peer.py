@@ -149,9 +149,10 @@ class AsgiPeer:
 
 @asynccontextmanager
 async def connected(
-    server: Bench, *, binary: Sequence[bool] = (True,), tenant: str = ""
+    server: Bench, *, binary: Sequence[bool] = (True,), tenant: str = "", greets: bool = False
 ) -> AsyncIterator[list[AsgiPeer]]:
-    """Peers with served websockets. Connections that are open at the end break."""
+    """Peers with served websockets. ``greets``: each has been welcomed. Connections that are open at the end
+    break."""
     peers = [AsgiPeer(binary=is_binary) for is_binary in binary]
 
     async def serve(peer: AsgiPeer) -> None:
@@ -164,6 +165,8 @@ async def connected(
         async with open_task_group() as group:
             for peer in peers:
                 group.start_soon(serve, peer)
+            for peer in peers if greets else ():
+                await peer.greet()
             yield peers
             for peer in peers:
                 if not peer.has_returned.is_set():

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.api_server import ApiServer, api_server
+from support.api_server import ApiServer
 from support.server.apis import CHAT, MESSAGES, OLLAMA, RESPONSES, SGLANG, TEXT, Api, ask
-from support.server.openai_peer import logit_engine_of_server
+from support.server.openai_peer import constrained_logit_server
 
 pytestmark = pytest.mark.timeout(60)
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
@@ -67,11 +66,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with api_server(logit_engine_of_server()) as running:
-        yield running
-        running.assert_idle()
+server = pytest.fixture(constrained_logit_server, scope="module")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from msgspec.structs import asdict
-from support.api_server import ApiServer, api_server
+from support.api_server import ApiServer
 from support.server.apis import APIS, CHAT, MESSAGES, OLLAMA, OLLAMA_TEXT, RESPONSES, SGLANG, TEXT, Api, ask
 from support.server.http_clients import ask_engine
-from support.server.openai_peer import ASK, MAX_CONTEXT, logit_engine_of_server
+from support.server.openai_peer import ASK, MAX_CONTEXT, constrained_logit_server
 from support.server.openai_peer import MESSAGES as TURNS
 
 from agentflow.protocol.chat import Message
@@ -156,11 +155,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with api_server(logit_engine_of_server()) as running:
-        yield running
-        running.assert_idle()
+server = pytest.fixture(constrained_logit_server, scope="module")
 
 
 @pytest.mark.parametrize(("api", "fields", "meant"), CASES)

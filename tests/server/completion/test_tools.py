@@ -7,10 +7,10 @@ from typing import Any
 
 import jsonschema
 import pytest
-from support.api_server import ApiServer, api_server
-from support.fake_engine import TOKENIZER, FakeEngine
-from support.logit_runner import logit_runner
+from support.api_server import ApiServer
+from support.fake_engine import TOKENIZER
 from support.server.apis import CHAT, MESSAGES, OLLAMA, RESPONSES, Api, ask
+from support.server.openai_peer import any_text_server
 from support.server.scripted_model import scripted_server
 
 pytestmark = pytest.mark.timeout(60)
@@ -46,11 +46,7 @@ def server() -> Iterator[ApiServer]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def any_text() -> Iterator[ApiServer]:
-    """Its model writes any text that a constraint allows."""
-    with api_server(FakeEngine(runner=logit_runner(max_context=1024))) as running:
-        yield running
+any_text = pytest.fixture(any_text_server, scope="module")
 
 
 @STREAMS

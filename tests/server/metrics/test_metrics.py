@@ -16,7 +16,7 @@ from support.clocks import ClockS
 from support.compile_loaders import LOADER
 from support.fake_engine import TEMPLATE, StepGate
 from support.holds import Hold
-from support.plain_model import plain_model_engine
+from support.plain_engine import plain_engine
 from support.process_engine import PLAIN, generate, kill, process_engine
 from support.wire_server import open_generator
 
@@ -91,21 +91,25 @@ async def get_text(app: Any) -> tuple[dict[str, Any], str]:
     return sent[0], sent[1]["body"].decode()
 
 
-def app_on(client: EngineClient) -> Any:
+@asynccontextmanager
+async def serving(client: EngineClient) -> AsyncIterator[Any]:
+    """An application whose model is this engine's."""
+
     @asynccontextmanager
     async def open_generator() -> AsyncIterator[Generator[Any]]:
         yield EngineGenerator(client, TEMPLATE)
 
-    return create_app(one_model(open_generator))
+    app = create_app(one_model(open_generator))
+    async with app.router.lifespan_context(app):
+        yield app
 
 
 # The application
 
 
 async def test_the_metrics_include_those_of_the_engine():
-    async with plain_model_engine() as client:
-        app = app_on(client)
-        async with app.router.lifespan_context(app):
+    async with plain_engine() as client:
+        async with serving(client) as app:
             await generate(client, [5, 6, 7])
             await generate(client, [5, 6, 7, *PLAIN.ids[:4], 9])
             start, told = await get_metrics(app)
@@ -132,42 +136,41 @@ async def test_the_metrics_include_those_of_the_engine():
 
 
 async def test_tasks_are_counted():
-    async with plain_model_engine() as client:
-        app = app_on(client)
-        async with app.router.lifespan_context(app), anyio.create_task_group() as group:
-            _, before = await get_metrics(app)
-            assert before["agentflow_tasks",] == len(anyio.get_running_tasks())
-            group.start_soon(anyio.sleep_forever)
-            _, more = await get_metrics(app)
-            assert more["agentflow_tasks",] == before["agentflow_tasks",] + 1
-            group.cancel_scope.cancel()
+    async with plain_engine() as client, serving(client) as app, anyio.create_task_group() as group:
+        _, before = await get_metrics(app)
+        assert before["agentflow_tasks",] == len(anyio.get_running_tasks())
+        group.start_soon(anyio.sleep_forever)
+        _, more = await get_metrics(app)
+        assert more["agentflow_tasks",] == before["agentflow_tasks",] + 1
+        group.cancel_scope.cancel()
 
 
 async def test_forced_tokens_have_a_counter_of_their_own():
     machine = build_dfa(parse_regex("The capital of France is Paris")).to_bytes()
-    async with plain_model_engine() as client:
-        app = app_on(client)
-        async with app.router.lifespan_context(app):
-            await generate(client)
-            end = await client.generate(
-                [5, 6],
-                SamplingParams(),
-                seed=0,
-                on_text=lambda text: None,
-                constraint=CompiledConstraint("capital", "dfa", machine),
-            )
-            _, told = await get_metrics(app)
+    async with plain_engine() as client, serving(client) as app:
+        await generate(client)
+        end = await client.generate(
+            [5, 6],
+            SamplingParams(),
+            seed=0,
+            on_text=lambda text: None,
+            constraint=CompiledConstraint("capital", "dfa", machine),
+        )
+        _, told = await get_metrics(app)
     assert told["agentflow_forced_tokens_total",] == len(end.token_ids) > 5
     assert told["agentflow_generated_tokens_total",] == 20 + len(end.token_ids)
 
 
 async def test_each_application_has_its_own_metrics():
-    async with plain_model_engine() as client, plain_model_engine() as other_client:
-        app, other = app_on(client), app_on(other_client)
-        async with app.router.lifespan_context(app), other.router.lifespan_context(other):
-            await generate(client)
-            _, told = await get_metrics(app)
-            _, told_by_other = await get_metrics(other)
+    async with (
+        plain_engine() as client,
+        plain_engine() as other_client,
+        serving(client) as app,
+        serving(other_client) as other,
+    ):
+        await generate(client)
+        _, told = await get_metrics(app)
+        _, told_by_other = await get_metrics(other)
     assert told["agentflow_ttft_seconds_count",] == 1
     assert told_by_other["agentflow_ttft_seconds_count",] == 0
     assert told_by_other["agentflow_steps_total",] == 0
@@ -178,7 +181,7 @@ async def test_counters_go_on_when_the_application_starts_again():
 
     @asynccontextmanager
     async def open_generator() -> AsyncIterator[Generator[Any]]:
-        async with plain_model_engine() as client:
+        async with plain_engine() as client:
             clients.append(client)
             yield EngineGenerator(client, TEMPLATE)
 
@@ -200,7 +203,7 @@ async def test_counts_of_compilers_add_up():
     async def open_models() -> AsyncIterator[Models]:
         limits = CompileLimits(cpu_s=0.1, cpu_share=1.0, wall_s=100.0)  # however busy the processors are
         opening = constraint_compiler(limits, loader=LOADER)
-        async with plain_model_engine() as client, opening as compiler:
+        async with plain_engine() as client, opening as compiler:
             for source in ("pid", "pid", "abort", "spin"):
                 with contextlib.suppress(RequestRefused):
                     await compiler.compile(Constraint("regex", source), tenant="ann")
@@ -223,7 +226,7 @@ async def test_counts_of_compilers_add_up():
 async def test_each_model_has_its_own_counters():
     @asynccontextmanager
     async def open_models() -> AsyncIterator[Models]:
-        async with plain_model_engine() as client, plain_model_engine() as other:
+        async with plain_engine() as client, plain_engine() as other:
             await generate(client)
             yield Models([EngineModel("one", client, TEMPLATE), EngineModel("other", other, TEMPLATE)])
 
@@ -251,19 +254,17 @@ async def test_a_generator_without_an_engine_has_the_metrics_of_the_server():
 @pytest.mark.trio_in_full
 async def test_no_counter_goes_back_when_the_engine_process_is_started_again(tmp_path):
     hold = Hold(tmp_path / "hold")  # the first request takes twenty steps
-    async with process_engine(hold_at={"22": hold.path}) as client:
-        app = app_on(client)
-        async with app.router.lifespan_context(app):
-            async with anyio.create_task_group() as group:
-                await generate(client)
-                _, before = await get_metrics(app)
-                group.start_soon(generate, client, [30, 31])
-                await hold.reached()
-                kill(client, hold)
-                with pytest.raises(EngineDown):
-                    await client.stats()  # answered when the process is known to be dead
-                _, meanwhile = await get_metrics(app)
-            _, after = await get_metrics(app)
+    async with process_engine(hold_at={"22": hold.path}) as client, serving(client) as app:
+        async with anyio.create_task_group() as group:
+            await generate(client)
+            _, before = await get_metrics(app)
+            group.start_soon(generate, client, [30, 31])
+            await hold.reached()
+            kill(client, hold)
+            with pytest.raises(EngineDown):
+                await client.stats()  # answered when the process is known to be dead
+            _, meanwhile = await get_metrics(app)
+        _, after = await get_metrics(app)
     assert (before["agentflow_steps_total",], before["agentflow_engine_up",]) == (20, 1)
     counters = [key for key in before if key[0].endswith(("_total", "_count", "_bucket"))]
     assert meanwhile["agentflow_engine_up",] == 0
@@ -281,13 +282,15 @@ async def test_a_scrape_does_not_wait_for_a_step_for_ever(monkeypatch):
     gate = StepGate()
     gate.attach()
     gate.allow(0)
-    async with plain_model_engine(on_step=gate) as client:
-        app = app_on(client)
-        async with app.router.lifespan_context(app), anyio.create_task_group() as group:
-            group.start_soon(generate, client)
-            await gate.held()
-            start, told = await get_metrics(app)
-            gate.open()
+    async with (
+        plain_engine(on_step=gate) as client,
+        serving(client) as app,
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(generate, client)
+        await gate.held()
+        start, told = await get_metrics(app)
+        gate.open()
     assert start["status"] == 200
     assert told["agentflow_engine_up",] == 0
 

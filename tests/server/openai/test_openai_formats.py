@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
 
@@ -12,7 +11,12 @@ import pytest
 from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import TOKENIZER, FakeEngine
 from support.server.http_clients import only_asyncio
-from support.server.openai_peer import MESSAGES, async_client, logit_engine_of_server, sync_client
+from support.server.openai_peer import (
+    MESSAGES,
+    async_client,
+    constrained_logit_server,
+    sync_client,
+)
 
 from agentflow.engine.fake_runner import FakeRunner
 
@@ -33,11 +37,7 @@ class Verdict(pydantic.BaseModel):
 anyio_backend = pytest.fixture(only_asyncio)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with api_server(logit_engine_of_server()) as running:
-        yield running
-        running.assert_idle()
+server = pytest.fixture(constrained_logit_server, scope="module")
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

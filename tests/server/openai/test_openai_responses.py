@@ -10,9 +10,7 @@ import openai
 import pydantic
 import pytest
 from support.api_server import MODEL, ApiServer, api_server
-from support.fake_engine import FakeEngine
-from support.logit_runner import logit_runner
-from support.server.openai_peer import logit_server, sync_client
+from support.server.openai_peer import any_text_server, logit_server, sync_client
 from support.server.scripted_model import scripted_server
 
 from agentflow.server.config.limits import HttpLimits
@@ -34,11 +32,7 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call
 server = pytest.fixture(logit_server, scope="module")
 
 
-@pytest.fixture(scope="module")
-def constrained() -> Iterator[ApiServer]:
-    """A server whose model writes any text that a constraint allows."""
-    with api_server(FakeEngine(runner=logit_runner(max_context=1024))) as running:
-        yield running
+constrained = pytest.fixture(any_text_server, scope="module")
 
 
 class Report(pydantic.BaseModel):

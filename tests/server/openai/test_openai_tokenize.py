@@ -9,7 +9,12 @@ import httpx2
 import pytest
 from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import TOKENIZER, FakeEngine
-from support.server.openai_peer import MAX_CONTEXT, MESSAGES, logit_engine_of_server, sync_client
+from support.server.openai_peer import (
+    MAX_CONTEXT,
+    MESSAGES,
+    logit_server,
+    sync_client,
+)
 from support.small_tokenizers import sentencepiece
 
 from agentflow.engine.generator.generator import MAX_INLINE_CHARS
@@ -18,10 +23,7 @@ from agentflow.engine.text.tokenizer import Tokenizer
 TEXT = "The quick brown fox"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with api_server(logit_engine_of_server(), constraints=False) as running:
-        yield running
+server = pytest.fixture(logit_server, scope="module")
 
 
 def post(server: ApiServer, path: str, **body: Any) -> tuple[int, dict[str, Any]]:

@@ -10,12 +10,10 @@ import jsonschema
 import openai
 import pydantic
 import pytest
-from support.api_server import MODEL, ApiServer, api_server
-from support.fake_engine import FakeEngine
-from support.logit_runner import logit_runner
+from support.api_server import MODEL, ApiServer
 from support.server.apis import CHAT, ask
 from support.server.http_clients import CLIENTS, ClientKind, only_asyncio
-from support.server.openai_peer import async_client, called, sync_client
+from support.server.openai_peer import any_text_server, async_client, called, sync_client
 from support.server.scripted_model import scripted_server
 
 ASKED: list[Any] = [{"role": "user", "content": "How is the weather?"}]
@@ -52,11 +50,7 @@ def server() -> Iterator[ApiServer]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def any_text() -> Iterator[ApiServer]:
-    """Its model writes any text."""
-    with api_server(FakeEngine(runner=logit_runner(max_context=1024))) as running:
-        yield running
+any_text = pytest.fixture(any_text_server, scope="module")
 
 
 @pytest.mark.anyio

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +11,7 @@ import httpx2
 import pytest
 from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import TOKENIZER
-from support.server.openai_peer import logit_engine_of_server
+from support.server.openai_peer import constrained_logit_server
 
 from agentflow.server.sglang.answer import GROWTH
 
@@ -23,11 +22,7 @@ SAME = {"sampling_seed": 3, "max_new_tokens": 12}
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with api_server(logit_engine_of_server()) as running:
-        yield running
-        running.assert_idle()
+server = pytest.fixture(constrained_logit_server, scope="module")
 
 
 def post(server: ApiServer, headers: dict[str, str] | None = None, **fields: Any) -> httpx2.Response:

@@ -124,8 +124,7 @@ async def test_a_large_frame_is_received_in_several_turns(monkeypatch: pytest.Mo
     text = "д" * SMALL_FRAME_BYTES
     frame = Ops(1, (ops.Open(1), ops.Set(1, 1, "v", (text,)), ops.Await(1, 1)))
     for is_binary in (True, False):
-        async with bench() as server, connected(server, binary=[is_binary]) as [peer]:
-            await peer.greet()
+        async with bench() as server, connected(server, binary=[is_binary], greets=True) as [peer]:
             num_turns = 0
             data = encode(frame, binary=is_binary)
             peer.put_data(data if is_binary else data.decode())
@@ -138,9 +137,7 @@ async def test_a_large_frame_is_received_in_several_turns(monkeypatch: pytest.Mo
 
 async def test_a_converse_of_too_many_values_ends_its_session_alone() -> None:
     for is_binary, data in zip((True, False), frames(FRAME_BOUNDS.parts), strict=True):
-        async with bench() as server, connected(server, binary=[is_binary, True]) as [bad, good]:
-            await bad.greet()
-            await good.greet()
+        async with bench() as server, connected(server, binary=[is_binary, True], greets=True) as [bad, good]:
             bad.put_data(data)
             refused, code = await bad.refusal()
             assert (refused.error.code, code) == ("frame_too_large", 1009)

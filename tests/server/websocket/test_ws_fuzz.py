@@ -25,7 +25,7 @@ ONLY = os.environ.get("FUZZ_ONLY", "")
 TARGETS = {"script": scripted_target, "engine": engine_target}
 
 # Caches are warm by then.
-WARM_UP_SHARE = 0.4
+WARM_UP_SHARE = 0.7
 # What caches hold varies by some hundreds of blocks, whatever the number of frames. In a long run, a block
 # that each conversation left behind would be more than all that is allowed.
 MAX_BLOCKS = 1000

@@ -35,9 +35,7 @@ GRAPH = (ops.Open(1), ops.Set(1, 2, "v", ("a",)))
     ],
 )
 async def test_a_number_that_not_all_can_read_is_refused(wrong: Op, caplog: pytest.LogCaptureFixture) -> None:
-    async with bench() as server, connected(server, binary=[True, False]) as [bad, good]:
-        await bad.greet()
-        await good.greet()
+    async with bench() as server, connected(server, binary=[True, False], greets=True) as [bad, good]:
         bad.put_ops(1, ops.Open(1), ops.Text(1, ("a",)), wrong)
         refused, code = await bad.refusal()
         assert (refused.error.code, code) == ("protocol_error", 1002)
@@ -57,8 +55,7 @@ async def test_a_number_that_not_all_can_read_is_refused(wrong: Op, caplog: pyte
     ],
 )
 async def test_a_number_that_not_all_can_read_fails_the_state_that_names_it(wrong: Op, state: int) -> None:
-    async with bench() as server, connected(server, binary=[False]) as [peer]:
-        await peer.greet()
+    async with bench() as server, connected(server, binary=[False], greets=True) as [peer]:
         peer.put_ops(1, ops.Open(1), ops.Text(1, ("a",)), wrong)
 
         def failures(events: list[Event]) -> list[StateFailed]:
@@ -77,8 +74,7 @@ async def test_an_error_with_any_number_of_causes_can_be_provided(depth: int) ->
     for level in range(depth - 1, 0, -1):
         error = {"code": "run_failed", "message": f"{level}", "cause": error}
     provided = {"op": "provide", "var": 2, "error": error}
-    async with bench() as server, connected(server, binary=[False]) as [peer]:
-        await peer.greet()
+    async with bench() as server, connected(server, binary=[False], greets=True) as [peer]:
         peer.put_ops(1, ops.Open(1), ops.Expect(1, 2, "e"))
         peer.put_data(json.dumps({"frame": "ops", "first": 3, "ops": [provided]}))
         [event] = await peer.events(bool)

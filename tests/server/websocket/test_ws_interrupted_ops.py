@@ -97,8 +97,7 @@ async def test_a_session_that_ends_while_it_takes_an_op_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, number: int, step: int
 ) -> None:
     event = event_at_step(monkeypatch, number, step)
-    async with bench() as server, connected(server) as [peer]:
-        await peer.greet()
+    async with bench() as server, connected(server, greets=True) as [peer]:
         [session] = server.sessions._sessions.values()
         peer.put_ops(1, *SENT)
         await event.wait()

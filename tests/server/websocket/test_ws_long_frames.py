@@ -39,9 +39,7 @@ async def test_limits_do_not_add_up_without_end() -> None:
     num_states = 1000
     fork = ops.Fork(1, tuple(range(2, num_states + 1)))
     num_allowed = (MAX_LIMITS - 1) // num_states
-    async with bench() as server, connected(server, binary=[True, True]) as [bad, good]:
-        await bad.greet()
-        await good.greet()
+    async with bench() as server, connected(server, binary=[True, True], greets=True) as [bad, good]:
         bad.put_ops(1, ops.Open(1), fork, *(ops.Limit(1, output_tokens=5) for _ in range(num_allowed)))
         bad.put_ops(3 + num_allowed, ops.Close(1), *(ops.Close(child) for child in fork.children))
         bad.put_ops(3 + num_allowed + num_states, ops.Open(1), ops.Await(1, 1))

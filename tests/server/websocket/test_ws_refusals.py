@@ -41,16 +41,15 @@ async def test_too_many_sessions_are_refused_and_one_that_ends_makes_room() -> N
 
 async def test_too_many_connections_are_refused() -> None:
     limits = ServerLimits(max_connections=1, resume_grace_s=1e6)
-    async with bench(limits) as server, connected(server) as [first]:
-        await first.greet()
+    async with bench(limits) as server, connected(server, greets=True) as [first]:
         async with connected(server, binary=[False]) as [second]:
             second.put(Hello(VERSION))
             refused, code = await second.refusal()
             assert (refused.error.code, code) == ("overloaded", 1013)
         first.hang_up()
         await first.has_returned.wait()
-        async with connected(server) as [third]:
-            await third.greet()
+        async with connected(server, greets=True):
+            pass
 
 
 async def test_silent_connections_of_one_tenant_leave_others_their_places(
@@ -98,9 +97,7 @@ BAD_FRAMES: dict[str, bytes | str] = {
 
 @pytest.mark.parametrize("case", BAD_FRAMES)
 async def test_a_bad_frame_ends_its_session_alone(case: str) -> None:
-    async with bench() as server, connected(server, binary=[False, True]) as [bad, good]:
-        await bad.greet()
-        await good.greet()
+    async with bench() as server, connected(server, binary=[False, True], greets=True) as [bad, good]:
         ids = count(1)
         await check_still_served(good, ids)
         bad.put_data(BAD_FRAMES[case])
@@ -141,8 +138,7 @@ BAD_OPS = {
 async def test_a_bad_op_fails_its_state_and_the_session_goes_on(case: str, binary: bool) -> None:
     bad, code = BAD_OPS[case]
     write = msgspec.msgpack.encode if binary else msgspec.json.encode
-    async with bench() as server, connected(server, binary=[binary]) as [peer]:
-        await peer.greet()
+    async with bench() as server, connected(server, binary=[binary], greets=True) as [peer]:
         first = [ops.Open(1), ops.Text(1, ("say #2",)), gen(1, 2)]
         if case == "long salt":
             first = [ops.Open(5), ops.Text(5, ("say #2",)), gen(5, 2)]
@@ -164,8 +160,7 @@ async def test_a_bad_op_fails_its_state_and_the_session_goes_on(case: str, binar
 
 
 async def test_text_that_is_no_unicode_fails_its_state() -> None:
-    async with bench() as server, connected(server) as [peer]:
-        await peer.greet()
+    async with bench() as server, connected(server, greets=True) as [peer]:
         data = encode(Ops(1, (ops.Open(1), ops.Text(1, ("@@",)))), binary=True)
         peer.put_data(data.replace(b"@@", b"\xff\xfe"))
         await peer.events(lambda events: any(isinstance(event, StateFailed) for event in events))
@@ -216,8 +211,7 @@ async def test_any_bytes_that_are_no_frame_are_refused(messages: list[bytes]) ->
 @pytest.mark.parametrize("binary", [True, False])
 async def test_a_frame_over_the_limit_is_refused(binary: bool) -> None:
     limits = ServerLimits(frame_bytes=4096)
-    async with bench(limits) as server, connected(server, binary=[binary]) as [peer]:
-        await peer.greet()
+    async with bench(limits) as server, connected(server, binary=[binary], greets=True) as [peer]:
         peer.put_ops(1, ops.Open(1), ops.Text(1, ("é" * 2048,)))
         refused, code = await peer.refusal()
         assert (refused.error.code, code) == ("frame_too_large", 1009)
@@ -225,8 +219,7 @@ async def test_a_frame_over_the_limit_is_refused(binary: bool) -> None:
 
 
 async def test_a_client_that_breaks_the_websocket_rules_ends_its_session() -> None:
-    async with bench() as server, connected(server) as [peer]:
-        await peer.greet()
+    async with bench() as server, connected(server, greets=True) as [peer]:
         peer.hang_up(code=1009)
         await server.is_idle()
 

@@ -64,8 +64,7 @@ async def test_a_program_runs_in_either_encoding(binary: bool) -> None:
 
 
 async def test_failures_travel_with_their_causes() -> None:
-    async with bench() as server, connected(server) as [peer]:
-        await peer.greet()
+    async with bench() as server, connected(server, greets=True) as [peer]:
         peer.put_ops(1, ops.Open(1), ops.End(1), gen(1, 10))
         events = await peer.events(lambda events: len(events) == 2)
         failed = next(event for event in events if isinstance(event, StateFailed))
@@ -101,8 +100,7 @@ async def test_a_hundred_sessions_at_once_get_each_its_own() -> None:
 
 
 async def test_bye_frees_everything_at_once() -> None:
-    async with bench() as server, connected(server) as [peer]:
-        await peer.greet()
+    async with bench() as server, connected(server, greets=True) as [peer]:
         peer.put_ops(
             1, ops.Open(1), ops.Text(1, (HANG,)), ops.Fork(1, (2, 3)), gen(1, 4), gen(2, 5), gen(3, 6)
         )
@@ -115,8 +113,7 @@ async def test_bye_frees_everything_at_once() -> None:
 
 async def test_a_vanished_client_frees_everything_after_the_grace() -> None:
     limits = ServerLimits(resume_grace_s=0.01)
-    async with bench(limits) as server, connected(server) as [peer]:
-        await peer.greet()
+    async with bench(limits) as server, connected(server, greets=True) as [peer]:
         peer.put_ops(1, ops.Open(1), ops.Text(1, (HANG,)), gen(1, 4))
         await server.generator.has_hung.wait()
         assert len(server.sessions) == 1
@@ -125,8 +122,7 @@ async def test_a_vanished_client_frees_everything_after_the_grace() -> None:
 
 
 async def test_without_grace_a_session_lives_as_long_as_its_connection() -> None:
-    async with bench(NO_GRACE) as server, connected(server) as [peer]:
-        await peer.greet()
+    async with bench(NO_GRACE) as server, connected(server, greets=True) as [peer]:
         await check_still_served(peer, count(1))
         peer.hang_up()
         await server.is_idle()
@@ -155,9 +151,7 @@ async def test_shutting_down_says_so_and_frees_everything() -> None:
 async def test_a_fault_of_the_server_costs_one_session_only_and_is_explained_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with bench() as server, connected(server, binary=[True, True]) as [peer, good]:
-        await peer.greet()
-        await good.greet()
+    async with bench() as server, connected(server, binary=[True, True], greets=True) as [peer, good]:
         server.generator.stats_fault = ZeroDivisionError("a fault")
         peer.put_ops(1, ops.Open(1), ops.GetStats(1))
         refused, code = await peer.refusal()
@@ -172,8 +166,7 @@ async def test_a_fault_of_the_server_costs_one_session_only_and_is_explained_in_
 
 
 async def test_statistics_that_there_are_none_of_now_cost_no_session() -> None:
-    async with bench() as server, connected(server) as [peer]:
-        await peer.greet()
+    async with bench() as server, connected(server, greets=True) as [peer]:
         server.generator.stats_fault = EngineFailed("it restarts")
         peer.put_ops(1, ops.GetStats(1))
         [reply] = await peer.events(bool)
@@ -192,22 +185,19 @@ async def test_statistics_that_there_are_none_of_now_cost_no_session() -> None:
 
 
 async def test_ops_without_events_are_confirmed_after_a_number_of_them() -> None:
-    async with bench() as server, connected(server) as [peer]:
-        await peer.greet()
+    async with bench() as server, connected(server, greets=True) as [peer]:
         peer.put_ops(1, ops.Open(1), *(ops.Text(1, ("a",)) for _ in range(ACK_OPS)))
         assert await peer.frame() == Events(ACK_OPS + 1)
 
 
 async def test_ops_without_events_are_confirmed_after_a_number_of_bytes() -> None:
-    async with bench() as server, connected(server) as [peer]:
-        await peer.greet()
+    async with bench() as server, connected(server, greets=True) as [peer]:
         peer.put_ops(1, ops.Open(1), ops.Text(1, ("a" * ACK_BYTES,)))
         assert await peer.frame() == Events(2)
 
 
 async def test_ops_sent_again_are_taken_once() -> None:
-    async with bench() as server, connected(server) as [peer]:
-        await peer.greet()
+    async with bench() as server, connected(server, greets=True) as [peer]:
         program = (ops.Open(1), ops.Text(1, ("once #2",)), ops.Text(1, (" more",)), gen(1, 2))
         peer.put_ops(1, *program[:3])
         peer.put_ops(1, *program)
@@ -218,9 +208,7 @@ async def test_ops_sent_again_are_taken_once() -> None:
 
 
 async def test_a_slow_reader_receives_the_rest_and_slows_no_other_session() -> None:
-    async with bench() as server, connected(server, binary=[True, True]) as [slow, quick]:
-        await slow.greet()
-        await quick.greet()
+    async with bench() as server, connected(server, binary=[True, True], greets=True) as [slow, quick]:
         slow.put_ops(1, ops.Open(1), ops.Text(1, ("much #3000",)), gen(1, 2), ops.GetStats(3))
         listener = Listener()
         # The slow one's server is stuck in its first events while the quick one is served, twice over.
@@ -239,8 +227,7 @@ async def test_a_slow_reader_receives_the_rest_and_slows_no_other_session() -> N
 
 async def test_events_are_cut_to_the_frame_limit() -> None:
     limits = ServerLimits(frame_bytes=4096)
-    async with bench(limits) as server, connected(server, binary=[False]) as [peer]:
-        await peer.greet()
+    async with bench(limits) as server, connected(server, binary=[False], greets=True) as [peer]:
         peer.put_ops(1, ops.Open(1), ops.Text(1, ("much #3000",)), gen(1, 2))
         await until(lambda: server.generator.num_running > 0)
         await until(lambda: server.generator.num_running == 0)

@@ -35,6 +35,19 @@ def logit_server() -> Iterator[ApiServer]:
         running.assert_idle()
 
 
+def constrained_logit_server() -> Iterator[ApiServer]:
+    """The same with a compiler of constraints."""
+    with api_server(logit_engine_of_server()) as running:
+        yield running
+        running.assert_idle()
+
+
+def any_text_server() -> Iterator[ApiServer]:
+    """A server whose model writes any text that a constraint allows."""
+    with api_server(FakeEngine(runner=logit_runner(max_context=1024))) as running:
+        yield running
+
+
 def sync_client(server: ApiServer, **options: Any) -> openai.OpenAI:
     """As users make it, but it never tries again."""
     return openai.OpenAI(base_url=f"{server.url}/v1", **{"api_key": "none", "max_retries": 0, **options})
