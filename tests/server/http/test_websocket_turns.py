@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.server.http_clients import only_asyncio
 from uvicorn import Config
 from uvicorn.server import ServerState
 from websockets.frames import Frame, Opcode
 
 from agentflow.server.http import protocol
 from agentflow.server.http.protocol import TimedWebSocketProtocol
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
+anyio_backend = pytest.fixture(only_asyncio)
 
 HANDSHAKE = (
     b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -110,99 +114,84 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 @given(st.lists(st.integers(0, 5_000), min_size=1, max_size=8), st.integers(1, 3_000), st.integers(1, 40_000))
-def test_f27a_messages_between_frames_without_data_arrive_in_order(
+async def test_f27a_messages_between_frames_without_data_arrive_in_order(
     sizes: list[int], num_pongs: int, step: int
 ) -> None:
-    async def check() -> None:
-        received: list[Any] = []
-        made, transport = await opened(received)
-        sent = [bytes([65 + number]) * size + b"." for number, size in enumerate(sizes)]
-        data = frame(Opcode.PONG) * num_pongs
-        for message in sent:
-            middle = len(message) // 2
-            data += frame(Opcode.BINARY, message[:middle], fin=False) + frame(Opcode.PONG) * 3
-            data += frame(Opcode.CONT, message[middle:]) + frame(Opcode.PONG) * num_pongs
-        for start in range(0, len(data), step):
-            await until(lambda: not transport.is_reading_paused)
-            made.data_received(data[start : start + step])
-        await until(lambda: len(received) == len(sent))
-        assert received == sent
-        await closed(made)
-
-    asyncio.run(asyncio.wait_for(check(), 20))
+    received: list[Any] = []
+    made, transport = await opened(received)
+    sent = [bytes([65 + number]) * size + b"." for number, size in enumerate(sizes)]
+    data = frame(Opcode.PONG) * num_pongs
+    for message in sent:
+        middle = len(message) // 2
+        data += frame(Opcode.BINARY, message[:middle], fin=False) + frame(Opcode.PONG) * 3
+        data += frame(Opcode.CONT, message[middle:]) + frame(Opcode.PONG) * num_pongs
+    for start in range(0, len(data), step):
+        await until(lambda: not transport.is_reading_paused)
+        made.data_received(data[start : start + step])
+    await until(lambda: len(received) == len(sent))
+    assert received == sent
+    await closed(made)
 
 
-def test_f27a_each_turn_of_the_loop_parses_one_piece_of_one_websocket(
+async def test_f27a_each_turn_of_the_loop_parses_one_piece_of_one_websocket(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(protocol, "TURN_S", -1.0)  # over after the first piece
     parsed: list[int] = []
 
-    async def check() -> None:
-        websockets = [await opened([]) for _ in range(8)]
-        parse = TimedWebSocketProtocol._parse
+    websockets = [await opened([]) for _ in range(8)]
+    parse = TimedWebSocketProtocol._parse
 
-        def noted(self: Any, data: bytes) -> None:
-            parsed.append(len(data))
-            parse(self, data)
+    def noted(self: Any, data: bytes) -> None:
+        parsed.append(len(data))
+        parse(self, data)
 
-        monkeypatch.setattr(TimedWebSocketProtocol, "_parse", noted)
-        for made, transport in websockets:
-            made.data_received(frame(Opcode.PONG) * 5_000)
-            assert transport.is_reading_paused
-        before = 0
-        while any(transport.is_reading_paused for _, transport in websockets):
-            await turn()
-            assert len(parsed) - before <= 1
-            before = len(parsed)
-        assert sum(parsed) == 8 * 5_000 * len(frame(Opcode.PONG))
-        for made, _ in websockets:
-            await closed(made)
-
-    asyncio.run(asyncio.wait_for(check(), 20))
-
-
-def test_f28d_pings_are_answered_as_fast_as_the_answers_are_read() -> None:
-    async def check() -> None:
-        made, transport = await opened([])
-        made.data_received(frame(Opcode.PING, b"x" * 100) * 10_000)
-        await turns()
-        assert HIGH_WATER < len(transport.written) < 2 * HIGH_WATER
+    monkeypatch.setattr(TimedWebSocketProtocol, "_parse", noted)
+    for made, transport in websockets:
+        made.data_received(frame(Opcode.PONG) * 5_000)
         assert transport.is_reading_paused
-        while transport.is_reading_paused:
-            transport.read()
-            await turns()
+    before = 0
+    while any(transport.is_reading_paused for _, transport in websockets):
+        await turn()
+        assert len(parsed) - before <= 1
+        before = len(parsed)
+    assert sum(parsed) == 8 * 5_000 * len(frame(Opcode.PONG))
+    for made, _ in websockets:
         await closed(made)
 
-    asyncio.run(asyncio.wait_for(check(), 20))
 
-
-def test_f28d_messages_wait_while_the_application_does_not_read() -> None:
-    async def check() -> None:
-        received: list[Any] = []
-        go = asyncio.Event()
-        made, transport = await opened(received, go)
-        made.data_received(frame(Opcode.BINARY, b"x" * 5_000) * 100)
+async def test_f28d_pings_are_answered_as_fast_as_the_answers_are_read() -> None:
+    made, transport = await opened([])
+    made.data_received(frame(Opcode.PING, b"x" * 100) * 10_000)
+    await turns()
+    assert HIGH_WATER < len(transport.written) < 2 * HIGH_WATER
+    assert transport.is_reading_paused
+    while transport.is_reading_paused:
+        transport.read()
         await turns()
-        assert made.queue.qsize() < 3
-        assert transport.is_reading_paused
-        go.set()
-        await until(lambda: len(received) == 100)
-        await turns()
-        assert not transport.is_reading_paused
-        await closed(made)
-
-    asyncio.run(asyncio.wait_for(check(), 20))
+    await closed(made)
 
 
-def test_f27a_a_message_of_endless_frames_is_refused() -> None:
-    async def check() -> None:
-        made, transport = await opened([])
-        made.data_received(frame(Opcode.BINARY, b"x", fin=False))
-        made.data_received(frame(Opcode.CONT, b"", fin=False) * (protocol.MAX_FRAGMENTS + 10))
-        await turns()
-        assert transport.is_closed
-        assert not made.frames
-        await closed(made)
+async def test_f28d_messages_wait_while_the_application_does_not_read() -> None:
+    received: list[Any] = []
+    go = asyncio.Event()
+    made, transport = await opened(received, go)
+    made.data_received(frame(Opcode.BINARY, b"x" * 5_000) * 100)
+    await turns()
+    assert made.queue.qsize() < 3
+    assert transport.is_reading_paused
+    go.set()
+    await until(lambda: len(received) == 100)
+    await turns()
+    assert not transport.is_reading_paused
+    await closed(made)
 
-    asyncio.run(asyncio.wait_for(check(), 20))
+
+async def test_f27a_a_message_of_endless_frames_is_refused() -> None:
+    made, transport = await opened([])
+    made.data_received(frame(Opcode.BINARY, b"x", fin=False))
+    made.data_received(frame(Opcode.CONT, b"", fin=False) * (protocol.MAX_FRAGMENTS + 10))
+    await turns()
+    assert transport.is_closed
+    assert not made.frames
+    await closed(made)

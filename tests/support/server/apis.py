@@ -92,8 +92,10 @@ class Api:
 
     def results(self, calls: Sequence[Called], texts: Sequence[str]) -> list[Any]:
         """The turns with the results of calls."""
-        pairs = zip(calls, texts, strict=True)
-        return [{"role": "tool", "tool_call_id": call.id, "content": text} for call, text in pairs]
+        return [self.result(call, text) for call, text in zip(calls, texts, strict=True)]
+
+    def result(self, call: Called, text: str) -> Fields:
+        return {"role": "tool", "tool_call_id": call.id, "content": text}
 
     def whole(self, body: Any) -> Answered:
         [choice] = body["choices"]
@@ -166,9 +168,8 @@ class Responses(Api):
     def tool(self, **function: Any) -> Fields:
         return {"type": "function", **function}
 
-    def results(self, calls: Sequence[Called], texts: Sequence[str]) -> list[Any]:
-        pairs = zip(calls, texts, strict=True)
-        return [{"type": "function_call_output", "call_id": call.id, "output": text} for call, text in pairs]
+    def result(self, call: Called, text: str) -> Fields:
+        return {"type": "function_call_output", "call_id": call.id, "output": text}
 
     def whole(self, body: Any) -> Answered:
         answer = Answered(turns=body["output"], id=body["id"])
@@ -221,9 +222,11 @@ class Messages(Api):
         return {"tool_choice": {**self.choice(choice), "disable_parallel_tool_use": True}}
 
     def results(self, calls: Sequence[Called], texts: Sequence[str]) -> list[Any]:
-        pairs = zip(calls, texts, strict=True)
-        blocks = [{"type": "tool_result", "tool_use_id": call.id, "content": text} for call, text in pairs]
+        blocks = super().results(calls, texts)
         return [{"role": "user", "content": blocks}] if blocks else []
+
+    def result(self, call: Called, text: str) -> Fields:
+        return {"type": "tool_result", "tool_use_id": call.id, "content": text}
 
     def whole(self, body: Any) -> Answered:
         answer = Answered(turns=[{"role": "assistant", "content": body["content"]}])
@@ -272,9 +275,8 @@ class OllamaChat(Api):
     names: ClassVar[Fields] = {"max_tokens": "num_predict"}
     text_field = ""
 
-    def results(self, calls: Sequence[Called], texts: Sequence[str]) -> list[Any]:
-        pairs = zip(calls, texts, strict=True)
-        return [{"role": "tool", "tool_name": call.name, "content": text} for call, text in pairs]
+    def result(self, call: Called, text: str) -> Fields:
+        return {"role": "tool", "tool_name": call.name, "content": text}
 
     def whole(self, body: Any) -> Answered:
         message = body["message"] if not self.text_field else {**body, "content": body[self.text_field]}

@@ -63,6 +63,10 @@ def output_format(schema: Any) -> dict[str, Any]:
     return {"format": {"type": "json_schema", "schema": schema}}
 
 
+def text_format(schema: Any) -> dict[str, Any]:
+    return {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+
+
 def turns(*contents: Any, role: str = "user") -> list[dict[str, Any]]:
     return [{"role": role, "content": content} for content in contents]
 
@@ -79,6 +83,14 @@ UNKNOWN_CHOICE = {"type": "function", "function": {"name": "other"}}
 CUSTOM = {"type": "custom", "custom": {"name": "x"}}
 BAD_TOOL = tool("f", {"type": "object", "properties": {"a": BAD_PATTERN}}, strict=True)
 PLACE = "function.parameters.properties.a.pattern"
+OBFUSCATED = {"stream": True, "stream_options": {"include_obfuscation": True}}
+RESULT = {"role": "tool", "tool_call_id": "c9", "content": "x"}
+SPOKEN = {"role": "assistant", "content": "x", "audio": {"id": "1"}}
+QUESTION = {"type": "text", "text": "What?"}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {}}
+WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+ANY_OBJECT = {"output_config": output_format({})}
+ARGUMENTS = "messages[0].tool_calls[0].function.arguments"
 CALLING = {"tool_calls": [{"function": {"name": "a", "arguments": "{}"}}]}
 
 # Fields of vLLM and SGLang are refused in chat completions as those of OpenAI are.
@@ -105,45 +117,25 @@ CHAT: list[Row] = [
     ({"logit_bias": {"7": 101}}, "logit_bias[...]", INVALID),
     ({"stop_token_ids": [99999]}, "stop_token_ids", VALUE),
     ({"stream_options": {"include_usage": True}}, "stream_options", VALUE),
-    (
-        {"stream": True, "stream_options": {"include_obfuscation": True}},
-        "stream_options.include_obfuscation",
-        UNSUPPORTED,
-    ),
+    (OBFUSCATED, "stream_options.include_obfuscation", UNSUPPORTED),
     ({"thinking_token_budget": 3, "thinking_budget": 3}, "thinking_budget", VALUE),
     ({"thinking_token_budget": -1}, "thinking_token_budget", INVALID),
     ({"messages": []}, "messages", INVALID),
     ({"messages": turns("x", role="poet")}, "messages[0].role", INVALID),
     ({"messages": turns(FAR)}, "messages", LONG),
     ({"messages": turns(FAR[:600]), "stream": True}, "messages", LONG),
-    (
-        {"messages": [*SAYS, {"role": "tool", "tool_call_id": "c9", "content": "x"}]},
-        "messages[1].tool_call_id",
-        VALUE,
-    ),
+    ({"messages": [*SAYS, RESULT]}, "messages[1].tool_call_id", VALUE),
     ({"messages": [*SAYS, {"role": "assistant"}]}, "messages[1].content", VALUE),
     ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages[0].role", UNSUPPORTED),
-    (
-        {"messages": [{"role": "assistant", "content": "x", "audio": {"id": "1"}}]},
-        "messages[0].audio",
-        UNSUPPORTED,
-    ),
-    (
-        {"messages": turns([{"type": "text", "text": "What?"}, IMAGE_URL])},
-        "messages[0].content[1]",
-        UNSUPPORTED,
-    ),
+    ({"messages": [SPOKEN]}, "messages[0].audio", UNSUPPORTED),
+    ({"messages": turns([QUESTION, IMAGE_URL])}, "messages[0].content[1]", UNSUPPORTED),
     ({"tools": [CUSTOM]}, "tools[0].type", UNSUPPORTED),
     ({"tools": [tool(), tool()]}, "tools", VALUE),
     ({"tools": [tool("a b")]}, "tools[0].function.name", INVALID),
     ({"tool_choice": "required"}, "tool_choice", VALUE),
     ({"tools": [tool()], "tool_choice": "any"}, "tool_choice", INVALID),
     ({"tools": [tool()], "tool_choice": UNKNOWN_CHOICE}, "tool_choice", VALUE),
-    (
-        {"tools": [tool()], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
-        "tool_choice",
-        UNSUPPORTED,
-    ),
+    ({"tools": [tool()], "tool_choice": ALLOWED}, "tool_choice", UNSUPPORTED),
     ({"tools": [tool()], "tool_choice": CUSTOM}, "tool_choice", UNSUPPORTED),
     ({"tools": [BAD_TOOL], "tool_choice": "required"}, f"tools[0].{PLACE}", VALUE),
     ({"tools": [tool(), BAD_TOOL]}, f"tools[1].{PLACE}", VALUE),
@@ -223,11 +215,7 @@ RESPONSES: list[Row] = [
     ({"background": True, "store": False}, "store", VALUE),
     ({"conversation": 3}, "conversation", INVALID),
     ({"prompt": {"id": "p"}}, "prompt", UNSUPPORTED),
-    (
-        {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}}},
-        "text.format.schema",
-        VALUE,
-    ),
+    ({"text": text_format({"type": "nothing"})}, "text.format.schema", VALUE),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", INVALID),
     ({"temperature": -1}, "temperature", INVALID),
     ({"nothing": 1}, "nothing", INVALID),
@@ -244,11 +232,7 @@ MESSAGES: list[Row] = [
     ({"messages": turns(FAR[:600]), "stream": True}, "messages", LONG),
     ({"system": [IMAGE]}, "system[0].type", UNSUPPORTED),
     ({"system": [{"text": "Be brief."}]}, "system[0].type", INVALID),
-    (
-        {"tools": [message_tool(), {"type": "web_search_20250305", "name": "web_search"}]},
-        "tools[1].type",
-        UNSUPPORTED,
-    ),
+    ({"tools": [message_tool(), WEB_SEARCH]}, "tools[1].type", UNSUPPORTED),
     ({"tools": [{"name": "weather"}]}, "tools[0].input_schema", INVALID),
     ({"tools": [message_tool(descripton="")]}, "tools[0].descripton", INVALID),
     ({"tools": [message_tool("a b")]}, "tools[0].name", INVALID),
@@ -274,16 +258,8 @@ MESSAGES: list[Row] = [
     ({"max_tokens": 0}, "max_tokens", INVALID),
     ({"stop_sequences": [""]}, "stop_sequences[0]", INVALID),
     ({"output_config": output_format(BAD_PATTERN)}, "output_config.format.schema", VALUE),
-    (
-        {"output_config": output_format({}), "messages": [*SAYS, *turns("{", role="assistant")]},
-        "messages",
-        VALUE,
-    ),
-    (
-        {"output_config": output_format({}), "output_format": output_format({})["format"]},
-        "output_format",
-        VALUE,
-    ),
+    ({**ANY_OBJECT, "messages": [*SAYS, *turns("{", role="assistant")]}, "messages", VALUE),
+    ({**ANY_OBJECT, "output_format": output_format({})["format"]}, "output_format", VALUE),
 ]
 COUNTED: list[Row] = [
     ({"messages": turns("") * 5000}, "messages", INVALID),
@@ -294,11 +270,7 @@ OLLAMA_CHAT: list[Row] = [
     ({"messages": [{**SAYS[0], "images": ["aGk="]}]}, "messages[0].images", UNSUPPORTED),
     ({"messages": [SAYS[0] | CALLING]}, "messages[0].tool_calls", VALUE),
     ({"messages": [{"role": "robot"}]}, "messages[0].role", INVALID),
-    (
-        {"messages": [{"role": "assistant", **CALLING}, *SAYS]},
-        "messages[0].tool_calls[0].function.arguments",
-        VALUE,
-    ),
+    ({"messages": [{"role": "assistant", **CALLING}, *SAYS]}, ARGUMENTS, VALUE),
     ({"messages": turns(FAR)}, "messages", LONG),
     ({"think": True}, "think", UNSUPPORTED),
     ({"think": "high"}, "think", UNSUPPORTED),
