@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from unittest.mock import patch
 from support.api_errors import gated
 from support.api_server import ApiServer, api_server
 from support.chat_template_shapes import INST
-from support.docs.http_refusals import LOUD
+from support.docs.http_refusals import LOUD, Opened, another
 from support.fake_engine import FakeEngine
 from support.faulty_servers import KEY, changed, failing_engine, tenants
 from support.server.apis import CHAT
@@ -27,35 +28,33 @@ from agentflow.server.tenants.rate_limit import TenantGate
 Fails = Callable[[ApiServer], str]
 
 
-def ops(*sent: dict[str, Any], state: int | None = None) -> Fails:
-    """What the first variable (or this state) fails with."""
+def ops(*sent: dict[str, Any], state: int | None = None, on: Opened | None = None) -> Fails:
+    """What the first variable (or this state) fails with. ``on``: opens another server."""
 
     def fail(server: ApiServer) -> str:
-        with session_on(server) as session:
+        with (
+            contextlib.nullcontext(server) if on is None else on() as asked,
+            session_on(asked) as session,
+        ):
             session.ops(*sent)
             return session.failure(state)
 
     return fail
 
 
-def on(engine: Callable[[], FakeEngine], *sent: dict[str, Any], **options: Any) -> Fails:
-    """The same on another server."""
+def busy(**config: Any) -> Opened:
+    """Opens a server whose engine runs a request and does not get on."""
 
-    def fail(_: ApiServer) -> str:
-        with api_server(engine(), **{"constraints": False, **options}) as server:
-            return ops(*sent)(server)
-
-    return fail
-
-
-def while_busy(*sent: dict[str, Any], **config: Any) -> Fails:
-    """The engine runs a request and does not get on."""
-
-    def fail(_: ApiServer) -> str:
+    @contextmanager
+    def opened() -> Iterator[ApiServer]:
         with api_server(FakeEngine(**config), constraints=False) as server, gated(server, CHAT):
-            return ops(*sent)(server)
+            yield server
 
-    return fail
+    return opened
+
+
+def failing(error: BaseException) -> Opened:
+    return lambda: api_server(failing_engine(error), constraints=False)
 
 
 def patched(module: Any, name: str, value: int, fail: Fails) -> Fails:
@@ -66,37 +65,27 @@ def patched(module: Any, name: str, value: int, fail: Fails) -> Fails:
     return patched_fail
 
 
-def large_values(_: ApiServer) -> str:
+def large_values(server: ApiServer) -> str:
     """A large op; and small ones, of which the second takes the value of the first sixty times."""
     longer = {**SET, "parts": [{"op": "ref", "var": 2}] * 60}
-    failures = {
-        fail_with(limits, OPEN, {**SET, "var": 2, "parts": ["x" * 4000]}, longer)
-        for limits in (ServerLimits(session_bytes=200_000), ServerLimits(sessions_bytes=200_000))
-    }
-    failures.add(fail_with(ServerLimits(session_bytes=20_000), OPEN, text("x" * 30_000)))
-    [code] = failures
+    values = (OPEN, {**SET, "var": 2, "parts": ["x" * 4000]}, longer)
+    causes: list[tuple[ServerLimits, tuple[dict[str, Any], ...]]] = [
+        (ServerLimits(session_bytes=200_000), values),
+        (ServerLimits(sessions_bytes=200_000), values),
+        (ServerLimits(session_bytes=20_000), (OPEN, text("x" * 30_000))),
+    ]
+    [code] = {ops(*sent, state=1, on=another(server_limits=limits))(server) for limits, sent in causes}
     return code
 
 
-def fail_with(limits: ServerLimits, *sent: dict[str, Any]) -> str:
-    with api_server(server_limits=limits, constraints=False) as server:
-        return ops(*sent, state=1)(server)
-
-
-def on_template(source: str | None, *sent: dict[str, Any], state: int | None = None) -> Fails:
-    """On a model with this chat template."""
-
-    def fail(_: ApiServer) -> str:
-        with api_server(template=ChatTemplate(source), constraints=False) as server:
-            return ops(*sent, state=state)(server)
-
-    return fail
+def on_template(source: str | None) -> Opened:
+    return another(template=ChatTemplate(source))
 
 
 def many_renderings(server: ApiServer) -> str:
     turns = [op for role in ["user", "assistant"] * 3 for op in turn(role)]
     with patch.object(chat_layout, "MIN_RENDERINGS", 4), patch.object(chat_layout, "MAX_RENDERED_CHARS", 0):
-        return on_template(LOUD, OPEN, *turns, gen())(server)
+        return ops(OPEN, *turns, gen(), on=on_template(LOUD))(server)
 
 
 @contextmanager
@@ -201,22 +190,21 @@ FAILURES: dict[str, Fails] = {
     "invalid_taskgroup": ops(*TWICE[:2], {"op": "taskgroup", "state": 1, "children": [3]}, state=1),
     "long_name": ops({**OPEN, "cache_salt": "x" * 257}, state=1),
     "invalid_graph": ops({"op": "submit", "state": 1, "ops": []}, state=1),
-    "no_chat_template": on_template(None, OPEN, *turn("user"), state=1),
-    "turns_rejected": on_template(INST, OPEN, *turn("assistant"), gen()),
+    "no_chat_template": ops(OPEN, *turn("user"), state=1, on=on_template(None)),
+    "turns_rejected": ops(OPEN, *turn("assistant"), gen(), on=on_template(INST)),
     "too_many_rewritten_turns": many_renderings,
     "unsupported_image": ops(OPEN, IMAGE, state=1),
     "prompt_too_long": ops(OPEN, text("x" * 5000), gen()),
     "invalid_constraint": ops(*ASK, constrained("regex", "a(")),
-    "constraint_too_large": on(
-        FakeEngine,
+    "constraint_too_large": ops(
         *ASK,
         constrained("regex", "a+"),
-        constraints=True,
-        compile_limits=CompileLimits(compiled_bytes=1),
+        on=another(constraints=True, compile_limits=CompileLimits(compiled_bytes=1)),
     ),
-    "constraints_unsupported": on(FakeEngine, *ASK, constrained("regex", "a")),
+    "constraints_unsupported": ops(*ASK, constrained("regex", "a"), on=another()),
     "sealed_state": ops(*ASK, SEAL, gen()),
-    "deadline_exceeded": while_busy(*ASK, {"op": "limit", "state": 1, "deadline_s": 0.01}, gen()),
+    "gen_timeout": ops(*ASK, gen(timeout_s=0.01), on=busy()),
+    "deadline_exceeded": ops(*ASK, {"op": "limit", "state": 1, "deadline_s": 0.01}, gen(), on=busy()),
     "budget_exceeded": ops(*ASK, TWO_TOKENS, gen()),
     "cancelled": a_cancelled_state,
     "transform_failed": ops(*ASK, SET, text(IN_JSON), state=1),
@@ -226,12 +214,12 @@ FAILURES: dict[str, Fails] = {
     "tokens_per_minute": used_up("tokens_per_minute = 1"),
     "too_many_unfinished": too_many_of_one_tenant,
     "revoked_key": a_key_that_is_gone,
-    "engine_full": while_busy(*ASK, gen(), max_unfinished=1),
+    "engine_full": ops(*ASK, gen(), on=busy(max_unfinished=1)),
     "too_many_states": patched(state_tree, "MAX_STATES", 1, ops(*TWICE[:2], state=3)),
     "too_many_limits": patched(state_tree, "MAX_LIMITS", 0, ops(OPEN, TWO_TOKENS, state=1)),
     "too_many_pending_ops": patched(interpreter, "MAX_PENDING_OPS", 1, ops(*ASK, gen())),
     "session_too_large": large_values,
-    "engine_failed": on(lambda: failing_engine(ArithmeticError("no memory")), *ASK, gen()),
-    "engine_down": on(lambda: failing_engine(SystemExit(3)), *ASK, gen()),
+    "engine_failed": ops(*ASK, gen(), on=failing(ArithmeticError("no memory"))),
+    "engine_down": ops(*ASK, gen(), on=failing(SystemExit(3))),
     "stats_engine_down": no_counters,
 }

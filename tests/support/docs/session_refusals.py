@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 from support.api_errors import connection_with
 from support.api_server import ApiServer, api_server
+from support.docs.http_refusals import Opened, another
 from support.faulty_servers import KEY, changed, of_any_address, tenants
 from support.session_errors import ASK, HELLO, NO_CODE, OPEN, address, gen, refused_handshake, text
 from support.session_errors import session as session_on
@@ -91,11 +91,15 @@ HANDSHAKES: dict[str, Ends] = {
 # In the session: the close code, and what the session is refused with
 
 
-def sending(*frames: Any, greets: bool = True) -> Ends:
-    """Frames (bytes: as they are, in a text message) of which the last one is refused."""
+def sending(*frames: Any, greets: bool = True, on: Opened | None = None) -> Ends:
+    """Frames (bytes: unchanged, in a text message) of which the last one is refused. ``on``: opens another
+    server."""
 
     def end(server: ApiServer) -> tuple[str, str]:
-        with session_on(server, greets=greets) as session:
+        with (
+            contextlib.nullcontext(server) if on is None else on() as asked,
+            session_on(asked, greets=greets) as session,
+        ):
             for frame in frames:
                 if isinstance(frame, bytes):
                     session.socket.send(frame, text=True)
@@ -110,20 +114,9 @@ def ops(*ops: dict[str, Any], first: int = 1) -> Ends:
     return sending({"frame": "ops", "first": first, "ops": ops})
 
 
-@contextmanager
-def limited(**limits: Any) -> Iterator[ApiServer]:
-    with api_server(server_limits=ServerLimits(**limits), constraints=False) as server:
-        yield server
-
-
-def of(end: Ends, **limits: Any) -> Ends:
-    """The same with other limits."""
-
-    def limited_end(_: ApiServer) -> tuple[str, str]:
-        with limited(**limits) as server:
-            return end(server)
-
-    return limited_end
+def limited(**limits: Any) -> Opened:
+    """Opens a server with these limits."""
+    return another(server_limits=ServerLimits(**limits))
 
 
 def mixed_frames(server: ApiServer) -> tuple[str, str]:
@@ -132,37 +125,22 @@ def mixed_frames(server: ApiServer) -> tuple[str, str]:
         return session.end()
 
 
-def of_two(**limits: Any) -> Ends:
-    """A second one is too many."""
+def second(*, key: str | None = None, greets: bool = True, **limits: Any) -> Ends:
+    """A second session is too many, of any client or of this key. ``greets``: so does the first one; a
+    connection has its place before it says anything."""
 
     def end(_: ApiServer) -> tuple[str, str]:
-        with limited(**limits) as server, session_on(server), session_on(server, greets=False) as second:
-            second.send(HELLO)
-            return second.end()
+        known = None if key is None else tenants()
+        opened = another(tenants=known, server_limits=ServerLimits(**limits))
+        with (
+            opened() as server,
+            session_on(server, key=key, greets=greets),
+            session_on(server, key=key, greets=False) as refused,
+        ):
+            refused.send(HELLO)
+            return refused.end()
 
     return end
-
-
-def too_many_of_one_tenant(_: ApiServer) -> tuple[str, str]:
-    limits = ServerLimits(max_sessions=2)
-    with (
-        api_server(tenants=tenants(), server_limits=limits, constraints=False) as server,
-        session_on(server, key=KEY),
-        session_on(server, key=KEY, greets=False) as second,
-    ):
-        second.send(HELLO)
-        return second.end()
-
-
-def too_many_connections_of_one_tenant(_: ApiServer) -> tuple[str, str]:
-    limits = ServerLimits(max_connections=2)
-    with (
-        api_server(tenants=tenants(), server_limits=limits, constraints=False) as server,
-        session_on(server, key=KEY, greets=False),  # it has its place before it says anything
-        session_on(server, key=KEY, greets=False) as second,
-    ):
-        second.send(HELLO)
-        return second.end()
 
 
 def patched(module: Any, name: str, value: int, end: Ends) -> Ends:
@@ -233,7 +211,7 @@ def no_answer_to_a_ping(_: ApiServer) -> tuple[str, str]:
         "GET /v1/session HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
         f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n\r\n"
     )
-    with limited(ping_interval_s=0.05) as server, connection_with(server, head.encode()) as stream:
+    with limited(ping_interval_s=0.05)() as server, connection_with(server, head.encode()) as stream:
         reader = stream.makefile("rb")
         while reader.readline() != b"\r\n":
             pass
@@ -250,7 +228,7 @@ NO_LIMIT = {"op": "limit", "output_tokens": -1}
 PROVIDED = {"op": "provide", "var": 2, "text": "x"}
 
 SESSION_ENDS: dict[str, Ends] = {
-    "no_hello": of(sending(greets=False), hello_timeout_s=0.05),
+    "no_hello": sending(greets=False, on=limited(hello_timeout_s=0.05)),
     "frame_before_hello": same(
         sending({"frame": "bye"}, greets=False),
         sending({"frame": "ops", "first": 1, "ops": []}, greets=False),
@@ -260,18 +238,18 @@ SESSION_ENDS: dict[str, Ends] = {
     "unexpected_frame": sending(HELLO),
     "mixed_messages": mixed_frames,
     "not_utf8": sending(b"\xff"),
-    "frame_too_large": of(sending(LONG), frame_bytes=4096),
-    "frame_far_too_large": of(sending(VERY_LONG), frame_bytes=4096),
+    "frame_too_large": sending(LONG, on=limited(frame_bytes=4096)),
+    "frame_far_too_large": sending(VERY_LONG, on=limited(frame_bytes=4096)),
     "op_gap": ops(OPEN, first=2),
     "unknown_state": ops(text("x", state=7)),
     "no_state": ops({"op": "text", "state": "1", "parts": ["x"]}),
     "large_state_number": ops({"op": "open", "state": 2**63}),
     "invalid_session_limit": ops({**NO_LIMIT, "state": 0}),
     "unexpected_provide": ops(*ASK, gen(), PROVIDED),
-    "too_many_sessions": of_two(max_sessions=1),
-    "too_many_sessions_of_tenant": too_many_of_one_tenant,
-    "too_many_connections": of_two(max_connections=1),
-    "too_many_connections_of_tenant": too_many_connections_of_one_tenant,
+    "too_many_sessions": second(max_sessions=1),
+    "too_many_sessions_of_tenant": second(key=KEY, max_sessions=2),
+    "too_many_connections": second(max_connections=1),
+    "too_many_connections_of_tenant": second(key=KEY, greets=False, max_connections=2),
     "too_many_rejected_ops": patched(
         interpreter, "REJECTED_BYTES", 1, ops({**OPEN, "cache_salt": "x" * 257})
     ),
