@@ -14,7 +14,7 @@ from support.fake_engine import TOKENIZER, FakeEngine
 
 from agentflow.engine.batch import Batch
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.tenant import ANONYMOUS
+from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import EngineFailed, NotAuthorized, Overloaded, RateLimited
 from agentflow.server.config.limits import HttpLimits
 from agentflow.server.tenants import keys as failed_keys
@@ -31,6 +31,20 @@ def tenants(*settings: str) -> Tenants:
         file = Path(folder) / "keys.toml"
         file.write_text("\n".join(["[tenants.ann]", f'keys = ["{hashed_key(KEY)}"]', *settings]))
         return Tenants(file=file)
+
+
+class OneTenant(Tenants):
+    """Every client is this tenant."""
+
+    def __init__(self, tenant: Tenant) -> None:
+        super().__init__()
+        self._tenant = tenant
+
+    def of_request(self, *_: Any) -> Tenant:
+        return self._tenant
+
+    def still_names(self, *_: Any) -> bool:
+        return True
 
 
 FAULTS = {

@@ -101,12 +101,6 @@ def test_without_a_text_there_are_no_embeddings(embedding: ApiServer) -> None:
     assert post(embedding, "embeddings").json() == {"embedding": []}
 
 
-def test_a_model_does_only_its_task(embedding: ApiServer, generating: ApiServer) -> None:
-    assert error(embedding, "generate", prompt="a") == (400, "invalid_value", "model")
-    assert error(generating, "embed", input="a") == (400, "invalid_value", "model")
-    assert error(generating, "embeddings", prompt="a") == (400, "invalid_value", "model")
-
-
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 @pytest.mark.parametrize("has_page", [True, False])
 def test_clients_find_the_server(method: str, has_page: bool) -> None:

@@ -12,6 +12,7 @@ import pytest
 from support.api_errors import response_to
 from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import TOKENIZER, embedding_engine
+from support.faulty_servers import OneTenant
 from support.server.apis import CHAT
 from support.server.disconnecting_clients import disconnect, post
 from support.server.openai_peer import async_client, logit_server, sync_client
@@ -20,7 +21,6 @@ from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.tenant import Tenant
 from agentflow.runtime.word_embedding import word_embedding
 from agentflow.server.config.limits import HttpLimits
-from agentflow.server.tenants.keys import Tenants
 from agentflow.server.tenants.rate_limit import TenantGate
 
 pytestmark = pytest.mark.timeout(60)
@@ -97,27 +97,11 @@ def test_a_prompt_precedes_each_text(server: ApiServer, extra: dict[str, str]) -
     assert np.abs(np.array(answer.data[0].embedding) - of_text("Question: Why?")).max() < 1e-6
 
 
-def test_the_other_routes_reject_an_embedding_model(server: ApiServer) -> None:
-    for path, fields in (
-        ("/v1/completions", {"prompt": "a"}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
-    ):
-        answer = response_to(server, CHAT, {"model": MODEL, **fields}, path=path)
-        assert answer.cell.startswith("400")
-        assert answer.code == "invalid_value"
-
-
-def test_a_generating_model_rejects_embeddings_and_names_the_flag(generating: ApiServer) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        create(generating, model=MODEL, input="a dog")
-    assert caught.value.param == "model"
-    assert card_of(generating)["embedding_size"] is None
-
-
-def test_the_list_of_models_has_the_size(server: ApiServer) -> None:
+def test_the_list_of_models_has_the_size(server: ApiServer, generating: ApiServer) -> None:
     card = card_of(server)
     assert (card["embedding_size"], card["max_model_len"]) == (SIZE, MAX_CONTEXT)
     assert card["owned_by"] == "agentflow"
+    assert card_of(generating)["embedding_size"] is None
 
 
 def test_a_client_that_vanishes_ends_its_work() -> None:
@@ -138,20 +122,9 @@ def test_a_request_counts_as_one_with_the_tokens_of_all_inputs() -> None:
     gate = TenantGate()
     tenant = Tenant("someone", tokens_per_minute=100, requests_per_minute=2)
     with api_server(
-        embedding_engine(SIZE, MAX_CONTEXT), constraints=False, gate=gate, tenants=_Only(tenant)
+        embedding_engine(SIZE, MAX_CONTEXT), constraints=False, gate=gate, tenants=OneTenant(tenant)
     ) as server:
         body = {"model": MODEL, "input": [[5] * 60, [6] * 60]}
         assert create(server, **body).usage.total_tokens == 120
         answer = response_to(server, CHAT, body, path="/v1/embeddings")
         assert (answer.cell[:3], answer.code) == ("429", "rate_limit_exceeded")
-
-
-class _Only(Tenants):
-    """Every request is this tenant's."""
-
-    def __init__(self, tenant: Tenant) -> None:
-        super().__init__()
-        self._tenant = tenant
-
-    def of_request(self, *_: Any) -> Tenant:
-        return self._tenant

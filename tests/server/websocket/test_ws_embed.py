@@ -14,13 +14,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.api_server import EMBEDDER, MODEL, ApiServer, api_server
 from support.fake_engine import TOKENIZER, FakeEngine, embedding_engine
 from support.faults import has_param
+from support.faulty_servers import OneTenant
 from support.server.openai_peer import sync_client
 
 import agentflow as af
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.tenant import Tenant
 from agentflow.server.config.limits import ServerLimits
-from agentflow.server.tenants.keys import Tenants
 from agentflow.server.tenants.rate_limit import TenantGate
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
@@ -118,7 +118,7 @@ async def test_a_call_that_is_cancelled_leaves_nothing_in_the_engine(
 
 async def test_each_op_is_a_request_of_the_tenant() -> None:
     tenant = Tenant("someone", requests_per_minute=2, models=frozenset({MODEL, EMBEDDER}))
-    options = {"gate": TenantGate(), "tenants": Only(tenant), "embedder": embedding_engine(SIZE, 64)}
+    options = {"gate": TenantGate(), "tenants": OneTenant(tenant), "embedder": embedding_engine(SIZE, 64)}
     with api_server(constraints=False, **options) as server:
         async with af.session(server.url) as flow:
             assert len(await flow.embed(["a"] * 512)) == 512
@@ -128,7 +128,7 @@ async def test_each_op_is_a_request_of_the_tenant() -> None:
 
 
 async def test_a_tenant_embeds_only_with_models_that_it_may_use() -> None:
-    tenants = Only(Tenant("someone", models=frozenset({MODEL})))
+    tenants = OneTenant(Tenant("someone", models=frozenset({MODEL})))
     with api_server(constraints=False, tenants=tenants, embedder=embedding_engine(SIZE, 64)) as server:
         async with af.session(server.url) as flow:
             with pytest.raises(af.errors.NotSupported):
@@ -165,17 +165,3 @@ def counted(server: ApiServer) -> list[float]:
         if sample.labels.get("model") == EMBEDDER
     }
     return [values[f"agentflow_{name}_total"] for name in ("embeddings", "embedding_tokens")]
-
-
-class Only(Tenants):
-    """Every client is this tenant."""
-
-    def __init__(self, tenant: Tenant) -> None:
-        super().__init__()
-        self._tenant = tenant
-
-    def of_request(self, *_: Any) -> Tenant:
-        return self._tenant
-
-    def still_names(self, *_: Any) -> bool:
-        return True

@@ -416,11 +416,18 @@ GENERATING: dict[str, list[Row]] = {
     "/generate": SGLANG,
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
+    # A model that generates makes no embeddings, and the reverse.
+    "/v1/embeddings": [({}, "model", VALUE)],
+    "/api/embed": [({"input": "a"}, "model", VALUE)],
+    "/api/embeddings": [({"prompt": "a"}, "model", VALUE)],
 }
 EMBEDDING: dict[str, list[Row]] = {
     "/v1/embeddings": EMBEDDINGS,
     "/api/embed": OLLAMA_EMBED,
     "/api/embeddings": OLLAMA_EMBEDDINGS,
+    "/v1/completions": [({}, "model", VALUE)],
+    "/v1/chat/completions": [({}, "model", VALUE)],
+    "/api/generate": [({}, "model", VALUE)],
 }
 
 
