@@ -16,7 +16,7 @@ from support.api_server import api_server
 from support.faults import has_param
 from support.faulty_servers import BEARER, tenants
 from support.server.http_clients import only_asyncio
-from support.session_peer import HANG, HangingGenerator, Listener, gen
+from support.session_peer import HANG, HangingGenerator, gen, opened
 from support.wire_server import ThreadServer, open_generator, thread_server
 from websockets.sync.client import connect
 
@@ -175,8 +175,7 @@ async def test_a_session_is_on_the_model_that_it_names() -> None:
 
     async with running_server(open_models) as server:
         for name, counts in ((None, (1, 0)), ("one", (1, 0)), ("other", (0, 1))):
-            listener = Listener()
-            async with Remote(server.url, model=name).connect(listener.deliver, listener.lost) as connection:
+            async with opened(Remote(server.url, model=name)) as (connection, listener):
                 connection.send([ops.Open(1), ops.Text(1, (HANG,)), gen(1, 2)])
                 await listener.wait_for(lambda received: 2 in received.texts)
                 assert (num_open(one), num_open(other)) == counts

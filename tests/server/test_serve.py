@@ -15,7 +15,7 @@ import anyio
 import pytest
 from support.faults import has_param
 from support.server.http_clients import only_asyncio
-from support.session_peer import HANG, HangingGenerator, Listener, gen
+from support.session_peer import HANG, HangingGenerator, Listener, gen, opened
 
 from agentflow.backends.remote import Remote
 from agentflow.errors import EngineFailed, PortInUse, ServerError, ServerLost, ServerUnreachable, UnknownModel
@@ -63,8 +63,7 @@ async def test_a_server_answers_at_its_url_while_the_scope_lasts(host: str, show
     async with running_server(one_model(opening), host=host) as server:
         assert re.fullmatch(rf"ws://{shown}:\d+", server.url)
         assert opening.is_open
-        listener = Listener()
-        async with Remote(server.url).connect(listener.deliver, listener.lost) as connection:
+        async with opened(Remote(server.url)) as (connection, listener):
             connection.send([ops.Open(1), ops.Text(1, ("hello",)), gen(1, 2)])
             assert await listener.text(2) == "hello"
         await server.sessions.wait_until_empty()
@@ -145,9 +144,8 @@ async def test_a_server_on_tls_is_reached_with_its_certificate(tmp_path: Path) -
     context = ssl.create_default_context(cafile=pem)
     async with running_server(one_model(Opening()), tls=Tls(pem, pem)) as server:
         assert server.url.startswith("wss://")
-        listener = Listener()
         url = server.url.replace("127.0.0.1", "localhost")
-        async with Remote(url, ssl_context=context).connect(listener.deliver, listener.lost) as connection:
+        async with opened(Remote(url, ssl_context=context)) as (connection, listener):
             connection.send([ops.Open(1), ops.Text(1, ("hello",)), gen(1, 2)])
             assert await listener.text(2) == "hello"
     opening = Opening()

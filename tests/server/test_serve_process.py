@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
-from support.session_peer import HANG, Listener, gen
+from support.session_peer import HANG, gen, opened
 
 from agentflow.backends.remote import Remote
 from agentflow.errors import ServerLost
@@ -29,7 +29,7 @@ import logging
 import sys
 from contextlib import asynccontextmanager
 import anyio
-from support.session_peer import HangingGenerator
+from support.session_peer import HangingGenerator, opened
 from agentflow.server import serve as serve_module
 from agentflow.server.models.models import one_model
 
@@ -127,8 +127,7 @@ def test_a_ready_server_prints_its_addresses_and_ends_at_a_signal() -> None:
         assert server.status("/health/ready") == 200
 
         async def client() -> Exception:
-            listener = Listener()
-            async with Remote(f"ws://{address}").connect(listener.deliver, listener.lost) as connection:
+            async with opened(Remote(f"ws://{address}")) as (connection, listener):
                 connection.send([ops.Open(1), ops.Text(1, (HANG,)), gen(1, 2)])
                 await listener.wait_for(lambda received: 2 in received.texts)
                 server.process.send_signal(signal.SIGTERM)

@@ -3,20 +3,17 @@ sockets, with a loader that waits for the test."""
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
-import anyio.to_thread
+import httpx2
 import pytest
 from support.server.http_clients import only_asyncio
-from support.session_peer import HangingGenerator, Listener, gen
+from support.session_peer import HangingGenerator, gen, opened
 
 from agentflow.backends.remote import Remote
 from agentflow.errors import ModelError, ServerUnreachable, UnknownModel
@@ -30,14 +27,22 @@ from agentflow.server.serve import RunningServer, listen, running_server
 from agentflow.server.tenants.keys import Tenants
 
 TIMEOUT_S = 30
-ResultT = TypeVar("ResultT")
 
 
 anyio_backend = pytest.fixture(only_asyncio)
 
 
+@dataclass
+class Starting:
+    """``server``: None until its models are loaded."""
+
+    server: RunningServer | None = None
+    is_ready: anyio.Event = field(default_factory=anyio.Event)
+    client: Any = None
+
+
 @pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def ports(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The ports of listening servers: ``running_server`` yields only when the models are loaded."""
     ports: list[int] = []
 
@@ -62,6 +67,10 @@ class HeldOpening:
         self._ports = ports
         self._error = error
 
+    @property
+    def port(self) -> int:
+        return self._ports[-1]
+
     @asynccontextmanager
     async def __call__(self) -> AsyncIterator[Generator[Any]]:
         self.is_loading.set()
@@ -72,31 +81,7 @@ class HeldOpening:
             yield HangingGenerator()
         finally:
             self.has_ended = True
-            self.answered_at_end = takes_connections(self._ports[-1])
-
-
-@dataclass
-class Answer:
-    status: int
-    headers: http.client.HTTPMessage
-    text: str
-
-    @property
-    def body(self) -> Any:
-        return json.loads(self.text)
-
-
-def ask(port: int, method: str, path: str, **headers: str) -> Answer:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
-    with contextlib.closing(connection):
-        connection.request(method, path, b"{}" if method == "POST" else None, headers)
-        answer = connection.getresponse()
-        return Answer(answer.status, answer.headers, answer.read().decode())
-
-
-async def beside(function: Callable[..., ResultT], *args: Any) -> ResultT:
-    """Runs a blocking call in a thread, so that the server's event loop continues."""
-    return await anyio.to_thread.run_sync(function, *args)
+            self.answered_at_end = takes_connections(self.port)
 
 
 def takes_connections(port: int) -> bool:
@@ -108,24 +93,23 @@ def takes_connections(port: int) -> bool:
 
 
 @asynccontextmanager
-async def starting(
-    opening: HeldOpening, **options: Any
-) -> AsyncIterator[tuple[list[RunningServer], anyio.Event]]:
-    """A server that loads; the list has it when it is ready, and it ends when the event is set."""
-    ready: list[RunningServer] = []
+async def starting(opening: HeldOpening, **options: Any) -> AsyncIterator[Starting]:
+    """A server that loads, until it is left."""
     may_end = anyio.Event()
 
-    async def host(is_ready: anyio.Event) -> None:
+    async def host() -> None:
         async with running_server(one_model(opening), **options) as server:
-            ready.append(server)
-            is_ready.set()
+            found.server = server
+            found.is_ready.set()
             await may_end.wait()
 
     async with open_task_group() as group:
-        is_ready = anyio.Event()
-        group.start_soon(host, is_ready)
+        found = Starting()
+        group.start_soon(host)
         await opening.is_loading.wait()
-        yield ready, is_ready
+        url = f"http://127.0.0.1:{opening.port}"
+        async with httpx2.AsyncClient(base_url=url, verify=False, timeout=TIMEOUT_S) as found.client:
+            yield found
         may_end.set()
 
 
@@ -133,57 +117,53 @@ async def starting(
 
 
 @pytest.mark.anyio
-async def test_a_server_that_loads_answers_that_it_is_not_ready_and_then_it_is(port: list[int]) -> None:
-    opening = HeldOpening(port)
-    async with starting(opening) as (ready, is_ready):
-        live = await beside(ask, port[0], "GET", "/health/live")
-        assert (live.status, live.body) == (200, {"status": "live"})
-        unready = await beside(ask, port[0], "GET", "/health/ready")
-        assert (unready.status, unready.body["status"], unready.headers["retry-after"]) == (
-            503,
-            "unready",
-            "1",
-        )
-        assert ready == []
+async def test_a_server_that_loads_answers_that_it_is_not_ready_and_then_it_is(ports: list[int]) -> None:
+    opening = HeldOpening(ports)
+    async with starting(opening) as found:
+        live = await found.client.get("/health/live")
+        assert (live.status_code, live.json()) == (200, {"status": "live"})
+        unready = await found.client.get("/health/ready")
+        assert (unready.status_code, unready.json()["status"]) == (503, "unready")
+        assert unready.headers["retry-after"] == "1"
+        assert found.server is None
 
         opening.may_go_on.set()
-        await is_ready.wait()
-        now = await beside(ask, port[0], "GET", "/health/ready")
-        assert (now.status, now.body["models"]) == (200, ["scripted"])
-        listener = Listener()
-        async with Remote(ready[0].url).connect(listener.deliver, listener.lost) as connection:
+        await found.is_ready.wait()
+        now = await found.client.get("/health/ready")
+        assert (now.status_code, now.json()["models"]) == (200, ["scripted"])
+        async with opened(Remote(f"ws://127.0.0.1:{opening.port}")) as (connection, listener):
             connection.send([ops.Open(1), ops.Text(1, ("hello",)), gen(1, 2)])
             assert await listener.text(2) == "hello"
 
 
 @pytest.mark.anyio
-async def test_a_server_that_loads_refuses_requests_in_the_words_of_their_api(port: list[int]) -> None:
-    opening = HeldOpening(port)
-    async with starting(opening):
-        chat = await beside(ask, port[0], "POST", "/v1/chat/completions")
-        assert (chat.status, chat.body["error"]["code"], chat.headers["retry-after"]) == (503, "unready", "1")
-        message = await beside(ask, port[0], "POST", "/v1/messages")
-        assert (message.status, message.body["error"]["type"]) == (529, "overloaded_error")
-        assert message.headers["retry-after"] == "1"
-        models = await beside(ask, port[0], "GET", "/v1/models")
-        assert (models.status, models.body["error"]["code"]) == (503, "unready")
-        assert (await beside(ask, port[0], "GET", "/openapi.json")).status == 200
+async def test_a_server_that_loads_refuses_requests_in_the_format_of_their_api(ports: list[int]) -> None:
+    opening = HeldOpening(ports)
+    async with starting(opening) as found:
+        for method, path, status, kind in (
+            ("POST", "/v1/chat/completions", 503, "server_error"),
+            ("POST", "/v1/messages", 529, "overloaded_error"),
+            ("GET", "/v1/models", 503, "server_error"),
+        ):
+            answer = await found.client.request(method, path)
+            assert (answer.status_code, answer.headers["retry-after"]) == (status, "1")
+            assert answer.json()["error"]["type"] == kind
+        assert (await found.client.get("/openapi.json")).status_code == 200
 
-        metrics = await beside(ask, port[0], "GET", "/metrics")
-        assert metrics.status == 200
+        metrics = await found.client.get("/metrics")
+        assert metrics.status_code == 200
         assert 'agentflow_http_answers_total{route="/v1/models",status="503"} 1.0' in metrics.text
         assert "agentflow_engine_up{" not in metrics.text
         opening.may_go_on.set()
 
 
 @pytest.mark.anyio
-async def test_the_metrics_of_a_server_that_loads_want_a_key_too(port: list[int]) -> None:
-    opening = HeldOpening(port)
-    async with starting(opening, access=Access(Tenants(["af-key"]))):
-        assert (await beside(ask, port[0], "GET", "/metrics")).status == 401
-        with_key = await beside(lambda: ask(port[0], "GET", "/metrics", **{"x-api-key": "af-key"}))
-        assert with_key.status == 200
-        assert (await beside(ask, port[0], "GET", "/health/live")).status == 200
+async def test_the_metrics_of_a_server_that_loads_want_a_key_too(ports: list[int]) -> None:
+    opening = HeldOpening(ports)
+    async with starting(opening, access=Access(Tenants(["af-key"]))) as found:
+        assert (await found.client.get("/metrics")).status_code == 401
+        assert (await found.client.get("/metrics", headers={"x-api-key": "af-key"})).status_code == 200
+        assert (await found.client.get("/health/live")).status_code == 200
         opening.may_go_on.set()
 
 
@@ -193,44 +173,44 @@ async def test_the_metrics_of_a_server_that_loads_want_a_key_too(port: list[int]
 @pytest.mark.anyio
 @pytest.mark.parametrize("error", [UnknownModel("no model"), ModelError("broken"), ZeroDivisionError("bug")])
 async def test_a_load_error_is_raised_unchanged_and_closes_the_port(
-    port: list[int], error: Exception
+    ports: list[int], error: Exception
 ) -> None:
-    opening = HeldOpening(port, error)
+    opening = HeldOpening(ports, error)
 
     async def start_and_fail() -> None:
-        async with starting(opening):
-            with socket.create_connection(("127.0.0.1", port[0]), timeout=TIMEOUT_S):  # and stays open
-                assert (await beside(ask, port[0], "GET", "/health/live")).status == 200
+        async with starting(opening) as found:
+            with socket.create_connection(("127.0.0.1", opening.port), timeout=TIMEOUT_S):  # and stays open
+                assert (await found.client.get("/health/live")).status_code == 200
                 opening.may_go_on.set()
                 await anyio.sleep_forever()
 
     with pytest.raises(type(error)) as caught:
         await start_and_fail()
     assert caught.value is error
-    assert not takes_connections(port[0])
+    assert not takes_connections(opening.port)
 
 
 @pytest.mark.anyio
-async def test_cancelling_a_server_that_loads_is_a_clean_end(port: list[int]) -> None:
-    opening = HeldOpening(port)
+async def test_cancelling_a_server_that_loads_is_a_clean_end(ports: list[int]) -> None:
+    opening = HeldOpening(ports)
     with anyio.CancelScope() as scope:
-        async with starting(opening) as (ready, _):
-            assert (await beside(ask, port[0], "GET", "/health/live")).status == 200
+        async with starting(opening) as found:
+            assert (await found.client.get("/health/live")).status_code == 200
             scope.cancel()
             await anyio.sleep_forever()
     assert scope.cancelled_caught
     assert opening.has_ended
-    assert ready == []
+    assert found.server is None
     with pytest.raises(ServerUnreachable):
-        async with Remote(f"ws://127.0.0.1:{port[0]}").connect(lambda _: None, lambda _: None):
+        async with Remote(f"ws://127.0.0.1:{opening.port}").connect(lambda _: None, lambda _: None):
             pytest.fail("it still answers")
 
 
 @pytest.mark.anyio
-async def test_the_models_are_closed_after_the_last_connection(port: list[int]) -> None:
-    opening = HeldOpening(port)
-    async with starting(opening) as (_, is_ready):
+async def test_the_models_are_closed_after_the_last_connection(ports: list[int]) -> None:
+    opening = HeldOpening(ports)
+    async with starting(opening) as found:
         opening.may_go_on.set()
-        await is_ready.wait()
+        await found.is_ready.wait()
     assert opening.has_ended
     assert opening.answered_at_end is False

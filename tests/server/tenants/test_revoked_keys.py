@@ -13,7 +13,7 @@ import httpx2
 import pytest
 from support.api_server import MODEL, ApiServer, api_server
 from support.session_errors import HELLO, Session, gen, session, text
-from support.session_peer import Listener
+from support.session_peer import opened
 
 from agentflow.backends.remote import Remote
 from agentflow.errors import NotAuthorized
@@ -80,9 +80,8 @@ def test_a_revoked_key_loses_its_open_websockets(keyed: KeyedServer) -> None:
 
 @pytest.mark.anyio
 async def test_the_client_of_this_package_raises_it(keyed: KeyedServer) -> None:
-    listener = Listener()
     url = keyed.server.url.replace("http", "ws")
-    async with Remote(url, api_key="ann-1").connect(listener.deliver, listener.lost) as connection:
+    async with opened(Remote(url, api_key="ann-1")) as (connection, listener):
         connection.send([ops.Open(1), ops.Await(1, 1)])
         await anyio.to_thread.run_sync(lambda: keyed.allow(bob=["bob-1"]))
         assert isinstance(await listener.wait_until_lost(), NotAuthorized)
