@@ -203,7 +203,6 @@ FAILURES: dict[str, Fails] = {
     ),
     "constraints_unsupported": ops(*ASK, constrained("regex", "a"), on=another()),
     "sealed_state": ops(*ASK, SEAL, gen()),
-    "gen_timeout": ops(*ASK, gen(timeout_s=0.01), on=busy()),
     "deadline_exceeded": ops(*ASK, {"op": "limit", "state": 1, "deadline_s": 0.01}, gen(), on=busy()),
     "budget_exceeded": ops(*ASK, TWO_TOKENS, gen()),
     "cancelled": a_cancelled_state,
