@@ -21,109 +21,81 @@ FloatArray = NDArray[np.float32]
 class Batch:
     """One forward pass over T scheduled tokens of R requests.
 
-    ``token_ids``, ``positions``, ``write_slots`` [T]: each token, its position in its sequence, and the slot
-    of the KV pool that its key and value go to. ``req_to_token`` [any, max_context] int32: the scheduler's
-    table of slots, shared and not copied. ``req_rows`` [R]: the row of each request in it, so that
-    ``req_to_token[req_rows[r], :kv_lens[r]]`` are the slots of request r by position, those written in this
-    step included. ``query_lens`` [R]: scheduled tokens of each request. ``num_decode``: how many requests at
-    the front have exactly one. ``trees``: describes tokens after those of the R requests, if there are any.
-    ``sampled``: which logits are needed. ``adapters``: None if no token uses one. ``pending``: tokens that
-    the batch before this one samples; None if all are known, as always if no other batch is in flight.
-    ``media``: None if no request has any.
+    ``req_to_token[req_rows[r], :kv_lens[r]]`` are the slots of request r by position, including the slots
+    written in this step.
     """
 
-    token_ids: IntArray
-    positions: IntArray
-    write_slots: IntArray
-    req_to_token: NDArray[np.int32]
-    req_rows: IntArray
-    query_lens: IntArray
-    kv_lens: IntArray
-    num_decode: int
-    sampled: SampledRows
-    trees: TreeAttention | None = None
-    adapters: BatchAdapters | None = None
-    pending: PendingTokens | None = None
-    media: BatchMedia | None = None
+    token_ids: IntArray  # [T]
+    positions: IntArray  # [T] of each token in its sequence
+    write_slots: IntArray  # [T] the slots of the KV pool for their keys and values
+    req_to_token: NDArray[np.int32]  # [any, max_context] the scheduler's table of slots, shared, not copied
+    req_rows: IntArray  # [R] the row of each request in the table
+    query_lens: IntArray  # [R] scheduled tokens of each request
+    kv_lens: IntArray  # [R] tokens of each request with KV, including this step's
+    num_decode: int  # requests at the front that have exactly one scheduled token
+    sampled: SampledRows  # which logits are needed
+    trees: TreeAttention | None = None  # the tokens after the tokens of the R requests, if there are any
+    adapters: BatchAdapters | None = None  # None if no token uses one
+    pending: PendingTokens | None = None  # sampled by the batch before this one; None if all are known
+    media: BatchMedia | None = None  # None if no request has any
 
 
 @dataclass(slots=True, frozen=True)
 class PendingTokens:
-    """Tokens of a batch that are sampled by the batch launched before it: ``token_ids[places[i]]`` is the
-    token of row ``outputs[i]`` of that batch's ``BatchOutput``. Until then ``token_ids`` has any number
-    there."""
+    """Tokens of a batch that are sampled by the batch launched before it."""
 
-    places: IntArray
-    outputs: IntArray
+    places: IntArray  # their indices in ``Batch.token_ids``, which has any number there until then
+    outputs: IntArray  # the rows of the earlier batch's ``BatchOutput`` that have them
 
 
 @dataclass(slots=True, frozen=True)
 class BatchMedia:
-    """The media of a batch in which a request has any (see ``media_run``).
+    """The media of a batch in which a request has any (see ``media_run``)."""
 
-    ``rope_positions`` [A, T]: the rotary positions of all scheduled tokens; ``Batch.positions`` are their
-    places in their sequences. ``identities``: of the media that the batch computes. ``of_tokens`` [T]: the
-    index of each token's medium, -1 for text. ``places`` [T]: the token's index in its medium, 0 for text.
-    """
-
-    rope_positions: IntArray
-    identities: tuple[str, ...]
-    of_tokens: IntArray
-    places: IntArray
+    rope_positions: IntArray  # [A, T] of all scheduled tokens; ``Batch.positions`` are places in sequences
+    identities: tuple[str, ...]  # of the media that the batch computes
+    of_tokens: IntArray  # [T] the index of each token's medium; -1 for text
+    places: IntArray  # [T] the token's index in its medium; 0 for text
 
 
 @dataclass(slots=True, frozen=True)
 class BatchAdapters:
-    """The adapters (LoRA) of a batch, by their identities. ``of_tokens`` [T]: the index of each scheduled
-    token's adapter, -1 for none."""
+    """The adapters (LoRA) of a batch."""
 
     identities: tuple[str, ...]
-    of_tokens: IntArray
+    of_tokens: IntArray  # [T] the index of each scheduled token's adapter; -1 for none
 
 
 @dataclass(slots=True, frozen=True)
 class TreeAttention:
     """The last B tokens of a batch, if they are nodes of G token trees below prefixes (tree attention). Each
-    attends to its tree's whole prefix, then to the nodes above it, then to itself.
+    attends to its tree's whole prefix, then to the nodes above it, then to itself."""
 
-    ``req_rows``, ``prefix_lens``, ``query_lens`` [G]: the row of each tree's request in ``req_to_token``, the
-    length of the prefix there (this batch included), and its number of nodes in this batch. ``paths``
-    [B, any]: for each node the slots of the nodes above it and its own; the first ``path_lens[b]`` count, and
-    the others repeat its own.
-    """
-
-    req_rows: IntArray
-    prefix_lens: IntArray
-    query_lens: IntArray
-    paths: IntArray
-    path_lens: IntArray
+    req_rows: IntArray  # [G] the row of each tree's request in ``req_to_token``
+    prefix_lens: IntArray  # [G] the length of the prefix there, including this batch
+    query_lens: IntArray  # [G] each tree's nodes in this batch
+    paths: IntArray  # [B, any] for each node the slots of the nodes above it, then its slot, repeated
+    path_lens: IntArray  # [B] how many of these count, without repetitions
 
 
 @dataclass(slots=True, frozen=True)
 class SampledRows:
-    """S rows of logits, and how a token is chosen from each. All arrays have length S.
+    """S rows of logits, and how a token is chosen from each."""
 
-    ``rows``: the index of the scheduled token that each row of logits follows. ``target_ids``: -1 to sample;
-    otherwise nothing is sampled, and the log-probability of this token is wanted. ``positions``: the position
-    that the chosen token will have; with ``seeds`` it determines the random number. ``needs_logprobs``:
-    whether any row wants the log-probability of its token. ``top_counts``: how many of the likeliest tokens
-    each row wants. ``scored``: further tokens to score. ``edits``, ``masks``, ``top_counts`` and ``scored``
-    are None if no row has any, as in most batches.
-    """
-
-    rows: IntArray
-    target_ids: IntArray
-    temperatures: FloatArray
-    top_ps: FloatArray
-    top_ks: IntArray
-    min_ps: FloatArray
-    seeds: NDArray[np.uint64]
-    positions: IntArray
-    needs_logprobs: bool
+    rows: IntArray  # [S] the index of the scheduled token that each row of logits follows
+    target_ids: IntArray  # [S] -1: sample; otherwise only the log-probability of this token is wanted
+    temperatures: FloatArray  # [S]
+    top_ps: FloatArray  # [S]
+    top_ks: IntArray  # [S]
+    min_ps: FloatArray  # [S]
+    seeds: NDArray[np.uint64]  # [S]
+    positions: IntArray  # [S] the position of the chosen token; with the seed it determines the random number
+    needs_logprobs: bool  # whether any row wants the log-probability of its token
+    # None if no row has any, as in most batches:
     edits: LogitEdits | None = None
     masks: TokenMasks | None = None
-    top_counts: IntArray | None = None
-    scored: ScoredTokens | None = None
+    top_counts: IntArray | None = None  # [S] how many of the likeliest tokens each row wants
+    scored: ScoredTokens | None = None  # further tokens to score
 
     def part(self, first: int, end: int) -> SampledRows:
         """The rows from ``first`` up to ``end``."""
@@ -189,11 +161,10 @@ class LogitEdits:
 
 @dataclass(slots=True, frozen=True)
 class TokenMasks:
-    """Tokens allowed by grammars: for sampled row ``rows[i]`` (of M) those set in the bits ``words[i]``
-    ([M, any] uint32, see ``grammar.TokenWords``)."""
+    """Tokens allowed by grammars, for M of the sampled rows."""
 
-    rows: IntArray
-    words: NDArray[np.uint32]
+    rows: IntArray  # [M] indices into the sampled rows
+    words: NDArray[np.uint32]  # [M, any] the allowed tokens as bits (``grammar.TokenWords``)
 
     def part(self, first: int, end: int) -> TokenMasks | None:
         """Rows ``first`` to ``end`` (exclusive), renumbered from 0."""
@@ -217,24 +188,16 @@ class ScoredTokens:
 
 @dataclass(slots=True, frozen=True)
 class BatchOutput:
-    """For each sampled row a token and the values requested with it.
+    """A token for each sampled row, and further results if they are needed. Log-probabilities and ranks are
+    of the unmodified logits."""
 
-    ``token_ids`` [S]: the sampled token, or the row's target; of a row that has none, a number below 0
-    (``kernels.no_choice``). ``logprobs`` [S]: its log-probability under the
-    unmodified logits (None if not needed). ``top_ids``, ``top_logprobs`` [S, any]: the likeliest tokens under
-    the same logits, likeliest first, at least ``top_counts`` of them (None if not needed).
-    ``scored_logprobs``: one for each of ``SampledRows.scored``. ``embeddings`` [S, any]: of a runner that
-    makes embeddings, which has nothing else. ``ranks`` [S]: how many tokens are at least as likely as the
-    row's token, itself included, under the same logits (None if no row has a target, or not needed).
-    """
-
-    token_ids: IntArray
-    logprobs: FloatArray | None
-    top_ids: IntArray | None = None
-    top_logprobs: FloatArray | None = None
-    scored_logprobs: FloatArray | None = None
-    embeddings: FloatArray | None = None
-    ranks: IntArray | None = None
+    token_ids: IntArray  # [S] the sampled token or the target; below 0: none (``kernels.no_choice``)
+    logprobs: FloatArray | None  # [S] its log-probability
+    top_ids: IntArray | None = None  # [S, any] the likeliest tokens, likeliest first, at least ``top_counts``
+    top_logprobs: FloatArray | None = None  # [S, any] their log-probabilities
+    scored_logprobs: FloatArray | None = None  # one for each of ``SampledRows.scored``
+    embeddings: FloatArray | None = None  # [S, any] of a runner that makes embeddings and nothing else
+    ranks: IntArray | None = None  # [S] how many tokens are at least as likely as the row's, itself included
 
     def top_of(self, row: int, count: int) -> list[tuple[int, float]]:
         """The ``count`` likeliest tokens of one sampled row, or all if there are fewer."""

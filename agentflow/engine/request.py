@@ -1,4 +1,4 @@
-"""One request inside the engine: its tokens, how many are computed, and what it uses meanwhile."""
+"""One request inside the engine: its tokens, its progress, and the memory that it uses."""
 
 from __future__ import annotations
 
@@ -41,79 +41,66 @@ class Status(enum.Enum):
 @dataclass(slots=True, eq=False)
 class Request:
     """A generation (``max_new_tokens`` > 0), a prefill without output (0), a scoring, a select, or an
-    embedding (``embeds``), which wants the hidden state of its last token.
+    embedding.
 
     ``tokens`` is a buffer of which the first ``num_tokens`` are known: the prompt, then the output. Batches
     in flight will append ``num_pending`` more. The KV of ``num_computed`` of all these is in the pool, or
-    will be when the batches in flight have run. A scoring has ``score_from`` > 0: it generates nothing and
-    wants the log-probability of each token from that index on. A select has a ``tree`` of choices below its
-    tokens: ``num_nodes_computed`` of the nodes have their KV in ``node_slots``, which are never cached, and
-    ``target_logprobs`` are the results. ``media``: the runs of the prompt that are not text; ``rope``
-    [A, num_prompt + 1]: then the rotary positions of the prompt and of the first token after it.
-
-    ``origin``: what the program says about it. ``deadline``, ``patience_end``: when it should be done, and
-    when it should have started, on the scheduler's clock (infinite: never).
-
-    What the engine knows:
-
-    - ``num_redrawn``: how often a grammar replaced sampled tokens. What is sampled after that has other
-      random numbers: the same one at a position that is sampled again would favour some tokens.
-    - ``end_ids``: tokens that end it; forbidden before ``params.min_tokens``.
-    - ``token_mask``: the tokens that its grammar allows next. ``is_steered``: a grammar or a budget may
-      change or replace its tokens after each one, so each is read before the next is computed.
-      ``is_complete``: its text is complete, and it continues only to score tokens that the grammar forced.
-    - ``wants_scores``: log-probabilities of its tokens are wanted. ``num_scored``: how many output tokens (of
-      a scoring: tokens from ``score_from`` on) have one, those of batches in flight included.
-    - ``num_cached``: prompt tokens found in the cache when it was first admitted. ``num_shared``: tokens
-      found there when it was last admitted.
-    - ``arrival``: its position among all requests, set once by the scheduler. ``received_s``: when it came,
-      on the clock ``perf_counter``.
-    - ``is_held_back``: it does not fit into memory in this step. ``passed_until``: in steps before this one
-      others may start before it although it waits for memory (None: it has not been first in the queue).
-    - ``num_charged``: up to this position its tokens and nodes have been charged to its tenant.
-    - ``req_row``: its row of ``req_to_token`` while it runs. ``committed``: its locked prefix in the cache.
+    will be when the batches in flight have run.
     """
 
+    # As it was submitted:
     id: int
-    tokens: TokenArray
-    num_tokens: int
-    num_prompt: int
-    max_new_tokens: int
+    tokens: TokenArray  # the prompt, then the output; a buffer
+    num_tokens: int  # known tokens
+    num_prompt: int  # tokens of the prompt
+    max_new_tokens: int  # the limit of the output
     params: SamplingParams
-    origin: Origin
+    origin: Origin  # the program's hints
     extra_key: CacheIdentity
     seed: int = 0
-    score_from: int = 0
-    tree: TokenTree | None = None
-    embeds: bool = False
-    end_ids: tuple[int, ...] = ()
-    media: Sequence[MediaRun] = ()
-    rope: Positions | None = None
-    deadline: float = math.inf
-    patience_end: float = math.inf
-    token_mask: TokenWords | None = None
-    is_steered: bool = False
-    is_complete: bool = False
-    arrival: int = -1
-    received_s: float = 0.0
-    num_preemptions: int = 0
+    score_from: int = 0  # > 0: it is a scoring of the tokens from this index on, and generates nothing
+    tree: TokenTree | None = None  # of a select: its choices, below its tokens
+    embeds: bool = False  # it wants the hidden state of its last token
+    end_ids: tuple[int, ...] = ()  # tokens that end it; forbidden before ``params.min_tokens``
+    media: Sequence[MediaRun] = ()  # the runs of the prompt that are not text
+    rope: Positions | None = None  # with media: [A, num_prompt + 1] rotary positions, up to the next token
+    deadline: float = math.inf  # when it should be done, on the scheduler's clock
+    patience_end: float = math.inf  # when it should have started, on the scheduler's clock
+
+    # Under a grammar or a budget:
+    token_mask: TokenWords | None = None  # the tokens that its grammar allows next
+    is_steered: bool = False  # tokens may be replaced: each is read before the next is computed
+    is_complete: bool = False  # it continues only to score tokens that the grammar forced
+    # How often a grammar replaced sampled tokens. Later tokens have other random numbers: the same number at
+    # a position that is sampled again would favour some tokens.
     num_redrawn: int = 0
+
+    # In the queue:
+    arrival: int = -1  # its position among all requests, set once by the scheduler
+    received_s: float = 0.0  # when it came, on the clock ``perf_counter``
+    num_preemptions: int = 0
     status: Status = Status.WAITING
-    num_computed: int = 0
-    num_pending: int = 0
-    wants_scores: bool = False
-    num_scored: int = 0
-    num_cached: int = 0
-    num_shared: int = 0
-    num_charged: int = 0
     was_admitted: bool = False
-    is_held_back: bool = False
+    is_held_back: bool = False  # it does not fit into memory in this step
+    # In steps before this one, others may start before it although it waits for memory. None: it has not been
+    # first in the queue.
     passed_until: int | None = None
-    req_row: int = -1
-    committed: PrefixMatch | None = None
-    num_nodes_computed: int = 0
-    node_slots: SlotArray = field(default_factory=lambda: _NO_SLOTS)
-    target_logprobs: list[float] = field(default_factory=list)
+
+    # Its progress:
+    num_computed: int = 0  # tokens with KV, including tokens of batches in flight
+    num_pending: int = 0  # tokens that batches in flight will append
+    wants_scores: bool = False  # the log-probabilities of its tokens are wanted
+    num_scored: int = 0  # output tokens (of a scoring: from ``score_from`` on) with one, or soon, in flight
+    num_cached: int = 0  # prompt tokens found in the cache when it was first admitted
+    num_shared: int = 0  # tokens found in the cache when it was last admitted
+    num_charged: int = 0  # up to this position its tokens and nodes have been charged to its tenant
+    req_row: int = -1  # its row of ``req_to_token`` while it runs
+    committed: PrefixMatch | None = None  # its locked prefix in the cache
+    num_nodes_computed: int = 0  # nodes of its tree
+    node_slots: SlotArray = field(default_factory=lambda: _NO_SLOTS)  # their KV, which is never cached
+
+    # Its results:
+    target_logprobs: list[float] = field(default_factory=list)  # of a select: of its tree's targets
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopTokens] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
