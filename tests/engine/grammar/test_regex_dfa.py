@@ -3,12 +3,22 @@
 import itertools
 import random
 import re
+from collections.abc import Iterator
 
+import interegular
 import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from support.engine.pattern_strategies import bytes_to_end, mutated, patterns, texts, walked
+from support.engine.pattern_strategies import (
+    PLAIN,
+    bytes_to_end,
+    mutated,
+    patterns,
+    plain_atoms,
+    texts,
+    walked,
+)
 
 from agentflow.engine.grammar.dfa import DEAD, START, Dfa, build_dfa, utf8_rows
 from agentflow.engine.grammar.regex import (
@@ -56,6 +66,33 @@ def assert_same_language(pattern: str, others: list[str], rolls: random.Random) 
 @given(patterns(), st.lists(texts, max_size=10), dice)
 def test_the_dfa_matches_what_python_matches(pattern, others, rolls):
     assert_same_language(pattern, others, rolls)
+
+
+def states_of_both(pattern: str) -> Iterator[tuple[int, int | None]]:
+    """The pairs of a state of our DFA and one of interegular's that the same texts of ``PLAIN`` reach."""
+    dfa, oracle = dfa_of(pattern), interegular.parse_pattern(pattern).to_fsm()
+    pending: list[tuple[int, int | None]] = [(START, oracle.initial)]
+    found = set(pending)
+    while pending:
+        ours, theirs = pending.pop()
+        yield int(dfa.accepting[ours]), theirs if theirs is None else int(theirs in oracle.finals)
+        for letter in PLAIN:
+            state = ours
+            for byte in letter.encode():
+                state = int(dfa.transitions[state][dfa.class_of_byte[byte]])
+            row = {} if theirs is None else oracle.map.get(theirs, {})
+            pair = (state, row.get(oracle.alphabet[letter]))
+            if pair not in found:
+                found.add(pair)
+                pending.append(pair)
+
+
+@settings(max_examples=100, deadline=None)
+@given(patterns(atoms=plain_atoms, flags=()))
+def test_the_language_is_that_of_interegular(pattern):
+    """For texts of every length: the product of both automata is walked to its end."""
+    for ours, theirs in states_of_both(pattern):
+        assert ours == (theirs or 0)
 
 
 @pytest.mark.parametrize(

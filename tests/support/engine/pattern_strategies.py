@@ -37,16 +37,24 @@ def _set(members: list[str], negated: bool) -> str:
     return f"[{'^' if negated else ''}{''.join(members)}]"
 
 
-_members = st.one_of(
-    chars.map(_escaped),
-    st.tuples(chars, chars).map(lambda pair: "-".join(_escaped(char) for char in sorted(pair))),
-    st.sampled_from([r"\d", r"\w", r"\S"]),
-)
-atoms = st.one_of(
-    chars.map(_escaped),
-    st.sampled_from(_ESCAPES),
-    st.builds(_set, st.lists(_members, min_size=1, max_size=3), st.booleans()),
-)
+def _atoms(chars: st.SearchStrategy[str], ranged: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """Characters, sets of them, and sets with ranges between the characters of ``ranged``."""
+    members = st.one_of(
+        chars.map(_escaped),
+        st.tuples(ranged, ranged).map(lambda pair: "-".join(_escaped(char) for char in sorted(pair))),
+        st.sampled_from([r"\d", r"\w", r"\S"]),
+    )
+    return st.one_of(
+        chars.map(_escaped),
+        st.sampled_from(_ESCAPES),
+        st.builds(_set, st.lists(members, min_size=1, max_size=3), st.booleans()),
+    )
+
+
+atoms = _atoms(chars, chars)
+PLAIN = 'abAB1 -\n"\t€😀'
+"""Characters that belong to the same classes (``\\w``, ``\\s``, ``\\d``) in ASCII as in Unicode."""
+plain_atoms = _atoms(st.sampled_from(PLAIN), st.sampled_from('abAB1 -\n"'))
 places = st.one_of(
     st.sampled_from(
         [r"\b", r"\B", "^", "$", r"\A", r"\Z", r"(?a:\b)", r"(?a:\B)", "(?:^|-)", r"(?:\b)*", ""]
@@ -74,9 +82,14 @@ def _grown(inner: st.SearchStrategy[str], flags: list[str], look_arounds: bool) 
     return st.one_of(ways)
 
 
-def patterns(*, flags: tuple[str, ...] = ("(?i:", "(?s:", "(?a:", "(?ai:"), look_arounds: bool = False):
-    """Strategy of patterns. ``flags``: the openings of groups that change what characters mean.
-    ``look_arounds``: also of what reads nothing, but looks at what stands before or after."""
+def patterns(
+    *,
+    atoms: st.SearchStrategy[str] = atoms,
+    flags: tuple[str, ...] = ("(?i:", "(?s:", "(?a:", "(?ai:"),
+    look_arounds: bool = False,
+):
+    """Strategy of patterns. ``atoms``: their characters and sets. ``flags``: the openings of groups that
+    change the meaning of characters. ``look_arounds``: with look-aheads, look-behinds and anchors."""
     return st.recursive(atoms, lambda inner: _grown(inner, list(flags), look_arounds), max_leaves=6)
 
 
