@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import anyio
@@ -11,9 +11,11 @@ import pytest
 from support.clocks import ClockNs
 from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine
 from support.holds import until
+from support.sent_requests import SentRequests
 from support.session_peer import HangingGenerator
 
 import agentflow as af
+from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.submit import Origin
 from agentflow.engine.tenant import Tenant
 from agentflow.errors import NotAuthorized, Overloaded, PromptTooLong, RateLimited
@@ -40,6 +42,15 @@ async def model_on(engine: FakeEngine, gate: TenantGate) -> AsyncIterator[Engine
         await engine.assert_idle()
 
 
+@contextmanager
+def filled(generator: EngineGenerator, text: str = TEXT) -> Iterator[Any]:
+    """A context with this text."""
+    context = generator.open("")
+    generator.fill(context, text)
+    yield context
+    generator.free(context)
+
+
 def left(gate: TenantGate, tenant: Tenant) -> int:
     """Tokens in the tenant's bucket."""
     return gate._accounts[tenant.name].tokens._level // MINUTE_NS
@@ -52,12 +63,10 @@ async def test_computed_and_generated_tokens_are_counted():
     async with model_on(FakeEngine(), gate) as model:
         generator = model.generator(tenant)
         for cost in (num_prompt + 3, 3 + 1):  # the second time all but the last prompt token is cached
-            context = generator.open("")
-            generator.fill(context, TEXT)
-            before = (gate._accounts and left(gate, tenant)) or 1000
-            await generator.generate(context, SHORT, lambda text: None)
-            assert before - left(gate, tenant) == cost
-            generator.free(context)
+            with filled(generator) as context:
+                before = (gate._accounts and left(gate, tenant)) or 1000
+                await generator.generate(context, SHORT, lambda text: None)
+                assert before - left(gate, tenant) == cost
 
 
 async def test_a_select_is_counted_too():
@@ -65,10 +74,8 @@ async def test_a_select_is_counted_too():
     gate = TenantGate(ClockNs())
     async with model_on(FakeEngine(), gate) as model:
         generator = model.generator(tenant)
-        context = generator.open("")
-        generator.fill(context, TEXT)
-        await generator.score(context, ["yes", "no"], "token_length_normalized")
-        generator.free(context)
+        with filled(generator) as context:
+            await generator.score(context, ["yes", "no"], "token_length_normalized")
     assert 1000 - left(gate, tenant) >= len(TOKENIZER.encode(TEXT))
 
 
@@ -78,17 +85,17 @@ async def test_tokens_of_a_cancelled_generation_are_counted():
     heard = anyio.Event()
     async with model_on(FakeEngine(), gate) as model:
         generator = model.generator(tenant)
-        context = generator.open("")
-        generator.fill(context, TEXT)
+        with filled(generator) as context:
 
-        async def generate() -> None:
-            await generator.complete(context, SamplingParams(max_tokens=500), lambda progress: heard.set())
+            async def generate() -> None:
+                await generator.complete(
+                    context, SamplingParams(max_tokens=500), lambda progress: heard.set()
+                )
 
-        async with open_task_group() as group:
-            group.start_soon(generate)
-            await heard.wait()
-            group.cancel_scope.cancel()
-        generator.free(context)
+            async with open_task_group() as group:
+                group.start_soon(generate)
+                await heard.wait()
+                group.cancel_scope.cancel()
     assert 1000 - left(gate, tenant) > len(TOKENIZER.encode(TEXT))
     assert gate.num_unfinished(tenant) == 0
 
@@ -125,38 +132,28 @@ async def test_a_tenant_that_is_gone_is_refused_in_sessions_that_go_on():
     gate = TenantGate(ClockNs(), current=current)
     async with model_on(FakeEngine(), gate) as model:
         generator = model.generator(tenants["ann"])
-        context = generator.open("")
-        generator.fill(context, TEXT)
-        await generator.generate(context, SHORT, lambda text: None)
-        tenants["ann"] = Tenant("ann", requests_per_minute=1)
-        await generator.generate(context, SHORT, lambda text: None)
-        with pytest.raises(RateLimited, match=r"\b1\b"):
+        with filled(generator) as context:
             await generator.generate(context, SHORT, lambda text: None)
-        del tenants["ann"]
-        with pytest.raises(NotAuthorized):
+            tenants["ann"] = Tenant("ann", requests_per_minute=1)
             await generator.generate(context, SHORT, lambda text: None)
-        generator.free(context)
+            with pytest.raises(RateLimited, match=r"\b1\b"):
+                await generator.generate(context, SHORT, lambda text: None)
+            del tenants["ann"]
+            with pytest.raises(NotAuthorized):
+                await generator.generate(context, SHORT, lambda text: None)
 
 
 async def test_share_and_priority_reach_the_engine():
     tenant = Tenant("ann", weight=2.5)
-    sent = []
-
-    class Sent:
-        def sent(self, submit) -> None:
-            sent.append(submit.origin)
-
-        def received(self, messages) -> None:
-            pass
-
     async with model_on(FakeEngine(), TenantGate()) as model:
-        model.client.observe(Sent())
+        requests = SentRequests()
+        model.client.observe(requests)
         generator = model.generator(tenant)
         prompt = (Message("user", TEXT),)
         async with completing(generator, CompletionRequest(prompt, SHORT, n=2, priority=3)) as completion:
             await completion.answers()
-    assert {(origin.tenant, origin.weight, origin.priority) for origin in sent} == {("ann", 2.5, 3)}
-    assert len(sent) == 2
+    origins = [submit.origin for submit in requests.submits]
+    assert [(origin.tenant, origin.weight, origin.priority) for origin in origins] == [("ann", 2.5, 3)] * 2
 
 
 async def test_of_what_all_share_one_tenant_takes_half():
@@ -242,13 +239,11 @@ async def test_a_request_that_never_ran_is_not_counted():
     async with model_on(FakeEngine(), gate) as model:
         generator = model.generator(tenant)
         model.client._max_unfinished = 0
-        context = generator.open("")
-        generator.fill(context, TEXT)
-        with pytest.raises(Overloaded):
-            await generator.generate(context, SHORT, lambda text: None)
-        with pytest.raises(Overloaded):
-            await generator.score(context, ["yes", "no"], "token_length_normalized")
-        generator.free(context)
+        with filled(generator) as context:
+            with pytest.raises(Overloaded):
+                await generator.generate(context, SHORT, lambda text: None)
+            with pytest.raises(Overloaded):
+                await generator.score(context, ["yes", "no"], "token_length_normalized")
     assert left(gate, tenant) == 1000
 
 
@@ -256,24 +251,16 @@ async def test_limits_are_not_got_around_by_forks():
     """A prefix that is computed ahead of forks is no tenant's request; with limits the forks compute it."""
     limited, free = Tenant("limited", tokens_per_minute=1000), Tenant("free")
     gate = TenantGate(ClockNs())
-    computed = []
-
-    class Sent:
-        def sent(self, submit) -> None:
-            if submit.params is None:
-                computed.append(submit.origin.tenant)
-
-        def received(self, messages) -> None:
-            pass
-
     async with model_on(FakeEngine(), gate) as model:
-        model.client.observe(Sent())
+        requests = SentRequests()
+        model.client.observe(requests)
         for tenant in (limited, free):
             generator = model.generator(tenant)
             context = generator.open("")
             generator.fill(context, 3 * TEXT)
             for one in (context, *await generator.fork(context, 2)):
                 generator.free(one)
+    computed = [submit.origin.tenant for submit in requests.submits if submit.params is None]
     assert computed == ["free"]
 
 

@@ -10,7 +10,6 @@ import anyio.to_thread
 import pydantic
 import pytest
 from support.server.anthropic_peer import HELLO, AnthropicPeer, anthropic_peer, asking
-from support.server.http_clients import CLIENTS
 
 MARKS = "<|im_start|>{}\n{}<|im_end|>\n"
 
@@ -79,16 +78,6 @@ def test_a_whole_reply_can_be_sent_back(peer):
     # It is the tokens that were generated, not other ones for the same text.
     before = reply.usage.input_tokens + reply.usage.cache_read_input_tokens + reply.usage.output_tokens
     assert again.usage.cache_read_input_tokens >= before - 1
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("kind", CLIENTS)
-def test_a_matched_stop_sequence_is_reported(peer, kind, stream):
-    free = peer.ask(max_tokens=24).content[0].text
-    stop = free[6:9]
-    message = peer.message(kind, stream, max_tokens=24, stop_sequences=["never", stop])
-    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
-    assert message.content[0].text == free[: free.index(stop)]
 
 
 def test_an_answer_without_text_has_no_blocks(peer):

@@ -56,26 +56,6 @@ def test_events_come_in_anthropics_order(peer):
     assert start["usage"]["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
-def test_a_stream_says_what_the_whole_answer_says(peer):
-    whole = peer.ask()
-    with peer.client.messages.stream(**asking()) as stream:
-        events = list(stream)
-        final = stream.get_final_message()
-    kinds = [event.type for event in events]
-    assert kinds[0] == "message_start"
-    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
-    assert "text" in kinds
-    assert [block.text for block in final.content] == [block.text for block in whole.content]
-    assert final.stop_reason == whole.stop_reason
-    assert final.usage.output_tokens == whole.usage.output_tokens
-    total = whole.usage.input_tokens + whole.usage.cache_read_input_tokens
-    assert final.usage.input_tokens + final.usage.cache_read_input_tokens == total
-    assert stream.request_id.startswith("req_")
-    raw = peer.client.messages.create(**asking(stream=True))
-    text = "".join([event.delta.text for event in raw if event.type == "content_block_delta"])
-    assert text == whole.content[0].text
-
-
 def test_an_answer_without_text_streams_no_block(peer):
     free = peer.ask().content[0].text
     events = events_of(peer, stop_sequences=[free[0]])

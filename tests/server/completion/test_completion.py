@@ -54,6 +54,22 @@ async def ask(generator: EngineGenerator, request: CompletionRequest):
         return await completion.answers()
 
 
+class SentPrompts(list[list[int]]):
+    """The prompts of the requests that the engine is sent."""
+
+    def sent(self, submit) -> None:
+        self.append([*submit.token_ids])
+
+    def received(self, messages) -> None:
+        pass
+
+
+def sent_prompts(generator: EngineGenerator) -> SentPrompts:
+    prompts = SentPrompts()
+    generator.observe(prompts)
+    return prompts
+
+
 async def test_a_conversation_is_what_a_state_with_these_turns_is():
     engine = FakeEngine()
     async with generator_on(engine) as generator:
@@ -75,9 +91,8 @@ async def test_a_conversation_is_what_a_state_with_these_turns_is():
 async def test_an_answer_that_comes_back_as_text_is_the_tokens_that_were_generated():
     engine = FakeEngine()
     async with generator_on(engine) as generator:
-        prompts, request = [], CompletionRequest(ASK, SamplingParams(max_tokens=24, temperature=1.0, seed=3))
-        generator.observe(SentPrompts(prompts))
-        [answer] = await ask(generator, request)
+        prompts = sent_prompts(generator)
+        [answer] = await ask(generator, CompletionRequest(ASK, SAMPLED))
         again = (*ASK, Message("assistant", answer.text), Message("user", "And at night?"))
         [next_answer] = await ask(generator, CompletionRequest(again, SAMPLED))
         context = generator.open("")
@@ -103,23 +118,11 @@ async def test_an_answer_that_comes_back_as_text_is_the_tokens_that_were_generat
 async def test_a_last_turn_of_the_assistant_goes_on():
     engine = FakeEngine()
     async with generator_on(engine) as generator:
-        prompts = []
-        generator.observe(SentPrompts(prompts))
+        prompts = sent_prompts(generator)
         await ask(generator, CompletionRequest((*ASK, Message("assistant", "They turn")), SAMPLED))
         await ask(generator, CompletionRequest(ASK, SAMPLED))
     assert prompts[0][: len(prompts[1])] == prompts[1]
     assert TOKENIZER.decode(prompts[0][len(prompts[1]) :], continues=True) == "They turn"
-
-
-class SentPrompts:
-    def __init__(self, prompts: list[list[int]]) -> None:
-        self.prompts = prompts
-
-    def sent(self, submit) -> None:
-        self.prompts.append([*submit.token_ids])
-
-    def received(self, messages) -> None:
-        pass
 
 
 @pytest.mark.parametrize("num_chars", [30, MAX_INLINE_CHARS + 1])
@@ -127,8 +130,7 @@ async def test_in_a_plain_text_special_tokens_count(num_chars):
     text = "<|im_start|>user\n" + "x" * num_chars
     runner = FakeRunner(vocab_size=TOKENIZER.vocab_size, num_slots=8192, max_context=8192)
     async with generator_on(FakeEngine(runner=runner)) as generator:
-        prompts = []
-        generator.observe(SentPrompts(prompts))
+        prompts = sent_prompts(generator)
         await ask(generator, CompletionRequest(text, SAMPLED))
     assert prompts == [TOKENIZER.encode_markup(text)]
 
@@ -148,8 +150,7 @@ async def test_a_prompt_far_too_long_is_refused_before_it_is_encoded(monkeypatch
 async def test_ids_are_the_prompt_as_they_are():
     engine = FakeEngine()
     async with generator_on(engine) as generator:
-        prompts = []
-        generator.observe(SentPrompts(prompts))
+        prompts = sent_prompts(generator)
         await ask(generator, CompletionRequest(TokenIds((5, 6, 7)), SAMPLED, n=2))
         for wrong in (-1, TOKENIZER.vocab_size):
             with pytest.raises(BadArgument, check=has_param("prompt")):

@@ -3,6 +3,7 @@ the loop, and while the constraint is compiled. The engine never receives it."""
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -51,6 +52,16 @@ class HeldEncoding:
         monkeypatch.setattr(Tokenizer, "_encoding", held)
         monkeypatch.setattr(ApiCall, "until_gone", reported)
 
+    def check_gone(self, server: ApiServer, connection: socket.socket) -> None:
+        """The client disconnects while its text is encoded, and the thread is returned."""
+        assert self.has_begun.wait(20)
+        assert server.generator.encoding_threads.borrowed_tokens == 1
+        connection.close()
+        assert self.has_gone.wait(20)
+        self.is_let_go.set()
+        server.call(server.service.calls.until_none)
+        assert server.generator.encoding_threads.borrowed_tokens == 0
+
 
 @pytest.fixture(scope="module")
 def long_server() -> Iterator[ApiServer]:
@@ -67,13 +78,7 @@ def test_a_client_that_goes_while_its_prompt_is_encoded(
 ) -> None:
     server, requests, encoding = long_server, long_server.observe_requests(), HeldEncoding(monkeypatch)
     connection = post(server, api.path, {**api.body(LONG), "stream": stream})
-    assert encoding.has_begun.wait(20)
-    assert server.generator.encoding_threads.borrowed_tokens == 1
-    connection.close()
-    assert encoding.has_gone.wait(20)
-    encoding.is_let_go.set()
-    server.call(server.service.calls.until_none)
-    assert server.generator.encoding_threads.borrowed_tokens == 0
+    encoding.check_gone(server, connection)
     server.assert_idle()
     assert len(requests.submits) == 0
     # A client that stays is answered.
@@ -97,13 +102,7 @@ def test_a_client_that_goes_while_its_prompt_is_tokenized(
     # So many tokens that their texts, too, are looked up in a thread.
     body: dict[str, Any] = {"prompt": LONG * 8, "return_token_strs": True}
     connection = post(server, path, body)
-    assert encoding.has_begun.wait(20)
-    assert server.generator.encoding_threads.borrowed_tokens == 1
-    connection.close()
-    assert encoding.has_gone.wait(20)
-    encoding.is_let_go.set()
-    server.call(server.service.calls.until_none)
-    assert server.generator.encoding_threads.borrowed_tokens == 0
+    encoding.check_gone(server, connection)
     assert decoded == []  # the second half of the work never began
     with post(server, path, body) as stays:
         assert stays.recv(100).startswith(b"HTTP/1.1 200")

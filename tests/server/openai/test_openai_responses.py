@@ -9,11 +9,9 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-from support.api_server import MODEL, ApiServer, api_server
+from support.api_server import MODEL, ApiServer
 from support.server.openai_peer import any_text_server, logit_server, sync_client
 from support.server.scripted_model import scripted_server
-
-from agentflow.server.config.limits import HttpLimits
 
 QUESTION = "What do plants do?"
 WEATHER: Any = {
@@ -159,22 +157,6 @@ def test_a_turn_continues_a_stored_one(server: ApiServer) -> None:
         unstored = client.responses.create(**asked(store=False))
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(unstored.id)
-
-
-def test_the_oldest_responses_are_dropped_when_the_memory_is_full() -> None:
-    with (
-        api_server(limits=HttpLimits(responses_bytes=40_000), constraints=False) as server,
-        sync_client(server) as client,
-    ):
-        ids = [client.responses.create(**asked(max_output_tokens=1)).id for _ in range(20)]
-        kept = []
-        for response_id in ids:
-            try:
-                kept.append(client.responses.retrieve(response_id).id)
-            except openai.NotFoundError:
-                continue
-    assert 0 < len(kept) < len(ids)
-    assert kept == ids[-len(kept) :]
 
 
 @pytest.mark.parametrize("streams", [False, True])
