@@ -1,7 +1,7 @@
 """The websocket survives fuzzed frames without a crash, leak or stall, and other clients are not affected.
 
-A short run here; ``make fuzz`` sends many more. FUZZ_FRAMES: how many to each kind of server. FUZZ_SEED:
-which ones they are. A failure prints the batches; ``FUZZ_ONLY=BATCH`` runs one of them alone.
+A short run here; ``make fuzz`` sends many more. FUZZ_FRAMES: how many. FUZZ_SEED: which ones. A failure
+prints the batches; ``FUZZ_ONLY=BATCH`` runs one of them alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 import psutil
 import pytest
-from support.server.fuzz_driver import Fuzzer, engine_target, scripted_target
+from support.server.fuzz_driver import Fuzzer, engine_target
 
 from agentflow.engine.watching import snapshot
 
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.anyio
 NUM_FRAMES = int(os.environ.get("FUZZ_FRAMES", "500"))
 SEED = os.environ.get("FUZZ_SEED", "1")
 ONLY = os.environ.get("FUZZ_ONLY", "")
-TARGETS = {"script": scripted_target, "engine": engine_target}
 
 # Caches are warm by then.
 WARM_UP_SHARE = 0.7
@@ -34,14 +33,13 @@ MAX_BYTES = 48_000_000
 
 @pytest.mark.trio_in_full
 @pytest.mark.timeout(120 + NUM_FRAMES // 10)
-@pytest.mark.parametrize("target", TARGETS)
 async def test_fuzzed_frames_affect_no_other_session(
-    target: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.ERROR)
     # The engine remembers when its cache was used, ten times a second for a quarter of an hour.
     monkeypatch.setattr(snapshot, "MAX_TIMES", 64)
-    async with TARGETS[target]() as (generator, check_idle, empty_caches):
+    async with engine_target() as (generator, check_idle, empty_caches):
         fuzzer = Fuzzer(generator, check_idle)
         warm: tuple[int, int] | None = None
         number = 0

@@ -3,7 +3,7 @@ what has to hold when they are over."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import count
 from random import Random
@@ -16,18 +16,15 @@ from starlette.websockets import WebSocket
 from support.asgi_peer import AsgiPeer, Bench
 from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine
 from support.server.fuzzed_frames import FRAME_BYTES, Conversation, conversation
-from support.session_peer import HangingGenerator, Listener, count_words, gen
+from support.session_peer import Listener, gen
 
-from agentflow.backends.scripted import ScriptedContext
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.tenant import ANONYMOUS
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import Constraint
-from agentflow.protocol.events import Usage
 from agentflow.protocol.wire import VERSION, Bye, Events, Hello, Ops, Refused, Resume, Welcome, server_frames
-from agentflow.runtime.generator import Scored
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.models.models import EngineModel
@@ -37,7 +34,6 @@ from agentflow.server.websocket.sessions import open_sessions
 CONVERSATIONS_AT_ONCE = 8
 # A batch takes a fraction of a second; after this long it hangs.
 STALL_S = 60.0
-MAX_WORDS = 60
 QUESTION = "say #3"
 FOREVER_S = 1e6
 # The neighbour's turns of the event loop between two questions: most of the time is for the fuzzed ones.
@@ -49,42 +45,10 @@ CheckIdle = Callable[[], Awaitable[None]]
 EmptyCaches = Callable[[], Awaitable[None]]
 
 
-class BoundedGenerator(HangingGenerator):
-    """Answers any prompt, with ``MAX_WORDS`` words at most, whatever number it ends in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._script = _few_words
-
-    async def score(self, context: ScriptedContext, choices: Sequence[str], method: str) -> Scored:
-        """The first."""
-        await anyio.lowlevel.checkpoint()
-        context.text += choices[0]
-        return Scored(0, (0.0,) * len(choices), Usage())
-
-
-def _few_words(prompt: str) -> str:
-    _, mark, number = prompt.rpartition("#")
-    if mark and number.isdecimal() and (len(number) > 2 or int(number) > MAX_WORDS):
-        return "many"
-    return count_words(prompt) if prompt.split() else "nothing"
-
-
-@asynccontextmanager
-async def scripted_target() -> AsyncIterator[tuple[Any, CheckIdle, EmptyCaches]]:
-    """A generator that counts what is open, the check that nothing is, and what empties its caches."""
-    generator = BoundedGenerator()
-
-    async def check_idle() -> None:
-        assert (generator.num_open, generator.num_running) == (0, 0)
-        generator.calls.clear()  # a script keeps its latest calls
-
-    yield generator, check_idle, anyio.lowlevel.checkpoint
-
-
 @asynccontextmanager
 async def engine_target() -> AsyncIterator[tuple[Any, CheckIdle, EmptyCaches]]:
-    """The whole engine, without a model, and the process that compiles constraints."""
+    """The whole engine, without a model, and the process that compiles constraints: a generator, the check
+    that nothing is open, and a function that empties its caches."""
     runner = FakeRunner(vocab_size=TOKENIZER.vocab_size, num_slots=2 * MAX_CONTEXT, max_context=MAX_CONTEXT)
     engine = FakeEngine(runner=runner)
     # A cache that is soon full. The process has the lowest priority, and may take long.
