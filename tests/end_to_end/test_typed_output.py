@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,6 @@ class Outcome:
     value: Any
     text: str
     reason: str
-    parts: list[Any]
     logprobs: tuple[float | None, ...]
     num_tokens: int
 
@@ -46,18 +44,15 @@ async def ask_all(s: af.State, **options: Any) -> dict[str, Outcome]:
 
 
 async def _hear(variable: Any, found: dict[str, Outcome]) -> None:
-    parts: list[Any] = []
     why = f"was truncated after {NUM_TOKENS} tokens … raise max_tokens"
     try:
-        async for part in variable:
-            parts.append(part)
         value = await variable
     except af.InvalidValue as error:
         value, why = None, str(error)
     assert all(words in why for words in (f"was truncated after {NUM_TOKENS} tokens", "raise max_tokens"))
     reason, logprobs = variable.finish_reason, variable.logprobs
     found[variable.name] = Outcome(
-        value, await variable.whole_text(), reason, parts, tuple(logprobs), variable.usage.output_tokens
+        value, await variable.whole_text(), reason, tuple(logprobs), variable.usage.output_tokens
     )
 
 
@@ -123,15 +118,6 @@ def test_most_have_a_value_and_sampling_finds_others(on_server, kind):
     texts = {on_server[how][kind].text for how in ("greedy", "sampled")}
     assert len(texts) > 1 or kind in ("bool", "choices")
     assert any(on_server[how][kind].value is not None for how in OPTIONS if how not in BROAD)
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_the_last_part_of_a_value_is_all_of_it(on_server, how):
-    for kind in ("dataclass", "pydantic", "typed_dict", "recursion", "tools"):
-        outcome: Outcome = on_server[how][kind]
-        *parts, last = outcome.parts
-        assert parts or kind == "tools", kind  # a list of no calls has no parts
-        assert outcome.value is None or last == json.loads(outcome.text)
 
 
 @pytest.mark.parametrize("how", HOW)

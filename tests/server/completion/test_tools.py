@@ -100,7 +100,7 @@ def test_f31b_no_stop_applies_inside_a_call(server: ApiServer, api: Api, stop: s
 def test_a_truncated_answer_is_accepted_as_history(server: ApiServer, api: Api) -> None:
     """Its end shows that it was truncated. In Ollama's and Anthropic's APIs, arguments are objects."""
     found: list[Any] = []
-    for max_tokens in range(1, len(TOKENIZER.encode(CALLS)), 11):
+    for max_tokens in range(1, len(TOKENIZER.encode(CALLS)), 17):
         answer = ask(server, api, ASKED, tools=TOOLS, max_tokens=max_tokens)
         assert answer.reason == "length"
         assert "Let me look.".startswith(answer.text.strip())
