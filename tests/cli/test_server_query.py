@@ -92,7 +92,7 @@ def test_a_server_is_named_by_any_of_its_urls(given, found, monkeypatch):
 
 
 @pytest.mark.parametrize("given", ["foo", "ftp://a", "http://", "http://a:0", "http://a:99999", "http://[a"])
-def test_what_is_no_url_is_told(given):
+def test_a_url_without_a_server_is_an_error(given):
     with pytest.raises(BadArgument):
         http_url(given)
 

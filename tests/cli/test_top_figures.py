@@ -109,7 +109,7 @@ def test_metrics_without_the_name_of_a_model_are_of_one():
     assert (model.name, model.is_up, model.output_per_s) == ("-", True, 45.0)
 
 
-def test_what_a_server_shows_is_read():
+def test_the_metrics_of_a_server_are_read():
     metrics = ServerMetrics()
     times = metrics.of("small").requests
     before = parse_metrics(metrics.text(), URL, 0.0)
@@ -125,7 +125,7 @@ def test_what_a_server_shows_is_read():
 
 
 @pytest.mark.parametrize("content", [b"", b"<html>hello</html>", b"up 1\n", b'a{b="c 1\n', b"\xff\xfe"])
-def test_what_is_no_agentflow_is_told(content):
+def test_metrics_of_another_program_are_an_error(content):
     with pytest.raises(ProtocolError):
         parse_metrics(content, URL, 0.0)
 

@@ -39,7 +39,7 @@ def test_known_models_are_pulled_where_they_are_missing(
     assert pulled == []
 
 
-def test_it_logs_warnings_unless_a_level_is_set() -> None:
+def test_the_level_of_logs_is_warning_unless_one_is_set() -> None:
     assert quiet(configured()).logs.log_level == "warning"
     assert quiet(configured(log_level="info")).logs.log_level == "info"
 

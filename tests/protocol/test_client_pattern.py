@@ -79,7 +79,7 @@ TOO_LARGE = [
 
 
 @pytest.mark.parametrize("pattern", TOO_LARGE)
-def test_what_is_too_large_is_compiled_nowhere(pattern: str) -> None:
+def test_a_pattern_that_is_too_large_is_compiled_nowhere(pattern: str) -> None:
     with pytest.raises(InvalidPattern):
         compiled(pattern)
     with pytest.raises(BadArgument):
@@ -101,12 +101,12 @@ def test_what_is_too_large_is_compiled_nowhere(pattern: str) -> None:
         (r"\\p{2}", r"\pp"),
     ],
 )
-def test_what_is_small_enough_is_compiled(pattern: str, text: str) -> None:
+def test_a_pattern_that_is_small_enough_is_compiled(pattern: str, text: str) -> None:
     assert compiled(pattern).search(text)
 
 
 @pytest.mark.parametrize("pattern", ["(", "(?P<a>a)(?P<a>b", "[b-a]", "(" * 5000 + ")" * 5000, "a" * 30_000])
-def test_what_is_wrong_is_one_kind_of_error(pattern: str) -> None:
+def test_an_invalid_pattern_is_one_kind_of_error(pattern: str) -> None:
     with pytest.raises(InvalidPattern):
         compiled(pattern)
 
