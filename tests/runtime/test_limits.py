@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import anyio
 import pytest
 from support.faults import has_param
 from support.observed_backends import Observed, Stepped, Unbatched, assert_idle, settle
@@ -9,16 +13,27 @@ from support.session_peer import HANG
 
 import agentflow as af
 from agentflow.protocol import ops
+from agentflow.protocol.sampling import SamplingParams
 
 pytestmark = pytest.mark.anyio
 
 SOON_S = 0.001
 
 
+@asynccontextmanager
+async def opened(
+    backend: af.Scripted | Stepped | None = None, *, unbatched: bool = False
+) -> AsyncIterator[af.OpenSession]:
+    """A session on a backend, which answers "yes" by default and may hold nothing afterwards."""
+    backend = backend or af.Scripted(lambda prompt: "yes")
+    async with af.session(backend=Unbatched(backend) if unbatched else backend) as flow:
+        yield flow
+    assert_idle(backend)
+
+
 @pytest.mark.parametrize("unbatched", [False, True])
 async def test_a_state_runs_nothing_after_its_deadline(unbatched):
-    backend = af.Scripted(lambda prompt: "yes")
-    async with af.session(backend=Unbatched(backend) if unbatched else backend) as flow, flow.state() as s:
+    async with opened(unbatched=unbatched) as flow, flow.state() as s:
         s += "a" + af.gen("x")
         assert await s["x"] == "yes"
         s.limit(deadline_s=0)
@@ -33,12 +48,11 @@ async def test_a_state_runs_nothing_after_its_deadline(unbatched):
                 await late
             assert isinstance(failure.value.__cause__, af.DeadlineExceeded)
         assert await s["x"] == "yes"
-    assert_idle(backend)
 
 
 @pytest.mark.parametrize("op", ["gen", "select", "text", "fork", "set", "read", "turn", "hint"])
 async def test_each_op_fails_after_the_deadline(op):
-    async with af.session(backend=af.Scripted(lambda prompt: "yes")) as flow, flow.state() as s:
+    async with opened() as flow, flow.state() as s:
         s.limit(deadline_s=0)
         match op:
             case "gen":
@@ -54,7 +68,7 @@ async def test_each_op_fails_after_the_deadline(op):
             case "read":
                 s.text()
             case "turn":
-                s += af.user()
+                s.begin("user")
             case "hint":
                 s.hint(forks=2)
         with pytest.raises(af.DeadlineExceeded):
@@ -64,7 +78,7 @@ async def test_each_op_fails_after_the_deadline(op):
 @pytest.mark.parametrize("limits_first", [False, True])
 async def test_a_deadline_ends_running_gens(limits_first):
     backend = Stepped(["one two three"])
-    async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as free:
+    async with opened(backend) as flow, flow.state() as s, flow.state() as free:
         if limits_first:
             s.limit(deadline_s=SOON_S)
         s += af.gen("x")
@@ -80,12 +94,11 @@ async def test_a_deadline_ends_running_gens(limits_first):
         assert isinstance(failure.value.__cause__, af.DeadlineExceeded)
         await settle()
         assert backend.generator.num_running == 0
-    assert_idle(backend)
 
 
 async def test_a_state_that_waits_for_another_has_its_own_deadline():
     backend = Stepped(["one two"])
-    async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as other:
+    async with opened(backend) as flow, flow.state() as s, flow.state() as other:
         s += af.gen("x")
         other.limit(deadline_s=SOON_S)
         other += s["x"] + af.gen("y")
@@ -93,21 +106,36 @@ async def test_a_state_that_waits_for_another_has_its_own_deadline():
             await other
         await backend.allow(2)
         assert await s["x"] == "one two"
-    assert_idle(backend)
+
+
+async def test_the_timeout_of_a_gen_counts_from_its_start():
+    backend = Stepped(["one", "two three"])
+    async with opened(backend) as flow, flow.state() as s, flow.state() as other:
+        other += af.gen("first")
+        s += other["first"] + af.gen("x", timeout_s=SOON_S)
+        for _ in range(3):
+            with anyio.move_on_after(SOON_S):
+                await s["x"]
+        assert s._node.error is None, "the time began before the turn"
+        await backend.allow(1)
+        with pytest.raises(af.DeadlineExceeded, match=r"'x'.*0\.001 s"):
+            await s["x"]
+        with pytest.raises(af.DeadlineExceeded):
+            await s
+        await settle()
+        assert backend.generator.num_running == 0
 
 
 async def test_a_gen_within_its_limits_succeeds():
-    backend = af.Scripted(lambda prompt: "yes")
-    async with af.session(backend=backend) as flow, flow.state() as s:
+    async with opened() as flow, flow.state() as s:
         s.limit(deadline_s=3600, output_tokens=1000)
-        s += af.gen("x")
+        s += af.gen("x", timeout_s=3600)
         assert await s["x"] == "yes"
         await s
 
 
 async def test_a_task_group_fails_with_a_branch_past_its_deadline():
-    backend = Stepped(["one two three"] * 3)
-    async with af.session(backend=backend) as flow, flow.state() as s:
+    async with opened(Stepped(["one two three"] * 3)) as flow, flow.state() as s:
         async with s.fork(3) as branches:
             for branch in branches:
                 branch += af.gen("x")
@@ -121,12 +149,11 @@ async def test_a_task_group_fails_with_a_branch_past_its_deadline():
         with pytest.raises(af.errors.RunFailed, match="branch 1") as failure:
             await s
         assert isinstance(failure.value.__cause__, af.DeadlineExceeded)
-    assert_idle(backend)
 
 
 async def test_a_deadline_of_the_session_applies_to_existing_and_later_states():
     backend = Stepped(["one two"])
-    async with af.session(backend=backend) as flow, flow.state() as s:
+    async with opened(backend) as flow, flow.state() as s:
         s += af.gen("x")
         await backend.allow(1)
         flow.limit(deadline_s=SOON_S)
@@ -136,14 +163,13 @@ async def test_a_deadline_of_the_session_applies_to_existing_and_later_states():
             late += "text"
             with pytest.raises(af.DeadlineExceeded):
                 await late
-    assert_idle(backend)
     with pytest.raises(af.errors.StateClosed):
         flow.limit(deadline_s=1)
 
 
 async def test_only_what_exceeds_a_limit_itself_has_its_error():
     backend = af.Scripted(lambda prompt: "one two")
-    async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as other:
+    async with opened(backend) as flow, flow.state() as s, flow.state() as other:
         s.limit(output_tokens=1)
         s += "a" + af.gen("x") + af.gen("y")
         branches = s.fork(2)
@@ -157,20 +183,21 @@ async def test_only_what_exceeds_a_limit_itself_has_its_error():
                 af.errors.RunFailed, check=lambda error: isinstance(error.__cause__, af.BudgetExceeded)
             ):
                 await dependent
-    async with af.session(backend=backend) as flow, flow.state() as s:
-        s.limit(deadline_s=0)
-        s += "a" + af.gen("x") + af.gen("y")
-        for variable in (s["x"], s["y"]):
-            with pytest.raises(af.DeadlineExceeded):
-                await variable
-    assert_idle(backend)
+    async with opened(backend) as flow, flow.state() as s:
+        s += "a" + af.gen("x", timeout_s=1e-9) + af.gen("y")
+        with pytest.raises(af.DeadlineExceeded):
+            await s["x"]
+        with pytest.raises(
+            af.errors.RunFailed, check=lambda error: isinstance(error.__cause__, af.DeadlineExceeded)
+        ):
+            await s["y"]
 
 
 # Over the wire, and what is no limit
 
 
 async def test_limits_over_the_wire(server):
-    async with af.session(server.url) as flow, flow.state() as s, flow.state() as slow:
+    async with af.session(server.url) as flow, flow.state() as s, flow.state() as slow, flow.state() as one:
         s.limit(output_tokens=2)
         s += "w#5" + af.gen("x")
         with pytest.raises(af.BudgetExceeded, match=r"\b2\b"):
@@ -179,6 +206,9 @@ async def test_limits_over_the_wire(server):
         slow.limit(deadline_s=SOON_S)
         with pytest.raises(af.DeadlineExceeded):
             await slow["x"]
+        one += f"a {HANG}" + af.gen("x", timeout_s=SOON_S)
+        with pytest.raises(af.DeadlineExceeded, match=r"'x'.*0\.001 s"):
+            await one["x"]
     await server.wait_until_idle()
 
 
@@ -199,12 +229,24 @@ async def test_invalid_limits_are_rejected(limit, param):
         assert observed.of(ops.Limit) == []
 
 
-@pytest.mark.parametrize("limit", [{"deadline_s": -1.0}, {"deadline_s": float("nan")}, {"output_tokens": -1}])
-async def test_an_invalid_limit_over_the_wire_fails_its_state(server, limit):
+WIRED: list[tuple[Callable[[int, int], ops.Op], str]] = [
+    (lambda state, _: ops.Limit(state, deadline_s=-1.0), "limit: "),
+    (lambda state, _: ops.Limit(state, deadline_s=float("nan")), "limit: "),
+    (lambda state, _: ops.Limit(state, output_tokens=-1), "limit: "),
+    (lambda state, var: ops.Gen(state, var, "bad", SamplingParams(), timeout_s=0.0), "timeout_s"),
+    (lambda state, var: ops.Gen(state, var, "bad", SamplingParams(), timeout_s=-1.0), "timeout_s"),
+    (lambda state, var: ops.Gen(state, var, "bad", SamplingParams(), timeout_s=float("nan")), "timeout_s"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), WIRED)
+async def test_an_invalid_limit_over_the_wire_fails_its_state(server, make, message):
     async with af.session(server.url) as flow, flow.state() as s, flow.state() as other:
-        flow._link._connection.send([ops.Limit(s.id, **limit)])
-        s += "more"
-        with pytest.raises(af.errors.BadArgument, match="limit: "):
+        s += "a" + af.gen("good")
+        await s
+        flow._link._connection.send([make(s.id, flow._link.next_id())])
+        s += "b"
+        with pytest.raises(af.errors.BadArgument, match=message):
             await s
         other += "a" + af.gen("good")
         await other
