@@ -1,4 +1,4 @@
-"""What all tests of recordings share."""
+"""The file of a recording, for all tests of recordings."""
 
 from pathlib import Path
 
@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where a test records to."""
+    """The file that a test records to."""
     return tmp_path / "run.jsonl"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import msgspec
@@ -28,6 +28,8 @@ from agentflow.runtime.generator import Generated
 
 pytestmark = pytest.mark.anyio
 
+ResultT = TypeVar("ResultT")
+
 
 class Detailed:
     """A scripted backend with log-probabilities and cached tokens, so that a replay has them to lose."""
@@ -45,6 +47,21 @@ class DetailedGenerator(ScriptedGenerator):
         params = msgspec.structs.replace(params, logprobs=False)
         end = await super().generate(context, params, on_text, constraint)
         return Generated(end.text, end.finish_reason, Usage(end.usage.prompt_tokens, 1, 2), (-0.5, None))
+
+
+async def assert_replayed(
+    path: Path, backend: Any, use: Callable[[af.OpenSession], Awaitable[ResultT]], num_replays: int = 1
+) -> ResultT:
+    """``use`` has the same result on a replay of its recording. Returns the result."""
+    async with af.session(backend=backend, record=path) as flow:
+        first = await use(flow)
+    replay = af.Replay(path)
+    for _ in range(num_replays):
+        with anyio.fail_after(30):
+            async with af.session(backend=replay) as flow:
+                assert flow.seed == replay.seed
+                assert await use(flow) == first
+    return first
 
 
 @af.program
@@ -77,7 +94,7 @@ async def everything(s: af.State, flow: af.Session) -> list[Any]:
     s += s["both"].regex("[0-9a-z]+") + s["report"].map(lambda text: f"{len(text)} ")
     seen.append(await s.messages())
     async with s.user():
-        s += af.image("https://example.org/x.png") + af.gen("seen")
+        s += af.image("https://example.org/x.png") + af.gen("seen", choices=None, timeout_s=60)
     seen += [await s["both"], await s.text()]
     seen.append(await flow.submit(compiled, {"subject": "stars"}))
     plain = s.fork(3)
@@ -104,14 +121,11 @@ async def everything(s: af.State, flow: af.Session) -> list[Any]:
 
 
 async def test_every_primitive_is_replayed(path):
-    async with af.session(backend=Detailed(), record=path) as flow:
-        first = await flow.run(everything, flow)
-    replay = af.Replay(path)
-    for _ in range(2):
-        async with af.session(backend=replay) as flow:
-            assert flow.seed == replay.seed
-            assert flow.capabilities.model == "scripted"
-            assert await flow.run(everything, flow) == first
+    async def use(flow: af.OpenSession) -> list[Any]:
+        assert flow.capabilities.model == "scripted"
+        return await flow.run(everything, flow)
+
+    await assert_replayed(path, Detailed(), use, num_replays=2)
 
 
 async def test_the_stream_of_events_is_replayed(path):
@@ -133,13 +147,10 @@ async def test_the_stream_of_events_is_replayed(path):
             received.append(event)
         return received
 
-    async with af.session(backend=af.Scripted(script), record=path) as flow:
-        first = await events(flow)
+    first = await assert_replayed(path, af.Scripted(script), events)
     assert [type(event) for event in first] == [af.TextDelta, af.VariableDone] * 2 + [af.RunDone]
     deltas = [entry.received for entry in read_recording(path).entries if isinstance(entry.received, Delta)]
     assert len(deltas) > 2
-    async with af.session(backend=af.Replay(path)) as flow:
-        assert await events(flow) == first
 
 
 async def test_a_recording_of_a_server_is_replayed_without_it(path):
@@ -169,14 +180,13 @@ async def test_a_recording_of_a_server_is_replayed_without_it(path):
 
 
 async def test_a_replay_can_be_recorded(path, tmp_path):
-    async with af.session(backend=Detailed(), record=path) as flow:
-        first = await flow.run(everything, flow)
-    async with af.session(backend=af.Replay(path), record=tmp_path / "again.jsonl") as flow:
-        await flow.run(everything, flow)
-    again = read_recording(tmp_path / "again.jsonl")
-    assert again.header.seed == read_recording(path).header.seed
-    async with af.session(backend=af.Replay(tmp_path / "again.jsonl")) as flow:
-        assert await flow.run(everything, flow) == first
+    async def use(flow: af.OpenSession) -> list[Any]:
+        return await flow.run(everything, flow)
+
+    again = tmp_path / "again.jsonl"
+    first = await assert_replayed(path, Detailed(), use)
+    assert await assert_replayed(again, af.Replay(path), use) == first
+    assert read_recording(again).header.seed == read_recording(path).header.seed
 
 
 # Timing.
@@ -253,10 +263,7 @@ async def test_the_same_branch_is_first(path, timing):
             runner.cancel()
         return winners
 
-    async with af.session(backend=ClumsyBackend(timing), record=path) as flow:
-        first = await flow.run(race)
-    async with af.session(backend=af.Replay(path)) as flow:
-        assert await flow.run(race) == first
+    await assert_replayed(path, ClumsyBackend(timing), lambda flow: flow.run(race))
 
 
 async def ask(s: af.State, question: str) -> str:
@@ -355,15 +362,14 @@ async def test_a_lost_backend_is_lost_again(path):
 
 
 async def test_failing_stats_fail_again(path):
+    async def use(flow: af.OpenSession) -> None:
+        with pytest.raises(af.errors.EngineFailed, match="it restarts"):
+            await flow.stats()
+
     backend = af.Scripted([])
     backend.generator = HangingGenerator()
     backend.generator.stats_fault = af.errors.EngineFailed("it restarts")
-    async with af.session(backend=backend, record=path) as flow:
-        with pytest.raises(af.errors.EngineFailed, match="it restarts"):
-            await flow.stats()
-    async with af.session(backend=af.Replay(path)) as flow:
-        with pytest.raises(af.errors.EngineFailed, match="it restarts"):
-            await flow.stats()
+    await assert_replayed(path, backend, use)
 
 
 class Picky:
@@ -394,7 +400,4 @@ async def test_rejected_ops_are_rejected_again(path):
         fork += s["x"] + af.gen("x")
         return await fork["x"]
 
-    async with af.session(backend=Picky(), record=path) as flow:
-        first = await flow.run(use)
-    async with af.session(backend=af.Replay(path)) as flow:
-        assert await flow.run(use) == first
+    await assert_replayed(path, Picky(), lambda flow: flow.run(use))
