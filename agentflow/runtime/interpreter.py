@@ -39,7 +39,7 @@ from agentflow.errors import (
 )
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation, ToolSpec
-from agentflow.protocol.events import ErrorInfo, Usage, Value
+from agentflow.protocol.events import Capabilities, ErrorInfo, Usage, Value
 from agentflow.protocol.op_table import (
     OP_BYTES,
     OPS,
@@ -114,11 +114,7 @@ class Interpreter(Generic[ContextT]):
         embedders: Mapping[str, Embedder] = MappingProxyType({}),
     ) -> None:
         self._hides_faults = hides_faults
-        own = generator.capabilities
-        self._embedders = {**dict.fromkeys(own.embedding_models, generator), **embedders}
-        names = tuple(self._embedders)
-        # Of the generator, with the models that make embeddings.
-        self.capabilities = own if own.embedding_models == names else replace(own, embedding_models=names)
+        self._embedders = {**dict.fromkeys(generator.capabilities.embedding_models, generator), **embedders}
         self.events = EventCursor()
         self._memory = MemoryBudget() if memory is None else memory
         self._memory_of_rejected = MemoryBudget(REJECTED_BYTES, "of rejected ops, this session may hold")
@@ -131,6 +127,12 @@ class Interpreter(Generic[ContextT]):
         self._ops = _OpExecution(generator, self._embedders, self._variables, self._memory, self._start_child)
         self._stats = StatsAnswers(generator, task_group, self.events)
         self._watch = WatchAnswers(generator, task_group, self.events, self._memory)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The capabilities of the generator, and the models that make embeddings."""
+        own, names = self._generator.capabilities, tuple(self._embedders)
+        return own if own.embedding_models == names else replace(own, embedding_models=names)
 
     def submit(self, op: ops.Op | ops.Rejected) -> None:
         """Accepts an op, without waiting for it to run. A rejected op fails its state. Raises an error that
