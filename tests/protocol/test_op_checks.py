@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,10 @@ from support.wire_server import ThreadServer
 import agentflow as af
 from agentflow.backends.scripted import ScriptedGenerator
 from agentflow.protocol import ops
+from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.op_table import spec_of
+from agentflow.protocol.sampling import SamplingParams
 
 pytestmark = pytest.mark.anyio
 HALF = "\ud800"
@@ -66,6 +69,36 @@ async def test_a_map_to_a_lone_surrogate_fails_only_its_variable(server, is_remo
             await s["x"].map(lambda text: HALF)
         s += af.gen("y")
         await s["y"]
+
+
+def gen(state: int, var: int, **fields: Any) -> ops.Gen:
+    return ops.Gen(state, var, "bad", SamplingParams(), **fields)
+
+
+INVALID: dict[str, Callable[[int, int], ops.Op]] = {
+    "limit: deadline_s must": lambda state, _: ops.Limit(state, deadline_s=-1.0),
+    "limit: deadline_s must .* nan": lambda state, _: ops.Limit(state, deadline_s=math.nan),
+    "limit: output_tokens must": lambda state, _: ops.Limit(state, output_tokens=-1),
+    r"timeout_s must .* 0\.0": lambda state, var: gen(state, var, timeout_s=0.0),
+    "timeout_s must .* -1": lambda state, var: gen(state, var, timeout_s=-1.0),
+    "timeout_s must .* nan": lambda state, var: gen(state, var, timeout_s=math.nan),
+    "choices": lambda state, var: gen(state, var, constraint=Constraint("choices", choices=("a", "a"))),
+}
+"""By what their errors say: ops that the frontend does not send."""
+
+
+@pytest.mark.parametrize(("message", "make"), INVALID.items())
+async def test_an_invalid_op_over_the_wire_fails_its_state(server, message, make) -> None:
+    async with af.session(server.url) as flow, flow.state() as s, flow.state() as other:
+        s += "a" + af.gen("good")
+        await s
+        flow._link._connection.send([make(s.id, flow._link.next_id())])
+        s += "b"
+        with pytest.raises(af.errors.BadArgument, match=message):
+            await s
+        other += "a" + af.gen("good")
+        await other
+    await server.wait_until_idle()
 
 
 class Limited(ScriptedGenerator):

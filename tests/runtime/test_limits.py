@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
@@ -13,7 +13,6 @@ from support.session_peer import HANG
 
 import agentflow as af
 from agentflow.protocol import ops
-from agentflow.protocol.sampling import SamplingParams
 
 pytestmark = pytest.mark.anyio
 
@@ -227,27 +226,3 @@ async def test_invalid_limits_are_rejected(limit, param):
             with pytest.raises(af.errors.BadArgument, check=has_param(param)):
                 limited.limit(**limit)
         assert observed.of(ops.Limit) == []
-
-
-WIRED: list[tuple[Callable[[int, int], ops.Op], str]] = [
-    (lambda state, _: ops.Limit(state, deadline_s=-1.0), "limit: "),
-    (lambda state, _: ops.Limit(state, deadline_s=float("nan")), "limit: "),
-    (lambda state, _: ops.Limit(state, output_tokens=-1), "limit: "),
-    (lambda state, var: ops.Gen(state, var, "bad", SamplingParams(), timeout_s=0.0), "timeout_s"),
-    (lambda state, var: ops.Gen(state, var, "bad", SamplingParams(), timeout_s=-1.0), "timeout_s"),
-    (lambda state, var: ops.Gen(state, var, "bad", SamplingParams(), timeout_s=float("nan")), "timeout_s"),
-]
-
-
-@pytest.mark.parametrize(("make", "message"), WIRED)
-async def test_an_invalid_limit_over_the_wire_fails_its_state(server, make, message):
-    async with af.session(server.url) as flow, flow.state() as s, flow.state() as other:
-        s += "a" + af.gen("good")
-        await s
-        flow._link._connection.send([make(s.id, flow._link.next_id())])
-        s += "b"
-        with pytest.raises(af.errors.BadArgument, match=message):
-            await s
-        other += "a" + af.gen("good")
-        await other
-    await server.wait_until_idle()
