@@ -43,10 +43,10 @@ def check(reply: af.Reply, *names: str) -> None:
 async def converse(flow: af.Session) -> None:
     """Calls that are asked for come, and the conversation that goes on from them finds its cache."""
     async with flow.state() as s:
-        s += af.conversation(ASKED, tools=TOOLS, choice="weather")
+        s += af.conversation(ASKED)
         async with s.fork(2) as branches:
             for branch in branches:
-                branch += af.reply("answer", max_tokens=64)
+                branch += af.reply("answer", tools=TOOLS, choice="weather", max_tokens=64)
         replies = [await branch["answer"] for branch in branches]
         used = branches[0]["answer"].usage
     for reply in replies:
@@ -56,8 +56,8 @@ async def converse(flow: af.Session) -> None:
 
     results = [af.Message("tool", "rain, 3 degrees", tool_call_id=call.id)]
     async with flow.state() as s:
-        s += af.conversation([*ASKED, replies[0].message(), *results], tools=TOOLS)
-        s += af.reply("answer", max_tokens=24)
+        s += af.conversation([*ASKED, replies[0].message(), *results])
+        s += af.reply("answer", tools=TOOLS, max_tokens=24)
         reply = await s["answer"]
         if s["answer"].finish_reason != "length":  # the last call may be truncated
             check(reply)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 KINDS = {
     "regex": {"regex": "a+"},
     "schema": {"schema": {"type": "object"}},
-    "choices": {"choices": ["a"]},
+    "choices": {"type": bool},
     "grammar": {"grammar": "start: a"},
 }
 

@@ -94,7 +94,7 @@ async def everything(s: af.State, flow: af.Session) -> list[Any]:
     s += s["both"].regex("[0-9a-z]+") + s["report"].map(lambda text: f"{len(text)} ")
     seen.append(await s.messages())
     async with s.user():
-        s += af.image("https://example.org/x.png") + af.gen("seen", choices=None, timeout_s=60)
+        s += af.image("https://example.org/x.png") + af.gen("seen")
     seen += [await s["both"], await s.text()]
     seen.append(await flow.submit(compiled, {"subject": "stars"}))
     plain = s.fork(3)
