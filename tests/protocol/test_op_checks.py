@@ -79,9 +79,6 @@ INVALID: dict[str, Callable[[int, int], ops.Op]] = {
     "limit: deadline_s must": lambda state, _: ops.Limit(state, deadline_s=-1.0),
     "limit: deadline_s must .* nan": lambda state, _: ops.Limit(state, deadline_s=math.nan),
     "limit: output_tokens must": lambda state, _: ops.Limit(state, output_tokens=-1),
-    r"timeout_s must .* 0\.0": lambda state, var: gen(state, var, timeout_s=0.0),
-    "timeout_s must .* -1": lambda state, var: gen(state, var, timeout_s=-1.0),
-    "timeout_s must .* nan": lambda state, var: gen(state, var, timeout_s=math.nan),
     "choices": lambda state, var: gen(state, var, constraint=Constraint("choices", choices=("a", "a"))),
 }
 """By what their errors say: ops that the frontend does not send."""
