@@ -281,6 +281,7 @@ class TenantQueue:
         self.preempted = Preempted()
         self.arrivals = ArrivalQueue(OVERTAKEN_BATCHES * token_budget)
         self.short, self.long = WaitingTree(), WaitingTree()
+        self._num_at: dict[int, int] = {}  # requests in the trees, by priority
         self._groups: dict[tuple[int, Hashable], Siblings] = {}  # by priority and task group
         self._deadlines = TimeHeaps(self.arrivals.waiting)
         self._patience_ends = TimeHeaps(self.arrivals.waiting)
@@ -290,11 +291,13 @@ class TenantQueue:
         self.arrivals.add(request, max(1, request.num_tokens + request.num_nodes - match))
         tree = self.short if self._is_short(request, match) else self.long
         tree.add(request, run, match, _rank(request))
+        priority = request.origin.priority
+        self._num_at[priority] = self._num_at.get(priority, 0) + 1
         self._deadlines.add(request.deadline, request)
         self._patience_ends.add(request.patience_end, request)
         group = _group_of(request)
         if group is not None:
-            self._groups.setdefault((request.origin.priority, group), Siblings()).add(request)
+            self._groups.setdefault((priority, group), Siblings()).add(request)
 
     def remove(self, request: Request) -> None:
         """The request no longer waits."""
@@ -302,11 +305,15 @@ class TenantQueue:
             return
         self.arrivals.remove(request)
         self._tree_of(request).remove(request)
+        priority = request.origin.priority
+        self._num_at[priority] -= 1
+        if not self._num_at[priority]:
+            del self._num_at[priority]
         self._deadlines.gone(request)
         self._patience_ends.gone(request)
         group = _group_of(request)
         if group is not None:
-            key = request.origin.priority, group
+            key = priority, group
             self._groups[key].remove(request)
             if not len(self._groups[key]):
                 del self._groups[key]
@@ -362,20 +369,26 @@ class TenantQueue:
         return None
 
     def _first_waiting(self, is_blocked: IsBlocked) -> Request | None:
-        """The first request that is not blocked: of the highest priority that has one, the first deadline,
-        then the first whose patience has ended, then a sibling in the task group that was admitted last, then
-        the first in the trees."""
+        """The first request that is not blocked, of the highest priority that has one: a preferred request,
+        or the first in the trees."""
+        highest = max(self._num_at, default=0)
+        preferred = self._first_preferred(highest, is_blocked)
+        if preferred is not None:
+            return preferred
         found = self._first_in_trees(is_blocked)
-        if found is None:
-            return None
-        priority = found.origin.priority
+        if found is None or found.origin.priority == highest:
+            return found
+        return self._first_preferred(found.origin.priority, is_blocked) or found
+
+    def _first_preferred(self, priority: int, is_blocked: IsBlocked) -> Request | None:
+        """Of the requests with this priority: the first deadline, then the first whose patience has ended,
+        then a sibling in the task group that was admitted last."""
         for times, by in ((self._deadlines, math.inf), (self._patience_ends, self._clock())):
             urgent = times.first(priority, by)
             if urgent is not None and not is_blocked(urgent, self.match_of(urgent)):
                 return urgent
         siblings = self._groups.get((priority, self.current_group))
-        sibling = None if siblings is None else siblings.first(self.match_of, is_blocked)
-        return found if sibling is None else sibling
+        return None if siblings is None else siblings.first(self.match_of, is_blocked)
 
     def _first_in_trees(self, is_blocked: IsBlocked) -> Request | None:
         """The first request by rank, then short before long, then by match. A long request that the cache has

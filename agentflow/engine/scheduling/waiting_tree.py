@@ -130,6 +130,7 @@ class WaitingTree:
         node = roots.get(rank)
         if node is None:
             node = roots[rank] = WaitingNode(b"", 0, None, rank)
+        rank = node.rank  # one object for all nodes: equal objects are compared faster
         node.num_waiting += 1
         done = 0
         while done < len(run):
