@@ -181,7 +181,7 @@ def test_tenants_that_wait_get_tokens_within_the_bound_of_their_weights(sizes, c
             assert difference <= bound * (1 + 1e-9)
 
 
-def test_tenants_that_flood_get_tokens_in_proportion_to_their_shares():
+def test_tenants_that_flood_get_tokens_in_proportion_to_their_weights():
     """The whole scheduler, until one of them has no waiting request."""
     token_budget, size, output = 16, 40, 4
     config = SchedulerConfig(max_running=8, token_budget=token_budget)
@@ -210,13 +210,13 @@ def test_tenants_that_flood_get_tokens_in_proportion_to_their_shares():
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, math.nan, math.inf, 0.001, 1e9])
-def test_a_share_that_would_stop_the_round_is_refused(share):
+def test_a_weight_out_of_range_is_rejected(share):
     with pytest.raises(BadArgument, check=has_param("weight")):
         request(0, 10, weight=share)
 
 
 @pytest.mark.parametrize("priority", [-11, 11])
-def test_a_priority_out_of_range_is_refused(priority):
+def test_a_priority_out_of_range_is_rejected(priority):
     with pytest.raises(BadArgument, check=has_param("priority")):
         request(0, 10, priority=priority)
 
@@ -297,7 +297,7 @@ def test_a_lower_priority_does_not_starve():
     assert num_before == -(-fair_policy.OVERTAKEN_BATCHES * 32 // 100)
 
 
-def test_before_many_of_a_lower_priority_higher_ones_get_what_the_docstring_says():
+def test_higher_priorities_get_a_bounded_part_before_many_of_a_lower_one():
     """Half of what the lower ones get, beyond what they get at once."""
     policy = FairLongestPrefix(Cache().peek, token_budget=32)
     for number in range(2000):

@@ -40,7 +40,7 @@ def seen_by_the_prober(
     policy=st.sampled_from(sorted(SIMULATED_POLICIES)),
     other=st.sampled_from([("b", ""), ("a", "salt"), ("b", "salt")]),
 )
-def test_hits_and_times_do_not_depend_on_what_another_tenant_wrote(secrets, probes, policy, other):
+def test_hits_and_times_do_not_depend_on_the_prompts_of_another_tenant(secrets, probes, policy, other):
     """The same load from the other tenant, once with the very prompts that are probed and once with
     prompts that have nothing in common with them: the prober sees the same, to the microsecond."""
     guessed = [(probes[i % len(probes)] * 31)[: len(secret)] for i, secret in enumerate(secrets)]

@@ -132,7 +132,7 @@ def test_a_new_request_waits_for_the_next_turn_of_an_open_state_where_the_batch_
 
 
 @pytest.mark.parametrize(("size", "waits"), [(240, True), (60, False)])
-def test_f46a_a_long_prompt_does_not_evict_what_an_open_state_is_about_to_need(size, waits):
+def test_f46a_a_long_prompt_does_not_evict_tokens_that_an_open_state_is_about_to_need(size, waits):
     """The batch has room. A short prompt, which costs the state few tokens, starts all the same."""
     scheduled = Scheduled(num_slots=320, max_context=512, max_running=8)
     request, step = scheduled.request, scheduled.step

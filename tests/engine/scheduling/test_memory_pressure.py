@@ -100,7 +100,7 @@ learned = st.lists(
     arrival=st.integers(0, 1000),
     caution=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
 )
-def test_f5a_the_expected_length_is_a_quantile_of_the_lengths_above_what_is_there(
+def test_f5a_the_expected_length_is_a_quantile_of_the_greater_lengths(
     rows, ring, min_lengths, max_kinds, asked, arrival, caution
 ):
     """Against plain lists of all that ended, by every kind, the narrowest first."""
@@ -146,7 +146,7 @@ def test_f5b_requests_that_run_together_are_expected_to_end_as_past_ones_did(len
         assert abs(sum(other <= length for other in expected) / 200 - seen) < 0.02
 
 
-def test_f5c_requests_of_one_kind_do_not_teach_those_of_another():
+def test_f5c_requests_of_one_kind_do_not_teach_another_kind():
     reserve = OutputReserve()
     for number in range(100):
         reserve.finished(ended(number, 4, 4, label="classify"))

@@ -25,7 +25,7 @@ replacements = st.tuples(st.integers(0, 12), st.lists(tokens, max_size=4), st.bo
 
 @given(st.lists(tokens, min_size=1, max_size=8), st.lists(replacements, max_size=12))
 @example([0], [(0, [1, 1, 2], True), (1, [3], True), (0, [], True)])
-def test_counts_follow_what_is_pushed_and_what_is_replaced(prompt, changes):
+def test_counts_follow_pushed_and_replaced_tokens(prompt, changes):
     """Each change keeps some of the generated tokens and puts others after them; between two changes the
     counts are read, or not."""
     request = request_of(1, np.array(prompt, dtype=np.int32), 100, SamplingParams())

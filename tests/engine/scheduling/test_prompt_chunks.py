@@ -81,7 +81,7 @@ def test_a_short_prompt_does_not_wait_for_a_prompt_of_a_hundred_budgets(kwargs, 
     streams=st.integers(0, 8),
     steps_before=st.integers(0, 30),
 )
-def test_short_prompts_beside_long_ones_wait_as_the_docstring_says(longs, shorts, streams, steps_before):
+def test_short_prompts_next_to_long_ones_are_computed_within_the_bound(longs, shorts, streams, steps_before):
     steps = Steps()
     for _ in range(streams):
         steps.add(1, 10_000)
@@ -268,7 +268,7 @@ def test_the_cost_of_steps_is_learned():
     assert cost.chunk_s(100, 1000, is_first=True) == pytest.approx(expected, rel=0.1)
 
 
-def test_a_long_stretch_of_decoding_does_not_erase_what_prompts_cost():
+def test_a_long_stretch_of_decoding_does_not_erase_the_cost_of_prompts():
     cost = StepCost()
     true = np.array([0.01, 0.0005, 0.0002, 3e-7, 1e-7])
     rng = np.random.default_rng(1)

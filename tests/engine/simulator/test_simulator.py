@@ -164,7 +164,7 @@ def test_generated_workloads_are_the_same_each_time_and_run_to_their_end(name):
     assert result.counters.generated_tokens == sum(len(a.output) for a in once)
 
 
-def test_turns_and_reasoning_find_all_that_came_before_them():
+def test_turns_and_thoughts_find_all_earlier_tokens():
     for arrivals in (chat(num_chats=2), tree_of_thought(num_programs=2)):
         result = simulate(Workload("w", arrivals, 60_000), SchedulerConfig())
         for served in result.served:
@@ -187,7 +187,7 @@ def test_a_tenant_that_floods_takes_nothing_from_another():
     assert unfair.by_label["v"].ttft_p99_s > 150
 
 
-def test_the_cost_model_is_found_again_from_what_it_says():
+def test_fitting_finds_the_cost_model_again():
     model = CostModel(base_s=0.02, row_s=0.0003, logits_s=0.0, read_s=2e-6, pair_s=3e-8)
     rng = np.random.default_rng(0)
     samples = []
