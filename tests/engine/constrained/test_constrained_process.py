@@ -87,7 +87,7 @@ async def test_a_request_aborted_while_its_payload_is_requested_is_over() -> Non
 
 @pytest.mark.anyio
 @pytest.mark.trio_in_full
-async def test_a_new_process_is_sent_payloads_anew(payloads: list[tuple[str, bool]]) -> None:
+async def test_a_new_process_is_sent_payloads_again(payloads: list[tuple[str, bool]]) -> None:
     async with process_engine() as client:
         assert await text(client, "yes") == "yes"
         client.engine._child._process.kill()

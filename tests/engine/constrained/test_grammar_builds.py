@@ -1,4 +1,4 @@
-"""Grammars are built beside the engine's steps: requests that need one wait, and no others."""
+"""Grammars are built while the engine runs steps: only requests that need one wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jump-forward on one text, against the reference model, with tokenizers that merge what was forced."""
+"""Jump-forward on one text, against the reference model, with tokenizers that merge forced text."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def allowed_of(text: ConstrainedText, vocab_size: int) -> set[int]:
 
 
 def check_forced(text: ConstrainedText, plain: PlainConstrained) -> None:
-    """The forced parts are what no sampled token brought, and the grammar had no alternative to them."""
+    """No sampled token wrote the forced parts, and the grammar had no alternative to them."""
     num_chars = len(plain.data.decode(errors="ignore"))
     for most in (num_chars, num_chars // 2):
         spans = text.forced_spans(most)
@@ -145,7 +145,7 @@ def test_a_pattern_goes_as_in_the_reference(
 def test_a_text_under_llguidance_is_that_under_the_dfa(
     name: str, pattern: str, jumps: bool, data: st.DataObject
 ) -> None:
-    """What the library says is forced may be less; what is allowed is the same."""
+    """The library may force less text, and allows the same."""
     tokenizer, vocabulary = TOKENIZERS[name], GRAMMARS[name].vocabulary
     source = f"start: /{pattern}/\n{ALL_TOKENS_ALLOWED}"
     grammar = GRAMMARS[name].grammar(CompiledConstraint(pattern, "llguidance", source.encode()))

@@ -259,7 +259,7 @@ async def test_text_is_the_same_in_one_piece_or_in_many(chunks):
         assert not SPECIAL_IDS & set(prompt_of(one))
 
 
-async def test_a_long_text_is_encoded_beside_the_loop_and_the_same():
+async def test_a_long_text_is_encoded_outside_the_loop_with_the_same_ids():
     text = "the answer to the question " * (MAX_INLINE_CHARS // 20)
     async with plain_model_engine(max_context=4096) as client:
         generator = generator_on(client)
@@ -274,7 +274,7 @@ async def test_a_long_text_is_encoded_beside_the_loop_and_the_same():
         assert context.num_unencoded_chars == 0
 
 
-async def test_many_turns_are_laid_out_beside_the_loop_and_no_more_than_the_context_has_tokens(monkeypatch):
+async def test_turns_are_laid_out_outside_the_loop_up_to_the_length_of_the_context(monkeypatch):
     threads: list[int] = []
     settle = token_state.TokenState._settle
 
@@ -298,7 +298,7 @@ async def test_many_turns_are_laid_out_beside_the_loop_and_no_more_than_the_cont
             generator.free(one)
 
 
-async def test_reading_the_ids_of_a_long_text_encodes_it_once_and_beside_the_loop(monkeypatch):
+async def test_reading_the_ids_of_a_long_text_encodes_it_once_outside_the_loop(monkeypatch):
     encoded_in: list[int] = []
     encoded = token_state.encode_spans
 
@@ -568,7 +568,7 @@ async def test_f24c_what_depends_on_another_states_prompt_has_it_as_its_cause():
 
 
 class SubmitObserver:
-    """Records what is sent to the engine."""
+    """Records the messages to the engine."""
 
     def __init__(self) -> None:
         self.submits: list[Submit] = []

@@ -73,14 +73,14 @@ async def test_a_select_that_is_given_up_gives_all_slots_back():
     choices = [[a, b, 0] for a in range(5) for b in range(5)]
     ends: dict[str, Finished] = {}
 
-    async def beside() -> None:
+    async def neighbour() -> None:
         params = SamplingParams(max_tokens=20, ignore_eos=True)
-        ends["beside"] = await client.generate([9], params, seed=0, on_text=lambda text: None)
+        ends["neighbour"] = await client.generate([9], params, seed=0, on_text=lambda text: None)
 
     async with plain_model_engine(SchedulerConfig(token_budget=8), on_step=gate) as client:
         gate.allow(5)
         async with anyio.create_task_group() as group:
-            group.start_soon(beside)
+            group.start_soon(neighbour)
             with anyio.CancelScope() as scope:
                 async with anyio.create_task_group() as inner:
                     inner.start_soon(client.score_choices, PROMPT, choices)
@@ -89,7 +89,7 @@ async def test_a_select_that_is_given_up_gives_all_slots_back():
                     assert 0 < request.num_nodes_computed < request.num_nodes
                     scope.cancel()
             gate.open()
-        assert ends["beside"].output_tokens == 20
+        assert ends["neighbour"].output_tokens == 20
         stats = await client.stats()
         assert stats.in_use_slots == 0
         end = await client.score_choices(PROMPT, choices)

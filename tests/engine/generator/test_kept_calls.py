@@ -52,7 +52,7 @@ def filled(
 def answered(
     context: EngineContext, text: str, outputs: OutputTokenCache, reason: str = "stop"
 ) -> tuple[list[int], Message]:
-    """The tokens of an answer, one for each byte, and what the client gets."""
+    """The tokens of an answer, one for each byte, and the message that the client gets."""
     ids = [token for char in text for token in TOKENIZER.encode(char, continues=True)]
     end = Finished(0, ids, text, reason, 0, 0, len(ids), [])
     reply = ReplyText(context.tools).finish(text, None, is_truncated=reason == "length")
@@ -72,11 +72,11 @@ def call_of(template: ChatTemplate, name: str, arguments: str, space: str) -> st
     return f"{form.mark}{space}{f'[{written}]' if form.is_list else written}{space}{form.end.strip()}"
 
 
-def sent_back(answer: Message, *, anew: bool) -> tuple[Message, ...]:
+def sent_back(answer: Message, *, rewritten: bool) -> tuple[Message, ...]:
     """An answer and the results of its calls, as a client sends them: with other ids, and perhaps with the
-    arguments written ``anew``."""
+    arguments written differently (``rewritten``)."""
     calls = [replace(call, id=f"call_{number:04}") for number, call in enumerate(answer.tool_calls)]
-    if anew:
+    if rewritten:
         texts = [json.dumps(json.loads(call.arguments), sort_keys=True, indent=1) for call in calls]
         calls = [replace(call, arguments=text) for call, text in zip(calls, texts, strict=True)]
     results = [Message("tool", f"rain {call.id}", tool_call_id=call.id) for call in calls]
@@ -112,19 +112,19 @@ def test_calls_keep_their_tokens(name: str, data: st.DataObject):
         ids, answer = answered(context, text, outputs)
         assert len(answer.tool_calls) == len(calls)
         known = prompt + ids
-        messages += sent_back(answer, anew=data.draw(st.booleans()))
+        messages += sent_back(answer, rewritten=data.draw(st.booleans()))
     context = filled(template, messages, outputs)
     assert context.tokens.ids()[: len(known)] == known
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_other_calls_and_other_prompts_have_tokens_of_their_own(name: str):
+def test_other_calls_and_other_prompts_have_other_tokens(name: str):
     template, outputs = ALL[name], OutputTokenCache()
     context = filled(template, ASKED, outputs)
     text = call_of(template, "weather", '{"city": "Oslo", "days": 1}', " ")
     _, answer = answered(context, text, outputs)
     assert len(outputs) == 1
-    messages = (*ASKED, *sent_back(answer, anew=False))
+    messages = (*ASKED, *sent_back(answer, rewritten=False))
     [call] = messages[2].tool_calls
     others = [
         {"messages": (*ASKED, replace(messages[2], content="Hm."), messages[3])},
@@ -160,6 +160,6 @@ def test_a_prompt_with_kept_calls_shows_the_same_conversation(name: str):
     template, outputs = TEMPLATES[name], OutputTokenCache()
     context = filled(template, ASKED, outputs)
     _, answer = answered(context, call_of(template, "weather", '{"city": "Oslo", "days": 1}', "\n"), outputs)
-    messages = (*ASKED, *sent_back(answer, anew=True))
+    messages = (*ASKED, *sent_back(answer, rewritten=True))
     kept, rendered = [filled(template, messages, o).tokens.text_view() for o in (outputs, OutputTokenCache())]
     assert "".join(kept.split()) == "".join(rendered.split())

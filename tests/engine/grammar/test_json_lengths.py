@@ -1,4 +1,4 @@
-"""Parts of JSON end where a matcher with lengths ends them; what the grammar requires is never left out."""
+"""Parts of JSON end where a matcher with lengths ends them; required parts are never left out."""
 
 from __future__ import annotations
 

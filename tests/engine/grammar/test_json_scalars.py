@@ -84,7 +84,7 @@ def test_numbers_are_those_of_the_range(
 
 
 @given(st.floats(0.1, 1e6), dice)
-def test_a_text_beside_an_open_limit_is_not_rounded_to_it(limit: float, dice: random.Random) -> None:
+def test_a_number_near_an_open_limit_is_not_rounded_to_it(limit: float, dice: random.Random) -> None:
     regex = number(0, below=limit)
     assert regex is not None
     dfa = build_dfa(regex)

@@ -1,4 +1,4 @@
-"""JSON schemas as regular expressions: what they allow is valid, and what they are to allow is allowed."""
+"""JSON schemas as regular expressions: they allow the valid values, and no others."""
 
 import itertools
 import json

@@ -269,24 +269,24 @@ def write_words(matcher, num_bytes: int) -> None:
 
 
 def test_one_texts_lexer_states_end_no_other_text(monkeypatch):
-    """All texts under a grammar share the lexer's states, of which there may be so many."""
+    """All texts under a grammar share the lexer's states, whose number is limited."""
     monkeypatch.setattr(llguidance_grammar, "LEXER_STATES", 5000)
     grammar = LlguidanceGrammar(LONG, BYTE_VOCABULARY)
-    beside = grammar.matcher()
-    write_words(beside, 10)
+    other = grammar.matcher()
+    write_words(other, 10)
     long = grammar.matcher()
     with pytest.raises(RequestRefused, match="states"):
         write_words(long, 100_000)
-    write_words(beside, 50)
-    beside.take_back(7)
-    beside.take(ord("b"))
+    write_words(other, 50)
+    other.take_back(7)
+    other.take(ord("b"))
     fresh = grammar.matcher()
     write_words(fresh, 53)
     fresh.take(ord("b"))
-    assert ids_of(beside.mask()) == ids_of(fresh.mask())
-    assert beside.may_end() == fresh.may_end()
+    assert ids_of(other.mask()) == ids_of(fresh.mask())
+    assert other.may_end() == fresh.may_end()
     with pytest.raises(ValueError, match="does not allow"):
-        beside.take(ord("-"))
+        other.take(ord("-"))
 
 
 def test_a_text_goes_on_with_a_new_lexer_where_its_own_states_are_few(monkeypatch):

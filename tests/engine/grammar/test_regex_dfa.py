@@ -205,7 +205,7 @@ def test_from_every_state_the_text_can_end_and_every_state_is_reached(pattern, r
     ],
 )
 def test_a_set_holds_the_same_characters_of_all_unicode(pattern):
-    """All characters of one length in UTF-8 are read at once, byte by byte."""
+    """All characters of one length in UTF-8 are read together, byte by byte."""
     dfa = build_dfa(parse_regex(pattern))
     found = ""
     for num_bytes, chars in enumerate(CHARS_OF_LENGTH, 1):

@@ -203,7 +203,7 @@ _LONGEST = 60
 
 
 def _repeated(lengths: set[int], least: int, most: int) -> set[int]:
-    """The lengths of so many texts of these lengths one after the other, as far as they are short."""
+    """The lengths of ``least`` to ``most`` concatenated texts, as far as they are short."""
     reached, found = {0}, {0} if least == 0 else set()
     for times in range(1, most + 1):
         reached = {sum(pair) for pair in itertools.product(reached, lengths) if sum(pair) < _LONGEST}

@@ -1,4 +1,4 @@
-"""Tags in free text: anything goes outside of them, and inside of them what their kind allows."""
+"""Tags in free text: any text outside of them, and inside of them the texts that their kind allows."""
 
 import json
 import re

@@ -11,7 +11,7 @@ from agentflow.engine.grammar.token_dfa import DfaGrammar, Vocabulary
 
 
 def ids_of(words: TokenWords, vocab_size: int) -> set[int]:
-    """The tokens of a mask; what lies behind the vocabulary must not be set."""
+    """The tokens of a mask; bits behind the vocabulary must not be set."""
     assert not any(is_allowed(words, i) for i in range(vocab_size, len(words) * 32))
     return {i for i in range(vocab_size) if is_allowed(words, i)}
 

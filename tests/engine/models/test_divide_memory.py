@@ -98,7 +98,7 @@ def test_a_model_that_does_not_fit_is_named_with_what_it_needs():
 
 
 def test_f42k_large_vocabularies_need_more_for_the_work():
-    """Measured with Gemma's 262,144 tokens: 0.6 GB beside weights and KV, and logits of 256 rows."""
+    """Measured with Gemma's 262,144 tokens: 0.6 GB in addition to weights, KV and the logits of 256 rows."""
     small, large = (MemoryNeed("m", 10**9, 1, None, vocabulary) for vocabulary in (49_152, 262_144))
     assert small.fixed_bytes == 10**9 + PROCESS_BYTES
     assert large.fixed_bytes - 10**9 > 0.58e9 + 0.9 * 256 * 262_144 * 4

@@ -137,9 +137,9 @@ def test_every_token_is_as_likely_as_with_merged_weights(
 
 
 @pytest.mark.parametrize(("kind", "quantize"), [("Q4_1", "int4"), ("Q8_0", "int8")])
-def test_beside_quantised_weights(kind: str, quantize: str, tmp_path: Path) -> None:
+def test_an_adapter_on_quantised_weights(kind: str, quantize: str, tmp_path: Path) -> None:
     """Against PEFT on the dequantised weights. Where rows are rounded, too, errors are compared with those of
-    bfloat16: what they grow to differs between random models."""
+    bfloat16: their size differs between random models."""
     saved_model("llama_tied", tmp_path / "model", **IN_BLOCKS)
     round_weights(tmp_path / "model", kind)
     write_gguf(tmp_path / "model", gguf := tmp_path / "model.gguf", kind)
@@ -225,7 +225,7 @@ def test_a_plain_adapter_is_accepted(runner: TorchRunner, tmp_path: Path) -> Non
         ),
     ],
 )
-def test_what_cannot_be_applied_is_rejected(
+def test_adapters_that_cannot_be_applied_are_rejected(
     runner: TorchRunner,
     tensors: dict[str, torch.Tensor],
     changed: dict[str, Any],

@@ -1,4 +1,4 @@
-"""Folders that cannot be run: each gives one error that names what is wrong."""
+"""Folders that cannot be run: each gives one error that names the fault."""
 
 from __future__ import annotations
 

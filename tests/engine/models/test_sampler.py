@@ -250,7 +250,7 @@ ODD = st.sampled_from([math.nan, math.inf])
 def test_f38b_a_row_that_is_not_finite_has_no_token_and_harms_no_other(
     kernels: Kernels, data: st.DataObject, vocab_size: int, is_random: bool, wants_logprobs: bool
 ) -> None:
-    """One row of random logits, in which some are NaN, infinite or excluded, beside an ordinary row."""
+    """One row of random logits, in which some are NaN, infinite or excluded, next to an ordinary row."""
     own = data.draw(st.lists(NUMBERS, min_size=vocab_size, max_size=vocab_size))
     allowed = data.draw(st.lists(st.booleans(), min_size=vocab_size, max_size=vocab_size))
     for place in data.draw(st.lists(st.integers(0, vocab_size - 1), max_size=3)):
@@ -293,7 +293,7 @@ def test_f38b_a_target_after_a_row_that_is_not_finite(kernels: Kernels) -> None:
 def test_any_number_of_tokens_after_a_row_is_scored(
     kernels: Kernels, pairs: list[tuple[int, int]], cut: int, seed: int
 ) -> None:
-    """Together or in parts, and beside rows that sample."""
+    """Together or in parts, and next to rows that sample."""
     logits = random_logits(5, 50, seed)
     logits[0, 7] = 1e4  # all of the probability
     rows = np.array([row for row, _ in pairs], dtype=np.int64)

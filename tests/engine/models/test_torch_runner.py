@@ -130,7 +130,7 @@ def test_a_batch_of_mixed_lengths_gives_the_tokens_of_generate(
 def test_a_prefix_computed_by_another_request_changes_nothing(
     driver: Driver, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    """A hit at several split points of a prompt, the last of them inside what was generated."""
+    """A hit at several split points of a prompt, the last of them inside the generated text."""
     tokens = prompts[-1]
     first = driver.add(tokens)
     driver.generate([first], 12)
@@ -166,7 +166,7 @@ def test_requests_over_a_long_shared_prefix_give_what_they_give_alone(
 def test_targets_get_the_log_probabilities_of_transformers(
     driver: Driver, transformers_model: PreTrainedModel, prompts: list[list[int]]
 ) -> None:
-    """Scoring 300 tokens at once, more than the rows of logits that are held at a time."""
+    """Scoring 300 tokens in one step, more than the rows of logits in memory."""
     tokens = (prompts[-1] * 8)[:301]
     rows = np.arange(300)
     output = driver.step(

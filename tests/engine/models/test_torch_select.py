@@ -64,7 +64,7 @@ def scores(request: Request) -> list[float]:
 def run(
     runner: TorchRunner, requests: list[Request], *, token_budget: int = 64, num_slots: int = 600
 ) -> Scheduler:
-    """All of them at once, on an empty cache."""
+    """All of them in one step, on an empty cache."""
     config = SchedulerConfig(token_budget=token_budget, max_running=16)
     scheduler = Scheduler(num_slots=num_slots, max_context=256, config=config)
     for request in requests:
@@ -100,12 +100,12 @@ def plain_scores(runner: TorchRunner, prompt: list[int], choices: list[list[int]
 def test_scores_are_those_of_plain_scorings_in_any_company(
     runner, choices, more_choices, prompt, token_budget, shared
 ):
-    """Two selects that share some of their prompts, beside a generation and a prefill."""
+    """Two selects that share some of their prompts, next to a generation and a prefill."""
     select = select_of(1, prompt, choices)
     other_prompt = [*prompt[:shared], 13]
     other = select_of(2, other_prompt, more_choices)
-    beside = [request_of(3, [*prompt[: shared // 2], 14], 12), request_of(4, [15] * 30)]
-    run(runner, [select, other, *beside], token_budget=token_budget)
+    others = [request_of(3, [*prompt[: shared // 2], 14], 12), request_of(4, [15] * 30)]
+    run(runner, [select, other, *others], token_budget=token_budget)
     torch.testing.assert_close(scores(select), plain_scores(runner, prompt, choices), rtol=0, atol=TOLERANCE)
     expected = plain_scores(runner, other_prompt, more_choices)
     torch.testing.assert_close(scores(other), expected, rtol=0, atol=TOLERANCE)
@@ -125,7 +125,7 @@ def test_scores_are_those_of_transformers(runner, reference, choices, prompt):
 
 
 def test_a_thousand_choices(runner):
-    """More rows than a step has, and more logits than are held at once."""
+    """More rows than a step has, and more logits than are kept in memory."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(10, 320, 60).tolist()
     choices = [[10 + n // 40, 10 + n % 40, 11][: 2 + n % 2] for n in range(1000)]
@@ -148,7 +148,7 @@ def test_a_thousand_choices(runner):
 
 
 def test_long_choices(runner):
-    """Paths longer than a step has rows: most of what a row sees was computed in earlier steps."""
+    """Paths longer than a step has rows: earlier steps computed most of the keys that a row sees."""
     rng = np.random.default_rng(1)
     prompt, long = rng.integers(10, 320, 40).tolist(), rng.integers(10, 320, 150).tolist()
     choices = [long, [*long[:100], *rng.integers(10, 320, 50).tolist()], long[:30], [13]]

@@ -24,7 +24,7 @@ PERIOD = 100_000
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One whose threads may run on so many processors."""
+    """A machine whose threads may run on ``NUM_CPUS`` processors."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(NUM_CPUS)), raising=False)
 
 

@@ -138,7 +138,7 @@ def test_the_time_does_not_pass_between_renderings() -> None:
     assert [turn for _, turn in pieces_of(lay_out(template, turns))] == [None, 0, None, 1]
 
 
-def test_what_is_unclear_is_content() -> None:
+def test_ambiguous_text_is_content() -> None:
     """Between the first and the last thing that the template makes of a content all counts as content."""
     source = "{% for m in messages %}[{{ m.content | reverse }}|{{ m.content }}|{{ m.content | reverse }}]"
     layout = lay_out(ChatTemplate(source + "{% endfor %}"), messages_of([("user", ">dne<"), ("user", "b")]))
@@ -197,7 +197,7 @@ class Counting(ChatTemplate):
 ANSWER_BEGINS = "<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_what_is_written_for_blank_contents_is_markup_however_many_there_are() -> None:
+def test_text_for_blank_contents_is_markup_for_any_number_of_them() -> None:
     template = ChatTemplate("{% for m in messages %}[{{ m.content | tojson }}]{% endfor %}")
     layout = lay_out(template, messages_of([("user", text) for text in ("\n", 'a"', " \n", 'b"')]))
     assert [text for text, turn in pieces_of(layout) if turn is not None] == ['a\\"', 'b\\"']
@@ -227,7 +227,7 @@ def test_many_contents_as_json_are_found_together() -> None:
         st.sampled_from(["a", "b" + ANSWER_BEGINS, ANSWER_BEGINS, "</think>" + ANSWER_BEGINS]), max_size=7
     )
 )
-def test_contents_that_hold_markup_are_content_beside_altered_turns(texts: list[str]) -> None:
+def test_contents_with_markup_are_content_next_to_altered_turns(texts: list[str]) -> None:
     """Markers of altered contents are not confused with text of other contents."""
     turns = [("user", "a" + ANSWER_BEGINS)]
     for number, text in enumerate(texts):

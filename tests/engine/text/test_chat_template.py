@@ -76,7 +76,7 @@ def test_the_default_models_template(
         ("known_roles", ["judge"], "Unexpected role: judge"),
     ],
 )
-def test_what_a_template_refuses(name: str, roles: list[str], message: str) -> None:
+def test_roles_that_a_template_rejects(name: str, roles: list[str], message: str) -> None:
     with pytest.raises(NotSupported, match=message) as caught:
         lay_out(TEMPLATES[name], messages_of([(role, "x") for role in roles]))
     assert roles[-1] in str(caught.value)

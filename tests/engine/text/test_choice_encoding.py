@@ -66,7 +66,7 @@ def test_all_share_the_longest_common_beginning(
     encoded = encode_choices(tokenizer, before, text, offered, continues=bool(before))
     whole = [before + tokenizer.encode(text + choice, continues=bool(before)) for choice in offered]
     if not before and text and [encoded.prefix + end for end in encoded.ends] != whole:
-        # Nothing would have come before what is scored: the text is that instead.
+        # Nothing would stand before the scored tokens, so the text does.
         assert encoded.prefix == tokenizer.encode(text)
         assert encoded.ends == [tokenizer.encode(choice, continues=True) for choice in offered]
         assert len({ids[0] for ids in whole}) > 1 or min(map(len, whole)) == 1
@@ -81,7 +81,7 @@ def test_all_share_the_longest_common_beginning(
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=texts, shared=texts, offered=choices)
-def test_what_all_choices_begin_with_may_stand_in_the_text_or_in_the_choices(
+def test_a_common_beginning_of_choices_may_be_part_of_the_text(
     name: str, text: str, shared: str, offered: list[str]
 ) -> None:
     """Such as a space at the end of the prompt, or at the front of each choice."""
@@ -92,7 +92,7 @@ def test_what_all_choices_begin_with_may_stand_in_the_text_or_in_the_choices(
 
 
 def test_a_space_at_the_end_of_the_text_is_scored_with_the_choices() -> None:
-    """It is no token of its own there: the choices' ids part with it."""
+    """It is no separate token there: the choices' ids differ from it on."""
     encoded = encode_choices(SMALL, [5], "the ", ["answer", "question"], continues=True)
     assert encoded.prefix == [5, *SMALL.encode("the", continues=True)]
     assert [SMALL.decode(end, continues=True) for end in encoded.ends] == [" answer", " question"]

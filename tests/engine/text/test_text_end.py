@@ -156,7 +156,7 @@ def test_a_regex_and_a_least_length_like_brute_force(
     ids: list[int], stop: list[str], pattern: str | None, min_tokens: int
 ) -> None:
     """The text ends where a search of every beginning of it first finds a match, however it came in tokens;
-    what was delivered is never taken back."""
+    delivered text is never taken back."""
     end = TextEnd(TINY, stop, stop_regex=pattern, min_tokens=min_tokens)
     first = len(certain(TINY, ids[:min_tokens]))
     delivered = ""
@@ -202,7 +202,7 @@ def test_a_regex_that_is_not_found_holds_nothing_back_in_the_end() -> None:
 
 @pytest.mark.parametrize("pattern", ["(a|aa)+[éx]", "((a*)*)*[éx]", "(a?){30}a{30}é", "(?=(a+a+)+é)a"])
 def test_a_pattern_that_takes_for_ever_is_refused(pattern: str) -> None:
-    """It would not end before the sun does; the refusal is what ends this test."""
+    """It would take billions of years; the rejection ends this test."""
     end = TextEnd(TINY, stop_regex=pattern, min_tokens=40)
     for _ in range(40):
         end.push(one("a"))

@@ -209,7 +209,7 @@ def test_a_content_whose_first_space_depends_on_rewritten_markup() -> None:
 
 
 class CountingTokenizer(Tokenizer):
-    """The real tokenizer, which also keeps what contents it encoded."""
+    """The real tokenizer, which also records the contents that it encoded."""
 
     def encode(self, text: str, *, continues: bool = False) -> list[int]:
         self.__dict__.setdefault("encoded", []).append(text)

@@ -1,4 +1,4 @@
-"""Special tokens that mark tool calls: text in what a model writes, closed to what others say."""
+"""Special tokens that mark tool calls: a model may write them, contents of others may not."""
 
 from __future__ import annotations
 

@@ -183,8 +183,8 @@ def test_the_result_does_not_depend_on_the_pieces(name, constrained, text, begin
 @pytest.mark.parametrize("name", FORMS)
 @given(text=st.lists(st.sampled_from(WORDS), max_size=12).map("".join))
 def test_nothing_is_lost(name, text):
-    """All characters that are no part of a call come as prose, in their order, but for white space beside
-    calls and the ends of calls."""
+    """All characters outside of calls come as prose, in their order, except white space next to calls and
+    the ends of calls."""
     found = summary_of(read(FORMS[name], [text], constrained=False))
     if all(kind == "prose" for kind, *_ in found):
         assert "".join(piece[1] for piece in found) == text
@@ -203,8 +203,8 @@ def test_without_tools_all_is_prose(name, text):
 
 
 @given(text=st.text(st.sampled_from("ab\n <tool_cal{"), max_size=30))
-def test_prose_comes_at_once(text):
-    """Only what could begin a mark is held back."""
+def test_prose_comes_immediately(text):
+    """Only text that could begin a mark is held back."""
     output = ToolOutput(HERMES, NAMES, is_constrained=True)
     pushed = ""
     for number, char in enumerate(text):

@@ -71,7 +71,7 @@ def state_with(template: ChatTemplate, tools: tuple[ToolSpec, ...], messages: li
 
 
 def tamed(value: Any, words: dict[str, str]) -> Any:
-    """The same with each text replaced by a harmless one of its own."""
+    """The same with each text replaced by a distinct harmless one."""
     if isinstance(value, str):
         return words.setdefault(value, f"w{len(words)}") if value.strip() else value
     if isinstance(value, dict):
@@ -238,7 +238,7 @@ def test_a_fork_has_the_tools() -> None:
     assert '"name": "weather"' in branch.text_view()
 
 
-def test_text_between_turns_finds_its_place_beside_tools() -> None:
+def test_text_between_turns_finds_its_place_after_tools() -> None:
     state = TokenState(TOKENIZER, TEMPLATES["hermes"])
     state.tools([ToolSpec("weather", "Tells it.", {"type": "object"})])
     state.turn(Message("user", "x"))

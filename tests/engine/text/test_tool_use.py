@@ -1,4 +1,4 @@
-"""Requests with tools: the prompt, and what the model can write at all."""
+"""Requests with tools: the prompt, and the texts that the model can write."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def keeps(compiled: CompiledConstraint, text: bytes) -> bool:
     return growing.may_end()
 
 
-# Tools with any arguments have a grammar: another form beside them is compiled like "any".
+# Tools with any arguments have a grammar: another form next to them is compiled like "any".
 FORMS_AND_TOOLS = [
     pytest.param(form, tools, id=f"{form}-{shown}", marks=[pytest.mark.full] if is_broad else [])
     for form in FORMS
@@ -208,7 +208,7 @@ def test_words_that_begin_as_a_bare_call_are_refused_where_a_parser_reads_them()
     assert compile_constraint(use.constraint(Constraint("regex", "[a-z]+"))).form == "llguidance"
 
 
-def test_a_form_that_no_text_has_is_refused_beside_tools_too():
+def test_a_form_that_no_text_has_is_rejected_with_tools_too():
     use = use_of(TEMPLATES["hermes"], request(AUTO))
     alone = Constraint("regex", "a(?=b)")
     for constraint in (alone, use.constraint(alone)):
@@ -216,7 +216,7 @@ def test_a_form_that_no_text_has_is_refused_beside_tools_too():
             compile_constraint(constraint)
 
 
-def test_a_form_beside_bare_calls_of_any_layout_is_refused():
+def test_a_form_with_bare_calls_of_any_layout_is_rejected():
     use = use_of(TEMPLATES["llama"], request(AUTO))
     loose = replace(use, form=replace(use.form, whitespace="free"))
     with pytest.raises(NotSupported):

@@ -1,4 +1,4 @@
-"""Compiling in a process of its own: a constraint that harms the process fails its own request only."""
+"""Compiling in a separate process: a constraint that harms the process fails only its request."""
 
 from __future__ import annotations
 

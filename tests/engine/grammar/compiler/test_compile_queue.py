@@ -1,4 +1,4 @@
-"""The queues of what is to be compiled, and the cache of compiled ones, against plain lists."""
+"""The queues of constraints to compile, and the cache of compiled ones, against plain lists."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ AS_THEY_ARE = {
 
 @pytest.mark.parametrize("name", AS_THEY_ARE)
 @pytest.mark.parametrize("is_strict", [True, False])
-def test_what_can_be_kept_is_not_relaxed(name, is_strict):
+def test_supported_keywords_are_not_relaxed(name, is_strict):
     for schema in AS_THEY_ARE[name]:
         assert compiled(schema, is_strict=is_strict).relaxed == ()
 
@@ -96,7 +96,7 @@ RELAXED = {
 
 
 @pytest.mark.parametrize("name", RELAXED)
-def test_what_cannot_be_kept_is_relaxed_or_rejected(name):
+def test_unsupported_keywords_are_relaxed_or_rejected(name):
     schema, place = RELAXED[name]
     [one] = compiled(schema).relaxed
     assert (one.name, ".".join(one.path)) == ("find", f"properties.{place}")
@@ -135,7 +135,7 @@ def test_a_member_that_has_no_finite_value_may_have_any():
     ],
 )
 @pytest.mark.parametrize("is_strict", [True, False])
-def test_what_is_no_schema_is_rejected_with_its_place(schema, word, is_strict):
+def test_an_invalid_schema_is_rejected_with_its_place(schema, word, is_strict):
     with pytest.raises(BadArgument, match=r"tool 'find': properties\.x: ") as caught:
         compiled(schema, is_strict=is_strict)
     assert caught.value.param == "tools[0]"

@@ -1,5 +1,5 @@
-"""JSON schema's own test suite: what is generated under each schema that is accepted is valid, each refusal
-says why, and the table in the documentation is what comes out."""
+"""JSON schema's own test suite: values generated under each accepted schema are valid, each
+rejection says why, and the results are the table in the documentation."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Loads a model folder in a process of its own for test_loading_memory.py.
+"""Loads a model folder in a separate process for test_loading_memory.py.
 
 "auto" keeps the quantised weights of a GGUF file. Prints three sizes in bytes: the growth of its resident
 memory at the peak and at the end, and the weights'.
@@ -27,7 +27,7 @@ def main(folder: Path, name: str) -> None:
     dtype = torch.bfloat16 if keeps_blocks else getattr(torch, name)
     device = torch.device("cpu")
     config, kernels = read_config(folder), kernels_for(device)
-    kernels.pack_linear(torch.zeros(64, 64, dtype=dtype), None)  # what is made once, and by threads
+    kernels.pack_linear(torch.zeros(64, 64, dtype=dtype), None)  # state that is made once, and by threads
     before = memory_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     weights = WeightFormat(dtype, keeps_blocks)

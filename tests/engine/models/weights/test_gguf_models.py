@@ -113,7 +113,7 @@ def test_f42j_relatives_of_deepseek_v2_are_refused(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("source", ["gguf", "safetensors"])
 def test_quantised_weights_are_multiplied_as_they_are(name: str, source: str, tmp_path: Path) -> None:
-    """Errors are compared with those of bfloat16: what they grow to differs between random models."""
+    """Errors are compared with those of bfloat16: their size differs between random models."""
     save_model(name, tmp_path)
     write_gguf(tmp_path, file := tmp_path / "model.gguf", "Q8_0")
     exact, _ = logprobs(file)

@@ -1,4 +1,4 @@
-"""What loading a model takes beside the model."""
+"""The memory that loading a model takes in addition to the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ print(json.dumps([resident("VmHWM"), resident("VmRSS"), runner.info.weight_bytes
 
 
 @pytest.mark.parametrize(("kind", "most"), [("Q8_0", 0.6), ("F16", 1.3)])
-def test_f42m_a_large_embedding_takes_little_beside_its_panels(
+def test_f42m_a_large_embedding_takes_little_more_than_its_panels(
     kind: str, most: float, tmp_path: Path
 ) -> None:
     """Pages of the file are released as they are packed, or converted: a dense matrix is converted as a whole
