@@ -98,6 +98,7 @@ class Api:
         return {"role": "tool", "tool_call_id": call.id, "content": text}
 
     def whole(self, body: Any) -> Answered:
+        """The answer in the body of a response."""
         [choice] = body["choices"]
         message, usage = choice["message"], body["usage"]
         calls = [self.called(call["id"], **call["function"]) for call in message.get("tool_calls") or ()]
@@ -119,6 +120,7 @@ class Api:
             return Called(call_id, name, arguments)
 
     def streamed(self, text: str) -> Answered:
+        """The answer in a stream, put together as a client does."""
         answer, begun = Answered(), {}
         for chunk in events(text):
             for choice in chunk["choices"]:
