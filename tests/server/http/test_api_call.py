@@ -118,6 +118,13 @@ async def test_a_compressed_body_is_refused_as_such():
     assert client.status == 200
 
 
+async def test_a_body_that_does_not_come_is_not_waited_for():
+    client = Exchange(b"{", b"never")
+    client._messages.pop()
+    await exchange(echo, client, body_timeout_s=0.01)
+    assert (client.status, client.error["code"]) == (408, "request_timeout")
+
+
 async def test_a_client_that_disconnects_during_its_request_gets_no_response():
     client = Exchange(b"{", b"never")
     client._messages.pop()
