@@ -49,14 +49,6 @@ class AnthropicPeer:
         with messages.stream(**asked) as stream:
             return stream.get_final_message()
 
-    def message(self, kind: ClientKind, stream: bool, **params: Any) -> Any:
-        """As ``ask``, with this kind of client, whole or as a stream."""
-        return self.called(kind, "stream" if stream else "create", **asking(**params))
-
-    def wait_until_idle(self) -> None:
-        """Waits until no call waits for the engine, which the gate may have paused."""
-        self.server.call(self.server.engine.client.until_idle)
-
 
 def asking(**params: Any) -> dict[str, Any]:
     """Parameters of a request."""
