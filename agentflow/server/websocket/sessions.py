@@ -150,6 +150,7 @@ class Sessions(Generic[ContextT]):
         )
         self._tasks = tasks
         self._sessions: dict[str, ServedSession[ContextT]] = {}
+        self._num_closing = 0
         self._one_removed = anyio.Event()
 
     def __len__(self) -> int:
@@ -250,8 +251,8 @@ class Sessions(Generic[ContextT]):
                 session.end(revoked())
 
     async def wait_until_empty(self) -> None:
-        """Waits until no session is open."""
-        while self._sessions:
+        """Waits until no session is open, and the contexts of all that were are freed."""
+        while self._sessions or self._num_closing:
             await self._one_removed.wait()
 
     async def _run(
@@ -288,11 +289,13 @@ class Sessions(Generic[ContextT]):
 
     async def _remove(self, session: ServedSession[ContextT]) -> None:
         del self._sessions[session.id]
+        self._num_closing += 1
         session.dismiss_holder()
         try:
             await session.interpreter.aclose()
         except Exception:
             logger.exception("not all contexts of a session could be freed")
+        self._num_closing -= 1
         self._one_removed.set()
         self._one_removed = anyio.Event()
 
