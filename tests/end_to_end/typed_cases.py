@@ -28,7 +28,6 @@ TREE = {
     "minItems": 1,
     "maxItems": 3,
 }
-COLOURS = ["red", "green", "blue", "a very dark grey"]
 
 
 @dataclass
@@ -50,11 +49,6 @@ class Book(TypedDict):
     year: Annotated[int, msgspec.Meta(ge=1500, le=2030)]
 
 
-def weather(city: Annotated[str, msgspec.Meta(max_length=16)], days: Literal[1, 2, 3] = 1) -> str:
-    """The weather in a city."""
-    return f"{city} for {days}"
-
-
 TAG = af.Tag(" the ", regex=r"(red|green|blue) [a-z]{3,8}", end=".")
 
 
@@ -70,13 +64,6 @@ def _is_tree(text: str, value: Any) -> bool:
 def _is_city(text: str, value: Any) -> bool:
     jsonschema.validate(json.loads(text), City.model_json_schema())
     return isinstance(value, City) and value == City(**json.loads(text))
-
-
-def _are_calls(text: str, value: Any) -> bool:
-    return all(
-        call.name == "weather" and msgspec.convert(raw["arguments"]["days"], Literal[1, 2, 3]) and call()
-        for call, raw in zip(value, json.loads(text), strict=True)
-    )
 
 
 def _are_pieces(text: str, value: Any) -> bool:
@@ -106,7 +93,6 @@ CASES: dict[str, Case] = {
         lambda text, value: value == msgspec.json.decode(text, type=Book) and '":"' in text,
     ),
     "recursion": ("A list of three digits, or of such lists.", {"schema": TREE}, _is_tree),
-    "choices": ("Which colour?", {"choices": COLOURS}, lambda text, value: text == value in COLOURS),
     "int": ("How many?", {"type": int}, lambda text, value: str(value) == text or text == "-0"),
     "float": ("How much?", {"type": float}, lambda text, value: json.loads(text) == value),
     "bool": ("Is it?", {"type": bool}, lambda text, value: json.loads(text) is value),
@@ -115,11 +101,6 @@ CASES: dict[str, Case] = {
         {"grammar": GRAMMAR},
         _matches(r"move (king|queen|rook) to [a-h][1-8], then move (king|queen|rook) to [a-h][1-8][.!]"),
     ),
-    "tools": (
-        "What is the weather in Paris and in Rome? Make a list of calls, not an empty one.",
-        {"tools": [weather]},
-        _are_calls,
-    ),
     "tags": ("Tell me of the sky.", {"tags": [TAG]}, _are_pieces),
 }
-ALWAYS_END = CASES.keys() - {"recursion", "grammar", "tools", "tags"}
+ALWAYS_END = CASES.keys() - {"recursion", "grammar", "tags"}

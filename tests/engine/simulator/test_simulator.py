@@ -164,7 +164,7 @@ def test_generated_workloads_are_the_same_each_time_and_run_to_their_end(name):
     assert result.counters.generated_tokens == sum(len(a.output) for a in once)
 
 
-def test_turns_and_thoughts_find_all_earlier_tokens():
+def test_turns_and_reasoning_find_all_earlier_tokens():
     for arrivals in (chat(num_chats=2), tree_of_thought(num_programs=2)):
         result = simulate(Workload("w", arrivals, 60_000), SchedulerConfig())
         for served in result.served:
