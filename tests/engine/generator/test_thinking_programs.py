@@ -13,8 +13,8 @@ import agentflow as af
 
 pytestmark = pytest.mark.anyio
 
-REASONING, ANSWER = "It is a greeting.", "Hello!"
-SCRIPT = f"<think>\n{REASONING}\n</think>\n\n{ANSWER}"
+THOUGHTS, ANSWER = "It is a greeting.", "Hello!"
+SCRIPT = f"<think>\n{THOUGHTS}\n</think>\n\n{ANSWER}"
 EACH = pytest.mark.parametrize("model", [QWEN_MODEL, DEEPSEEK_MODEL], ids=["qwen", "deepseek"])
 
 
@@ -23,26 +23,26 @@ def engine_of(model: ThinkingModel) -> ConstrainedEngine:
 
 
 @EACH
-async def test_reasoning_are_no_part_of_a_value(model: ThinkingModel) -> None:
+async def test_thoughts_are_no_part_of_a_value(model: ThinkingModel) -> None:
     async with af.session(backend=engine_of(model)) as flow, flow.state() as s:
         s += af.user(SCRIPT) + af.assistant(af.gen("answer", logprobs=True))
         deltas = [delta async for delta in s["answer"]]
         assert "".join(deltas) == await s["answer"] == ANSWER
         answer = s["answer"]
-        assert answer.reasoning == REASONING
-        assert 0 < answer.usage.reasoning_tokens < answer.usage.output_tokens
+        assert answer.reasoning == THOUGHTS
+        assert 0 < answer.usage.thought_tokens < answer.usage.output_tokens
         assert answer.logprobs is not None
-        assert len(answer.logprobs) < answer.usage.output_tokens - answer.usage.reasoning_tokens + 1
+        assert len(answer.logprobs) < answer.usage.output_tokens - answer.usage.thought_tokens + 1
         s += af.user(f"{answer}") + af.assistant(af.gen("again", max_tokens=1))
         await s
         text = await s.text()
-        # The next turn has the answer without its reasoning.
-        assert text.count(REASONING) == 1
+        # The next turn has the answer without its thoughts.
+        assert text.count(THOUGHTS) == 1
         assert text.count(ANSWER) == 3
 
 
 @EACH
-async def test_a_reply_has_no_reasoning_and_keeps_its_calls(model: ThinkingModel) -> None:
+async def test_a_reply_has_no_thoughts_and_keeps_its_calls(model: ThinkingModel) -> None:
     @af.tool
     def look() -> str:
         """Looks."""
@@ -52,21 +52,21 @@ async def test_a_reply_has_no_reasoning_and_keeps_its_calls(model: ThinkingModel
         s += af.conversation([{"role": "user", "content": SCRIPT}])
         s += af.reply("reply")
         assert (await s["reply"]).text == ANSWER
-        assert s["reply"].reasoning == REASONING
+        assert s["reply"].reasoning == THOUGHTS
     if model is DEEPSEEK_MODEL:
         return
     call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     async with af.session(backend=engine_of(model)) as flow, flow.state() as s:
         asked = f"<think>\nI call {call}.\n</think>\n\n{call}"
-        s += af.conversation([{"role": "user", "content": asked}])
-        s += af.reply("reply", tools=[look])
+        s += af.conversation([{"role": "user", "content": asked}], tools=[look])
+        s += af.reply("reply")
         reply = await s["reply"]
         assert [called.name for called in reply.tool_calls] == ["look"]
         assert reply.text == ""
         assert s["reply"].reasoning == f"I call {call}."
 
 
-async def test_past_reasoning_of_a_conversation_are_given_to_the_template() -> None:
+async def test_past_thoughts_of_a_conversation_are_given_to_the_template() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     turns = [
         {"role": "user", "content": SCRIPT},
@@ -89,7 +89,7 @@ async def test_a_constrained_gen_does_not_think(model: ThinkingModel) -> None:
 
 
 @EACH
-async def test_a_program_sets_the_budget_of_reasoning(model: ThinkingModel) -> None:
+async def test_a_program_sets_the_budget_of_thoughts(model: ThinkingModel) -> None:
     @af.program
     async def asked(s: af.State, budget: int | None) -> str:
         s += af.user(SCRIPT) + af.assistant(af.gen("answer", max_reasoning_tokens=budget))
@@ -103,16 +103,16 @@ async def test_a_program_sets_the_budget_of_reasoning(model: ThinkingModel) -> N
             async with flow.state() as s:
                 s += af.user(SCRIPT) + af.assistant(af.gen("answer", max_reasoning_tokens=budget))
                 assert await s["answer"] == ANSWER
-                assert REASONING.startswith(s["answer"].reasoning or "")
+                assert THOUGHTS.startswith(s["answer"].reasoning or "")
                 assert bool(s["answer"].reasoning) == (budget > 0)
-                num_reasoning = s["answer"].usage.reasoning_tokens
-            assert num_reasoning <= budget + 20
-            # Reasoning of a reply, and before a constrained text.
+                num_thoughts = s["answer"].usage.thought_tokens
+            assert num_thoughts <= budget + 20
+            # Thoughts of a reply, and before a constrained text.
             async with flow.state() as s:
                 s += af.conversation([{"role": "user", "content": SCRIPT}])
                 s += af.reply("reply", max_reasoning_tokens=budget)
                 assert (await s["reply"]).text == ANSWER
-                assert s["reply"].usage.reasoning_tokens == num_reasoning
+                assert s["reply"].usage.thought_tokens == num_thoughts
                 script = SCRIPT.replace(ANSWER, "42")
                 s += af.user(script)
                 s += af.assistant(af.gen("number", regex="[0-9]{2}", max_reasoning_tokens=budget))
@@ -121,18 +121,26 @@ async def test_a_program_sets_the_budget_of_reasoning(model: ThinkingModel) -> N
         assert await flow.submit(graph) == ANSWER
 
 
-async def test_a_budget_is_recorded_and_replayed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_reasoning_and_its_budget_are_replayed(is_streamed: bool, tmp_path: Path) -> None:
     async def asked(s: af.State, budget: int | None) -> str:
-        s += af.user(SCRIPT) + af.assistant(af.gen("answer", max_reasoning_tokens=budget))
+        gen = af.gen("answer", max_reasoning_tokens=budget, stream_reasoning=is_streamed)
+        s += af.user(SCRIPT) + af.assistant(gen)
+        if not is_streamed:
+            await s["answer"]
+        reasoning = "".join([delta async for delta in s["answer"].reasoning_deltas()])
         assert await s["answer"] == ANSWER
-        return s["answer"].reasoning or ""
+        assert reasoning == s["answer"].reasoning
+        return reasoning
 
     path = tmp_path / "run.jsonl"
     async with af.session(backend=engine_of(QWEN_MODEL), record=path) as flow:
+        assert await flow.run(asked, None) == THOUGHTS
         reasoning = await flow.run(asked, 2)
-    assert reasoning
+    assert 0 < len(reasoning) < len(THOUGHTS)
     assert '"max_reasoning_tokens":2' in path.read_text().replace(" ", "")
     async with af.session(backend=af.Replay(path)) as flow:
+        assert await flow.run(asked, None) == THOUGHTS
         assert await flow.run(asked, 2) == reasoning
     with pytest.raises(af.errors.ReplayDiffers):
         async with af.session(backend=af.Replay(path)) as flow:
@@ -141,7 +149,7 @@ async def test_a_budget_is_recorded_and_replayed(tmp_path: Path) -> None:
 
 @EACH
 @pytest.mark.parametrize("is_reply", [False, True])
-async def test_reasoning_are_streamed_before_the_text(model: ThinkingModel, is_reply: bool) -> None:
+async def test_thoughts_are_streamed_before_the_text(model: ThinkingModel, is_reply: bool) -> None:
     async with af.session(backend=engine_of(model)) as flow, flow.state() as s:
         if is_reply:
             s += af.conversation([{"role": "user", "content": SCRIPT}])
@@ -149,28 +157,14 @@ async def test_reasoning_are_streamed_before_the_text(model: ThinkingModel, is_r
         else:
             s += af.user(SCRIPT) + af.assistant(af.gen("answer", stream_reasoning=True))
         deltas = [delta async for delta in s["answer"].reasoning_deltas()]
-        assert "".join(deltas) == REASONING
+        assert "".join(deltas) == THOUGHTS
         await s["answer"]
         assert s["answer"].text == ANSWER
-        assert s["answer"].reasoning == REASONING
+        assert s["answer"].reasoning == THOUGHTS
         # Without the option they come whole, with the value.
         s += af.user(SCRIPT) + af.gen("whole")
         await s["whole"]
-        assert [delta async for delta in s["whole"].reasoning_deltas()] == [REASONING]
-
-
-async def test_streamed_reasoning_are_replayed(tmp_path: Path) -> None:
-    async def asked(s: af.State) -> str:
-        s += af.user(SCRIPT) + af.assistant(af.gen("answer", stream_reasoning=True))
-        reasoning = "".join([delta async for delta in s["answer"].reasoning_deltas()])
-        assert await s["answer"] == ANSWER
-        return reasoning
-
-    path = tmp_path / "run.jsonl"
-    async with af.session(backend=engine_of(QWEN_MODEL), record=path) as flow:
-        assert await flow.run(asked) == REASONING
-    async with af.session(backend=af.Replay(path)) as flow:
-        assert await flow.run(asked) == REASONING
+        assert [delta async for delta in s["whole"].reasoning_deltas()] == [THOUGHTS]
 
 
 @pytest.mark.parametrize("budget", [-1, True, 1.5, "2"])
@@ -181,9 +175,9 @@ def test_a_budget_is_a_whole_number(budget: Any) -> None:
 
 
 @EACH
-async def test_a_gen_that_ends_within_reasoning_has_an_empty_value(model: ThinkingModel) -> None:
+async def test_a_gen_that_ends_within_thoughts_has_an_empty_value(model: ThinkingModel) -> None:
     async with af.session(backend=engine_of(model)) as flow, flow.state() as s:
         s += af.user(SCRIPT) + af.assistant(af.gen("answer", max_tokens=5))
         assert await s["answer"] == ""
         assert s["answer"].finish_reason == "length"
-        assert REASONING.startswith(s["answer"].reasoning or "-")
+        assert THOUGHTS.startswith(s["answer"].reasoning or "-")

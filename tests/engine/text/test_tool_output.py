@@ -130,38 +130,11 @@ def test_a_truncated_answer_has_no_markup_in_its_prose(name, constrained, some, 
 
 
 WORDS = [
-    "<tool_call>",
-    "</tool_call>",
-    "\n",
-    "[TOOL_CALLS]",
-    " ",
-    "[",
-    "]",
-    "{",
-    "}",
-    '{"name": "weather"',
-    ", ",
-]
-WORDS += [
-    '"arguments": ',
-    '"parameters": ',
-    "{}",
-    '{"a": "}"}',
-    "<tool",
-    "text",
-    '"',
-    "\\",
-    "<call>",
-    "</call>",
-]
-WORDS += [
+    *("<tool_call>", "</tool_call>", "<tool", "<call>", "</call>", "[TOOL_CALLS]", "text", "\n", " "),
+    *("[", "]", "{", "}", "{}", ", ", '"', "\\", "1e", "-", "tru", '"\\ud83d', '{"a": "}"}'),
+    *('{"name": "weather"', '"arguments": ', '"parameters": '),
     '<tool_call>\n{"name": "weather", "arguments": {"a": 1}}\n</tool_call>',
-    '"\\ud83d',
-    "1e",
-    "-",
-    "tru",
 ]
-
 
 BEGINS = [(), ("<tool_call>",), ('{"name": "weather"', "["), ("[TOOL_CALLS]",)]
 
@@ -250,16 +223,6 @@ def test_prose_goes_on_after_what_is_no_call():
     assert summary_of(output.push("\n" + good + " So.")) == [("call", "weather", "{}"), ("prose", " So.")]
 
 
-@pytest.mark.parametrize("constrained", [True, False])
-def test_white_space_before_what_is_no_call_is_kept(constrained):
-    for text in ("x\n<tool_call>no", "\n<tool_call>\n{oops", "x\n<tool_call>"):
-        assert summary_of(read(HERMES, [text], constrained=constrained)) == [("prose", text)]
-    good = written(HERMES, [("weather", "{}")])
-    text = f"{good}\n \n<tool_call>no"
-    expected = [("call", "weather", "{}"), ("prose", "\n \n<tool_call>no")]
-    assert summary_of(read(HERMES, list(text), constrained=constrained)) == expected
-
-
 def test_a_call_is_emitted_with_its_first_character():
     output = ToolOutput(HERMES, NAMES, is_constrained=True)
     output.push('<tool_call>\n{"name": "weather", "arguments": ')
@@ -271,18 +234,6 @@ def test_a_call_is_emitted_with_its_first_character():
     assert output.finish() == []
 
 
-def test_a_call_that_is_cut_off_under_a_constraint():
-    text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Os'
-    assert summary_of(read(HERMES, [text], constrained=True)) == [("call", "weather", '{"city": "Os')]
-    assert summary_of(read(HERMES, [text], constrained=False)) == [("prose", text)]
-    assert summary_of(read(HERMES, [text[:20]], constrained=True)) == [("prose", text[:20])]
-    for constrained in (True, False):
-        assert summary_of(read(HERMES, [text], constrained=constrained, truncated=True)) == [
-            ("call", "weather", '{"city": "Os')
-        ]
-        assert read(HERMES, [text[:20]], constrained=constrained, truncated=True) == []
-
-
 @pytest.mark.parametrize("constrained", [True, False])
 @pytest.mark.parametrize("before", ["", "I look.\n"])
 def test_f42i_the_first_character_of_a_truncated_mark_is_no_content(before, constrained):
@@ -292,26 +243,42 @@ def test_f42i_the_first_character_of_a_truncated_mark_is_no_content(before, cons
     assert summary_of(read(HERMES, [before, "<"], constrained=constrained)) == [("prose", before + "<")]
 
 
+GOOD = written(HERMES, [("weather", "{}")])
+CALL = ("call", "weather", "{}")
+CUT_OFF = '<tool_call>\n{"name": "weather", "arguments": {"city": "Os'
+READINGS = {
+    # White space before text that only begins like a call is kept.
+    **{text: [("prose", text)] for text in ("x\n<tool_call>no", "\n<tool_call>\n{oops", "x\n<tool_call>")},
+    f"{GOOD}\n \n<tool_call>no": [CALL, ("prose", "\n \n<tool_call>no")],
+    # A text may end within the mark of another call.
+    **{GOOD + begun: [CALL] for begun in ("\n", "\n<", "\n<tool_call")},
+    # White space around calls is dropped.
+    f"Look:\n{GOOD} \n\n{GOOD}\n": [("prose", "Look:"), CALL, CALL],
+    f"{GOOD}\n\nSo.": [CALL, ("prose", "\n\nSo.")],
+}
+
+
 @pytest.mark.parametrize("constrained", [True, False])
-def test_a_text_that_ends_within_the_mark_of_another_call(constrained):
-    good = written(HERMES, [("weather", "{}")])
-    for begun in ("\n", "\n<", "\n<tool_call"):
-        assert summary_of(read(HERMES, list(good + begun), constrained=constrained)) == [
-            ("call", "weather", "{}")
-        ]
+@pytest.mark.parametrize("text", READINGS)
+def test_white_space_and_marks_next_to_calls(text, constrained):
+    for parts in ([text], list(text)):
+        assert summary_of(read(HERMES, parts, constrained=constrained)) == READINGS[text]
 
 
-def test_white_space_around_calls_is_dropped():
-    one = written(HERMES, [("weather", "{}")])
-    text = f"Look:\n{one} \n\n{one}\n"
-    assert summary_of(read(HERMES, [text], constrained=True)) == [
-        ("prose", "Look:"),
-        *[("call", "weather", "{}")] * 2,
-    ]
-    assert summary_of(read(HERMES, [one + "\n\nSo."], constrained=True)) == [
-        ("call", "weather", "{}"),
-        ("prose", "\n\nSo."),
-    ]
+@pytest.mark.parametrize(
+    ("constrained", "truncated", "whole", "begun"),
+    [
+        (True, False, [("call", "weather", '{"city": "Os')], [("prose", CUT_OFF[:20])]),
+        (False, False, [("prose", CUT_OFF)], [("prose", CUT_OFF[:20])]),
+        (True, True, [("call", "weather", '{"city": "Os')], []),
+        (False, True, [("call", "weather", '{"city": "Os')], []),
+    ],
+)
+def test_calls_that_are_cut_off(constrained, truncated, whole, begun):
+    """In their arguments, and in their name (``begun``)."""
+    how = {"constrained": constrained, "truncated": truncated}
+    assert summary_of(read(HERMES, [CUT_OFF], **how)) == whole
+    assert summary_of(read(HERMES, [CUT_OFF[:20]], **how)) == begun
 
 
 @given(
